@@ -174,7 +174,7 @@ def test_managed_slabs_that_are_refused_fall_back_and_say_so(
     finally:
         heap.uvm.set_managed_cap(4 << 30)
     assert latents.report.residence.place == "pinned_host"
-    assert "unified_memory was asked for and refused" in "\n".join(latents.report.lines())
+    assert "cache type unified_memory is not available" in "\n".join(latents.report.lines())
     latents.close()
     texts.close()
 

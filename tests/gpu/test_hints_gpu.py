@@ -105,7 +105,7 @@ def test_the_switch_decides_in_whole_runs(uvm: Uvm, tiny_model: TinyModel, tmp_p
     said = "\n".join(hinted.said)
     assert "residency hints: on, memory.enable_uvm_hints is true" in said
     assert "in managed_host" in said, said
-    assert "at home on the GPU" in said
+    assert "placed on the GPU" in said
     preferred = {state.preferred for state in hinted.states}
     assert preferred == {HOST, 0}, "read back from the driver: latents in host memory, text and masks on the GPU"
     assert all(state.accessed_by == (0,) for state in hinted.states)
@@ -121,7 +121,7 @@ def test_the_switch_decides_in_whole_runs(uvm: Uvm, tiny_model: TinyModel, tmp_p
     assert after.allocations == between.allocations, "no managed bytes at all"
     said = "\n".join(refused.said)
     assert "residency hints: off, memory.enable_uvm_hints is false" in said
-    assert "unified_memory was asked for and is not used: memory.enable_uvm_hints is false" in said
+    assert "cache type unified_memory is not used: memory.enable_uvm_hints is false" in said
 
 
 def test_the_way_is_measured_once_and_said(uvm: Uvm, tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -87,9 +87,9 @@ def test_damaged_entries_are_encoded_again(kind: str, tiny_model: TinyModel, tmp
     assert damaged > 3
     if kind == "disk":
         assert "cache entries are damaged" in told
-        assert "encoded again; the run goes on" in told
+        assert "encoded again; the run continues" in told
     else:
-        assert "encoded again: their bytes on the disk had changed" in told
+        assert "encoded again: they were damaged on the disk" in told
     for store in ("latents", "text"):  # what was encoded again is whole
         with DiskStore.open(cache / store, writable=False) as opened:
             keys = opened.keys()
@@ -133,7 +133,7 @@ def test_a_run_that_has_to_stop_is_saved_and_the_same_command_goes_on(
     assert "could not be encoded again: encoding" in stopped.stop.reason
     view = Heard()
     assert run(config, view).step == 8
-    assert any("encoded again: their bytes on the disk had changed" in line for line in view.said)
+    assert any("encoded again: they were damaged on the disk" in line for line in view.said)
     assert losses(config) == losses(whole)
 
 
@@ -190,7 +190,7 @@ def test_two_processes_repair_what_they_read(tiny_model: TinyModel, tmp_path: Pa
     flip(tmp_path / "cache" / "latents", every=2)
     flip(tmp_path / "cache" / "text")
     said = run_two([(half(alone, tmp_path / "shared"), {}, None)], tmp_path)
-    assert "encoded again; the run goes on" in said
+    assert "encoded again; the run continues" in said
     for mine, other in zip(losses(half(alone, tmp_path / "shared")), losses(alone), strict=True):
         assert mine[2:] == pytest.approx(other[2:], rel=2e-5)
     whole = (tmp_path / "pictures" / "02.png").read_bytes()

@@ -208,7 +208,7 @@ def test_a_run_goes_on_only_with_the_model_it_began_with(tiny_model: TinyModel, 
     view = Heard()
     checkpoint = Path(config.output_dir) / "checkpoints" / "checkpoint-1"
     assert run(elsewhere, view, resume=str(checkpoint), allow_other_run=True).step == 2
-    assert "checkpoint-1 is of another run: part vae was" in "\n".join(view.said)
+    assert "checkpoint-1 belongs to another run: part vae was" in "\n".join(view.said)
     assert [line for line in view.said if " encoded" in line] == [
         "4 latents encoded again: the VAE changed since they were cached"
     ]
@@ -225,12 +225,12 @@ def test_a_checkpoint_of_the_earlier_form_is_resumed_with_one_note(tiny_model: T
     (folder / "checkpoint-1" / MANIFEST).write_bytes(earlier.as_bytes())
     view = Heard()
     assert run(changed(config, "training", max_steps=2), view).step == 2
-    assert len([line for line in view.said if "is of an earlier release" in line]) == 1
+    assert len([line for line in view.said if "was written by an earlier release" in line]) == 1
     assert not (folder / "checkpoint-1").exists(), "it is this run's own, and not kept any more"
     assert read_manifest(folder / "checkpoint-2").metadata.identity == manifest.metadata.identity
     view = Heard()
     assert run(changed(config, "training", max_steps=3), view).step == 3
-    assert not [line for line in view.said if "is of an earlier release" in line]
+    assert not [line for line in view.said if "was written by an earlier release" in line]
 
 
 def shards(config: RunConfig) -> set[str]:

@@ -1,7 +1,9 @@
-"""Caches of latents and embeddings. Where to begin reading:
+"""Caches of latents and text embeddings.
 
-what      encoder (the contract with the models), keys, wanted, visits, places
-on disk   store (begin here), folder, shards, manifest, reading, writer, upkeep, checking, audit, errors
-filling   session (begin here), passes, pass_work, claims, refresh, tiling, takeover, imports
-reading   batches (begin here), resident, residence, loading, collate, stats
+The modules by subject. Start with the first one of each line:
+
+contents  encoder (the contract with the models), keys, wanted, missing, places
+on disk   store, folder, shards, manifest, reading, writer, upkeep, checking, audit, errors
+filling   session, passes, pass_work, claims, refresh, repair, made, tiling, takeover, imports
+reading   batches, resident, residence, loading, collate, stats
 """

@@ -1,10 +1,10 @@
-"""What a cache holds against what a configuration wants.
+"""Audit: compare the content of a cache with the needs of a configuration.
 
-present    wanted, there and whole
-missing    wanted, and not there
-corrupt    there, and not as it was written; shards that cannot be used at all are listed by name
-stale      not wanted, but made of the same content or text as something wanted: another encoder, size, ...
-orphaned   not wanted, and nothing wanted is made of the same content (another configuration may want it)
+present    wanted, stored and intact
+missing    wanted but not stored
+corrupt    stored, but the bytes do not match the checksum; unusable shards are listed by name
+stale      not wanted, but made from the same content or text as a wanted entry: another encoder, size, ...
+orphaned   not wanted, and no wanted entry has the same content; another configuration may use it
 """
 
 from __future__ import annotations
@@ -22,34 +22,40 @@ from gracetune.cache.upkeep import Removal, leave_out_damaged, remove
 
 _EXAMPLES = 20
 _ATTEMPTS = 5
+"""How often to start again if other processes merge shards during an audit."""
 
 
 @dataclass(frozen=True)
 class Wanted:
+    """An entry that the configuration needs."""
+
     origin: Origin
     what: str
-    """For people: the file, or the beginning of the caption."""
+    """A description for users: the file, or the beginning of the caption."""
 
 
 @dataclass(frozen=True)
 class Difference:
+    """A part that differs between two origins. A value is None if that origin lacks the part."""
+
     part: str
     stored: str | None
     wanted: str | None
-    """None where one of the two has no such part."""
 
 
 @dataclass(frozen=True)
 class Stale:
+    """A stale entry, with its differences from the most similar wanted entry of the same source."""
+
     key: Key
     what: str
-    """The wanted thing that has the same source and the fewest differences."""
+    """Description of that wanted entry."""
     differences: tuple[Difference, ...]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some entries: how many, their bytes on disk (None where unknown), and all their keys."""
+    """A set of entries: number, bytes on disk (None if unknown), and keys."""
 
     entries: int
     size: int | None
@@ -61,26 +67,28 @@ class Group:
 
 @dataclass(frozen=True)
 class Audit:
+    """The result of an audit."""
+
     wanted: int
-    """Distinct entries."""
+    """Number of distinct wanted entries."""
     present: Group
     missing: Group
     missing_examples: tuple[str, ...]
     corrupt: Group
     corrupt_examples: tuple[str, ...]
-    """Of those that are wanted; what the others were made of is no longer known here."""
+    """Descriptions of wanted entries only; those of the others are unknown."""
     damaged_shards: tuple[DamagedShard, ...]
     stale: Group
     stale_parts: dict[str, int]
-    """How many stale entries differ in each part."""
+    """Number of stale entries that differ, by part."""
     stale_examples: tuple[Stale, ...]
     orphaned: Group
     extra_copies: Group
-    """Entries that are there more than once, which costs room and nothing else."""
+    """Duplicates of stored entries. They are harmless but take space."""
     imported: int
-    """Present entries that we did not encode ourselves."""
+    """Number of present entries that were imported from another program."""
     checked: bool
-    """Whether every entry's bytes were read and compared with their checksum."""
+    """Whether the bytes of all entries were read and compared with their checksums."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -121,66 +129,66 @@ def audit(
     check: bool = True,
     on_checked: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
-    """`check` reads every byte; without it only headers are looked at, and corrupt entries count as present.
+    """Audit a store. With `check`, read every byte. Without it, read only headers; corrupt entries count as present.
 
-    `on_checked` is told the bytes that were read and those of all files.
+    `on_checked` is called with the bytes read so far and the total.
     """
-    asked = {one.origin.key: one for one in wanted}
+    by_key = {one.origin.key: one for one in wanted}
     for _ in range(_ATTEMPTS):
         store.refresh()
         leave_out_damaged(store)
         shards = {*store.catalogue.sizes}
-        look = _look(store, asked, check=check, on_checked=on_checked)
+        scan = _scan(store, by_key, check=check, on_checked=on_checked)
         store.refresh()
-        # Where another process merged shards meanwhile, their entries lie elsewhere now: neither corrupt nor missing.
+        # If another process merged shards during the scan, moved entries may look corrupt or missing: scan again.
         if shards <= {*store.catalogue.sizes}:
             break
-    bad = {key: entry for key, entry in look.bad.items() if key not in look.seen}
-    missing = tuple(key for key in asked if key not in look.seen and key not in bad)
+    bad = {key: entry for key, entry in scan.bad.items() if key not in scan.seen}
+    missing = tuple(key for key in by_key if key not in scan.seen and key not in bad)
     corrupt = _Pile()
     for entry in bad.values():
         corrupt.add(entry)
     return Audit(
-        wanted=len(asked),
-        present=look.present.group(),
+        wanted=len(by_key),
+        present=scan.present.group(),
         missing=Group(len(missing), None if missing else 0, missing),
-        missing_examples=tuple(asked[key].what for key in missing[:_EXAMPLES]),
+        missing_examples=tuple(by_key[key].what for key in missing[:_EXAMPLES]),
         corrupt=corrupt.group(),
-        corrupt_examples=tuple(asked[key].what for key in bad if key in asked)[:_EXAMPLES],
+        corrupt_examples=tuple(by_key[key].what for key in bad if key in by_key)[:_EXAMPLES],
         damaged_shards=store.damaged,
-        stale=look.stale.group(),
-        stale_parts=dict(look.parts.most_common()),
-        stale_examples=tuple(look.examples),
-        orphaned=look.orphaned.group(),
-        extra_copies=look.copies.group(),
-        imported=look.imported,
+        stale=scan.stale.group(),
+        stale_parts=dict(scan.parts.most_common()),
+        stale_examples=tuple(scan.examples),
+        orphaned=scan.orphaned.group(),
+        extra_copies=scan.copies.group(),
+        imported=scan.imported,
         checked=check,
     )
 
 
-def _look(store: DiskStore, asked: dict[Key, Wanted], *, check: bool, on_checked: Callable[[int, int], None]) -> _Look:
-    look = _Look(store, asked, check=check)
+def _scan(store: DiskStore, wanted: dict[Key, Wanted], *, check: bool, on_checked: Callable[[int, int], None]) -> _Scan:
+    scan = _Scan(store, wanted, check=check)
     total, done = sum(store.catalogue.sizes.values()), 0
     for shard, entry in store.stored():
-        look.at(shard, entry)
+        scan.add(shard, entry)
         done += entry.layout.size
         on_checked(done, total)
     on_checked(total, total)
-    return look
+    return scan
 
 
 def clear(store: DiskStore, keys: Iterable[Key]) -> Removal:
-    """Remove these entries of ours, and nothing else. CacheBusyError where another process uses the cache."""
+    """Remove these entries and nothing else. Raises CacheBusyError if another process uses the cache."""
     return remove(store, keys)
 
 
-class _Look:
-    """One pass over everything stored."""
+class _Scan:
+    """Sorts all stored entries into the groups of an audit."""
 
-    def __init__(self, store: DiskStore, asked: dict[Key, Wanted], *, check: bool) -> None:
-        self._store, self._asked, self._check = store, asked, check
+    def __init__(self, store: DiskStore, wanted: dict[Key, Wanted], *, check: bool) -> None:
+        self._store, self._wanted, self._check = store, wanted, check
         self._by_source: dict[tuple[str, str], list[Wanted]] = {}
-        for one in asked.values():
+        for one in wanted.values():
             self._by_source.setdefault((one.origin.kind, one.origin.source), []).append(one)
         self.seen: set[Key] = set()
         self.bad: dict[Key, StoredEntry] = {}
@@ -189,15 +197,15 @@ class _Look:
         self.examples: list[Stale] = []
         self.imported = 0
 
-    def at(self, shard: str, entry: StoredEntry) -> None:
-        if self._check and not self._is_whole(shard, entry):
+    def add(self, shard: str, entry: StoredEntry) -> None:
+        if self._check and not self._is_intact(shard, entry):
             self.bad[entry.key] = entry
             return
         if entry.key in self.seen:
             self.copies.add(entry)
             return
         self.seen.add(entry.key)
-        if entry.key in self._asked:
+        if entry.key in self._wanted:
             self.present.add(entry)
             self.imported += bool(entry.note)
             return
@@ -208,9 +216,9 @@ class _Look:
         self.stale.add(entry)
         self._explain(entry, related)
 
-    def _is_whole(self, shard: str, entry: StoredEntry) -> bool:
+    def _is_intact(self, shard: str, entry: StoredEntry) -> bool:
         place = Place(shard, entry.layout, entry.start, entry.checksum)
-        # The key is the hash of the origin: one that is not came from a release whose keys meant something else.
+        # A key that is not the hash of its origin was computed differently, by another release.
         return entry.origin.key == entry.key and self._store.read_copy(place) is not None
 
     def _explain(self, entry: StoredEntry, related: list[Wanted]) -> None:
@@ -222,7 +230,7 @@ class _Look:
 
 
 def differences(stored: Origin, wanted: Origin) -> tuple[Difference, ...]:
-    """Part by part; the kind and the source are taken to be the same."""
+    """The parts in which two origins differ. Their kind and source are not compared."""
     before, now = dict(stored.parts), dict(wanted.parts)
     names = sorted({*before, *now})
     return tuple(

@@ -1,11 +1,12 @@
-"""The source of batches: references from the loader, entries from the caches, tensors on the device.
+"""The source of batches: takes references from the loader and entries from the caches, returns tensors on the device.
 
     with BatchSource(loader, latents=latents, texts=texts, keys=keys, device=device, depth=2) as source:
         while not isinstance(outcome := source.next(size, step=step), Exhausted): ...
 
-It looks at what the loader will bring, gathers the next batches while this one is used, and forgets those that do not
-come after all (another size was asked for, a dataset ended). The loader moves only when a batch is handed out, so its
-saved state never counts what was only foreseen. With `depth=0` nothing is done ahead; the batches are the same.
+The source peeks at the loader and prepares the next batches while the current one is used. It discards prepared
+batches that turn out to be wrong (another size was requested, a dataset ended). The loader advances only when a batch
+is returned, so its saved state never includes prefetched batches. With `depth=0` nothing is prepared ahead; the batches
+are the same.
 """
 
 from __future__ import annotations
@@ -41,62 +42,62 @@ if TYPE_CHECKING:
     from gracetune.memory.layer import UnifiedMemory
 
     Fetch = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
-    """The entry, or what waits for it."""
+    """An entry, or a function that waits for it."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 MOST_KNOWN = 1 << 15
-"""About 1 KB each."""
+"""Keys to memoize, about 1 KB each."""
 JUDGED = 32
-"""Batches between two looks at how long steps have waited."""
+"""Number of batches between two checks of how long steps wait for data."""
 BEYOND = 2
-"""Batches whose entries are read from disk or decoded before they are gathered, beyond those under way."""
+"""Batches beyond the look-ahead whose entries are already being read from disk or decoded."""
 
 
 class Entries(Protocol):
-    """What a source of batches asks of a cache; `ResidentStore` is one."""
+    """The interface that a batch source needs from a cache. `ResidentStore` implements it."""
 
     @property
     def stats(self) -> StoreStats: ...
 
     def look_up(self, key: Key) -> Mapping[str, Tensor] | None:
-        """At once, or None."""
+        """The entry if it is available without I/O, else None."""
 
     def read(self, key: Key) -> Mapping[str, Tensor]:
-        """Called in a thread."""
+        """Read the entry from disk. Called in worker threads."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Which entries belong to a sample."""
+    """Computes the cache keys of a sample."""
 
     latent: EncoderId
     text: EncoderId
     reads_pictures: bool = False
-    """The text encoder's: an embedding depends on the sample's references too."""
+    """Whether text embeddings also depend on the sample's reference images."""
     per_use: PerUse | None = None
-    """What takes the place of cached tensors."""
+    """Makes tensors that replace cached ones each time a sample is used."""
 
     def of_latent(self, ref: SampleRef) -> Key:
         return latent_key(ref, self.latent)
 
     def of_text(self, ref: SampleRef) -> Key:
-        """A dropped caption is a text too (`captions.dropped_caption`), which is cached like any other."""
+        """The key of the caption. A dropped caption has one too: the text `captions.dropped_caption` is also cached."""
         return text_key(ref.caption.text, self.text, ref.conditioning if self.reads_pictures else ())
 
     def used(self, entry: Mapping[str, Tensor], ref: SampleRef) -> Mapping[str, Tensor]:
-        """An entry as the sample is trained with it this time."""
+        """The entry with the tensors that `per_use` replaces."""
         return entry if self.per_use is None else {**entry, **self.per_use(ref)}
 
 
-class _Known:
-    """Keys made before. An index brings the same reference whenever a sample looks the same."""
+class _KeyMemo:
+    """Memoizes keys. The index returns the same reference object whenever a sample looks the same."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._latent: dict[int, tuple[SampleRef, Key]] = {}
-        """By the reference's identity; the value holds it, so that stays its own."""
+        """By id() of the reference. The value keeps the reference alive, so its id() is not reused."""
         self._text: dict[tuple[str, tuple[SampleRef, ...]], Key] = {}
 
     def of_latent(self, ref: SampleRef) -> Key:
@@ -106,40 +107,40 @@ class _Known:
         return found[1]
 
     def of_text(self, ref: SampleRef) -> Key:
-        known = (ref.caption.text, ref.conditioning)
-        key = self._text.get(known)
+        inputs = (ref.caption.text, ref.conditioning)
+        key = self._text.get(inputs)
         if key is None:
-            key = _bounded(self._text)[known] = self._keys.of_text(ref)
+            key = _bounded(self._text)[inputs] = self._keys.of_text(ref)
         return key
 
 
-def _bounded(known: dict[K, V]) -> dict[K, V]:
-    if len(known) >= MOST_KNOWN:
-        known.clear()
-    return known
+def _bounded(memo: dict[K, V]) -> dict[K, V]:
+    if len(memo) >= MOST_KNOWN:
+        memo.clear()
+    return memo
 
 
 @dataclass(frozen=True)
 class Live:
-    """What encodes samples whose entries are not cached, because they look different at every visit."""
+    """Encoders for samples that are not cached because they look different at every visit."""
 
     latents: LatentEncoder | None = None
     texts: TextEncoder | None = None
-    """Only asked where embeddings depend on such pictures."""
+    """Needed only if embeddings depend on such images."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a step works on; good until the next is asked for."""
+    """The input of one training step. Valid until the next call of `BatchSource.next`."""
 
     ref: BatchRef
     tensors: Mapping[str, Tensor]
-    """With a first dimension for the samples, on the device; names as in `cache.encoder`. For reading: where batches
-    are read in place, the tensors of a single sample are the cache's own."""
+    """On the device, with a leading batch dimension; for the names see `cache.encoder`. Read-only: where batches are
+    read in place, the tensors of a batch of one sample are views of the cache."""
 
 
 class BatchSource:
-    """One rank's batches. Only the training step consumes it."""
+    """The batches of one rank, for its training step."""
 
     def __init__(
         self,
@@ -157,12 +158,12 @@ class BatchSource:
         memory: UnifiedMemory | None = None,
         on_decision: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`workers` threads read what is not in memory and decode what is not cached.
+        """`workers` threads read entries that are not in memory and decode samples that are not cached.
 
-        `per_step`: batches of an optimizer step, where that stays the same: what comes in the next steps is foreseen by
-        it. A wrong number costs time, nothing else.
-        `memory` counts waiting in its statistics and makes the look-ahead shallower when memory is tight.
-        `on_decision` hears in words when a cache gets another home because of how long steps waited, and why.
+        `per_step`: the number of batches per optimizer step, if it is constant. It serves to predict the batches of the
+        next steps; a wrong number costs time but gives the same batches.
+        `memory` includes waiting times in its statistics and reduces the look-ahead when memory is tight.
+        `on_decision` receives a message when a cache moves between host and GPU because steps waited for data.
         """
         if mover is None:
             mover = RingMover(device) if device.type == "cuda" else InPlace(device)
@@ -181,21 +182,22 @@ class BatchSource:
         self._homes = _Homes(memory, on_decision)
 
     def next(self, size: int | None = None, *, step: int = 0) -> Batch | EpochEnd | Exhausted:
-        """As `Loader.next_batch`. What cannot be had raises when its turn comes; then the loader has not moved.
+        """The next outcome of the loader; see `Loader.next_batch`.
 
-        UnreadableMediaError: after `Loader.exclude` the rest of the batch comes with the next call. EntriesError: once
-        the named entries were made again, so does the whole.
+        Errors of a batch are raised when it would be returned, and the loader does not advance. After an
+        UnreadableMediaError and `Loader.exclude`, the next call returns the rest of the batch. After an EntriesError
+        and encoding the listed entries again, it returns the whole batch.
         """
         began = time.perf_counter()
-        forgotten = self._feed.ask(size, step)
-        if forgotten or self._ahead.is_stuck:
+        is_stale = self._feed.ask(size, step)
+        if is_stale or self._ahead.is_stuck:
             self._forget()
         coming = self._feed.peek(1)
         if not coming or not isinstance(coming[0], BatchRef):
             return self._no_batch(size, step)
         tensors = next(self._ahead)
         ref = self._loader.next_batch(size, step=step)
-        assert isinstance(ref, BatchRef), "what was peeked at comes next"
+        assert isinstance(ref, BatchRef), "peek must agree with next_batch"
         self._feed.hand_out(ref)
         counted = self._counted
         counted.batches += 1
@@ -207,7 +209,7 @@ class BatchSource:
 
     def _no_batch(self, size: int | None, step: int) -> EpochEnd | Exhausted:
         outcome = self._loader.next_batch(size, step=step)
-        assert not isinstance(outcome, BatchRef), "what was peeked at comes next"
+        assert not isinstance(outcome, BatchRef), "peek must agree with next_batch"
         self._feed.pass_by()
         return outcome
 
@@ -217,9 +219,9 @@ class BatchSource:
         self._feed.forget()
 
     def use(self, *, latents: Entries | None = None, texts: Entries | None = None) -> None:
-        """Read other stores from the next batch on: at the end of an epoch whose entries are made anew.
+        """Replace stores, starting with the next batch. A run does this when an epoch's entries were refreshed.
 
-        The old ones can be closed when this returns.
+        The old stores can be closed when this returns.
         """
         self._forget()
         fetcher = self._feed.fetcher
@@ -231,7 +233,7 @@ class BatchSource:
             self._homes.forget("texts")
 
     def on_depth(self, report: OnDepth) -> None:
-        """`report` gets every later change of how many batches are kept under way, and why."""
+        """Register a callback for later changes of the look-ahead depth, with their reasons."""
         self._ahead.on_change = report
 
     @property
@@ -247,7 +249,7 @@ class BatchSource:
         )
 
     def all_stats(self) -> dict[str, Any]:
-        """torch's memory statistics where the unified-memory layer is open, `uvm.*` and `cache.*` added."""
+        """Statistics as `cache.*`, plus torch's memory statistics and `uvm.*` if the unified-memory layer is open."""
         fetcher = self._feed.fetcher
         memory = {} if self._memory is None else self._memory.stats()
         return merged(memory, self.stats, fetcher.latents.stats, fetcher.texts.stats)
@@ -267,36 +269,40 @@ class BatchSource:
 
 
 class _Homes:
-    """Gives managed caches another home when steps wait for them, or when memory becomes tight. The host never waits
-    for the GPU here: a move is only enqueued, and batches are right while it is under way."""
+    """Moves managed caches between host and GPU: to the GPU when steps wait for data, back when memory is tight.
+
+    Moves are enqueued on a stream, so the host never waits for the GPU. Batches stay correct during a move.
+    """
 
     def __init__(self, memory: UnifiedMemory | None, on_decision: Callable[[str], None]) -> None:
         self._memory, self._on_decision = memory, on_decision
-        self._seen = (0.0, 0.0)
+        self._last_totals = (0.0, 0.0)
+        """Total waiting and step time at the last check, in ms."""
         self._moved: set[str] = set()
-        """Caches that went to the GPU because steps waited."""
+        """Roles of the caches that were moved to the GPU because steps waited."""
         self._sent_back: set[str] = set()
-        self._waits_said = False
+        self._has_reported_waits = False
 
     @property
     def must_go_back(self) -> bool:
         return bool(self._moved) and self._memory is not None and self._memory.memory_is_tight
 
     def forget(self, role: str) -> None:
-        """Another store has this role from now on, with a home of its own."""
+        """Forget the move of a role's cache, because another store replaced it."""
         self._moved.discard(role)
 
     def judge(self, fetcher: _Fetcher, ahead: LookAhead) -> None:
+        """Check the waiting time since the last check, and move caches if that helps. Small caches move first."""
         ahead.catch_up()
-        now = (ahead.stats.wait_ms, ahead.stats.step_ms)
-        waits = Waits(now[0] - self._seen[0], now[1] - self._seen[1], ahead.is_deepest)
-        self._seen = now
-        given = {"texts": fetcher.texts, "latents": fetcher.latents}
-        stores = {role: one for role, one in given.items() if isinstance(one, ResidentStore)}
-        by_size = sorted(stores.items(), key=lambda found: found[1].report.size)
+        totals = (ahead.stats.wait_ms, ahead.stats.step_ms)
+        waits = Waits(totals[0] - self._last_totals[0], totals[1] - self._last_totals[1], ahead.is_deepest)
+        self._last_totals = totals
+        by_role = {"texts": fetcher.texts, "latents": fetcher.latents}
+        stores = {role: one for role, one in by_role.items() if isinstance(one, ResidentStore)}
+        by_size = sorted(stores.items(), key=lambda item: item[1].report.size)
         moved = [self._judge_one(role, one, waits) for role, one in by_size]
-        if waits.are_long and not any(moved) and not self._waits_said:
-            self._waits_said = True
+        if waits.are_long and not any(moved) and not self._has_reported_waits:
+            self._has_reported_waits = True
             why = _why_not_nearer([*stores.values()])
             self._on_decision(f"batches: {waits}, with the deepest look-ahead; no cache can move to the GPU: {why}")
 
@@ -305,38 +311,38 @@ class _Homes:
         if slab is None or memory is None:
             return False
         name, size = store.report.name, store.report.size
-        # A cache whose home was the GPU from the start is small: it stays there.
+        # A cache that was placed on the GPU from the start is small and stays there.
         if slab.home == "device" and store.report.residence.place == "managed_device":
             return False
         room = memory.device_room() if waits.are_long and slab.home == "host" else None
-        told = rehome(
+        decision = rehome(
             slab.home, waits, size=size, room=room, memory_tight=memory.memory_is_tight,
             was_sent_back=role in self._sent_back,
         )  # fmt: skip
-        if told is None:
+        if decision is None:
             return False
-        hint = slab.move(told.home, memory.moving_stream())
-        if told.home == "device" and hint:
+        hint = slab.move(decision.home, memory.moving_stream())
+        if decision.home == "device" and hint:
             self._moved.add(role)
         else:
             self._moved.discard(role)
             self._sent_back.add(role)
-        where = "the GPU" if told.home == "device" else "host memory"
+        where = "the GPU" if decision.home == "device" else "host memory"
         self._on_decision(
-            f"{name}: moves to {where}: {told.reason}" if hint else f"{name}: stays where it is: {hint.reason}"
+            f"{name}: moves to {where}: {decision.reason}" if hint else f"{name}: is not moved: {hint.reason}"
         )
         return bool(hint)
 
 
 def _why_not_nearer(stores: list[ResidentStore]) -> str:
     if all(one.managed is None for one in stores):
-        return "none is managed memory (cache type unified_memory, memory.enable_uvm_hints: true)"
-    return "the managed caches do not fit into free GPU memory, or are there already"
+        return "none is in managed memory (set cache type unified_memory and memory.enable_uvm_hints: true)"
+    return "the managed caches are already there or do not fit into free GPU memory"
 
 
 @dataclass
 class _Counted:
-    """What `SourceStats` calls the same."""
+    """Counters behind the fields of `SourceStats` with the same names."""
 
     batches: int = 0
     samples: int = 0
@@ -345,28 +351,29 @@ class _Counted:
 
 
 class _Feed:
-    """What the look-ahead takes batches from: those the loader will bring, as far as anybody knows now.
+    """The iterator of predicted batches that the look-ahead consumes.
 
-    Unlike other iterators it may go on after it had nothing to give: the loader has moved meanwhile.
+    Unlike other iterators it may continue after StopIteration, because the loader has advanced since.
     """
 
     def __init__(self, loader: Loader, fetcher: _Fetcher, *, beyond: int, per_step: int | None) -> None:
         self.fetcher = fetcher
         self._per_step, self._done = per_step, 0
         self.started: deque[BatchRef] = deque()
-        """Given to the look-ahead and not handed out."""
+        """Batches passed to the look-ahead but not yet returned to the caller."""
         self._loader, self._beyond = loader, beyond
-        self._asked: tuple[int | None, int] = (None, 0)
+        self._request: tuple[int | None, int] = (None, 0)
+        """Batch size and step that predictions are based on."""
         self._position = 0
-        """In the loader's outcomes from now on: the first not looked at."""
+        """How many of the loader's coming outcomes were consumed here."""
         self._fetching: dict[int, _Fetching] = {}
-        """By the reference's identity; the value holds it, so that stays its own."""
+        """By id() of the reference. The value keeps the reference alive, so its id() is not reused."""
 
     def ask(self, size: int | None, step: int) -> bool:
-        """Foresee by this from now on; True where that makes what was started wrong."""
-        if step != self._asked[1]:
+        """Base predictions on this request. Returns True if batches already started no longer match them."""
+        if step != self._request[1]:
             self._done = 0
-        self._asked = (size, step)
+        self._request = (size, step)
         coming = [one for one in self.peek(self._position) if isinstance(one, BatchRef)]
         same = len(coming) == len(self.started) and all(a is b for a, b in zip(coming, self.started, strict=True))
         return not same
@@ -380,12 +387,12 @@ class _Feed:
 
     def hand_out(self, ref: BatchRef) -> None:
         first = self.started.popleft()
-        assert first is ref, "batches are handed out in the order they were started"
+        assert first is ref, "batches must be returned in the order they were started"
         self._position -= 1
         self._done += 1
 
     def pass_by(self) -> None:
-        """The loader brought something that is no batch."""
+        """Count an outcome of the loader that is not a batch."""
         self._position = max(0, self._position - 1)
 
     def __iter__(self) -> Iterator[dict[str, Stacked]]:
@@ -409,7 +416,7 @@ class _Feed:
                 return None
             if isinstance(outcomes[-1], BatchRef):
                 return outcomes[-1]
-            self._position += 1  # the end of an epoch: the next one's entries may be there already
+            self._position += 1  # continue past the end of an epoch: the next one's entries may already exist
 
     def _fetch_beyond(self) -> None:
         for one in self.peek(self._position + 1 + self._beyond)[self._position :]:
@@ -417,7 +424,7 @@ class _Feed:
                 self._fetching[id(one)] = self.fetcher.start(one)
 
     def peek(self, count: int) -> tuple[BatchRef | EpochEnd | Exhausted, ...]:
-        size, step = self._asked
+        size, step = self._request
         if not count:
             return ()
         return self._loader.peek(count, size, step=step, per_step=self._per_step, done=self._done)
@@ -425,7 +432,7 @@ class _Feed:
 
 @dataclass(frozen=True, eq=False)
 class _Fetching:
-    """The entries of a batch, on their way to main memory or there."""
+    """The entries of a batch while they are being fetched into main memory."""
 
     ref: BatchRef
     latents: tuple[Fetch, ...]
@@ -438,15 +445,15 @@ class _Fetching:
 
 
 class _Fetcher:
-    """Finds the entries of samples: in memory, on disk, or made on the spot."""
+    """Gets the entries of samples: from memory, from disk, or by encoding them now."""
 
     def __init__(
         self, loader: Loader, latents: Entries, texts: Entries, keys: Keys, live: Live, pool: ThreadPoolExecutor
     ) -> None:
         self.latents, self.texts = latents, texts
         self.live_samples, self.live_seconds, self.waited_seconds = 0, 0.0, 0.0
-        self._keys, self._known, self._live, self._pool = keys, _Known(keys), live, pool
-        self._load = loader.index.load  # what is excluded later is not asked for
+        self._keys, self._memo, self._live, self._pool = keys, _KeyMemo(keys), live, pool
+        self._load = loader.index.load  # the loader never returns samples that it excludes later
         self._uncached = {one.id for one in loader.index.datasets if freshness(one.dataset) == "visit"}
 
     def start(self, ref: BatchRef) -> _Fetching:
@@ -456,17 +463,17 @@ class _Fetcher:
         for sample in ref.samples:
             decoding = self._decoding(sample, futures)
             if decoding is None:
-                latents.append(self._cached(self.latents, self._known.of_latent(sample), futures))
+                latents.append(self._cached(self.latents, self._memo.of_latent(sample), futures))
             else:
                 latents.append(partial(self._encode_latents, decoding))
             if decoding is not None and self._keys.reads_pictures and sample.conditioning:
                 texts.append(partial(self._encode_text, decoding))
             else:
-                texts.append(self._cached(self.texts, self._known.of_text(sample), futures))
+                texts.append(self._cached(self.texts, self._memo.of_text(sample), futures))
         return _Fetching(ref, tuple(latents), tuple(texts), tuple(futures))
 
     def _decoding(self, sample: SampleRef, futures: list[Future[Any]]) -> Future[Sample] | None:
-        """None where the sample's latents are cached."""
+        """Start decoding a sample; None if its latents are cached."""
         if sample.dataset not in self._uncached:
             return None
         futures.append(future := self._pool.submit(self._load, sample))
@@ -481,7 +488,7 @@ class _Fetcher:
 
     def finish(self, fetching: _Fetching) -> dict[str, Stacked]:
         entries = [
-            self._keys.used(_joined(_had(latent, sample), _had(text, sample), sample.path), sample)
+            self._keys.used(_joined(_result(latent, sample), _result(text, sample), sample.path), sample)
             for latent, text, sample in zip(fetching.latents, fetching.texts, fetching.ref.samples, strict=True)
         ]
         return collate(entries, [sample.path for sample in fetching.ref.samples])
@@ -494,49 +501,49 @@ class _Fetcher:
 
     def _encode_latents(self, decoding: Future[Sample]) -> Mapping[str, Tensor]:
         sample: Sample = self._wait(decoding)
-        assert self._live.latents is not None, "checked when the source was made"
+        assert self._live.latents is not None, "check_live has verified this"
         began = time.perf_counter()
-        (entry,) = self._live.latents.encode([sample])  # one at a time, as the memory plan has it
+        (entry,) = self._live.latents.encode([sample])  # one at a time, as the memory plan assumes
         self.live_samples += 1
         self.live_seconds += time.perf_counter() - began
         return entry
 
     def _encode_text(self, decoding: Future[Sample]) -> Mapping[str, Tensor]:
         sample: Sample = self._wait(decoding)
-        assert self._live.texts is not None, "checked when the source was made"
+        assert self._live.texts is not None, "check_live has verified this"
         (entry,) = self._live.texts.encode([Prompt(sample.ref.caption.text, sample.conditioning)])
         return entry
 
 
-def _had(fetch: Fetch, sample: SampleRef) -> Mapping[str, Tensor]:
+def _result(fetch: Fetch, sample: SampleRef) -> Mapping[str, Tensor]:
     if not callable(fetch):
         return fetch
     try:
         return fetch()
-    except (MissingEntryError, CorruptEntryError) as error:  # the store knows keys only
+    except (MissingEntryError, CorruptEntryError) as error:  # the store knows only keys: add the sample to the message
         raise type(error)(error.keys, error.folder, f"{sample.path} of {sample.dataset}") from error
 
 
 def _joined(latent: Mapping[str, Tensor], text: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     if not latent.keys().isdisjoint(text.keys()):
-        found = f"{min(latent.keys() & text.keys())} in the latent entry and in the text entry of {name}"
-        hint = "please report it: these encoders do not belong together"
-        raise UnlikeEntriesError(Problem("entries", found, "one tensor of each name", hint))
+        found = f"{min(latent.keys() & text.keys())} in both the latent entry and the text entry of {name}"
+        hint = "please report this bug: the two encoders use the same name"
+        raise UnlikeEntriesError(Problem("entries", found, "different tensor names", hint))
     return {**latent, **text}
 
 
 def check_live(loader: Loader, keys: Keys, live: Live) -> None:
-    """In the first minute, not at the first such sample: what is not cached needs somebody to encode it."""
+    """Check early that each dataset without a cache has an encoder, before the first of its samples is needed."""
     for one in loader.index.datasets:
         if freshness(one.dataset) != "visit":
             continue
         if live.latents is None:
-            raise _not_cached(one.id, "latents", "an encoder for its latents")
+            raise _not_cached(one.id, "latents", "a latent encoder")
         if live.texts is None and keys.reads_pictures and any(item.references for item in one.items):
-            raise _not_cached(one.id, "text embeddings of its pictures", "an encoder for its texts")
+            raise _not_cached(one.id, "text embeddings with reference images", "a text encoder")
 
 
 def _not_cached(dataset: str, what: str, needed: str) -> CacheError:
-    hint = "give the source of batches its encoders, or set augmentation.cache_mode: static and cache_latents: disk"
+    hint = "pass encoders to the batch source, or set augmentation.cache_mode: static and cache_latents: disk"
     found = "none are cached (cache_latents: none, or augmentation.cache_mode: disable_cache)"
     return CacheError(Problem(f"{what} of dataset {dataset}", found, needed, hint))

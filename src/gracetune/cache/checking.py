@@ -1,4 +1,4 @@
-"""Every byte of what is wanted and there, read once: what is damaged counts as missing afterwards."""
+"""Verification of stored entries: read all bytes once; the store treats damaged entries as missing afterwards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gracetune.cache.wanted import LatentItem, TextItem, by_folder
 from gracetune.units import MIB
 
 OnChecked = Callable[[int, int], None]
-"""Bytes that were read, and how many there are."""
+"""Called with the bytes read so far and the total."""
 
-_AT_ONCE = 64 * MIB
+_BUFFER_SIZE = 64 * MIB
 
 
 def forget_damaged(
@@ -27,7 +27,7 @@ def forget_damaged(
     items: Sequence[LatentItem | TextItem],
     on_checked: OnChecked = lambda done, total: None,
 ) -> int:
-    """Read all of them that are there; those whose bytes are wrong count as missing from here on. Returns how many."""
+    """Read all items that are stored. Damaged ones count as missing from now on. Returns their number."""
     found = 0
     plans: list[tuple[DiskStore, Located]] = []
     for folder, some in by_folder(items).items():
@@ -39,41 +39,42 @@ def forget_damaged(
         plans.append((store, store.locate(present)))
     total, done = sum(plan.total for _, plan in plans), 0
     for store, plan in plans:
-        for some_keys, size in _pieces(plan):
-            found += _damaged_among(store, some_keys)
+        for chunk, size in _chunks(plan):
+            found += _damaged_among(store, chunk)
             done += size
             on_checked(done, total)
     return found
 
 
 def recheck_suspects(store: DiskStore) -> bool:
-    """Read the files anew in which an entry was found to be damaged since the last call. Entries that are not as they
-    were written count as missing from here on, also at the next opening; one that only could not be read for a moment
-    is there again.
+    """Read again the shards in which a damaged entry was found since the last call.
 
-    False where there were no such files.
+    Damaged entries count as missing from now on, also when the store is opened next time. Entries that were unreadable
+    only for a moment are available again. Returns False if there were no such shards.
     """
     suspects = store.take_suspects()
     lost = 0
     for name in suspects:
         with store.mutex:
             store.catalogue.drop_shards([name] if name in store.catalogue.sizes else [])
-            store.refresh()  # which learns what is in it, or that it is damaged or gone
+            store.refresh()  # reads its header again, or notices that it is damaged or gone
         with suppress(DamagedFileError, OSError):
             keys = [entry.key for entry in read_shard(store.shards_folder / name).entries()]
-            for some_keys, _ in _pieces(store.locate(store.find(keys).present)):
-                lost += _damaged_among(store, some_keys)
+            for chunk, _ in _chunks(store.locate(store.find(keys).present)):
+                lost += _damaged_among(store, chunk)
     store.take_suspects()
-    if lost or (suspects and store.has_index):  # a file that cannot be read at all tells the next opening so itself
+    # The index tells the next opening about the loss. Without an index that opening reads all headers, so it finds a
+    # damaged header by itself, but it cannot see damaged data.
+    if lost or (suspects and store.has_index):
         store.save_index()
     return bool(suspects)
 
 
-def _pieces(plan: Located) -> Iterator[tuple[tuple[Key, ...], int]]:
-    """So many entries as fit into a small buffer, or one; with their bytes."""
+def _chunks(plan: Located) -> Iterator[tuple[tuple[Key, ...], int]]:
+    """Consecutive keys whose entries fit into a buffer (at least one key), with their size in bytes."""
     first = size = 0
     for at, one in enumerate(plan.sizes.tolist()):
-        if at > first and size + one > _AT_ONCE:
+        if at > first and size + one > _BUFFER_SIZE:
             yield plan.keys[first:at], size
             first, size = at, 0
         size += one

@@ -1,11 +1,11 @@
-"""Who encodes what, when several processes build one cache: an entry belongs to whoever locks its key.
+"""Claims divide the work when several processes build one cache: a process encodes the entries whose keys it locked.
 
-Ranks of one run and commands that know nothing of each other share work the same way. A claim is a lock of one byte of
-`work.lock`, at the place the key says: the kernel lets go of it when its process ends, however it ends, so work of a
-process that was killed is free at once and there is nothing to clean up. Fast ranks simply claim more.
+The ranks of one run and independent commands share work in the same way. A claim is a lock on one byte of `work.lock`,
+at an offset computed from the key. The kernel releases it when its process ends for any reason, so entries claimed by a
+killed process are available again at once and nothing has to be cleaned up. Faster ranks claim more.
 
-Claims save work and decide nothing else. On a disk without locks everyone may take everything, and an entry that two
-processes encoded is the same in both.
+Claims only avoid duplicate work; correctness does not depend on them. On a file system without locks every claim
+succeeds, and two processes that encode the same entry write the same content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gracetune.storage.locks import lock_byte, open_lock_file, unlock_byte
 
 
 class Claims:
-    """One process's claims on the entries of one store. Between threads of one process they exclude nobody."""
+    """The claims of one process on entries of one store. They do not exclude other threads of the same process."""
 
     def __init__(self, store: DiskStore) -> None:
         self._folder = store.folder
@@ -32,16 +32,17 @@ class Claims:
             raise unwritable(error, store.folder, needed=0, free=None) from error
         self._held: set[Key] = set()
         self.are_exclusive = True
-        """False once this disk turned out to have no locks."""
+        """Becomes False when the file system turns out to have no locks."""
 
     def take(self, key: Key) -> bool:
+        """Claim an entry. Returns False if another process holds it."""
         try:
-            grip = lock_byte(self._descriptor, _place(key))
+            result = lock_byte(self._descriptor, _offset(key))
         except OSError as error:
             raise unwritable(error, self._folder, needed=0, free=None) from error
-        if grip == "busy":
+        if result == "busy":
             return False
-        if grip == "unsupported":
+        if result == "unsupported":
             self.are_exclusive = False
         self._held.add(key)
         return True
@@ -50,11 +51,11 @@ class Claims:
         for key in keys:
             self._held.discard(key)
             if self.are_exclusive:
-                with suppress(OSError):  # closing the file lets go of it too
-                    unlock_byte(self._descriptor, _place(key))
+                with suppress(OSError):  # closing the file will release it
+                    unlock_byte(self._descriptor, _offset(key))
 
     def close(self) -> None:
-        os.close(self._descriptor)  # which lets go of all of them
+        os.close(self._descriptor)  # releases all locks
         self._held.clear()
 
     def __enter__(self) -> Claims:
@@ -66,6 +67,6 @@ class Claims:
         self.close()
 
 
-def _place(key: Key) -> int:
-    """60 bits: two keys at one place would only wait for each other."""
+def _offset(key: Key) -> int:
+    """60 bits of the key fit a signed file offset. Two keys with the same offset would merely exclude each other."""
     return int(key[:15], 16)

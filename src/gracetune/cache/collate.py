@@ -1,10 +1,12 @@
-"""The entries of a batch's samples become the tensors of the batch. Pure: nothing is copied here, only described.
+"""Collation: combine the entries of several samples into the tensors of a batch.
 
-Samples of one bucket have latents of one shape, so nearly everything is stacked as it is. What differs by nature:
+The functions are pure. They copy no data; each result is a `Stacked`, which describes what to copy.
 
-- captions have lengths of their own: shorter embeddings are followed by zeros, and `prompt_attention_mask` says what is
-  caption (True) and what is filling (False). It is made where lengths differ and the encoder made none.
-- a sample without a `loss_mask` among masked ones counts everywhere: ones.
+Samples of one bucket have latents of one shape, so most tensors are simply stacked. There are two exceptions:
+
+- Captions have different lengths. Shorter embeddings are padded with zeros, and `prompt_attention_mask` marks caption
+  (True) and padding (False). If lengths differ and the encoder made no mask, the mask is created here.
+- If only some samples have a `loss_mask`, the others get a mask of ones.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ EMBEDS: Final = "prompt_embeds"
 MASK: Final = "prompt_attention_mask"
 LOSS_MASK: Final = "loss_mask"
 OPTIONAL: Final = (LOSS_MASK, MASK)
-"""Ones where a sample has none and others do."""
+"""Filled with ones for samples that lack it, if other samples of the batch have it."""
 
 
 class UnlikeEntriesError(CacheError):
-    """Entries that cannot share a batch: buckets should have kept them apart."""
+    """These entries do not fit in one batch. Bucketing should have separated them."""
 
 
 def collate(entries: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> dict[str, Stacked]:
-    """The tensors of a batch with a first dimension of `len(entries)`. `names` of the samples, for errors."""
+    """The tensors of a batch; their first dimension is `len(entries)`. `names`: the samples, for error messages."""
     if not entries or len(entries) != len(names):
         raise ValueError(f"{len(entries)} entries and {len(names)} names")
     lengths = _caption_lengths(entries, names)
@@ -51,7 +53,7 @@ def collate(entries: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> di
 
 
 def _caption_lengths(entries: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> list[int]:
-    """Of each sample's embeddings; none where the batch has no text."""
+    """Length of each sample's embedding in tokens, or an empty list if the batch has no text."""
     with_text = [EMBEDS in entry for entry in entries]
     if not any(with_text):
         return []
@@ -60,14 +62,16 @@ def _caption_lengths(entries: Sequence[Mapping[str, Tensor]], names: Sequence[st
     return [entry[EMBEDS].shape[0] for entry in entries]
 
 
-def _padded(name: str, pieces: Sequence[Tensor], names: Sequence[str]) -> Stacked:
-    _check_dtypes(name, pieces, names)
-    rest = pieces[0].shape[1:]
-    for piece, sample in zip(pieces, names, strict=True):
-        if piece.shape[1:] != rest:
-            raise _unlike(name, f"{_sides(piece)} for {sample}, {_sides(pieces[0])} for {names[0]}", "one width")
-    longest = max(piece.shape[0] for piece in pieces)
-    return Stacked((len(pieces), longest, *rest), pieces[0].dtype, tuple(pieces))
+def _padded(name: str, tensors: Sequence[Tensor], names: Sequence[str]) -> Stacked:
+    """Stack tensors [T, D] of different lengths T to [B, max T, D]."""
+    _check_dtypes(name, tensors, names)
+    rest = tensors[0].shape[1:]
+    for tensor, sample in zip(tensors, names, strict=True):
+        if tensor.shape[1:] != rest:
+            found = f"shape {_shape(tensor)} for {sample}, {_shape(tensors[0])} for {names[0]}"
+            raise _unlike(name, found, "the same width for all")
+    longest = max(tensor.shape[0] for tensor in tensors)
+    return Stacked((len(tensors), longest, *rest), tensors[0].dtype, tuple(tensors))
 
 
 def _caption_mask(masks: Sequence[Tensor | None], lengths: Sequence[int], names: Sequence[str]) -> Stacked:
@@ -76,45 +80,47 @@ def _caption_mask(masks: Sequence[Tensor | None], lengths: Sequence[int], names:
     given = [mask for mask in masks if mask is not None]
     for mask, length, sample in zip(masks, lengths, names, strict=bool(lengths)):
         if mask is not None and tuple(mask.shape) != (length,):
-            raise _unlike(MASK, f"{_sides(mask)} for {sample}", f"[{length}], as its {EMBEDS} have")
+            raise _unlike(MASK, f"shape {_shape(mask)} for {sample}", f"[{length}], the length of its {EMBEDS}")
     if not lengths:
         raise _unlike(MASK, f"one for {names[0]}, which has no {EMBEDS}", "both or neither")
     _check_dtypes(MASK, given, names)
-    pieces = tuple(
+    filled = tuple(
         Constant((length,), 1.0) if mask is None else mask for mask, length in zip(masks, lengths, strict=True)
     )
-    return Stacked((len(pieces), max(lengths)), given[0].dtype if given else torch.bool, pieces)
+    return Stacked((len(filled), max(lengths)), given[0].dtype if given else torch.bool, filled)
 
 
-def _alike(name: str, pieces: Sequence[Tensor | None], names: Sequence[str]) -> Stacked:
-    given = [(piece, sample) for piece, sample in zip(pieces, names, strict=True) if piece is not None]
+def _alike(name: str, tensors: Sequence[Tensor | None], names: Sequence[str]) -> Stacked:
+    """Stack tensors of one shape. An optional tensor is replaced by ones where it is absent."""
+    given = [(tensor, sample) for tensor, sample in zip(tensors, names, strict=True) if tensor is not None]
     first, first_name = given[0]
     shape = first.shape
-    if len(given) < len(pieces) and name not in OPTIONAL:
-        without = next(sample for piece, sample in zip(pieces, names, strict=True) if piece is None)
+    if len(given) < len(tensors) and name not in OPTIONAL:
+        without = next(sample for tensor, sample in zip(tensors, names, strict=True) if tensor is None)
         raise _unlike(name, f"one for {first_name}, none for {without}", "one for every sample, or for none")
-    for piece, sample in given:
-        if piece.shape != shape:
-            raise _unlike(name, f"{_sides(piece)} for {sample}, {_sides(first)} for {first_name}", "one shape")
-    _check_dtypes(name, [piece for piece, _ in given], [sample for _, sample in given])
-    filled = tuple([Constant(tuple(shape), 1.0) if piece is None else piece for piece in pieces])
-    return Stacked((len(pieces), *shape), first.dtype, filled)
+    for tensor, sample in given:
+        if tensor.shape != shape:
+            found = f"shape {_shape(tensor)} for {sample}, {_shape(first)} for {first_name}"
+            raise _unlike(name, found, "the same shape for all")
+    _check_dtypes(name, [tensor for tensor, _ in given], [sample for _, sample in given])
+    filled = tuple([Constant(tuple(shape), 1.0) if tensor is None else tensor for tensor in tensors])
+    return Stacked((len(tensors), *shape), first.dtype, filled)
 
 
-def _check_dtypes(name: str, pieces: Sequence[Tensor], names: Sequence[str]) -> None:
-    if len({piece.dtype for piece in pieces}) <= 1:
+def _check_dtypes(name: str, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    if len({tensor.dtype for tensor in tensors}) <= 1:
         return
     dtypes: dict[torch.dtype, str] = {}
-    for piece, sample in zip(pieces, names, strict=False):
-        dtypes.setdefault(piece.dtype, sample)
-    told = ", ".join(f"{str(dtype).removeprefix('torch.')} for {sample}" for dtype, sample in dtypes.items())
-    raise _unlike(name, told, "one dtype")
+    for tensor, sample in zip(tensors, names, strict=False):
+        dtypes.setdefault(tensor.dtype, sample)
+    found = ", ".join(f"{str(dtype).removeprefix('torch.')} for {sample}" for dtype, sample in dtypes.items())
+    raise _unlike(name, found, "the same dtype for all")
 
 
-def _sides(tensor: Tensor) -> str:
+def _shape(tensor: Tensor) -> str:
     return str([*tensor.shape])
 
 
 def _unlike(name: str, found: str, expected: str) -> UnlikeEntriesError:
-    hint = "gracetune cache audit CONFIG; if it finds nothing, please report it: such samples must not share a batch"
+    hint = "run `gracetune cache audit CONFIG`; if it reports nothing, please report this bug"
     return UnlikeEntriesError(Problem(f"{name} of a batch", found, expected, hint))

@@ -1,17 +1,20 @@
-"""What the caches ask of an encoder. A model family fills these; the caches know no family.
+"""The interface between caches and encoders. Each model family implements it; the caches do not know the families.
 
-An entry is what one encoder makes of one sample: named tensors without a batch dimension. The names:
+An entry is the output of one encoder for one sample: named tensors without a batch dimension. The names:
 
-    latents                  [C, H, W], [C, F, H, W] or [C, L]   what is denoised, scaled as the denoiser wants it
+    latents                  [C, H, W], [C, F, H, W] or [C, L]   what is denoised, scaled as the denoiser expects it
     conditioning_latents_N   as `latents`                        the N-th reference of an edit pair, from 0
-    condition                [C, F, H, W]                        image-to-video: first frame, and its mask or alone
-    image_embeds             [T, D]                              image-to-video: what an image encoder makes of it
-    loss_mask                [1, H, W] or [1, F, H, W]           masked loss, at the latents' own size
+    condition                [C, F, H, W]                        image-to-video: first frame, with or without its mask
+    image_embeds             [T, D]                              image-to-video: image encoder output for that frame
+    loss_mask                [1, H, W] or [1, F, H, W]           weights of a masked loss, at the size of the latents
     time_ids                 [6]                                 SDXL: original size, crop, target size
-    seconds                  [2]                                 sound: where in its file the clip starts and ends
-    seconds_embeds           [2, D]                              what the model's frozen projection makes of these
-    prompt_embeds            [T, D]                              text; `prompt_attention_mask` [T] where padding matters
-    pooled_prompt_embeds     [D]
+    seconds                  [2]                                 audio: start and end of the clip in its file
+    seconds_embeds           [2, D]                              `seconds` after the model's frozen projection
+    prompt_embeds            [T, D]                              text
+    prompt_attention_mask    [T]                                 which tokens are text, where padding matters
+    pooled_prompt_embeds     [D]                                 pooled text embedding
+
+C channels, F frames, H height, W width, L length, T tokens, D width of an embedding.
 """
 
 from __future__ import annotations
@@ -25,85 +28,90 @@ from gracetune.data.refs import SampleRef
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gracetune.data.media.load import Sample  # brings the decoders
+    from gracetune.data.media.load import Sample  # at run time this would import the media decoders
 
 Entry = dict[str, "Tensor"]
 PerUse = Callable[[SampleRef], Entry]
-"""Tensors that a sample is given at one of its uses, in place of those of the same names that are cached."""
+"""Makes tensors for one use of a sample. They replace cached tensors with the same names."""
 
 
 @dataclass(frozen=True)
 class EncoderId:
-    """Everything about an encoder that decides what it makes of its input: equal ids mean equal entries."""
+    """Everything about an encoder that affects its output. Encoders with equal ids make equal entries."""
 
     kind: Literal["latent", "text"]
     weights: str
-    """Fingerprint of all weights that take part."""
+    """Fingerprint of all weights involved."""
     settings: tuple[tuple[str, str], ...]
-    """Sorted by name: class, configuration, dtype, scaling, posterior; for text template, lengths, tokenizers."""
+    """Sorted by name. Latents: class, configuration, dtype, scaling, posterior. Text: template, lengths, tokenizers."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One caption, with the pictures it is about where the embedding depends on them."""
+    """One caption, with its reference images if the embedding depends on them."""
 
     text: str
     pictures: tuple[Sample, ...] = ()
 
 
 class LatentEncoder(Protocol):
+    """Encodes images, clips and audio (a VAE)."""
+
     @property
     def id(self) -> EncoderId: ...
 
     def encode(self, samples: Sequence[Sample]) -> list[Entry]:
-        """One entry per sample, on the CPU. All samples have the same bucket, and references of the same buckets.
+        """One entry per sample, on the CPU. All samples have the same bucket, and their references do too.
 
-        What a sample's entry holds does not depend on the others of the call.
+        The entry of a sample must not depend on the other samples of the call.
         """
 
     def save_memory(self) -> bool:
-        """Work in tiles and slices from here on; False where that is already so or the encoder cannot."""
+        """Use slicing and then tiling from now on. False if the encoder has no further way to save memory."""
 
     def close(self) -> None:
-        """Give the weights' memory back. Nothing else may be called afterwards."""
+        """Free the memory of the weights. The encoder must not be used afterwards."""
 
 
 @runtime_checkable
 class KnowsMore(Protocol):
-    """A latent encoder that can tell what its entries hold besides latents and that takes no pixels (`time_ids`)."""
+    """A latent encoder that can compute the parts of an entry that need no pixels (`time_ids`)."""
 
     def beside(self, ref: SampleRef) -> Entry: ...
 
 
 @runtime_checkable
 class CutsTexts(Protocol):
-    """A text encoder that knows which texts it read the beginning of only."""
+    """A text encoder that reports which texts it truncated."""
 
     @property
     def cut(self) -> Mapping[str, Sequence[str]]:
-        """What it reads of a text (`77 tokens`) -> the texts that have more, of all that it encoded."""
+        """Truncated texts among all it encoded, by limit (`77 tokens`)."""
 
 
 @runtime_checkable
 class MeasuresTexts(Protocol):
-    """A text encoder that computes only texts of the same length together."""
+    """A text encoder that runs one batch per text length. The pass sorts texts by length to keep batches full."""
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """In tokens. The pass hands it texts of one length at a time, as far as there are any."""
+        """The length of each text in tokens."""
 
 
 class TextEncoder(Protocol):
+    """Encodes prompts."""
+
     @property
     def id(self) -> EncoderId: ...
 
     @property
     def reads_pictures(self) -> bool:
-        """Whether an embedding depends on the sample's references (edit models), not on the caption alone."""
+        """Whether embeddings also depend on the sample's reference images (edit models)."""
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
-        """One entry per prompt, on the CPU, of its real length: the source of batches pads.
+        """One entry per prompt, on the CPU, without padding; the batch source pads.
 
-        What an entry holds does not depend on the other prompts of the call; how many they are may change last bits.
+        An entry must not depend on the other prompts of the call, except that the batch size may change rounding.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the memory of the weights. The encoder must not be used afterwards."""

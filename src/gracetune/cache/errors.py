@@ -1,4 +1,4 @@
-"""What goes wrong with caches. Each message says what was found, what was expected and what to type."""
+"""Errors of caches. Each message says what was found, what was expected and what to type."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class CacheError(GracetuneError):
 
 
 class ForeignFolderError(CacheError):
-    """A folder that is not a cache of ours, or of a release newer than this one. Nothing in it was touched."""
+    """The folder is not a gracetune cache, or a newer release wrote it. Nothing in it was changed."""
 
 
 class ReadOnlyCacheError(CacheError):
-    """The cache can be read, and not written to."""
+    """The cache can be read but not written."""
 
 
 class CacheFullError(CacheError):
-    """No room on the disk. Everything flushed earlier is complete; nothing half was left behind."""
+    """The disk is full. Entries flushed earlier are complete, and no partial file was left behind."""
 
 
 class CacheBusyError(CacheError):
-    """Another process uses the cache in a way that forbids what was asked."""
+    """Another process uses the cache, so the operation is not possible now."""
 
 
 class EntriesError(CacheError):
-    """Some entries cannot be had; `keys` names them all."""
+    """Some entries are not available. `keys` lists all of them."""
 
     def __init__(self, keys: Iterable[str], folder: Path, problem: Problem) -> None:
         super().__init__(problem)
@@ -47,7 +47,7 @@ class EntriesError(CacheError):
 
 
 class MissingEntryError(EntriesError):
-    """The cache has no such entries."""
+    """The cache does not contain these entries."""
 
     def __init__(self, keys: Iterable[str], folder: Path, sample: str | None = None) -> None:
         keys = tuple(keys)
@@ -57,15 +57,15 @@ class MissingEntryError(EntriesError):
             Problem(
                 key=f"{len(keys):,} cache entries are missing",
                 found=_of(sample, listed(keys)),
-                expected="every entry the run wants",
-                hint="gracetune cache build CONFIG; it encodes only what is missing",
+                expected="all entries that the run uses",
+                hint="run `gracetune cache build CONFIG`; it encodes only missing entries",
                 file=str(folder),
             ),
         )
 
 
 class CorruptEntryError(EntriesError):
-    """The bytes of these entries are not those that were written. From here on the store counts them as missing."""
+    """The stored bytes of these entries do not match their checksums. The store now treats them as missing."""
 
     def __init__(self, keys: Iterable[str], folder: Path, sample: str | None = None) -> None:
         keys = tuple(keys)
@@ -76,14 +76,14 @@ class CorruptEntryError(EntriesError):
                 key=f"{len(keys):,} cache entries are damaged",
                 found=f"bytes that do not match their checksum: {_of(sample, listed(keys))}",
                 expected="the bytes that were written",
-                hint="gracetune cache build CONFIG encodes them again; look at the disk (`dmesg`, `smartctl -a`) too",
+                hint="run `gracetune cache build CONFIG` to encode them again; check the disk (`dmesg`, `smartctl -a`)",
                 file=str(folder),
             ),
         )
 
 
 def _of(sample: str | None, keys: str) -> str:
-    """A key means nothing to people: the sample goes first, where it is known."""
+    """Name the sample first if it is known, because users do not recognize keys."""
     return keys if sample is None else f"{sample} (entry {keys})"
 
 
@@ -94,9 +94,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def unwritable(error: OSError, folder: Path, *, needed: int, free: int | None) -> CacheError:
-    """The error of ours for one that writing gave."""
+    """The cache error for an OSError of a write. `needed` and `free`: bytes, for the message."""
     kind = explain(error, folder).kind
-    then = "then start again: it goes on" if kind == "full" else AGAIN
+    then = "then start again; completed work is kept" if kind == "full" else AGAIN
     problem = problem_of(error, "cache", folder, elsewhere="set cache.cache_dir to another folder", then=then)
     if kind == "full":
         found = problem.found if free is None else f"{problem.found}; {format_bytes(free)} free"
@@ -106,4 +106,5 @@ def unwritable(error: OSError, folder: Path, *, needed: int, free: int | None) -
 
 
 def unreadable(error: OSError, path: Path) -> CacheError:
+    """The cache error for an OSError of a read."""
     return CacheError(problem_of(error, "cache", path, access="read"))

@@ -1,10 +1,11 @@
-"""The folder of a cache: recognised, made, refused. What is not ours is never touched.
+"""The folder of a cache: create, recognize or reject it. A folder of another program is never changed.
 
-gracetune-cache.json   {"format": "gracetune-cache", "version": 1}: the folder is ours
+gracetune-cache.json   {"format": "gracetune-cache", "version": 1}: marks the folder as a cache of gracetune
 shards/                immutable files of entries (see shards.py)
-index.safetensors      an accelerator (see manifest.py)
-users.lock             held shared by every open store, exclusively while entries are removed
-upkeep.lock            held by the one process that merges or removes shards
+index.safetensors      the index, an accelerator (see manifest.py)
+users.lock             locked shared by every open store, and exclusively while entries are removed
+upkeep.lock            locked by the process that merges or removes shards
+work.lock              one locked byte per entry that is being encoded (see claims.py)
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ SHARDS = "shards"
 
 
 def prepare(folder: Path) -> None:
-    """Make sure the folder is a cache of ours that we may write to; an empty or absent one becomes one."""
+    """Make sure that the folder is a writable cache of gracetune. An empty or missing folder becomes one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_ours(folder):
-            _refuse_others(folder)
+            _reject_other_files(folder)
             text = json.dumps({"format": FORMAT, "version": VERSION}).encode() + b"\n"
             write_file(folder / FORMAT_FILE, text)
         (folder / SHARDS).mkdir(exist_ok=True)
@@ -37,19 +38,19 @@ def prepare(folder: Path) -> None:
         raise unwritable(error, folder, needed=0, free=None) from error
     for place in (folder, folder / SHARDS):
         if not os.access(place, os.W_OK | os.X_OK):
-            found, expected = "a folder we may read and not write to", "a folder we may write to"
-            hint = f"look at `ls -ld {place}` and `findmnt -T {place}`, or set cache.cache_dir to a folder of yours"
+            found, expected = "a folder without write permission", "a writable folder"
+            hint = f"check `ls -ld {place}` and `findmnt -T {place}`, or set cache.cache_dir to a folder you own"
             raise ReadOnlyCacheError(Problem("cache", found, expected, hint, str(folder)))
 
 
 def require(folder: Path) -> None:
-    """Make sure the folder is a cache of ours."""
+    """Make sure that the folder is a cache of gracetune."""
     try:
         if _is_ours(folder):
             return
     except OSError as error:
         raise unreadable(error, folder) from error
-    found = "no cache of gracetune" if folder.exists() else "no such folder"
+    found = "a folder that is not a gracetune cache" if folder.exists() else "no such folder"
     hint = "gracetune cache build CONFIG, or correct cache.cache_dir"
     raise ForeignFolderError(Problem("cache", found, f"a folder with {FORMAT_FILE}", hint, str(folder)))
 
@@ -61,26 +62,26 @@ def _is_ours(folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
-        said = json.loads(text)
-        version = said["version"] if said["format"] == FORMAT else None
+        content = json.loads(text)
+        version = content["version"] if content["format"] == FORMAT else None
     except (ValueError, TypeError, KeyError):
         version = None
     if isinstance(version, int) and version == VERSION:
         return True
     if isinstance(version, int) and version > VERSION:
-        found = f"a cache of format {version}, made by a newer gracetune"
+        found = f"cache format {version}, written by a newer gracetune"
         hint = "update gracetune, or set cache.cache_dir to another folder"
     else:
         found = f"{text[:60]!r}"
         hint = "set cache.cache_dir to another folder"
-    raise ForeignFolderError(Problem("format", found, f"a cache of format {VERSION}", hint, str(path)))
+    raise ForeignFolderError(Problem("format", found, f"cache format {VERSION}", hint, str(path)))
 
 
-def _refuse_others(folder: Path) -> None:
-    # A temporary file of ours: another process is making this very folder a cache, or was killed when it did.
+def _reject_other_files(folder: Path) -> None:
+    # Our own temporary files are fine: another process is creating this cache, or was killed while doing so.
     others = sorted(path.name for path in folder.iterdir() if not is_temporary(path.name))
     if not others or (folder / FORMAT_FILE).exists():
         return
-    found = f"a folder with other files in it, such as {others[0]!r}"
-    hint = f"set cache.cache_dir to a folder of its own, such as {folder / 'gracetune'}; nothing was touched"
-    raise ForeignFolderError(Problem("cache", found, "an empty folder, or a cache of ours", hint, str(folder)))
+    found = f"a folder that contains other files, such as {others[0]!r}"
+    hint = f"set cache.cache_dir to a separate folder, such as {folder / 'gracetune'}; nothing was changed"
+    raise ForeignFolderError(Problem("cache", found, "an empty folder or a gracetune cache", hint, str(folder)))

@@ -1,17 +1,17 @@
-"""Taking over the caches of ai-toolkit: what can be identified is imported, everything else refused with the reason.
+"""Import of ai-toolkit caches: entries that can be identified are imported, all others are rejected with a reason.
 
-What ai-toolkit writes, beside the pictures:
+ai-toolkit writes these files beside the images:
 
-    _latent_cache/<stem>_<hash>.safetensors   one tensor `latent`, scaled as the model wants it; the header's metadata
-                                              tells file name, scaled size, cut, flips, latent space and version
+    _latent_cache/<stem>_<hash>.safetensors   one tensor `latent`, scaled as the model expects it; metadata: file name,
+                                              scaled size, crop, flips, latent space, version
     _t_e_cache/<stem>_<hash>.safetensors      `text_embed`, `pooled_embed`, `attention_mask`, each with a batch
                                               dimension of 1; no metadata
 
-The hash is the URL-safe base64 of the MD5 of a JSON object, for latents of the metadata's own values, for text of the
-caption, the model's `arch` and a version: so the name of a text file identifies its caption. Neither names the
-content of the picture or the weights of the encoder. Both are therefore made sure of: a picture changed after its
-cache was written is refused by its date, and a few entries of every folder are encoded anew and compared before
-anything of it is taken. Imported entries carry a note, and an audit counts them.
+The hash is the URL-safe base64 of the MD5 of a JSON object. For latents the object contains the values of the metadata;
+for texts it contains the caption, the model's `arch` and a version, so the file name identifies the caption. Neither
+identifies the content of the image or the weights of the encoder. Two checks cover that: an entry older than its image
+is rejected, and before an import a few entries are encoded again and compared. Imported entries carry a note, and
+audits count them.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
 NOTE = "imported from ai-toolkit"
 _HASH_LENGTH = 22
 _VERSION = 1
-"""Of ai-toolkit's `latent_version` and `text_embedding_version`."""
+"""The supported value of ai-toolkit's `latent_version` and `text_embedding_version`."""
 _SIZES = ("scale_to_width", "scale_to_height", "crop_x", "crop_y", "crop_width", "crop_height")
 _ALWAYS = frozenset(("filename", *_SIZES, "latent_space_version", "latent_version"))
-"""In every latent file's metadata; `flip_x` and `flip_y` only where they are true."""
-_BESIDE = frozenset(("software", "format"))
+"""Metadata of every latent file. `flip_x` and `flip_y` are present only if true."""
+_IGNORED = frozenset(("software", "format"))
 _TEXT_NAMES = {
     "text_embed": "prompt_embeds",
     "pooled_embed": "pooled_prompt_embeds",
     "attention_mask": "prompt_attention_mask",
 }
 _CLOSE_LATENTS = 0.25
-"""Relative error of the compared tensors. ai-toolkit scales pictures with another filter and draws from the VAE's
-distribution where we may take its mean; latents of another picture or another VAE are off by 1 and more."""
+"""Largest relative error of compared latents. ai-toolkit resizes images with another filter and samples from the VAE's
+distribution, while gracetune may use its mean. The error for another image or another VAE is 1 or more."""
 _CLOSE_TEXT = 0.05
-"""Text encoders draw nothing; quantised or bf16 ones differ a little."""
+"""Largest relative error of compared embeddings. They are deterministic; quantized or bf16 encoders differ slightly."""
 
 
 @dataclass(frozen=True)
 class LatentWish:
-    """An entry that is missing, and where its picture lies."""
+    """A missing entry and its image file."""
 
     origin: Origin
     ref: SampleRef
@@ -65,27 +65,33 @@ class LatentWish:
 
 @dataclass(frozen=True)
 class TextWish:
+    """A missing embedding and an image that has this caption."""
+
     origin: Origin
     text: str
     picture: Path
-    """ai-toolkit stores embeddings once for each picture."""
+    """ai-toolkit stores one embedding file per image."""
     reads_pictures: bool = False
 
 
 @dataclass(frozen=True)
 class Refusal:
+    """A file that was not imported, and why."""
+
     file: Path
     reason: str
 
 
 @dataclass(frozen=True)
 class ImportReport:
+    """The result of an import."""
+
     imported: int
     compared: int
-    """Of those, encoded anew and compared."""
+    """Number of imported entries that were also encoded again and compared."""
     refused: tuple[Refusal, ...]
     without_file: int
-    """Wishes for which ai-toolkit had nothing."""
+    """Number of missing entries without a file of ai-toolkit."""
 
 
 def import_latents(
@@ -97,10 +103,11 @@ def import_latents(
     beside: Callable[[SampleRef], Entry] | None = None,
     compare: int = 4,
 ) -> ImportReport:
-    """`spaces` are ai-toolkit's names of such latents (`latent_space_version`: "sdxl", "flux1", the `arch`, ...).
+    """Import latents. If a compared entry differs, nothing is imported.
 
-    `encode` is what our own encoder makes of a sample, `beside` what its entry holds besides the latents and takes no
-    encoder to make (SDXL's `time_ids`). Where a compared entry differs, nothing is imported.
+    `spaces`: ai-toolkit's names of the latent space (`latent_space_version`: "sdxl", "flux1", the `arch`, ...).
+    `encode`: encodes a sample with gracetune's encoder. `beside`: makes the tensors of an entry that need no encoder
+    (SDXL's `time_ids`).
     """
     found: _Search[LatentWish] = _Search()
     files = _Files("_latent_cache")
@@ -117,9 +124,9 @@ def import_text(
     writer: Writer, wishes: Sequence[TextWish], *, archs: Collection[str], encode: Callable[[str], Entry],
     compare: int = 4,
 ) -> ImportReport:  # fmt: skip
-    """`archs` are what ai-toolkit's `model.arch` may have been; `encode` is what our own encoder makes of a caption.
+    """Import text embeddings. If a compared entry differs, nothing is imported.
 
-    Where a compared entry differs, nothing is imported.
+    `archs`: possible values of ai-toolkit's `model.arch`. `encode`: encodes a caption with gracetune's encoder.
     """
     found: _Search[TextWish] = _Search()
     files = _Files("_t_e_cache")
@@ -144,7 +151,7 @@ class _Search(Generic[W]):
     without_file: int = 0
 
     def look(self, wish: W, files: Sequence[Path], flaw: Callable[[Path], str | None]) -> None:
-        """The first file without a flaw; where every one has some, all of them are refused."""
+        """Choose the first valid file for a missing entry. If none is valid, reject all of them."""
         refused = []
         for file in files:
             reason = flaw(file)
@@ -157,23 +164,23 @@ class _Search(Generic[W]):
 
 
 class _Files:
-    """Which files a picture's cache may lie in. Each folder is listed once, however many pictures it has."""
+    """Finds the cache files of an image. Lists each folder only once."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._known: dict[Path, dict[str, list[Path]]] = {}
+        self._listings: dict[Path, dict[str, list[Path]]] = {}
 
-    def of(self, picture: Path) -> list[Path]:
-        there = picture.parent / self._folder
-        if there not in self._known:
-            self._known[there] = self._listed(there)
-        return self._known[there].get(picture.stem, [])
+    def of(self, image: Path) -> list[Path]:
+        folder = image.parent / self._folder
+        if folder not in self._listings:
+            self._listings[folder] = self._list(folder)
+        return self._listings[folder].get(image.stem, [])
 
     @staticmethod
-    def _listed(there: Path) -> dict[str, list[Path]]:
-        """By what the name says before the hash."""
+    def _list(folder: Path) -> dict[str, list[Path]]:
+        """Files by the part of their name before the hash, which is the stem of the image."""
         found: dict[str, list[Path]] = {}
-        for path in sorted(there.iterdir()) if there.is_dir() else ():
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             stem = path.stem[: -1 - _HASH_LENGTH]
             if path.suffix == ".safetensors" and path.stem[len(stem) : len(stem) + 1] == "_":
                 found.setdefault(stem, []).append(path)
@@ -188,36 +195,37 @@ def _opened(file: Path) -> Weights | str:
 
 
 def _latent_flaw(file: Path, *, wish: LatentWish, spaces: Collection[str]) -> str | None:
-    alone = _more_than_latents(wish.ref)
-    if alone is not None:
-        return f"{alone}; ai-toolkit's file holds the latents of a plain picture alone"
+    """Why a latent file must not be imported; None if it may be, subject to the comparison."""
+    special = _more_than_latents(wish.ref)
+    if special is not None:
+        return f"{special}; ai-toolkit's file contains only the latents of a plain image"
     weights = _opened(file)
     if isinstance(weights, str):
         return weights
-    said = {name: _plain(value) for name, value in weights.metadata.items() if name not in _BESIDE}
-    missing = sorted(_ALWAYS - said.keys())
-    unknown = sorted(said.keys() - _ALWAYS - {"flip_x", "flip_y"})
+    metadata = {name: _parsed(value) for name, value in weights.metadata.items() if name not in _IGNORED}
+    missing = sorted(_ALWAYS - metadata.keys())
+    unknown = sorted(metadata.keys() - _ALWAYS - {"flip_x", "flip_y"})
     if missing:
-        return f"its header does not say what it was made of: {', '.join(missing)} missing"
+        return f"its metadata lacks {', '.join(missing)}"
     if unknown:
-        return f"its header names {', '.join(unknown)}, whose effect on the latents is not known here"
-    space = said["latent_space_version"]
+        return f"its metadata contains {', '.join(unknown)}, whose effect on the latents is unknown"
+    space = metadata["latent_space_version"]
     if space not in spaces:
-        return f"latent_space_version is {space!r}, and this configuration wants {' or '.join(map(repr, spaces))}"
-    wanted = _expected(wish.ref, wish.picture.name)
-    for name in sorted(wanted):
-        if said.get(name, False) != wanted[name]:
-            return f"{name} is {said.get(name, False)!r}, and this configuration wants {wanted[name]!r}"
+        return f"latent_space_version is {space!r}, but this configuration needs {' or '.join(map(repr, spaces))}"
+    expected = _expected(wish.ref, wish.picture.name)
+    for name in sorted(expected):
+        if metadata.get(name, False) != expected[name]:
+            return f"{name} is {metadata.get(name, False)!r}, but this configuration needs {expected[name]!r}"
     if [*weights.entries] != ["latent"]:
-        return f"it holds {', '.join(sorted(weights.entries)) or 'nothing'} instead of `latent` alone"
+        return f"it contains {', '.join(sorted(weights.entries)) or 'nothing'} instead of `latent` only"
     if wish.picture.stat().st_mtime > file.stat().st_mtime:
-        return "the picture was changed after it was written"
+        return "the image was modified after the file was written"
     return None
 
 
 def _more_than_latents(ref: SampleRef) -> str | None:
     if ref.fit is None or ref.clip is not None or ref.bucket.frames != 1:
-        return "the sample is a clip or a sound"
+        return "the sample is a clip or audio"
     if ref.mask is not None:
         return "the sample has a mask"
     if ref.conditioning:
@@ -228,9 +236,12 @@ def _more_than_latents(ref: SampleRef) -> str | None:
 
 
 def _expected(ref: SampleRef, name: str) -> dict[str, object]:
-    """What ai-toolkit's header would say of this sample. It flips first and cuts then; we do it the other way round."""
+    """The metadata that ai-toolkit would write for this sample.
+
+    ai-toolkit flips before it crops, gracetune after, so a flip mirrors the crop's position.
+    """
     fit, bucket, flips = ref.fit, ref.bucket, ref.augmentation
-    assert fit is not None  # _more_than_latents has seen to it
+    assert fit is not None  # _more_than_latents has checked it
     width, height = fit.resized
     return {
         "filename": name,
@@ -246,8 +257,9 @@ def _expected(ref: SampleRef, name: str) -> dict[str, object]:
     }
 
 
-def _plain(value: str) -> object:
-    """Text is stored as it is, everything else as JSON. A file called "12" keeps its name: names have extensions."""
+def _parsed(value: str) -> object:
+    """A metadata value: text is stored as it is, everything else as JSON. File names have extensions, so they never
+    parse as JSON numbers."""
     try:
         return json.loads(value)
     except ValueError:
@@ -255,41 +267,45 @@ def _plain(value: str) -> object:
 
 
 def _text_flaw(file: Path, *, wish: TextWish, archs: Collection[str]) -> str | None:
+    """Why an embedding file must not be imported; None if it may be, subject to the comparison."""
     if wish.reads_pictures:
-        return "the embedding depends on the sample's references, and the file does not tell their content"
+        return "the embedding depends on the sample's references, and the file does not identify their content"
     if not any(file.stem.endswith(f"_{text_hash(wish.text, arch)}") for arch in archs):
-        named = " or ".join(map(repr, archs))
-        return f"its name is not that of this caption for {named}: other text, a control image or another model"
+        known = " or ".join(map(repr, archs))
+        return f"its name does not match this caption for {known}: other text, a control image or another model"
     weights = _opened(file)
     if isinstance(weights, str):
         return weights
     unknown = sorted(weights.entries.keys() - _TEXT_NAMES.keys())
     if unknown:
-        return f"it holds {', '.join(unknown)}, which have no place in our entries"
+        return f"it contains {', '.join(unknown)}, which gracetune's entries do not have"
     if "text_embed" not in weights.entries:
-        return "it holds no `text_embed`"
+        return "it contains no `text_embed`"
     shapes = {name: entry.shape for name, entry in weights.entries.items()}
     batched = next((name for name, shape in shapes.items() if len(shape) < 2 or shape[0] != 1), None)
-    return None if batched is None else f"`{batched}` has the shape {shapes[batched]}, not that of one caption"
+    return None if batched is None else f"`{batched}` has the shape {shapes[batched]}, not [1, ...] for one caption"
 
 
 def text_hash(caption: str, arch: str) -> str:
-    """The end of the name ai-toolkit gives an embedding that was made without control images."""
-    said = {"caption": caption, "text_embedding_space_version": arch, "text_embedding_version": _VERSION}
-    digest = hashlib.md5(json.dumps(said, sort_keys=True).encode(), usedforsecurity=False).digest()
+    """The hash in ai-toolkit's file name of an embedding that was made without control images."""
+    inputs = {"caption": caption, "text_embedding_space_version": arch, "text_embedding_version": _VERSION}
+    digest = hashlib.md5(json.dumps(inputs, sort_keys=True).encode(), usedforsecurity=False).digest()
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
-# -- taking -----------------------------------------------------------------------------------------------------------
+# -- importing --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Check(Generic[W]):
+    """How to compare a few entries with those of our own encoder."""
+
     count: int
-    """So many are encoded anew, spread over all; at least one."""
+    """Number of entries to encode again, evenly spread; at least one."""
     close: float
+    """Largest relative error."""
     same_kind: Callable[[W, Entry, W, Entry], bool]
-    """Whether an entry may be what the encoder that made another, compared one makes of its own wish."""
+    """Whether the shapes of a file are consistent with those of a compared entry."""
 
 
 def _take(
@@ -305,20 +321,20 @@ def _take(
     step = max(1, len(chosen) // max(1, check.count))
     compared = chosen[::step][: max(1, check.count)]
     for wish, file in compared:
-        model = encode(wish)
-        flaw = _unlike(read(wish, file), model, check.close)
+        reference = encode(wish)
+        flaw = _unlike(read(wish, file), reference, check.close)
         if flaw is not None:
-            reason = f"{file.name} was encoded anew to compare: {flaw}"
+            reason = f"{file.name} was encoded again for comparison: {flaw}"
             found.refused += [Refusal(other, reason) for _, other in chosen]
             return ImportReport(0, 0, tuple(found.refused), found.without_file)
     imported = 0
     for other, file in chosen:
         entry = read(other, file)
-        if not check.same_kind(wish, model, other, entry):
+        if not check.same_kind(wish, reference, other, entry):
             shapes = {name: tuple(tensor.shape) for name, tensor in entry.items()}
-            found.refused.append(Refusal(file, f"its shapes {shapes} do not go with what was compared"))
+            found.refused.append(Refusal(file, f"its shapes {shapes} do not match those of the compared files"))
             continue
-        writer.add(other.origin, {name: tensor.to(model[name].dtype) for name, tensor in entry.items()}, NOTE)
+        writer.add(other.origin, {name: tensor.to(reference[name].dtype) for name, tensor in entry.items()}, NOTE)
         imported += 1
     return ImportReport(imported, len(compared), tuple(found.refused), found.without_file)
 
@@ -329,27 +345,30 @@ def _tensors(file: Path, names: Mapping[str, str]) -> Entry:
     return {names[name]: tensor for name, tensor in read_tensors(file).items()}
 
 
-def _unlike(found: Entry, model: Entry, close: float) -> str | None:
-    if found.keys() != model.keys():
-        return f"it gives {', '.join(sorted(found))}, our encoder {', '.join(sorted(model))}"
+def _unlike(found: Entry, reference: Entry, close: float) -> str | None:
+    """The first difference from our own encoder's entry; None if all relative errors are at most `close`."""
+    if found.keys() != reference.keys():
+        return f"it contains {', '.join(sorted(found))}, our encoder makes {', '.join(sorted(reference))}"
     for name, tensor in sorted(found.items()):
-        if tensor.shape != model[name].shape:
-            return f"{name} has the shape {tuple(tensor.shape)}, ours {tuple(model[name].shape)}"
-        ours = model[name].double()
+        if tensor.shape != reference[name].shape:
+            return f"{name} has the shape {tuple(tensor.shape)}, ours has {tuple(reference[name].shape)}"
+        ours = reference[name].double()
         error = float((tensor.double() - ours).norm() / ours.norm().clamp_min(1e-12))
-        if not error <= close:  # also where it is not a number
-            return f"{name} is off by {error:.2f} of its size, and {close:g} is what other software may differ by"
+        if not error <= close:  # written this way because NaN must fail
+            return f"{name} has a relative error of {error:.2f}; at most {close:g} is allowed"
     return None
 
 
-def _same_latents(wish: LatentWish, model: Entry, other: LatentWish, entry: Entry) -> bool:
-    ours, theirs = model["latents"].shape, entry["latents"].shape
-    was, now = wish.ref.bucket, other.ref.bucket
-    sides = ours[-2] * now.height == theirs[-2] * was.height and ours[-1] * now.width == theirs[-1] * was.width
-    return len(ours) == len(theirs) and ours[:-2] == theirs[:-2] and sides
+def _same_latents(wish: LatentWish, reference: Entry, other: LatentWish, entry: Entry) -> bool:
+    """Whether latents [..., H, W] have the same channels and the same ratio of latent to pixel size."""
+    ours, theirs = reference["latents"].shape, entry["latents"].shape
+    pixels, other_pixels = wish.ref.bucket, other.ref.bucket
+    same_height = ours[-2] * other_pixels.height == theirs[-2] * pixels.height
+    same_width = ours[-1] * other_pixels.width == theirs[-1] * pixels.width
+    return len(ours) == len(theirs) and ours[:-2] == theirs[:-2] and same_height and same_width
 
 
-def _same_text(wish: TextWish, model: Entry, other: TextWish, entry: Entry) -> bool:
-    """Captions differ in length and in nothing else."""
-    same_names = model.keys() == entry.keys()
-    return same_names and model["prompt_embeds"].shape[-1] == entry["prompt_embeds"].shape[-1]
+def _same_text(wish: TextWish, reference: Entry, other: TextWish, entry: Entry) -> bool:
+    """Whether embeddings [T, D] have the same width; captions differ in length."""
+    same_names = reference.keys() == entry.keys()
+    return same_names and reference["prompt_embeds"].shape[-1] == entry["prompt_embeds"].shape[-1]

@@ -1,11 +1,12 @@
-"""Which entry belongs to a sample: a hash of everything that decides what the entry holds, and of nothing else.
+"""Cache keys: a hash of everything that determines the content of an entry, and of nothing else.
 
-An `Origin` lists those things part by part, as text; the key is the BLAKE2b-128 hash of that list. What a file is
-called, which dataset it belongs to, its loss weight and (for latents) its caption are no parts: a renamed file keeps
-its entries. Origins are stored with the entries, so that an audit can tell *which* part of a stale one differs.
+An `Origin` lists these inputs as named text values, its parts. The key is the BLAKE2b-128 hash of the origin. File
+name, dataset, loss weight and (for latents) caption are not parts, so a renamed file keeps its entries. Origins are
+stored with the entries, so an audit can report *which* part of a stale entry differs.
 
-Hashed is, each piece preceded by its length in bytes and a colon, so that no two lists give the same bytes:
-the key version, the kind, the source, and then name and value of every part in the order of their names.
+The hash input is a sequence of strings: the key version, the kind, the source, then the name and value of each part,
+sorted by name. Each string is preceded by its length in bytes and a colon, so two different sequences never produce
+the same bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from gracetune.cache.encoder import EncoderId
 from gracetune.data.refs import Augmentation, Bucket, Clip, Fit, MaskRef, SampleRef
 
 KEY_VERSION = 1
-"""Part of every key: a later release that encodes the same parts differently raises it."""
+"""Part of every key. Increase it when the same parts produce a different entry."""
 
-# One for all: json.dumps would make a new one for every part of every key.
-_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+# Shared, because json.dumps with these arguments would build a new encoder for every part of every key.
+_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
-_NO_PICTURES = ("pictures", "[]")
+_NO_IMAGES = ("pictures", "[]")
 _LONG = 80
-"""Letters of a part; it is not kept for the next key then."""
+"""Values of this many characters or more are not memoized: they are specific to one sample."""
 
 Key = NewType("Key", str)
 """32 lower-case hexadecimal digits."""
@@ -36,20 +37,20 @@ Key = NewType("Key", str)
 
 @dataclass(frozen=True)
 class Origin:
-    """Everything an entry was made from and with. Equal origins, equal entries."""
+    """All inputs of an entry. Entries with equal origins are equal."""
 
     kind: Literal["latent", "text"]
     source: str
-    """The digest of the file's content, or of the text."""
+    """Digest of the file's content, or of the text."""
     parts: tuple[tuple[str, str], ...]
-    """Name and value, sorted: `bucket`, `fit`, ..., `encoder.weights`, `encoder.settings.dtype`, ..."""
+    """Pairs of name and value, sorted by name: `bucket`, `fit`, ..., `encoder.weights`, `encoder.settings.dtype`."""
 
     @property
     def key(self) -> Key:
-        pieces = [_framed(str(KEY_VERSION)), _framed(self.kind), _framed(self.source)]
-        # Most parts are those of many other entries. What is long is not: it names files.
-        pieces += [_known_part(part) if len(part[1]) < _LONG else _framed_part(part) for part in self.parts]
-        return Key(blake2b(b"".join(pieces), digest_size=16).hexdigest())
+        strings = [_framed(str(KEY_VERSION)), _framed(self.kind), _framed(self.source)]
+        # Short parts recur in many entries, so their bytes are memoized. Long ones contain digests of single files.
+        strings += [_memoized_part(part) if len(part[1]) < _LONG else _framed_part(part) for part in self.parts]
+        return Key(blake2b(b"".join(strings), digest_size=16).hexdigest())
 
 
 def latent_origin(ref: SampleRef, encoder: EncoderId) -> Origin:
@@ -72,13 +73,15 @@ def latent_key(ref: SampleRef, encoder: EncoderId) -> Key:
 
 
 def text_origin(text: str, encoder: EncoderId, pictures: Sequence[SampleRef] = ()) -> Origin:
-    """`text` is the caption as the encoder gets it; `pictures` what its embedding depends on besides (edit models).
+    """The origin of a text embedding.
 
-    An encoder whose `reads_pictures` is False gets none: embeddings are then shared by all samples of one caption.
+    `text` is the caption as the encoder receives it. `pictures` are the reference images that the embedding also
+    depends on (edit models). Pass none for an encoder whose `reads_pictures` is False: all samples with the same
+    caption then share one embedding.
     """
     if encoder.kind != "text":
         raise ValueError(f"a text embedding made by an encoder of kind {encoder.kind!r}")
-    own = ("pictures", _text([_content(picture) for picture in pictures])) if pictures else _NO_PICTURES
+    own = ("pictures", _text([_content(image) for image in pictures])) if pictures else _NO_IMAGES
     return Origin("text", _digest(text), _sorted_parts(own, encoder))
 
 
@@ -90,8 +93,8 @@ def _digest(text: str) -> str:
     return blake2b(_framed(text), digest_size=16).hexdigest()
 
 
-def _framed(piece: str) -> bytes:
-    raw = piece.encode("utf-8", "surrogatepass")  # file names and captions may hold what is no Unicode
+def _framed(string: str) -> bytes:
+    raw = string.encode("utf-8", "surrogatepass")  # file names and captions may contain lone surrogates
     return b"%d:%b" % (len(raw), raw)
 
 
@@ -99,11 +102,11 @@ def _framed_part(part: tuple[str, str]) -> bytes:
     return _framed(part[0]) + _framed(part[1])
 
 
-_known_part = lru_cache(maxsize=1 << 13)(_framed_part)
+_memoized_part = lru_cache(maxsize=1 << 13)(_framed_part)
 
 
 def _text(value: Any) -> str:
-    return _ENCODER.encode(value)
+    return _JSON.encode(value)
 
 
 @lru_cache(maxsize=64)
@@ -118,7 +121,7 @@ def _encoder_parts(encoder: EncoderId) -> tuple[tuple[str, str], ...]:
 
 
 def _content(ref: SampleRef) -> dict[str, Any]:
-    """All that decides what `data.load(ref)` gives, as plain data."""
+    """Everything that determines the result of `data.load(ref)`, as plain data."""
     return {
         "digest": ref.digest,
         "bucket": _bucket(ref.bucket),
@@ -171,7 +174,7 @@ def _mask(mask: MaskRef) -> list[Any]:
 
 
 def _augmentation(augmentation: Augmentation, digest: str) -> dict[str, Any]:
-    """Seed, epoch and the digest the draws belong to count only where there is something to draw."""
+    """Flips always count. Seed, epoch and the digest that seeds the generator count only with random transforms."""
     flips = {"flip_x": augmentation.flip_x, "flip_y": augmentation.flip_y}
     if augmentation.seed is None or not augmentation.transforms:
         return flips
@@ -184,5 +187,5 @@ def _augmentation(augmentation: Augmentation, digest: str) -> dict[str, Any]:
 
 
 def _number(value: float) -> float:
-    """1 and 1.0, 0.0 and -0.0 are the same number and become the same text."""
+    """Normalize so that equal numbers have equal text: 1 becomes 1.0, and -0.0 becomes 0.0."""
     return float(value) + 0.0

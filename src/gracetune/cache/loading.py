@@ -1,7 +1,8 @@
-"""What of a cache is brought into memory, and the index of what was: decided first, then read.
+"""Loading of cache entries into a slab: select them, read them, and index the result.
 
-The index that local rank 0 hands to the others: eight bytes (the length of what follows, little-endian), a JSON object
-with `format`, `rows`, `layouts`, `residence` and `report`, then the columns of the table one after the other.
+Local rank 0 passes the index to the other ranks in this format: the length of the JSON text (eight bytes,
+little-endian), the JSON object with `format`, `rows`, `layouts` and `report`, then the columns of the table, one
+after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gracetune.cache.keys import Key
 from gracetune.cache.manifest import Table, empty_table, merge
 from gracetune.cache.reading import Located
 from gracetune.cache.residence import Residence, Visits
-from gracetune.cache.shards import Layout, layout_as_json, layout_from_json
+from gracetune.cache.shards import ALIGNMENT, Layout, layout_as_json, layout_from_json
 from gracetune.cache.store import DiskStore
 from gracetune.errors import Problem
 from gracetune.memory.batch_hints import wish_of
@@ -32,51 +33,51 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX_FORMAT = 2
-_Maker: TypeAlias = "tuple[str, Tensor, int, int, tuple[int, ...], tuple[int, ...]]"
-"""Name, typed slab, bytes of an element, offset, shape, strides."""
+_ViewSpec: TypeAlias = "tuple[str, Tensor, int, int, tuple[int, ...], tuple[int, ...]]"
+"""Name, slab as a tensor of the right dtype, element size, offset in the entry, shape, strides."""
 _COLUMNS = ("high", "low", "shard", "layout", "start", "checksum")
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What lies where."""
+    """What was loaded, and where it is."""
 
     name: str
     residence: Residence
     entries: int = 0
-    """In memory."""
+    """Entries in memory."""
     size: int = 0
     on_disk: int = 0
-    """Entries left there, the ones read least."""
+    """Entries that stay on disk, the least frequently read ones."""
     on_disk_size: int = 0
     why_on_disk: str = ""
     missing: int = 0
-    """Entries the run wants and the cache does not have."""
+    """Entries that the run uses but the cache does not contain."""
     damaged: tuple[Key, ...] = ()
-    """Found while loading; the store counts them as missing from here on."""
+    """Damaged entries found while loading. The store now treats them as missing."""
     seconds: float = 0.0
     on_gpu: tuple[str, ...] = ()
-    """Tensors of a cache in host memory whose copies are at home on the GPU."""
+    """Names of the small tensors that have an additional copy on the GPU."""
     on_gpu_size: int = 0
 
     def lines(self) -> list[str]:
-        """For people; the first says where, the others what is not as asked."""
-        said = f"{self.name}: {self.entries:,} entries, {format_bytes(self.size)}, in {self.residence.place}"
-        told = [f"{said} ({self.residence.reason})", *(f"{self.name}: {note}" for note in self.residence.notes)]
+        """The report as text: first the place of the cache, then everything unusual."""
+        summary = f"{self.name}: {self.entries:,} entries, {format_bytes(self.size)}, in {self.residence.place}"
+        lines = [f"{summary} ({self.residence.reason})", *(f"{self.name}: {note}" for note in self.residence.notes)]
         if self.on_gpu:
-            told.append(
-                f"{self.name}: {', '.join(self.on_gpu)} ({format_bytes(self.on_gpu_size)}) at home on the GPU: small, "
+            lines.append(
+                f"{self.name}: {', '.join(self.on_gpu)} ({format_bytes(self.on_gpu_size)}) placed on the GPU: small, "
                 "and read in every step"
             )
         if self.on_disk:
-            told.append(
+            lines.append(
                 f"{self.on_disk:,} entries, {format_bytes(self.on_disk_size)}, stay on disk: {self.why_on_disk}"
             )
         if self.damaged:
-            told.append(f"{len(self.damaged):,} entries are damaged and have to be made again: {listed(self.damaged)}")
+            lines.append(f"{len(self.damaged):,} entries are damaged and must be encoded again: {listed(self.damaged)}")
         if self.missing:
-            told.append(f"{self.missing:,} entries are missing: gracetune cache build CONFIG encodes them")
-        return told
+            lines.append(f"{self.missing:,} entries are missing; run `gracetune cache build CONFIG` to encode them")
+        return lines
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,13 +85,13 @@ class LoadReport:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> LoadReport:
         residence = value["residence"]
-        known = {**value, "residence": Residence(**{**residence, "notes": tuple(residence["notes"])})}
-        return cls(**{**known, "damaged": tuple(value["damaged"]), "on_gpu": tuple(value["on_gpu"])})
+        values = {**value, "residence": Residence(**{**residence, "notes": tuple(residence["notes"])})}
+        return cls(**{**values, "damaged": tuple(value["damaged"]), "on_gpu": tuple(value["on_gpu"])})
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Of the entries a run wants: what is brought into memory, store by store, and what is not."""
+    """The entries to load, by store, and those that stay on disk or are missing."""
 
     chosen: tuple[tuple[DiskStore, Located], ...]
     size: int
@@ -100,9 +101,9 @@ class Selection:
 
 
 def select(stores: Sequence[DiskStore], visits: Mapping[Key, Visits], budget: int | None) -> Selection:
-    """The hottest entries that fit the budget; of equally hot ones those that come first in the files."""
+    """Choose the hottest entries that fit the budget. Ties are broken by the order in the files."""
     plans, missing = [], tuple(visits)
-    for store in stores:  # the first that has an entry gives it
+    for store in stores:  # an entry in several stores is taken from the first of them
         plan, missing = store.locate_present(missing)
         plans.append((store, plan))
     total = sum(plan.total for _, plan in plans)
@@ -114,36 +115,36 @@ def select(stores: Sequence[DiskStore], visits: Mapping[Key, Visits], budget: in
     taken[order[np.cumsum(sizes[order]) <= budget]] = True
     chosen, left, begin = [], list[Key](), 0
     for store, plan in plans:
-        here = taken[begin : begin + len(plan)]
+        mask = taken[begin : begin + len(plan)]
         begin += len(plan)
-        left += [plan.keys[at] for at in np.flatnonzero(~here).tolist()]
-        if here.any():
-            chosen.append((store, plan.part(here)))
+        left += [plan.keys[at] for at in np.flatnonzero(~mask).tolist()]
+        if mask.any():
+            chosen.append((store, plan.part(mask)))
     return Selection(tuple(chosen), int(sizes[taken].sum()), tuple(left), int(sizes[~taken].sum()), missing)
 
 
 def _hottest_first(visits: Sequence[Visits]) -> NDArray[np.intp]:
-    often = np.array([one.per_epoch for one in visits], np.float64)
-    likely = np.array([one.probability for one in visits], np.float64)
-    return np.lexsort((np.arange(len(visits)), -likely, -often))
+    per_epoch = np.array([one.per_epoch for one in visits], np.float64)
+    probability = np.array([one.probability for one in visits], np.float64)
+    return np.lexsort((np.arange(len(visits)), -probability, -per_epoch))  # the last key is the primary one
 
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What lies in a slab."""
+    """The index of a slab."""
 
     table: Table
-    """`start` is the offset in the slab."""
+    """Its column `start` holds offsets in the slab."""
     layouts: tuple[Layout, ...]
 
     @cached_property
     def _columns(self) -> tuple[memoryview, memoryview, memoryview, memoryview]:
-        """Single values come out of these five times as fast as out of arrays."""
+        """Memoryviews of the columns. Reading single values from them is five times as fast as from arrays."""
         table = self.table
         return table.high.data, table.low.data, table.start.data, table.layout.data
 
     def find(self, key: Key) -> tuple[int, Layout] | None:
-        """Its offset in the slab, and what lies where from there on."""
+        """The offset of the entry in the slab, and its layout; None if it is absent."""
         row = self.row_of(key)
         return None if row is None else self.at(row)
 
@@ -164,54 +165,58 @@ class Contents:
 
 @dataclass(frozen=True, eq=False)
 class SmallTensors:
-    """Tensors that have a slab of their own beside the entries they belong to: masks, pooled embeddings, sizes.
+    """The layout of a second slab for small tensors of the entries: masks, pooled embeddings, sizes.
 
-    They are read in every step and are a small part of a cache, so they can be at home on the GPU where all of it
-    cannot. The entries keep their own copies.
+    They are read in every step but are a small part of a cache, so they fit on the GPU even if the whole cache does
+    not. The entries keep their own copies.
     """
 
     names: tuple[str, ...]
     starts: NDArray[np.int64]
-    """By row of the contents' table."""
+    """Start of each entry's small tensors in the second slab, by row of the contents' table."""
     offsets: Mapping[Layout, Mapping[str, int]]
-    """From there on."""
+    """Offset of each tensor relative to `starts`."""
     size: int
 
     def fill(self, target: Tensor, slab: Tensor, contents: Contents) -> None:
-        """Copy them out of the entries."""
-        to, come = target.numpy(), slab.numpy()
+        """Copy the small tensors from the entries in `slab` to `target`."""
+        to, source = target.numpy(), slab.numpy()
         for number, layout in enumerate(contents.layouts):
             rows = np.flatnonzero(contents.table.layout == number)
             entries = contents.table.start[rows].astype(np.int64)
             for one in layout.tensors:
                 if one.name in self.offsets[layout] and one.size:
-                    _copy_stretches(
-                        to, self.starts[rows] + self.offsets[layout][one.name], come, entries + one.offset, one.size
+                    _copy_ranges(
+                        to, self.starts[rows] + self.offsets[layout][one.name], source, entries + one.offset, one.size
                     )
 
 
-_GATHERED_AT_ONCE = 1 << 22
-"""Bytes; the indexes for them take eight times as many."""
+_BYTES_PER_GATHER = 1 << 22
+"""The int64 index array of one gather is eight times as large."""
 
 
-def _copy_stretches(
-    to: NDArray[np.uint8], targets: NDArray[np.int64], come: NDArray[np.uint8], sources: NDArray[np.int64], size: int
+def _copy_ranges(
+    to: NDArray[np.uint8], targets: NDArray[np.int64], source: NDArray[np.uint8], starts: NDArray[np.int64], size: int
 ) -> None:
+    """For each i, copy `size` bytes from `source[starts[i]]` to `to[targets[i]]`, by fancy indexing in chunks."""
     inside = np.arange(size)
-    count = max(1, _GATHERED_AT_ONCE // size)
+    count = max(1, _BYTES_PER_GATHER // size)
     for first in range(0, len(targets), count):
         part = slice(first, first + count)
-        to[targets[part, None] + inside] = come[sources[part, None] + inside]
+        to[targets[part, None] + inside] = source[starts[part, None] + inside]
 
 
 def choose_small(contents: Contents, limit: int) -> SmallTensors | None:
-    """Of the tensors that belong on the GPU (`memory.batch_hints`) the smallest, as many as `limit` bytes hold."""
+    """Choose the smallest of the tensors that belong on the GPU (`memory.batch_hints`), up to `limit` bytes in total.
+
+    A tensor name is chosen for all entries or for none.
+    """
     counts = np.bincount(contents.table.layout, minlength=len(contents.layouts)).tolist()
     totals: dict[str, int] = {}
     for layout, count in zip(contents.layouts, counts, strict=True):
         for one in layout.tensors:
-            wish = wish_of(one.name)
-            if count and wish is not None and wish.home == "device":
+            hint = wish_of(one.name)
+            if count and hint is not None and hint.home == "device":
                 totals[one.name] = totals.get(one.name, 0) + count * _aligned(one.size)
     names, size = [], 0
     for name, total in sorted(totals.items(), key=lambda found: (found[1], found[0])):
@@ -224,27 +229,30 @@ def choose_small(contents: Contents, limit: int) -> SmallTensors | None:
     offsets: dict[Layout, dict[str, int]] = {}
     widths = []
     for layout in contents.layouts:
-        own = offsets[layout] = {}
+        of_layout = offsets[layout] = {}
         width = 0
         for one in layout.tensors:
             if one.name in names:
-                own[one.name] = width
+                of_layout[one.name] = width
                 width += _aligned(one.size)
         widths.append(width)
-    each = np.array(widths, np.int64)[contents.table.layout]
-    starts = np.cumsum(each) - each
+    per_entry = np.array(widths, np.int64)[contents.table.layout]
+    starts = np.cumsum(per_entry) - per_entry  # exclusive prefix sum
     return SmallTensors(tuple(names), starts, offsets, size)
 
 
 def _aligned(size: int) -> int:
-    return -(-size // 64) * 64
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Views:
-    """Entries of a slab as tensors. One strided view for each: three times as fast as slicing bytes."""
+    """Entries of a slab as tensors.
+
+    Each tensor is one `as_strided` of the slab in its dtype, which is three times as fast as slicing and viewing bytes.
+    """
 
     def __init__(self, slab: Tensor, contents: Contents, small: tuple[Tensor, SmallTensors] | None = None) -> None:
-        """`small`: tensors that are read from a slab of their own, and where they lie in it."""
+        """`small`: the second slab and its layout. Tensors in it are read from there."""
         from gracetune.storage.safetensors_files import TORCH_DTYPES
 
         dtypes = {one.dtype for layout in contents.layouts for one in layout.tensors}
@@ -252,7 +260,7 @@ class Views:
         def by_dtype(slab: Tensor) -> dict[str, Tensor]:
             return {name: slab[: len(slab) // 8 * 8].view(TORCH_DTYPES[name]) for name in dtypes}
 
-        def makers(typed: Mapping[str, Tensor], layout: Layout, offsets: Mapping[str, int]) -> list[_Maker]:
+        def specs(typed: Mapping[str, Tensor], layout: Layout, offsets: Mapping[str, int]) -> list[_ViewSpec]:
             return [
                 (one.name, typed[one.dtype], TORCH_DTYPES[one.dtype].itemsize, offsets[one.name], one.shape,
                  _strides(one.shape))
@@ -260,42 +268,43 @@ class Views:
             ]  # fmt: skip
 
         self._contents = contents
-        typed, apart = by_dtype(slab), {} if small is None else by_dtype(small[0])
-        places = {} if small is None else small[1].offsets
-        self._starts = None if small is None else small[1].starts.data
-        self._makers, self._small_makers = {}, {}
+        typed, typed_small = by_dtype(slab), {} if small is None else by_dtype(small[0])
+        small_offsets = {} if small is None else small[1].offsets
+        self._small_starts = None if small is None else small[1].starts.data
+        self._specs, self._small_specs = {}, {}
         for layout in contents.layouts:
-            own = places.get(layout, {})
-            rest = {one.name: one.offset for one in layout.tensors if one.name not in own}
-            self._makers[layout] = makers(typed, layout, rest)
-            self._small_makers[layout] = makers(apart, layout, own)
+            in_small = small_offsets.get(layout, {})
+            in_entry = {one.name: one.offset for one in layout.tensors if one.name not in in_small}
+            self._specs[layout] = specs(typed, layout, in_entry)
+            self._small_specs[layout] = specs(typed_small, layout, in_small)
 
     def find(self, key: Key) -> tuple[dict[str, Tensor], int] | None:
-        """The entry's tensors and its bytes; None where it is not in the slab."""
+        """The tensors of an entry and its size in bytes; None if it is not in the slab."""
         row = self._contents.row_of(key)
         if row is None:
             return None
         start, layout = self._contents.at(row)
-        # Entries begin at multiples of 64 bytes, and tensors inside them at multiples of their element.
+        # The division is exact: entries start at multiples of 64 bytes, their tensors at multiples of the element size.
         tensors = {
             name: typed.as_strided(shape, strides, (start + offset) // itemsize)
-            for name, typed, itemsize, offset, shape, strides in self._makers[layout]
+            for name, typed, itemsize, offset, shape, strides in self._specs[layout]
         }
-        if self._starts is not None:
-            start = self._starts[row]
+        if self._small_starts is not None:
+            start = self._small_starts[row]
             tensors |= {
                 name: typed.as_strided(shape, strides, (start + offset) // itemsize)
-                for name, typed, itemsize, offset, shape, strides in self._small_makers[layout]
+                for name, typed, itemsize, offset, shape, strides in self._small_specs[layout]
             }
         return tensors, layout.size
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[side + 1 :]) for side in range(len(shape)))
+    """Strides of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def load_into(slab: Tensor, selection: Selection, threads: int | None) -> tuple[Contents, tuple[Key, ...]]:
-    """Read every chosen entry into its place, checking it; returns also the damaged ones, which have none."""
+    """Read and verify the selected entries. Returns the index of the slab, and the keys of damaged entries."""
     plans, damaged, base = [], set[Key](), 0
     for store, plan in selection.chosen:
         offsets = base + np.concatenate([[0], np.cumsum(plan.sizes)[:-1]]).astype(np.int64)
@@ -309,12 +318,13 @@ def load_into(slab: Tensor, selection: Selection, threads: int | None) -> tuple[
 
 
 def _contents(plans: Sequence[tuple[Located, NDArray[np.int64]]], damaged: set[Key]) -> Contents:
+    """Merge the tables of several stores into one, with common layout numbers and offsets in the slab."""
     numbers: dict[Layout, int] = {}
     tables = [empty_table()]
     for plan, offsets in plans:
-        known = np.array([numbers.setdefault(layout, len(numbers)) for layout in plan.kinds], np.uint32)
-        own, zeros = plan.table, np.zeros(len(plan), np.uint32)
-        table = Table(own.high, own.low, zeros, known[own.layout], offsets.astype(np.uint64), own.checksum)
+        renumbered = np.array([numbers.setdefault(layout, len(numbers)) for layout in plan.kinds], np.uint32)
+        old, zeros = plan.table, np.zeros(len(plan), np.uint32)
+        table = Table(old.high, old.low, zeros, renumbered[old.layout], offsets.astype(np.uint64), old.checksum)
         chosen = plan.by_key
         if damaged:
             chosen = chosen[[plan.keys[row] not in damaged for row in chosen.tolist()]]
@@ -323,28 +333,29 @@ def _contents(plans: Sequence[tuple[Located, NDArray[np.int64]]], damaged: set[K
 
 
 def pack_index(contents: Contents, report: LoadReport) -> bytes:
-    said = {
+    """Serialize the index for other ranks; the format is described at the top of this file."""
+    header = {
         "format": INDEX_FORMAT,
         "rows": len(contents.table),
         "layouts": [layout_as_json(layout) for layout in contents.layouts],
         "report": report.as_json(),
     }
-    text = json.dumps(said).encode()
+    text = json.dumps(header).encode()
     columns = contents.table.columns()
     return len(text).to_bytes(8, "little") + text + b"".join(columns[name].tobytes() for name in _COLUMNS)
 
 
 def unpack_index(raw: bytes) -> tuple[Contents, LoadReport]:
     end = 8 + int.from_bytes(raw[:8], "little")
-    said = json.loads(raw[8:end])
-    if said["format"] != INDEX_FORMAT:
-        found, hint = f"format {said['format']}", "run the same gracetune in all processes"
+    header = json.loads(raw[8:end])
+    if header["format"] != INDEX_FORMAT:
+        found, hint = f"format {header['format']}", "run the same version of gracetune in all processes"
         raise CacheError(Problem("index of rank 0", found, f"format {INDEX_FORMAT}", hint))
     columns = {}
     for one in fields(Table):
-        kind = np.dtype(np.uint32 if one.name in ("shard", "layout") else np.uint64)
-        size = said["rows"] * kind.itemsize
-        columns[one.name] = np.frombuffer(raw[end : end + size], kind).copy()  # aligned, wherever it was
+        dtype = np.dtype(np.uint32 if one.name in ("shard", "layout") else np.uint64)
+        size = header["rows"] * dtype.itemsize
+        columns[one.name] = np.frombuffer(raw[end : end + size], dtype).copy()  # the copy is aligned
         end += size
-    layouts = tuple(layout_from_json(one) for one in said["layouts"])
-    return Contents(Table(**columns), layouts), LoadReport.from_json(said["report"])
+    layouts = tuple(layout_from_json(one) for one in header["layouts"])
+    return Contents(Table(**columns), layouts), LoadReport.from_json(header["report"])

@@ -1,8 +1,8 @@
-"""Which entries the processes of a run have made: with `persistent_cache: false` its clean end removes them all, also
-those of processes that were killed.
+"""A record of the entries that the processes of a run have made.
 
-A file for each rank in the run's folder, `.gracetune-made-<rank>.jsonl`. A line is written before the entries that it
-names: {"store": "/cache/text", "keys": ["0f…", …]}.
+With `persistent_cache: false` a run removes them at its clean end, including those of earlier processes of the run that
+were killed. Each rank writes a file in the run's folder, `.gracetune-made-<rank>.jsonl`. A line is written before the
+entries that it lists: {"store": "/cache/text", "keys": ["0f…", …]}.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Made = Mapping[Path, Collection[Key]]
 
 
 class MadeEntries:
-    """The record of one run, written by one of its ranks."""
+    """The record of one run, as one of its ranks writes it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """`folder` is the run's. Nothing is made there before the first entry is."""
+        """`folder` is the run's. The file is created before the first entry is written."""
         self._folder, self._file = folder.absolute(), folder.absolute() / f".gracetune-made-{rank}.jsonl"
 
     def note(self, store: Path, keys: Collection[Key]) -> None:
-        """These are about to be written. Safe for several threads."""
+        """Record entries that are about to be written. Thread-safe."""
         line = json.dumps({"store": str(store), "keys": sorted(keys)})
-        with suppress(OSError):  # of a full disk, say: then some entries may stay, and that is all
+        with suppress(OSError):  # e.g. a full disk; the only consequence is that some entries may not be removed
             file = LineFile(self._file)
             try:
                 file.write(f"{line}\n".encode())
@@ -44,22 +44,22 @@ class MadeEntries:
                 file.close()
 
     def take_over(self) -> dict[Path, set[Key]]:
-        """What earlier processes of this run made and is still there; the record names nothing else from here on.
+        """The entries that earlier processes of this run made and that still exist.
 
-        For one rank, before any other writes.
+        Reduces the record to them. Call this on one rank, before any rank writes.
         """
-        found: dict[Path, set[Key]] = {}
+        recorded: dict[Path, set[Key]] = {}
         for file in self._files():
             for store, keys in _lines(file):
-                found.setdefault(store, set()).update(keys)
-        there = {store: kept for store, keys in found.items() if (kept := _present(store, keys))}
+                recorded.setdefault(store, set()).update(keys)
+        existing = {store: kept for store, keys in recorded.items() if (kept := _present(store, keys))}
         self.forget()
-        for store, keys in there.items():
+        for store, keys in existing.items():
             self.note(store, keys)
-        return there
+        return existing
 
     def forget(self) -> None:
-        """Entries that were made so far are not this run's to remove, or are removed."""
+        """Delete the record: the entries were removed, or this run must not remove them."""
         for file in self._files():
             with suppress(OSError):
                 file.unlink(missing_ok=True)
@@ -67,12 +67,12 @@ class MadeEntries:
     def _files(self) -> list[Path]:
         try:
             return [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
-        except OSError:  # a new run, or one that finds out itself what is wrong with its folder
+        except OSError:  # a new run; if the folder is broken, the run reports that itself
             return []
 
 
 def _lines(file: Path) -> Iterator[tuple[Path, set[Key]]]:
-    """Those that are whole."""
+    """The valid lines of a file. A killed process may leave an incomplete one."""
     try:
         text = file.read_bytes()
     except OSError:
@@ -93,4 +93,4 @@ def _present(store: Path, keys: Collection[Key]) -> set[Key]:
         with DiskStore.open(store, writable=False) as opened:
             return {*opened.find([*keys]).present}
     except (CacheError, OSError):
-        return {*keys}  # it cannot be read now: whoever removes them says why
+        return {*keys}  # keep them in the record; removing them later will report the problem

@@ -1,8 +1,8 @@
-"""Which entry lies where: the headers of all shards as sorted columns, and the index file that saves reading them.
+"""The catalogue of a cache: where each entry is stored, as sorted columns, and the index file that preserves it.
 
-The index (`index.safetensors`) is an accelerator and nothing more: it holds what the shards' headers say, is written
-whole, vouches for itself with checksums, and is made anew from the shards where it is missing, old or damaged. A key
-may be there more than once (two processes encoded the same sample): either copy will do.
+The index file (`index.safetensors`) is only an accelerator. It repeats the content of the shard headers, is written
+atomically and protected by checksums. If it is missing, outdated or damaged, it is rebuilt from the shards. A key may
+occur more than once (two processes encoded the same sample); either copy is valid.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ U32 = NDArray[np.uint32]
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """One row for each entry, sorted by key. The columns are apart because searching wants them side by side."""
+    """One row per entry, sorted by key.
+
+    Stored as columns (a structure of arrays), because a binary search reads only `high` and `low`.
+    """
 
     high: U64
-    """The key's first eight bytes, as a number."""
+    """The first eight bytes of the key, as a big-endian number."""
     low: U64
-    """And its last eight."""
+    """The last eight bytes."""
     shard: U32
     layout: U32
     start: U64
@@ -61,7 +64,7 @@ class Table:
         return Table(**{name: column[chosen] for name, column in self.columns().items()})  # type: ignore[arg-type]
 
     def copies(self, high: int, low: int) -> list[int]:
-        """The rows of one key."""
+        """The rows that have this key."""
         row = int(np.searchsorted(self.high, np.uint64(high)))
         found = []
         while row < len(self) and int(self.high[row]) == high:
@@ -71,17 +74,17 @@ class Table:
         return found
 
     def find(self, high: U64, low: U64) -> NDArray[np.intp]:
-        """The first row of each key; -1 where there is none."""
+        """The first row of each key, or -1 if the key is absent."""
         rows = np.searchsorted(self.high, high)
         found = np.full(len(high), -1, np.intp)
-        open_ = np.arange(len(high))
-        while len(open_):  # more than one round only where two keys share their first half
-            open_ = open_[rows[open_] < len(self)]
-            open_ = open_[self.high[rows[open_]] == high[open_]]
-            here = self.low[rows[open_]] == low[open_]
-            found[open_[here]] = rows[open_[here]]
-            open_ = open_[~here]
-            rows[open_] += 1
+        pending = np.arange(len(high))
+        while len(pending):  # a second iteration is needed only if two keys share their first half
+            pending = pending[rows[pending] < len(self)]
+            pending = pending[self.high[rows[pending]] == high[pending]]
+            matches = self.low[rows[pending]] == low[pending]
+            found[pending[matches]] = rows[pending[matches]]
+            pending = pending[~matches]
+            rows[pending] += 1
         return found
 
 
@@ -105,7 +108,10 @@ def merge(tables: Sequence[Table]) -> Table:
 
 
 def by_key(high: U64, low: U64) -> NDArray[np.intp]:
-    """The order that sorts keys. Their first halves settle it, unless a key is there twice: much quicker than both."""
+    """The permutation that sorts keys.
+
+    Sorting by the first halves is much faster and suffices unless two of them are equal (usually a duplicate key).
+    """
     order = np.argsort(high)
     ordered = high[order]
     return np.lexsort((low, high)) if np.any(ordered[1:] == ordered[:-1]) else order
@@ -117,11 +123,11 @@ def empty_table() -> Table:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Entries of one shard that lie side by side and have a checksum together; those of more than one entry."""
+    """The runs of one shard: adjacent entries with a common checksum. Runs of a single entry are left out."""
 
     start: U64
     size: U64
-    """In bytes."""
+    """Bytes."""
     checksum: U64
 
     @classmethod
@@ -151,26 +157,26 @@ class Place:
 
 
 class Catalogue:
-    """All entries a process knows of. Not safe for several threads: the store holds its lock."""
+    """All entries that a process knows of. Not thread-safe: the store holds its lock around every call."""
 
     def __init__(self) -> None:
         self.shards: list[str] = []
-        """By number; numbers are never used again, so those of removed shards stay."""
+        """Names by shard number. Numbers are never reused, so the names of removed shards stay in the list."""
         self.sizes: dict[str, int] = {}
-        """Of the shards that are there."""
+        """File sizes of the shards that exist."""
         self.layouts: list[Layout] = []
         self.runs: dict[str, Runs] = {}
-        """Of each shard that is there."""
+        """Runs of the shards that exist."""
         self._numbers: dict[str, int] = {}
         self._layout_numbers: dict[Layout, int] = {}
         self._tables: list[Table] = []
 
     def __len__(self) -> int:
-        """Entries, copies counted as often as they are there."""
+        """The number of entries, duplicates included."""
         return sum(len(table) for table in self._tables)
 
     def add(self, shard: Shard) -> None:
-        if shard.name in self.sizes:  # another thread listed the folder just after the file was written
+        if shard.name in self.sizes:  # another thread already found the new file in the folder
             return
         rows = shard.rows
         number = self._number(shard.name, shard.size)
@@ -188,7 +194,10 @@ class Catalogue:
         self._append(table.rows(by_key(high, low)))
 
     def _append(self, table: Table) -> None:
-        """Tables at least halve in length, so there are few, and a row is merged few times."""
+        """Add a table, then merge until each table is at most half as long as the one before.
+
+        As in a log-structured merge tree, n entries need O(log n) tables and a row is merged O(log n) times.
+        """
         self._tables.append(table)
         while len(self._tables) > 1 and 2 * len(self._tables[-1]) > len(self._tables[-2]):
             self._tables.append(merge([self._tables.pop(), self._tables.pop()]))
@@ -213,7 +222,7 @@ class Catalogue:
             self._keep(lambda table: ~np.isin(table.shard, np.array(gone, np.uint32)))
 
     def drop_copy(self, place: Place) -> None:
-        """That copy is damaged: it is not counted, found or read any more."""
+        """Forget a damaged copy, so that it is no longer counted, found or read."""
         number = self._numbers.get(place.shard, -1)
         self._keep(lambda table: ~((table.shard == number) & (table.start == np.uint64(place.start))))
 
@@ -237,29 +246,29 @@ class Catalogue:
         return found
 
     def rows(self, keys: Sequence[Key]) -> tuple[Table, NDArray[np.bool_]]:
-        """One copy of each key that is there, and which of the keys those are."""
+        """One copy of each key that is present, and a mask over `keys` that tells which ones are."""
         high, low = split_keys(keys)
-        order = by_key(high, low)  # searching goes through a table once from end to end then
+        order = by_key(high, low)  # sorted queries access each table from start to end, which caches well
         high, low = high[order], low[order]
-        open_, parts = np.arange(len(keys)), []
+        pending, parts = np.arange(len(keys)), []
         for table in self._tables:
-            rows = table.find(high[open_], low[open_])
-            here = rows >= 0
-            parts.append(table.rows(rows[here]))
-            open_ = open_[~here]
+            rows = table.find(high[pending], low[pending])
+            present = rows >= 0
+            parts.append(table.rows(rows[present]))
+            pending = pending[~present]
         found = np.ones(len(keys), np.bool_)
-        found[order[open_]] = False
+        found[order[pending]] = False
         return merge(parts), found
 
     def keys(self) -> list[Key]:
-        """Every key once, sorted."""
+        """All distinct keys, sorted."""
         if not self._tables:
             return []
         keys = join_keys(self._merged())
         return [key for at, key in enumerate(keys) if at == 0 or keys[at - 1] != key]
 
     def counts(self) -> Mapping[str, int]:
-        """Entries of each shard."""
+        """The number of entries of each shard."""
         counted = np.zeros(len(self.shards), np.int64)
         for table in self._tables:
             counted += np.bincount(table.shard, minlength=len(self.shards))
@@ -273,7 +282,9 @@ class Catalogue:
     # -- the index file
 
     def write_index(self, path: Path) -> None:
+        """Write a safetensors file: the columns of the table as tensors, everything else as JSON in the metadata."""
         columns = self._merged().columns()
+        # Removed shards leave gaps in the numbers. The file numbers the remaining ones from 0.
         alive = [number for number, name in enumerate(self.shards) if self._numbers.get(name) == number]
         renumbered = np.zeros(len(self.shards), np.uint32)
         renumbered[alive] = np.arange(len(alive), dtype=np.uint32)
@@ -302,7 +313,7 @@ class Catalogue:
 
     @classmethod
     def from_index(cls, path: Path) -> Catalogue:
-        """DamagedFileError where the file is not as we wrote it; OSError where it cannot be read."""
+        """Read the index file. DamagedFileError: the content is not what was written. OSError: it is unreadable."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             metadata, data_start = read_header(descriptor)

@@ -1,4 +1,4 @@
-"""Why entries have to be encoded, in words: new content, another encoder, or bytes that changed on the disk."""
+"""The reasons why entries must be encoded, as text: new content, changed settings, another encoder, damaged bytes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gracetune.cache.wanted import LatentItem, TextItem, by_folder
 from gracetune.data.words import counted
 
 MOST_ENTRIES: Final = 300_000
-"""Of a store whose entries are looked at, which takes 11 µs each."""
+"""Largest store that is examined. Examining an entry takes 11 µs."""
 MOST_COMPARED: Final = 64
-"""Stored entries of one content that wanted ones are compared with: other encoders, sizes, flips."""
+"""Stored entries per content that are compared. A content may be stored for several encoders, sizes and flips."""
 
 _ENCODERS: Final = {"latent": "the VAE", "text": "the text encoder"}
 _PARTS: Final = {
     "bucket": "their size",
     "fit": "their crop",
-    "clip": "the part of the clip",
+    "clip": "the section of the clip",
     "augmentation": "their augmentation",
     "mask": "their masks",
     "conditioning": "their references",
@@ -33,14 +33,14 @@ _SETTING: Final = "encoder.settings."
 
 
 def why_missing(store_of: Callable[[Path], DiskStore], missing: Sequence[LatentItem | TextItem]) -> list[str]:
-    """One line for each reason, the most frequent first."""
+    """One line per reason, the most frequent first."""
     reasons: Counter[str] = Counter()
     new: list[LatentItem | TextItem] = []
     damaged = 0
     for folder, items in by_folder(missing).items():
         store = store_of(folder)
         if len(store.keys()) > MOST_ENTRIES:
-            reasons["; the cache has too many entries to look for the reason"] += len(items)
+            reasons["; the cache is too large to determine the reason"] += len(items)
             continue
         nearest = _nearest(store, items)
         kind = items[0].origin.kind
@@ -50,13 +50,16 @@ def why_missing(store_of: Callable[[Path], DiskStore], missing: Sequence[LatentI
     kind = missing[0].origin.kind if missing else "latent"
     lines = [f"{_counted(kind, count)} encoded{why}" for why, count in reasons.most_common()]
     if new:
-        or_lost = f", or in {counted(damaged, 'damaged file')} of the cache" if damaged else ""
+        or_lost = f", or lost in {counted(damaged, 'damaged cache file')}" if damaged else ""
         lines.append(f"{_counted(kind, len(new))} encoded: {_named(new)}{or_lost}")
     return lines
 
 
 def _nearest(store: DiskStore, items: Sequence[LatentItem | TextItem]) -> dict[str, frozenset[str]]:
-    """By key, in which parts the stored entry of the same content differs that differs least."""
+    """For each wanted key, the parts in which the most similar stored entry of the same content differs.
+
+    Keys without a stored entry of the same content are absent.
+    """
     wanted: dict[tuple[str, ...], list[tuple[str, Origin]]] = {}
     for item in items:
         origin = item.origin
@@ -76,23 +79,23 @@ def _nearest(store: DiskStore, items: Sequence[LatentItem | TextItem]) -> dict[s
 
 
 def _content(origin: Origin) -> tuple[str, ...]:
-    """What an entry is made of, without how it is made of it.
+    """The source content of an entry, regardless of how it was encoded.
 
-    An instruction belongs to its references: thousands of edit pairs often have the same one.
+    The references count as content, because thousands of edit pairs often have the same instruction.
     """
-    pictures = next((value for name, value in origin.parts if name == "pictures"), "[]")
-    if pictures == "[]":
+    images = next((value for name, value in origin.parts if name == "pictures"), "[]")
+    if images == "[]":
         return (origin.kind, origin.source)
     try:
-        shown = [str(one["digest"]) for one in json.loads(pictures)]
-    except (ValueError, TypeError, KeyError):  # as another release wrote it
-        shown = [pictures]
-    return (origin.kind, origin.source, *shown)
+        digests = [str(one["digest"]) for one in json.loads(images)]
+    except (ValueError, TypeError, KeyError):  # written by another release
+        digests = [images]
+    return (origin.kind, origin.source, *digests)
 
 
 def _words(kind: str, parts: frozenset[str]) -> str:
     if not parts:
-        return " again: their bytes on the disk had changed; look at the disk (`dmesg`, `smartctl -a`)"
+        return " again: they were damaged on the disk; check the disk (`dmesg`, `smartctl -a`)"
     if "encoder.weights" in parts:
         return f" again: {_ENCODERS[kind]} changed since they were cached"
     settings = [f"the encoder's {part.removeprefix(_SETTING)}" for part in parts if part.startswith(_SETTING)]

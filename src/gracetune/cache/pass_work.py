@@ -1,4 +1,4 @@
-"""The machinery of an encode pass, whatever is encoded: claims, decoding ahead, smaller batches, writing, counting."""
+"""The core of an encode pass, for latents and texts: claims, decoding ahead, batch sizes, writing, progress."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 Decoded = TypeVar("Decoded")
 
 AHEAD_BYTES = GIB
-"""Decoded samples that wait; one batch may wait however large it is."""
+"""Limit for decoded samples in the queue. One batch may exceed it."""
 AHEAD_BATCHES = 2
-"""Beyond the one that is encoded. What is claimed early is not left to a faster rank."""
+"""Batches to decode ahead. Few, because a batch is claimed before it is decoded and a faster rank cannot take it."""
 _FIRST_NAP, _LONGEST_NAP = 0.02, 0.5
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which process of those that carry out a pass together; each begins somewhere else."""
+    """The position of this process among those that carry out a pass together. Each starts at another item."""
 
     rank: int = 0
     world_size: int = 1
@@ -47,16 +47,20 @@ class Share:
 
 @dataclass(frozen=True)
 class Progress:
+    """The progress of a pass."""
+
     done: int
-    """Of those that were missing: made here or elsewhere, or found to be damaged."""
+    """Missing items that were encoded here or by others, or found to be damaged."""
     total: int
     per_second: float | None
     seconds_left: float | None
-    """None until something is done."""
+    """Both rates are None until an item is done."""
 
 
 @dataclass(frozen=True)
 class Damaged:
+    """A media file that cannot be decoded."""
+
     dataset: str
     path: str
     reason: str
@@ -64,7 +68,7 @@ class Damaged:
 
 @dataclass
 class Tally:
-    """What a pass has done so far, over all its attempts."""
+    """The counters of a pass, over all attempts."""
 
     encoded: int = 0
     encoded_bytes: int = 0
@@ -76,13 +80,13 @@ class Tally:
     damaged: dict[tuple[str, str], Damaged] = field(default_factory=dict)
 
     def batch(self, limit: int) -> None:
-        """`limit` is what a batch may hold; the last of a shape is smaller without saying anything."""
+        """Count a batch by its allowed size. The actual size says nothing: the last batch of a shape is smaller."""
         self.largest = max(self.largest, limit)
         self.smallest = min(self.smallest or limit, limit)
 
 
 class Work(Generic[CacheItem, Decoded]):
-    """One pass over the items that are missing."""
+    """One pass over the missing items."""
 
     def __init__(
         self,
@@ -103,21 +107,21 @@ class Work(Generic[CacheItem, Decoded]):
         stop: threading.Event,
         lengths: Callable[[Sequence[CacheItem]], Sequence[int]] = lambda items: [0] * len(items),
     ) -> None:
-        """`relieve` is asked when a single item does not fit: it frees memory, or raises.
+        """`relieve` is called when a single item does not fit into memory. It frees memory or raises.
 
-        `limits` are pairs of volume and batch size: from that volume on, batches hold no more. Items of one of
-        `lengths` come one after the other.
+        `limits` contains pairs of volume and batch size: items of at least that volume use at most that batch size.
+        `lengths` returns a sort key, which groups texts of the same length.
         """
         self._index, self.tally = index, tally
         self._excluded = Exclusions(index)
         self._decode, self._encode, self._relieve = decode, encode, relieve
         self._batch_size, self._limits, self._workers = batch_size, limits, workers
         self._flush, self._on_progress, self._stop = flush, on_progress, stop
-        self._places = {folder: _Place(store_of(folder)) for folder in by_folder(items)}
-        missing = [item for folder, some in by_folder(items).items() for item in self._places[folder].missing(some)]
-        # The largest first: what does not fit into memory shows itself in the first minute.
-        long = dict(zip((item.key for item in missing), lengths(missing), strict=True))
-        missing.sort(key=lambda item: (-item.volume, str(item.folder), item.shape, -long[item.key], item.key))
+        self._targets = {folder: _Target(store_of(folder)) for folder in by_folder(items)}
+        missing = [item for folder, some in by_folder(items).items() for item in self._targets[folder].missing(some)]
+        # The largest items come first, so that running out of memory happens in the first minute.
+        length_of = dict(zip((item.key for item in missing), lengths(missing), strict=True))
+        missing.sort(key=lambda item: (-item.volume, str(item.folder), item.shape, -length_of[item.key], item.key))
         first = len(missing) * share.rank // share.world_size
         self._missing = [*missing[first:], *missing[:first]]
         self._total = len(missing)
@@ -129,97 +133,104 @@ class Work(Generic[CacheItem, Decoded]):
 
     @property
     def index(self) -> DataIndex:
-        """Without the files that turned out to be damaged."""
+        """The index without files that turned out to be damaged."""
         return self._excluded.apply()
 
     def run(self) -> bool:
-        """Until everything is there; False where it was stopped before."""
+        """Work until all items exist. Returns False if the pass was stopped earlier."""
         if not self._missing:
             return True
         try:
             with ExitStack() as stack:
                 pool = ThreadPoolExecutor(self._workers, thread_name_prefix="gracetune-encode")
                 stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-                for place in self._places.values():
-                    place.enter(stack, self._flush)
+                for target in self._targets.values():
+                    target.enter(stack, self._flush)
                 return self._carry_out(pool)
         finally:
             self.tally.seconds += time.monotonic() - self._began
 
     def _carry_out(self, pool: ThreadPoolExecutor) -> bool:
-        waiting: deque[_Batch[CacheItem, Decoded]] = deque()
+        queue: deque[_Batch[CacheItem, Decoded]] = deque()
         for items in self._claimed():
             if items:
-                waiting.append(_Batch(items, [self._decoding(pool, item) for item in items]))
-            while waiting and (not items or _is_enough(waiting)):
+                queue.append(_Batch(items, [self._decoding(pool, item) for item in items]))
+            while queue and (not items or _is_enough(queue)):
                 if self._stop.is_set():
                     return False
-                self._finish(waiting.popleft())
+                self._finish(queue.popleft())
             if not items:
-                for place in self._places.values():
-                    place.flush()
+                for target in self._targets.values():
+                    target.flush()
         return not self._stop.is_set()
 
     def _decoding(self, pool: ThreadPoolExecutor, item: CacheItem) -> Future[Decoded]:
         if item.decoded_bytes:
             return pool.submit(self._decode, self._index, item)
-        ready: Future[Decoded] = Future()  # a text: waking a thread up would take longer than there is to do
+        ready: Future[Decoded] = Future()  # a plain text: waking a thread would take longer than the work itself
         ready.set_result(self._decode(self._index, item))
         return ready
 
-    # -- who does what
+    # -- claiming
 
     def _claimed(self) -> Iterator[list[CacheItem]]:
-        """Batches that are ours; an empty one when the rest is other processes', before that is waited for."""
+        """Batches that this process claimed.
+
+        Yields an empty list when other processes hold all remaining items: the caller then finishes and flushes its own
+        work before this generator waits for theirs. Without that flush two processes could wait for each other.
+        """
         todo = deque(self._missing)
         nap = _FIRST_NAP
         while True:
-            elsewhere: list[CacheItem] = []
-            worked = False
+            others: list[CacheItem] = []
+            has_worked = False
             while todo:
-                items = self._claim_batch(todo, elsewhere)
-                worked = worked or bool(items)
+                items = self._claim_batch(todo, others)
+                has_worked = has_worked or bool(items)
                 if items:
                     yield items
             yield []
-            todo = deque(self._still_missing(elsewhere))
+            todo = deque(self._still_missing(others))
             if not todo or self._stop.is_set():
                 return
-            nap = _FIRST_NAP if worked else min(2 * nap, _LONGEST_NAP)
+            nap = _FIRST_NAP if has_worked else min(2 * nap, _LONGEST_NAP)
             self._stop.wait(nap)
 
-    def _claim_batch(self, todo: deque[CacheItem], elsewhere: list[CacheItem]) -> list[CacheItem]:
-        """Up to a batch of one shape from the beginning of `todo`; what others work on goes to `elsewhere`."""
-        place, shape = self._places[todo[0].folder], todo[0].shape
+    def _claim_batch(self, todo: deque[CacheItem], others: list[CacheItem]) -> list[CacheItem]:
+        """Claim up to one batch of one shape from the start of `todo`. Items held by others are added to `others`."""
+        target, shape = self._targets[todo[0].folder], todo[0].shape
         size = self._size_for(todo[0])
-        taken: list[CacheItem] = []
-        while todo and len(taken) < size and (todo[0].folder, todo[0].shape) == (place.folder, shape):
+        claimed: list[CacheItem] = []
+        while todo and len(claimed) < size and (todo[0].folder, todo[0].shape) == (target.folder, shape):
             item = todo.popleft()
-            (taken if place.claims.take(item.key) else elsewhere).append(item)
-        # Only now: what another process made and let go of before we claimed it has to be seen.
-        place.look()
-        mine = place.missing(taken)
-        if len(mine) < len(taken):
-            place.claims.release({item.key for item in taken} - {item.key for item in mine})
-            self._made_elsewhere([item for item in taken if item not in mine])
+            (claimed if target.claims.take(item.key) else others).append(item)
+        # Refresh after claiming: another process may have written an item and released it just before our claim.
+        target.refresh_if_changed()
+        mine = target.missing(claimed)
+        if len(mine) < len(claimed):
+            target.claims.release({item.key for item in claimed} - {item.key for item in mine})
+            self._count_others([item for item in claimed if item not in mine])
         return mine
 
     def _still_missing(self, items: list[CacheItem]) -> list[CacheItem]:
         if not items:
             return []
-        for place in self._places.values():
-            place.look()
-        missing = {item.key for folder, some in by_folder(items).items() for item in self._places[folder].missing(some)}
-        self._made_elsewhere([item for item in items if item.key not in missing])
+        for target in self._targets.values():
+            target.refresh_if_changed()
+        missing = {
+            item.key for folder, some in by_folder(items).items() for item in self._targets[folder].missing(some)
+        }
+        self._count_others([item for item in items if item.key not in missing])
         return [item for item in items if item.key in missing]
 
-    def _made_elsewhere(self, items: list[CacheItem]) -> None:
+    def _count_others(self, items: list[CacheItem]) -> None:
         self.tally.by_others += len(items)
         self._count(items)
 
-    # -- doing it
+    # -- encoding
 
     def _finish(self, batch: _Batch[CacheItem, Decoded]) -> None:
+        """Encode a batch, in smaller parts if memory runs out, and add the entries to their stores."""
         items: list[CacheItem] = []
         decoded: list[Decoded] = []
         for item, future in zip(batch.items, batch.futures, strict=True):
@@ -239,7 +250,10 @@ class Work(Generic[CacheItem, Decoded]):
             del items[:count], decoded[:count]
 
     def _try(self, decoded: list[Decoded]) -> list[Entry] | None:
-        """None where memory does not suffice. When this returns, nothing holds what the attempt had allocated."""
+        """Encode, or return None if memory runs out.
+
+        A separate method, so that after a failure no frame or traceback keeps the allocated tensors alive.
+        """
         import torch
 
         try:
@@ -266,28 +280,28 @@ class Work(Generic[CacheItem, Decoded]):
     def _keep(self, items: list[CacheItem], entries: list[Entry]) -> None:
         for item, entry in zip(items, entries, strict=True):
             _check_finite(item.what, entry)
-            self._places[item.folder].add(item, entry)
+            self._targets[item.folder].add(item, entry)
             self.tally.encoded += 1
             self.tally.encoded_bytes += _size(entry)
         self._count(items)
         if not self._checked_room:
             self._check_room(items, entries)
-        self._places[items[0].folder].release_written()
+        self._targets[items[0].folder].release_written()
 
     def _check_room(self, items: list[CacheItem], entries: list[Entry]) -> None:
-        """As soon as it is known how large entries are, and long before the disk is full."""
+        """After the first batch, estimate the size of all entries and fail early if the disk is too small."""
         self._checked_room = True
         per_volume = sum(_size(entry) for entry in entries) / sum(item.volume for item in items)
         done = {item.key for item in items}
         for folder, rest in by_folder(self._missing).items():
             volume = sum(item.volume for item in rest if item.key not in done)
-            self._places[folder].store.check_room(int(volume * per_volume))
+            self._targets[folder].store.check_room(int(volume * per_volume))
 
     def _exclude(self, item: CacheItem, error: UnreadableMediaError) -> None:
         dataset = error.dataset or ""
         self.tally.damaged[dataset, error.path] = Damaged(dataset, error.path, error.reason)
         self._excluded.add(dataset, error.path, error.reason)
-        self._places[item.folder].claims.release([item.key])
+        self._targets[item.folder].claims.release([item.key])
         self._count([item])
 
     def _count(self, items: list[CacheItem]) -> None:
@@ -295,12 +309,13 @@ class Work(Generic[CacheItem, Decoded]):
         self._done_volume += sum(item.volume for item in items)
         spent = time.monotonic() - self._began
         rate = self._done / spent if self._done and spent else None
+        # By volume, not by number of items: large items come first and take longer.
         left = spent * (self._volume / self._done_volume - 1) if self._done_volume else None
         self._on_progress(Progress(self._done, self._total, rate, left))
 
 
-class _Place:
-    """One store, while a pass adds to it."""
+class _Target:
+    """A store while a pass adds entries to it."""
 
     claims: Claims
     writer: Writer
@@ -308,12 +323,12 @@ class _Place:
     def __init__(self, store: DiskStore) -> None:
         self.store, self.folder = store, store.folder
         self._unwritten: deque[Key] = deque()
-        """Added and claimed, in that order, and perhaps not on disk yet."""
-        self._seen: int | None = None
+        """Keys of added entries, oldest first. Their claims are kept until the entries are on disk."""
+        self._last_mtime: int | None = None
         store.refresh()
 
     def enter(self, stack: ExitStack, flush: Flush) -> None:
-        # In this order: the writer's last flush comes before the claims end.
+        # The order matters: the stack closes the writer first, so its last flush happens before the claims end.
         self.claims = stack.enter_context(Claims(self.store))
         self.writer = stack.enter_context(self.store.writer(flush))
 
@@ -321,15 +336,15 @@ class _Place:
         missing = {*self.store.find([item.key for item in items]).missing}
         return [item for item in items if item.key in missing]
 
-    def look(self) -> None:
-        """Learn what others have written, where anybody has."""
+    def refresh_if_changed(self) -> None:
+        """Refresh the store if the modification time of its folder changed, which means that shards were added."""
         try:
-            now = self.store.shards_folder.stat().st_mtime_ns  # compared for equality: it may be any number
+            mtime = self.store.shards_folder.stat().st_mtime_ns
         except OSError as error:
             raise unreadable(error, self.folder) from error
-        if now != self._seen:
+        if mtime != self._last_mtime:
             self.store.refresh()
-            self._seen = now
+            self._last_mtime = mtime
 
     def add(self, item: CacheItem, entry: Entry) -> None:
         self.writer.add(item.origin, entry, key=item.key)
@@ -340,7 +355,7 @@ class _Place:
         self.release_written()
 
     def release_written(self) -> None:
-        """Let go of what the writer has flushed, now that others can find it."""
+        """Release the claims on entries that are on disk, where other processes can find them."""
         while self._unwritten and self._unwritten[0] in self.store:
             self.claims.release([self._unwritten.popleft()])
 
@@ -351,10 +366,10 @@ class _Batch(Generic[CacheItem, Decoded]):
     futures: list[Future[Decoded]]
 
 
-def _is_enough(waiting: deque[_Batch[CacheItem, Decoded]]) -> bool:
-    """Whether what is decoded or being decoded beyond the first batch suffices."""
-    size = sum(item.decoded_bytes for batch in waiting for item in batch.items)
-    return len(waiting) > AHEAD_BATCHES or (len(waiting) > 1 and size > AHEAD_BYTES)
+def _is_enough(queue: deque[_Batch[CacheItem, Decoded]]) -> bool:
+    """Whether enough batches are decoded ahead, so that the first one should be encoded now."""
+    size = sum(item.decoded_bytes for batch in queue for item in batch.items)
+    return len(queue) > AHEAD_BATCHES or (len(queue) > 1 and size > AHEAD_BYTES)
 
 
 def _size(entry: Entry) -> int:
@@ -362,11 +377,11 @@ def _size(entry: Entry) -> int:
 
 
 def _check_finite(what: str, entry: Entry) -> None:
-    """A cache would hand such numbers out for as long as it lives."""
+    """Reject NaN and infinity before they are stored, because a cache would return them in every epoch."""
     for name, tensor in entry.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        ends = tensor.aminmax()  # both are nan where any number is
-        if not (math.isfinite(ends.min) and math.isfinite(ends.max)):
-            hint = "take a VAE or text encoder that works in that precision, or training.mixed_precision: bf16"
-            raise CacheError(Problem(f"{name} of {what}", "infinite or undefined numbers", "finite numbers", hint))
+        extremes = tensor.aminmax()  # both are NaN if any element is
+        if not (math.isfinite(extremes.min) and math.isfinite(extremes.max)):
+            hint = "use a VAE or text encoder that works in this precision, or set training.mixed_precision: bf16"
+            raise CacheError(Problem(f"{name} of {what}", "non-finite values (inf or nan)", "finite values", hint))

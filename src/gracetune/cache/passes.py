@@ -1,16 +1,16 @@
-"""Encode passes: whatever a cache lacks is decoded ahead, encoded in batches of one shape, and written.
+"""Encode passes: decode, encode and store all missing entries of a cache.
 
     wanted = needs(config, index, encoders, places)
     outcome = encode_texts(text_encoder, wanted.texts, index, caches.store, how=How(batch_size=8))
     outcome = encode_latents(latent_encoder, wanted.latents, outcome.index, caches.store, wanted_anew, how=How())
 
-Afterwards every entry of `outcome.encoder` is there, made by this process or by another one: ranks share the work by
-claiming entries (see claims.py), and wait for each other at the end. A pass may be ended at any moment, by Ctrl-C, an
-error or kill -9; the next one goes on where it ended.
+After a pass, all entries for `outcome.encoder` exist. Other processes may have made some of them: ranks divide the work
+by claiming entries (see claims.py) and wait for each other at the end. A pass can be interrupted at any moment by
+Ctrl-C, an error or kill -9. The next pass continues where it stopped.
 
-The id of a latent encoder may change while it works: asked to save memory it may begin to work in tiles, which gives
-slightly other latents. All entries are then made anew under the new id, so that a cache never mixes the two. Where
-ranks end with different `outcome.encoder`s, those with the untiled one have to run again with tiling on.
+The id of a latent encoder may change during a pass. To save memory, the encoder may switch to tiling, which gives
+slightly different latents. All entries are then made again under the new id, so a cache never mixes the two. If ranks
+end with different values of `outcome.encoder`, those with the untiled one must run again with tiling.
 """
 
 from __future__ import annotations
@@ -44,49 +44,51 @@ OnProgress = Callable[[Progress], None]
 
 
 class EncodeMemoryError(CacheError):
-    """Not even one sample can be encoded in the memory there is."""
+    """The available memory does not suffice to encode a single sample."""
 
 
 @dataclass(frozen=True)
 class How:
-    """How a pass is carried out."""
+    """Options of a pass."""
 
     batch_size: int = 1
     share: Share = field(default_factory=Share)
     workers: int = 4
-    """Threads that decode."""
+    """Number of decoding threads."""
     on_progress: OnProgress = lambda progress: None
-    """Called in the thread of the pass, after every batch."""
+    """Called after every batch, in the thread of the pass."""
     flush: Flush = field(default_factory=Flush)
-    """How much a killed process may lose."""
+    """Limits how much work a killed process loses."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set by another thread: the pass ends after the batch it is at."""
+    """Another thread sets it to end the pass after the current batch."""
     may_tile: bool = True
-    """Whether latents may be made in tiles where memory does not suffice otherwise. Then all of them are made so."""
+    """Whether latents may be made with tiling if memory is short. In that case all of them are."""
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """The result of a pass."""
+
     encoder: EncoderId
-    """As the encoder ended: the id of the entries that are there now."""
+    """The final id of the encoder, under which the entries are stored."""
     wanted: int
     encoded: int
     encoded_bytes: int
     by_others: int
-    """Missing when the pass began, and made by another process meanwhile."""
+    """Entries that were missing when the pass started and that other processes made."""
     there_before: int
     index: DataIndex
-    """Without the files that turned out to be damaged."""
+    """The index without files that turned out to be damaged."""
     damaged: tuple[Damaged, ...] = ()
     batch_size: int = 0
-    """The smallest that was used."""
+    """The smallest batch size used."""
     seconds: float = 0.0
     complete: bool = True
-    """False where it was stopped."""
+    """False if the pass was stopped."""
     cut: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Of texts: see `CutsTexts`."""
+    """Truncated texts; see `CutsTexts`."""
     tiled_because: str = ""
-    """Why the encoder ended with another id than it began with."""
+    """Why the encoder switched to tiling; empty if it did not."""
     notes: tuple[str, ...] = ()
 
 
@@ -99,9 +101,10 @@ def encode_latents(
     *,
     how: How | None = None,
 ) -> Outcome:
-    """`items` are those of the encoder's id; `wanted_anew` gives those of another.
+    """Encode the missing latents among `items`, which must be for the encoder's current id.
 
-    Raises EncodeMemoryError, CacheFullError, UnreadableFilesError (more than the threshold), ...
+    `wanted_anew` returns the items for another id; it is called if the encoder switches to tiling.
+    Raises EncodeMemoryError, CacheFullError, UnreadableFilesError (more damaged files than the threshold), ...
     """
     how = how or How()
     tally = Tally()
@@ -117,7 +120,7 @@ def encode_latents(
         )  # fmt: skip
         try:
             complete = work.run()
-        except _OtherIdError:
+        except _IdChangedError:
             index = work.index
             items = wanted_anew(index, encoder.id)
             continue
@@ -133,6 +136,7 @@ def encode_texts(
     *,
     how: How | None = None,
 ) -> Outcome:
+    """Encode the missing embeddings among `items`."""
     how = how or How()
     tally = Tally()
     _check_id(encoder.id, items)
@@ -154,34 +158,34 @@ def encode_texts(
 
 
 def about_cut_texts(cut: Mapping[str, set[str]], index: DataIndex) -> list[str]:
-    """One note for each limit, however many texts go beyond it."""
+    """One note per limit on the texts that exceed it."""
     notes = []
     for limit, long in cut.items():
         datasets = (*index.datasets, *index.held_out)
         paths = [item.path for one in datasets for item in one.items if not long.isdisjoint(item.captions)]
         prompts = long - {*index.captions()}
-        what = [f"{counted(len(paths), 'sample')}: {some(paths)}"] if paths else []
-        what += [f"{counted(len(prompts), 'validation prompt')}"] if prompts else []
-        notes.append(f"captions longer than {limit}, of which only the beginning is read: {'; '.join(what)}")
+        affected = [f"{counted(len(paths), 'sample')}: {some(paths)}"] if paths else []
+        affected += [f"{counted(len(prompts), 'validation prompt')}"] if prompts else []
+        notes.append(f"captions longer than {limit} are truncated: {'; '.join(affected)}")
     return notes
 
 
 def _check_id(encoder: EncoderId, items: Sequence[LatentItem | TextItem]) -> None:
-    """Entries of one encoder must never be kept under the keys of another."""
+    """Entries of one encoder must never be stored under the keys of another."""
     if items and items[0].encoder != encoder:
-        raise ValueError(f"entries wanted of {items[0].encoder}, and {encoder} is there to make them")
+        raise ValueError(f"these items are for the encoder {items[0].encoder}, not for {encoder}")
 
 
 def _outcome(
     encoder: EncoderId, wanted: int, index: DataIndex, tally: Tally, *, complete: bool, notes: Iterable[str] = ()
 ) -> Outcome:
-    words = [*notes]
+    all_notes = [*notes]
     if tally.smallest < tally.largest:
-        words.append(
-            f"memory ran out at batches of {tally.largest}: the smallest were of {tally.smallest}; "
-            "a smaller cache.vae_batch_size or text_encoder_batch_size saves the attempts"
+        all_notes.append(
+            f"out of memory with batches of {tally.largest}, so batches of {tally.smallest} were used; "
+            "a smaller cache.vae_batch_size or text_encoder_batch_size avoids the failed attempts"
         )
-    words += [f"left out, unreadable: {one.path} of {one.dataset}: {one.reason}" for one in tally.damaged.values()]
+    all_notes += [f"left out, unreadable: {one.path} of {one.dataset}: {one.reason}" for one in tally.damaged.values()]
     return Outcome(
         encoder,
         wanted,
@@ -194,7 +198,7 @@ def _outcome(
         batch_size=tally.smallest,
         seconds=tally.seconds,
         complete=complete,
-        notes=tuple(words),
+        notes=tuple(all_notes),
     )
 
 
@@ -207,18 +211,18 @@ def _encode_latents(encoder: LatentEncoder, samples: list[Sample]) -> list[Entry
 
 
 def _decode_text(index: DataIndex, item: TextItem) -> Prompt:
-    return Prompt(item.text, tuple(index.load(picture) for picture in item.pictures))
+    return Prompt(item.text, tuple(index.load(image) for image in item.pictures))
 
 
-# -- when memory runs out ---------------------------------------------------------------------------------------------
+# -- out of memory ----------------------------------------------------------------------------------------------------
 
 
-class _OtherIdError(Exception):
-    """The encoder goes on under another id: what it makes from here on are other entries."""
+class _IdChangedError(Exception):
+    """The encoder switched to tiling, which changes its id: all entries must be made again."""
 
 
 class _Relief:
-    """What is tried when one sample does not fit, as long as the encoder knows something."""
+    """Makes a latent encoder save memory when a single sample does not fit: first slicing, then tiling."""
 
     def __init__(self, encoder: LatentEncoder, *, may_tile: bool) -> None:
         self._encoder, self._may_tile = encoder, may_tile
@@ -228,26 +232,26 @@ class _Relief:
 
     def ask(self, item: LatentItem) -> None:
         before = self._encoder.id
-        what = f"latents of {_named(item.shape)} ({item.what})"
+        what = f"latents of {_shape_text(item.shape)} ({item.what})"
         if not self._encoder.save_memory():
             raise EncodeMemoryError(_no_memory(what, tiled=True))
         if self._encoder.id == before:
             return
         if not self._may_tile:
             raise EncodeMemoryError(_no_tiles(what))
-        self.tiled_because = f"one sample of {_named(item.shape)} did not fit"
+        self.tiled_because = f"one sample of {_shape_text(item.shape)} did not fit into memory"
         changed = sorted({*dict(self._encoder.id.settings).items()} - {*dict(before.settings).items()})
-        parts = ", ".join(f"{name}: {value}" for name, value in changed)
+        settings = ", ".join(f"{name}: {value}" for name, value in changed)
         self.notes.append(
-            f"{self.tiled_because}: all latents are made with {parts}, now and the next time; "
-            "`gracetune cache clear` forgets it, model.vae_tiling: true says so in the config"
+            f"{self.tiled_because}: all latents are made with {settings}, now and in later starts; "
+            "`gracetune cache clear` undoes this, and model.vae_tiling: true makes it explicit in the config"
         )
-        raise _OtherIdError
+        raise _IdChangedError
 
 
 def _no_text_relief(item: TextItem) -> None:
-    seen = f" with pictures of {_named(item.shape)}" if item.pictures else ""
-    raise EncodeMemoryError(_no_memory(f"one text{seen} ({item.what})", tiled=False))
+    images = f" with images of {_shape_text(item.shape)}" if item.pictures else ""
+    raise EncodeMemoryError(_no_memory(f"one text{images} ({item.what})", tiled=False))
 
 
 def _no_memory(what: str, *, tiled: bool) -> Problem:
@@ -255,8 +259,8 @@ def _no_memory(what: str, *, tiled: bool) -> Problem:
     return Problem(
         key=f"encoding {what}",
         found="out of memory with one sample at a time" + (", in slices and tiles" if tiled else ""),
-        expected="memory for one sample",
-        hint=f"free the device (`nvidia-smi` shows who uses it), or choose {smaller}; what is encoded stays",
+        expected="enough memory for one sample",
+        hint=f"free GPU memory (`nvidia-smi` lists processes), or use {smaller}; entries already encoded are kept",
     )
 
 
@@ -264,25 +268,25 @@ def _no_tiles(what: str) -> Problem:
     return Problem(
         key=f"encoding {what}",
         found="out of memory with one sample at a time, in slices",
-        expected="memory for one sample: this run's other latents are made without tiles, and a cache never mixes them",
-        hint="--set model.vae_tiling=true makes all of them in tiles; or free memory on the device",
+        expected="enough memory for one sample; the other latents were made without tiling, and the two never mix",
+        hint="pass --set model.vae_tiling=true to make all latents with tiling, or free GPU memory",
     )
 
 
-def _named(shape: tuple[Bucket, ...]) -> str:
-    """`1024x768x81 and 512x512`."""
-    return " and ".join(_bucket(bucket) for bucket in shape) or "no picture"
+def _shape_text(shape: tuple[Bucket, ...]) -> str:
+    """`bucket 1024x768x81 and bucket 512x512`."""
+    return " and ".join(_bucket_text(bucket) for bucket in shape) or "no image"
 
 
-def _bucket(bucket: Bucket) -> str:
+def _bucket_text(bucket: Bucket) -> str:
     if bucket.audio_samples:
-        return f"{counted(bucket.audio_samples, 'sound sample')} x {bucket.audio_channels}"
+        return f"{counted(bucket.audio_samples, 'audio sample')} x {bucket.audio_channels}"
     frames = f"x{bucket.frames}" if bucket.frames > 1 else ""
     return f"bucket {bucket.width}x{bucket.height}{frames}"
 
 
 def nothing_to_do(encoder: EncoderId, wanted: int, index: DataIndex) -> Outcome:
-    """Of a pass that need not be carried out."""
+    """The outcome of a pass without missing entries."""
     return Outcome(encoder, wanted, 0, 0, 0, wanted, index)
 
 

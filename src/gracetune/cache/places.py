@@ -1,13 +1,13 @@
-"""Which folder holds what. Below each folder a config names, the stores have folders of their own:
+"""Cache folders. Each store is a subfolder of a folder that the config names:
 
-<cache.cache_dir>/latents      latents that stay right for good; <dataset.cache_dir>/latents where a dataset has one,
-                               else <cache.vae_cache_dir>/latents where one is named
-<cache.cache_dir>/text         embeddings; <cache.text_cache_dir>/text where one is named
-<any of these>/epochs/<n>      what `cache_mode: refresh_each_epoch` draws anew for epoch n, counted from 0
+<cache.cache_dir>/latents      latents that stay valid; in <dataset.cache_dir>/latents if the dataset sets it, else in
+                               <cache.vae_cache_dir>/latents if that is set
+<cache.cache_dir>/text         text embeddings; in <cache.text_cache_dir>/text if that is set
+<any of these>/epochs/<n>      entries that `cache_mode: refresh_each_epoch` makes for epoch n, counted from 0
 
-A store refuses a folder with other files in it, and the folders people name often hold another program's caches: so
-nothing is put into them directly, and nothing of theirs is in the way. Entries of an epoch lie apart, so that they can
-be collected when nobody has their store open any more, while everybody goes on reading the rest.
+The folders in a config often contain the caches of another program, and a store rejects a folder with other files.
+Subfolders avoid that conflict. Entries of an epoch have stores of their own. A past epoch can then be removed as soon
+as no process has its store open, while all processes keep reading the other stores.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ _NUMBER = re.compile(r"0|[1-9][0-9]*")
 
 @dataclass(frozen=True)
 class Places:
-    """Where the caches of a run are."""
+    """The cache folders of a run."""
 
     base: Path
     text_base: Path
     own: Mapping[str, Path]
-    """By dataset id, of those whose latents are not in `base`."""
+    """Folders by dataset id, for datasets whose latents are not in `base`."""
 
     def latents(self, dataset: str, epoch: int | None = None) -> Path:
-        """`epoch` is given for what is drawn anew in each."""
+        """The latent store of a dataset. Pass `epoch` for entries that are refreshed each epoch."""
         return _inside(self.own.get(dataset, self.base), "latents", epoch)
 
     def text(self, epoch: int | None = None) -> Path:
         return _inside(self.text_base, "text", epoch)
 
     def epoch_folders(self) -> list[Path]:
-        """What holds the stores of epochs, whether it is there or not."""
+        """The parent folders of all epoch stores. They may not exist."""
         return [base / "epochs" for base in sorted({self.base, self.text_base, *self.own.values()})]
 
     def lasting(self) -> list[Path]:
-        """Every store that is not an epoch's, whether it is there or not."""
+        """All stores except those of epochs. They may not exist."""
         return sorted({self.text(), self.base / "latents", *(base / "latents" for base in self.own.values())})
 
     def epochs(self) -> Iterator[tuple[int, Path]]:
-        """Every epoch some entries were made for, with the store that holds them."""
+        """All existing epoch stores, as pairs of epoch and folder."""
         for folder in self.epoch_folders():
             with explained("cache", folder, access="read", elsewhere="set cache.cache_dir to another folder"):
                 inside = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -65,15 +65,15 @@ def places_of(config: RunConfig) -> Places:
         base,
         _folder(cache.text_cache_dir) if cache.text_cache_dir else base,
         {
-            dataset.id: _folder(named)
+            dataset.id: _folder(folder)
             for dataset in config.datasets
-            if (named := dataset.cache_dir or cache.vae_cache_dir) is not None
+            if (folder := dataset.cache_dir or cache.vae_cache_dir) is not None
         },
     )
 
 
 def _folder(name: str) -> Path:
-    # Not Path.expanduser: that raises a RuntimeError where there is no such user.
+    # Path.expanduser raises a RuntimeError for an unknown user; os.path.expanduser leaves such a name unchanged.
     return Path(os.path.expanduser(name)).absolute()  # noqa: PTH111
 
 

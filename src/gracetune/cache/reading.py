@@ -1,4 +1,4 @@
-"""Bytes of entries from shards: side by side where they lie side by side, checked, by several threads."""
+"""Reads of entries from shards: adjacent entries in one system call, verified, by several threads."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from gracetune.storage.safetensors_headers import read_fully
 
 MAX_OPEN = 64
 STRETCH = 8
-"""Jobs in a row for one thread. Fresh memory comes in pages of 2 MiB: two threads inside one would both fill it with
-zeros, and that takes about as long as reading it."""
-_LONGEST: Final = np.uint64(40)
-"""Bits: no shard is a TiB long, so its number and a place in it are one number: one sort, one search."""
+"""Consecutive jobs that one thread takes at a time. The kernel zeroes fresh memory in huge pages of 2 MiB. Two threads
+that touch the same page would both zero it, which takes about as long as reading the data."""
+_OFFSET_BITS: Final = np.uint64(40)
+"""A shard is smaller than 1 TiB, so its number and an offset fit one 64-bit integer that can be sorted and searched."""
 
 
 @dataclass(frozen=True, eq=False)
 class Located:
-    """Where some entries lie, in the order in which they are read fastest.
+    """Locations of entries, in the order that reads fastest: by shard, then by offset.
 
-    Columns, not objects: a cache has many entries. What is wanted entry by entry is made when it is asked for.
+    A cache may have a million entries, so this holds columns. The lists `keys` and `layouts` are created on demand.
     """
 
     table: Table
-    """Its `shard` and `layout` are numbers into the two below; `start` is the place in the file."""
+    """`shard` and `layout` are indices into `files` and `kinds`; `start` is the offset in the file."""
     by_key: NDArray[np.intp]
-    """Its rows, sorted by key."""
+    """Row numbers of `table`, sorted by key."""
     files: Sequence[str]
     kinds: Sequence[Layout]
     sizes: NDArray[np.int64]
-    """Bytes of each entry: multiples of 64."""
+    """Bytes of each entry, multiples of 64."""
     runs: Mapping[str, Runs]
-    """Of the files: what can be checked at once."""
+    """Runs by file name."""
 
     @classmethod
     def of(cls, table: Table, files: Sequence[str], kinds: Sequence[Layout], runs: Mapping[str, Runs]) -> Located:
-        """`table` is sorted by key."""
+        """Create the plan from a table that is sorted by key."""
         order = np.argsort(_positions(table.shard, table.start))
         by_key = np.empty(len(order), np.intp)
         by_key[order] = np.arange(len(order))
@@ -60,8 +60,9 @@ class Located:
         return len(self.table)
 
     def part(self, chosen: NDArray[np.bool_]) -> Located:
-        number = np.cumsum(chosen) - 1
-        by_key = number[self.by_key[chosen[self.by_key]]]
+        """The entries that the mask selects."""
+        new_row = np.cumsum(chosen) - 1  # of each chosen old row
+        by_key = new_row[self.by_key[chosen[self.by_key]]]
         return replace(self, table=self.table.rows(chosen), by_key=by_key, sizes=self.sizes[chosen])
 
     @property
@@ -78,7 +79,7 @@ class Located:
 
 
 class _File:
-    """An open shard; closed when nobody reads from it any more, so that no reader loses its descriptor."""
+    """An open shard. Garbage collection closes it, so a thread that still reads from it keeps its descriptor."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -89,7 +90,7 @@ class _File:
 
 
 class OpenFiles:
-    """The files used last: opening costs a round trip on network disks, and the number of open files is limited."""
+    """The most recently used shards, kept open. Opening costs a round trip on a network disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -112,7 +113,7 @@ class OpenFiles:
 
 
 class PageCache:
-    """Lets go of a file's pages when the last of its jobs is done; `shards` names each job's file."""
+    """Drops a file from the kernel's page cache after the last job that reads it. `shards`: the file of each job."""
 
     def __init__(self, files: OpenFiles, shards: Iterable[str]) -> None:
         self._files = files
@@ -120,33 +121,34 @@ class PageCache:
         self._lock = threading.Lock()
 
     def read(self, shard: str) -> None:
+        """Count one finished job of this shard."""
         with self._lock:
             self._left[shard] -= 1
             is_last = not self._left[shard]
         if is_last:
-            with suppress(OSError):  # gone meanwhile, and its pages with it
+            with suppress(OSError):  # the file was removed, so its pages are gone too
                 file = self._files.get(shard)
                 os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Job(NamedTuple):
-    """Entries that lie side by side, both in a file and in the slab: read at once."""
+    """One read: entries that are adjacent in a file and in the slab."""
 
     first: int
     end: int
-    """The plan's numbers."""
+    """Entries `first` to `end - 1` of the plan."""
     shard: int
     start: int
-    """In the file."""
+    """Offset in the file."""
     begin: int
-    """In the slab."""
+    """Offset in the slab."""
     size: int
     checksum: int | None
-    """Of all of them together; None where each has to be checked by itself."""
+    """Checksum of all bytes, if the job is a complete run. None: verify each entry separately."""
 
 
 class Reading:
-    """Some entries on their way into a slab: entry `i` of the plan to `offsets[i]`."""
+    """A bulk read of a plan's entries into a slab: entry `i` goes to `offsets[i]`."""
 
     def __init__(self, files: OpenFiles, plan: Located, offsets: NDArray[np.int64], slab: memoryview) -> None:
         self.jobs = jobs(plan, offsets)
@@ -156,59 +158,62 @@ class Reading:
         return self._plan.files[job.shard]
 
     def carry_out(self, job: Job) -> list[int]:
-        """The numbers of entries that failed."""
-        whole = self._slab[job.begin : job.begin + job.size]
+        """Read and verify one job. Returns the plan indices of entries that failed."""
+        target = self._slab[job.begin : job.begin + job.size]
         try:
-            file = self._files.get(self.shard(job))  # a name of its own: it keeps the file open while it is read
-            got = read_fully(file.descriptor, whole, job.start)
+            file = self._files.get(self.shard(job))  # this reference keeps the descriptor open during the read
+            got = read_fully(file.descriptor, target, job.start)
         except OSError:
             return [*range(job.first, job.end)]
-        if got == job.size and job.checksum is not None and checksum(whole) == job.checksum:
+        if got == job.size and job.checksum is not None and checksum(target) == job.checksum:
             return []
-        return [number for number in range(job.first, job.end) if not self._is_right(number, job.begin + got)]
+        return [at for at in range(job.first, job.end) if not self._is_valid(at, job.begin + got)]
 
-    def _is_right(self, number: int, read_to: int) -> bool:
-        begin = int(self._offsets[number])
-        end = begin + int(self._plan.sizes[number])
-        return end <= read_to and checksum(self._slab[begin:end]) == int(self._plan.table.checksum[number])
+    def _is_valid(self, at: int, read_to: int) -> bool:
+        begin = int(self._offsets[at])
+        end = begin + int(self._plan.sizes[at])
+        return end <= read_to and checksum(self._slab[begin:end]) == int(self._plan.table.checksum[at])
 
 
 def stretches(some: Sequence[Job], threads: int) -> deque[Sequence[Job]]:
-    """What a thread takes at once; less where there is little, so that all have something to do."""
+    """Group jobs into the portions that a thread takes at a time: at least four per thread, to balance the load."""
     each = max(1, min(STRETCH, len(some) // (4 * threads)))
     return deque(some[at : at + each] for at in range(0, len(some), each))
 
 
 def jobs(plan: Located, offsets: NDArray[np.int64]) -> list[Job]:
-    """Whole runs where all of one is wanted, and about as many bytes at once of everything else."""
+    """Divide a plan into reads: one per complete run, and about `RUN` bytes each for all other entries."""
     if not len(plan):
         return []
     ends, positions = offsets + plan.sizes, _positions(plan.table.shard, plan.table.start)
+    # joined[i]: entries i and i + 1 are adjacent in the file and in the slab.
     joined = (positions[:-1] + plan.sizes[:-1].astype(np.uint64) == positions[1:]) & (ends[:-1] == offsets[1:])
     first, end, checksums = _whole_runs(plan, positions, joined)
     begins, stops = np.zeros(len(plan) + 1, np.bool_), np.zeros(len(plan) + 1, np.bool_)
     begins[first] = stops[end] = True
     in_a_run = np.cumsum(begins.astype(np.int64) - stops) > 0
-    full = np.diff(np.cumsum(plan.sizes) // RUN) != 0
-    cut = ~joined | (begins | stops)[1:-1] | (full & ~in_a_run[:-2])
+    crosses_limit = np.diff(np.cumsum(plan.sizes) // RUN) != 0
+    # cut[i]: a job ends after entry i. Outside of runs that also happens whenever another `RUN` bytes are complete.
+    cut = ~joined | (begins | stops)[1:-1] | (crosses_limit & ~in_a_run[:-2])
     firsts = np.concatenate([[0], np.flatnonzero(cut) + 1])
     lasts = np.concatenate([firsts[1:], [len(plan)]]) - 1
     starts, begins_at = plan.table.start[firsts], offsets[firsts]
     columns = (firsts, lasts + 1, plan.table.shard[firsts], starts, begins_at, ends[lasts] - begins_at)
-    # Plain numbers, and only of the jobs: they come out of lists many times as fast as out of arrays.
-    numbers = [column.tolist() for column in columns]
-    known = dict(zip(first.tolist(), checksums.tolist(), strict=True))
-    return [*map(Job._make, zip(*numbers, map(known.get, numbers[0]), strict=True))]
+    # Convert to Python lists once: single values come out of them many times faster than out of arrays.
+    lists = [column.tolist() for column in columns]
+    run_checksums = dict(zip(first.tolist(), checksums.tolist(), strict=True))
+    return [*map(Job._make, zip(*lists, map(run_checksums.get, lists[0]), strict=True))]
 
 
 def _positions(shard: NDArray[np.uint32], start: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    return (shard.astype(np.uint64) << _LONGEST) + start
+    """Shard number and offset as one integer that sorts by both."""
+    return (shard.astype(np.uint64) << _OFFSET_BITS) + start
 
 
 def _whole_runs(
     plan: Located, positions: NDArray[np.uint64], joined: NDArray[np.bool_]
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.uint64]]:
-    """First and end of every run all of which is in the plan, side by side in the slab too, and its checksum."""
+    """First entry, end and checksum of each run that is completely in the plan and contiguous in the slab."""
     shards = plan.table.shard
     numbers = shards[np.concatenate([[True], shards[1:] != shards[:-1]])]
     runs = [plan.runs[plan.files[number]] for number in numbers.tolist()]
@@ -217,8 +222,9 @@ def _whole_runs(
     )
     start = _positions(np.repeat(numbers, [len(one.start) for one in runs]), start)
     first, end = np.searchsorted(positions, start), np.searchsorted(positions, start + size)
-    some = end > first
-    first, end, size, checksums = first[some], end[some], size[some], checksums[some]
+    in_plan = end > first
+    first, end, size, checksums = first[in_plan], end[in_plan], size[in_plan], checksums[in_plan]
+    # A run is complete if its bytes add up and no gap (counted cumulatively in `breaks`) lies inside.
     last, breaks = end - 1, np.concatenate([[0], np.cumsum(~joined)])
     whole = (positions[last] + plan.sizes[last].astype(np.uint64) - positions[first] == size) & (
         breaks[last] == breaks[first]
@@ -227,7 +233,7 @@ def _whole_runs(
 
 
 def read_place(files: OpenFiles, place: Place) -> NDArray[np.uint8] | None:
-    """None where it is not what was written."""
+    """Read one entry. Returns None if it is unreadable or does not match its checksum."""
     raw = np.empty(place.layout.size, np.uint8)
     try:
         file = files.get(place.shard)

@@ -1,17 +1,17 @@
-"""`cache_mode: refresh_each_epoch`: the next epoch's entries are made while this epoch trains.
+"""`cache_mode: refresh_each_epoch`: encode the next epoch's entries in the background while this epoch trains.
 
-    refresher = Refresher(config, index, encoders, places, epoch=0)     # epoch 0 was built before
-    refresher.prepare_next()                                            # a thread, with encoders of its own
+    refresher = Refresher(config, index, encoders, places, epoch=0)     # the entries of epoch 0 exist
+    refresher.prepare_next()                                            # starts a thread with its own encoders
     ...                                                                 # epoch 0 is trained
-    swap = refresher.swap()                                             # waits if it has to; epoch 1 is what counts now
-    source.use(latents=...)                                             # stores of epoch 1; those of epoch 0 closed
-    refresher.collect()                                                 # entries of epoch 0 are removed
+    swap = refresher.swap()                                             # waits if necessary; epoch 1 is now current
+    source.use(latents=...)                                             # open stores of epoch 1, close those of epoch 0
+    refresher.collect()                                                 # remove the entries of epoch 0
     refresher.prepare_next()
 
-Nothing is swapped before everything is there: what `current` names is always complete. Every epoch has stores of its
-own (see places.py). They are collected when no process has them open; with several ranks the last one to leave an epoch
-collects it, and what was in use is left for the next time. A killed run loses nothing: the next start finds what was
-made for this epoch and for the next, and collects what is older.
+The entries of the `current` epoch are always complete: `swap` waits for all of them. Each epoch has its own stores (see
+places.py). They are removed when no process has them open. With several ranks, the last one to leave an epoch removes
+its stores; stores in use are left for the next call. A killed run loses nothing: the next start finds the entries made
+for this epoch and the next, and removes older ones.
 """
 
 from __future__ import annotations
@@ -42,29 +42,33 @@ if TYPE_CHECKING:
 _Make = Callable[[int], Built]
 
 NICENESS = 10
-"""Of the thread that encodes, its decoders and torch's own threads for it: the step comes first."""
+"""Priority of the encoding thread and the threads it starts (decoders, torch), so that training steps come first."""
 
 
 @dataclass(frozen=True)
 class Swap:
+    """The result of changing to the next epoch."""
+
     epoch: int
-    """The one that counts now."""
+    """The new current epoch."""
     built: Built
-    """`built.index` lacks files that turned out to be damaged: the loader has to exclude them."""
+    """`built.index` lacks files that turned out to be damaged. The loader must exclude them too."""
     waited: float
-    """Seconds the caller waited because encoding took longer than the epoch."""
+    """Seconds that the caller waited because encoding took longer than the epoch."""
 
 
 @dataclass(frozen=True)
 class Collected:
+    """The entries of past epochs that were removed."""
+
     entries: int
     size: int
     in_use: tuple[Path, ...]
-    """Stores of past epochs that somebody has open: they are left for the next time."""
+    """Stores of past epochs that a process still has open. They were not removed."""
 
 
 class Refresher:
-    """One for a run, where `wanted.is_refreshed(index)`."""
+    """Prepares the epochs of a run. Use it if `wanted.is_refreshed(index)`."""
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class Refresher:
         how: How | None = None,
         made: MadeEntries | None = None,
     ) -> None:
-        """`epoch` is the one whose entries are there. On a CUDA `device` encoding has a stream of its own."""
+        """`epoch` is the current one, whose entries exist. On a CUDA `device`, encoding uses a separate stream."""
         if not is_refreshed(index):
             raise ValueError("no dataset of this run has cache_mode: refresh_each_epoch")
         self.current = epoch
@@ -86,20 +90,20 @@ class Refresher:
         self._device = device
         self._before_writing = None if made is None else made.note
         self._stop = threading.Event()
-        # An encoder that begins to tile beside the step would make entries this run does not look for.
+        # A switch to tiling would store the entries under another id, which this run does not look up.
         self._how = replace(how or How(), stop=self._stop, may_tile=False)
         self._created: dict[Path, set[Key]] = {}
         self._job: _Job | None = None
 
     def prepare_next(self) -> None:
-        """Begin with the epoch after the current one; does nothing where that has begun."""
+        """Start encoding the epoch after the current one, unless that has already started."""
         if self._job is None:
             self._job = _Job(self._make, self.current + 1)
 
     def swap(self) -> Swap:
-        """Wait for the next epoch's entries and make it the current one. What went wrong with them is raised here."""
+        """Wait for the next epoch's entries and make that epoch current. Errors of the encoding are raised here."""
         self.prepare_next()
-        assert self._job is not None, "prepare_next made one"
+        assert self._job is not None, "prepare_next has created it"
         began = time.monotonic()
         job, self._job = self._job, None
         built = job.result()
@@ -108,20 +112,20 @@ class Refresher:
         return Swap(job.epoch, built, time.monotonic() - began)
 
     def leave_out(self, unreadable: Unreadable) -> None:
-        """Files that only other processes found to be damaged: from the next preparation on they are left out here."""
+        """Exclude files that other processes found to be damaged, starting with the next preparation."""
         self._index = self._index.without(unreadable)
 
     @property
     def created(self) -> dict[Path, set[Key]]:
-        """What was made for epochs through this one, by store; several ranks gather theirs for `remove_epochs`."""
+        """Keys that this process made for epochs, by store. Ranks gather them for `remove_epochs`."""
         return self._created
 
     def collect(self) -> Collected:
-        """Remove what this run's configuration made for epochs before the current one, where nobody reads it."""
+        """Remove entries of this configuration for epochs before the current one, unless a process uses them."""
         return collect_before(self.current, self._config, self._index, self._encoders, self._places)
 
     def close(self) -> None:
-        """End a preparation that is under way; what it has made stays."""
+        """Stop a preparation in progress. The entries it has made are kept."""
         self._stop.set()
         if self._job is not None:
             self._job.join()
@@ -140,20 +144,20 @@ class Refresher:
 
 
 class _Job:
-    """A thread and what came of it."""
+    """A background thread that encodes one epoch, and its result."""
 
     def __init__(self, make: _Make, epoch: int) -> None:
         self.epoch = epoch
         self._built: Built | None = None
         self._error: BaseException | None = None
-        # A daemon: a run that ends in an error does not wait for a pass that can be gone on with at any time.
+        # A daemon thread: a run that fails must not wait for a pass, which can be continued at any time.
         self._thread = threading.Thread(target=self._run, args=(make,), name=f"gracetune-epoch-{epoch}", daemon=True)
         self._thread.start()
 
     def _run(self, make: _Make) -> None:
         try:
             self._built = make(self.epoch)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
             self._error = error
 
     @property
@@ -167,14 +171,14 @@ class _Job:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        assert self._built is not None, "it ended without an error"
+        assert self._built is not None, "a thread without an error has a result"
         return self._built
 
 
 def collect_before(
     epoch: int, config: RunConfig, index: DataIndex, encoders: Encoders, places: Places
 ) -> Collected:  # fmt: skip
-    """Entries of this configuration in the stores of epochs before this one; also what killed runs left of them."""
+    """Remove entries of this configuration from the stores of earlier epochs, and leftovers of killed runs."""
     entries = size = 0
     in_use: list[Path] = []
     for parent in places.epoch_folders():
@@ -193,16 +197,16 @@ def collect_before(
 
 
 def remove_epochs(created: Mapping[Path, Iterable[Key]]) -> Removal:
-    """`persistent_cache: false`, at a clean end: from stores of epochs what a run has made; an empty one goes too.
+    """Remove the entries a run made for epochs, and stores that become empty, for `persistent_cache: false`.
 
-    CacheBusyError where a store is still open; the caller closes its own first.
+    Raises CacheBusyError if a store is open; the caller must close its own first.
     """
     removals = [_without_empty(folder, keys) for folder, keys in created.items() if is_cache(folder)]
     return Removal(sum(one.entries for one in removals), sum(one.size for one in removals))
 
 
 def remove_items(folder: Path, items: Sequence[LatentItem | TextItem]) -> Removal:
-    """From the store of an epoch; one that has nothing left goes too. CacheBusyError."""
+    """Remove items from the store of an epoch, and the store if it becomes empty. Raises CacheBusyError."""
     return _without_empty(folder, [item.key for item in items])
 
 
@@ -216,8 +220,8 @@ def _without_empty(folder: Path, keys: Iterable[Key]) -> Removal:
 
 @contextmanager
 def _in_the_background(device: torch.device | None) -> Iterator[None]:
-    """This thread, and those it starts, give way to the step: on the CPU by priority, on a GPU by a stream."""
-    # Linux has a priority for every thread, and a new thread inherits it.
+    """Keep this thread and those it starts out of the way of training: low CPU priority, a separate CUDA stream."""
+    # On Linux, priorities belong to threads, and new threads inherit them.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     if device is None or device.type != "cuda":
         yield

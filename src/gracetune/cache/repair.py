@@ -1,7 +1,7 @@
-"""Entries that turn out to be damaged or gone while a run reads them are encoded again, and the run goes on.
+"""Repair of a cache during a run: encode damaged or missing entries again, then continue.
 
-The rest of the file that held such an entry is checked too, so that the encoder is loaded once for all of it. Nothing
-about the order of samples changes: a rank that repairs its entries only comes later to the next step.
+The rest of a damaged file is checked too, so the encoder is loaded only once for all of its entries. The order of
+samples does not change; a rank that repairs entries only reaches the next step later.
 """
 
 from __future__ import annotations
@@ -22,40 +22,42 @@ from gracetune.data.index import DataIndex
 
 @dataclass(frozen=True, eq=False)
 class EntryRepair:
+    """Repairs the entries named by an error. Call it with the error."""
+
     config: RunConfig
     caches: Caches
     encoders: Encoders
     on_host: Encoders | None
-    """The same on the CPU, for a GPU that has no room for them beside the model; None where they are there anyway."""
+    """The same encoders on the CPU, for a GPU without room for them. None if `encoders` are on the CPU anyway."""
     share: Share
     warn: Callable[[str], None]
 
     def __call__(self, error: EntriesError, index: DataIndex, epoch: int) -> None:
-        """Entries that `error` names are there when this returns. `index`: of what the run still trains on.
+        """Make all entries that `error` lists available. `index` describes the data that the run still uses.
 
-        UnreadableMediaError where a sample's own file cannot be decoded any more. Other errors of ours where nothing
-        can be encoded; then the store counts the entries as missing, so the next start encodes them.
+        Raises UnreadableMediaError if the sample's file can no longer be decoded, or another GracetuneError if encoding
+        is impossible. In that case the store treats the entries as missing, so the next start encodes them.
         """
         for store in self.caches.stores:
             recheck_suspects(store)
-        self.warn(f"{error.problem.key}: {error.problem.found}; look at the disk (`dmesg`, `smartctl -a`)")
-        if self._are_there(error):
-            self.warn("at the second attempt they could be read; the run goes on")
+        self.warn(f"{error.problem.key}: {error.problem.found}; check the disk (`dmesg`, `smartctl -a`)")
+        if self._are_present(error):
+            self.warn("the entries could be read at the second attempt; the run continues")
             return
         built = self._build(index, epoch)
-        if not self._are_there(error):
+        if not self._are_present(error):
             _raise(error, built)
         again = "1 entry" if built.encoded == 1 else f"{built.encoded} entries"
-        self.warn(f"{again} encoded again; the run goes on")
+        self.warn(f"{again} encoded again; the run continues")
 
-    def _are_there(self, error: EntriesError) -> bool:
+    def _are_present(self, error: EntriesError) -> bool:
         return all(any(Key(key) in store for store in self.caches.stores) for key in error.keys)
 
     def _build(self, index: DataIndex, epoch: int) -> Built:
-        """Random numbers are as before: a step that follows must not know of it."""
+        """Encode what is missing, and preserve the random state, so later steps are unaffected."""
         import torch
 
-        how = How(share=self.share, may_tile=False)  # tiles would make entries under another id
+        how = How(share=self.share, may_tile=False)  # tiling would make entries under another id
         with torch.random.fork_rng():
             try:
                 return build(self.config, index, self.encoders, self.caches, epoch=epoch, how=how)

@@ -1,5 +1,7 @@
-"""The memory a resident cache lies in: which kind, and why. The slabs themselves are `hostmem.slab` and
-`memory.managed_slab`."""
+"""The choice of the memory that holds a resident cache, with its reason.
+
+The slabs themselves are in `hostmem.slab` and `memory.managed_slab`.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ CacheRole = Literal["latent_cache", "text_cache"]
 
 @dataclass(frozen=True, order=True)
 class Visits:
-    """How often an epoch reads an entry. Sorts by how hot it is: what is read least is the first to stay on disk."""
+    """How often an epoch reads an entry. Sorts from cold to hot; cold entries stay on disk when memory is short."""
 
     per_epoch: float
-    """0 for held-out samples, which validation alone reads."""
+    """0 for held-out samples, which only validation reads."""
     probability: float = 1.0
-    """Of its dataset: an epoch visits everything, the more probable sooner, and a run may end inside an epoch."""
+    """Sampling probability of the dataset. An epoch visits every sample, but more probable datasets are visited
+    earlier, and a run may end within an epoch."""
 
     def __add__(self, other: Visits) -> Visits:
         return Visits(self.per_epoch + other.per_epoch, max(self.probability, other.probability))
@@ -32,21 +35,21 @@ class Visits:
 
 @dataclass(frozen=True)
 class Where:
-    """What the machine offers a cache."""
+    """The memory that a machine and a process offer to a cache."""
 
     machine: Machine
     device: int | None = None
-    """The CUDA device that reads it; None without one."""
+    """Index of the CUDA device that reads the cache; None without one."""
     heap: ManagedHeap | None = None
-    """Managed memory; None where there is none."""
+    """Managed memory; None if it is not available."""
     no_heap: str = "this process has no unified-memory layer open"
     """Why `heap` is None."""
     ranks: LocalRanks | None = None
-    """The processes of this machine that share one copy; None for one process."""
+    """The processes of this machine that share one copy; None for a single process."""
     hints: Hints = FOLLOW_CACHES
-    """Whether caches may be managed memory at all."""
+    """Whether caches may use managed memory."""
     transport: TransportChoice | None = None
-    """How batches reach the GPU, by measurement; None where nobody has chosen."""
+    """The measured choice of how batches reach the GPU; None if nothing was measured."""
 
     @property
     def profile(self) -> ProfileName:
@@ -60,7 +63,7 @@ class Where:
 
     @property
     def reads_in_place(self) -> bool:
-        """A GPU without memory of its own: it reads a cache where it lies."""
+        """Whether the GPU has no separate memory, so it reads a cache without a copy."""
         return self.profile == "integrated"
 
     @property
@@ -70,7 +73,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Residence:
-    """Where a cache lives while the run reads it, and why; `notes` say what was asked for and is otherwise."""
+    """The memory that holds a cache during a run, and the reason. `notes` list requests that were not followed."""
 
     place: Place | Literal["disk"]
     reason: str
@@ -81,6 +84,7 @@ class Residence:
         return self.place in ("managed_host", "managed_device")
 
     def instead(self, place: Place, reason: str, note: str) -> Residence:
+        """Another place, with a note on why."""
         return replace(self, place=place, reason=reason, notes=(*self.notes, note))
 
 
@@ -96,19 +100,20 @@ def choose_residence(
     hints: Hints = FOLLOW_CACHES,
     transport: TransportChoice | None = None,
 ) -> Residence:
-    """Pure. `no_managed`: why managed memory cannot be had, None where it can."""
+    """Choose the memory for a cache. Pure. `no_managed` is the reason why managed memory is unavailable, or None."""
     if kind == "disk":
-        return Residence("disk", "as asked: read from disk when its turn comes")
+        return Residence("disk", "as configured: entries are read from disk when they are needed")
     if local_ranks > 1 and profile == "cpu":
         chosen = Residence("shared_host", f"no GPU: one copy in main memory for {local_ranks} ranks")
     else:
-        # Who asks for managed memory by name gets on a discrete GPU what the table says of a superchip.
+        # An explicit request for managed memory on a discrete GPU uses the placement rules of a superchip.
         insists = kind == "unified_memory" and hints.asked and profile == "discrete"
         table: ProfileName = "superchip" if insists else profile
-        told = place(role, table, size=size, device_bytes=device_bytes, local_ranks=local_ranks)
-        chosen = Residence(told.place, told.reason)
+        placement = place(role, table, size=size, device_bytes=device_bytes, local_ranks=local_ranks)
+        chosen = Residence(placement.place, placement.reason)
     if kind == "memory" and chosen.is_managed:
-        return Residence("pinned_host", "as asked: main memory, page-locked; unified_memory would take managed slabs")
+        reason = "as configured: page-locked main memory; cache type unified_memory would use managed memory"
+        return Residence("pinned_host", reason)
     if kind == "unified_memory":
         return _unified(chosen, profile, hints, transport, no_managed)
     return chosen
@@ -117,24 +122,24 @@ def choose_residence(
 def _unified(
     chosen: Residence, profile: ProfileName, hints: Hints, transport: TransportChoice | None, no_managed: str | None
 ) -> Residence:
-    """What becomes of a cache that was asked for in managed memory."""
+    """Keep or replace the choice for a cache of type unified_memory."""
     if not hints.on:
-        note = f"unified_memory was asked for and is not used: {hints.reason}"
+        note = f"cache type unified_memory is not used: {hints.reason}"
         if chosen.is_managed:
             return chosen.instead("pinned_host", "page-locked main memory", note)
         return replace(chosen, notes=(note,))
     if not chosen.is_managed:
-        note = f"unified_memory was asked for and is not used here: {chosen.reason}"
+        note = f"cache type unified_memory is not used on this machine: {chosen.reason}"
         if profile == "discrete" and chosen.place == "pinned_host":
             note += f"; {_INSIST}"
         return replace(chosen, notes=(note,))
     if no_managed is not None:
-        note = f"unified_memory was asked for and cannot be had: {no_managed}"
+        note = f"cache type unified_memory is not available: {no_managed}"
         return chosen.instead("pinned_host", "page-locked main memory", note)
     if hints.asked:
         return replace(chosen, reason=f"{chosen.reason}; {hints.reason}")
     if chosen.place == "managed_host" and transport is not None and transport.prefers_pinned:
-        note = f"unified_memory was asked for and is slower here: {transport.reason}; {_INSIST}"
+        note = f"cache type unified_memory is slower on this machine: {transport.reason}; {_INSIST}"
         return chosen.instead("pinned_host", "page-locked main memory", note)
     return chosen
 
@@ -142,9 +147,10 @@ def _unified(
 def placement_lines(
     config: RunConfig, machine: Machine, *, latent_bytes: int, text_bytes: int, local_ranks: int = 1
 ) -> list[str]:
-    """What residency hints will do on a machine, in words and before anything is loaded; none where nobody asked.
+    """Describe the effect of residency hints on a machine before anything is loaded.
 
-    `latent_bytes` and `text_bytes` are what the caches will take in memory. Speeds are measured when the run starts.
+    Empty if the config does not use them. `latent_bytes` and `text_bytes` are the sizes of the caches in memory. Speeds
+    are measured later, when the run starts.
     """
     hints, cache = hints_of(config), config.cache
     if config.memory.enable_uvm_hints is None and not hints.on:
@@ -152,21 +158,21 @@ def placement_lines(
     profile = machine.profile.value
     device_bytes = machine.gpus[0].memory_total if machine.gpus else None
 
-    def found(role: CacheRole, kind: CacheType, size: int) -> Residence:
+    def residence_of(role: CacheRole, kind: CacheType, size: int) -> Residence:
         return choose_residence(
             kind, role, profile, size=size, device_bytes=device_bytes, local_ranks=local_ranks, hints=hints
         )
 
-    latents = found("latent_cache", cache.vae_cache_type, latent_bytes)
-    texts = found("text_cache", cache.text_cache_type, text_bytes)
+    latents = residence_of("latent_cache", cache.vae_cache_type, latent_bytes)
+    texts = residence_of("text_cache", cache.text_cache_type, text_bytes)
     places = f"latents: {latents.place}; text: {texts.place}"
     if "managed_host" in (latents.place, texts.place):
         places += "; masks, small tensors: GPU"
     notes = dict.fromkeys((*latents.notes, *texts.notes))
     way = choose_transport(profile, None)
-    batches = way.reason if way.transport == "in_place" else "the way is measured when the run starts, then chosen"
+    batches = way.reason if way.transport == "in_place" else "the fastest transport is measured when the run starts"
     state = "on" if latents.is_managed or texts.is_managed else "on, with no managed cache" if hints.on else "off"
     return [f"residency hints {state}: {hints.reason}", places, *notes, f"batches: {batches}"]
 
 
-_INSIST: Final = "memory.enable_uvm_hints: true uses managed memory anyway"
+_INSIST: Final = "set memory.enable_uvm_hints: true to use managed memory anyway"

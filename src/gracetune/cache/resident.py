@@ -1,12 +1,12 @@
-"""The resident store: entries of disk stores in memory, for as long as a run reads them.
+"""The resident store: entries of disk stores, loaded into memory for the duration of a run.
 
     visits = visits_of(wanted_latents(index, encoder_id, places))
     with load_resident([disk], visits, name="latents", role="latent_cache", kind="memory", where=where) as store:
         for line in store.report.lines(): ...
-        entry = store.get(key)              # views of the slab, or read from disk where it stayed there
+        entry = store.look_up(key) or store.read(key)   # views of the slab; from disk if the entry stayed there
 
-The views are for reading: whoever writes into one writes into the cache of every rank. Only `BatchSource` reads them,
-and it copies.
+Treat the views as read-only: all ranks of a machine may share the slab. `BatchSource` is their only reader, and it
+copies.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
 
 MOST_MADE = 1 << 14
-"""About 1 KB each."""
+"""Entries whose views are kept, about 1 KB each."""
 
 
 class ResidentStore:
-    """Made by `load_resident`. Safe for several threads."""
+    """A cache in memory, backed by its disk stores. Created by `load_resident`. Thread-safe."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class ResidentStore:
         offer: Offer | None = None,
         small: tuple[ManagedSlab, SmallTensors] | None = None,
     ) -> None:
-        """`small`: tensors of this cache that are at home on the GPU."""
+        """`small`: the small tensors of this cache that are placed on the GPU."""
         self.report = report
         self._stores, self._slab, self._contents = tuple(stores), slab, contents
         self._small = None if small is None else small[0]
-        apart = None if small is None else (small[0].view, small[1])
-        self._views = Views(slab.view, contents, apart) if slab is not None and contents is not None else None
-        self._made: dict[Key, tuple[Mapping[str, Tensor], int]] = {}
-        """Views and bytes of entries that were asked for: an epoch later they are again."""
+        small_view = None if small is None else (small[0].view, small[1])
+        self._views = Views(slab.view, contents, small_view) if slab is not None and contents is not None else None
+        self._memo: dict[Key, tuple[Mapping[str, Tensor], int]] = {}
+        """Views and size of entries used so far; the next epoch uses them again."""
         self._pin = pin
         self._offer = offer
         self._counter = StoreCounter()
@@ -89,29 +89,29 @@ class ResidentStore:
         return self._counter.snapshot()
 
     def __contains__(self, key: Key) -> bool:
-        """In memory, so that `get` is quick."""
+        """Whether the entry is in memory."""
         return self._contents is not None and self._contents.find(key) is not None
 
     def look_up(self, key: Key) -> Mapping[str, Tensor] | None:
-        """Views of an entry that is in memory; None for any other."""
-        found = self._made.get(key)
+        """Views of an entry, or None if it is not in memory."""
+        found = self._memo.get(key)
         if found is None:
             found = None if self._views is None else self._views.find(key)
             if found is None:
                 return None
-            if len(self._made) >= MOST_MADE:
-                self._made.clear()
-            self._made[key] = found
+            if len(self._memo) >= MOST_MADE:
+                self._memo.clear()
+            self._memo[key] = found
         self._counter.hit(found[1])
         return found[0]
 
     @property
     def managed(self) -> ManagedSlab | None:
-        """The slab, where it is managed memory and can change its home."""
+        """The slab if it is managed memory, which can move between host and GPU; else None."""
         return self._slab if isinstance(self._slab, ManagedSlab) else None
 
     def read(self, key: Key) -> Entry:
-        """From disk, whether it is in memory or not; page-locked where a GPU will copy it."""
+        """Read an entry from disk, even if it is in memory. The result is page-locked if a GPU will copy it."""
         began = time.perf_counter()
         entry = self._from_disk(key)
         if self._pin:
@@ -126,12 +126,12 @@ class ResidentStore:
         return self._stores[-1].read(key)
 
     def close(self) -> None:
-        """Gives the memory back when the last view is gone. The disk stores stay open: they are the caller's."""
+        """Release the slab; its memory is freed with the last view. The disk stores belong to the caller."""
         if self._offer is not None:
             self._offer.close()
             self._offer = None
         self._contents = self._views = None
-        self._made.clear()
+        self._memo.clear()
         for slab in (self._slab, self._small):
             if slab is not None:
                 slab.close()
@@ -158,11 +158,11 @@ def load_resident(
     threads: int | None = None,
     residence: Residence | None = None,
 ) -> ResidentStore:
-    """Bring what is read most into memory, as much as the budget (bytes) and the machine allow.
+    """Load the most frequently read entries into memory, as many as `budget` (bytes) and the machine allow.
 
-    With several local ranks rank 0 loads and the others map its pages; all of them call this with the same `name`, and
-    with another one for every load of a run.
-    `residence` overrules the choice by role and machine, to measure one against the other.
+    With several local ranks, rank 0 loads and the others map its pages. All ranks must call this function with the same
+    `name`, and `name` must be unique among the loads of a run.
+    `residence` overrides the choice by role and machine; benchmarks use it.
     """
     if not stores:
         raise ValueError("a resident store without a disk store")
@@ -172,7 +172,7 @@ def load_resident(
         return job.load()
     if ranks.rank > 0:
         return _join(job, ranks)
-    offer = Offer(ranks, _offered(name))  # before anything that can fail: the others wait for an answer
+    offer = Offer(ranks, _offer_name(name))  # first, because the other ranks wait for an answer even if loading fails
     with offer.refusing():
         store = job.load()
     _publish(store, offer)
@@ -181,7 +181,7 @@ def load_resident(
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """Everything that was asked for."""
+    """The arguments of one `load_resident` call."""
 
     stores: tuple[DiskStore, ...]
     visits: Mapping[Key, Visits]
@@ -196,7 +196,7 @@ class _Job:
     def load(self) -> ResidentStore:
         began = time.perf_counter()
         pin = self.where.device is not None
-        limit, why = (0, "as asked") if self.kind == "disk" else _limit(self.where, self.budget)
+        limit, why = (0, "as configured") if self.kind == "disk" else _limit(self.where, self.budget)
         selection = select(self.stores, self.visits, limit)
         residence = self.residence or self._choose(selection.size)
         if residence.place == "disk":
@@ -252,12 +252,12 @@ def _report(name: str, residence: Residence, selection: Selection, why: str) -> 
 
 
 def _limit(where: Where, budget: int | None) -> tuple[int | None, str]:
-    """Bytes that may be taken, and what limits them. Unknown headroom is no limit: the plan has one."""
+    """The number of bytes the cache may use, and what limits it. If the headroom is unknown, the budget decides."""
     headroom = HostSensor(nodes=where.machine.host.numa_nodes).read().headroom
     free = None if headroom is None else max(0, headroom - host_reserve(where.machine))
     if free is not None and (budget is None or free < budget):
-        return free, f"main memory has {format_bytes(free)} to spare"
-    return budget, "" if budget is None else f"the plan gives this cache {format_bytes(budget)}"
+        return free, f"{format_bytes(free)} of main memory are available"
+    return budget, "" if budget is None else f"the plan allows {format_bytes(budget)} for this cache"
 
 
 def _slab(residence: Residence, size: int, where: Where) -> tuple[Slab, Residence]:
@@ -265,7 +265,7 @@ def _slab(residence: Residence, size: int, where: Where) -> tuple[Slab, Residenc
         try:
             return ManagedSlab(where.heap, size, "host" if residence.place == "managed_host" else "device"), residence
         except UnifiedMemoryError as error:
-            note = f"unified_memory was asked for and refused: {str(error).splitlines()[0]}"
+            note = f"cache type unified_memory is not available: {str(error).splitlines()[0]}"
             residence = residence.instead("pinned_host", "page-locked main memory", note)
     nodes = choose_nodes(where.machine)
     try:
@@ -278,7 +278,10 @@ def _slab(residence: Residence, size: int, where: Where) -> tuple[Slab, Residenc
 
 
 def _small_on_gpu(slab: Slab, contents: Contents, where: Where) -> tuple[ManagedSlab, SmallTensors] | str | None:
-    """Small tensors of a cache whose home is the host, at home on the GPU; a note where that is refused."""
+    """Place the small tensors of a host cache on the GPU.
+
+    Returns None if there are none, or a note if their memory cannot be allocated.
+    """
     device_bytes = where.device_bytes
     if where.heap is None or device_bytes is None:
         return None
@@ -286,24 +289,25 @@ def _small_on_gpu(slab: Slab, contents: Contents, where: Where) -> tuple[Managed
     if chosen is None:
         return None
     try:
-        own = ManagedSlab(where.heap, chosen.size, "device")
+        target = ManagedSlab(where.heap, chosen.size, "device")
     except UnifiedMemoryError as error:
         return f"{', '.join(chosen.names)} stay in host memory: {str(error).splitlines()[0]}"
-    chosen.fill(own.host, slab.host, contents)
-    own.settle()
-    return own, chosen
+    chosen.fill(target.host, slab.host, contents)
+    target.settle()
+    return target, chosen
 
 
 # -- one copy for all local ranks -------------------------------------------------------------------------------------
 
 
-def _offered(name: str) -> str:
-    return f"cache: {name}"  # no dataset is called so
+def _offer_name(name: str) -> str:
+    return f"cache: {name}"  # staged datasets use the same namespace, and no dataset id has this form
 
 
 def _publish(store: ResidentStore, offer: Offer) -> None:
+    """Rank 0 passes two memory files to the other ranks: the slab, and an index of its entries."""
     slab, contents = store._slab, store._contents
-    assert isinstance(slab, MemorySlab), "shared caches lie in memory files"
+    assert isinstance(slab, MemorySlab), "shared caches are memory files"
     assert slab.file is not None
     assert contents is not None
     store._offer = offer
@@ -319,15 +323,15 @@ def _publish(store: ResidentStore, offer: Offer) -> None:
 
 def _write(file: io.FileIO, raw: bytes) -> None:
     view = memoryview(raw)
-    while view:
+    while view:  # write() may write a part only
         view = view[file.write(view) or 0 :]
 
 
 def _join(job: _Job, ranks: LocalRanks) -> ResidentStore:
     try:
-        _, files = fetch(ranks, _offered(job.name))
+        _, files = fetch(ranks, _offer_name(job.name))
     except StagingError as error:
-        hint = "look at the messages of local rank 0"
+        hint = "see the messages of local rank 0"
         raise CacheError(Problem(f"{job.name} of rank 0", str(error), "its cache in memory", hint)) from error
     data, index = files
     with index:

@@ -1,12 +1,12 @@
-"""The caches of a run, opened and filled: text encoder first, gone again, then the latent encoder.
+"""Open and fill the caches of a run. The text encoder is loaded and freed first, then the latent encoder.
 
     with Caches(places_of(config), writable=True) as caches:
         built = build(config, index, encoders, caches)
-        built.latents.encoder, built.texts.encoder      # the ids the entries are found by
+        built.latents.encoder, built.texts.encoder      # the encoder ids to look entries up with
 
-`cache_type: memory` and `unified_memory` go through the same stores on disk: they say from where a run reads, not
-whether it may encode everything again after a crash. With `persistent_cache: false` the run calls `remove_entries`
-at its clean end, and what it added is gone.
+`cache_type: memory` and `unified_memory` use the same stores on disk. These types determine the memory that a run reads
+from; the disk stores make sure that nothing is encoded again after a crash. With `persistent_cache: false` the run
+removes the entries it added at its clean end, with `remove_entries`.
 """
 
 from __future__ import annotations
@@ -57,24 +57,27 @@ from gracetune.storage.atomic import is_temporary
 from gracetune.storage.locks import is_at
 
 _OPENINGS = 8
+"""Attempts to open a store that another process keeps removing."""
 MANY_SHARDS = 64
-"""So many files are merged after a pass; each start reads all of their headers where the index is lost."""
+"""A store with more shards is compacted after a pass. Without an index, each start reads all shard headers."""
 
 
 class Encoders(Protocol):
-    """The two encoders of a model; `models.encoders` has them for every family."""
+    """The two encoders of a model. `models.encoders` implements them for every family."""
 
     def text_id(self) -> EncoderId:
-        """Without loading any weight, as the three that follow."""
+        """The id of the text encoder. No weights are loaded by this method and the three that follow."""
 
-    def reads_pictures(self) -> bool: ...
+    def reads_pictures(self) -> bool:
+        """Whether text embeddings also depend on the sample's reference images."""
 
-    def latent_id(self) -> EncoderId: ...
+    def latent_id(self) -> EncoderId:
+        """The id of the latent encoder, with tiling if that was switched on."""
 
     def prompts(self, validation: Validation) -> list[str]:
-        """The texts samples are drawn with, worded as this model wants them (`wanted.validation_texts`).
+        """The texts of validation samples, in the form that this model expects (`wanted.validation_texts`).
 
-        None where it draws its samples from texts: nobody would read their embeddings.
+        Empty if the model generates samples from the texts themselves, because then nothing reads their embeddings.
         """
 
     def load_text(self) -> TextEncoder: ...
@@ -82,22 +85,22 @@ class Encoders(Protocol):
     def load_latents(self) -> LatentEncoder: ...
 
     def tile(self, why: str) -> None:
-        """Latents are made in tiles from here on, also after the next start; `latent_id` says so."""
+        """Use tiling from now on, also in later starts. Changes `latent_id`."""
 
     def tiling_note(self) -> str | None:
-        """In words, where tiles were asked for by an earlier start."""
+        """A note if an earlier start switched tiling on."""
 
     def forget_tiling(self) -> None:
-        """The next start tries without again, unless its config asks for tiles."""
+        """Let the next start try without tiling again, unless the config requires it."""
 
 
 class Caches:
-    """Stores, each opened when it is first asked for."""
+    """The stores of a run, each opened at its first use."""
 
     def __init__(
         self, places: Places, *, writable: bool, before_writing: Callable[[Path, Collection[Key]], None] | None = None
     ) -> None:
-        """`before_writing`: see `DiskStore`."""
+        """`before_writing`: see `DiskStore.before_writing`."""
         self.places = places
         self._before_writing = before_writing
         self._writable = writable
@@ -112,11 +115,11 @@ class Caches:
 
     @property
     def stores(self) -> tuple[DiskStore, ...]:
-        """Those that are open."""
+        """The open stores."""
         return tuple(self._open.values())
 
     def stores_of(self, items: Sequence[LatentItem] | Sequence[TextItem]) -> tuple[DiskStore, ...]:
-        """What a resident store of these items is loaded from."""
+        """The stores that contain these items, opened if necessary."""
         return tuple(self.store(folder) for folder in {item.folder: None for item in items})
 
     def close_one(self, folder: Path) -> None:
@@ -126,7 +129,7 @@ class Caches:
 
     @property
     def created(self) -> dict[Path, frozenset[Key]]:
-        """What was added through these stores."""
+        """Keys added through these stores, by folder."""
         return {store.folder: store.created for store in self.stores if store.created}
 
     def close(self) -> None:
@@ -143,10 +146,10 @@ class Caches:
 
 
 def open_store(folder: Path) -> DiskStore:
-    """For writing; anew where another process took the empty store of a past epoch away at this very moment.
+    """Open a store for writing. Tries again if another process removes the store of a past epoch at the same time.
 
-    A store is taken away whole, by renaming its folder, while its lock is held: so what was opened is either at its
-    place, or has to be opened again.
+    A store is removed by renaming its folder while its lock is held. If the lock file that was opened is no longer at
+    its path, the store was removed and is opened again.
     """
     for _ in range(_OPENINGS):
         try:
@@ -166,7 +169,7 @@ def open_store(folder: Path) -> DiskStore:
 
 
 def remove_entries(created: Mapping[Path, Collection[Key]]) -> Removal:
-    """From stores that nobody has open any more. CacheBusyError."""
+    """Remove entries. Raises CacheBusyError if a store is still open."""
     removals = []
     for folder, keys in created.items():
         with open_store(folder) as store:
@@ -176,14 +179,14 @@ def remove_entries(created: Mapping[Path, Collection[Key]]) -> Removal:
 
 @dataclass(frozen=True)
 class Needs:
-    """All entries a run wants, and under which ids."""
+    """All entries that a run needs, and the ids of the encoders that make them."""
 
     text_encoder: EncoderId
     latent_encoder: EncoderId
     texts: list[TextItem]
     latents: list[LatentItem]
     index: DataIndex
-    """Whose samples they are of."""
+    """The index that they were computed from."""
 
     @property
     def all(self) -> list[LatentItem | TextItem]:
@@ -192,18 +195,21 @@ class Needs:
 
 @dataclass(frozen=True)
 class Built:
+    """The result of `build`."""
+
     texts: Outcome
     latents: Outcome
     index: DataIndex
-    """Without the files that turned out to be damaged."""
+    """The index without files that turned out to be damaged."""
     wanted: Needs
-    """As the entries are now: of `index`, and of the ids the encoders ended with."""
+    """The entries that now exist: for `index`, and for the final ids of the encoders."""
     given: DataIndex
-    """What the pass began with."""
+    """The index that `build` was called with."""
     plain_notes: tuple[str, ...]
+    """All notes except those on truncated texts."""
     imported_texts: ImportReport | None = None
     imported_latents: ImportReport | None = None
-    """What was taken over from ai-toolkit, where that was asked for and something was missing."""
+    """Imports from ai-toolkit, if requested and if entries were missing."""
 
     @property
     def encoded(self) -> int:
@@ -211,22 +217,22 @@ class Built:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Of this process."""
+        """The notes of this process."""
         return self.notes_of([self.texts.cut])
 
     def notes_of(self, cut: Iterable[Mapping[str, Sequence[str]]]) -> tuple[str, ...]:
-        """`cut`: the `texts.cut` of every process that took part."""
-        long: dict[str, set[str]] = {}
+        """The notes of several processes. `cut`: the `texts.cut` of each."""
+        by_limit: dict[str, set[str]] = {}
         for one in cut:
             for limit, texts in one.items():
-                long.setdefault(limit, set()).update(texts)
-        return (*about_cut_texts(long, self.given), *self.plain_notes)
+                by_limit.setdefault(limit, set()).update(texts)
+        return (*about_cut_texts(by_limit, self.given), *self.plain_notes)
 
 
 def needs(
     config: RunConfig, index: DataIndex, encoders: Encoders, places: Places, *, epoch: int = 0, part: Part = "all"
 ) -> Needs:
-    """Nothing is loaded."""
+    """Compute the entries of a run. Loads no weights."""
     text, latent = encoders.text_id(), encoders.latent_id()
     return Needs(
         text,
@@ -257,22 +263,24 @@ def build(
     on_checked: OnChecked = lambda done, total: None,
     on_missing: Callable[[Sequence[LatentItem] | Sequence[TextItem]], None] = lambda items: None,
 ) -> Built:
-    """Encode whatever is missing. An encoder nothing is missing of is not loaded; each is gone when its pass ends.
+    """Encode all missing entries. An encoder is loaded only if some of its entries are missing, and freed after use.
 
-    `wanted` is what `needs` says of the same, where that is known: for a large dataset it takes seconds.
-    `check` reads every entry that is there; damaged ones are made again. Loading them into memory checks them too.
-    `take_over` looks for caches of ai-toolkit beside the data before anything is encoded (see takeover.py).
-    `on_missing` gets what is missing of either kind, all or nothing of it, before anything is encoded.
-    The batch sizes and callbacks of `how` are replaced by the config's and by those given here.
+    `wanted`: the result of `needs` for the same arguments, if the caller has it. Computing it takes seconds for a large
+    dataset.
+    `check`: read all existing entries and encode damaged ones again. Loading into memory verifies entries too, so a run
+    that does so needs no `check`.
+    `take_over`: first import caches that ai-toolkit left beside the data (see takeover.py).
+    `on_missing`: called twice before anything is encoded, with all missing texts and with all missing latents.
+    The batch sizes of the config and the callbacks given here replace those of `how`.
     """
     how, given = how or How(), index
 
-    def anew(index: DataIndex) -> Needs:
+    def needs_of(index: DataIndex) -> Needs:
         return needs(config, index, encoders, caches.places, epoch=epoch, part=part)
 
-    wanted = wanted or anew(index)
+    wanted = wanted or needs_of(index)
     damaged = forget_damaged(caches.store, wanted.all, on_checked) if check else 0
-    spoken = pictured = None
+    imported_texts = imported_latents = None
     missing_texts = missing_among(caches, wanted.texts)
     on_missing(missing_texts)
     missing_latents = missing_among(caches, wanted.latents)
@@ -282,18 +290,18 @@ def build(
         text_how = replace(how, batch_size=config.cache.text_encoder_batch_size, on_progress=on_text)
         with _loaded(encoders.load_text) as encoder:
             if take_over:
-                spoken = take_texts(encoder, index, config.model, missing_texts, caches.store)
+                imported_texts = take_texts(encoder, index, config.model, missing_texts, caches.store)
             texts = encode_texts(encoder, wanted.texts, index, caches.store, how=text_how)
     index = texts.index
-    if index is not wanted.index:
-        wanted = anew(index)
+    if index is not wanted.index:  # damaged files were excluded
+        wanted = needs_of(index)
         missing_latents = missing_among(caches, wanted.latents)
     latents = nothing_to_do(wanted.latent_encoder, len(wanted.latents), index)
     if missing_latents and texts.complete:
         latent_how = replace(how, batch_size=config.cache.vae_batch_size, on_progress=on_latents)
         with _loaded(encoders.load_latents) as vae:
             if take_over:
-                pictured = take_latents(vae, index, config.model, missing_latents, caches.store)
+                imported_latents = take_latents(vae, index, config.model, missing_latents, caches.store)
             latents = encode_latents(
                 vae, wanted.latents, index, caches.store,
                 lambda index, id_: wanted_latents(index, id_, caches.places, epoch=epoch, part=part), how=latent_how,
@@ -301,34 +309,39 @@ def build(
     if latents.tiled_because:
         encoders.tile(latents.tiled_because)
     if latents.index is not wanted.index or latents.encoder != wanted.latent_encoder:
-        wanted = anew(latents.index)
+        wanted = needs_of(latents.index)
     if how.share.rank == 0:
-        _tidy(caches)
+        _compact_stores(caches)
     latents = with_notes(latents, [] if part == "epoch" else left_out(latents.index))
-    said = None if latents.tiled_because else encoders.tiling_note()
-    notes = [*([said] if said else []), *texts.notes, *latents.notes]
+    tiling_note = None if latents.tiled_because else encoders.tiling_note()
+    notes = [*([tiling_note] if tiling_note else []), *texts.notes, *latents.notes]
     if damaged:
-        again = "1 damaged entry" if damaged == 1 else f"{damaged} damaged entries"
-        notes.append(f"{again} made again; look at the disk (`dmesg`, `smartctl -a`)")
-    return Built(texts, latents, latents.index, wanted, given, tuple(dict.fromkeys(notes)), spoken, pictured)
+        entries = "1 damaged entry was" if damaged == 1 else f"{damaged} damaged entries were"
+        notes.append(f"{entries} encoded again; check the disk (`dmesg`, `smartctl -a`)")
+    unique_notes = tuple(dict.fromkeys(notes))
+    return Built(texts, latents, latents.index, wanted, given, unique_notes, imported_texts, imported_latents)
 
 
 def current_epoch(config: RunConfig, index: DataIndex, encoders: Encoders, places: Places) -> int:
-    """The epoch whose entries are to be there when nobody trains: the first that is complete, else the first begun."""
-    begun = sorted({epoch for epoch, _ in places.epochs()}) if is_refreshed(index) else []
+    """The epoch that commands should build while no run is training.
+
+    That is the first complete epoch, else the first one with any entries, else 0.
+    """
+    started = sorted({epoch for epoch, _ in places.epochs()}) if is_refreshed(index) else []
     with Caches(places, writable=False) as caches:
-        for epoch in begun:
+        for epoch in started:
             items = needs(config, index, encoders, places, epoch=epoch, part="epoch").all
-            there = all(is_cache(folder) for folder in by_folder(items))
-            if there and not missing_among(caches, items):
+            have_stores = all(is_cache(folder) for folder in by_folder(items))
+            if have_stores and not missing_among(caches, items):
                 return epoch
-    return begun[0] if begun else 0
+    return started[0] if started else 0
 
 
 def without_unreadable(index: DataIndex, missing: Sequence[LatentItem]) -> DataIndex:
-    """Without those of the missing samples that no pass could encode, because their files are damaged.
+    """Exclude missing samples whose files are damaged, because no pass can encode them.
 
-    Only where so few of a dataset are missing that this can be the reason: each of them is decoded.
+    Finding out requires decoding. It is done only for datasets with so few missing samples that a pass would accept
+    all of them as damaged.
     """
     excluded = Exclusions(index)
     suspects: dict[str, dict[str, LatentItem]] = {}
@@ -347,7 +360,7 @@ def without_unreadable(index: DataIndex, missing: Sequence[LatentItem]) -> DataI
 
 
 def missing_among(caches: Caches, items: Sequence[CacheItem]) -> list[CacheItem]:
-    """A folder that is no cache yet has none of its items."""
+    """The items that are not in the caches. If a folder is not a cache yet, all of its items are missing."""
     found: list[CacheItem] = []
     for folder, some in by_folder(items).items():
         keys = {*caches.store(folder).find([item.key for item in some]).missing} if is_cache(folder) else None
@@ -356,7 +369,7 @@ def missing_among(caches: Caches, items: Sequence[CacheItem]) -> list[CacheItem]
 
 
 def is_cache(folder: Path) -> bool:
-    """Whether there is anything to open. A folder of somebody else's is an error then; one being made is none yet."""
+    """Whether the folder contains anything but temporary files. Opening it then works or reports a foreign folder."""
     try:
         return any(not is_temporary(path.name) for path in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -365,7 +378,7 @@ def is_cache(folder: Path) -> bool:
         raise unreadable(error, folder) from error
 
 
-def _tidy(caches: Caches) -> None:
+def _compact_stores(caches: Caches) -> None:
     for store in caches.stores:
         if store.created and len(store.catalogue.sizes) > MANY_SHARDS:
             compact(store)

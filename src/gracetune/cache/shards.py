@@ -1,19 +1,19 @@
-"""One shard: an immutable safetensors file of whole entries, which describes itself.
+"""The shard format: an immutable, self-describing safetensors file of complete entries.
 
-The data: entry after entry, each beginning at a multiple of 64 bytes of the file. An entry's tensors are called
-`<key>/<name>` and lie side by side, those of wide elements first, so that each is aligned; `<key>/.padding` fills up
-to the next 64 bytes. The header's `__metadata__`:
+The data section holds one entry after the other. Each entry starts at a multiple of 64 bytes of the file. The tensors
+of an entry are called `<key>/<name>` and are contiguous, in descending order of element size, so each one is aligned.
+`<key>/.padding` fills the entry up to the next multiple of 64 bytes. The `__metadata__` of the header:
 
-    checksum   xxh3-128 of the header (its length included), with zeros in place of this checksum
+    checksum   xxh3-128 of the header (including its length), computed with zeros in place of this checksum
     format     "gracetune-cache-shard 1"
     layouts    JSON: every distinct layout, as a list of [name, dtype, shape, offset in the entry, size]
     parts      JSON: every distinct part of an origin, as [name, value]
     entries    JSON: [key, offset in the data, layout number, xxh3-64 of the entry's bytes, kind, source, part numbers,
-               note]; the note is for people and empty for what we encoded ourselves
-    runs       JSON: [entries, xxh3-64 of their bytes] for each run of entries, one after the other, of about 1 MiB:
-               what reads all of a run checks it at once
+               note]; the note is a text for users, empty for entries that gracetune encoded
+    runs       JSON: [number of entries, xxh3-64 of their bytes] for consecutive runs of about 1 MiB; a reader of a
+               complete run verifies one checksum instead of one per entry
 
-What the checksums do not confirm is not used: a wrong byte anywhere makes an error, never a wrong tensor.
+A reader uses only data whose checksum matches: a wrong byte anywhere causes an error, never a wrong tensor.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 RUN = 1 * MIB
-"""Worth a call; and its checksum is taken while it is still in the processor's cache."""
+"""Bytes. Large enough for an efficient system call, small enough to be hashed while it is in the CPU's cache."""
 SHARD_FORMAT = "gracetune-cache-shard 1"
 _PADDING = ".padding"
+# `__metadata__` and its checksum are the first keys, so the checksum has a fixed place.
 _BEFORE = b'{"__metadata__":'
 _START = _BEFORE + b'{"checksum":"'
 _BLANK = "0" * 32
@@ -54,34 +55,34 @@ _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 
 class DamagedFileError(Exception):
-    """Not a file as we wrote it, and why. Stays inside the store, which leaves such a file out and lists it."""
+    """A file whose content is not what was written. Internal: the store skips such a file and lists it as damaged."""
 
 
 class OtherFormatError(DamagedFileError):
-    """Whole, and not of the format this release reads: never to be removed."""
+    """An intact file in a format that this release does not read. It must not be removed."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     name: str
     dtype: str
-    """As safetensors spells it: "BF16"."""
+    """In the spelling of safetensors: "BF16"."""
     shape: tuple[int, ...]
     offset: int
-    """From the entry's first byte; a multiple of the element's size."""
+    """Bytes from the start of the entry; a multiple of the element size."""
     size: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What lies where inside an entry. Entries of one bucket usually share one layout."""
+    """The tensors of an entry and their offsets. Entries of one bucket usually share one layout."""
 
     tensors: tuple[TensorSpec, ...]
     size: int
-    """Of the whole entry, padding included: a multiple of 64."""
+    """Bytes of the whole entry, including padding; a multiple of 64."""
 
     def views(self, raw: Tensor) -> Entry:
-        """The entry's tensors, as views of its `size` bytes (uint8; on any device, aligned to 64 bytes)."""
+        """The tensors of an entry as views of `raw`: its `size` bytes, uint8, on any device, aligned to 64 bytes."""
         from gracetune.storage.safetensors_files import TORCH_DTYPES
 
         return {
@@ -92,7 +93,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Packed:
-    """An entry as the bytes that are stored."""
+    """An entry, serialized."""
 
     key: Key
     origin: Origin
@@ -104,19 +105,21 @@ class Packed:
 
 @dataclass(frozen=True)
 class StoredEntry:
+    """One entry of a shard, as its header describes it."""
+
     key: Key
     origin: Origin
     layout: Layout
     start: int
-    """From the beginning of the file."""
+    """Bytes from the start of the file."""
     checksum: int
     note: str = ""
-    """Where an entry came from that we did not encode ourselves."""
+    """The source of an imported entry; empty for entries that gracetune encoded."""
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The header of a shard, read and checked. Origins are made only when they are asked for: a million take long."""
+    """A verified shard header. `entries` creates the origins lazily, because a million of them take long."""
 
     name: str
     size: int
@@ -124,19 +127,19 @@ class Shard:
     layouts: tuple[Layout, ...]
     parts: tuple[tuple[str, str], ...]
     rows: Sequence[Sequence[Any]]
-    """As in the header's `entries`."""
+    """The header's `entries`."""
     runs: Sequence[tuple[int, str]]
-    """As in the header."""
+    """The header's `runs`."""
 
     @property
     def keys(self) -> list[Key]:
         return [row[0] for row in self.rows]
 
     def entries(self) -> Iterator[StoredEntry]:
-        for key, offset, layout, summary, kind, source, numbers, note in self.rows:
+        for key, offset, layout, digest, kind, source, numbers, note in self.rows:
             origin = Origin(kind, source, tuple([self.parts[number] for number in numbers]))
-            start, found = self.data_start + offset, int(summary, 16)
-            yield StoredEntry(key, origin, self.layouts[layout], start, found, note)
+            start = self.data_start + offset
+            yield StoredEntry(key, origin, self.layouts[layout], start, int(digest, 16), note)
 
 
 def is_shard(name: str) -> bool:
@@ -144,16 +147,16 @@ def is_shard(name: str) -> bool:
 
 
 def pack(key: Key, origin: Origin, entry: Entry, note: str = "") -> Packed:
-    """`key` is the origin's. Copies the tensors: the caller may reuse them at once."""
+    """Serialize an entry. `key` must be `origin.key`. The tensors are copied, so the caller may reuse them."""
     import torch
 
     if not entry:
         raise ValueError("an entry without tensors")
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in entry.items()}
-    layout = _layout(plain)
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in entry.items()}
+    layout = _layout(on_cpu)
     raw = np.zeros(layout.size, np.uint8)
     for one in layout.tensors:
-        raw[one.offset : one.offset + one.size] = plain[one.name].reshape(-1).view(torch.uint8).numpy()
+        raw[one.offset : one.offset + one.size] = on_cpu[one.name].reshape(-1).view(torch.uint8).numpy()
     return Packed(key, origin, layout, raw, checksum(raw.data), note)
 
 
@@ -168,7 +171,7 @@ def _layout(entry: Mapping[str, Tensor]) -> Layout:
     end = 0
     for name, tensor in sorted(entry.items(), key=lambda item: (-item[1].element_size(), item[0])):
         if name == _PADDING or tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"a cache cannot hold a tensor called {name!r} of {tensor.dtype}")
+            raise ValueError(f"a cache cannot store a tensor called {name!r} of {tensor.dtype}")
         size = tensor.numel() * tensor.element_size()
         specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), end, size))
         end += size
@@ -179,7 +182,7 @@ def _layout(entry: Mapping[str, Tensor]) -> Layout:
 
 
 def write_shard(folder: Path, entries: Sequence[Packed]) -> Shard:
-    """A new file of those entries, on disk when this returns. OSError leaves nothing behind."""
+    """Write a new shard. It is durable when this function returns. An OSError leaves no file behind."""
     name = f"{secrets.token_hex(16)}.safetensors"
     layouts: dict[Layout, int] = {}
     parts: dict[tuple[str, str], int] = {}
@@ -228,7 +231,7 @@ def layout_from_json(value: Sequence[Any]) -> Layout:
 
 
 def _describe(entry: Packed, start: int, tensors: dict[str, Any]) -> None:
-    """The entry's lines in the header, in the order of the data."""
+    """Add the header items of one entry, in the order of the data."""
     end = start
     for one in entry.layout.tensors:
         begin, end = start + one.offset, start + one.offset + one.size
@@ -239,12 +242,12 @@ def _describe(entry: Packed, start: int, tensors: dict[str, Any]) -> None:
 
 
 def pack_header(metadata: Mapping[str, str], tensors: Mapping[str, Any]) -> tuple[bytes, int]:
-    """A safetensors header that vouches for itself, and where the data begins: at a multiple of 64."""
+    """A safetensors header with a checksum of itself, and the offset of the data, which is a multiple of 64."""
     raw = safetensors_headers.pack_header(
         tensors, {"checksum": _BLANK, **metadata}, alignment=ALIGNMENT, ascii_only=True
     )
-    place = 8 + len(_START)
-    return raw[:place] + xxhash.xxh3_128_hexdigest(raw).encode() + raw[place + 32 :], len(raw)
+    at = 8 + len(_START)  # the header begins with its length in eight bytes
+    return raw[:at] + xxhash.xxh3_128_hexdigest(raw).encode() + raw[at + 32 :], len(raw)
 
 
 def _json(value: Any) -> str:
@@ -255,7 +258,7 @@ def _json(value: Any) -> str:
 
 
 def read_shard(path: Path) -> Shard:
-    """The header alone. DamagedFileError where the file is not as it was written; OSError where it cannot be read."""
+    """Read and verify the header. DamagedFileError: header or length is wrong. OSError: the file is unreadable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
@@ -269,25 +272,25 @@ def read_shard(path: Path) -> Shard:
     rows, runs = json.loads(metadata["entries"]), json.loads(metadata["runs"])
     expected = data_start + max((row[1] + layouts[row[2]].size for row in rows), default=0)
     if size != expected:
-        raise DamagedFileError(f"{size:,} bytes long instead of {expected:,}")
+        raise DamagedFileError(f"its size is {size:,} bytes instead of {expected:,}")
     return Shard(path.name, size, data_start, layouts, parts, rows, runs)
 
 
 def read_header(descriptor: int) -> tuple[dict[str, str], int]:
-    """The metadata of a header made by `pack_header`, checked, and where the data begins."""
+    """The verified metadata of a header made by `pack_header`, and the offset of the data."""
     first = bytearray(8)
     got = read_fully(descriptor, memoryview(first), 0)
     length = int.from_bytes(first, "little")
     if got < 8 or not len(_START) + 32 <= length <= MAX_HEADER:
-        raise DamagedFileError("it does not begin with the length of a header")
+        raise DamagedFileError("it does not start with a plausible header length")
     text = bytearray(min(length, os.fstat(descriptor).st_size))
     if read_fully(descriptor, memoryview(text), 8) < length:
         raise DamagedFileError("it ends inside its header")
-    place = slice(len(_START), len(_START) + 32)
-    found = bytes(text[place])
-    text[place] = _BLANK.encode()
+    checksum_at = slice(len(_START), len(_START) + 32)
+    found = bytes(text[checksum_at])
+    text[checksum_at] = _BLANK.encode()
     if not text.startswith(_START) or xxhash.xxh3_128_hexdigest(bytes(first) + text).encode() != found:
         raise DamagedFileError("its header does not match its checksum")
-    # The tensors' lines say the same as the metadata, and reading them takes three times as long.
+    # Parse `__metadata__` only. The items of the tensors repeat it, and parsing them takes three times as long.
     metadata, _ = json.JSONDecoder().raw_decode(text.decode(), len(_BEFORE))
     return metadata, 8 + length

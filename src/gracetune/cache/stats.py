@@ -1,4 +1,4 @@
-"""What reading the caches cost, counted as it happens and added to torch's memory statistics as `cache.*`."""
+"""Statistics of cache reads, also added to torch's memory statistics as `cache.*`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ PREFIX = "cache."
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
-    """Of one resident store, since it was opened."""
+    """Statistics of one resident store since it was opened."""
 
     hits: int = 0
-    """Entries that were in memory."""
+    """Reads of entries in memory."""
     hit_bytes: int = 0
     disk_reads: int = 0
-    """Entries that were not."""
+    """Reads of entries on disk."""
     disk_bytes: int = 0
     disk_seconds: float = 0.0
-    """Spent reading them, over all threads."""
+    """Time of the disk reads, summed over all threads."""
 
     @property
     def hit_rate(self) -> float | None:
-        """None before anything was asked for."""
-        asked = self.hits + self.disk_reads
-        return self.hits / asked if asked else None
+        """The fraction of reads served from memory; None before the first read."""
+        reads = self.hits + self.disk_reads
+        return self.hits / reads if reads else None
 
 
 class StoreCounter:
-    """The same, while it changes; several threads may count."""
+    """Thread-safe counters behind `StoreStats`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,22 +62,22 @@ class StoreCounter:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceStats:
-    """Of the source of batches."""
+    """Statistics of a `BatchSource`."""
 
     batches: int = 0
-    """Handed out."""
+    """Batches returned."""
     samples: int = 0
     discarded: int = 0
-    """Batches gathered ahead and not used, because others were asked for."""
+    """Batches prepared ahead but not used, because other ones were requested."""
     live_samples: int = 0
-    """Encoded in the step because their dataset has no latent cache."""
+    """Samples encoded during a step because their dataset has no latent cache."""
     live_seconds: float = 0.0
     wait_ms: float = 0.0
-    """The step waited this long for its data: on the GPU's clock, or on the host's where there is none."""
+    """Time that steps waited for data: measured on the GPU, or on the host without a GPU."""
     step_ms: float = 0.0
-    """And computed for so long between two batches; only known on a GPU."""
+    """Compute time between two batches; measured only on a GPU."""
     host_ms: float = 0.0
-    """What handing out batches and starting the next ones took on the calling thread."""
+    """Time that the calling thread spent in `BatchSource.next`."""
 
 
 def merged(memory: Mapping[str, Any], source: SourceStats, latents: StoreStats, texts: StoreStats) -> dict[str, Any]:

@@ -1,19 +1,20 @@
-"""The disk store: entries by key, in shards that many processes add to at once.
+"""The disk store: entries by key, in shards. Several processes may add to a store at the same time.
 
     with DiskStore.open(folder, writable=True) as store:
         missing = store.find(keys).missing
         with store.writer() as writer:
             for origin, entry in encode(missing):
-                writer.add(origin, entry)            # on disk, whole, at the latest at the writer's next flush
+                writer.add(origin, entry)            # durable after the writer's next flush
         entry = store.read(key)                      # dict of tensors
 
-    plan = store.locate(keys)                        # the resident store: in the order the disk likes
+    plan = store.locate(keys)                        # for bulk loading: entries in the fastest order for the disk
     offsets = numpy.concatenate([[0], numpy.cumsum(plan.sizes)[:-1]])
     store.read_into(plan, slab, offsets)             # slab: a uint8 tensor in main memory
     entry = plan.layouts[i].views(slab[offsets[i] : offsets[i] + plan.sizes[i]])
 
-Every writer makes files of its own, so nobody waits for anybody. One open store serves all threads of a process; a
-process opens a folder once. Files are read with `pread`, not mapped: a file cut off under a map kills the process.
+Each writer creates its own files, so writers never wait for each other. A process opens a folder once and shares the
+store between its threads. Files are read with `pread` and not memory-mapped, because truncating a mapped file kills
+the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -69,21 +70,21 @@ if TYPE_CHECKING:
 __all__ = ["DamagedShard", "DiskStore", "Flush", "Found", "Layout", "Located", "Writer"]
 
 MAX_THREADS = 16
-"""Enough for a fast disk or the memory bus; more would wait for each other in Python."""
+"""Enough to saturate a fast disk or the memory bus. More threads would contend for Python's interpreter lock."""
 _WORTH_INDEXING = 16
-"""Reading this many headers takes about as long as writing the index."""
+"""New shards that justify writing the index: reading this many headers takes about as long."""
 
 
 @dataclass(frozen=True)
 class Found:
     present: tuple[Key, ...]
     missing: tuple[Key, ...]
-    """Both in the order they were asked for."""
+    """Both in the order of the query."""
 
 
 @dataclass(frozen=True)
 class DamagedShard:
-    """A file none of whose entries are used: its header or its length is not as it was written."""
+    """A shard whose header or length is wrong. None of its entries are used."""
 
     name: str
     size: int
@@ -91,18 +92,18 @@ class DamagedShard:
 
 
 class DiskStore:
-    """Open one with `DiskStore.open`."""
+    """One open cache folder. Create it with `DiskStore.open`."""
 
     def __init__(self, folder: Path, catalogue: Catalogue, users: int | None, *, writable: bool) -> None:
         self.folder = folder
         self.writable = writable
         self.catalogue = catalogue
-        """For this package's own modules, under `mutex`."""
+        """For modules of this package only, while they hold `mutex`."""
         self.mutex = threading.RLock()
         self.before_writing: Callable[[Path, Collection[Key]], None] = lambda folder, keys: None
-        """Called by writers with what they are about to add."""
+        """Called by writers with the keys they are about to add."""
         self.users = users
-        """Descriptor of the lock that says the cache is in use; None where the folder cannot be locked."""
+        """Descriptor of the shared lock that marks the cache as in use; None if the folder cannot be locked."""
         self._damaged: dict[str, DamagedShard] = {}
         self._created: set[Key] = set()
         self._suspects: set[str] = set()
@@ -111,16 +112,19 @@ class DiskStore:
 
     @classmethod
     def open(cls, folder: Path, *, writable: bool) -> DiskStore:
-        """Raises ForeignFolderError, ReadOnlyCacheError or CacheError; makes the folder where `writable` and absent."""
+        """Open the store of a folder. With `writable`, a missing folder is created.
+
+        Raises ForeignFolderError, ReadOnlyCacheError or CacheError.
+        """
         folder = folder.absolute()
         if writable:
             prepare(folder)
         require(folder)
         try:
-            users = _in_use(folder, writable=writable)
+            users = _mark_in_use(folder, writable=writable)
         except OSError as error:
             raise unwritable(error, folder, needed=0, free=None) from error
-        store = cls(folder, _indexed(folder), users, writable=writable)
+        store = cls(folder, _read_index(folder), users, writable=writable)
         try:
             store._begin()
         except OSError as error:
@@ -164,13 +168,13 @@ class DiskStore:
 
     @property
     def damaged(self) -> tuple[DamagedShard, ...]:
-        """Files left out when the store was opened or refreshed."""
+        """Shards that were skipped when the store was opened or refreshed."""
         with self.mutex:
             return tuple(self._damaged.values())
 
     @property
     def created(self) -> frozenset[Key]:
-        """What writers of this store have flushed: all that `persistent_cache: false` may remove."""
+        """Keys that writers of this store have flushed. `persistent_cache: false` removes only these."""
         with self.mutex:
             return frozenset(self._created)
 
@@ -181,28 +185,28 @@ class DiskStore:
             return bool(self.catalogue.copies(key))
 
     def keys(self) -> list[Key]:
-        """Every key, sorted."""
+        """All keys, sorted."""
         with self.mutex:
             return self.catalogue.keys()
 
     def find(self, keys: Sequence[Key]) -> Found:
-        """What is there, as far as this process knows; `refresh` learns what others added meanwhile."""
+        """Split `keys` into present and missing ones, as far as this process knows. `refresh` updates its knowledge."""
         with self.mutex:
-            here = self.catalogue.present(keys).tolist()
+            is_present = self.catalogue.present(keys).tolist()
         return Found(
-            tuple(key for key, known in zip(keys, here, strict=True) if known),
-            tuple(key for key, known in zip(keys, here, strict=True) if not known),
+            tuple(key for key, known in zip(keys, is_present, strict=True) if known),
+            tuple(key for key, known in zip(keys, is_present, strict=True) if not known),
         )
 
     def locate(self, keys: Sequence[Key]) -> Located:
-        """Raises MissingEntryError naming all that are not there. A key asked for twice is located once."""
+        """Locations of all keys. Duplicates count once. Raises MissingEntryError with all keys that are missing."""
         plan, missing = self.locate_present(tuple(dict.fromkeys(keys)))
         if missing:
             raise MissingEntryError(missing, self.folder)
         return plan
 
     def locate_present(self, keys: Sequence[Key]) -> tuple[Located, tuple[Key, ...]]:
-        """Where those lie that are there, and the keys of the others; each key is asked for once."""
+        """Locations of the keys that are present, and the missing keys. `keys` must be distinct."""
         with self.mutex:
             table, found = self.catalogue.rows(keys)
             shards, layouts = tuple(self.catalogue.shards), tuple(self.catalogue.layouts)
@@ -211,33 +215,34 @@ class DiskStore:
         return Located.of(table, shards, layouts, runs), missing
 
     def refresh(self) -> int:
-        """Look at the folder again: shards that other processes added or removed. Returns the number of changes."""
-        with self.mutex:  # listing included: a shard written meanwhile would look like one that is gone
-            there = self._listing()
-            gone = [name for name, size in self.catalogue.sizes.items() if there.get(name) != size]
+        """List the folder again to find shards that were added or removed. Returns the number of changes."""
+        # The lock covers the listing too: a shard added after an unlocked listing would look as if it were removed.
+        with self.mutex:
+            sizes = self._list_shards()
+            gone = [name for name, size in self.catalogue.sizes.items() if sizes.get(name) != size]
             self.catalogue.drop_shards(gone)
-            self._damaged = {name: shard for name, shard in self._damaged.items() if there.get(name) == shard.size}
-            new = [name for name in there if name not in self.catalogue.sizes and name not in self._damaged]
+            self._damaged = {name: shard for name, shard in self._damaged.items() if sizes.get(name) == shard.size}
+            new = [name for name in sizes if name not in self.catalogue.sizes and name not in self._damaged]
             for name in new:
-                self._learn(name, there[name])
+                self._add_from_disk(name, sizes[name])
             return len(gone) + len(new)
 
-    def _listing(self) -> dict[str, int]:
-        """The shards that are there, with their sizes."""
-        there = {}
+    def _list_shards(self) -> dict[str, int]:
+        """File names and sizes of all shards."""
+        sizes = {}
         try:
             with os.scandir(self.shards_folder) as entries:
                 for entry in entries:
                     with suppress(FileNotFoundError):  # removed since it was listed
                         if is_shard(entry.name):
-                            there[entry.name] = entry.stat().st_size
-        except FileNotFoundError:  # a cache that was only just made
+                            sizes[entry.name] = entry.stat().st_size
+        except FileNotFoundError:  # another process is creating the cache
             return {}
         except OSError as error:
             raise unreadable(error, self.shards_folder) from error
-        return there
+        return sizes
 
-    def _learn(self, name: str, size: int) -> None:
+    def _add_from_disk(self, name: str, size: int) -> None:
         try:
             shard = read_shard(self.shards_folder / name)
         except FileNotFoundError:
@@ -251,7 +256,7 @@ class DiskStore:
     # -- reading
 
     def read(self, key: Key) -> Entry:
-        """The entry's tensors, in memory of their own, checked. MissingEntryError, CorruptEntryError."""
+        """Read one entry, verified, into newly allocated tensors. Raises MissingEntryError, CorruptEntryError."""
         import torch
 
         raw, layout = self._read_any(key)
@@ -266,26 +271,27 @@ class DiskStore:
         threads: int | None = None,
         keep_page_cache: bool = True,
     ) -> None:
-        """Fill `slab` (uint8, CPU, contiguous): entry `i` of the plan goes to `offsets[i]`, its `sizes[i]` bytes.
+        """Read entry `i` of the plan into the `sizes[i]` bytes of `slab` that start at `offsets[i]`.
 
-        Fastest where entries that follow each other in the plan do so in the slab. Every entry is checked. Those that
-        are damaged raise CorruptEntryError, naming them all, when everything else is in its place. `keep_page_cache`
-        False tells the kernel that each file's pages are not needed again: where CPU and GPU share one memory, they
-        would be memory the GPU does not have.
+        `slab` is a contiguous uint8 tensor on the CPU. Reading is fastest if entries adjacent in the plan are adjacent
+        in the slab. Every entry is verified. After all other entries are in place, CorruptEntryError lists the damaged
+        ones. With `keep_page_cache=False` the kernel drops the pages of each file after its last read. Use that where
+        CPU and GPU share one memory, because the page cache takes memory from the GPU there.
         """
         view = slab.numpy().data
         if slab.ndim != 1 or view.format != "B" or not view.contiguous:
-            raise ValueError(f"a slab is a contiguous row of bytes, not {slab.dtype} of shape {tuple(slab.shape)}")
+            found = f"{slab.dtype} of shape {tuple(slab.shape)}"
+            raise ValueError(f"expected a contiguous one-dimensional uint8 tensor, found {found}")
         if len(offsets) != len(plan) or np.any(offsets < 0) or np.any(offsets + plan.sizes > len(slab)):
-            raise ValueError(f"{len(offsets)} offsets that do not place {len(plan)} entries in {len(slab)} bytes")
+            raise ValueError(f"{len(offsets)} offsets do not place {len(plan)} entries in {len(slab)} bytes")
         reading = Reading(self._files, plan, offsets, view)
         count = min(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))), max(1, len(reading.jobs)))
         pages = None if keep_page_cache else PageCache(self._files, [reading.shard(job) for job in reading.jobs])
-        waiting = stretches(reading.jobs, count)
+        queue = stretches(reading.jobs, count)
 
         def work() -> list[int]:
             failed = []
-            for job in _taken(waiting):
+            for job in _jobs_from(queue):
                 failed += reading.carry_out(job)
                 if pages is not None:
                     pages.read(reading.shard(job))
@@ -295,24 +301,25 @@ class DiskStore:
             failed = work()
         else:
             with ThreadPoolExecutor(count, thread_name_prefix="gracetune-cache") as pool:
-                working = [pool.submit(work) for _ in range(count)]
-            failed = sorted(at for one in working for at in one.result())
+                futures = [pool.submit(work) for _ in range(count)]
+            failed = sorted(at for future in futures for at in future.result())
         bad = [plan.keys[at] for at in failed if not self._second_try(plan, at, view, int(offsets[at]))]
         if bad:
             raise CorruptEntryError(bad, self.folder)
 
     def _second_try(self, plan: Located, at: int, view: memoryview, offset: int) -> bool:
-        """Another copy, or the same where a merge moved it meanwhile."""
+        """Read another copy of the entry, or the same one from the shard that a merge moved it to."""
         try:
             raw, layout = self._read_any(plan.keys[at])
         except (CorruptEntryError, MissingEntryError):
             return False
         if layout != plan.layouts[at]:
-            raise CacheError(_two_shapes(plan.keys[at], self.folder))
+            raise CacheError(_conflicting_copies(plan.keys[at], self.folder))
         view[offset : offset + layout.size] = raw.data
         return True
 
     def _read_any(self, key: Key) -> tuple[NDArray[np.uint8], Layout]:
+        """Try the copies one by one. Damaged ones leave the catalogue; their shards are rechecked later."""
         refreshed = damaged = False
         while True:
             with self.mutex:
@@ -333,35 +340,38 @@ class DiskStore:
                 self._suspects.add(copies[0].shard)
 
     def take_suspects(self) -> frozenset[str]:
-        """Files in which an entry was not as it was written; each is told once."""
+        """Shards in which a damaged entry was found since the last call."""
         with self.mutex:
             found, self._suspects = frozenset(self._suspects), set()
         return found
 
     def read_copy(self, place: Place) -> NDArray[np.uint8] | None:
-        """The bytes of one copy; None where they are not what was written."""
+        """The bytes of one copy, or None if they do not match the checksum or cannot be read."""
         return read_place(self._files, place)
 
     def stored(self) -> Iterator[tuple[str, StoredEntry]]:
-        """Every entry with its origin and the name of its shard, copies included; reads all headers."""
+        """Each entry, duplicates included, with the name of its shard. Reads all shard headers."""
         with self.mutex:
             names = [*self.catalogue.sizes]
         for name in names:
-            with suppress(FileNotFoundError, DamagedFileError):  # merged meanwhile, or damaged after it was opened
+            with suppress(FileNotFoundError, DamagedFileError):  # merged or damaged since the last refresh
                 for entry in read_shard(self.shards_folder / name).entries():
                     yield name, entry
 
     # -- writing
 
     def writer(self, flush: Flush | None = None) -> Writer:
-        """Adds entries; any number of writers, in any number of threads and processes. ReadOnlyCacheError."""
+        """A writer that adds entries. Any number of writers, threads and processes may write at the same time.
+
+        Raises ReadOnlyCacheError if the store was opened without `writable`.
+        """
         if not self.writable:
-            found, expected = "a store opened for reading", "one opened with writable=True"
+            found, expected = "a store opened for reading", "a store opened with writable=True"
             raise ReadOnlyCacheError(Problem("cache", found, expected, "open it for writing", str(self.folder)))
         return Writer(self, flush or Flush())
 
     def add_shard(self, entries: Sequence[Packed]) -> Shard:
-        """A new shard on disk and in the catalogue; for this package's own modules."""
+        """Write a new shard and add it to the catalogue. For modules of this package only."""
         needed = sum(entry.layout.size for entry in entries)
         try:
             shard = write_shard(self.shards_folder, entries)
@@ -381,7 +391,7 @@ class DiskStore:
             self._created.difference_update(keys)
 
     def free_bytes(self) -> int | None:
-        """What this user may still write to the disk the cache lies on; None where the disk does not say."""
+        """Free bytes of the file system for this user, or None if they are unknown."""
         try:
             found = os.statvfs(self.folder)
         except OSError:
@@ -389,12 +399,12 @@ class DiskStore:
         return found.f_bavail * found.f_frsize
 
     def check_room(self, size: int) -> None:
-        """Before a pass: raises CacheFullError where `size` more bytes would not fit."""
+        """Raise CacheFullError if `size` more bytes do not fit on the disk."""
         free = self.free_bytes()
         if free is None or free >= size:
             return
-        hint = f"free space on that disk (`df -h {self.folder}`), or set cache.cache_dir to another"
-        found, expected = f"{format_bytes(free)} free", f"room for {format_bytes(size)}"
+        hint = f"free space on that disk (`df -h {self.folder}`), or set cache.cache_dir to a folder on another disk"
+        found, expected = f"{format_bytes(free)} free", f"{format_bytes(size)} free"
         raise CacheFullError(Problem("cache", found, expected, hint, str(self.folder)))
 
     def save_index_if_worth_it(self) -> None:
@@ -402,50 +412,53 @@ class DiskStore:
             self.save_index()
 
     def save_index(self) -> None:
-        """So that the next opening reads one file instead of every header; where there is no room, it reads those."""
+        """Write the index, so the next opening reads one file instead of all shard headers. Best effort."""
         with self.mutex, suppress(OSError):
             self.catalogue.write_index(self.folder / INDEX_FILE)
             self._unindexed = 0
 
 
-# -- parts ------------------------------------------------------------------------------------------------------------
+# -- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _taken(waiting: deque[Sequence[Job]]) -> Iterator[Job]:
-    """Some in a row, while other threads take others. Handing each to a thread would cost as much as reading it."""
+def _jobs_from(queue: deque[Sequence[Job]]) -> Iterator[Job]:
+    """Jobs of one thread, taken from the common queue several at a time.
+
+    Submitting each job to a thread pool would take as long as reading it.
+    """
     while True:
         try:
-            stretch = waiting.popleft()
+            stretch = queue.popleft()
         except IndexError:
             return
         yield from stretch
 
 
-def _indexed(folder: Path) -> Catalogue:
+def _read_index(folder: Path) -> Catalogue:
     try:
         return Catalogue.from_index(folder / INDEX_FILE)
-    except (OSError, DamagedFileError):  # only an accelerator: the shards say the same
+    except (OSError, DamagedFileError):  # only an accelerator: `refresh` reads the shard headers instead
         return Catalogue()
 
 
-def _in_use(folder: Path, *, writable: bool) -> int | None:
-    """Tell others that the cache is in use. Waits only while somebody removes entries."""
+def _mark_in_use(folder: Path, *, writable: bool) -> int | None:
+    """Take the shared lock that marks the cache as in use. Waits only while another process removes entries."""
     path = folder / "users.lock"
     try:
         descriptor = open_lock_file(path) if writable else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         if writable:
             raise
-        return None  # never opened for writing, or nothing in it can be removed either
+        return None  # no writer has opened this cache, or it is read-only: either way nobody removes entries
     lock(descriptor, exclusive=False, wait=True)
     return descriptor
 
 
-def _two_shapes(key: Key, folder: Path) -> Problem:
+def _conflicting_copies(key: Key, folder: Path) -> Problem:
     return Problem(
         key=f"entry {key}",
-        found="two copies of different shapes",
-        expected="one key, one content: the encoder's id does not tell everything that decides its output",
-        hint="gracetune cache clear CONFIG, then build; please report it",
+        found="two copies with different shapes, so the encoder's id omits something that affects its output",
+        expected="the same content for the same key",
+        hint="run `gracetune cache clear CONFIG`, then `gracetune cache build CONFIG`; please report this bug",
         file=str(folder),
     )

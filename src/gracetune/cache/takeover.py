@@ -1,6 +1,7 @@
-"""`cache build --import-ai-toolkit`: what ai-toolkit cached beside the data is taken over before anything is encoded.
+"""`cache build --import-ai-toolkit`: import entries that ai-toolkit cached beside the data, before encoding the rest.
 
-What may be taken, and why not, is decided in imports.py. Here the entries that are missing meet their files.
+This module pairs missing entries with media files. imports.py finds ai-toolkit's files for them and decides which ones
+are valid.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ StoreOf = Callable[[Path], DiskStore]
 
 
 def folders_there(index: DataIndex) -> list[Path]:
-    """Caches of ai-toolkit beside the pictures, without a look at what is in them."""
+    """Cache folders of ai-toolkit beside the images. Their contents are not examined."""
     roots = _roots(index)
     parents = dict.fromkeys((roots[one.id] / item.path).parent for one in _datasets(index) for item in one.items)
     return [folder / name for folder in parents for name in FOLDERS if (folder / name).is_dir()]
@@ -38,7 +39,7 @@ def folders_there(index: DataIndex) -> list[Path]:
 def take_latents(
     encoder: LatentEncoder, index: DataIndex, model: Model, missing: Sequence[LatentItem], store_of: StoreOf
 ) -> ImportReport:
-    """`encoder` encodes a few of them anew, to compare."""
+    """Import latents. `encoder` encodes a few of them again for comparison."""
 
     def encode(ref: SampleRef) -> Entry:
         return encoder.encode([index.load(ref)])[0]
@@ -56,12 +57,13 @@ def take_latents(
 def take_texts(
     encoder: TextEncoder, index: DataIndex, model: Model, missing: Sequence[TextItem], store_of: StoreOf
 ) -> ImportReport:
-    pictures = dict(_spoken(index))
+    """Import text embeddings. `encoder` encodes a few of them again for comparison."""
+    image_of = dict(_captioned_images(index))
     reports = []
     for folder, items in by_folder(missing).items():
         wishes = [
-            TextWish(item.origin, item.text, pictures[item.text], reads_pictures=bool(item.pictures))
-            for item in items if item.text in pictures
+            TextWish(item.origin, item.text, image_of[item.text], reads_pictures=bool(item.pictures))
+            for item in items if item.text in image_of
         ]  # fmt: skip
         with store_of(folder).writer() as writer:
             reports.append(
@@ -71,12 +73,12 @@ def take_texts(
 
 
 def _archs(model: Model) -> list[str]:
-    """Every one of the family: its models share their encoders more often than not, and comparing tells."""
+    """All of ai-toolkit's names for the family. Its models usually share encoders; the comparison detects others."""
     return list(names_of(model.family).aitoolkit.archs)
 
 
-def _spoken(index: DataIndex) -> Iterator[tuple[str, Path]]:
-    """Captions with one of the pictures each belongs to; ai-toolkit stores an embedding for every picture."""
+def _captioned_images(index: DataIndex) -> Iterator[tuple[str, Path]]:
+    """Pairs of caption and image. ai-toolkit stores one embedding file per image."""
     roots = _roots(index)
     for one in _datasets(index):
         for item in one.items:

@@ -1,12 +1,12 @@
-"""Which latent encoders had to work in tiles, remembered beside the caches.
+"""A record, stored beside the caches, of latent encoders that had to use tiling.
 
-Tiling is part of an encoder's id. A pass that had to begin with it makes all latents anew under the new id, so the next
-start has to know that id from the beginning: to find the entries, to audit and to clear them, and to spare an attempt
-that runs out of memory.
+Tiling is part of an encoder's id. A pass that has to switch to tiling makes all latents again under the new id. The
+next start must know that id in advance: to find, audit and clear the entries, and to skip an attempt that would run
+out of memory.
 
-    {"format": "gracetune-tiling", "version": 1, "encoders": {"<BLAKE2b-128 of the untiled id>": "<why>"}}
+    {"format": "gracetune-tiling", "version": 1, "encoders": {"<BLAKE2b-128 of the untiled id>": "<reason>"}}
 
-Removing the file, or `gracetune cache clear`, makes the next build try without tiles again.
+After the file is removed, for example by `gracetune cache clear`, the next build tries without tiles again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class _Content(BaseModel):
 
 
 class TilingNotes:
-    """Only a memory: where it cannot be read or written, the next build finds out again. A foreign file stays."""
+    """The record. I/O errors are ignored: the next build then finds out again. A foreign file is left unchanged."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
 
     def why(self, untiled: EncoderId) -> str | None:
-        """Why this encoder has to tile; None where it does not."""
+        """The reason why this encoder uses tiling, or None if it does not."""
         return self._read().get(_name(untiled))
 
     def remember(self, untiled: EncoderId, why: str) -> None:
@@ -61,7 +61,7 @@ class TilingNotes:
     def _write(self, encoders: dict[str, str]) -> None:
         try:
             if self.file.exists() and not self._read():
-                return  # somebody else's
+                return  # not our file: do not overwrite it
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_file(self.file, _Content(encoders=encoders).model_dump_json().encode())
         except OSError:

@@ -1,7 +1,8 @@
-"""Merging small shards and removing entries. Shards never change: survivors move to a new one, then the old one goes.
+"""Maintenance of a store: merge small shards, remove entries and damaged shards.
 
-Killed in between, a cache has some entries twice, which does no harm. Who reads meanwhile keeps the files it has open,
-and finds moved entries by looking at the folder again.
+Shards are immutable. Entries to keep are copied to a new shard before the old one is deleted. If the process is killed
+in between, some entries exist twice, which is harmless. Concurrent readers keep their open files and find moved entries
+by refreshing.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from gracetune.storage.locks import lock, open_lock_file
 from gracetune.units import MIB
 
 _SKELETON = (FORMAT_FILE, INDEX_FILE, SHARDS, "upkeep.lock", "users.lock", "work.lock")
-"""All that an empty store consists of."""
+"""The contents of an empty store."""
 
 
 @dataclass(frozen=True)
 class ShardSize:
-    """How large merged shards get; those of less than a quarter in both are small."""
+    """The size of merged shards. Shards below a quarter of both limits count as small."""
 
     entries: int = 4096
     size: int = 256 * MIB
@@ -37,84 +38,93 @@ class ShardSize:
 
 @dataclass(frozen=True)
 class Compaction:
+    """The result of `compact`."""
+
     shards_before: int
     shards_after: int
     copies_dropped: int
-    """The same key once more."""
+    """Number of duplicate entries that were dropped."""
     damaged_dropped: int
-    """Entries whose bytes were not those that were written."""
+    """Number of damaged entries that were dropped."""
     reason: str
-    """Why it was done, or was not."""
+    """Why shards were merged or not."""
 
 
 @dataclass(frozen=True)
 class Removal:
+    """The entries that were removed."""
+
     entries: int
     size: int
-    """Bytes, of all copies."""
+    """Bytes, including duplicates."""
 
 
 def compact(store: DiskStore, target: ShardSize | None = None) -> Compaction:
-    """Merge small shards into larger ones, unless another process does just that. Others may read and write."""
+    """Merge small shards into larger ones. Other processes may read and write at the same time.
+
+    Does nothing if another process is doing the same.
+    """
     target = target or ShardSize()
     _check_writable(store)
     with _upkeep(store) as held:
         store.refresh()
         before = len(store.catalogue.sizes)
         if not held:
-            return Compaction(before, before, 0, 0, "another process merges shards, or this disk has no locks")
+            reason = "another process is merging shards, or this file system has no locks"
+            return Compaction(before, before, 0, 0, reason)
         small = _small(store, target)
         if leave_out_damaged(store, small):
             small = _small(store, target)
         if len(small) < 2:
-            return Compaction(before, before, 0, 0, "there is nothing small to merge")
+            return Compaction(before, before, 0, 0, "there are no small shards to merge")
         merge = _Merge(store, small)
         for group in _groups(merge.entries(), target):
             store.add_shard(group)
         _unlink(store, small)
         store.save_index()
         after = len(store.catalogue.sizes)
-        return Compaction(before, after, merge.copies, merge.damaged, f"{len(small)} small shards merged")
+        return Compaction(before, after, merge.copies, merge.damaged, f"{len(small)} small shards were merged")
 
 
 def remove(store: DiskStore, keys: Iterable[Key]) -> Removal:
-    """Remove these entries, all copies, and nothing else. CacheBusyError where another process uses the cache.
+    """Remove all copies of these entries, and nothing else. Raises CacheBusyError if another process uses the cache.
 
-    For `persistent_cache: false`, `keys` are the store's own `created`, where several ranks wrote those of all of
-    them: gathered, and removed by one process when the others have closed their stores.
+    For `persistent_cache: false`, pass the store's `created` keys. With several ranks, gather the keys of all ranks;
+    one process removes them after the others have closed their stores.
     """
     _check_writable(store)
-    wanted = frozenset(keys)
-    with _alone(store), _upkeep(store):
+    unwanted = frozenset(keys)
+    with _exclusive(store), _upkeep(store):
         store.refresh()
-        leave_out_damaged(store, _holding(store, wanted))
-        affected = _affected(store, wanted)
-        doomed = [name for name, survivors in affected.items() if not survivors.kept]
-        _unlink(store, doomed)  # first: survivors may need the room
+        leave_out_damaged(store, _holding(store, unwanted))
+        affected = _affected(store, unwanted)
+        without_survivors = [name for name, one in affected.items() if not one.kept]
+        _unlink(store, without_survivors)  # first, because copying the survivors of other shards needs disk space
         for name, one in affected.items():
             if one.kept:
                 packed = [found for entry in one.kept if (found := _packed(store, name, entry)) is not None]
                 if packed:
                     store.add_shard(packed)
                 _unlink(store, [name])
-        store.forget_created(wanted)
+        store.forget_created(unwanted)
         store.save_index()
     gone = [entry for one in affected.values() for entry in one.gone]
     return Removal(len({entry.key for entry in gone}), sum(entry.layout.size for entry in gone))
 
 
 def remove_if_empty(store: DiskStore) -> None:
-    """Take the folder of a store away that has nothing left; one with anything else in it stays. It is closed then.
+    """Delete the folder of a store without entries, and close the store. A folder with any other file is kept.
 
-    First by renaming, which others see at once and whole, then file by file; `sweep_removed` ends what was killed.
+    The folder is renamed first, so that other processes see the removal atomically, then deleted file by file. If the
+    process is killed in between, `sweep_removed` deletes the rest later.
     """
     _check_writable(store)
-    with _alone(store), _upkeep(store):
+    with _exclusive(store), _upkeep(store):
         store.refresh()
         gone = store.folder.with_name(temporary_name())
         try:
-            strange = {path.name for path in store.folder.iterdir()} - {*_SKELETON}
-            if strange or any(store.shards_folder.iterdir()):
+            foreign = {path.name for path in store.folder.iterdir()} - {*_SKELETON}
+            if foreign or any(store.shards_folder.iterdir()):
                 return
             store.folder.rename(gone)
         except OSError as error:
@@ -124,24 +134,24 @@ def remove_if_empty(store: DiskStore) -> None:
 
 
 def sweep_removed(folder: Path) -> None:
-    """Below `folder`: what processes that were killed had already taken away."""
+    """Delete stores below `folder` that killed processes had renamed for removal."""
     for path in [*folder.iterdir()] if folder.is_dir() else ():
         if is_temporary(path.name) and path.is_dir():
             _remove_skeleton(path)
 
 
 def _remove_skeleton(folder: Path) -> None:
-    with suppress(OSError):  # another process does the same
+    with suppress(OSError):  # another process may do the same
         for name in _SKELETON:
             (folder / name).rmdir() if name == SHARDS else (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 
 
 def leave_out_damaged(store: DiskStore, names: Iterable[str] | None = None) -> int:
-    """Read the headers of these shards, or of all; damaged ones are not used from here on. Returns how many.
+    """Read the headers of these shards, or of all, and stop using damaged ones. Returns their number.
 
-    An index spares reading headers, so it may know a shard whose header was damaged since: its entries can be read,
-    and neither audited nor moved.
+    The index makes reading headers unnecessary, so the store may know a shard whose header was damaged later. Its
+    entries can be read, but neither audited nor moved, because that needs the header.
     """
     with store.mutex:
         known = [*store.catalogue.sizes] if names is None else [*names]
@@ -154,12 +164,12 @@ def leave_out_damaged(store: DiskStore, names: Iterable[str] | None = None) -> i
 
 
 def remove_damaged(store: DiskStore) -> tuple[DamagedShard, ...]:
-    """Remove the shards whose bytes are not those that were written. CacheBusyError.
+    """Delete damaged shards. Raises CacheBusyError.
 
-    Not those that could not be read this time, nor those of another release: they may be whole.
+    Unreadable shards and those in the format of another release are kept, because they may be intact.
     """
     _check_writable(store)
-    with _alone(store), _upkeep(store):
+    with _exclusive(store), _upkeep(store):
         store.refresh()
         gone = tuple(one for one in store.damaged if type(_flaw(store, one.name)) is DamagedFileError)
         _unlink(store, [one.name for one in gone])
@@ -171,7 +181,7 @@ def _flaw(store: DiskStore, name: str) -> DamagedFileError | None:
         read_shard(store.shards_folder / name)
     except DamagedFileError as error:
         return error
-    except OSError:  # gone meanwhile, or unreadable for a reason of its own
+    except OSError:  # removed by another process, or temporarily unreadable
         return None
     return None
 
@@ -190,7 +200,7 @@ def _groups(entries: Iterable[Packed], target: ShardSize) -> Iterator[list[Packe
 
 
 class _Merge:
-    """The entries of small shards, each key once, damaged ones left out."""
+    """Iterates over the entries of small shards without duplicates and damaged entries."""
 
     def __init__(self, store: DiskStore, shards: Sequence[str]) -> None:
         self._store, self._shards = store, frozenset(shards)
@@ -200,7 +210,7 @@ class _Merge:
     def entries(self) -> Iterator[Packed]:
         for name in self._shards:
             for entry in _entries(self._store, name):
-                if entry.key in self._seen or self._lies_elsewhere(entry.key):
+                if entry.key in self._seen or self._is_elsewhere(entry.key):
                     self.copies += 1
                     continue
                 packed = _packed(self._store, name, entry)
@@ -210,8 +220,8 @@ class _Merge:
                 self._seen.add(entry.key)
                 yield packed
 
-    def _lies_elsewhere(self, key: Key) -> bool:
-        """A good copy in a shard that stays."""
+    def _is_elsewhere(self, key: Key) -> bool:
+        """Whether a shard that is kept has an intact copy."""
         copies = [place for place in self._store.catalogue.copies(key) if place.shard not in self._shards]
         return any(self._store.read_copy(place) is not None for place in copies)
 
@@ -228,7 +238,7 @@ class _Affected:
 
 
 def _affected(store: DiskStore, keys: Collection[Key]) -> dict[str, _Affected]:
-    """The shards that hold any of the keys."""
+    """The entries to keep and to remove, for each shard that contains any of the keys."""
     entries = {name: _entries(store, name) for name in sorted(_holding(store, keys))}
     return {
         name: _Affected(
@@ -270,13 +280,13 @@ def _unlink(store: DiskStore, names: Sequence[str]) -> None:
 
 def _check_writable(store: DiskStore) -> None:
     if not store.writable:
-        found, expected = "a store opened for reading", "one opened with writable=True"
+        found, expected = "a store opened for reading", "a store opened with writable=True"
         raise ReadOnlyCacheError(Problem("cache", found, expected, "open it for writing", str(store.folder)))
 
 
 @contextmanager
 def _upkeep(store: DiskStore) -> Iterator[bool]:
-    """One process at a time; False where it is another one's turn."""
+    """Try to take the lock for maintenance. Yields False if another process holds it or locks are unsupported."""
     path = store.folder / "upkeep.lock"
     try:
         descriptor = open_lock_file(path)
@@ -290,22 +300,22 @@ def _upkeep(store: DiskStore) -> Iterator[bool]:
 
 
 @contextmanager
-def _alone(store: DiskStore) -> Iterator[None]:
-    """Nobody else has the cache open, and nobody opens it meanwhile."""
+def _exclusive(store: DiskStore) -> Iterator[None]:
+    """Make sure that no other process has the cache open, and that none opens it inside the `with` block."""
     if store.users is None:
         raise RuntimeError("this store is closed")
-    grip = lock(store.users, exclusive=True)
+    result = lock(store.users, exclusive=True)
     try:
-        if grip == "busy":
-            raise _busy(store.folder, "another process uses this cache", "wait until it is done, and type that again")
-        if grip == "unsupported":
-            hint = f"when nothing uses it any more, remove {store.folder} by hand"
-            raise _busy(store.folder, "a disk without file locks, so nobody knows who else uses the cache", hint)
+        if result == "busy":
+            raise _busy(store.folder, "another process uses this cache", "wait until it ends, then try again")
+        if result == "unsupported":
+            hint = f"when no process uses it, delete {store.folder} manually"
+            raise _busy(store.folder, "a file system without locks, so other users of the cache are unknown", hint)
         yield
     finally:
-        if grip != "unsupported":  # a failed attempt may cost the lock that was held: take it again
+        if result != "unsupported":  # a failed upgrade may have dropped the shared lock: take it again
             lock(store.users, exclusive=False, wait=True)
 
 
 def _busy(folder: Path, found: str, hint: str) -> CacheBusyError:
-    return CacheBusyError(Problem("cache", found, "a cache nobody else has open", hint, str(folder)))
+    return CacheBusyError(Problem("cache", found, "a cache that no other process has open", hint, str(folder)))

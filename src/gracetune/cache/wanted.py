@@ -1,10 +1,10 @@
-"""Everything the caches have to hold for a run: one item for each entry, each entry once. Pure.
+"""The entries that the caches must contain for a run: one item per entry. Pure.
 
 items = wanted_latents(index, encoder_id, places)       # and wanted_texts(...)
 missing = [item for item in items if item.key not in store_of(item.folder)]
 
-A run has an item for every entry, and most of them are there already: of those only keys and visits are asked. So an
-item is one small object. What an entry is made of (`ref`, `origin`) is put together again when it has to be made.
+Most entries of a run already exist, and only their keys and visits are needed. Items are therefore small objects; the
+inputs of an entry (`ref`, `origin`) are computed again when it has to be encoded.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from gracetune.data.words import counted
 from gracetune.memory.reclaim import rare_collections
 
 Part = Literal["all", "lasting", "epoch"]
-"""What stays right for the whole run, what is drawn anew for each epoch, or both."""
+"""Which entries: those valid for the whole run (`lasting`), those refreshed each epoch (`epoch`), or both."""
 
 _SHOWN = 60
+"""Characters of a text that a message shows."""
 
 
 Uses = tuple[tuple[str, Visits], ...]
-"""Dataset ids, and how often each of them visits the entry in an epoch. Empty: validation prompts."""
+"""Dataset ids, and how often each dataset visits the entry in an epoch. Empty for validation prompts."""
 
 
 @dataclass(slots=True, eq=False)
 class LatentItem:
-    """Latents of one appearance of a sample."""
+    """The latents of one appearance of a sample: one crop, flip and part of a clip."""
 
     key: Key
     folder: Path
-    """Of the store the entry belongs to."""
+    """The store of the entry."""
     uses: Uses
     encoder: EncoderId
     index: DataIndex
@@ -53,7 +54,7 @@ class LatentItem:
 
     @property
     def ref(self) -> SampleRef:
-        """Its caption is left empty."""
+        """The reference of the sample, without its caption."""
         return self.index.describe(self.dataset, self.item, self.turn, NO_CAPTION)
 
     @property
@@ -65,27 +66,27 @@ class LatentItem:
         ref = self.ref
         flips = [name for name, on in zip("xy", _flips(ref), strict=True) if on]
         flipped = f", flipped in {' and '.join(flips)}" if flips else ""
-        piece = f", from {ref.clip.start:g} s" if ref.clip is not None and ref.clip.start else ""
-        return f"{ref.path} of {ref.dataset}{piece}{flipped}"
+        start = f", from {ref.clip.start:g} s" if ref.clip is not None and ref.clip.start else ""
+        return f"{ref.path} of {ref.dataset}{start}{flipped}"
 
     @property
     def shape(self) -> tuple[Bucket, ...]:
-        """Samples of one shape are encoded together."""
+        """Samples of the same shape can be encoded in one batch."""
         return self.item.shape
 
     @property
     def volume(self) -> int:
-        """What an entry's size is in proportion to."""
+        """Pixels or audio samples; the size of the entry is proportional to it."""
         return sum(_volume(bucket) for bucket in self.shape)
 
     @property
     def decoded_bytes(self) -> int:
-        return sum(_decoded(bucket) for bucket in self.shape)
+        return sum(_decoded_bytes(bucket) for bucket in self.shape)
 
 
 @dataclass(slots=True, eq=False)
 class TextItem:
-    """The embedding of one text, with pictures where it depends on them."""
+    """The embedding of one text, and of reference images if it depends on them."""
 
     key: Key
     folder: Path
@@ -101,12 +102,12 @@ class TextItem:
     @property
     def what(self) -> str:
         text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
-        seen = ", ".join(picture.path for picture in self.pictures)
-        return f"{text!r} with {seen}" if seen else repr(text)
+        images = ", ".join(image.path for image in self.pictures)
+        return f"{text!r} with {images}" if images else repr(text)
 
     @property
     def shape(self) -> tuple[Bucket, ...]:
-        return tuple(picture.bucket for picture in self.pictures)
+        return tuple(image.bucket for image in self.pictures)
 
     @property
     def volume(self) -> int:
@@ -114,7 +115,7 @@ class TextItem:
 
     @property
     def decoded_bytes(self) -> int:
-        return sum(_decoded(bucket) for bucket in self.shape)
+        return sum(_decoded_bytes(bucket) for bucket in self.shape)
 
 
 CacheItem = TypeVar("CacheItem", bound=LatentItem | TextItem)
@@ -123,22 +124,22 @@ CacheItem = TypeVar("CacheItem", bound=LatentItem | TextItem)
 def wanted_latents(
     index: DataIndex, encoder: EncoderId, places: Places, *, epoch: int = 0, part: Part = "all"
 ) -> list[LatentItem]:
-    """For an epoch. Datasets whose samples look different at every visit are not cached: see `left_out`."""
+    """The latents of an epoch. Datasets whose samples look different at every visit are not cached; see `left_out`."""
     found: dict[Path, dict[Key, LatentItem]] = {}
     with rare_collections():
-        for dataset, trained, when in _cached(index, epoch, part):
+        for dataset, is_trained, when in _cached(index, epoch, part):
             folder = places.latents(dataset.id, when)
-            there, uses_of = found.setdefault(folder, {}), _Uses(dataset, trained)
+            by_key, uses_of = found.setdefault(folder, {}), _Uses(dataset, is_trained)
             for item in dataset.items:
                 turns = _turns(when or 0, index.appearances(dataset, item))
                 uses = uses_of(item.visits / len(turns))
                 for turn in turns:
                     key = latent_key(index.describe(dataset, item, turn, NO_CAPTION), encoder)
-                    if key in there:
-                        there[key].uses = _joined(there[key].uses, uses)
+                    if key in by_key:
+                        by_key[key].uses = _joined(by_key[key].uses, uses)
                     else:
-                        there[key] = LatentItem(key, folder, uses, encoder, index, dataset, item, turn)
-    return [item for some in found.values() for item in some.values()]
+                        by_key[key] = LatentItem(key, folder, uses, encoder, index, dataset, item, turn)
+    return [item for items in found.values() for item in items.values()]
 
 
 def wanted_texts(
@@ -151,45 +152,46 @@ def wanted_texts(
     epoch: int = 0,
     part: Part = "all",
 ) -> list[TextItem]:
-    """Every caption an epoch can draw, that of a dropped one where captions are dropped, and `prompts`.
+    """The embeddings of every caption that an epoch can use, of the dropped caption if captions are dropped, and of
+    `prompts`.
 
-    Where an embedding depends on pictures it is one for every caption of every appearance of a sample. Prompts have no
-    such pictures among the data: with an encoder that reads pictures they are embedded when they are drawn.
+    If an embedding depends on images, each caption has one embedding per appearance of the sample. Validation prompts
+    have no images in the dataset; with an encoder that reads images they are embedded when samples are generated.
     """
     found: dict[Path, dict[Key, TextItem]] = {}
 
-    def add(text: str, pictures: tuple[SampleRef, ...], folder: Path, uses: Uses) -> None:
-        there = found.setdefault(folder, {})
-        key = text_key(text, encoder, pictures)
-        if key in there:
-            there[key].uses = _joined(there[key].uses, uses)
+    def add(text: str, images: tuple[SampleRef, ...], folder: Path, uses: Uses) -> None:
+        by_key = found.setdefault(folder, {})
+        key = text_key(text, encoder, images)
+        if key in by_key:
+            by_key[key].uses = _joined(by_key[key].uses, uses)
         else:
-            there[key] = TextItem(key, folder, uses, encoder, text, pictures)
+            by_key[key] = TextItem(key, folder, uses, encoder, text, images)
 
-    lasting, drawn = places.text(), places.text(epoch)
+    lasting, of_epoch = places.text(), places.text(epoch)
     with rare_collections():
-        for dataset, trained in _datasets(index):
-            seen = reads_pictures and any(item.references for item in dataset.items)
-            if seen and freshness(dataset.dataset) == "visit":
-                continue  # the pictures are new at every visit, and so are the embeddings
-            uses_of = _Uses(dataset, trained)
+        for dataset, is_trained in _datasets(index):
+            has_images = reads_pictures and any(item.references for item in dataset.items)
+            if has_images and freshness(dataset.dataset) == "visit":
+                continue  # the images change at every visit, and so do the embeddings
+            uses_of = _Uses(dataset, is_trained)
             for item in dataset.items:
-                shown = [*_pictures(index, dataset, item, epoch)] if seen else _NOTHING_SHOWN
-                for pictures, when in shown:
+                appearances = [*_images(index, dataset, item, epoch)] if has_images else _WITHOUT_IMAGES
+                for images, when in appearances:
                     if part == "all" or (part == "epoch") == (when is not None):
                         for text, share in _texts(dataset, item):
-                            uses = uses_of(item.visits / len(shown) * share)
-                            add(text, pictures, lasting if when is None else drawn, uses)
+                            uses = uses_of(item.visits / len(appearances) * share)
+                            add(text, images, lasting if when is None else of_epoch, uses)
         if not reads_pictures and part != "epoch":
             for text in prompts:
                 add(text, (), lasting, ())
-    return [item for some in found.values() for item in some.values()]
+    return [item for items in found.values() for item in items.values()]
 
 
 def visits_of(
     items: Iterable[LatentItem | TextItem], counts: Callable[[str], bool] = lambda dataset: True
 ) -> dict[Key, Visits]:
-    """How often an epoch reads each entry for the datasets that count; entries that none of them reads are left out."""
+    """How often an epoch reads each entry, for the datasets selected by `counts`. Other entries are left out."""
     found: dict[Key, Visits] = {}
     for item in items:
         for dataset, visits in item.uses:
@@ -204,21 +206,21 @@ def _turns(variant: int, appearances: int) -> tuple[Turn, ...]:
 
 
 class _Uses:
-    """The uses of one dataset's entries: one object for all that are visited equally often, which most are."""
+    """Creates the `Uses` of one dataset's entries. Entries that are visited equally often share one object."""
 
-    def __init__(self, dataset: DatasetIndex, trained: bool) -> None:
-        self._dataset, self._trained = dataset.dataset, trained
-        self._made: dict[float, Uses] = {}
+    def __init__(self, dataset: DatasetIndex, is_trained: bool) -> None:
+        self._dataset, self._is_trained = dataset.dataset, is_trained
+        self._memo: dict[float, Uses] = {}
 
     def __call__(self, per_epoch: float) -> Uses:
-        if per_epoch not in self._made:
-            visits = Visits(per_epoch if self._trained else 0.0, self._dataset.probability)
-            self._made[per_epoch] = ((self._dataset.id, visits),)
-        return self._made[per_epoch]
+        if per_epoch not in self._memo:
+            visits = Visits(per_epoch if self._is_trained else 0.0, self._dataset.probability)
+            self._memo[per_epoch] = ((self._dataset.id, visits),)
+        return self._memo[per_epoch]
 
 
 def _joined(one: Uses, other: Uses) -> Uses:
-    """Two appearances, datasets or captions with the same entry."""
+    """Add the uses of two appearances, datasets or captions that have the same entry."""
     found = dict(one)
     for dataset, visits in other:
         found[dataset] = found[dataset] + visits if dataset in found else visits
@@ -226,7 +228,7 @@ def _joined(one: Uses, other: Uses) -> Uses:
 
 
 def validation_texts(validation: Validation, *, no_wish: str = "") -> list[str]:
-    """Every text the samples of a run are drawn with, each once. `no_wish` is what stands for no negative prompt."""
+    """The distinct texts for the validation samples of a run. `no_wish` stands in for an absent negative prompt."""
     if not validation.enabled:
         return []
     texts: dict[str, None] = {}
@@ -237,7 +239,7 @@ def validation_texts(validation: Validation, *, no_wish: str = "") -> list[str]:
 
 
 def left_out(index: DataIndex) -> list[str]:
-    """What is not cached, and why, in words."""
+    """Notes on the datasets that are not cached, with reasons."""
     notes = []
     for dataset in (*index.datasets, *index.held_out):
         if freshness(dataset.dataset) != "visit":
@@ -247,15 +249,15 @@ def left_out(index: DataIndex) -> list[str]:
             why = "cache_latents is none"
         else:
             why = (
-                "augmentation.cache_mode is disable_cache, and its transforms change every visit; "
-                "static augments once, refresh_each_epoch once an epoch"
+                "augmentation.cache_mode is disable_cache, so its transforms are random at every visit; "
+                "static augments once, refresh_each_epoch once per epoch"
             )
         notes.append(f"dataset {dataset.id}: latents of {samples} are encoded in every step: {why}")
     return notes
 
 
 def is_refreshed(index: DataIndex) -> bool:
-    """Whether any entries are drawn anew for each epoch."""
+    """Whether any dataset has entries that are refreshed each epoch."""
     return any(freshness(one.dataset) == "epoch" for one in (*index.datasets, *index.held_out))
 
 
@@ -270,36 +272,37 @@ def for_audit(items: Iterable[LatentItem | TextItem]) -> list[Wanted]:
     return [Wanted(item.origin, item.what) for item in items]
 
 
-_NOTHING_SHOWN: list[tuple[tuple[SampleRef, ...], int | None]] = [((), None)]
+_WITHOUT_IMAGES: list[tuple[tuple[SampleRef, ...], int | None]] = [((), None)]
 
 
 def _datasets(index: DataIndex) -> Iterator[tuple[DatasetIndex, bool]]:
-    """Each with whether it is trained on."""
+    """All datasets, each with whether it is used for training."""
     yield from ((dataset, True) for dataset in index.datasets)
     yield from ((dataset, False) for dataset in index.held_out)
 
 
 def _cached(index: DataIndex, epoch: int, part: Part) -> Iterator[tuple[DatasetIndex, bool, int | None]]:
-    """Datasets whose latents are cached, and the epoch they are cached for, if only for one."""
-    for dataset, trained in _datasets(index):
-        kept = freshness(dataset.dataset)
-        if kept == "visit" or part == ("lasting" if kept == "epoch" else "epoch"):
+    """Datasets with cached latents: dataset, whether it is used for training, and the epoch if refreshed."""
+    for dataset, is_trained in _datasets(index):
+        changes_each = freshness(dataset.dataset)
+        if changes_each == "visit" or part == ("lasting" if changes_each == "epoch" else "epoch"):
             continue
-        yield dataset, trained, epoch if kept == "epoch" else None
+        yield dataset, is_trained, epoch if changes_each == "epoch" else None
 
 
-def _pictures(
+def _images(
     index: DataIndex, dataset: DatasetIndex, item: Item, epoch: int
 ) -> Iterator[tuple[tuple[SampleRef, ...], int | None]]:
-    anew = freshness(dataset.dataset) == "epoch"
-    for turn in _turns(epoch if anew else 0, index.appearances(dataset, item)):
+    """The reference images of each appearance, and the epoch if they are refreshed."""
+    changes_each_epoch = freshness(dataset.dataset) == "epoch"
+    for turn in _turns(epoch if changes_each_epoch else 0, index.appearances(dataset, item)):
         ref = index.describe(dataset, item, turn, NO_CAPTION)
-        # Without references nothing is drawn that the embedding could depend on.
-        yield ref.conditioning, epoch if anew and ref.conditioning else None
+        # Without references the embedding depends on the caption alone, which is not refreshed.
+        yield ref.conditioning, epoch if changes_each_epoch and ref.conditioning else None
 
 
 def _texts(dataset: DatasetIndex, item: Item) -> Iterator[tuple[str, float]]:
-    """Each text with the share of the item's visits that draws it."""
+    """Each text of an item, with the share of the item's visits that use it."""
     options = dataset.dataset.captions
     for caption in item.captions:
         yield caption, (1 - options.dropout) / len(item.captions)
@@ -315,6 +318,6 @@ def _volume(bucket: Bucket) -> int:
     return bucket.audio_samples or bucket.width * bucket.height * bucket.frames
 
 
-def _decoded(bucket: Bucket) -> int:
-    """float32: three colours, or every channel of a sound."""
+def _decoded_bytes(bucket: Bucket) -> int:
+    """Bytes as float32: three color channels, or all audio channels."""
     return 4 * _volume(bucket) * (bucket.audio_channels if bucket.audio_samples else 3)

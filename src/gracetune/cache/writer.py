@@ -1,4 +1,4 @@
-"""Adding entries: gathered for a moment, then written as one shard that is complete or absent."""
+"""The writer of a disk store. It buffers entries and writes them as one shard, atomically."""
 
 from __future__ import annotations
 
@@ -20,42 +20,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flush:
-    """How much work a killed process may lose: what was added since the last flush, and never more than this."""
+    """When a writer flushes. A killed process loses at most the entries added since the last flush."""
 
     entries: int = 1024
     size: int = 64 * MIB
     seconds: float = 10.0
-    """Since the oldest entry that waits; looked at when one is added."""
+    """Age of the oldest buffered entry; checked when an entry is added."""
 
 
 class Writer:
-    """Made by `DiskStore.writer`. Safe for several threads. Leaving the `with` block flushes, after an error too."""
+    """Adds entries to a store. Created by `DiskStore.writer`. Thread-safe.
+
+    Leaving the `with` block flushes, also after an error that is not a CacheError.
+    """
 
     def __init__(self, store: DiskStore, limit: Flush) -> None:
         self._store = store
         self._limit = limit
-        self._waiting: dict[Key, Packed] = {}
+        self._buffered: dict[Key, Packed] = {}
         self._size = 0
         self._oldest = 0.0
         self._mutex = threading.Lock()
         self.added = 0
-        """Entries taken; those that were there already are not counted."""
+        """Number of entries accepted. Entries that already existed do not count."""
 
     def add(self, origin: Origin, entry: Entry, note: str = "", *, key: Key | None = None) -> Key:
-        """Copies the tensors. An entry that is there already is left as it is. CacheFullError, CacheError.
+        """Add a copy of `entry`. An existing entry with the same key is kept. Raises CacheFullError, CacheError.
 
-        `note` says where an entry came from that we did not encode ourselves; audits show it. `key` is the origin's,
-        where it is known already.
-        After such an error the entry waits on: `flush` may be called again once there is room.
+        `note` names the source of an imported entry; audits count such entries. `key` saves computing `origin.key`
+        again if the caller knows it.
+        After an error the entry stays in the buffer, so `flush` can be called again when the disk has space.
         """
         key = key or origin.key
         with self._mutex:
-            if key in self._waiting or key in self._store:
+            if key in self._buffered or key in self._store:
                 return key
             packed = pack(key, origin, entry, note)
-            if not self._waiting:
-                self._oldest = time.monotonic()  # never the wall clock: that one may jump
-            self._waiting[key] = packed
+            if not self._buffered:
+                self._oldest = time.monotonic()
+            self._buffered[key] = packed
             self._size += packed.layout.size
             self.added += 1
             if self._is_due():
@@ -64,22 +67,22 @@ class Writer:
 
     def _is_due(self) -> bool:
         limit = self._limit
-        full = len(self._waiting) >= limit.entries or self._size >= limit.size
+        full = len(self._buffered) >= limit.entries or self._size >= limit.size
         return full or time.monotonic() - self._oldest >= limit.seconds
 
     def flush(self) -> int:
-        """Everything added so far is on disk when this returns; how many entries that were."""
+        """Write all buffered entries to disk. Returns their number."""
         with self._mutex:
             return self._flush()
 
     def _flush(self) -> int:
-        if not self._waiting:
+        if not self._buffered:
             return 0
-        self._store.before_writing(self._store.folder, self._waiting.keys())
-        self._store.add_shard([*self._waiting.values()])
-        count = len(self._waiting)
-        self._store.note_created(self._waiting)
-        self._waiting, self._size = {}, 0
+        self._store.before_writing(self._store.folder, self._buffered.keys())
+        self._store.add_shard([*self._buffered.values()])
+        count = len(self._buffered)
+        self._store.note_created(self._buffered)
+        self._buffered, self._size = {}, 0
         return count
 
     def __enter__(self) -> Writer:
@@ -91,8 +94,8 @@ class Writer:
         if error is None:
             self.flush()
             self._store.save_index_if_worth_it()
-        elif not isinstance(error, CacheError):  # what was encoded before something else went wrong is good work
+        elif not isinstance(error, CacheError):  # entries encoded before an unrelated error are valid: keep them
             try:
                 self.flush()
             except CacheError as second:
-                error.add_note(f"and the last {len(self._waiting)} entries could not be written: {second}")
+                error.add_note(f"the last {len(self._buffered)} entries could not be written either: {second}")

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints. Each message says what was found, what was expected and what to type."""
+"""Errors of checkpoints. Each message says what was found, what was expected and what to type."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class CheckpointError(GracetuneError):
 
 
 class CheckpointFullError(CheckpointError):
-    """No room on the disk. Checkpoints made earlier are whole; nothing half was left behind."""
+    """The disk is full. Earlier checkpoints are complete, and no partial one was left behind."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A complete checkpoint is no longer as it was written."""
+    """A checkpoint was complete once, but its content has changed since."""
 
 
 class OtherRunError(CheckpointError):
-    """A checkpoint belongs to another run than this one."""
+    """The checkpoint belongs to another run."""
 
 
 class BusyFolderError(CheckpointError):
-    """Another process writes checkpoints into the folder."""
+    """Another process writes checkpoints to the folder."""
 
 
 class ResumeError(CheckpointError):
-    """What `resume` names is no checkpoint."""
+    """The value of `resume` does not name a checkpoint."""
 
 
 class MissingPieceError(CheckpointError):
-    """The checkpoint lacks state this run needs."""
+    """The checkpoint lacks state that this run needs."""
 
 
 def unwritable(error: OSError, folder: Path, *, needed: int, free: int | None, last: Path | None) -> CheckpointError:
-    """The error of ours for one that writing gave. `last` is the newest whole checkpoint."""
-    safe = "there is no earlier checkpoint" if last is None else f"{last} is whole"
+    """The checkpoint error for an OSError of a write. `last` is the newest complete checkpoint."""
+    safe = "there is no earlier checkpoint" if last is None else f"{last} is complete"
     key, cause = f"checkpoint not written; {safe}", explain(error, folder)
     if cause.kind == "full":
         return full(key, folder, found=cause.found, needed=needed, free=free, remedy=cause.remedy)
@@ -57,15 +57,17 @@ def unwritable(error: OSError, folder: Path, *, needed: int, free: int | None, l
 def full(
     key: str, folder: Path, *, found: str, needed: int, free: int | None, remedy: str | None = None
 ) -> CheckpointFullError:
+    """The error for a full disk."""
     left = "an unknown amount" if free is None else format_bytes(free)
     found = f"{found}; {left} free" if found else f"{left} free"
     remedy = remedy or f"free space on that disk (`df -h {folder}`)"
     hint = f"{remedy}, keep fewer (--set checkpoints.keep_last=1) or {_ELSEWHERE}; {_AGAIN}"
-    expected = f"room for {format_bytes(needed)}" if needed else "room for a few small files"
+    expected = f"{format_bytes(needed)} free" if needed else "room for a few small files"
     return CheckpointFullError(Problem(key, found, expected, hint, str(folder)))
 
 
 def unreadable(error: OSError, path: Path) -> CheckpointError:
+    """The checkpoint error for an OSError of a read."""
     return CheckpointError(problem_of(error, "checkpoint", path, access="read", then=_AGAIN))
 
 

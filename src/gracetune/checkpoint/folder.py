@@ -1,9 +1,9 @@
-"""What lies in a folder of checkpoints, and which of it may be deleted. What is not ours is never touched.
+"""The contents of a checkpoint folder, and the retention rules. Foreign files are never changed.
 
-checkpoint-<step>/           whole checkpoints (see `manifest`)
-set-aside-checkpoint-<step>/ later than the step a run was resumed from; never read, never deleted
-.gracetune-<32 hex>.tmp/     being written, or being deleted; removed by the next run if a process left it
-.gracetune.lock              held by the process that writes; its first line is the journal (see `journal`)
+checkpoint-<step>/           complete checkpoints (see `manifest`)
+set-aside-checkpoint-<step>/ checkpoints after the step that a run resumed from; never read, never deleted
+.gracetune-<32 hex>.tmp/     being written or deleted; if a process was killed, the next run removes it
+.gracetune.lock              locked by the process that writes; its first line is the journal (see `journal`)
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _ASIDE = "set-aside-"
 
 @dataclass(frozen=True)
 class Found:
-    """A folder with the name of a checkpoint; nobody has looked into it yet."""
+    """A folder with the name of a checkpoint. Its content was not read."""
 
     step: int
     path: Path
 
 
 def checkpoints(folder: Path) -> list[Found]:
-    """The oldest first; empty where there is no such folder."""
+    """All checkpoints in a folder, the oldest first. Empty if the folder does not exist."""
     try:
         found = [(step_of(path.name), path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     except FileNotFoundError:
@@ -54,7 +54,7 @@ def checkpoints(folder: Path) -> list[Found]:
 
 
 def manifest_if_ours(path: Path, identity: Mapping[str, str]) -> Manifest | None:
-    """None where it is damaged, of another run, or not what its name says."""
+    """The manifest; None if it is damaged or unreadable, of another run, or contradicts the folder's name."""
     try:
         return _manifest_of_run(path, identity)
     except OSError:
@@ -62,7 +62,7 @@ def manifest_if_ours(path: Path, identity: Mapping[str, str]) -> Manifest | None
 
 
 def _manifest_of_run(path: Path, identity: Mapping[str, str]) -> Manifest | None:
-    """OSError where it cannot be read."""
+    """The same, but an unreadable manifest raises OSError."""
     try:
         manifest = read_manifest(path)
     except BadManifestError:
@@ -72,17 +72,17 @@ def _manifest_of_run(path: Path, identity: Mapping[str, str]) -> Manifest | None
 
 
 def take_lock(folder: Path) -> tuple[int, bool]:
-    """A descriptor that holds the folder until it is closed; False where the disk knows no locks."""
+    """Lock the folder until the returned descriptor is closed. The flag is False if locks are unsupported."""
     descriptor = open_lock_file(folder / LOCK_FILE)
-    grip = lock(descriptor, exclusive=True)
-    if grip == "busy":
+    result = lock(descriptor, exclusive=True)
+    if result == "busy":
         os.close(descriptor)
         raise _busy(folder)
-    return descriptor, grip == "held"
+    return descriptor, result == "held"
 
 
 def check_lock(folder: Path) -> None:
-    """BusyFolderError where another process holds the folder. Takes nothing: a shared lock, for a moment."""
+    """Raise BusyFolderError if another process holds the folder. Takes a shared lock only for a moment."""
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -98,9 +98,9 @@ def _busy(folder: Path) -> BusyFolderError:
     return BusyFolderError(
         Problem(
             "another process writes checkpoints here",
-            f"a process that holds {LOCK_FILE}",
-            "one run for each output folder",
-            f"wait for it or stop it (`fuser {folder / LOCK_FILE}` names it), or set another output_dir",
+            f"a process that has locked {LOCK_FILE}",
+            "one run per output folder",
+            f"wait for it or stop it (`fuser {folder / LOCK_FILE}` shows its id), or set another output_dir",
             str(folder),
         )
     )
@@ -108,14 +108,14 @@ def _busy(folder: Path) -> BusyFolderError:
 
 @contextmanager
 def temporary_folder(folder: Path) -> Iterator[None]:
-    """Inside, the folder exists. Afterwards, what was made for that is gone again: for checks that leave no trace."""
+    """Create the folder and its parents, and remove them again afterwards. For checks that must leave no trace."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     finally:
         for path in missing:
-            with suppress(OSError):  # it was not made, or another process has put something into it
+            with suppress(OSError):  # it was not created, or another process has created files in it
                 path.rmdir()
 
 
@@ -123,7 +123,7 @@ def temporary_folder(folder: Path) -> Iterator[None]:
 
 
 def superfluous(steps: Iterable[int], keep_last: int, keep_every: int | None) -> tuple[int, ...]:
-    """Which of these steps' checkpoints are not to be kept. Pure."""
+    """The steps whose checkpoints should not be kept. Pure."""
     ordered = sorted(set(steps))
     kept = set(ordered[-keep_last:])
     if keep_every is not None:
@@ -133,6 +133,8 @@ def superfluous(steps: Iterable[int], keep_last: int, keep_every: int | None) ->
 
 @dataclass(frozen=True)
 class Removal:
+    """The names of deleted checkpoints, and notes for the user."""
+
     removed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -141,16 +143,16 @@ def remove_superfluous(
     folder: Path, identity: Mapping[str, str], keep_last: int, keep_every: int | None, protected: Sequence[int],
     journal: Journal,
 ) -> Removal:  # fmt: skip
-    """Delete whole checkpoints of this run that are not to be kept. What cannot be deleted stays, with a note.
+    """Delete checkpoints of this run according to the retention rules. Failures to delete are reported as notes.
 
-    Those that are deleted stay in the journal as `retiring`, until their weights are deleted too.
+    Deleted steps stay in the journal as `retiring` until their weights are deleted too.
     """
     ours: dict[int, tuple[Path, Manifest]] = {}
     for one in checkpoints(folder):
         try:
             manifest = _manifest_of_run(one.path, identity)
         except OSError:
-            journal.begin("retiring", one.step)  # whether it is to be kept, the next start finds out
+            journal.begin("retiring", one.step)  # the next start decides whether to keep it
             continue
         if manifest is not None:
             ours[one.step] = (one.path, manifest)
@@ -159,11 +161,11 @@ def remove_superfluous(
         if step in protected:
             continue
         path, manifest = ours[step]
-        journal.begin("retiring", step)  # what fails now, the next start tries again
+        journal.begin("retiring", step)  # if this fails, the next start tries again
         try:
-            strangers = {entry.name for entry in path.iterdir()} - {MANIFEST, *manifest.files}
-            if strangers:
-                notes.append(f"{path} is not deleted: it holds files that are not ours: {listed(sorted(strangers))}")
+            foreign = {entry.name for entry in path.iterdir()} - {MANIFEST, *manifest.files}
+            if foreign:
+                notes.append(f"{path} is not deleted, because it contains other files: {listed(sorted(foreign))}")
                 journal.end("retiring", step)
                 continue
             _delete(folder, path)
@@ -175,21 +177,21 @@ def remove_superfluous(
 
 
 def _delete(folder: Path, path: Path) -> None:
-    """Out of sight in one step, so that nobody ever sees half of it; then for good."""
+    """Delete a checkpoint. It is renamed first, so that no process sees a partially deleted one."""
     trash = folder / temporary_name()
     path.rename(trash)
-    with suppress(OSError):  # out of sight it is; what stays of it, the next start removes
+    with suppress(OSError):  # the next start removes what is left
         sync_folder(folder)
         shutil.rmtree(trash)
 
 
 def set_aside(folder: Path, later: Sequence[Found]) -> tuple[str, ...]:
-    """Rename them, so that `latest` never means a checkpoint of an abandoned line. Returns what was done."""
+    """Rename later checkpoints, so that `latest` never selects one of an abandoned branch. Returns notes."""
     notes = []
     for one in later:
         target = _free_name(folder, f"{_ASIDE}{one.path.name}")
         one.path.rename(target)
-        notes.append(f"{one.path.name} lies after the step this run begins at; it is now called {target.name}")
+        notes.append(f"{one.path.name} is later than the step this run starts at; it was renamed to {target.name}")
     if later:
         sync_folder(folder)
     return tuple(notes)

@@ -1,14 +1,16 @@
-"""The journal of a run's folder: what the process that holds the lock has begun and not ended.
+"""The journal of a checkpoint folder: operations that the process holding the lock has started but not finished.
 
-The first line of the lock file, JSON: {"saving": [30], "retiring": [10]}. The next process to take the lock ends it:
+The journal is the first line of the lock file, in JSON: {"saving": [30], "retiring": [10]}. The next process that takes
+the lock completes or reverts these operations:
 
-saving N     the weights of step N are written before checkpoint N is complete. Without that checkpoint they are removed
-retiring N   checkpoint N is not kept any more, and the weights of step N go with it
-sampling N   samples of step N are not all there; a run that goes on from step N draws them
-finishing N  the final files are written, checked and reported after step N, the last one
+saving N     The weights of step N are written before checkpoint N is complete. If the checkpoint is missing, the
+             weights are removed.
+retiring N   Checkpoint N is no longer kept. It is removed together with the weights of step N.
+sampling N   Not all validation samples of step N exist. A run that resumes from step N generates them.
+finishing N  The final files, checks and report after the last step N are incomplete.
 
-The line is written in one call and is not flushed: it is for processes that are killed. A power cut may lose it; then
-files that belong to no checkpoint stay.
+The line is written with one system call and not synced, which suffices for processes that are killed. A power failure
+may lose it; then files that belong to no checkpoint are left behind.
 """
 
 from __future__ import annotations
@@ -26,11 +28,14 @@ _LONGEST = 1 << 16
 
 
 class Journal:
-    """Of the process that has the lock; safe for several threads."""
+    """The journal of the process that holds the lock. Thread-safe."""
 
     def __init__(self, lock_file: int, *, is_fresh: bool) -> None:
-        """`lock_file` is its open descriptor, which stays the caller's. `is_fresh` where the disk has no locks: the
-        line may be of a process that is at work, so nothing is read."""
+        """`lock_file` is an open descriptor; the caller closes it.
+
+        Pass `is_fresh` on a file system without locks. An existing line may then belong to a process that is still
+        running, so it is not read.
+        """
         self._descriptor = lock_file
         self._mutex = threading.Lock()
         self._steps = _parse(b"" if is_fresh else os.pread(lock_file, _LONGEST, 0))
@@ -53,22 +58,22 @@ class Journal:
     def _write(self) -> None:
         found = {work: sorted(steps) for work, steps in self._steps.items() if steps}
         line = f"{json.dumps(found)}\n".encode() if found else b"\n"
-        with suppress(OSError):  # of a full disk, say: without the line some files stay, and that is all
+        with suppress(OSError):  # e.g. a full disk; the only consequence is that some files may be left behind
             os.pwrite(self._descriptor, line, 0)
             os.ftruncate(self._descriptor, len(line))
 
 
 def read_journal(lock_file: Path) -> Mapping[Work, set[int]]:
-    """For whoever only wants to look; of a process that is at work, it may be old in a moment."""
+    """Read a journal without taking the lock. If its process is running, the result may be outdated."""
     try:
         with lock_file.open("rb") as file:
             return _parse(file.read(_LONGEST))
-    except OSError:  # there is none; or whoever takes the lock finds out what is wrong
+    except OSError:  # the file does not exist; other problems are reported when the lock is taken
         return _parse(b"")
 
 
 def _parse(text: bytes) -> dict[Work, set[int]]:
-    """Nothing where the line was torn."""
+    """Parse the first line. An incomplete line counts as empty."""
     try:
         found = json.loads(text.partition(b"\n")[0] or b"{}")
     except ValueError:

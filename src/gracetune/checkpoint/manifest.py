@@ -2,18 +2,19 @@
 
 A folder `checkpoint-<step>` of plain files:
 
-    manifest.json                          what follows, and the size and xxh3-128 of every other file
-    <piece>.json                           the JSON of a shared piece
-    <piece>.safetensors                    its tensors, where it has any
-    <piece>.rank-<5 digits>.json, .safetensors   the same of a piece each process has for itself
+    manifest.json                                see below
+    <part>.json                                  the JSON of a state part that all ranks share
+    <part>.safetensors                           its tensors, if it has any
+    <part>.rank-<5 digits>.json, .safetensors    the same for a state part that each rank saves separately
 
-`manifest.json`: `format` ("gracetune-checkpoint"), `version` (1), `step` (optimizer steps done), `created` (ISO 8601,
-UTC), `world_size`, `identity` (what makes the run this run: names and values), `config_digest`, `data` (the data's
-fingerprint), `versions` (of the libraries), `pieces` and `per_rank_pieces` (names), `files` (name -> `size`,
-`checksum`), and `checksum`: the xxh3-128 of the rest as JSON with sorted keys and no spaces.
+The keys of `manifest.json`: `format` ("gracetune-checkpoint"), `version` (1), `step` (optimizer steps done), `created`
+(ISO 8601, UTC), `world_size`, `identity` (names and values that identify the run), `config_digest`, `data` (fingerprint
+of the data), `versions` (of libraries), `pieces` and `per_rank_pieces` (names of the state parts), `files` (name ->
+`size` and `checksum`, an xxh3-128), and `checksum`: the xxh3-128 of all other keys as JSON with sorted keys and without
+spaces.
 
-The folder is made under another name, every file in it synced, then itself, then renamed, then the folder above
-synced: it is there whole or not at all.
+Writing is atomic: the folder is created under a temporary name, its files and then the folder itself are synced, it is
+renamed, and the parent folder is synced.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ FORMAT = "gracetune-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 PART = "part "
-"""How names of an identity begin that are about one part of a model; checkpoints of earlier releases have none."""
+"""Prefix of identity names for single parts of a model. Checkpoints of earlier releases have no such names."""
 _UNSET = object()
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 
 
 class BadManifestError(Exception):
-    """Why a manifest cannot be used. Stays inside this package, which knows what to type."""
+    """A manifest is not usable. Internal to this package, which turns it into an error with a remedy."""
 
 
 class NewerFormatError(BadManifestError):
-    """A manifest of a release newer than this one."""
+    """A newer release wrote the manifest."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What only the run knows about its checkpoints."""
+    """The part of a manifest that the run provides."""
 
     identity: Mapping[str, str]
-    """What makes the run this run, such as its name, model and adapter: a checkpoint that differs is refused."""
+    """Identifies the run: its name, model, adapter and more. A checkpoint with another identity is rejected."""
     config_digest: str = ""
     data: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -60,6 +61,8 @@ class Metadata:
 
 @dataclass(frozen=True)
 class Manifest:
+    """The content of `manifest.json`, without the constants."""
+
     step: int
     created: str
     world_size: int
@@ -88,7 +91,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """None where it is not the name of a checkpoint."""
+    """The step in a folder name, or None if it is not the name of a checkpoint."""
     match = _FOLDER.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -98,26 +101,26 @@ def file_stem(piece: str, rank: int | None) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """BadManifestError where it is not one of ours; OSError where it cannot be read."""
+    """Read and verify a manifest. BadManifestError: invalid content. OSError: unreadable."""
     try:
         value = json.loads(read_small_file(folder / MANIFEST))
     except FileNotFoundError:
         raise BadManifestError("it is missing") from None
-    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
-        raise BadManifestError(f"it is no JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
+        raise BadManifestError(f"it is not valid JSON: {error}") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise BadManifestError(f"its format is not {FORMAT!r}")
     version = value.get("version")
     if isinstance(version, int) and version > VERSION:
-        raise NewerFormatError(f"version {version} of the format; this release reads version {VERSION}")
+        raise NewerFormatError(f"format version {version}; this release reads version {VERSION}")
     found = value.pop("checksum", None)
     if found != _checksum(value):
-        raise BadManifestError("its bytes do not match their checksum")
+        raise BadManifestError("its content does not match its checksum")
     return _from_json(value)
 
 
 def _from_json(value: Mapping[str, Any]) -> Manifest:
-    # The checksum has vouched for it: what is missing here, this release never wrote.
+    # The checksum is correct, so the content is what was written and has all keys of this version.
     return Manifest(
         step=value["step"],
         created=value["created"],
@@ -135,9 +138,9 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def identity_differences(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """One line for each name whose value is another, or for each value in it where both are JSON objects.
+    """One line per difference. Values that are JSON objects are compared key by key.
 
-    Parts of a checkpoint that names none are unknown, which is no difference: see `has_unknown_parts`.
+    If `before` contains no parts of the model, they are unknown and not compared; see `has_unknown_parts`.
     """
     names = [*before, *(name for name in now if name not in before)]
     if has_unknown_parts(before, now):
@@ -146,7 +149,7 @@ def identity_differences(before: Mapping[str, str], now: Mapping[str, str]) -> t
 
 
 def has_unknown_parts(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether `before` is of a release that recorded no parts of the model beside the trained weights."""
+    """Whether an earlier release wrote `before`, which recorded only the trained weights and no other model parts."""
     return any(name.startswith(PART) for name in now) and not any(name.startswith(PART) for name in before)
 
 
@@ -155,11 +158,11 @@ def _difference(name: str, before: str | None, now: str | None) -> Iterator[str]
         return
     old, new = _object(before), _object(now)
     if old is None or new is None:
-        yield f"{name} was {_said(before)} and is {_said(now)}"
+        yield f"{name} was {_value_text(before)} and is {_value_text(now)}"
         return
     for key in [*old, *(key for key in new if key not in old)]:
         if old.get(key, _UNSET) != new.get(key, _UNSET):
-            yield f"{name}: {key} was {_shown(old, key)} and is {_shown(new, key)}"
+            yield f"{name}: {key} was {_item_text(old, key)} and is {_item_text(new, key)}"
 
 
 def _object(text: str | None) -> dict[str, Any] | None:
@@ -170,9 +173,9 @@ def _object(text: str | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _said(value: str | None) -> str:
+def _value_text(value: str | None) -> str:
     return "not set" if value is None else repr(value)
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _item_text(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "not set"

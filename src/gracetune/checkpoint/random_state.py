@@ -1,4 +1,4 @@
-"""The random number generators of one process: Python's, numpy's, torch's on the CPU and on its GPU."""
+"""The state of a process's random number generators: Python, NumPy, torch on the CPU and on its GPU."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ VERSION = 1
 
 
 class RandomState:
-    """A per-rank piece: every process has generators of its own."""
+    """A per-rank state part, because each process has its own generators."""
 
     name = "random"
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """`device` is the process's GPU, where it has one."""
+        """`device` is the device of the process. Only a CUDA device has a generator of its own."""
         self._cuda = device if device is not None and device.type == "cuda" else None
 
     def save(self) -> Saved:
         version, words, gauss = random.getstate()
-        # The arrays of the state; the legacy form is a tuple whose meaning is its order.
+        # legacy=False returns a dictionary with names; the legacy form is a tuple.
         state: Any = np.random.get_state(legacy=False)
         tensors = {
             "python": torch.tensor(words, dtype=torch.int64),

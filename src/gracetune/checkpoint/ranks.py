@@ -1,4 +1,4 @@
-"""What the store has to know of the run's other processes."""
+"""The interface between the checkpoint store and the other processes of a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Protocol
 
 
 class Ranks(Protocol):
+    """The processes of a run."""
+
     @property
     def rank(self) -> int: ...
 
@@ -14,11 +16,13 @@ class Ranks(Protocol):
     def world_size(self) -> int: ...
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What every rank gave, in the order of the ranks. Called by all; only rank 0 uses the answer."""
+        """The values of all ranks, in rank order. All ranks call this; only rank 0 uses the result."""
 
 
 @dataclass(frozen=True)
 class OneProcess:
+    """A run with a single process."""
+
     @property
     def rank(self) -> int:
         return 0

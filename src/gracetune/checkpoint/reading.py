@@ -1,4 +1,4 @@
-"""A checkpoint that was opened: every byte has been checked, and each piece can be given back to its owner."""
+"""Reading a checkpoint: verify every byte, then pass each part of the state to its owner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gracetune.storage.safetensors_files import read_tensors
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a checkpoint that was complete once."""
+    """The damage of a checkpoint that was complete once."""
 
     file: str
     found: str
@@ -34,16 +34,18 @@ class Damage:
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A verified checkpoint."""
+
     path: Path
     manifest: Manifest
 
     @property
     def step(self) -> int:
-        """Optimizer steps done when it was made."""
+        """The number of optimizer steps done when it was written."""
         return self.manifest.step
 
     def saved(self, piece: str, rank: int | None = None) -> Saved:
-        """The contents of a piece; `rank` for one that each process has for itself."""
+        """The content of a state part. Pass `rank` for a part that each process saves separately."""
         stem = file_stem(piece, rank)
         try:
             value: dict[str, Any] = json.loads((self.path / f"{stem}.json").read_bytes())
@@ -52,15 +54,16 @@ class Checkpoint:
         tensors = f"{stem}.safetensors"
         if tensors not in self.manifest.files:
             return Saved(value)
-        # Copies: what safetensors gives may be the file itself, mapped, and retention will delete that one day.
+        # Clone, because safetensors may return tensors in a mapping of the file, which is deleted at some time.
         return Saved(value, {name: tensor.clone() for name, tensor in read_tensors(self.path / tensors).items()})
 
     def load(
         self, pieces: Sequence[Piece], *, per_rank: Sequence[Piece] = (), rank: int = 0, world_size: int = 1
     ) -> tuple[str, ...]:
-        """Give every piece its state. Returns what the user should know; MissingPieceError before anything is loaded.
+        """Load the state of all parts. Returns notes for the user.
 
-        With another number of processes, a per-rank piece of a rank that did not exist then keeps its fresh state.
+        Raises MissingPieceError before anything is loaded. If the number of processes has grown, per-rank parts of new
+        ranks keep their initial state.
         """
         shared, own = self.manifest.pieces, self.manifest.per_rank_pieces
         lacking = _without(pieces, shared) + _without(per_rank, own)
@@ -75,16 +78,16 @@ class Checkpoint:
 
     def _notes(self, pieces: Sequence[Piece], per_rank: Sequence[Piece], world_size: int) -> tuple[str, ...]:
         notes = []
-        asked = {piece.name for piece in (*pieces, *per_rank)}
-        unused = [name for name in (*self.manifest.pieces, *self.manifest.per_rank_pieces) if name not in asked]
+        used = {piece.name for piece in (*pieces, *per_rank)}
+        unused = [name for name in (*self.manifest.pieces, *self.manifest.per_rank_pieces) if name not in used]
         if unused:
-            notes.append(f"{self.path.name} also holds {listed(unused)}, which this run does not use")
+            notes.append(f"{self.path.name} also contains {listed(unused)}, which this run does not use")
         before = self.manifest.world_size
         if before != world_size and per_rank:
             names = listed(piece.name for piece in per_rank)
             notes.append(
-                f"{self.path.name} was made by {before} processes and is resumed by {world_size}: "
-                f"the state of {names} is kept for those that existed then, and is new for others"
+                f"{self.path.name} was written by {before} processes and is resumed by {world_size}: "
+                f"the state of {names} is restored for ranks that existed then and is new for others"
             )
         return tuple(notes)
 
@@ -93,17 +96,18 @@ class Checkpoint:
             Problem(
                 f"no saved state of {listed(lacking)}",
                 f"state of {listed((*self.manifest.pieces, *self.manifest.per_rank_pieces))}",
-                "the state of everything this run is configured to use",
-                "resume with the configuration that made the checkpoint, or start anew with --resume none",
+                "the state of everything that this run uses",
+                "resume with the configuration that wrote the checkpoint, or start from step 0 with --resume none",
                 str(self.path),
             )
         )
 
     def differences(self, identity: Mapping[str, str]) -> tuple[str, ...]:
-        """How the run that made it differs from this one."""
+        """Differences between the run that wrote the checkpoint and this run."""
         return identity_differences(self.manifest.metadata.identity, identity)
 
     def refuse_other_run(self, identity: Mapping[str, str]) -> None:
+        """Raise OtherRunError if another run wrote the checkpoint."""
         different = self.differences(identity)
         if different:
             raise other_run(self.path, different)
@@ -122,17 +126,17 @@ def other_run(path: Path, different: Sequence[str]) -> OtherRunError:
         Problem(
             "a checkpoint of another run",
             "; ".join(different),
-            "a checkpoint of the run that is configured",
-            "the configuration of that run (config.yaml in its folder), or another folder for this one: "
-            "--set output_dir=FOLDER; to begin there "
-            f"with this state all the same (of an adapter of the same shape), add --resume {path} --allow-other-run",
+            "a checkpoint of the configured run",
+            "use the configuration of that run (config.yaml in its folder), or another folder for this one: "
+            "--set output_dir=FOLDER; to start there from this state anyway (if the adapter has the same shape), "
+            f"add --resume {path} --allow-other-run",
             str(path),
         )
     )
 
 
 def verify(path: Path) -> Checkpoint | Damage:
-    """Read and compare every byte. CheckpointError where that is not possible at all."""
+    """Verify every byte of a checkpoint. Raises CheckpointError if it cannot be read or is of a newer release."""
     try:
         manifest = read_manifest(path)
         for name, fact in manifest.files.items():
@@ -140,8 +144,9 @@ def verify(path: Path) -> Checkpoint | Damage:
             if found is not None:
                 return Damage(name, found)
     except NewerFormatError as error:
-        hint = "resume with the release that made it, or start anew with --resume none"
-        problem = Problem("a checkpoint of a newer release", str(error), "a checkpoint we can read", hint, str(path))
+        hint = "resume with the release that wrote it, or start from step 0 with --resume none"
+        expected = "a checkpoint that this release can read"
+        problem = Problem("a checkpoint of a newer release", str(error), expected, hint, str(path))
         raise CheckpointError(problem) from None
     except BadManifestError as error:
         return Damage(MANIFEST, str(error))

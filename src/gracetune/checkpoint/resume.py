@@ -1,4 +1,4 @@
-"""Where a run begins: `latest`, `none`, or a checkpoint's folder."""
+"""Resuming: find the checkpoint that a run starts from, given `latest`, `none` or a checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from gracetune.checkpoint.store import CheckpointStore
 from gracetune.errors import Problem
 
 _UNKNOWN_PARTS = (
-    "is of an earlier release, which recorded only the trained weights: whether VAE, text encoders, tokenizers and "
-    "scheduler are the same as then is not known; from the next checkpoint on it is checked"
+    "was written by an earlier release, which recorded only the trained weights, so it is unknown whether VAE, text "
+    "encoders, tokenizers and scheduler are the same; from the next checkpoint on they are checked"
 )
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins, and why."""
+    """The start of a run, and why."""
 
     checkpoint: Checkpoint | None
-    """None: at step 0."""
+    """None if the run starts at step 0."""
     reason: str
     notes: tuple[str, ...] = ()
-    """What the user should know."""
+    """Notes for the user."""
     newest: int = 0
-    """Step of the newest checkpoint that the folder held: a run that finished there did so at this step."""
+    """Step of the newest checkpoint in the folder; if the run has finished, it did so at this step."""
 
     @property
     def step(self) -> int:
@@ -39,10 +39,10 @@ class Start:
 def begin(
     asked: str, store: CheckpointStore, identity: Mapping[str, str], *, allow_other_run: bool = False, take: bool = True
 ) -> Start:
-    """Find, check and open the checkpoint that was asked for, and take the folder for this run. Called by all ranks.
+    """Find and open the requested checkpoint, and claim the folder for this run. All ranks call this.
 
-    `allow_other_run` takes over the state of a checkpoint made by another run; the folder itself must still be this
-    run's own. Without `take` nothing in the folder is locked, renamed or made: for whoever only wants to look.
+    With `allow_other_run`, the checkpoint may be of another run, but the folder must still belong to this run. Without
+    `take`, nothing in the folder is locked, renamed or created; use that for inspection only.
     """
     path, reason = resolve(asked, store)
     latest = store.latest()
@@ -54,7 +54,7 @@ def begin(
         different = checkpoint.differences(identity)
         if different and not allow_other_run:
             checkpoint.refuse_other_run(identity)
-        notes = tuple(f"{path.name} is of another run: {line}" for line in different)
+        notes = tuple(f"{path.name} belongs to another run: {line}" for line in different)
         if has_unknown_parts(checkpoint.manifest.metadata.identity, identity):
             notes += (f"{path.name} {_UNKNOWN_PARTS}",)
     if take:
@@ -64,34 +64,34 @@ def begin(
 
 
 def resolve(asked: str, store: CheckpointStore) -> tuple[Path | None, str]:
-    """The folder that is meant, and why; nothing in it has been read."""
+    """The folder of the requested checkpoint, and why. The checkpoint itself is not read."""
     if asked == "none":
-        return None, "begins anew, as asked"
+        return None, "starts at step 0, as requested"
     if asked == "latest":
         path = store.latest()
         if path is None:
-            return None, f"begins anew: no checkpoint in {store.folder}"
-        return path, f"goes on from {path.name}, the latest"
+            return None, f"starts at step 0: no checkpoint in {store.folder}"
+        return path, f"resumes from {path.name}, the latest"
     path = Path(asked).expanduser().absolute()
     try:
         if (path / MANIFEST).is_file() or (path.is_dir() and step_of(path.name) is not None):
-            return path, f"goes on from {path}, as asked"
+            return path, f"resumes from {path}, as requested"
         raise _no_checkpoint(asked, path, store)
     except OSError as error:
         raise unreadable(error, path) from error
 
 
 def _no_checkpoint(asked: str, path: Path, store: CheckpointStore) -> ResumeError:
-    found = "a file" if path.is_file() else "a folder that is no checkpoint" if path.is_dir() else "nothing there"
+    found = "a file" if path.is_file() else "a folder that is not a checkpoint" if path.is_dir() else "no such folder"
     for folder in (path, path / "checkpoints", path.parent, store.folder):
-        there = checkpoints(folder) if folder.is_dir() else []
-        if there:
-            named = next((one.path for one in there if one.path.name == path.name), there[-1].path)
-            found += f"; {folder} holds {listed(one.path.name for one in there)}"
-            hint = f"--resume {named}"
+        existing = checkpoints(folder) if folder.is_dir() else []
+        if existing:
+            suggestion = next((one.path for one in existing if one.path.name == path.name), existing[-1].path)
+            found += f"; {folder} contains {listed(one.path.name for one in existing)}"
+            hint = f"--resume {suggestion}"
             break
     else:
-        hint = "--resume latest (which begins anew where there is no checkpoint), or --resume none"
+        hint = "--resume latest (which starts at step 0 if there is no checkpoint), or --resume none"
     return ResumeError(
         Problem(f"resume {asked!r}", found, "latest, none, or the folder of a checkpoint", hint, str(path))
     )

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: written in the background, complete or absent, kept and deleted by rule."""
+"""The checkpoint store of a run: writes checkpoints atomically in the background, and deletes old ones."""
 
 from __future__ import annotations
 
@@ -52,27 +52,29 @@ from gracetune.storage.safetensors_files import file_pieces
 from gracetune.units import MIB
 
 _MARGIN = MIB
-"""Manifest, folder entries, and what others write meanwhile."""
+"""Disk space for the manifest, folder entries, and data that other processes write meanwhile."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that is complete and on the disk."""
+    """A checkpoint that is completely on the disk."""
 
     step: int
     path: Path
     size: int
     snapshot_ms: float
-    """How long the run was held up for copying."""
+    """How long the run was blocked for copying."""
     write_ms: float
-    """How long writing took in the background."""
+    """How long writing in the background took."""
     removed: tuple[str, ...]
-    """Older checkpoints deleted afterwards."""
+    """Names of older checkpoints that were deleted."""
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class _Job:
+    """A checkpoint to write in the background."""
+
     step: int
     metadata: Metadata
     shared: Mapping[str, Snapshot]
@@ -94,16 +96,16 @@ class _Job:
 
 
 class CheckpointStore:
-    """All ranks make one and call `write` alike; rank 0 alone writes, by one background thread.
+    """All ranks create a store and make the same calls of `write`. Only rank 0 writes, in one background thread.
 
-    What goes wrong in the background is raised by the next `write`, `wait`, `finished` or `close`.
+    Errors of the background thread are raised by the next call of `write`, `wait`, `finished` or `close`.
     """
 
     def __init__(
         self, folder: Path, keep_last: int, keep_every: int | None = None, *, ranks: Ranks | None = None
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
-            raise ValueError(f"keep the last {keep_last} checkpoints, and every {keep_every} steps one")
+            raise ValueError(f"keep_last and keep_every must be at least 1, not {keep_last} and {keep_every}")
         self.folder = folder.expanduser().absolute()
         self._keep_last, self._keep_every = keep_last, keep_every
         self._ranks = OneProcess() if ranks is None else ranks
@@ -113,30 +115,30 @@ class CheckpointStore:
         self._lock: int | None = None
         self._journal: Journal | None = None
         self._identity: dict[str, str] | None = None
-        self._there: set[int] = set()
-        """Steps whose checkpoint holds exactly what `write` would write again."""
+        self._written: set[int] = set()
+        """Steps whose checkpoint exists with exactly the content that `write` would write again."""
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> Path | None:
-        """The newest, whole or damaged; what was never completed does not count."""
+        """The newest checkpoint, intact or damaged. Incomplete ones do not count."""
         found = checkpoints(self.folder)
         return found[-1].path if found else None
 
     def open(self, path: Path) -> Checkpoint:
-        """Every byte is checked. A damaged one is an error that names the newest whole one before it."""
+        """Verify and open a checkpoint. The error for a damaged one names the newest intact one before it."""
         found = verify(path)
         if isinstance(found, Checkpoint):
             return found
-        good = _newest_whole(path)
-        hint = "no earlier one is whole: start anew with --resume none"
-        if good is not None:
-            hint = f"--resume {good}; this one stays, renamed"
+        intact = _newest_intact(path)
+        hint = "no earlier checkpoint is intact: start from step 0 with --resume none"
+        if intact is not None:
+            hint = f"--resume {intact}; the damaged one is kept under another name"
         raise DamagedCheckpointError(
             Problem(
                 f"damaged checkpoint, file {found.file}",
                 found.found,
-                "the bytes that were written; look at the disk (`dmesg`, `smartctl -a`)",
+                "the bytes that were written; check the disk (`dmesg`, `smartctl -a`)",
                 hint,
                 str(path),
             )
@@ -145,16 +147,16 @@ class CheckpointStore:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def claim(self, identity: Mapping[str, str]) -> None:
-        """Take the folder for this run: made, locked, freed of what a killed process left half done.
+        """Create and lock the folder for this run, and remove incomplete checkpoints of killed processes.
 
-        OtherRunError where it holds checkpoints of another run, BusyFolderError where another process writes here.
+        Raises OtherRunError if it contains checkpoints of another run, BusyFolderError if another process writes to it.
         """
         if self._ranks.rank != 0:
             return
         if self._identity is not None:
             different = identity_differences(self._identity, identity)
             if different:
-                raise ValueError(f"one store, two runs: {'; '.join(different)}")
+                raise ValueError(f"one store cannot serve two runs: {'; '.join(different)}")
             return
         self.refuse_others(identity)
         try:
@@ -168,7 +170,7 @@ class CheckpointStore:
         self._identity = dict(identity)
 
     def check_claim(self) -> None:
-        """What `claim` would refuse beside the checkpoints of another run. Touches nothing."""
+        """Raise the errors that `claim` would raise, except OtherRunError. Changes nothing."""
         if self._ranks.rank != 0:
             return
         try:
@@ -178,21 +180,21 @@ class CheckpointStore:
             raise unwritable(error, self.folder, needed=0, free=None, last=self.latest()) from error
 
     def refuse_others(self, identity: Mapping[str, str]) -> None:
-        """OtherRunError where the folder holds checkpoints of another run. Touches nothing."""
+        """Raise OtherRunError if the folder contains checkpoints of another run. Changes nothing."""
         for one in checkpoints(self.folder):
             try:
                 found = read_manifest(one.path).metadata.identity
             except (BadManifestError, OSError):
-                continue  # whose it was cannot be known; it is never deleted, and opening it says what is wrong
+                continue  # its run is unknown: it is never deleted, and opening it reports the damage
             different = identity_differences(found, identity)
             if different:
                 raise other_run(one.path, different)
 
     def begin(self, identity: Mapping[str, str], checkpoint: Checkpoint | None) -> tuple[str, ...]:
-        """Claim the folder for a run that goes on from `checkpoint`, or begins at step 0.
+        """Claim the folder for a run that resumes from `checkpoint`, or starts at step 0.
 
-        What a killed process has begun is ended as far as it is about checkpoints: see `unfinished`. Checkpoints after
-        that step are set aside, never deleted. Returns what was done, for the user to see.
+        Completes deletions that a killed process had started. Renames checkpoints of later steps, which are never
+        deleted. Returns notes for the user.
         """
         self.claim(identity)
         if self._ranks.rank != 0:
@@ -209,15 +211,15 @@ class CheckpointStore:
         except OSError as error:
             raise unwritable(error, self.folder, needed=0, free=None, last=path) from error
         if path is not None and path.parent == self.folder.resolve():
-            self._there.add(step)
+            self._written.add(step)
         return (*retired, *notes)
 
     def _end_retirement(self, identity: Mapping[str, str], resumed: Checkpoint | None) -> tuple[str, ...]:
-        """After a kill between a checkpoint and the deletion of those that it makes superfluous."""
+        """Complete the deletion of old checkpoints, if a process was killed after saving a new one."""
         assert self._journal is not None, "the folder is claimed"
-        there = {one.step for one in checkpoints(self.folder)}
-        saved = there.intersection(self._journal.steps("saving"))
-        if not saved and there.isdisjoint(self._journal.steps("retiring")):
+        existing = {one.step for one in checkpoints(self.folder)}
+        saved = existing.intersection(self._journal.steps("saving"))
+        if not saved and existing.isdisjoint(self._journal.steps("retiring")):
             return ()
         protected = [*saved, *(() if resumed is None else (resumed.step,))]
         removal = remove_superfluous(
@@ -229,10 +231,10 @@ class CheckpointStore:
 
     @property
     def is_writer(self) -> bool:
-        """Of all ranks, the one that writes."""
+        """Whether this rank writes checkpoints."""
         return self._ranks.rank == 0
 
-    # -- what is begun and not ended (see `journal`) ------------------------------------------------------------------
+    # -- unfinished operations (see `journal`) ------------------------------------------------------------------------
 
     def begin_work(self, work: Work, step: int) -> None:
         if self._journal is not None:
@@ -243,18 +245,18 @@ class CheckpointStore:
             self._journal.end(work, *steps)
 
     def unfinished(self, work: Work) -> tuple[int, ...]:
-        """Of which steps. Before the folder is claimed: of whoever had it last, or has it now."""
+        """The steps of unfinished operations. Before `claim`, those of the last or current owner of the folder."""
         if self._journal is not None:
             return self._journal.steps(work)
         return tuple(sorted(read_journal(self.folder / LOCK_FILE)[work]))
 
     def write(self, step: int, pieces: Sequence[Piece], *, metadata: Metadata, per_rank: Sequence[Piece] = ()) -> Path:
-        """Copy the state of all pieces, and write it in the background. Call it at a window's boundary, on all ranks.
+        """Copy the state of all parts and write it in the background. Call it on all ranks, between optimizer steps.
 
-        Waits for the write before it. Returns where the checkpoint will be; `finished` or `wait` say when it is.
+        Waits for the previous write. Returns the path of the checkpoint. Use `finished` or `wait` for its completion.
         """
         check_names([piece.name for piece in (*pieces, *per_rank)])
-        # All ranks take part in saving before rank 0 can fail.
+        # Saving and gathering are collective, so they come before anything that can fail on rank 0 only.
         saved = {piece.name: piece.save() for piece in pieces}
         gathered = {piece.name: self._ranks.gather(_packed(piece.name, piece.save())) for piece in per_rank}
         target = self.folder / folder_name(step)
@@ -263,10 +265,10 @@ class CheckpointStore:
         self.wait()
         self.claim(metadata.identity)
         try:
-            is_there, is_taken = target.is_dir(), target.exists() or target.is_symlink()
+            is_folder, is_taken = target.is_dir(), target.exists() or target.is_symlink()
         except OSError as error:
-            raise unwritable(error, self.folder, needed=0, free=None, last=self._last_whole()) from error
-        if step in self._there and is_there:
+            raise unwritable(error, self.folder, needed=0, free=None, last=self._last_complete()) from error
+        if step in self._written and is_folder:
             self.end_work("saving", step)
             return target
         if is_taken:
@@ -283,18 +285,22 @@ class CheckpointStore:
         return target
 
     def check_room(self, needed: int, identity: Mapping[str, str] | None = None) -> None:
-        """CheckpointFullError where the disk has not that many bytes left. `identity` as in `claim`, before that: then
-        what a killed process left counts as free, because `claim` removes it."""
+        """Raise CheckpointFullError if the disk has fewer than `needed` bytes free.
+
+        Before `claim`, pass the `identity` for it: leftovers of killed processes then count as free, because `claim`
+        removes them.
+        """
         free = self._free()
         if free is not None and identity is not None:
             free += left_bytes(self.folder)
         if free is not None and free < needed:
-            last = self._last_whole(identity)
-            safe = "there is no earlier checkpoint" if last is None else f"{last} is whole"
-            raise full(f"no room for a checkpoint; {safe}", self.folder, found="", needed=needed, free=free)
+            last = self._last_complete(identity)
+            safe = "there is no earlier checkpoint" if last is None else f"{last} is complete"
+            key = f"not enough disk space for a checkpoint; {safe}"
+            raise full(key, self.folder, found="", needed=needed, free=free)
 
     def wait(self) -> None:
-        """Until everything handed to `write` is on the disk."""
+        """Wait until the pending write has finished."""
         if self._future is None:
             return
         concurrent.futures.wait([self._future])
@@ -302,14 +308,14 @@ class CheckpointStore:
         self._finished.append(future.result())
 
     def finished(self) -> tuple[Written, ...]:
-        """What was completed since the last call; does not wait."""
+        """The checkpoints completed since the last call. Does not wait."""
         if self._future is not None and self._future.done():
             self.wait()
         done, self._finished = tuple(self._finished), []
         return done
 
     def close(self) -> None:
-        """Waits; then the folder is free for others."""
+        """Wait for the pending write, then release the folder."""
         try:
             self.wait()
         finally:
@@ -333,7 +339,7 @@ class CheckpointStore:
         try:
             self.close()
         except CheckpointError as second:
-            error.add_note(f"and the last checkpoint was not written: {second}")
+            error.add_note(f"the last checkpoint was not written either: {second}")
 
     # -- in the background --------------------------------------------------------------------------------------------
 
@@ -341,20 +347,21 @@ class CheckpointStore:
         begin = time.perf_counter()
         target = self.folder / folder_name(job.step)
         try:
-            size = self._write_whole(job, target)
+            size = self._write_folder(job, target)
         except OSError as error:
-            free, last = self._free(), self._last_whole()
+            free, last = self._free(), self._last_complete()
             raise unwritable(error, self.folder, needed=job.needed, free=free, last=last) from error
         write_ms = (time.perf_counter() - begin) * 1000
-        self._there.add(job.step)
+        self._written.add(job.step)
         assert self._journal is not None, "the folder is claimed"
         removal = remove_superfluous(
             self.folder, job.metadata.identity, self._keep_last, self._keep_every, (job.step,), self._journal
         )  # fmt: skip
-        self._journal.end("saving", job.step)  # last: until then the next process ends the deletion
+        # Last, so that after a kill before this point the next process completes the deletion.
+        self._journal.end("saving", job.step)
         return Written(job.step, target, size, job.snapshot_ms, write_ms, removal.removed, removal.notes)
 
-    def _write_whole(self, job: _Job, target: Path) -> int:
+    def _write_folder(self, job: _Job, target: Path) -> int:
         with new_folder(target, files_synced=True) as temporary:
             facts: dict[str, Fact] = {name: write_checksummed(temporary / name, parts) for name, parts in job.files()}
             manifest = Manifest(
@@ -370,29 +377,30 @@ class CheckpointStore:
         return last.size + sum(fact.size for fact in facts.values())
 
     def _free(self) -> int | None:
-        """Before the folder is made, of the nearest one above it."""
+        """Free bytes on the disk. If the folder does not exist yet, its nearest existing parent is used."""
         try:
             place = next((path for path in (self.folder, *self.folder.parents) if path.is_dir()), self.folder)
             return shutil.disk_usage(place).free
         except OSError:
             return None
 
-    def _last_whole(self, identity: Mapping[str, str] | None = None) -> Path | None:
-        """Told by its manifest: for a message, reading every byte would take too long."""
+    def _last_complete(self, identity: Mapping[str, str] | None = None) -> Path | None:
+        """The newest checkpoint of this run with a valid manifest. For a message, verifying all bytes is too slow."""
         own = self._identity or identity or {}
         ours = (one.path for one in reversed(checkpoints(self.folder)) if manifest_if_ours(one.path, own))
         return next(ours, None)
 
 
-def _newest_whole(damaged: Path) -> Path | None:
+def _newest_intact(damaged: Path) -> Path | None:
+    """The newest intact checkpoint before a damaged one."""
     step = step_of(damaged.name)
     for one in reversed(checkpoints(damaged.parent)):
-        if one.path != damaged and (step is None or one.step < step) and not isinstance(_whole(one.path), Damage):
+        if one.path != damaged and (step is None or one.step < step) and not isinstance(_checked(one.path), Damage):
             return one.path
     return None
 
 
-def _whole(path: Path) -> Checkpoint | Damage:
+def _checked(path: Path) -> Checkpoint | Damage:
     try:
         return verify(path)
     except CheckpointError as error:
@@ -400,13 +408,13 @@ def _whole(path: Path) -> Checkpoint | Damage:
 
 
 def _occupied(target: Path) -> CheckpointError:
-    hint = f"move it away (`mv {target} {target}.old`), or resume the run it belongs to"
+    hint = f"move it away (`mv {target} {target}.old`), or resume the run that it belongs to"
     return CheckpointError(
-        Problem("checkpoint not written", "something of this name is there", "a free name", hint, str(target))
+        Problem("checkpoint not written", "a file or folder of this name", "an unused name", hint, str(target))
     )
 
 
-# -- a rank's own state, on its way to rank 0: length of the JSON (8 bytes), the JSON, the bytes of a safetensors file
+# -- the state of one rank, as bytes for rank 0: length of the JSON (8 bytes), the JSON, a safetensors file
 
 
 def _packed(name: str, saved: Saved) -> bytes:

@@ -1,4 +1,4 @@
-"""What this machine is and what is wrong with it: `probe()` asks once, and the doctor judges the answer."""
+"""Hardware detection: `probe()` describes the machine, and the doctor checks that description for problems."""
 
 from gracetune.hardware.machine import Gpu, Host, Machine
 from gracetune.hardware.probe import probe

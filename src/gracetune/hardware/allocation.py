@@ -1,8 +1,8 @@
-"""The allocation test: take managed memory, fill it with the GPU, read some back with the CPU, give it back.
+"""The allocation test: allocate managed memory, fill it with the GPU, read some of it with the CPU, and free it.
 
-Filling more managed memory than a PCIe card has can hang the driver until the machine is rebooted. So `plan_allocation`
-decides first, from the Machine alone, and beyond-HBM sizes come out of it only where the driver reports coherence or
-the user forces it. Main memory is protected twice: by the plan, and again before every piece that is filled.
+Filling more managed memory than a PCIe card has can hang the driver until the machine is rebooted. Therefore
+`plan_allocation` first chooses a size from the Machine alone. It exceeds the GPU's memory only if the driver reports a
+coherent link or the user forces it. Main memory is protected by the plan, and again before each chunk is filled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gracetune.units import GIB, MIB, format_bytes
 
 DEFAULT_SCALE = 1.5
 CAREFUL_CAP = 4 * GIB
-"""All the managed memory we ever take on a machine without a coherent link, unless the user forces more."""
+"""The limit for managed memory on a machine without a coherent link, unless the user forces more."""
 GRANULE = 2 * MIB
 CHUNK = GIB
 PATTERN = 0x5A
@@ -31,7 +31,7 @@ Status = Literal["success", "reduced", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class AllocationPlan:
-    """How much to take, and why that much. `size` 0 means: do not run."""
+    """The size of the test, and why. If `size` is 0, the test does not run."""
 
     scale: float
     requested: int
@@ -41,7 +41,7 @@ class AllocationPlan:
 
 @dataclass(frozen=True)
 class AllocationResult:
-    """What came of it; the JSON keeps the field names people's scripts know (a GB there is 2**30 bytes)."""
+    """The result of the test. The JSON has the field names of older scripts, where a GB is 2**30 bytes."""
 
     requested_scale: float
     status: Status
@@ -81,16 +81,17 @@ def check_scale(scale: float) -> None:
 
 
 def host_reserve(machine: Machine) -> int:
-    """Main memory nobody may touch: a tenth of it, and at least 4 GiB or a quarter, whichever is less.
+    """The main memory to leave free: max(a tenth, min(4 GiB, a quarter)).
 
-    Of the machine, or of the control group where that allows less. 4 GiB where neither is known.
+    These are fractions of the machine's memory, or of the control group's limit if that is lower. If neither is known,
+    the reserve is 4 GiB.
     """
     total = machine.host.memory_limit
     return 4 * GIB if total is None else max(total // 10, min(4 * GIB, total // 4))
 
 
 def host_floor(machine: Machine) -> int:
-    """Where a run is saved before memory runs out, and below which none begins."""
+    """Below this much free main memory, a run saves and stops, and no run starts."""
     return host_reserve(machine) // 2
 
 
@@ -101,21 +102,21 @@ def plan_allocation(machine: Machine, scale: float, *, force: bool) -> Allocatio
         return AllocationPlan(scale, 0, 0, "no GPU")
     gpu = machine.gpus[0]
     if gpu.memory_total is None:
-        return AllocationPlan(scale, 0, 0, "the driver does not say how much memory the GPU has")
+        return AllocationPlan(scale, 0, 0, "the driver does not report how much memory the GPU has")
     requested = int(gpu.memory_total * scale)
     cap, why = _cap(machine, gpu, force=force)
     if cap is None:
         return AllocationPlan(scale, requested, 0, why)
     size = min(requested, cap) // GRANULE * GRANULE
     if size <= 0:
-        return AllocationPlan(scale, requested, 0, f"nothing to spare: {why}")
+        return AllocationPlan(scale, requested, 0, f"no memory available: {why}")
     if requested <= cap:
         return AllocationPlan(scale, size, size, "as requested")
     return AllocationPlan(scale, requested, size, why)
 
 
 def _cap(machine: Machine, gpu: Gpu, *, force: bool) -> tuple[int | None, str]:
-    """The most this machine may be asked for, and the sentence that says so; None means do not try at all."""
+    """The maximum size on this machine, and an explanation. None means that the test must not run."""
     blocker = _blocker(gpu)
     if blocker:
         return None, blocker
@@ -127,25 +128,25 @@ def _cap(machine: Machine, gpu: Gpu, *, force: bool) -> tuple[int | None, str]:
     if gpu.attributes.integrated:
         return _one_pool_cap(spare, force=force)
     if gpu.memory_free is None:
-        return None, "the driver does not say how much of the GPU's memory is free"
+        return None, "the driver does not report how much of the GPU's memory is free"
     careful = min(CAREFUL_CAP, gpu.memory_free // 2, spare)
     if not gpu.attributes.concurrent_managed_access:
         return careful, "the GPU cannot hold more managed memory than it has (no concurrent managed access)"
-    # Managed memory may end up in HBM and in main memory; together they are what is really there.
+    # Managed memory may be in GPU memory and in main memory, so their sum is the physical limit.
     physical = gpu.memory_free + spare
     if gpu.coherent_link:
         return physical, f"all that is free on the GPU, and in main memory above a reserve: {format_bytes(physical)}"
     if force:
         return physical, f"forced, up to what is free on the GPU and in main memory: {format_bytes(physical)}"
-    said = "says the link is not coherent" if gpu.coherent_link is False else "does not say the link is coherent"
-    return careful, f"the driver {said}; going beyond the GPU's memory there can hang it until a reboot"
+    link = "reports a link that is not coherent" if gpu.coherent_link is False else "does not report a coherent link"
+    return careful, f"the driver {link}; exceeding the GPU's memory can hang it until a reboot"
 
 
 def _blocker(gpu: Gpu) -> str | None:
     if gpu.context_error:
-        return f"the driver would not open the GPU: {gpu.context_error}"
+        return f"the driver could not open the GPU: {gpu.context_error}"
     if gpu.attributes.managed_memory is None:
-        return "the driver does not say whether it can allocate managed memory"
+        return "the driver does not report whether it supports managed memory"
     return None if gpu.attributes.managed_memory else "the driver cannot allocate managed memory on this system"
 
 
@@ -155,10 +156,10 @@ def _spare(machine: Machine) -> int | None:
 
 
 def _one_pool_cap(spare: int, *, force: bool) -> tuple[int, str]:
-    # Nothing lies beyond the GPU's memory on such a machine, and using all of it hangs the box.
+    # On such a machine there is no memory beyond the GPU's, and using all of it hangs the machine.
     if force:
-        return spare, f"forced, up to what the one pool can spare: {format_bytes(spare)}"
-    return min(CAREFUL_CAP, spare), "CPU and GPU share one pool: there is no memory beyond the GPU's to reach for"
+        return spare, f"forced, up to the available memory of the shared pool: {format_bytes(spare)}"
+    return min(CAREFUL_CAP, spare), "CPU and GPU share one pool, so there is no memory beyond the GPU's"
 
 
 def run_allocation(
@@ -169,7 +170,7 @@ def run_allocation(
     reserve: int,
     chunk: int = CHUNK,
 ) -> AllocationResult:
-    """Carry out a plan. `headroom` says how much main memory is left now; below `reserve` the filling stops."""
+    """Run the test. `headroom` returns the main memory available now; filling stops when it is below `reserve`."""
     if plan.size <= 0:
         return skipped(plan.scale, plan.reason)
     try:
@@ -177,7 +178,7 @@ def run_allocation(
             return _take_fill_check(plan, memory, headroom, reserve, chunk)
     except DriverError as error:
         return AllocationResult(plan.scale, "failed", plan.reason, error=str(error))
-    except OSError as error:  # libcuda went away between the probe and now
+    except OSError as error:  # libcuda was removed after the probe
         return AllocationResult(plan.scale, "failed", plan.reason, error=str(error))
 
 
@@ -208,22 +209,22 @@ def _take_fill_check(
 def _fill(
     size: int, memory: ManagedMemory, address: int, headroom: Callable[[], int | None], reserve: int, chunk: int
 ) -> tuple[int, float]:
-    """Fill piece by piece, so that a machine filling up faster than planned is noticed before it is full."""
+    """Fill in chunks, and check the headroom before each, in case memory fills up faster than planned."""
     filled, seconds = 0, 0.0
     while filled < size:
         left = headroom()
         if left is None or left < reserve:
             break
-        piece = min(chunk, size - filled)
+        count = min(chunk, size - filled)
         started = time.perf_counter()
-        memory.fill(address + filled, PATTERN, piece)
+        memory.fill(address + filled, PATTERN, count)
         seconds += time.perf_counter() - started
-        filled += piece
+        filled += count
     return filled, seconds
 
 
 def _wrong_byte(memory: ManagedMemory, address: int, filled: int) -> str | None:
-    """What the GPU wrote must be what the CPU reads; first, middle and last byte stand for the rest."""
+    """Check with the CPU the first, middle and last byte that the GPU wrote. Returns a description of an error."""
     for offset in (0, filled // 2, filled - 1) if filled else ():
         found = memory.peek(address + offset)
         if found != PATTERN:

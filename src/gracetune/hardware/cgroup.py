@@ -1,6 +1,6 @@
-"""The memory limit of this process's control group, for cgroup version 1 and 2.
+"""The memory limit of this process's control group, for cgroup versions 1 and 2.
 
-A limit set on any group between ours and the root binds us, so the whole path is walked and the tightest one counts.
+Limits of all groups from this process's group up to the root apply, so all of them are read and the lowest counts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from gracetune.hardware.machine import Cgroup
 MOUNTS = "/proc/self/mountinfo"
 MEMBERSHIP = "/proc/self/cgroup"
 
-# Version 1 has no word for "unlimited": it reports the largest page count in bytes, just under 2**63.
+# Version 1 reports "unlimited" as the largest page count in bytes, just under 2**63.
 _V1_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
 class CgroupLocation:
-    """Where the memory controller's files of this process are."""
+    """The location of the memory controller's files for this process."""
 
     version: Literal[1, 2]
     mount_point: str
@@ -29,7 +29,7 @@ class CgroupLocation:
     """Folder names below the mount point, outermost first."""
 
     def folders(self) -> list[str]:
-        """Every folder from our own group up to the root, as absolute paths."""
+        """Absolute paths of all folders, from the process's group up to the root."""
         base = self.mount_point.rstrip("/")
         return ["/".join((base, *self.groups[:depth])) for depth in range(len(self.groups), -1, -1)]
 
@@ -57,12 +57,13 @@ class _Level:
 
 
 def read_cgroup(files: HostFiles) -> Cgroup | None:
+    """The memory limits of this process; None if its control group is not found."""
     location = locate(files)
     return read_cgroup_at(files, location) if location is not None else None
 
 
 def read_cgroup_at(files: HostFiles, location: CgroupLocation) -> Cgroup:
-    """For whoever reads it often: finding the files takes longer than reading them."""
+    """The same for a known location. Finding the files takes longer than reading them, so frequent callers use this."""
     levels = [_read_level(files, folder, location.version) for folder in location.folders()]
     limited = [level for level in levels if level.limit is not None]
     tightest = min(limited, key=lambda level: level.limit or 0, default=None)
@@ -76,7 +77,7 @@ def read_cgroup_at(files: HostFiles, location: CgroupLocation) -> Cgroup:
 
 
 def locate(files: HostFiles) -> CgroupLocation | None:
-    """Version 1 wins where both are mounted and it owns the memory controller; that is what a hybrid system means."""
+    """Find the memory controller. On a hybrid system with both versions, version 1 owns it."""
     membership = parse_membership(files.read(MEMBERSHIP) or "")
     mounts = parse_mounts(files.read(MOUNTS) or "")
     versions: tuple[Literal[1, 2], ...] = (1, 2)
@@ -88,20 +89,20 @@ def locate(files: HostFiles) -> CgroupLocation | None:
 
 
 def _below(path: str, mount_root: str) -> tuple[str, ...]:
-    """Our group relative to what is mounted; a container without its own cgroup namespace mounts only a branch."""
+    """The group relative to the mount. A container without a cgroup namespace mounts only a branch of the tree."""
     names = _names(path)
     root = _names(mount_root)
     return names[len(root) :] if names[: len(root)] == root else ()
 
 
 def _names(path: str) -> tuple[str, ...]:
-    # "/../.." is how the kernel writes a group outside our namespace: nothing of it is visible from here.
+    # The kernel writes a group outside of this namespace as "/../..". Its files are not visible.
     names = tuple(name for name in path.split("/") if name not in ("", "."))
     return () if ".." in names else names
 
 
 def parse_membership(text: str) -> dict[int, str]:
-    """`/proc/self/cgroup` -> version -> our group's path, for the hierarchies that can limit memory."""
+    """Parse `/proc/self/cgroup`: the path of the process's group, by version, in hierarchies that can limit memory."""
     found: dict[int, str] = {}
     for line in text.splitlines():
         parts = line.split(":", 2)
@@ -115,7 +116,7 @@ def parse_membership(text: str) -> dict[int, str]:
 
 
 def parse_mounts(text: str) -> dict[int, tuple[str, str]]:
-    """`/proc/self/mountinfo` -> version -> (mount point, which part of the hierarchy is mounted there)."""
+    """Parse `/proc/self/mountinfo`: (mount point, part of the hierarchy mounted there), by version."""
     found: dict[int, tuple[str, str]] = {}
     for line in text.splitlines():
         left, separator, right = line.partition(" - ")
@@ -131,7 +132,7 @@ def parse_mounts(text: str) -> dict[int, tuple[str, str]]:
 
 
 def _unescape(text: str) -> str:
-    """The kernel writes a blank in a path as a backslash and three octal digits."""
+    """Decode special characters such as blanks, which the kernel writes as a backslash and three octal digits."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
@@ -148,5 +149,5 @@ def _read_level(files: HostFiles, folder: str, version: int) -> _Level:
 
 
 def _limit(text: str | None) -> int | None:
-    value = parse_integer(text)  # "max" is no integer, and no limit
+    value = parse_integer(text)  # None for "max", which means no limit
     return None if value is None or value >= _V1_UNLIMITED else value

@@ -1,4 +1,4 @@
-"""What one check of the doctor says, and what all of them may look at."""
+"""The input and the result of a doctor check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `remedy` is what to type or change; a check that is ok needs none."""
+    """The result of one check. `remedy` says what to type or change; it is empty if the status is ok."""
 
     name: str
     status: Status
@@ -25,11 +25,11 @@ class Check:
 
 @dataclass(frozen=True)
 class UvmReport:
-    """The unified-memory settings of the environment, as found (the config package reads them)."""
+    """The unified-memory settings from the environment variables, which the config package reads."""
 
     enabled: bool = False
     raw: str = ""
-    """PyTorch's allocator string, untouched."""
+    """PyTorch's allocator string, unchanged."""
     oversubscription_ratio: float | None = None
     access_pattern: str | None = None
     problems: tuple[Problem, ...] = ()
@@ -37,13 +37,13 @@ class UvmReport:
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything the checks may look at."""
+    """The input of all checks."""
 
     machine: Machine
     allocation: AllocationResult
     uvm: UvmReport | None = None
-    """None where nobody looked, as with a recording."""
+    """None if the environment was not read, for example for a recording of another machine."""
     require_gpu: bool = False
     minimums: Mapping[str, str] = field(default_factory=dict)
     visible_devices: str | None = None
-    """`CUDA_VISIBLE_DEVICES`, where it is set."""
+    """The value of `CUDA_VISIBLE_DEVICES` if it is set."""

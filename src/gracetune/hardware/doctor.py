@@ -1,4 +1,4 @@
-"""The doctor: all checks in reading order, one verdict, and the JSON report."""
+"""The doctor: all checks in the order of the report, the overall result, and the JSON report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHECKS: tuple[Callable[[Examination], Check | None], ...] = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was examined and what came of it."""
+    """The input and the results of all checks."""
 
     examination: Examination
     checks: tuple[Check, ...]
@@ -53,7 +53,8 @@ class Diagnosis:
         return all(check.status != "fail" for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """Our own keys first, then the fields of the older gh200_diagnostic.py (a GB there is 2**30 bytes)."""
+        """The JSON report. `system`, `torch_version` and `uvm_allocation_test` have the format of the older
+        gh200_diagnostic.py, where a GB is 2**30 bytes."""
         return {
             "format": REPORT_FORMAT,
             "profile": self.machine.profile.value,

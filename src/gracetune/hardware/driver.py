@@ -1,7 +1,7 @@
-"""Asks the CUDA driver, by ctypes on libcuda and without torch (importing torch costs seconds, libcuda milliseconds).
+"""Queries of the CUDA driver through ctypes on libcuda, without torch, whose import takes seconds.
 
-A `Driver` answers one question, `facts()`, with plain data, so that a recording can answer it as well as a real
-driver does. What touches memory lives in `managed.py`.
+A `Driver` has one method, `facts()`, which returns plain data. A recording can therefore stand in for a real driver.
+Functions that allocate memory are in `managed.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gracetune.hardware.machine import Facts
 
 LIBRARY = "libcuda.so.1"
 CUDA_ERROR_NO_DEVICE = 100
-"""The `CUresult` of a healthy driver that finds no GPU (or whose GPUs `CUDA_VISIBLE_DEVICES` hides)."""
+"""The `CUresult` of a working driver without a visible GPU; `CUDA_VISIBLE_DEVICES` may hide them."""
 
 
 class Attribute(IntEnum):
-    """The `CUdevice_attribute` values we ask for, named and numbered as in cuda.h of CUDA 13.0."""
+    """The `CUdevice_attribute` values that are queried, with the names and numbers of cuda.h in CUDA 13.0."""
 
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16
     CU_DEVICE_ATTRIBUTE_INTEGRATED = 18
@@ -45,40 +45,43 @@ class Attribute(IntEnum):
 
 
 class DeviceFacts(Facts):
-    """What the driver says about one GPU."""
+    """The driver's description of one GPU."""
 
     name: str | None = None
     memory_total: int | None = None
     memory_free: int | None = None
     context_error: str | None = None
     attributes: dict[str, int] = Field(default_factory=dict)
-    """`Attribute` name -> value; an attribute this driver does not know is absent."""
+    """Values by `Attribute` name. Attributes that the driver does not support are absent."""
 
     def attribute(self, which: Attribute) -> int | None:
         return self.attributes.get(which.name)
 
 
 class DriverFacts(Facts):
-    """Everything a driver says about itself and its GPUs; also the format of a recording's `driver.json`."""
+    """The driver's description of itself and its GPUs. Also the format of a recording's `driver.json`."""
 
     status: Literal["ok", "absent", "failed"]
     detail: str
     error_code: int | None = None
     cuda_version: int | None = None
-    """As `cuDriverGetVersion` gives it: 13000 is CUDA 13.0."""
+    """In the format of `cuDriverGetVersion`: 13000 is CUDA 13.0."""
     devices: tuple[DeviceFacts, ...] = ()
 
 
 class Driver(Protocol):
-    """Anything that can say what the CUDA driver of a machine says."""
+    """A CUDA driver, or a substitute for it."""
 
     def facts(self, *, free_memory: bool) -> DriverFacts:
-        """`free_memory` opens each GPU to ask how much of its memory is free, which costs time and some of it."""
+        """Describe the driver and its GPUs.
+
+        With `free_memory`, each GPU is opened to query its free memory. This takes time and some GPU memory.
+        """
         ...
 
 
 class DriverError(MachineError):
-    """A driver call came back with an error."""
+    """A driver call returned an error."""
 
     def __init__(self, call: str, code: int | None, name: str) -> None:
         super().__init__(f"{call}: {name}" if code is None else f"{call}: {name} ({code})")
@@ -86,10 +89,10 @@ class DriverError(MachineError):
 
 
 class CudaLibrary:
-    """libcuda, loaded; every call is checked."""
+    """The loaded libcuda. The result of every call is checked."""
 
     def __init__(self, name: str = LIBRARY) -> None:
-        """Raises `OSError` with the loader's own words where there is no such library."""
+        """Raises `OSError` with the loader's message if the library cannot be loaded."""
         self._library = ctypes.CDLL(name)
 
     def call(self, function: str, *arguments: object) -> None:
@@ -97,7 +100,7 @@ class CudaLibrary:
         try:
             entry = self._library[function]
         except AttributeError:
-            raise DriverError(function, None, "this libcuda does not have it") from None
+            raise DriverError(function, None, "not in this version of libcuda") from None
         entry.restype = ctypes.c_int
         code: int = entry(*arguments)
         if code != 0:
@@ -116,7 +119,7 @@ class CudaLibrary:
 
     @contextmanager
     def context(self, device: int) -> Iterator[None]:
-        """The device's primary context, current on this thread while the block runs (the one torch uses as well)."""
+        """Make the device's primary context, which torch uses too, current on this thread inside the `with` block."""
         handle, popped = ctypes.c_void_p(), ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(handle), device)
         try:
@@ -154,7 +157,7 @@ class CudaDriver:
 def _driver_version(library: CudaLibrary) -> int | None:
     version = ctypes.c_int()
     try:
-        # Works before cuInit and even where cuInit fails, which is when one most wants to know it.
+        # This works before cuInit, and even if cuInit fails, when the version is most useful.
         library.call("cuDriverGetVersion", ctypes.byref(version))
     except DriverError:
         return None
@@ -169,8 +172,8 @@ def _device(library: CudaLibrary, index: int, *, free_memory: bool) -> DeviceFac
         return DeviceFacts(context_error=str(error))
     attributes = {which.name: value for which in Attribute if (value := _attribute(library, which, device)) is not None}
     free, context_error = None, None
-    # One-pool machines are not asked: there "free" leaves out everything the page cache holds, and the call has been
-    # seen to fail (ggml-org/llama.cpp issue 24933). The host's MemAvailable is the number that counts on them.
+    # Machines with one memory pool are skipped: "free" excludes the reclaimable page cache there, and the call can fail
+    # (ggml-org/llama.cpp issue 24933). The host's MemAvailable is the relevant number on them.
     if free_memory and attributes.get(Attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED.name) != 1:
         free, context_error = _free_memory(library, device.value)
     return DeviceFacts(
@@ -187,7 +190,7 @@ def _attribute(library: CudaLibrary, which: Attribute, device: ctypes.c_int) -> 
     try:
         library.call("cuDeviceGetAttribute", ctypes.byref(value), int(which), device)
     except DriverError:
-        return None  # an older driver answers CUDA_ERROR_INVALID_VALUE to attributes it has never heard of
+        return None  # an older driver returns CUDA_ERROR_INVALID_VALUE for attributes that it does not know
     return value.value
 
 

@@ -1,50 +1,50 @@
-"""Reading `/proc` and `/sys` below any root, and taking small text files apart without ever raising."""
+"""Reading of `/proc` and `/sys` below a given root, and parsers for small text files. None of this raises."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-# A kernel file of this kind is a few kilobytes; a recording that says otherwise is not worth the memory.
+# These kernel files have a few kilobytes. The limit protects against a manipulated recording.
 _READ_LIMIT = 1 << 20
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 
 
 class HostFiles:
-    """The files of one machine: this one (`/`), or a recording's folder."""
+    """The files of a machine: this machine (`/`), or a recording's folder."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def read(self, path: str) -> str | None:
-        """The text at an absolute path of that machine, or None where it cannot be read."""
+        """The text of a file, given its absolute path on that machine; None if it cannot be read."""
         try:
             with self._at(path).open("rb") as file:
                 return file.read(_READ_LIMIT).decode(errors="replace")
-        except (OSError, ValueError):  # ValueError: a path with a NUL byte, from a file that lies
+        except (OSError, ValueError):  # ValueError: a path with a NUL byte, from a manipulated recording
             return None
 
     def names(self, path: str) -> tuple[str, ...] | None:
-        """The sorted names in a folder, or None where there is no such folder."""
+        """The sorted names in a folder; None if it does not exist."""
         try:
             return tuple(sorted(entry.name for entry in self._at(path).iterdir()))
         except (OSError, ValueError):
             return None
 
     def _at(self, path: str) -> Path:
-        # Paths are built from what other files say; ".." must not lead out of a recording.
+        # Paths contain text from other files, so ".." is removed: it must not lead out of a recording.
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         return self._root.joinpath(*parts)
 
 
 def parse_integer(text: str | None) -> int | None:
-    """One whole number and nothing else."""
+    """An integer without any other text; else None."""
     stripped = (text or "").strip()
     return int(stripped) if _INTEGER.fullmatch(stripped) else None
 
 
 def parse_fields(text: str) -> dict[str, int]:
-    """Lines of `name number`, as in memory.stat."""
+    """Parse lines of `name number`, as in memory.stat."""
     found: dict[str, int] = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
@@ -55,7 +55,7 @@ def parse_fields(text: str) -> dict[str, int]:
 
 
 def parse_colon_lines(text: str) -> dict[str, str]:
-    """Lines of `name: value`; the first of a name counts."""
+    """Parse lines of `name: value`. The first line of each name counts."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         name, colon, value = line.partition(":")

@@ -1,5 +1,6 @@
-"""Checks on the GPU, its driver and its memory. Each looks at an `Examination` and returns a `Check`, or None where the
-question does not arise on this machine.
+"""Checks of the GPU, its driver and its memory.
+
+Each function takes an `Examination` and returns a `Check`, or None if the check does not apply to the machine.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from gracetune.hardware.machine import Gpu
 from gracetune.hardware.software import release
 from gracetune.units import GIB, format_bytes
 
-# What to do about the errors `cuInit` is known to stop with; the numbers are CUresult values of cuda.h.
+# Remedies for known errors of `cuInit`, by CUresult value of cuda.h.
 _INIT_REMEDIES = {
-    34: "that libcuda is the toolkit's stub: take the stubs folder out of LD_LIBRARY_PATH",
+    34: "this libcuda is the toolkit's stub: remove the stubs folder from LD_LIBRARY_PATH",
     100: "check nvidia-smi and CUDA_VISIBLE_DEVICES; in a container start it with GPU access (--gpus all)",
     802: "the NVLink fabric is not up yet: check the services nvidia-fabricmanager and nvidia-imex",
     803: "libcuda and the kernel module differ in version: reboot after a driver update, or rebuild the container",
@@ -30,16 +31,16 @@ def gpu(exam: Examination) -> Check:
     on_bus = exam.machine.host.nvidia_pci_devices or 0
     seen = f"; {on_bus} NVIDIA device(s) on the PCI bus" if on_bus else ""
     if exam.require_gpu:
-        return Check("gpu", "fail", f"no usable GPU, and --require-gpu asks for one{seen}", _get_a_gpu(on_bus))
-    works = "Works here: config, estimate, data, demo, and doctor with recordings of other machines"
-    fails = "Does not: unified memory, the GPU parts of bench; training is for a machine with a GPU"
+        return Check("gpu", "fail", f"no usable GPU, but --require-gpu is set{seen}", _get_a_gpu(on_bus))
+    works = "Available: config, estimate, data, demo, and doctor with recordings of other machines"
+    fails = "Not available: unified memory and the GPU parts of bench; training needs a machine with a GPU"
     return Check("gpu", "warn", f"no usable GPU{seen}. {works}. {fails}.", _get_a_gpu(on_bus))
 
 
 def _get_a_gpu(on_bus: int) -> str:
     if on_bus:
         return "install the NVIDIA driver, or give this container access to the GPU (docker run --gpus all)"
-    return "nothing to do for trying things out; train on a machine with an NVIDIA GPU"
+    return "nothing to do for these commands; train on a machine with an NVIDIA GPU"
 
 
 def driver(exam: Examination) -> Check:
@@ -68,12 +69,15 @@ def _failed_driver(exam: Examination) -> Check:
 
 
 def driver_cuda(exam: Examination) -> Check | None:
-    """Same major version: torch's libraries run on an older minor driver, only kernels compiled from PTX do not."""
+    """Compare the CUDA versions of driver and torch.
+
+    Within a major version, torch runs on a driver with an older minor version, except kernels compiled from PTX.
+    """
     has, needs = exam.machine.driver.cuda_version, exam.machine.software.torch_cuda
     if not exam.machine.gpus or needs is None:
         return None
     if has is None:
-        return Check("driver_cuda", "warn", "the driver does not say which CUDA version it supports", "run nvidia-smi")
+        return Check("driver_cuda", "warn", "the driver does not report its CUDA version", "run nvidia-smi")
     driver_version, torch_version = release(has)[:2], release(needs)[:2]
     if driver_version >= torch_version:
         return Check("driver_cuda", "ok", f"driver CUDA {has} runs torch built for CUDA {needs}")
@@ -85,12 +89,13 @@ def driver_cuda(exam: Examination) -> Check | None:
 
 
 def gpu_memory(exam: Examination) -> Check | None:
-    """Whether the GPUs can be opened, and are free."""
+    """Check that the GPUs can be opened and that their memory is free."""
     machine = exam.machine
     broken = [one for one in machine.gpus if one.context_error]
     if broken:
         finding = "; ".join(f"GPU {one.index} cannot be opened: {one.context_error}" for one in broken)
-        return Check("gpu_memory", "fail", finding, "see who uses it: nvidia-smi ; compute mode: nvidia-smi -c 0")
+        remedy = "list processes that use it: nvidia-smi ; reset the compute mode: nvidia-smi -c 0"
+        return Check("gpu_memory", "fail", finding, remedy)
     measured = [one for one in machine.gpus if one.memory_free is not None and one.memory_total]
     if not measured:
         return None
@@ -105,10 +110,10 @@ def _occupied(exam: Examination, occupied: list[Gpu]) -> Check:
     nodes = {one.numa_node for one in occupied if one.numa_node is not None}
     cached = sum(node.page_cache or 0 for node in exam.machine.host.numa_nodes if node.id in nodes)
     if cached > GIB:
-        # The kernel may put page cache into HBM in NUMA mode; it looks taken to CUDA, though nobody needs it there.
-        finding += f"; {format_bytes(cached)} of it is the kernel's page cache lying in GPU memory"
+        # In NUMA mode the kernel may place page cache in GPU memory. CUDA counts it as used, but it is reclaimable.
+        finding += f"; {format_bytes(cached)} of GPU memory contain the kernel's page cache"
         return Check("gpu_memory", "warn", finding, "sync; echo 3 | sudo tee /proc/sys/vm/drop_caches")
-    return Check("gpu_memory", "warn", finding, "see who uses it, and stop that: nvidia-smi")
+    return Check("gpu_memory", "warn", finding, "stop processes that use it: nvidia-smi lists them")
 
 
 def _free_of(one: Gpu) -> str:
@@ -121,16 +126,18 @@ def memory_mode(exam: Examination) -> Check | None:
     mode = exam.machine.memory_mode
     finding = f"{mode.value}: {mode.reason}. {_MEANS[mode.value]}"
     if mode.value == "unknown":
-        return Check("memory_mode", "warn", finding, "send us a recording: gracetune doctor --record DIR")
+        return Check(
+            "memory_mode", "warn", finding, "please report it with the output of: gracetune doctor --record DIR"
+        )
     return Check("memory_mode", "ok", finding)
 
 
 _MEANS = {
-    "coherent NUMA": "Overflow and caches live in CPU memory and are reached over the coherent link",
-    "coherent CDMM": "The same as NUMA mode for us: we use managed memory, and malloc'd memory stays on the CPU",
-    "integrated one-pool": "One copy of everything, nothing to move; watch MemAvailable, not nvidia-smi",
-    "discrete": "Caches are pinned and copied ahead; managed memory stays under 4 GiB unless forced",
-    "unknown": "Treated as a discrete GPU, which is safe and slower",
+    "coherent NUMA": "Overflow and caches are in CPU memory, which the GPU accesses over the coherent link",
+    "coherent CDMM": "The same as NUMA mode for gracetune, which uses managed memory; malloc'd memory stays on the CPU",
+    "integrated one-pool": "CPU and GPU share one memory, so nothing is copied; watch MemAvailable, not nvidia-smi",
+    "discrete": "Caches are pinned and copied ahead; managed memory is limited to 4 GiB unless forced",
+    "unknown": "Treated as a discrete GPU, which is safe but slower",
     "none": "",
 }
 
@@ -143,12 +150,12 @@ def managed_memory(exam: Examination) -> Check | None:
         return Check("managed_memory", "ok", "the GPU and the CPU can use managed memory at the same time")
     what = "managed memory" if not attributes.managed_memory else "concurrent access to managed memory"
     value = attributes.managed_memory if not attributes.managed_memory else attributes.concurrent_managed_access
-    said = "does not offer" if value is False else "does not say whether it offers"
-    finding = f"the driver {said} {what}: no overflow arena, caches are pinned and copied instead"
+    support = "does not support" if value is False else "does not report whether it supports"
+    finding = f"the driver {support} {what}: no overflow arena, and caches are pinned and copied"
     if exam.uvm is not None and exam.uvm.enabled:
-        remedy = "take use_uvm and GH200_UVM_* out of the environment, or use a system that has it (bare Linux)"
+        remedy = "remove use_uvm and GH200_UVM_* from the environment, or use a system that supports it (bare Linux)"
         return Check("managed_memory", "fail", f"{finding}; but use_uvm is set", remedy)
-    return Check("managed_memory", "warn", finding, "virtual GPUs and WSL lack it; a bare Linux driver has it")
+    return Check("managed_memory", "warn", finding, "virtual GPUs and WSL lack it; a bare Linux driver supports it")
 
 
 def mixed_gpus(exam: Examination) -> Check | None:
@@ -156,8 +163,8 @@ def mixed_gpus(exam: Examination) -> Check | None:
     kinds = {(one.coherent_link, one.attributes.integrated) for one in gpus}
     if len(kinds) <= 1:
         return None
-    finding = f"the {len(gpus)} GPUs reach main memory in different ways; the profile is that of GPU 0"
-    return Check("mixed_gpus", "warn", finding, "choose with CUDA_VISIBLE_DEVICES=0 (or the index you mean)")
+    finding = f"the {len(gpus)} GPUs access main memory in different ways; the profile is that of GPU 0"
+    return Check("mixed_gpus", "warn", finding, "select one with CUDA_VISIBLE_DEVICES=0 (or another index)")
 
 
 def link(exam: Examination) -> Check | None:
@@ -169,7 +176,7 @@ def link(exam: Examination) -> Check | None:
         if one.pcie and one.pcie.width and one.pcie.max_width and one.pcie.width < one.pcie.max_width
     ]
     if narrow:
-        return Check("link", "warn", "; ".join(narrow), "use a slot with all lanes: offloading slows down with them")
+        return Check("link", "warn", "; ".join(narrow), "use a slot with all lanes, because offloading needs them")
     known = [one.pcie for one in exam.machine.gpus if one.pcie and one.pcie.width]
     if not known:
         return None

@@ -1,6 +1,6 @@
 """CPU, memory and kernel settings of a machine, from its `/proc` and `/sys`.
 
-Every parser takes text and returns what it could make of it; text it cannot read means unknown, never an error.
+Parsers never raise. For text that they do not understand, they return None or an empty result, which means unknown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ USER_NUMA = "EnableUserNUMAManagement"
 _NVIDIA_VENDOR = 0x10DE
 _DISPLAY_CLASS = 0x03
 
-# Arm cores do not spell their name out in /proc/cpuinfo; these are the ones in the machines we care about.
+# /proc/cpuinfo has only numbers for Arm cores. These are the names of the cores in Grace and GB10.
 _ARM_CORES = {
     ("0x41", "0xd4f"): "Neoverse-V2",
     ("0x41", "0xd85"): "Cortex-X925",
@@ -40,10 +40,10 @@ _ARM_CORES = {
 
 
 class ProcessFacts(Facts):
-    """What the kernel tells a process by system call and keeps in no file.
+    """Facts that come from system calls.
 
-    The page size stands in `/proc/self/smaps` too, but that file lists the paths of everything mapped (which a
-    recording must not carry away), and huge-page mappings give another number there. sysconf is the one answer.
+    The page size is in `/proc/self/smaps` too. But that file contains the paths of all mapped files, which a recording
+    must not include, and it shows other values for huge-page mappings. sysconf is unambiguous.
     """
 
     architecture: str | None = None
@@ -101,7 +101,7 @@ def read_numa_nodes(files: HostFiles) -> tuple[NumaNode, ...]:
 
 
 def count_nvidia_devices(files: HostFiles) -> int | None:
-    """NVIDIA devices of the display class (graphics and compute controllers alike), or None without a PCI bus."""
+    """The number of NVIDIA devices of the display class (graphics and compute); None without a PCI bus."""
     addresses = files.names(PCI_DEVICES)
     if addresses is None:
         return None
@@ -124,7 +124,7 @@ def read_kernel_driver(files: HostFiles) -> str | None:
 
 
 def read_pcie_link(files: HostFiles, address: str) -> PcieLink | None:
-    """The link of one device, or None where sysfs does not show it."""
+    """The PCIe link of one device; None if sysfs does not show it."""
     speed, width, max_speed, max_width = (files.read(f"{PCI_DEVICES}/{address}/{name}") for name in LINK_FILES)
     link = PcieLink(
         speed_gts=parse_link_speed(speed or ""),
@@ -136,7 +136,7 @@ def read_pcie_link(files: HostFiles, address: str) -> PcieLink | None:
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
-    """`MemTotal:  123 kB` -> bytes; the per-node files say `Node 0 MemTotal:  123 kB`."""
+    """`MemTotal:  123 kB` -> bytes. Per-node files have lines such as `Node 0 MemTotal:  123 kB`."""
     found: dict[str, int] = {}
     for line in text.splitlines():
         match = re.fullmatch(r"(?:Node +[0-9]+ +)?([A-Za-z_()0-9]+): +([0-9]{1,18})( kB)?\s*", line)
@@ -146,7 +146,7 @@ def parse_meminfo(text: str) -> dict[str, int]:
 
 
 def parse_cpu_model(text: str) -> str | None:
-    """The `model name` of x86, or the names of the Arm cores, in the order they appear."""
+    """The `model name` on x86, or the names of the Arm cores in the order of the file."""
     named = re.search(r"^model name\s*:[ \t]*(\S.*)$", text, re.MULTILINE)
     if named is not None:
         return named[1].strip()
@@ -157,12 +157,12 @@ def parse_cpu_model(text: str) -> str | None:
 
 
 def parse_allowed_cpus(text: str) -> int | None:
-    """How many CPUs `/proc/self/status` lets this process run on."""
+    """The number of CPUs that this process may use, from `/proc/self/status`."""
     return count_cpus(parse_colon_lines(text).get("Cpus_allowed_list", ""))
 
 
 def count_cpus(text: str) -> int | None:
-    """`0-3,8` -> 5; None for text that is no CPU list. An empty list is unknown too: no process runs on no CPU."""
+    """`0-3,8` -> 5; None for text that is not a CPU list, including an empty one."""
     total = 0
     for part in text.strip().split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
@@ -194,14 +194,14 @@ def parse_nvidia_version(text: str) -> str | None:
 
 
 def parse_quoted(text: str | None) -> str | None:
-    """A module parameter of type string: `"driver"` -> `driver`, and `""` where nobody set it."""
+    """A module parameter of type string: `"driver"` -> `driver`. It is empty if the parameter is not set."""
     if text is None:
         return None
     return text[1:-1] if len(text) >= 2 and text[0] == text[-1] == '"' else text
 
 
 def parse_word(text: str | None) -> str | None:
-    """One word and nothing else."""
+    """A single word without any other text; else None."""
     words = (text or "").split()
     return words[0] if len(words) == 1 else None
 
@@ -218,6 +218,6 @@ def parse_link_speed(text: str) -> float | None:
 
 
 def parse_link_width(text: str | None) -> int | None:
-    """Lanes; the kernel writes 0 or 255 where the device has no PCIe link to speak of."""
+    """The number of lanes. The kernel writes 0 or 255 for a device without a PCIe link."""
     width = parse_integer(text)
     return width if width is not None and 0 < width <= 32 else None

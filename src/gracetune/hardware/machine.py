@@ -1,8 +1,8 @@
-"""What one machine is, as plain frozen data. `None` everywhere means unknown; nothing in here is ever guessed.
+"""The description of a machine as frozen data. `None` always means unknown; no value is guessed.
 
-`Machine.model_validate_json(machine.model_dump_json())` is the identity: the doctor's JSON carries a Machine under
-the key "machine", and `gracetune estimate --machine` reads it back. Serial numbers and GPU UUIDs are left out on
-purpose: nothing needs them, and people paste these reports into public issues.
+A Machine survives a round trip through JSON: the doctor's JSON contains it under the key "machine", and
+`gracetune estimate --machine` reads it. Serial numbers and GPU UUIDs are left out deliberately: they are not needed,
+and users paste these reports into public issues.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ MemoryModeName = Literal["coherent NUMA", "coherent CDMM", "integrated one-pool"
 
 
 class Facts(BaseModel):
-    """Frozen, and refusing every field it does not know."""
+    """Base class: frozen, and rejects unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class NumaNode(Facts):
-    """One memory node as the kernel sees it. On a GH200 in NUMA mode the HBM is such a node, without CPUs."""
+    """One NUMA node of the kernel. On a GH200 in NUMA mode, the GPU's memory is a node without CPUs."""
 
     id: int
     cpus: str
@@ -34,17 +34,17 @@ class NumaNode(Facts):
 
 
 class Cgroup(Facts):
-    """The memory limit this process lives under: the tightest one between its own group and the root."""
+    """The memory limit of this process: the lowest one between its control group and the root."""
 
     version: Literal[1, 2]
     limit: int | None = None
-    """Bytes, or None for "no limit" (a group that cannot be read is no `Cgroup` at all)."""
+    """Bytes; None if there is no limit. (If the group cannot be read, there is no `Cgroup`.)"""
     throttle: int | None = None
-    """Smallest `memory.high` on the path (version 2): above it the kernel slows the process down."""
+    """The lowest `memory.high` on the path (version 2). Above it the kernel slows the process down."""
     current: int | None = None
-    """Bytes in use in the group that carries the limit, page cache included."""
+    """Bytes in use in the group with the limit, including page cache."""
     available: int | None = None
-    """Bytes this process can still take, reclaimable page cache counted as free; None without a limit."""
+    """Bytes that this process can still allocate; reclaimable page cache counts as free. None without a limit."""
 
 
 class Host(Facts):
@@ -54,7 +54,7 @@ class Host(Facts):
     kernel: str | None = None
     cpu_model: str | None = None
     cpu_count: int | None = None
-    """CPUs this process may run on."""
+    """Number of CPUs that this process may use."""
     page_size: int | None = None
     mem_total: int | None = None
     mem_available: int | None = None
@@ -69,31 +69,31 @@ class Host(Facts):
     numa_nodes: tuple[NumaNode, ...] = ()
     cgroup: Cgroup | None = None
     container: str | None = None
-    """"docker" or "podman" where a marker file says so; None does not prove the opposite."""
+    """"docker" or "podman" if a marker file exists. None does not mean that there is no container."""
     nvidia_pci_devices: int | None = None
-    """NVIDIA display or compute devices on the PCI bus, whether a driver drives them or not."""
+    """Number of NVIDIA display or compute devices on the PCI bus, with or without a driver."""
     nvidia_kernel_driver: str | None = None
     """Version of the loaded kernel module, such as "580.95.05"."""
     coherent_memory_parameter: str | None = None
-    """`CoherentGPUMemoryMode` of the kernel module: "driver", "numa", or "" where the administrator left it alone."""
+    """`CoherentGPUMemoryMode` of the kernel module: "driver", "numa", or "" if it is not set."""
     user_numa_management: int | None = None
-    """`EnableUserNUMAManagement` of the kernel module; 0 is how CDMM looks on a coherent machine."""
+    """`EnableUserNUMAManagement` of the kernel module. On a coherent machine, 0 indicates CDMM."""
 
     @property
     def headroom(self) -> int | None:
-        """Bytes of main memory this process can still take: MemAvailable without GPU memory, and the cgroup."""
+        """Main memory that this process can still allocate: MemAvailable without GPU memory, limited by the cgroup."""
         known = [self.cpu_mem_available, self.cgroup.available if self.cgroup else None]
         return min((value for value in known if value is not None), default=None)
 
     @property
     def memory_limit(self) -> int | None:
-        """The most main memory this process could ever have: installed, or the cgroup's limit where that is less."""
+        """The maximum main memory of this process: the installed memory, or the cgroup's limit if that is lower."""
         known = [self.cpu_mem_total, self.cgroup.limit if self.cgroup else None]
         return min((value for value in known if value is not None), default=None)
 
 
 class GpuAttributes(Facts):
-    """What the driver says the GPU can do with memory; the names follow `CUdevice_attribute`."""
+    """The GPU's memory capabilities according to the driver. The names follow `CUdevice_attribute`."""
 
     managed_memory: bool | None = None
     concurrent_managed_access: bool | None = None
@@ -106,7 +106,7 @@ class GpuAttributes(Facts):
 
 
 class PcieLink(Facts):
-    """The PCIe link as sysfs reports it. The speed drops while a GPU idles; the width does not."""
+    """The PCIe link according to sysfs. The speed is lower while a GPU is idle; the width is not."""
 
     speed_gts: float | None = None
     width: int | None = None
@@ -115,7 +115,7 @@ class PcieLink(Facts):
 
 
 class Gpu(Facts):
-    """One GPU, in the driver's order (`CUDA_VISIBLE_DEVICES` has already been applied by the driver)."""
+    """One GPU. The order is that of the driver, which applies `CUDA_VISIBLE_DEVICES`."""
 
     index: int
     name: str | None = None
@@ -125,15 +125,15 @@ class Gpu(Facts):
     memory_free: int | None = None
     attributes: GpuAttributes = GpuAttributes()
     numa_node: int | None = None
-    """The NUMA node its memory forms, where the operating system manages that memory."""
+    """The NUMA node of its memory, if the operating system manages that memory."""
     is_numa_node: bool | None = None
     host_numa_node: int | None = None
     pci_address: str | None = None
     pcie: PcieLink | None = None
     coherent_link: bool | None = None
-    """Whether CPU and GPU see each other's memory coherently over the link (NVLink-C2C and its like)."""
+    """Whether CPU and GPU access each other's memory coherently over the link (for example NVLink-C2C)."""
     context_error: str | None = None
-    """Why the driver would not open this GPU for us, where it would not."""
+    """Why the driver could not open this GPU; None if it could or was not tried."""
 
 
 class DriverReport(Facts):
@@ -141,7 +141,7 @@ class DriverReport(Facts):
 
     status: Literal["ok", "absent", "failed"]
     detail: str
-    """"ok", or what the loader or `cuInit` said."""
+    """"ok", or the message of the loader or of `cuInit`."""
     error_code: int | None = None
     cuda_version: str | None = None
 
@@ -152,28 +152,28 @@ class Software(Facts):
     python: str | None = None
     torch: str | None = None
     torch_cuda: str | None = None
-    """CUDA version torch was built for; None for a build without CUDA, and where torch is not installed."""
+    """The CUDA version that torch was built for; None without CUDA or without torch."""
     torch_hip: str | None = None
     libraries: dict[str, str | None] = Field(default_factory=dict)
-    """Distribution name -> version; None where it is not installed."""
+    """Versions by distribution name; None if not installed."""
 
 
 class MemoryMode(Facts):
-    """How CPU and GPU memory relate on this machine, and how we know."""
+    """The relation between CPU and GPU memory, and the evidence for it."""
 
     value: MemoryModeName
     reason: str
 
 
 class Profile(Facts):
-    """Which of our four kinds of machine this is, and how we know."""
+    """The kind of machine, and the evidence for it."""
 
     value: ProfileName
     reason: str
 
 
 class Machine(Facts):
-    """Everything the rest of gracetune may know about the machine it runs on."""
+    """The complete description of a machine. The rest of gracetune uses only this."""
 
     format: Literal[1] = 1
     profile: Profile

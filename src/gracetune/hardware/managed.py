@@ -1,5 +1,6 @@
-"""A stretch of CUDA managed memory, taken, filled and given back through the driver alone: what the allocation test
-needs, behind a contract small enough for a test to fulfil.
+"""CUDA managed memory for the allocation test: allocate, fill and free through the driver API.
+
+The interface is small, so that tests can implement it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ CU_MEM_ATTACH_GLOBAL = 1
 
 
 class ManagedMemory(Protocol):
-    """Managed memory of one opened GPU; a failing call raises `DriverError`."""
+    """Managed memory of one open GPU. Failing calls raise `DriverError`."""
 
     def allocate(self, size: int) -> int: ...
 
     def fill(self, address: int, value: int, size: int) -> None:
-        """Write `value` to every byte with the GPU, and wait until that is done."""
+        """Write `value` to every byte with the GPU, and wait for completion."""
         ...
 
     def peek(self, address: int) -> int:
@@ -37,7 +38,7 @@ class ManagedDriver(Protocol):
 
 
 class CudaManagedMemory:
-    """The real thing; valid while its context is current."""
+    """Managed memory of a real GPU. Valid while its context is current."""
 
     def __init__(self, library: CudaLibrary) -> None:
         self._library = library

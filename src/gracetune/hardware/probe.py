@@ -1,4 +1,4 @@
-"""One look at the machine: the driver, `/proc` and `/sys`, and the installed software -> a frozen `Machine`."""
+"""The probe: describes the machine as a frozen `Machine`, from the driver, `/proc`, `/sys` and installed software."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def probe(
     software: Software | None = None,
     free_memory: bool = False,
 ) -> Machine:
-    """The report on this machine; a recording passes all four answers in instead.
+    """Describe this machine. The arguments replace its four sources; a recording passes all of them.
 
-    `free_memory` opens every GPU to ask for its free memory: a fraction of a second, and a few hundred MiB on it.
+    With `free_memory`, each GPU is opened to query its free memory. This takes a fraction of a second, and a few
+    hundred MiB of GPU memory.
     """
     return assemble(
         HostFiles(root),
@@ -35,7 +36,7 @@ def probe(
 
 
 def assemble(files: HostFiles, driver: DriverFacts, process: ProcessFacts, software: Software) -> Machine:
-    """Put the four sources together; pure but for reading `files`."""
+    """Combine the four sources into a Machine. Pure, except for reading `files`."""
     gpus = tuple(_gpu(files, index, facts) for index, facts in enumerate(driver.devices))
     host = _without_gpu_memory(read_host(files, process), gpus)
     return Machine(
@@ -54,7 +55,7 @@ def assemble(files: HostFiles, driver: DriverFacts, process: ProcessFacts, softw
 
 
 def read_host_memory(gpus: tuple[Gpu, ...], root: Path = Path("/")) -> Host:
-    """The host alone, again: what a long operation asks while it watches main memory."""
+    """Probe the host only. Long operations call this repeatedly to watch main memory."""
     return _without_gpu_memory(read_host(HostFiles(root), ProcessFacts()), gpus)
 
 
@@ -110,7 +111,7 @@ def _compute_capability(facts: DeviceFacts) -> str | None:
 
 
 def _pci_address(facts: DeviceFacts) -> str | None:
-    """As sysfs spells it. A GPU is function 0 of its device."""
+    """The PCI address in the spelling of sysfs. A GPU is function 0 of its device."""
     domain = facts.attribute(Attribute.CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)
     bus = facts.attribute(Attribute.CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)
     device = facts.attribute(Attribute.CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)
@@ -124,11 +125,10 @@ def _cuda_version(number: int | None) -> str | None:
 
 
 def _without_gpu_memory(host: Host, gpus: tuple[Gpu, ...]) -> Host:
-    """Mark the NUMA nodes that are GPU memory, and take them out of what counts as main memory.
+    """Mark the NUMA nodes that are GPU memory, and subtract them from main memory.
 
-    In NUMA mode the kernel adds HBM to MemTotal, and what is free or page cache in it to MemAvailable; planning host
-    caches with those would put them into the memory they are meant to spare. A node we cannot place is left out too,
-    to be careful.
+    In NUMA mode, MemTotal and MemAvailable include GPU memory (HBM). Host caches planned with those values would take
+    the memory that they are supposed to save. Nodes of unknown kind are subtracted too, to be safe.
     """
     nodes = tuple(node.model_copy(update={"is_gpu_memory": _is_gpu_memory(node, gpus)}) for node in host.numa_nodes)
     foreign = [node for node in nodes if node.is_gpu_memory is not False]
@@ -147,8 +147,8 @@ def _is_gpu_memory(node: NumaNode, gpus: tuple[Gpu, ...]) -> bool | None:
     if any(node.id == gpu.numa_node for gpu in gpus):
         return True
     if node.cpu_count > 0 or not node.memory_total:
-        return False  # ordinary memory, or one of the empty nodes kept ready for MIG slices
-    # Memory without CPUs that no GPU claims: CXL or persistent memory, unless a GPU would not say.
+        return False  # ordinary memory, or one of the empty nodes that are reserved for MIG instances
+    # Memory without CPUs that belongs to no GPU is CXL or persistent memory, unless a GPU did not report its node.
     return None if any(gpu.is_numa_node is None and gpu.coherent_link is not False for gpu in gpus) else False
 
 

@@ -1,13 +1,13 @@
-"""Which kind of machine this is, decided from what the driver reports and never from a product's name.
+"""The kind of machine, derived from attributes that the driver reports, never from a product name.
 
-Coherence. Three driver attributes each mean that CPU and GPU see one another's memory over the link itself:
-- PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES: the GPU walks the CPU's page tables (ATS). The CUDA programming guide
-  names this one as the mark of a hardware-coherent system.
-- DIRECT_MANAGED_MEM_ACCESS_FROM_HOST: the CPU reads managed memory in HBM where it lies.
-- HOST_NATIVE_ATOMIC_SUPPORTED: all native atomics work across the link; PCIe carries only some of them.
-GH200 and GB200 have the link in both of their memory modes, so one of the three is enough. In CDMM mode NVIDIA's text
-("the GPU can still access system memory over C2C") and the driver source (ATS is switched on independently of CDMM)
-say that the first stays 1; nobody has sent us a recording yet, and if it does read 0 the other two still tell.
+Coherence. Each of three driver attributes means that CPU and GPU access each other's memory coherently over the link:
+- PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES: the GPU walks the CPU's page tables (ATS). According to the CUDA
+  programming guide, this identifies a hardware-coherent system.
+- DIRECT_MANAGED_MEM_ACCESS_FROM_HOST: the CPU reads managed memory in GPU memory without migration.
+- HOST_NATIVE_ATOMIC_SUPPORTED: all native atomics work over the link; PCIe supports only some of them.
+GH200 and GB200 have the link in both memory modes, so one of the three suffices. In CDMM mode, the first should stay 1
+according to NVIDIA's documentation ("the GPU can still access system memory over C2C") and the driver source (ATS is
+enabled independently of CDMM). No recording confirms this yet; if it is 0, the other two attributes still apply.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COHERENT_SIGNS = {
 
 
 def coherent_link(attributes: GpuAttributes) -> bool | None:
-    """True if any sign of a coherent link is there, False if the driver denies all of them, else unknown."""
+    """True if any of the attributes is set, False if the driver reports all of them as 0, else None (unknown)."""
     signs = _signs(attributes)
     if any(signs.values()):
         return True
@@ -44,7 +44,7 @@ def _sign(attributes: GpuAttributes) -> str:
 
 
 def choose_profile(host: Host, gpus: Sequence[Gpu]) -> Profile:
-    """The first GPU decides: it is the one a run uses unless it is told otherwise."""
+    """Choose the profile by the first GPU, which is the one that a run uses by default."""
     if not gpus:
         return Profile(value="cpu", reason="no usable CUDA GPU")
     first = gpus[0]
@@ -83,10 +83,10 @@ def choose_memory_mode(host: Host, gpus: Sequence[Gpu]) -> MemoryMode:
 
 
 def _coherent_mode(host: Host, gpu: Gpu) -> MemoryMode:
-    """NUMA or CDMM, for a GPU that has a coherent link.
+    """NUMA or CDMM mode of a GPU with a coherent link.
 
-    Asked in order: the driver (NUMA_CONFIG), then the kernel module's own words. Since driver 615 CDMM is the default
-    without any parameter set; what then shows it is EnableUserNUMAManagement = 0.
+    The sources are, in this order, the driver (NUMA_CONFIG) and the parameters of the kernel module. Since driver 615,
+    CDMM is the default without a parameter; then EnableUserNUMAManagement = 0 indicates it.
     """
     if gpu.is_numa_node:
         where = "" if gpu.numa_node is None else f" (node {gpu.numa_node})"

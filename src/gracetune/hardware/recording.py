@@ -1,14 +1,14 @@
-"""Recordings: a machine as a folder, so that a machine we do not have can be tested against.
+"""Recordings: the description of a machine as a folder, for tests with machines that are not available.
 
 Format 1. A recording is a folder with
   recording.json   {"format": 1, "kind": "recorded" | "modelled", "architecture": ..., "page_size": ...}
-  driver.json      what the CUDA driver says (`driver.DriverFacts`)
+  driver.json      the driver's answers (`driver.DriverFacts`)
   software.json    installed versions (`machine.Software`)
-  SOURCE           for people: where this comes from
-  proc/ sys/ ...   the files the probe reads, under their own paths
-`record` writes the files that a probe of this machine really read, cut down to the lines it uses: no host or user
-names, no serial numbers, no paths. Control groups are renamed level1, level2, ... since their names carry user, job and
-container ids. A file the probe reads and that has no rule below is refused rather than copied.
+  SOURCE           the origin of the recording, for humans
+  proc/ sys/ ...   the files that the probe reads, under their own paths
+`record` writes the files that a probe of this machine actually read, reduced to the lines it uses, so that no host or
+user names, serial numbers or paths are included. Control groups are renamed to level1, level2, ..., because their names
+contain user, job and container ids. A file without a rule below causes an error and is not copied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RecordingHeader(Facts):
 
 
 def load_recording(folder: Path) -> Machine:
-    """The Machine a recording describes; a `MachineError` says what is wrong with one that cannot be read."""
+    """The Machine that a recording describes. Raises `MachineError` if the recording is invalid."""
     place = look(folder)
     if place.kind != "folder":
         found = {"nothing": "nothing", "file": "a file"}.get(place.kind, place.why)
@@ -87,7 +87,7 @@ def record(
     process: ProcessFacts | None = None,
     software: Software | None = None,
 ) -> Machine:
-    """Write a recording of this machine and return what it says; the folder must not exist yet or be empty."""
+    """Write a recording of this machine and return its Machine. The folder must not exist or must be empty."""
     folder = _free_place(folder)
     files = _ObservedFiles(root)
     facts = (driver or CudaDriver()).facts(free_memory=True)
@@ -107,13 +107,13 @@ def record(
 
 
 def _free_place(folder: Path) -> Path:
-    """Where the recording will stand."""
+    """The path for the recording, after checking that it is free."""
     place = look(folder)
     if place.kind == "unreachable":
-        raise MachineError(f"{folder}: cannot be looked at: {place.why}; choose another: --record NEW_DIR")
+        raise MachineError(f"{folder}: cannot be accessed: {place.why}; choose another folder: --record NEW_DIR")
     occupied = place.kind == "file" or (place.kind == "folder" and HostFiles(place.path).names("/") != ())
     if occupied:
-        raise MachineError(f"{folder}: already there and not an empty folder; choose a new one: --record NEW_DIR")
+        raise MachineError(f"{folder}: exists and is not an empty folder; choose a new one: --record NEW_DIR")
     return place.path
 
 
@@ -122,7 +122,7 @@ def _pretty(model: Facts) -> str:
 
 
 def _write_folder(folder: Path, texts: dict[str, str]) -> None:
-    """Whole or not at all: written beside its place and moved there when complete."""
+    """Write the files atomically: in a temporary folder, which is renamed when complete."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with new_folder(folder, files_synced=True) as scratch:
@@ -135,7 +135,7 @@ def _write_folder(folder: Path, texts: dict[str, str]) -> None:
 
 
 class _ObservedFiles(HostFiles):
-    """Remembers every file it could read, so that a recording holds what the probe needs by construction."""
+    """Records the files that the probe reads, so that a recording contains exactly what the probe needs."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -156,7 +156,7 @@ def _keep_all(text: str) -> str:
 
 
 def _keep_nothing(text: str) -> str:
-    """That the file exists is all there is to say."""
+    """Keep only the fact that the file exists."""
     return text[:0]
 
 
@@ -170,7 +170,7 @@ def _keep_lines(pattern: str) -> Rule:
 
 
 def _keep_cpu_kinds(text: str) -> str:
-    """One entry for each kind of core instead of one for each core."""
+    """Keep one entry per kind of core instead of one per core."""
     kinds = map(_keep_lines(r"(model name|CPU implementer|CPU part)\s*:"), text.split("\n\n"))
     return "\n".join(dict.fromkeys(kinds))
 
@@ -208,7 +208,7 @@ def _redact(files: _ObservedFiles) -> dict[str, str]:
         texts[_rename_groups(path, location)] = _rule(path)(text)
     if location is not None:
         texts |= _cgroup_files(location)
-    # The probe tells "no NVIDIA device" from "no PCI bus" by the folder, and a folder needs a file to exist.
+    # The probe distinguishes "no NVIDIA device" from "no PCI bus" by this folder, which needs a file to be recorded.
     if files.names(host.PCI_DEVICES) is not None:
         texts[f"{host.PCI_DEVICES}/.recorded"] = ""
     return texts
@@ -218,11 +218,11 @@ def _rule(path: str) -> Rule:
     for pattern, rule in _RULES:
         if re.fullmatch(pattern, path):
             return rule
-    raise MachineError(f"no rule says what of {path} may be recorded; please report this, it is a defect of gracetune")
+    raise MachineError(f"no rule determines which lines of {path} may be recorded; please report this bug")
 
 
 def _is_foreign_pci_device(path: str, files: _ObservedFiles) -> bool:
-    """Network cards and disks are nobody's business."""
+    """Whether a file describes a PCI device other than a GPU, such as a network card. Those are not recorded."""
     match = re.match(rf"({host.PCI_DEVICES}/[^/]+)/", path)
     return match is not None and not host.is_nvidia_vendor(files.texts.get(f"{match[1]}/vendor"))
 
@@ -253,5 +253,5 @@ def _cgroup_files(location: cgroup.CgroupLocation) -> dict[str, str]:
 
 
 def _redact_driver(facts: DriverFacts) -> DriverFacts:
-    """The loader's complaint may carry the path of someone's home."""
+    """Remove folders from the loader's message, which may contain a home directory."""
     return facts.model_copy(update={"detail": re.sub(r"(/[^\s:/]+)+/", ".../", facts.detail)})

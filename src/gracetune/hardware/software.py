@@ -1,7 +1,7 @@
-"""Versions of Python, torch and the libraries we stand on, without importing any of them.
+"""Versions of Python, torch and other required libraries, without importing them.
 
-Importing torch takes seconds and could initialise CUDA; its version and the CUDA version it was built for stand in
-`torch/version.py`, a few lines of text that parse as well as they import.
+Importing torch takes seconds and may initialize CUDA. Its version and the CUDA version it was built for are parsed from
+the text of `torch/version.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPORTED = (
     "safetensors",
     "transformers",
 )
-"""Libraries named in every report, whether our requirements mention them or not."""
+"""Libraries that every report lists, required or not."""
 
 
 def read_software() -> Software:
@@ -50,9 +50,9 @@ def installed_version(distribution: str) -> str | None:
 
 
 def minimum_versions() -> dict[str, str]:
-    """The lowest versions gracetune's own metadata asks for, so that pyproject.toml stays their only home.
+    """The minimum versions from gracetune's package metadata, so that pyproject.toml is their only source.
 
-    Empty where gracetune runs from a bare source tree. Requirements of extras are optional and left out.
+    Empty if gracetune runs from a source tree without installation. Requirements of extras are left out.
     """
     try:
         requirements = metadata.requires("gracetune") or []
@@ -76,7 +76,7 @@ def parse_minimums(requirements: list[str]) -> dict[str, str]:
 def release(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: `2.11.0a0+nv25.10` -> (2, 11, 0).
 
-    Vendors ship pre-releases such as 2.11.0a0 that have everything we need from 2.11, so letters do not count here.
+    Letters are ignored, because pre-releases of vendors, such as 2.11.0a0, have everything needed from 2.11.
     """
     match = re.match(r"[0-9]{1,9}(?:\.[0-9]{1,9})*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -1,8 +1,9 @@
-"""The overflow arena: managed memory from which PyTorch takes a block when the GPU has none left.
+"""The overflow arena: managed memory that PyTorch allocates from when the GPU's memory is full.
 
-PyTorch never calls a last-resort pool's allocator, it only takes blocks that are already in the pool. So we reserve
-them beforehand; managed addresses are lazy, and a page costs nothing until it is written. A block belongs to the
-stream it was reserved on, and requests of up to 1 MiB look for blocks of their own kind.
+The arena is a `MemPool` with `use_on_oom`. PyTorch never calls the allocator of such a pool; it only uses blocks that
+are already in it. The blocks are therefore reserved in advance. That is cheap: managed pages take no memory until they
+are first written. A block serves only the stream it was reserved on, and PyTorch keeps separate blocks for requests of
+up to 1 MiB.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ if TYPE_CHECKING:
     import torch
 
 SMALL_SEGMENT: Final = 2 * MIB
-"""How much PyTorch asks for when a request of up to 1 MiB finds no block."""
+"""The block size that PyTorch allocates for requests of up to 1 MiB."""
 SMALL_REQUEST: Final = 1 * MIB
 LARGE_UNIT: Final = 2 * MIB
 SMALLEST_LARGE: Final = 20 * MIB
-"""What PyTorch asks for when a request above 1 MiB is small: a block below that cannot be reserved."""
+"""The smallest block that PyTorch allocates for larger requests. Smaller blocks cannot be reserved."""
 _SMALL_SHARE: Final = 1 / 32
 _MOST_SMALL: Final = 256 * MIB
 SLOT: Final = 0
-"""The native allocator slot the arena uses."""
+"""The native allocator slot of the arena."""
 
 
 @dataclass(frozen=True)
 class ArenaShape:
-    """What is reserved on one stream."""
+    """The blocks to reserve on one stream."""
 
     large_blocks: tuple[int, ...]
     small_segments: int
@@ -48,10 +49,10 @@ class ArenaShape:
 
 
 def arena_shape(size: int, max_split_bytes: int | None = None) -> ArenaShape:
-    """Divide `size` into one large block, which PyTorch splits as it needs, and room for small requests.
+    """Divide `size` into one large block, which PyTorch splits as needed, and blocks for small requests.
 
-    With `max_split_size_mb` PyTorch serves a smaller request only from blocks below that size: then the arena is made
-    of such blocks. Less than a `SMALLEST_LARGE` at the end is left out, because PyTorch would ask for that much.
+    With `max_split_size_mb`, PyTorch does not split blocks of that size or more, so the arena consists of smaller
+    blocks. A rest below `SMALLEST_LARGE` is left out, because it cannot be reserved.
     """
     small_segments = int(min(size * _SMALL_SHARE, _MOST_SMALL)) // SMALL_SEGMENT
     large = (size - small_segments * SMALL_SEGMENT) // LARGE_UNIT * LARGE_UNIT
@@ -60,12 +61,11 @@ def arena_shape(size: int, max_split_bytes: int | None = None) -> ArenaShape:
         block = max(SMALLEST_LARGE, min(large, (max_split_bytes - 1) // LARGE_UNIT * LARGE_UNIT))
     blocks = [block] * (large // block) if block else []
     rest = large - sum(blocks)
-    pieces = (*blocks, rest)
-    return ArenaShape(tuple(piece for piece in pieces if piece >= SMALLEST_LARGE), small_segments)
+    return ArenaShape(tuple(size for size in (*blocks, rest) if size >= SMALLEST_LARGE), small_segments)
 
 
 def slot_policy(pattern: AccessPattern, device: int, cap_bytes: int) -> SlotPolicy:
-    """Where the arena's pages prefer to live. `gpu_first` also takes the driver's protection from thrashing away."""
+    """The preferred location of the arena's pages. `gpu_first` also disables the driver's protection from thrashing."""
     if pattern == "gpu_first":
         return SlotPolicy(device, cap_bytes, preferred="device", accessed_by_device=True)
     if pattern == "cpu_first":
@@ -74,7 +74,7 @@ def slot_policy(pattern: AccessPattern, device: int, cap_bytes: int) -> SlotPoli
 
 
 class OverflowArena:
-    """Reserved managed blocks in a last-resort `MemPool`. Close it when nothing allocated from it is alive."""
+    """Reserved managed blocks in a last-resort `MemPool`. Close it when no tensor allocated from it is alive."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class OverflowArena:
         self.shape = arena_shape(size // len(wanted), max_split_bytes)
         uvm.configure_slot(SLOT, slot_policy(pattern, device, self.shape.bytes * len(wanted)))
         symbols = uvm.slot_symbols(SLOT)
-        # A pool belongs to the device that is current when it is made.
+        # A pool belongs to the device that is current when it is created.
         with torch.cuda.device(device):
             allocator = _allocator(str(symbols.library), symbols.alloc, symbols.free)
             self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool(allocator.allocator(), use_on_oom=True)
@@ -104,11 +104,11 @@ class OverflowArena:
             except torch.cuda.OutOfMemoryError as error:
                 self.close()
                 raise UnifiedMemoryError(_why_not_reserved(device, self.shape.bytes * len(wanted))) from error
-        # Every reserved block was allocated for a moment; nobody means that when they ask for a run's peak.
+        # Reserving allocated every block for a moment. Reset the peak so that it shows the run's own use.
         torch.cuda.reset_peak_memory_stats(device)
 
     def _reserve(self, stream: torch.cuda.Stream) -> None:
-        """Allocate the blocks and let go of them: the pool keeps them as free blocks of this stream."""
+        """Allocate and free the blocks. The pool keeps them as free blocks of this stream."""
         import torch
 
         device = f"cuda:{self.device}"
@@ -120,15 +120,15 @@ class OverflowArena:
         del held
 
     def usage(self) -> ArenaUsage:
-        pool = self._pool  # another thread may close the arena
+        pool = self._pool  # a local reference, because another thread may close the arena
         if pool is None:
             return ArenaUsage(0, 0)
-        segments = pool.snapshot(include_traces=False) if _snapshots_can_be_short() else pool.snapshot()
+        segments = pool.snapshot(include_traces=False) if _can_omit_traces() else pool.snapshot()
         active = sum(int(segment["active_size"]) for segment in segments)
         return ArenaUsage(sum(int(segment["total_size"]) for segment in segments), active)
 
     def close(self) -> None:
-        """Give the memory back. Tensors that still live in the arena keep their segment alive until they die."""
+        """Free the arena. A tensor that still uses it keeps its segment until the tensor is freed."""
         import torch
 
         self._pool = None
@@ -139,15 +139,15 @@ class OverflowArena:
 
 @cache
 def _allocator(library: str, alloc: str, free: str) -> torch.cuda.memory.CUDAPluggableAllocator:
-    """One per slot, for the life of the process: a closed pool's blocks are freed through it when their tensors die."""
+    """One allocator per slot for the whole process. Blocks of a closed pool are freed through it later."""
     import torch
 
     return torch.cuda.memory.CUDAPluggableAllocator(library, alloc, free)
 
 
 @cache
-def _snapshots_can_be_short() -> bool:
-    """From torch 2.13 a snapshot can leave out the allocation history."""
+def _can_omit_traces() -> bool:
+    """Whether snapshots can leave out the allocation history (torch 2.13 and later)."""
     import torch
 
     return "include_traces" in inspect.signature(torch.cuda.MemPool.snapshot).parameters

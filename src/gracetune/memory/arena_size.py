@@ -1,4 +1,4 @@
-"""How large the overflow arena may be, and why not larger. Pure."""
+"""The size of the overflow arena, with the reason. Pure."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Clamp = Literal["none", "MemAvailable", "cgroup", "managed cap", "unknown"]
 
 @dataclass(frozen=True)
 class Room:
-    """What there is to overflow from, and into."""
+    """The memory of a machine: of the GPU that overflows, and of the host that takes the overflow."""
 
     device_total: int | None
     host_available: int | None
     """MemAvailable, without GPU memory."""
     cgroup_available: int | None
-    """None: no limit."""
+    """None if there is no limit."""
     reserve: int
-    """Of main memory; the arena never counts on it."""
+    """Bytes of main memory that the arena must not use."""
     coherent: bool | None
-    """Whether CPU and GPU share memory coherently over their link; None: the driver does not say."""
+    """Whether the link between CPU and GPU is coherent; None if the driver does not report it."""
     one_pool: bool = False
-    """CPU and GPU allocate from the same chips."""
+    """Whether CPU and GPU share the same physical memory."""
     sharers: int = 1
-    """Processes of this machine that each reserve an arena."""
+    """The number of processes on this machine that reserve an arena."""
 
     @classmethod
     def of(cls, machine: Machine, device: int = 0) -> Room:
         gpu = machine.gpus[device] if device < len(machine.gpus) else None
         group = machine.host.cgroup
-        # A limit we cannot measure ourselves against is not the same as none: then what is free is unknown.
+        # If a cgroup limit exists but its usage is unknown, the available memory is unknown too.
         unmeasured = group is not None and group.limit is not None and group.available is None
         return cls(
             device_total=gpu.memory_total if gpu else None,
@@ -50,36 +50,39 @@ class Room:
 
     @classmethod
     def for_arena(cls, machine: Machine, device: int = 0, *, sharers: int = 1) -> Room:
-        """What a run sizes its arena by, and so what a plan counts on. The reserve is larger than the host's own: a
-        full arena must not sit at the very line where the governor reports pressure."""
+        """The memory that determines the size of a run's arena; the planner uses it too.
+
+        The reserve is larger than the host's own, so that a full arena stays above the level at which the governor
+        reports pressure.
+        """
         return replace(cls.of(machine, device), reserve=host_reserve(machine) * 5 // 4, sharers=sharers)
 
     @property
     def careful(self) -> str | None:
-        """Why all managed memory together stays under the small cap here; None where it need not."""
+        """Why the small cap on managed memory applies to this machine; None if it does not."""
         if self.one_pool:
             return "CPU and GPU share one pool, so there is no memory beyond the GPU's"
         if self.coherent:
             return None
-        said = "has no coherent link to the CPU" if self.coherent is False else "may have no coherent link to the CPU"
-        return f"the GPU {said}, and filling it beyond its memory can hang it until a reboot"
+        link = "has no coherent link to the CPU" if self.coherent is False else "may have no coherent link to the CPU"
+        return f"the GPU {link}, and filling it beyond its memory can hang it until a reboot"
 
 
 @dataclass(frozen=True)
 class ArenaSize:
-    """`bytes` 0 means: no arena."""
+    """The size of an arena, and why. If `bytes` is 0, there is no arena."""
 
     bytes: int
     requested: int
     clamp: Clamp
-    """What kept it from being as large as requested; of several, the tightest."""
+    """The tightest limit that made it smaller than requested."""
     reason: str
 
 
 def arena_size(room: Room, ratio: float, *, other_managed: int = 0, force: bool = False) -> ArenaSize:
-    """(ratio - 1) x the GPU's memory, as far as this machine can back it.
+    """(ratio - 1) x the GPU's memory, limited by what this machine can provide.
 
-    `other_managed` is what managed buffers are promised besides: they take their share of main memory and of the cap.
+    `other_managed`: bytes planned for other managed buffers. They reduce main memory and the cap.
     """
     if not (math.isfinite(ratio) and ratio > 1.0):
         key = "memory.uvm_oversubscription_ratio"
@@ -91,13 +94,13 @@ def arena_size(room: Room, ratio: float, *, other_managed: int = 0, force: bool 
     if room.host_available is None:
         return ArenaSize(0, requested, "unknown", f"no arena: {asked}, but it is unknown how much main memory is free")
     clamps = _clamps(room, other_managed, force=force)
-    # min keeps the first of equals, so the order of _clamps is the order in which they are blamed.
+    # min returns the first of equal limits, so the order in _clamps decides which one is reported.
     clamp, most, why = min(clamps, key=lambda entry: entry[1])
     size = min(requested, most) // GRANULE * GRANULE
     if requested <= most:
         return _whole(size, requested, asked, other_managed)
     if size == 0:
-        return ArenaSize(0, requested, clamp, f"no arena: {asked} was asked for, but {why}")
+        return ArenaSize(0, requested, clamp, f"no arena: {asked} was requested, but {why}")
     return ArenaSize(size, requested, clamp, f"{format_bytes(size)} instead of {asked}: {why}")
 
 
@@ -105,12 +108,12 @@ def _whole(size: int, requested: int, asked: str, other_managed: int) -> ArenaSi
     if size == 0:
         less = f"less than one block of {format_bytes(GRANULE)}"
         return ArenaSize(0, requested, "none", f"no arena: {asked} is {less}")
-    beside = f"; beside it {format_bytes(other_managed)} for {OTHERS}" if other_managed else ""
-    return ArenaSize(size, requested, "none", f"as asked: {asked}{beside}")
+    others = f"; in addition {format_bytes(other_managed)} for {OTHERS}" if other_managed else ""
+    return ArenaSize(size, requested, "none", f"as requested: {asked}{others}")
 
 
 def _clamps(room: Room, other_managed: int, *, force: bool) -> list[tuple[Clamp, int, str]]:
-    """What limits the arena: its name, the bytes it leaves, and the sentence that says so."""
+    """The limits of the arena: name, the bytes that remain, and an explanation."""
     kept = f"a reserve of {format_bytes(room.reserve)}"
     if room.sharers > 1:
         kept += f", divided among {room.sharers} processes,"

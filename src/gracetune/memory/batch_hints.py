@@ -1,4 +1,4 @@
-"""Which tensors of a training batch want to live where: the table of keys, and the walk that finds them."""
+"""Residency hints for the tensors of a training batch: a table by key, and the search for tensors in a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gracetune.memory.managed import Home
 
 @dataclass(frozen=True)
 class Wish:
-    """What a key of the batch asks for."""
+    """The hint for a key: the preferred location, and whether to prefetch."""
 
     home: Home
     prefetch: bool
@@ -44,11 +44,11 @@ WISHES: Final[Mapping[str, Wish]] = {
     "audio_features": _AUDIO,
 }
 EMBEDS_ATTRIBUTES: Final = ("text_embeds", "pooled_embeds", "attention_mask")
-"""Prompt embeddings that are objects rather than mappings carry their tensors under these names."""
+"""Attributes that hold the tensors of prompt embeddings which are objects and not mappings."""
 
 
 def tensors_with_wishes(batch: Any) -> Iterator[tuple[str, Any, Wish]]:
-    """Every tensor of a nested batch whose key, or a key around it, has a wish: (dotted name, tensor, wish)."""
+    """All tensors of a nested batch whose key or an enclosing key has a hint: (dotted name, tensor, hint)."""
     yield from _walk(batch, "", None, set())
 
 
@@ -61,12 +61,12 @@ def _walk(value: Any, name: str, wish: Wish | None, seen: set[int]) -> Iterator[
             yield name, value, wish
         return
     for key, item in _children(value):
-        # The nearest key decides: pooled embeddings inside `latents` are still text.
+        # The innermost key decides: pooled embeddings inside `latents` are still text.
         yield from _walk(item, f"{name}.{key}".removeprefix("."), wish_of(key) or wish, seen)
 
 
 def wish_of(key: str) -> Wish | None:
-    """Every mask of some attention is read with the text it masks, whatever it is called."""
+    """The hint for a key, or None. An attention mask gets that of text, because it is read with its text."""
     if key.startswith("conditioning_latents_"):
         return _LATENTS
     return _TEXT if key.endswith(("attention_mask", "attn_mask")) else WISHES.get(key)

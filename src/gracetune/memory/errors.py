@@ -1,4 +1,4 @@
-"""What goes wrong with unified memory. Each message ends with what to do, where we know it."""
+"""Errors of unified memory. Each message ends with a remedy if one is known."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from gracetune.errors import GracetuneError, Problem
 from gracetune.units import format_bytes
 
 _RESTART = "the GPU's context is lost after this error: restart the process"
-# CUresult values of cuda.h. What stops `cuInit` is explained by the doctor; these are met later.
+# By CUresult value of cuda.h. These errors occur after initialization; the doctor explains failures of `cuInit`.
 _REMEDIES = {
-    2: "no memory for it: lower the managed cap or uvm_oversubscription_ratio, or free host memory",
-    46: "another process holds the GPU exclusively: look at nvidia-smi",
+    2: "out of memory: lower the managed cap or uvm_oversubscription_ratio, or free host memory",
+    46: "another process uses the GPU exclusively: see nvidia-smi",
     101: "no such GPU in this process: compare the device number with CUDA_VISIBLE_DEVICES",
     700: _RESTART,
     714: _RESTART,
@@ -21,7 +21,7 @@ _REMEDIES = {
 
 
 class UnifiedMemoryError(GracetuneError):
-    """Managed memory could not do what was asked."""
+    """An operation on managed memory failed."""
 
 
 class DriverError(UnifiedMemoryError):
@@ -38,46 +38,47 @@ class DriverError(UnifiedMemoryError):
 
 
 class ManagedCapError(UnifiedMemoryError):
-    """The process-wide cap on managed bytes would have been exceeded; nothing was allocated."""
+    """The allocation would exceed the process-wide cap on managed bytes. Nothing was allocated."""
 
     def __init__(self, *, asked: int, live: int, cap: int) -> None:
         self.asked, self.live, self.cap = asked, live, cap
         super().__init__(
             f"{format_bytes(asked)} of managed memory refused: {format_bytes(live)} of the cap of {format_bytes(cap)} "
-            "are in use\n  try  free managed buffers, or raise the cap; on a machine without coherent memory only "
-            "--force-oversubscription does that"
+            "are in use\n  try  free managed buffers, or raise the cap; on a machine without coherent memory that "
+            "requires --force-oversubscription"
         )
 
 
 class UsedAfterForkError(UnifiedMemoryError):
-    """CUDA, and with it all managed memory, does not survive a fork."""
+    """Managed memory was used in a forked process. CUDA does not survive a fork."""
 
     def __init__(self) -> None:
         super().__init__(
-            "managed memory was used in a forked child, where CUDA does not exist\n"
+            "managed memory was used in a forked process, where CUDA does not work\n"
             "  try  start workers as threads, or with the multiprocessing start method 'spawn'"
         )
 
 
 class DriverTooOldError(UnifiedMemoryError):
-    """The driver does not export a function that came with a later CUDA."""
+    """The driver lacks a function of a later CUDA version."""
 
     def __init__(self, function: str) -> None:
         self.function = function
         super().__init__(
-            f"this CUDA driver has no {function}\n  try  a newer driver; `gracetune doctor` shows the installed one"
+            f"this CUDA driver has no {function}\n"
+            "  try  install a newer driver; `gracetune doctor` shows the installed version"
         )
 
 
-class MemoryPressure(GracetuneError):  # noqa: N818 - a state of the machine, and the name the documents use
-    """Main memory is about to run out under the GPU's overflow. Raised while there is still room to save."""
+class MemoryPressure(GracetuneError):  # noqa: N818 - a state of the machine, and the name used in the docs
+    """Main memory, which holds the GPU's overflow, is nearly exhausted. Raised early enough to save a checkpoint."""
 
     def __init__(self, *, headroom: int, reserve: int, arena_active: int | None) -> None:
         self.headroom, self.reserve, self.arena_active = headroom, reserve, arena_active
         overflow = "an unknown amount" if arena_active is None else format_bytes(arena_active)
         problem = Problem(
-            key="main memory is nearly exhausted while the GPU's overflow lies in it",
-            found=f"{format_bytes(headroom)} left after everything cold was given up; the overflow holds {overflow}",
+            key="main memory is nearly exhausted while it holds the GPU's overflow",
+            found=f"{format_bytes(headroom)} left after all caches were released; the overflow holds {overflow}",
             expected=f"at least the reserve of {format_bytes(reserve)}",
             hint="--set training.gradient_checkpointing=full, a smaller training.batch_size or resolution, "
             "or caches on disk: --set cache.vae_cache_type=disk --set cache.text_cache_type=disk",
@@ -86,12 +87,12 @@ class MemoryPressure(GracetuneError):  # noqa: N818 - a state of the machine, an
 
 
 class CacheWrittenError(UnifiedMemoryError):
-    """A step wrote into a batch that is a view of the cache: every later epoch would train on what it wrote."""
+    """A step wrote into a batch that is a view of the cache. Later epochs would train on the modified data."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         super().__init__(
-            f"a step wrote into {', '.join(names)} of its batch, which is read in place from the cache\n"
-            "  expected  batch tensors that are only read\n"
-            "  try  clone the tensor in the model family's `predict` before changing it"
+            f"a step wrote into {', '.join(names)} of its batch, which is a view of the cache\n"
+            "  expected  batch tensors are only read\n"
+            "  try  clone the tensor in the model family's `predict` before modifying it"
         )

@@ -1,14 +1,13 @@
-"""The two-stage governor: stage 1, everything fits; stage 2, something spills or is about to.
+"""The memory governor. In stage 1 everything fits; in stage 2 memory spills or is about to.
 
-`decide` is pure. It goes by what the sensors say now, and remembers only what hysteresis needs, so that an
-`empty_cache()` or another process's allocation at any moment cannot leave a wrong stage behind. The governor samples
-at step boundaries, carries out what was decided, and stops the run with MemoryPressure before the kernel's OOM killer
-would.
+`decide` is pure. It uses the current sensor values and keeps only the state that hysteresis needs, so an
+`empty_cache()` or an allocation of another process cannot leave a wrong stage behind. The governor samples at step
+boundaries, carries out the decisions, and stops the run with MemoryPressure before the kernel's OOM killer would.
 
-    1 -> 2  the arena is in use, or less than the floor is available on the device. At once, with a light reclamation.
-    2 -> 1  the arena is idle and more than floor + band is available, three samples in a row.
-    in 2    main memory under its reserve, or the arena larger than it has been since stage 2 began: hard reclamation.
-            Main memory still under its reserve after that: MemoryPressure.
+    1 -> 2  The arena is in use, or less than the floor is available on the device. Immediate, with light reclamation.
+    2 -> 1  The arena is idle and more than floor + band is available, for three consecutive samples.
+    in 2    Main memory is below its reserve, or the arena reached a new maximum of this stage: hard reclamation.
+            If main memory is still below its reserve after that: MemoryPressure.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """Where pressure begins, where it ends, and how much of main memory is nobody's."""
+    """The levels at which pressure begins and ends, and the reserve of main memory."""
 
     threshold: float
     min_bytes: int
     host_reserve: int
     band: float = 0.05
-    """Of the total; inside it nothing moves."""
+    """Fraction of the total. Between floor and floor + band the stage does not change."""
     calm_samples: int = 3
 
     @classmethod
@@ -49,7 +48,8 @@ class Limits:
         return cls(options.uvm_stage1_threshold, options.uvm_stage1_min_bytes, host_reserve)
 
     def floor(self, total: int) -> int:
-        # At least one byte: a device with nothing at all available is under pressure whatever its total.
+        """Less than this on the device is pressure."""
+        # At least one byte, so that a device without any available memory is always under pressure.
         return max(int(self.threshold * total), self.min_bytes, 1)
 
     def calm_level(self, total: int) -> int:
@@ -57,7 +57,7 @@ class Limits:
         return self.floor(total) + int(self.band * total)
 
     def problem(self, total: int) -> Problem | None:
-        """Limits that no state of the device could ever satisfy."""
+        """The problem, if stage 1 could never be reached again with these limits."""
         level = self.calm_level(total)
         if level < total:
             return None
@@ -74,28 +74,30 @@ class Limits:
 
 @dataclass(frozen=True)
 class State:
-    """All the governor remembers from one sample to the next."""
+    """The state that the governor keeps between samples."""
 
     stage: Stage = 1
     calm: int = 0
-    """Calm samples in a row; always 0 in stage 1."""
+    """Number of consecutive calm samples; always 0 in stage 1."""
     arena_high: int = 0
-    """The most the arena held since stage 2 began; always 0 in stage 1. The most, not the last: active bytes go up
-    and down with every batch, and a hard reclamation stops the GPU."""
+    """The maximum use of the arena since stage 2 began; 0 in stage 1. Growth is measured against the maximum, because
+    the use changes with every batch and each hard reclamation stalls the GPU."""
 
 
 @dataclass(frozen=True)
 class Decision:
+    """The next state and the actions to take, with the reason."""
+
     state: State
     actions: tuple[Action, ...]
     reason: str
     unknown: tuple[str, ...] = ()
-    """What could not be read. Unknown is neither pressure nor calm."""
+    """Values that could not be read. An unknown value is neither pressure nor calm."""
 
 
 @dataclass(frozen=True)
 class StageChange:
-    """The memory stage is another one."""
+    """The memory stage has changed."""
 
     before: Stage
     after: Stage
@@ -104,11 +106,11 @@ class StageChange:
 
 @dataclass(frozen=True)
 class ArenaChange:
-    """The overflow arena is used, holds more than ever before, or is empty again."""
+    """The overflow arena came into use, reached a new maximum, or became empty."""
 
     before: int
     after: int
-    """Bytes: the most it held between two samples."""
+    """Both in bytes: the maximum use between two samples."""
     reason: str
 
 
@@ -118,9 +120,9 @@ class Reclamation:
 
     action: Action
     released: int | None
-    """Bytes of GPU memory that went back to the driver; None: unknown."""
+    """Bytes of GPU memory returned to the driver; None if unknown."""
     demoted: int | None
-    """Bytes of managed buffers that were sent to main memory; None: unknown."""
+    """Bytes of managed buffers migrated to main memory; None if unknown."""
     milliseconds: float
     reason: str
 
@@ -130,6 +132,7 @@ OnChange = Callable[[MemoryChange], None]
 
 
 def decide(state: State, reading: Reading, limits: Limits) -> Decision:
+    """The next state and actions; see the top of this file."""
     if state.stage == 1:
         return _in_stage_1(state, reading, limits)
     return _in_stage_2(state, reading, limits)
@@ -196,30 +199,30 @@ def _seen(reading: Reading) -> str:
 
 
 def demotion_budget(reading: Reading, limits: Limits) -> int:
-    """How much may move from the device into main memory: half of what is there above the reserve.
+    """Bytes that may migrate from the device to main memory: half of the headroom above the reserve.
 
-    Half, so that a demotion never causes the very shortage it is part of the answer to.
+    Only half, so that the migration does not itself cause a shortage of main memory.
     """
     return 0 if reading.host_headroom is None else max(0, reading.host_headroom - limits.host_reserve) // 2
 
 
 class Reclaimer(Protocol):
-    """What a reclamation can do. Called from the training thread at a step boundary."""
+    """The operations of a reclamation. Called from the training thread at a step boundary."""
 
     def synchronize(self) -> None: ...
 
     def release_device_cache(self) -> int | None:
-        """Garbage first, then the blocks torch keeps for later. Returns the bytes given back; None: unknown."""
+        """Collect garbage, then free cached GPU blocks. Returns the bytes freed; None if unknown."""
         ...
 
     def release_host_caches(self) -> None:
-        """Pinned blocks torch keeps for later, and what the C library holds."""
+        """Free torch's cached pinned blocks and the C library's free pages."""
         ...
 
     def demote_cold(self, *, at_most: int, everything: bool) -> int | None:
-        """Send managed buffers nobody is about to use to main memory; `everything`: the recently used ones too.
+        """Migrate cold managed buffers to main memory; with `everything` also recently used ones.
 
-        Returns the bytes sent; None: unknown.
+        Returns the bytes migrated; None if unknown.
         """
         ...
 
@@ -230,13 +233,13 @@ class SensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Counters:
-    """They only ever grow."""
+    """Counters that increase monotonically."""
 
     transitions: int = 0
     light_reclamations: int = 0
     hard_reclamations: int = 0
     arena_peak: int = 0
-    """The most the arena held at a step boundary."""
+    """The maximum use of the arena in any sample."""
 
     def after(self, before: State, reading: Reading, decision: Decision) -> Counters:
         return Counters(
@@ -248,10 +251,10 @@ class Counters:
 
 
 class Governor:
-    """Samples, decides, acts. Lives in the training thread; `state` and `counters` may be read from any.
+    """Samples memory, decides and acts. Call it from the training thread; any thread may read `state` and `counters`.
 
-    `on_change` gets every change when it happens: the arena's use, then the stage, then each reclamation once it is
-    done. It is called before a MemoryPressure is raised.
+    `on_change` is called for each change: first the arena's use, then the stage, then each finished reclamation. These
+    calls come before a MemoryPressure is raised.
     """
 
     def __init__(
@@ -262,13 +265,13 @@ class Governor:
         self._limits = limits
         self._checked = False
         self._arena = 0
-        """What the last sample that could read it found in the arena."""
+        """The arena's use at the last sample that could read it."""
         self.on_change = on_change
         self.state = State()
         self.counters = Counters()
 
     def sample(self) -> Decision:
-        """Once per step boundary. Raises MemoryPressure when nothing is left to give up."""
+        """Sample and act; call this once per step boundary. Raises MemoryPressure if nothing is left to release."""
         reading = self._sensors.read()
         self._check_limits_once(reading)
         before, peak = self.state, self.counters.arena_peak
@@ -297,7 +300,7 @@ class Governor:
             return
         before, self._arena = self._arena, reading.arena_active
         if self._arena > peak:
-            reason = "it holds more than ever before" if peak else "a step needed more than the device has"
+            reason = "it reached a new maximum" if peak else "a step needed more than the device has"
         elif self._arena and not before:
             reason = "a step needed more than the device has, again"
         elif before and not self._arena:

@@ -31,17 +31,21 @@ if TYPE_CHECKING:
     from gracetune.memory.lookahead import Parts
 
 
-_COUNTED_WITH_ARENA: Final = "they are counted with an overflow arena only: each kernel launch takes 2 us longer"
+_COUNTED_WITH_ARENA: Final = (
+    "they are counted only with an overflow arena, because each kernel launch takes 2 us longer"
+)
 
 
 @dataclass(frozen=True)
 class _NoArena:
+    """Stands in for the arena of a layer without one."""
+
     def usage(self) -> ArenaUsage:
         return ArenaUsage(0, 0)
 
 
 class UnifiedMemory:
-    """Call `step()` at every step boundary, `stats()` whenever, `close()` at the end."""
+    """The unified-memory layer of a run. Call `step()` at every step boundary and `close()` at the end."""
 
     def __init__(
         self,
@@ -55,10 +59,10 @@ class UnifiedMemory:
         cuda: CudaMemory | None = None,
         host: HostSensor | None = None,
     ) -> None:
-        """`cuda` counts the GPU's memory, `host` main memory: those of a modelled machine, else torch and /proc."""
+        """`cuda` and `host` measure GPU and main memory. The defaults read torch and /proc; tests pass models."""
         self.arena_size = size
         self.uncounted: str | None = _COUNTED_WITH_ARENA
-        """Why page faults and migrations are not counted; None where they are."""
+        """Why page faults and migrations are not counted; None if they are."""
         self._uvm, self._arena = uvm, arena
         self.heap = ManagedHeap(uvm, device, partial(synchronize, device))
         self._limits = limits = Limits.from_options(options, host_reserve=host_reserve(machine))
@@ -85,9 +89,10 @@ class UnifiedMemory:
         local_ranks: int = 1,
         most_arena_bytes: int | None = None,
     ) -> UnifiedMemory | Unavailable:
-        """`managed_elsewhere`: what caches and parked weights will hold in managed memory, by the plan.
+        """Open the layer for one GPU.
 
-        `allocator_string` is what PyTorch was given (`PYTORCH_CUDA_ALLOC_CONF`): it may forbid splitting large blocks.
+        `managed_elsewhere`: planned bytes of caches and parked weights in managed memory. `allocator_string`: the value
+        of `PYTORCH_CUDA_ALLOC_CONF`, which may forbid splitting large blocks.
         """
         uvm = load()
         if isinstance(uvm, Unavailable):
@@ -120,11 +125,11 @@ class UnifiedMemory:
         return memory
 
     def step(self) -> Decision:
-        """Sample and act. Raises MemoryPressure when nothing is left to give up."""
+        """Sample the memory state and react. Raises MemoryPressure if nothing is left to release."""
         return self._governor.sample()
 
     def on_change(self, report: OnChange) -> None:
-        """`report` gets every change of stage, every reclamation and every change of the arena's use as it happens."""
+        """Register a callback for changes of the memory stage, reclamations and changes of the arena's use."""
         self._governor.on_change = report
 
     @property
@@ -133,16 +138,16 @@ class UnifiedMemory:
 
     @property
     def has_arena(self) -> bool:
-        """Whether PyTorch can take memory from a live overflow arena; hints and caches need none."""
+        """Whether PyTorch can allocate from an overflow arena. Hints and caches work without one."""
         return self._arena is not None
 
     def device_room(self) -> int | None:
-        """GPU memory that can be taken without coming near memory pressure; None where nobody knows."""
+        """GPU memory that can be allocated without coming close to memory pressure; None if unknown."""
         device = self.sensors.device_at_peak()
         return None if device is None else max(0, device.available - self._limits.calm_level(device.total))
 
     def moving_stream(self) -> int:
-        """The CUDA stream on which whole buffers change their home, beside the step's and the look-ahead's."""
+        """The CUDA stream for migrating whole buffers, separate from those of the step and the look-ahead."""
         import torch
 
         if self._moving is None:
@@ -150,7 +155,7 @@ class UnifiedMemory:
         return int(self._moving.cuda_stream)
 
     def look_ahead(self, batches: Iterable[Parts], mover: Mover, *, depth: int = 2) -> LookAhead:
-        """Batches on the GPU ahead of time, counted in this layer's statistics and shallower when memory is tight."""
+        """A look-ahead that reports to this layer's statistics and becomes shallower when memory is tight."""
         return LookAhead(batches, mover, depth=depth, memory_tight=lambda: self.memory_is_tight, stats=self._look_ahead)
 
     def uvm_stats(self) -> UvmStats:
@@ -173,7 +178,7 @@ class UnifiedMemory:
         )
 
     def _migrations(self) -> Migrations | None:
-        """A profiler that takes CUPTI over ends the counting, never the run."""
+        """The counters, or None. If a profiler takes over CUPTI, counting ends but the run continues."""
         if self.uncounted is not None:
             return None
         try:
@@ -183,21 +188,21 @@ class UnifiedMemory:
             return None
 
     def stats(self) -> dict[str, Any]:
-        """A copy of torch's statistics with `uvm.*` added."""
+        """A copy of torch's memory statistics with `uvm.*` added."""
         import torch
 
         return merged(self._device.with_peaks(torch.cuda.memory_stats(self._cuda_device)), self.uvm_stats())
 
     @property
     def managed_bytes(self) -> int:
-        """All managed memory this process holds."""
+        """All managed memory of this process."""
         return self._uvm.total_stats().live_bytes
 
     def close(self) -> None:
-        self._governor.on_change = lambda change: None  # whoever keeps the layer does not keep the run
+        self._governor.on_change = lambda change: None  # so that a reference to the layer does not keep the run alive
         if self.uncounted is None:
             self.uncounted = "the layer is closed"
-            with suppress(UnifiedMemoryError):  # the last counts are lost; the arena is closed all the same
+            with suppress(UnifiedMemoryError):  # losing the last counts must not prevent closing the arena
                 self._uvm.stop_counting_migrations()
         if self._arena is not None:
             self._arena.close()

@@ -1,10 +1,10 @@
-"""The measured speeds of a machine, kept so that a run measures only once.
+"""A file with the measured link speeds of this machine, so that only the first run measures.
 
     <user's cache folder>/gracetune/link-speeds.json
     {"format": "gracetune-link-speeds", "version": 1,
      "machines": {"<GPU, driver, torch, profile>": {"seconds": .., "pinned_copy": .., ..}}}
 
-The file is a cache: where it cannot be read or written, the next run measures again. It may be removed at any time.
+The file is a cache. If it cannot be read or written, the next run measures again. It may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CONTENT: Final = TypeAdapter(_Content)
 
 
 def machine_key(machine: Machine, device: int) -> str:
-    """Everything the speeds depend on. When any of it changes, a run measures again."""
+    """A description of everything that the speeds depend on. If any of it changes, a run measures again."""
     gpu = next((gpu for gpu in machine.gpus if gpu.index == device), None)
     software, host = machine.software, machine.host
     parts = {
@@ -49,7 +49,7 @@ def machine_key(machine: Machine, device: int) -> str:
 
 
 def recall(folder: Path, key: str, *, with_managed: bool) -> Measured | None:
-    """The stored measurement; None where there is none, or where it lacks managed memory that is needed."""
+    """The stored measurement; None if there is none or if it lacks a required measurement of managed memory."""
     found = _read(folder).get(key)
     return None if found is None or (with_managed and found.speeds.managed is None) else found
 

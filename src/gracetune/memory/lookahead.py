@@ -1,8 +1,8 @@
-"""Bringing the next batches to the GPU while this one computes.
+"""Asynchronous transfer of the next batches to the GPU while the current one is used.
 
-A `Mover` starts the move of one batch and later hands it over. `LookAhead` keeps a few moves under way, and adapts
-how many: more when the step had to wait for its data, fewer when memory is tight. Nothing here makes the host wait for
-the GPU; the source of batches is asked on the calling thread, so it should be quick or decode ahead by itself.
+A `Mover` starts the transfer of a batch and later returns its tensors. `LookAhead` keeps a few transfers in progress.
+It adapts their number: more if steps wait for data, fewer if memory is tight. The host never waits for the GPU here.
+The source of batches runs on the calling thread, so it should be fast or prepare data ahead itself.
 """
 
 from __future__ import annotations
@@ -22,54 +22,61 @@ if TYPE_CHECKING:
 
     Tensors: TypeAlias = Mapping[str, torch.Tensor]
     Parts: TypeAlias = Mapping[str, torch.Tensor | Stacked]
-    """A batch as it is given: whole tensors, or how to put them together."""
+    """An input batch: complete tensors, or descriptions of how to assemble them."""
 
 
 class Arrival(Protocol):
-    """The moment a batch was asked for and the moment it was there, on the GPU's own clock."""
+    """When a batch was requested and when it became available, as GPU timestamps."""
 
-    def is_past(self) -> bool: ...
+    def is_past(self) -> bool:
+        """Whether the GPU has reached both timestamps."""
 
-    def waited_ms(self) -> float: ...
+    def waited_ms(self) -> float:
+        """Time between request and availability."""
 
     def until_ms(self, following: Arrival) -> float:
-        """From having this batch to asking for the following one: the step's own time."""
+        """Time from the availability of this batch to the request of the next one: the compute time of the step."""
 
 
 class Moving(Protocol):
-    """A batch under way."""
+    """A batch in transfer."""
 
     bytes: int
 
     def arrive(self) -> tuple[Tensors, Arrival | None]:
-        """The tensors, usable on the current stream from here on; None where arriving takes no time."""
+        """The tensors, ready for use on the current stream. The arrival is None if there was no transfer."""
 
     def release(self) -> bool:
-        """The work given to the current stream so far was the last to use these tensors.
+        """Declare that the work enqueued so far is the last to use these tensors.
 
-        True where the GPU has done it already and waits for more.
+        Returns True if the GPU has already finished that work and is idle.
         """
 
 
 class Mover(Protocol):
+    """Transfers batches."""
+
     def start(self, batch: Parts, *, ahead: bool = True) -> Moving:
-        """`ahead` False: not before the GPU has done what it was given so far, as without any look-ahead."""
+        """Start a transfer. With `ahead=False` it begins only after the GPU finished all work enqueued so far."""
 
     def keep(self, slots: int) -> None:
-        """No more than this many batches will be under way or in use: let go of room beyond it."""
+        """Free buffers beyond this number of batches in transfer or in use."""
 
     def close(self) -> None:
-        """Wait until nothing that was given is read any more, and refer to none of it."""
+        """Wait until no source is read any more, and drop all references to them."""
 
 
 @dataclass
-class _Here:
+class _Available:
+    """A batch that needs no asynchronous transfer."""
+
     tensors: Tensors
     bytes: int = 0
     lent: tuple[str, ...] = ()
-    """Which of them are views of the cache."""
+    """Names of the tensors that are views of the cache."""
     versions: dict[str, int] = field(default_factory=dict)
-    """Of those, when they were handed over: torch counts writes, so one is noticed without looking at data."""
+    """Version counters of the lent tensors at arrival. torch increments them on in-place writes, so a write is
+    detected without reading the data."""
 
     def arrive(self) -> tuple[Tensors, Arrival | None]:
         self.versions = {name: self.tensors[name]._version for name in self.lent}
@@ -84,10 +91,10 @@ class _Here:
 
 
 class InPlace:
-    """For the CPU and for one-pool machines: a batch is read where it lies.
+    """A mover for the CPU and for machines whose CPU and GPU share memory: batches are read in place.
 
-    What is given in pieces is put together when it is given, on the current stream: the only copy that is made. With
-    `lend` a batch of one sample is not even that, but a view of its pieces; a step that writes into it is an error.
+    `Stacked` tensors are assembled immediately on the current stream; that is the only copy. With `lend`, a batch of
+    one sample is a view of the cache without any copy, and a step that writes into it raises CacheWrittenError.
     """
 
     def __init__(self, device: torch.device | None = None, *, lend: bool = False) -> None:
@@ -97,20 +104,20 @@ class InPlace:
         import torch
 
         if not any(isinstance(part, Stacked) for part in batch.values()):
-            return _Here(cast("Tensors", batch))
-        # Whoever asks first may be validating: a tensor made in inference mode could never be trained on.
+            return _Available(cast("Tensors", batch))
+        # The caller may be in inference mode (validation), but tensors created in it cannot be used for training.
         tensors: dict[str, torch.Tensor] = {}
         lent = []
         with torch.inference_mode(False), torch.no_grad():
             for name, part in batch.items():
                 if not isinstance(part, Stacked):
                     tensors[name] = part
-                elif self._lend and (there := part.in_place(self._device)) is not None:
-                    tensors[name] = there
+                elif self._lend and (view := part.in_place(self._device)) is not None:
+                    tensors[name] = view
                     lent.append(name)
                 else:
                     tensors[name] = part.build(self._device)
-        return _Here(tensors, lent=tuple(lent))
+        return _Available(tensors, lent=tuple(lent))
 
     def keep(self, slots: int) -> None:
         pass
@@ -120,12 +127,12 @@ class InPlace:
 
 
 class RingMover:
-    """Copies batches into a small ring of device buffers, on a stream of its own.
+    """A mover that copies batches into a small ring of GPU buffers, on a separate stream.
 
-    What is given in pieces goes piece by piece into its place in the ring: nothing is put together on the host.
-    The source may be pinned host memory or a CUDA view of managed memory: both are read at the link's speed, and
-    neither moves. Its bytes must be complete when it is given. A ring slot is written again only after the step that
-    used it has finished.
+    The parts of a `Stacked` tensor are copied directly to their place in the ring, without assembly on the host. A
+    source may be pinned host memory or a CUDA view of managed memory. Both are read at the speed of the link, and the
+    pages stay where they are. The source must be complete when the transfer starts. A slot is overwritten only after
+    the step that used it has finished.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -138,7 +145,8 @@ class RingMover:
         self._slots = 0
         self._most = 1 << 30
         self._under_way: deque[tuple[torch.cuda.Event, Parts]] = deque()
-        """What is being copied: torch does not know that our own copies still read it."""
+        """References to the sources of running copies, with their end. torch does not know about `copy_bytes`, so it
+        would reuse the memory of a source without a reference."""
 
     def start(self, batch: Parts, *, ahead: bool = True) -> Moving:
         import torch
@@ -171,7 +179,7 @@ class RingMover:
 
 
 def copies_on(stream: torch.cuda.Stream) -> CopyBytes | None:
-    """Many copies in one call of the driver; None where the native library cannot be had, and torch makes them."""
+    """A function that enqueues many copies in one driver call; None without the native library, so torch copies."""
     from gracetune.memory.native import Unavailable, load
 
     uvm = load()
@@ -200,33 +208,37 @@ class _CudaArrival:
 
 
 class _Slot:
-    """Device room for one batch, kept from batch to batch."""
+    """GPU buffers for one batch, reused for later batches.
+
+    Two events order the streams. The copy stream waits for `_used` before it overwrites the buffers, and the step's
+    stream waits for `_moved` before it reads them.
+    """
 
     def __init__(self, ring: RingMover) -> None:
         import torch
 
         self.bytes = 0
-        self._ring: RingMover = weakref.proxy(ring)  # which holds the slots: all of it goes when nobody needs it
-        self._room: dict[str, torch.Tensor] = {}
+        self._ring: RingMover = weakref.proxy(ring)  # weak, because the ring holds its slots
+        self._buffers: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._moved = torch.cuda.Event()
-        """A new one for every batch."""
+        """End of the copies; a new event for every batch."""
         self._used = torch.cuda.Event()
         self._user: torch.cuda.Stream | None = None
 
     def fill(self, batch: Parts) -> torch.cuda.Event:
-        """Returns the moment from which on the batch itself is not read any more."""
+        """Enqueue the copies of a batch. Returns an event after which the sources are no longer read."""
         import torch
 
-        side = self._ring.stream
-        side.wait_event(self._used)
+        copy_stream = self._ring.stream
+        copy_stream.wait_event(self._used)
         self._user = None
         self.bytes = 0
         self._tensors = {}
-        # Whoever asks first may be validating: room made in inference mode could never be trained on.
+        # The caller may be in inference mode (validation), but buffers created in it cannot be used for training.
         with torch.inference_mode(False), torch.no_grad():
             targets = {name: self._target(name, source) for name, source in batch.items()}
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(copy_stream):
                 for name, source in batch.items():
                     if isinstance(source, Stacked):
                         self._tensors[name] = source.write(targets[name], self._ring.copy_bytes)
@@ -234,24 +246,24 @@ class _Slot:
                         self._tensors[name] = targets[name].copy_(source, non_blocking=True)
                     self.bytes += source.nbytes
         self._moved = torch.cuda.Event()
-        self._moved.record(side)
+        self._moved.record(copy_stream)
         return self._moved
 
     def _target(self, name: str, source: torch.Tensor | Stacked) -> torch.Tensor:
-        """A view of the slot's room for this key, which grows to the largest batch it has seen.
+        """A view of the slot's buffer for this key. The buffer grows to the largest batch so far.
 
-        The room comes from the step's own stream, so that an overflow arena can serve it too; its memory may have been
-        used there a moment ago, so the copies wait for that, and the allocator learns who else uses it.
+        The buffer is allocated on the step's stream, so that an overflow arena can serve it. Work on that stream may
+        still use the memory, so the copy stream waits for it; `record_stream` protects it from early reuse afterwards.
         """
         import torch
 
         needed = source.nbytes
-        room = self._room.get(name)
-        if room is None or room.numel() < needed:
-            room = self._room[name] = torch.empty(needed, dtype=torch.uint8, device=self._ring.device)
-            room.record_stream(self._ring.stream)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < needed:
+            buffer = self._buffers[name] = torch.empty(needed, dtype=torch.uint8, device=self._ring.device)
+            buffer.record_stream(self._ring.stream)
             self._ring.stream.wait_stream(torch.cuda.current_stream(self._ring.device))
-        return room[:needed].view(source.dtype).view(source.shape)
+        return buffer[:needed].view(source.dtype).view(source.shape)
 
     def arrive(self) -> tuple[Tensors, Arrival | None]:
         import torch
@@ -261,12 +273,12 @@ class _Slot:
         arrival.asked.record(self._user)
         self._user.wait_event(self._moved)
         arrival.got.record(self._user)
-        for room in self._room.values():
-            room.record_stream(self._user)
+        for buffer in self._buffers.values():
+            buffer.record_stream(self._user)
         return dict(self._tensors), arrival
 
     def release(self) -> bool:
-        # The stream that used the batch, whichever is current by now; none where it was discarded before it arrived.
+        # Use the stream of arrive(); another one may be current now. It is None if the batch was discarded unused.
         is_done = False
         if self._user is not None:
             is_done = self._user.query()
@@ -277,28 +289,30 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Depth:
-    """How many batches are kept under way, and why."""
+    """The number of batches to keep in transfer, and why."""
 
     value: int
     reason: str
 
 
 OnDepth: TypeAlias = Callable[[Depth, Depth], None]
-"""The depth before, and the one from now on with its reason."""
+"""Called with the previous and the new depth."""
 
 
 def next_depth(depth: int, *, waited_ms: float, step_ms: float, memory_tight: bool, most: int = 4) -> Depth:
-    """One deeper after a step that waited for more than 1 % of its time, one shallower while memory is tight."""
+    """The depth after a step: one more if the step waited for over 1 % of its time, one less if memory is tight."""
     if memory_tight:
-        return Depth(max(1, depth - 1), "memory is tight" if depth > 1 else "memory is tight, and one is the least")
+        return Depth(max(1, depth - 1), "memory is tight" if depth > 1 else "memory is tight; 1 is the minimum")
     if waited_ms > 0.01 * step_ms:
         reason = f"the step waited {waited_ms:.2f} ms for its data and computed for {step_ms:.2f} ms"
-        return Depth(min(most, depth + 1), reason if depth < most else f"{reason}, and {most} is the most")
-    return Depth(depth, "the data was there in time")
+        return Depth(min(most, depth + 1), reason if depth < most else f"{reason}; {most} is the maximum")
+    return Depth(depth, "the data was available in time")
 
 
 @dataclass
 class LookAheadStats:
+    """Counters of a look-ahead."""
+
     batches: int = 0
     prefetched_bytes: int = 0
     wait_ms: float = 0.0
@@ -306,7 +320,7 @@ class LookAheadStats:
 
 
 class LookAhead:
-    """Iterates over batches that are on the GPU already. Using one ends when the next is asked for."""
+    """Iterates over batches on the GPU. A batch may be used until the next one is requested."""
 
     def __init__(
         self,
@@ -319,10 +333,10 @@ class LookAhead:
         stats: LookAheadStats | None = None,
         on_change: OnDepth | None = None,
     ) -> None:
-        """`on_change` gets the depth before and after every change; nothing is synchronized for it."""
+        """`on_change` is called with the old and new depth at every change, without synchronizing the GPU."""
         if not 0 <= depth <= most:
-            raise ValueError(f"a look-ahead of {depth} is not between 0 and {most}")
-        self.depth = Depth(depth, "as asked")
+            raise ValueError(f"depth must be between 0 and {most}, not {depth}")
+        self.depth = Depth(depth, "as configured")
         self.on_change = on_change
         self.stats = LookAheadStats() if stats is None else stats
         self._source = iter(batches)
@@ -338,11 +352,11 @@ class LookAhead:
         return self
 
     def __next__(self) -> Tensors:
-        is_awaited = self._in_use is not None and self._in_use.release()
+        is_gpu_idle = self._in_use is not None and self._in_use.release()
         self._in_use = None
         self.catch_up()
         self._mover.keep(self.depth.value + 1)
-        if not self._under_way or not is_awaited:
+        if not self._under_way or not is_gpu_idle:
             self._start_moves(max(1, self.depth.value))
         if not self._under_way:
             raise self._failure or StopIteration
@@ -353,16 +367,16 @@ class LookAhead:
         self.stats.prefetched_bytes += batch.bytes
         if arrival is not None:
             self._arrivals.append(arrival)
-        # Refill at once, so that the next move overlaps the step that starts now; unless the GPU has nothing to do
-        # until it is given that step. Then the next call refills, if it can.
-        if not (is_awaited and self._under_way):
+        # Start the next transfers now, so that they overlap with the coming step. But if the GPU is idle, return first:
+        # launching the step is more urgent, and the next call starts the transfers.
+        if not (is_gpu_idle and self._under_way):
             self._start_moves(self.depth.value)
         return tensors
 
     def discard(self) -> None:
-        """Forget the batches under way, and what went wrong with them: the source will give others instead.
+        """Drop the batches in transfer and a failure of the source, because the source will return others instead.
 
-        The batch in use stays. Room whose copies are still running is only written again after they have ended.
+        The batch in use is kept. Buffers with running copies are overwritten only after these have ended.
         """
         for batch in self._under_way:
             batch.release()
@@ -370,26 +384,26 @@ class LookAhead:
         self._failure = None
 
     def close(self) -> None:
-        """Forget all batches, the one in use too: what they were read from can be freed when this returns."""
+        """Drop all batches, including the one in use. Their sources can be freed afterwards."""
         self.discard()
         self._in_use = None
         self._mover.close()
 
     @property
     def is_stuck(self) -> bool:
-        """The source failed for the batch whose turn it is: the next call raises that, unless it is discarded."""
+        """Whether the source failed for the next batch. The next call raises that error, unless `discard` is called."""
         return self._failure is not None and not self._under_way
 
     @property
     def is_deepest(self) -> bool:
-        """It cannot go further ahead than it does."""
+        """Whether the depth is at its maximum."""
         return self.depth.value >= self._most
 
     def _start_moves(self, wanted: int) -> None:
         while len(self._under_way) < wanted and self._failure is None:
             try:
                 batch = next(self._source, None)
-            except Exception as error:  # noqa: BLE001 - whatever the source raises is raised in its turn, after the batches before it
+            except Exception as error:  # noqa: BLE001 - raised again when it is this batch's turn
                 self._failure = error
                 return
             if batch is None:
@@ -397,7 +411,7 @@ class LookAhead:
             self._under_way.append(self._mover.start(batch, ahead=self.depth.value > 0))
 
     def catch_up(self) -> None:
-        """Judge the steps whose end the GPU has reached; those still running are judged later, never waited for."""
+        """Evaluate the steps that the GPU has finished, and adapt the depth. Running steps are evaluated later."""
         past = [arrival for arrival in self._arrivals if arrival.is_past()]
         for arrival, following in pairwise(past):
             self._arrivals.popleft()

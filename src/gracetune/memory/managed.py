@@ -1,7 +1,7 @@
-"""Managed buffers: the same bytes as a CUDA tensor and as a CPU tensor, placed and moved on request.
+"""Managed buffers: the same bytes as a CUDA tensor and as a CPU tensor, with a chosen location.
 
-A `ManagedHeap` cuts buffers out of slabs. A slab holds buffers of one home, and buffers of a page or more have their
-pages to themselves, so that a hint never reaches a neighbour.
+A `ManagedHeap` allocates buffers from slabs. All buffers of a slab have the same preferred location ("home"). Buffers
+of a page or more do not share pages, so a hint never affects another buffer.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ Home = Literal["host", "device"]
 SLAB_BYTES: Final = 64 * MIB
 COLD_AFTER_SECONDS: Final = 30.0
 ALIGNMENT: Final = 512
-"""What torch's own allocator guarantees, and vectorised kernels count on."""
+"""The alignment that torch's allocator guarantees and vectorized kernels rely on."""
 
 
 def set_home(uvm: Uvm, span: Span, home: Home) -> None:
-    """Prefer `home`, and keep the range mapped for the GPU wherever its pages lie."""
+    """Set the preferred location, and keep the range mapped for the GPU wherever its pages are."""
     uvm.advise(span, Advice.SET_PREFERRED_LOCATION, HOST if home == "host" else span.device)
     uvm.advise(span, Advice.SET_ACCESSED_BY, span.device)
 
 
 @dataclass(eq=False)
 class _Slab:
+    """One allocation from the driver."""
+
     span: Span
     home: Home
     unit: int
-    """What buffers in here are aligned and padded to."""
+    """Alignment and padding of its buffers."""
     space: FreeSpace
 
 
 @dataclass(eq=False)
 class _Use:
-    """What has happened to a block."""
+    """How a block has been used."""
 
     by_gpu: bool = False
     sent_to_device: bool = False
@@ -65,13 +67,13 @@ class _Use:
         self.last_touched = time.monotonic()
 
     def is_cold(self, oldest: float) -> bool:
-        """On the GPU, untouched for a while, and nobody holds a tensor through which it could be in use."""
+        """Whether the block is on the GPU, unused since `oldest`, and without live CUDA tensors."""
         return self.sent_to_device and self.last_touched <= oldest and not self.views
 
 
 @dataclass(eq=False)
 class _Block:
-    """Bytes handed out. Every view of a buffer refers to its block; when the last one is gone the bytes go back."""
+    """An allocated range. Every view of a buffer references its block; without references, the range is freed."""
 
     slab: _Slab
     span: Span
@@ -80,17 +82,17 @@ class _Block:
 
 @dataclass
 class HintCounters:
-    """What became of the hints a heap gave. Both only ever grow."""
+    """Counters of the hints that a heap gave. Both increase monotonically."""
 
     bytes: int = 0
-    """Of buffers whose home the driver was told, each time it was."""
+    """Bytes of buffers whose home was set, counted each time."""
     refused: int = 0
-    """Hints that could not be given."""
+    """Number of hints that were not applied."""
 
 
 @dataclass(eq=False)
 class ManagedHeap:
-    """All managed buffers of one GPU. `quiesce` waits until the GPU is done with what it was given."""
+    """All managed buffers of one GPU. `quiesce` waits until the GPU has finished all enqueued work."""
 
     uvm: Uvm
     device: int
@@ -100,12 +102,13 @@ class ManagedHeap:
     _slabs: list[_Slab] = field(default_factory=list)
     _returned: deque[tuple[_Slab, Span, _Use]] = field(default_factory=deque)
     _live: weakref.WeakSet[_Block] = field(default_factory=weakref.WeakSet)
-    # Not re-entrant on purpose: a finalizer that runs inside this heap's own work must find it taken.
+    # Deliberately not re-entrant. A finalizer may run in the middle of a heap operation on the same thread; it must
+    # find the lock taken and leave its work to that operation.
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _process: int = field(default_factory=os.getpid)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, home: Home = "host") -> ManagedBuffer:
-        """Uninitialised memory that prefers `home` and is mapped for the GPU wherever it lies."""
+        """Allocate an uninitialized buffer that prefers `home` and is mapped for the GPU wherever it is."""
         if home not in ("host", "device"):
             raise ValueError(f'home is "host" or "device", not {home!r}')
         size = math.prod(shape) * dtype.itemsize
@@ -115,22 +118,22 @@ class ManagedHeap:
             block = self._place(size, home)
             self._live.add(block)
             self.hints.bytes += block.span.bytes
-        # The finalizer must not refer to the block itself, or the block would live for ever. At the interpreter's end
-        # the process gives everything back anyway, and views may still be in use.
+        # The finalizer must not reference the block, or the block would never be freed. It does not run at exit,
+        # because views may still be in use then, and the end of the process frees everything.
         weakref.finalize(block, self._give_back, block.slab, block.span, block.use).atexit = False
         return ManagedBuffer(self, block, tuple(shape), dtype)
 
     @property
     def held_bytes(self) -> int:
-        """Managed bytes this heap holds from the driver, slack included."""
+        """Managed bytes allocated from the driver, including unused parts of slabs."""
         with self._working():
             return sum(slab.span.bytes for slab in self._slabs)
 
     def demote_cold(self, *, at_most: int, everything: bool) -> int:
-        """Send buffers that lie on the GPU and were not used lately to host memory, longest unused first.
+        """Migrate buffers that were not used recently from the GPU to host memory, the least recently used first.
 
-        `everything` takes those in use along: they stay correct, only slower. Enqueued on the default stream.
-        Returns the bytes sent.
+        `everything` includes buffers in use; they stay correct but become slower. The migrations are enqueued on the
+        default stream. Returns the bytes migrated.
         """
         oldest = math.inf if everything else time.monotonic() - COLD_AFTER_SECONDS
         sent = 0
@@ -146,7 +149,7 @@ class ManagedHeap:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """The heap to oneself. What finalizers left to do meanwhile is done before and after."""
+        """Hold the heap's lock. Deferred work of finalizers is done before and after."""
         with self._lock:
             self._take_back()
             yield
@@ -158,10 +161,10 @@ class ManagedHeap:
         for slab in self._slabs:
             if (slab.home, slab.unit) == (home, unit) and (address := slab.space.take(padded, unit)) is not None:
                 return _Block(slab, Span(address, padded, self.device))
-        # One unit more than asked for: the driver does not promise that memory starts on a boundary of ours.
+        # One extra unit, because the driver does not guarantee our alignment.
         slab = self._new_slab(max(self.slab_bytes if padded <= self.slab_bytes // 2 else 0, padded + unit), home, unit)
         address = slab.space.take(padded, unit)
-        assert address is not None, "a fresh slab has room for what it was made for"
+        assert address is not None, "a new slab has space for the buffer it was created for"
         return _Block(slab, Span(address, padded, self.device))
 
     def _new_slab(self, size: int, home: Home, unit: int) -> _Slab:
@@ -177,7 +180,7 @@ class ManagedHeap:
         return slab
 
     def _give_back(self, slab: _Slab, span: Span, use: _Use) -> None:
-        """A finalizer: it may run anywhere, in the middle of this heap's own work too, so it takes note first."""
+        """Finalizer of a block. It may run at any point, even inside a heap operation, so it only queues the block."""
         if os.getpid() == self._process:  # in a forked child these bytes do not exist
             self._returned.append((slab, span, use))
             self._tidy()
@@ -190,22 +193,23 @@ class ManagedHeap:
                 self._lock.release()
 
     def _take_back(self) -> None:
-        """Return what finalizers noted to the slabs, after one wait for the GPU however many there are."""
-        noted = [self._returned[index] for index in range(len(self._returned))]
-        if any(use.by_gpu for _, _, use in noted):
+        """Free the queued blocks. Waits at most once for the GPU, which may still use them."""
+        # A copy, because finalizers may append while this runs. The loop below removes exactly these entries.
+        queued = [self._returned[index] for index in range(len(self._returned))]
+        if any(use.by_gpu for _, _, use in queued):
             self.quiesce()
-        for slab, span, _ in noted:
+        for slab, span, _ in queued:
             self._returned.popleft()
             slab.space.give_back(span.pointer, span.bytes)
             if slab.space.is_empty:
                 self._slabs.remove(slab)
                 self.uvm.free(slab.span)
             elif slab.unit >= HINT_PAGE:
-                set_home(self.uvm, span, slab.home)  # whoever gets these pages next was promised the slab's home
+                set_home(self.uvm, span, slab.home)  # undo a rehome(): the next buffer here expects the slab's home
 
 
 class _CudaBytes:
-    """A block as CUDA's array protocol knows it; torch keeps a reference to it for as long as the tensor lives."""
+    """A block that implements the CUDA array interface. A tensor made from it holds a reference to it."""
 
     def __init__(self, block: _Block, size: int) -> None:
         self._block = block
@@ -231,7 +235,7 @@ def _host_bytes(block: _Block, size: int) -> Any:
 
 
 class ManagedBuffer:
-    """One tensor's worth of managed memory. Free when it and every view of it are gone; `close()` drops its own."""
+    """Managed memory for one tensor. It is freed when the buffer and all views are gone; `close()` drops the former."""
 
     def __init__(self, heap: ManagedHeap, block: _Block, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -257,14 +261,14 @@ class ManagedBuffer:
 
     @property
     def span(self) -> Span:
-        """The bytes of this buffer: whole pages if it has pages to itself."""
+        """The address range of this buffer. For buffers of a page or more it consists of whole pages."""
         return self._block.span
 
     def cuda(self) -> torch.Tensor:
-        """A CUDA tensor over these bytes; kernels read and write them wherever they lie."""
+        """A CUDA tensor over these bytes. Kernels can read and write them wherever the pages are."""
         import torch
 
-        self._heap.uvm.total_stats()  # refuses in a forked child, where these bytes do not exist
+        self._heap.uvm.total_stats()  # raises in a forked process, where managed memory does not exist
         self._block.use.touch()
         exported = _CudaBytes(self._block, self.nbytes)
         self._block.use.views.add(exported)
@@ -274,20 +278,20 @@ class ManagedBuffer:
         return flat.view(self.dtype).view(self.shape)
 
     def cpu(self) -> torch.Tensor:
-        """A CPU tensor over the same bytes. The GPU's pending writes are not waited for: `host()` does that."""
+        """A CPU tensor over the same bytes. This does not wait for pending writes of the GPU; `host()` does."""
         import torch
 
-        self._heap.uvm.total_stats()  # refuses in a forked child, where these bytes do not exist
+        self._heap.uvm.total_stats()  # raises in a forked process, where managed memory does not exist
         return torch.frombuffer(_host_bytes(self._block, self.nbytes), dtype=self.dtype).view(self.shape)
 
     @contextmanager
     def host(self) -> Iterator[torch.Tensor]:
-        """The CPU tensor, after everything the GPU was given has finished."""
+        """The CPU tensor, after the GPU has finished all enqueued work."""
         self._heap.quiesce()
         yield self.cpu()
 
     def rehome(self, home: Home) -> Hint:
-        """Prefer another home from now on. Pages move when they are next touched or prefetched."""
+        """Change the preferred location. Pages migrate when they are next accessed or prefetched."""
         block = self._block
         counters = self._heap.hints
         if block.slab.unit < HINT_PAGE:
@@ -303,7 +307,7 @@ class ManagedBuffer:
         return Hint(True, block.span.bytes, f"prefers the {home}")
 
     def prefetch(self, where: Home, stream: int) -> Hint:
-        """Enqueue the move on a CUDA stream."""
+        """Enqueue the migration on a CUDA stream."""
         block = self._block
         block.use.touch()
         block.use.sent_to_device = where == "device"
@@ -311,5 +315,5 @@ class ManagedBuffer:
         return Hint(True, block.span.bytes, f"moving to the {where}")
 
     def state(self) -> RangeState:
-        """What the driver was told about these bytes."""
+        """The hints that the driver has for these bytes."""
         return self._heap.uvm.range_state(self._block.span)

@@ -1,4 +1,4 @@
-"""A slab of managed memory: the counterpart of `hostmem.slab`, with its home where the caller says."""
+"""A slab of managed memory, the counterpart of `hostmem.slab`. The caller chooses its preferred location."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
 
 
 class ManagedSlab:
-    """Managed memory: the GPU reads it where it lies."""
+    """A slab that CPU and GPU can both access, wherever its pages are."""
 
     def __init__(self, heap: ManagedHeap, size: int, home: Home) -> None:
         import torch
@@ -19,7 +19,7 @@ class ManagedSlab:
         self.notes: tuple[str, ...] = ()
 
     def settle(self) -> None:
-        """The CPU wrote the pages, so that is where they lie: those that belong on the device go there once."""
+        """Move pages to the device if they belong there. The CPU has written them, so they are in host memory."""
         import torch
 
         if self.home == "device":
@@ -28,7 +28,7 @@ class ManagedSlab:
             stream.synchronize()
 
     def move(self, home: Home, stream: int) -> Hint:
-        """Prefer another home from now on, and start moving there on a CUDA stream. Batches are right meanwhile."""
+        """Change the preferred location and start the migration on a CUDA stream. Reads stay correct meanwhile."""
         hint = self._buffer.rehome(home)
         if hint:
             self._buffer.prefetch(home, stream)

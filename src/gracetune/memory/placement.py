@@ -1,4 +1,4 @@
-"""Where each kind of memory lives, by the nature of the machine. Pure: role and profile in, policy and reason out."""
+"""The placement of each kind of data, by machine profile. Pure: role and profile in, placement and reason out."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Role = Literal["hot_weights", "activations", "cold_weights", "optimizer_state", 
 Place = Literal["device", "managed_host", "managed_device", "pinned_host", "shared_host", "host"]
 
 TEXT_ON_DEVICE_SHARE = 0.02
-"""Text embeddings this small a part of the GPU's memory are kept there: every step reads them."""
+"""Text embeddings that take at most this fraction of the GPU's memory are kept there, because every step reads them."""
 
 
 @dataclass(frozen=True)
 class Hints:
-    """Whether a run gives residency hints and keeps caches in managed memory, and what decided it."""
+    """Whether a run uses residency hints and managed memory for caches, and why."""
 
     on: bool
     reason: str
     asked: bool = False
-    """`memory.enable_uvm_hints` is true: managed memory is taken even where a measurement speaks against it."""
+    """`memory.enable_uvm_hints` is true: use managed memory even if a measurement speaks against it."""
 
 
 FOLLOW_CACHES: Final = Hints(True, "a cache type is unified_memory")
 
 
 def hints_of(config: RunConfig) -> Hints:
-    """The switch decides; where it is unset, the cache types do."""
+    """`memory.enable_uvm_hints` decides; if it is unset, the cache types do."""
     switch = config.memory.enable_uvm_hints
     if switch is not None:
         return Hints(switch, f"memory.enable_uvm_hints is {str(switch).lower()}", asked=switch)
@@ -41,7 +41,7 @@ def hints_of(config: RunConfig) -> Hints:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where, whether it must be brought to the GPU before use, and why."""
+    """The place of some data, whether it must be moved to the GPU before use, and the reason."""
 
     place: Place
     moved_before_use: bool
@@ -57,7 +57,7 @@ _TABLE: dict[tuple[Role, ProfileName], Placement] = {
     ),
     ("cold_weights", "discrete"): Placement("pinned_host", True, "idle most of the time; copied from pinned memory"),
     ("cold_weights", "integrated"): _ONE_POOL,
-    # Offloaded optimizer state is not built: the planner must not count on it.
+    # Offloading of optimizer state is not implemented, so the planner must not count on it.
     ("optimizer_state", "superchip"): Placement("device", False, "read and written in every step"),
     ("optimizer_state", "discrete"): Placement("device", False, "read and written in every step"),
     ("optimizer_state", "integrated"): _ONE_POOL,
@@ -77,7 +77,7 @@ _TABLE: dict[tuple[Role, ProfileName], Placement] = {
 def place(
     role: Role, profile: ProfileName, *, size: int = 0, device_bytes: int | None = None, local_ranks: int = 1
 ) -> Placement:
-    """The policy for one role. `local_ranks`: managed memory has no IPC, so ranks of one machine share pinned pages."""
+    """The placement of one role. Managed memory has no IPC, so several local ranks share pinned pages instead."""
     if profile == "cpu":
         return Placement("host", False, "no GPU: everything is in host memory")
     if role in ("hot_weights", "activations"):
@@ -92,29 +92,29 @@ def place(
 
 
 WAITED_SHARE: Final = 0.05
-"""Of the steps' own time. Steps that wait longer than this are worth a change of placement."""
+"""Fraction of the compute time. If steps wait longer than this for data, changing the placement is worthwhile."""
 
 
 @dataclass(frozen=True)
 class Waits:
-    """What a number of batches in a row cost the step."""
+    """Waiting and compute time over a number of consecutive steps."""
 
     waited_ms: float
     step_ms: float
     is_deepest: bool
-    """The look-ahead cannot go further ahead, so waiting is not a matter of depth."""
+    """The look-ahead has its largest depth, so more depth cannot reduce the waiting."""
 
     @property
     def are_long(self) -> bool:
         return self.is_deepest and self.waited_ms > WAITED_SHARE * self.step_ms
 
     def __str__(self) -> str:
-        return f"steps of {self.step_ms:.0f} ms in all waited {self.waited_ms:.0f} ms for their data"
+        return f"steps of {self.step_ms:.0f} ms in total waited {self.waited_ms:.0f} ms for data"
 
 
 @dataclass(frozen=True)
 class Rehoming:
-    """Where a managed cache should lie from now on, and why."""
+    """The new preferred location of a managed cache, and why."""
 
     home: Literal["host", "device"]
     reason: str
@@ -129,10 +129,10 @@ def rehome(
     memory_tight: bool,
     was_sent_back: bool,
 ) -> Rehoming | None:
-    """Pure; None where it stays. `room`: device bytes that can be taken without coming near memory pressure.
+    """Decide whether a managed cache should move; None if it should stay. Pure.
 
-    A cache moves to the GPU at most once: one that had to go back when memory became tight stays in host memory, so
-    that it does not move to and fro.
+    `room`: GPU bytes that can be allocated without coming close to memory pressure. A cache that had to move back
+    because memory was tight stays in host memory, so it cannot oscillate.
     """
     if home == "device":
         return Rehoming("host", "memory is tight") if memory_tight else None

@@ -1,6 +1,6 @@
-"""What a reclamation does on a machine with torch: give back everything that is only kept for later.
+"""Reclaiming memory that torch, the C library and Python only keep for later use.
 
-Also when Python's garbage collector had better wait.
+Also a context manager that makes Python's garbage collector run less often.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from contextlib import contextmanager
 from typing import Protocol
 
 _MANY = 100_000
-"""New objects; looking at these alone takes about 5 ms."""
+"""Number of new objects that triggers a collection. Examining that many takes about 5 ms."""
 
 
 class Demoter(Protocol):
     """The owner of the managed buffers."""
 
     def demote_cold(self, *, at_most: int, everything: bool) -> int | None:
-        """Send up to `at_most` bytes of managed buffers nobody is about to use to main memory.
+        """Migrate up to `at_most` bytes of cold managed buffers to main memory.
 
-        `everything` counts those as cold too that were used a moment ago. Returns the bytes sent; None: unknown.
+        `everything` includes recently used buffers. Returns the bytes migrated; None if unknown.
         """
         ...
 
 
 class TorchReclaimer:
-    """Fills `governor.Reclaimer` for one GPU."""
+    """Implements `governor.Reclaimer` for one GPU."""
 
     def __init__(self, device: int, demoter: Demoter) -> None:
         self._device = device
@@ -36,21 +36,21 @@ class TorchReclaimer:
     def synchronize(self) -> None:
         import torch
 
-        if torch.cuda.is_initialized():  # a GPU that nobody has used has nothing to wait for
+        if torch.cuda.is_initialized():  # otherwise there is no work to wait for
             torch.cuda.synchronize(self._device)
 
     def release_device_cache(self) -> int:
         import torch
 
         before = torch.cuda.memory_reserved(self._device)
-        gc.collect()  # a tensor in a reference cycle holds its block until then
+        gc.collect()  # frees tensors in reference cycles, which still hold their blocks
         torch.cuda.empty_cache()
         return max(0, before - torch.cuda.memory_reserved(self._device))
 
     def release_host_caches(self) -> None:
         import torch
 
-        # Demoting buffers fills main memory; these two are what empties it.
+        # Demoting buffers fills main memory; releasing torch's pinned blocks and the C heap makes space for them.
         if torch.cuda.is_initialized() and hasattr(torch.accelerator, "empty_host_cache"):
             torch.accelerator.empty_host_cache()
         trim_heap()
@@ -60,7 +60,7 @@ class TorchReclaimer:
 
 
 def trim_heap() -> None:
-    """Return the C library's free pages to the kernel; musl has no such call, and keeps few."""
+    """Return the C library's free pages to the kernel. musl lacks this call, but keeps few free pages."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
@@ -68,14 +68,14 @@ def trim_heap() -> None:
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """For code that makes very many objects, nearly all of which stay: Python looks for garbage less often inside.
+    """Make Python's garbage collector run less often, for code that creates many objects and keeps nearly all of them.
 
-    By default every 700 new objects are a reason to look for cycles among the young ones, and from time to time among
-    all objects of the process. The index of 30,000 samples made it look at all of them more than ten times and find
-    nothing; with torch and diffusers imported one such look takes 0.4 seconds. Garbage is still found, only later.
+    By default Python searches for reference cycles after every 700 new objects, and now and then among all objects of
+    the process. Indexing 30,000 samples caused more than ten full collections that found nothing. With torch and
+    diffusers imported, each takes 0.4 seconds. Garbage is still collected, only later.
     """
     before = gc.get_threshold()
-    if before[0] >= _MANY or not before[0]:  # another thread is in here, or nothing is collected anyway
+    if before[0] >= _MANY or not before[0]:  # another thread is in this context manager, or collection is disabled
         yield
         return
     gc.set_threshold(_MANY, *before[1:])

@@ -1,16 +1,15 @@
-"""What the governor and the watchdog go by: the GPU's memory, and what `hostmem.sensors` reads, afresh each time.
+"""Memory sensors for the governor and the watchdog: GPU memory, and main memory from `hostmem.sensors`.
 
-None means unknown, and `notes` say why. Nothing in here decides anything.
+None means unknown, and `notes` say why. The sensors only measure; decisions are made elsewhere.
 
-Torch's peak. What a step needs is its highest point, not what is left when it ends, and torch keeps one peak counter
-for the whole process: restarting it at every step would take it away from everybody else who reads
-`torch.cuda.max_memory_allocated()`. So it is left alone while it does not matter: as long as even the highest point of
-the whole run leaves more than `exact_below` available, the last step's own peak cannot change any decision. Only under
-that line is the counter restarted at every sample, so that an old peak does not look like pressure for ever. The peaks
-it had are kept, and `with_peaks` puts them back into a copy of torch's statistics. One consequence: on the first sample
-under the line the peak may be older than the step. That errs on the side of caution, and lasts for one sample.
-The very first sample has no step before it: it goes by what is allocated then, and whatever loading the model or
-reserving the arena left in the counter is restarted away under the same rule.
+torch's peak counter. What a step needs is its peak, not what is left when it ends. But torch has one peak counter per
+process, and other code reads it too (`torch.cuda.max_memory_allocated()`), so it should not be reset at every step.
+While even the peak of the whole run leaves more than `exact_below` available, the peak of the last step cannot change
+any decision, and the counter is left alone. Below that level it is reset at every sample, so that an old peak does not
+look like permanent pressure. The previous peaks are kept, and `with_peaks` restores them in a copy of torch's
+statistics. One consequence: at the first sample below the level, the peak may be older than the step. That is
+conservative and lasts for one sample. The very first sample of a run has no step before it, so it uses the current
+allocation. A peak from loading the model or reserving the arena is then reset under the same rule.
 """
 
 from __future__ import annotations
@@ -29,40 +28,40 @@ PEAK_RESERVED = "reserved_bytes.all.peak"
 
 @dataclass(frozen=True)
 class ArenaUsage:
-    """The overflow arena as torch's counters include it."""
+    """Bytes of the overflow arena. torch's counters include them."""
 
     reserved: int
     active: int
 
 
 class ArenaMeter(Protocol):
-    """The overflow arena, as far as sensors care. Asked from the training thread and from the watchdog's."""
+    """Measures the overflow arena. Called from the training thread and from the watchdog's thread."""
 
     def usage(self) -> ArenaUsage | None:
-        """None: unknown. Without an arena: nothing reserved, nothing active."""
+        """None if unknown. Without an arena, both values are 0."""
         ...
 
 
 class CudaMemory(Protocol):
-    """One GPU's memory as the driver and torch's allocator count it."""
+    """The memory counters of one GPU, from the driver and from torch's allocator."""
 
     def info(self) -> tuple[int, int]:
-        """The driver's free and total bytes."""
+        """Free and total bytes according to the driver."""
         ...
 
     def stats(self) -> Mapping[str, Any]:
-        """What `torch.cuda.memory_stats()` returns."""
+        """The result of `torch.cuda.memory_stats()`."""
         ...
 
     def reset_peaks(self) -> None: ...
 
     def fraction(self) -> float:
-        """How much of the total torch may hold. 1.0 where nobody set a limit."""
+        """The fraction of the total that torch may use; 1.0 if there is no limit."""
         ...
 
 
 class TorchCuda:
-    """The real one."""
+    """The counters of a real GPU."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -90,21 +89,22 @@ class TorchCuda:
 
 @dataclass(frozen=True)
 class DeviceReading:
-    """What the GPU can still give to torch, and out of how much."""
+    """The GPU memory still available to torch, and the total it may use."""
 
     available: int
     total: int
     spilled: int = 0
-    """At least this much was in the arena at the highest point: more than torch ever held of the device itself."""
+    """Lower bound of the arena's use at the peak: the allocation above the most that torch ever held on the device."""
 
 
 def device_reading(
     *, free: int, total: int, fraction: float, reserved: int, used: int, arena: ArenaUsage
 ) -> DeviceReading:
-    """Free for the driver, plus what torch holds, less what torch needs of it (`used`). The arena is in none of them.
+    """available = min(free + reserved by torch, limit) - used by torch, all without the arena.
 
-    Torch counts the arena's blocks as its own: as reserved, as allocated when in use, and against the memory fraction.
-    Spilled bytes that were freed again before the sample stay in `used`: they were wanted on the device.
+    torch counts the arena's blocks as its own: as reserved, as allocated while in use, and against the memory fraction,
+    so they are subtracted. Spilled bytes that were freed before the sample stay in `used`, because they were needed on
+    the device.
     """
     own_reserved = max(0, reserved - arena.reserved)
     own_used = max(0, used - arena.active)
@@ -113,13 +113,16 @@ def device_reading(
 
 
 def usable_total(total: int, fraction: float, arena_reserved: int = 0) -> int:
-    """How much of the GPU this process may hold, the arena not counted."""
-    # Torch reports 1.0 where no limit was set, and then it enforces none, however large the arena.
+    """The GPU memory that this process may hold, without the arena."""
+    # At 1.0, torch enforces no limit, however large the arena is.
     return total if fraction >= 1.0 else min(total, max(0, int(fraction * total) - arena_reserved))
 
 
 class DeviceSensor:
-    """One GPU. `exact_below` gives, for a total, the availability under which a sample's own peak matters."""
+    """The memory sensor of one GPU.
+
+    `exact_below` returns, for a total, the available bytes below which the peak of each sample matters (see above).
+    """
 
     def __init__(self, cuda: CudaMemory, *, exact_below: Callable[[int], int], one_pool: bool = False) -> None:
         self._cuda = cuda
@@ -129,7 +132,7 @@ class DeviceSensor:
         self._first = True
 
     def read(self, arena: ArenaUsage, host: HostReading) -> DeviceReading | None:
-        """Against the highest point since the last sample; may restart torch's peak counter (see above)."""
+        """The reading at the peak since the last sample. May reset torch's peak counter (see above)."""
         free, total = self._info(host)
         if free is None:
             return None
@@ -147,23 +150,23 @@ class DeviceSensor:
         return found
 
     def read_now(self, arena: ArenaUsage, host: HostReading) -> DeviceReading | None:
-        """Against what is allocated at this moment. Changes nothing, so any thread may ask."""
+        """The reading at this moment. It has no side effects, so any thread may call it."""
         free, total = self._info(host)
         return None if free is None else self._reading(free, total, self._cuda.stats(), ALLOCATED, arena)
 
     def read_peak(self, arena: ArenaUsage, host: HostReading) -> DeviceReading | None:
-        """Against the highest point of torch's counter, which is left running."""
+        """The reading at the peak of torch's counter, without resetting it."""
         free, total = self._info(host)
         return None if free is None else self._reading(free, total, self._cuda.stats(), PEAK_ALLOCATED, arena)
 
     def with_peaks(self, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of torch's statistics, with every peak as if we had never restarted the counter."""
+        """A copy of torch's statistics with the peaks as if the counter had never been reset."""
         kept = self._kept_peaks
         return {key: max(value, kept[key]) if key in kept else value for key, value in stats.items()}
 
     def _info(self, host: HostReading) -> tuple[int | None, int]:
         free, total = self._cuda.info()
-        # With one pool the driver's "free" is MemFree, which counts the page cache as taken.
+        # With one pool, the driver reports MemFree, which excludes the page cache although it can be reclaimed.
         return (host.mem_available if self._one_pool else free), total
 
     def _reading(self, free: int, total: int, stats: Mapping[str, Any], used: str, arena: ArenaUsage) -> DeviceReading:
@@ -179,33 +182,33 @@ class DeviceSensor:
 
 @dataclass(frozen=True)
 class Reading:
-    """One sample of everything the governor goes by."""
+    """One sample for the governor."""
 
     arena_active: int | None
-    """The most the arena held since the last sample, as far as torch's counters tell."""
+    """The largest use of the arena since the last sample, as far as torch's counters show it."""
     device: DeviceReading | None
     host_headroom: int | None
     notes: tuple[str, ...] = ()
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """What could not be read, and why where a sensor said so."""
+        """Descriptions of the values that could not be read, with reasons if known."""
         values = {
             "overflow arena": self.arena_active,
             "device memory": self.device,
             "main memory": self.host_headroom,
         }
-        silent = [
+        without_reason = [
             name
             for name, value in values.items()
             if value is None and not any(note.startswith(f"{name}:") for note in self.notes)
         ]
-        return (*self.notes, *(f"{name}: unknown" for name in silent))
+        return (*self.notes, *(f"{name}: unknown" for name in without_reason))
 
 
 @dataclass(frozen=True)
 class Vitals:
-    """What the watchdog goes by: this moment, between two steps or in the middle of one."""
+    """One sample for the watchdog: the state at this moment, possibly in the middle of a step."""
 
     host_headroom: int | None
     device_available: int | None
@@ -213,7 +216,7 @@ class Vitals:
 
 
 class Sensors:
-    """All of them together. `device` is None where torch has no GPU."""
+    """All sensors together. `device` is None if torch has no GPU."""
 
     def __init__(self, host: HostSensor, device: DeviceSensor | None, arena: ArenaMeter) -> None:
         self._host = host
@@ -221,10 +224,10 @@ class Sensors:
         self._arena = arena
 
     def read(self) -> Reading:
-        """At a step boundary, from the training thread."""
+        """Sample at a step boundary, from the training thread."""
         host, arena = self._host.read(), self._arena.usage()
         device = self._device.read(arena, host) if self._device is not None and arena is not None else None
-        # What a step spilled is mostly freed by its end: the most it held, not what is left, is what it needs.
+        # Most of what a step spilled is freed when it ends, so the peak shows what it needs, not the current value.
         spilled = device.spilled if device is not None else 0
         return Reading(
             arena_active=None if arena is None else max(arena.active, spilled),
@@ -234,18 +237,18 @@ class Sensors:
         )
 
     def vitals(self) -> Vitals:
-        """At any moment, from any thread."""
+        """Sample at any moment, from any thread."""
         host, arena = self._host.read(), self._arena.usage()
         device = self._device.read_now(arena, host) if self._device is not None and arena is not None else None
         return Vitals(host.headroom, None if device is None else device.available, host.notes)
 
     def device_at_peak(self) -> DeviceReading | None:
-        """What the GPU could still give at the highest point of the last steps; None where nobody knows."""
+        """The GPU memory that was available at the peak of the last steps; None if unknown."""
         host, arena = self._host.read(), self._arena.usage()
         return self._device.read_peak(arena, host) if self._device is not None and arena is not None else None
 
     def _device_note(self, arena: ArenaUsage | None) -> tuple[str, ...]:
         if self._device is None:
             return ("device memory: torch has no GPU here",)
-        # Torch's counters include the arena; without its share they would say too much is left.
+        # torch's counters include the arena. Without knowing its share, the result would be wrong.
         return ("device memory: unknown as long as the overflow arena's share of it is",) if arena is None else ()

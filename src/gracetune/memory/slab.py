@@ -1,4 +1,4 @@
-"""Room inside one large allocation, handed out and taken back."""
+"""A first-fit allocator for the address range of one large allocation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 @dataclass
 class FreeSpace:
-    """The free ranges of a slab as (address, bytes), sorted, never adjacent, never overlapping."""
+    """The free ranges of a slab. `ranges` holds (address, bytes), sorted, without adjacent or overlapping ranges."""
 
     start: int
     capacity: int
@@ -19,20 +19,21 @@ class FreeSpace:
         self.ranges = [(self.start, self.capacity)]
 
     def take(self, size: int, alignment: int) -> int | None:
-        """An address, by first fit; None if no range is large enough."""
+        """Allocate by first fit. Returns the address, or None if no range is large enough."""
         for index, (address, length) in enumerate(self.ranges):
             start = -(-address // alignment) * alignment
             if start + size <= address + length:
                 rest = [(address, start - address), (start + size, address + length - start - size)]
-                self.ranges[index : index + 1] = [piece for piece in rest if piece[1]]
+                self.ranges[index : index + 1] = [free for free in rest if free[1]]
                 return start
         return None
 
     def give_back(self, address: int, size: int) -> None:
+        """Free a range and merge it with adjacent free ranges."""
         insort(self.ranges, (address, size))
         if any(first[0] + first[1] > second[0] for first, second in pairwise(self.ranges)):
             self.ranges.remove((address, size))
-            raise ValueError(f"bytes {address}..{address + size} are free already")
+            raise ValueError(f"bytes {address}..{address + size} are already free")
         merged: list[tuple[int, int]] = []
         for start, length in self.ranges:
             if merged and sum(merged[-1]) == start:
@@ -47,5 +48,5 @@ class FreeSpace:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is handed out."""
+        """Whether nothing is allocated."""
         return self.free_bytes == self.capacity

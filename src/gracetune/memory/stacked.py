@@ -1,4 +1,4 @@
-"""A tensor of a batch, described by the samples' own tensors: put together where it is needed, never before."""
+"""A batch tensor described by the tensors of its samples. It is assembled on the device that needs it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     import torch
 
 CopyBytes: TypeAlias = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
-"""Copies many stretches of bytes at once: target addresses, source addresses, sizes."""
+"""Enqueues many copies at once: target addresses, source addresses, sizes in bytes."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A sample's part that has no tensor behind it: `value` everywhere."""
+    """Stands in for the tensor of a sample that has none; all of its elements are `value`."""
 
     shape: tuple[int, ...]
     value: float
@@ -24,13 +24,13 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Stacked:
-    """`pieces` on top of each other along a new first dimension; where one is shorter, `fill` follows it.
+    """`pieces` stacked along a new first dimension; shorter ones are padded with `fill`.
 
-    The pieces may lie in pinned host memory or be CUDA views of managed memory; they are only ever read.
+    The pieces may be in pinned host memory or be CUDA views of managed memory. They are never written.
     """
 
     shape: tuple[int, ...]
-    """[samples, ...]: no piece is larger than what comes after the first side."""
+    """[samples, ...]. No dimension of a piece exceeds the corresponding one after the first."""
     dtype: torch.dtype
     pieces: tuple[torch.Tensor | Constant, ...]
     fill: float = 0.0
@@ -40,24 +40,26 @@ class Stacked:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def write(self, target: torch.Tensor, copy_bytes: CopyBytes | None = None) -> torch.Tensor:
-        """Into a contiguous tensor of this shape and dtype, on the current stream.
+        """Assemble into `target`, a contiguous tensor of this shape and dtype, on the current stream.
 
-        `copy_bytes`, for a GPU, is quicker than one call of torch's for each piece; it gets those the GPU can read by
-        itself. Copies leave reading over the link to the copy engines: one kernel would take cores from the step.
+        On a GPU, `copy_bytes` is faster than one torch call per piece. It is used for pieces that the GPU can read
+        directly. Copies run on the copy engines, while a gather kernel would take GPU cores from the step.
         """
         import torch
 
         on_cpu = target.device.type == "cpu"
         if on_cpu and (whole := self._whole()):
-            return torch.stack(whole, out=target)  # one call is quicker than one for each piece
+            return torch.stack(whole, out=target)  # one call is faster than one per piece
         if not on_cpu and all(isinstance(piece, Constant) for piece in self.pieces):
             return target.copy_(self.build().pin_memory(), non_blocking=True)  # one copy instead of many small kernels
-        own = self.shape[1:]
-        if any(piece.shape != own for piece in self.pieces):
+        sample_shape = self.shape[1:]
+        if any(piece.shape != sample_shape for piece in self.pieces):
             target.fill_(self.fill)
-        start, room = target.data_ptr(), math.prod(own) * self.dtype.itemsize
+        start, sample_bytes = target.data_ptr(), math.prod(sample_shape) * self.dtype.itemsize
         targets, sources, sizes = [], [], []
-        known = range(0)  # addresses in the memory of a piece that may be copied: all of a slab's pieces lie in one
+        # Address range of the last storage that the GPU can read. The pieces of one slab share a storage, and asking
+        # `is_pinned` for each of them would be slow.
+        readable = range(0)
         for number, piece in enumerate(self.pieces):
             if isinstance(piece, Constant):
                 _corner(target[number], piece.shape).fill_(piece.value)
@@ -65,11 +67,11 @@ class Stacked:
             source, size = piece.data_ptr(), piece.nbytes
             if not size:
                 continue
-            if copy_bytes is not None and source not in known and (piece.is_cuda or piece.is_pinned()):
+            if copy_bytes is not None and source not in readable and (piece.is_cuda or piece.is_pinned()):
                 storage = piece.untyped_storage()
-                known = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-            if source in known and self._is_one_stretch(piece, own):
-                targets.append(start + number * room)
+                readable = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            if source in readable and self._is_one_range(piece, sample_shape):
+                targets.append(start + number * sample_bytes)
                 sources.append(source)
                 sizes.append(size)
             else:
@@ -79,32 +81,32 @@ class Stacked:
         return target
 
     def _whole(self) -> list[torch.Tensor]:
-        """The pieces, if all are tensors in main memory that need no filling."""
-        own = self.shape[1:]
-        whole = [piece for piece in self.pieces if not isinstance(piece, Constant) and piece.shape == own]
+        """The pieces if all are tensors in main memory without padding, else an empty list."""
+        sample_shape = self.shape[1:]
+        whole = [piece for piece in self.pieces if not isinstance(piece, Constant) and piece.shape == sample_shape]
         return whole if len(whole) == len(self.pieces) and not any(piece.is_cuda for piece in whole) else []
 
-    def _is_one_stretch(self, piece: torch.Tensor, own: tuple[int, ...]) -> bool:
-        """Of bytes, both where it lies and where it goes to."""
-        fits = piece.shape == own or piece.shape[1:] == own[1:]
+    def _is_one_range(self, piece: torch.Tensor, sample_shape: tuple[int, ...]) -> bool:
+        """Whether the piece is one contiguous range of bytes, both at its source and in the target."""
+        fits = piece.shape == sample_shape or piece.shape[1:] == sample_shape[1:]
         return fits and piece.dtype == self.dtype and piece.is_contiguous()
 
     def in_place(self, device: torch.device | None = None) -> torch.Tensor | None:
-        """A view of the only piece, where that is all of it and lies on the device; None where it takes a copy."""
+        """A view of the only piece if that is the complete tensor on this device; None if a copy is needed."""
         if len(self.pieces) != 1:
             return None
         (piece,) = self.pieces
         if isinstance(piece, Constant) or piece.shape != self.shape[1:] or piece.dtype != self.dtype:
             return None
-        there = "cpu" if device is None else device.type
-        return piece.unsqueeze(0) if piece.is_contiguous() and piece.device.type == there else None
+        wanted = "cpu" if device is None else device.type
+        return piece.unsqueeze(0) if piece.is_contiguous() and piece.device.type == wanted else None
 
     def build(self, device: torch.device | None = None) -> torch.Tensor:
-        """A new tensor; nothing of it is shared with the pieces, so a step may write into it."""
+        """Assemble into a new tensor. It shares no memory with the pieces, so a step may write into it."""
         import torch
 
         return self.write(torch.empty(self.shape, dtype=self.dtype, device=device))
 
 
 def _corner(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    return part[tuple(slice(side) for side in shape)]
+    return part[tuple(slice(length) for length in shape)]

@@ -1,4 +1,4 @@
-"""The `uvm.*` statistics, beside torch's own."""
+"""The `uvm.*` statistics, which extend torch's memory statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFIX = "uvm."
 
 @dataclass(frozen=True, kw_only=True)
 class UvmStats:
-    """One snapshot. All but `stage`, `arena_reserved_bytes` and `arena_active_bytes` only ever grow."""
+    """A snapshot. All values except `stage`, `arena_reserved_bytes` and `arena_active_bytes` increase monotonically."""
 
     stage: Stage = 1
     transitions: int = 0
@@ -26,17 +26,17 @@ class UvmStats:
     refused: int = 0
     """Allocations of managed memory that the cap or the driver refused."""
     hinted_bytes: int = 0
-    """Of buffers whose home the driver was told: caches, parked weights, `managed_empty`."""
+    """Bytes of buffers whose preferred location was set: caches, parked weights, `managed_empty`."""
     hints_refused: int = 0
-    """Hints that the driver refused, or that would have reached a neighbour's page."""
+    """Hints that the driver rejected, or that would have affected a page shared with another buffer."""
     prefetched_bytes: int = 0
     prefetch_wait_ms: float = 0.0
-    """How long steps waited for data that was still on its way."""
+    """How long steps waited for data in transfer."""
     migrations: Migrations | None = None
-    """Page faults and bytes that pages took along; None where they are not counted."""
+    """Page faults and migrated bytes; None if they are not counted."""
 
     def by_name(self) -> dict[str, Any]:
-        """What is not counted has no entry."""
+        """All values with the prefix `uvm.`. Values that are not counted are left out."""
         values = {name: value for name, value in vars(self).items() if name != "migrations"}
         if self.migrations is not None:
             values |= {
@@ -49,5 +49,5 @@ class UvmStats:
 
 
 def merged(torch_stats: Mapping[str, Any], uvm: UvmStats) -> dict[str, Any]:
-    """A copy of `torch.cuda.memory_stats()` with ours added; torch's own dictionary is left as it is."""
+    """A copy of `torch.cuda.memory_stats()` with the `uvm.*` values added."""
     return {**torch_stats, **uvm.by_name()}

@@ -1,4 +1,4 @@
-"""Residency hints and prefetch for any tensor, on exactly the bytes of that tensor, with a truthful answer for each."""
+"""Residency hints and prefetch for single tensors. Each call reports what was applied, or why nothing was."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def prefer(uvm: Uvm, tensor: torch.Tensor, home: Home) -> Hint:
-    """Let the pages of a managed tensor prefer `home`."""
+    """Set the preferred location of a managed tensor's pages."""
     device = _device(tensor)
     try:
         wanted = _managed_range(uvm, tensor)
@@ -37,7 +37,7 @@ def prefer(uvm: Uvm, tensor: torch.Tensor, home: Home) -> Hint:
 def prefetch(
     uvm: Uvm, tensor: torch.Tensor, home: Home, stream_of: Callable[[int], int], device: int | None = None
 ) -> Hint:
-    """Enqueue the move of a managed tensor on a CUDA stream of the device. What shares a page with it moves along."""
+    """Enqueue the migration of a managed tensor on a CUDA stream. Other data on the same pages migrates too."""
     device = _device(tensor) if device is None else device
     try:
         wanted = _managed_range(uvm, tensor)
@@ -90,10 +90,10 @@ def _device(tensor: torch.Tensor) -> int:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements, in whatever order, fill their byte range without gaps or overlaps."""
+    """Whether the elements fill their byte range without gaps or overlaps, in any order of dimensions."""
     expected = 1
-    for step, side in sorted((step, side) for side, step in zip(shape, stride, strict=True) if side > 1):
+    for step, length in sorted((step, length) for length, step in zip(shape, stride, strict=True) if length > 1):
         if step != expected:
             return False
-        expected *= side
+        expected *= length
     return True

@@ -1,4 +1,4 @@
-"""How batches reach the GPU: measured on this machine once, then chosen, with the reason."""
+"""The transport of batches to the GPU: measure the link once per machine, then choose, with a reason."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _REPEATS: Final = 5
 
 @dataclass(frozen=True)
 class Way:
-    """One way from host memory to the GPU."""
+    """Measurements of one method of transfer from host memory to the GPU."""
 
     rate: float
-    """GB/s with the GPU idle."""
+    """GB/s while the GPU is idle."""
     hidden: float
-    """The part of a transfer that disappears behind a step of the same length; 0 to 1."""
+    """The fraction of the transfer time that overlaps with a step of the same length; 0 to 1."""
 
     def __str__(self) -> str:
         return f"{self.rate:.0f} GB/s, {self.hidden:.0%} hidden"
@@ -39,71 +39,74 @@ class Way:
 
 @dataclass(frozen=True)
 class ManagedSpeeds:
-    """The ways of managed memory."""
+    """Measurements of managed memory."""
 
     gather: Way
-    """Reading managed memory that stays in host memory. Where the GPU's own cores do that, nothing is hidden."""
+    """Copying from managed memory that stays on the host. If the GPU's cores do the copying, nothing overlaps."""
     prefetch: Way
-    """Whole pages moved; reading them afterwards is free, bringing them back is not. For caches that move to the GPU
-    as a whole; a batch's pages would have to go back one by one."""
+    """Migrating whole pages. Reading them afterwards is free, but migrating them back costs time. This suits caches
+    that move to the GPU as a whole, not single batches."""
     prefetch_to_host: float
-    """GB/s the other way."""
+    """GB/s in the other direction."""
 
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """The ways as measured here."""
+    """All measurements of a link."""
 
     pinned_copy: Way
     pinned_copy_to_host: float
-    """GB/s the other way."""
+    """GB/s in the other direction."""
     managed: ManagedSpeeds | None = None
-    """None where no managed memory was asked for."""
+    """None if managed memory was not measured."""
 
 
 @dataclass(frozen=True)
 class TransportChoice:
+    """The chosen transport, and why."""
+
     transport: Transport
     reason: str
     speeds: LinkSpeeds | None = None
-    """What the choice was made from; None where nothing had to be measured, or could be."""
+    """The measurements behind the choice; None if it needed none or measuring was impossible."""
 
     @property
     def prefers_pinned(self) -> bool:
-        """Measured against managed memory, and found better."""
+        """Whether pinned copies were measured against managed memory and are better."""
         return self.transport == "pinned_copy" and self.speeds is not None and self.speeds.managed is not None
 
 
 HIDES_ENOUGH: Final = 0.85
+"""Fraction of a transfer that must overlap with the step."""
 
 
 def choose_transport(
     profile: ProfileName, speeds: LinkSpeeds | None, *, insisted: str | None = None
 ) -> TransportChoice:
-    """Pure: the profile says what is possible, the measurement what is fast.
+    """Choose the transport. Pure: the profile determines what is possible, the measurement what is fast.
 
-    A pinned copy is what the copy engines do everywhere. Gathering from managed slabs saves the pinning, so it is
-    taken on a coherent machine if it is nearly as fast there and leaves the GPU's cores to the step, or where managed
-    slabs were asked for by name: `insisted` says how.
+    Copy engines support pinned copies on every GPU. Gathering from managed slabs avoids pinning. It is chosen on a
+    coherent machine if it is nearly as fast and does not occupy the GPU's cores, or if the config requests managed
+    memory explicitly. `insisted` then quotes that setting.
     """
     if profile == "cpu":
         return TransportChoice("in_place", "no GPU: batches are read in place")
     if profile == "integrated":
         return TransportChoice("in_place", "one pool: batches are read in place, nothing is copied to the GPU")
     if insisted is not None and (speeds is None or speeds.managed is not None):
-        told = "" if speeds is None or speeds.managed is None else f": {speeds.managed.gather}"
-        told += "" if speeds is None else f"; pinned copies reach {speeds.pinned_copy}"
-        return TransportChoice("managed_gather", f"{insisted}{told}", speeds)
+        measured = "" if speeds is None or speeds.managed is None else f": {speeds.managed.gather}"
+        measured += "" if speeds is None else f"; pinned copies reach {speeds.pinned_copy}"
+        return TransportChoice("managed_gather", f"{insisted}{measured}", speeds)
     if speeds is None:
         return TransportChoice("pinned_copy", "hidden behind the step wherever it was measured; not measured here")
     pinned = speeds.pinned_copy
     if speeds.managed is None:
         return TransportChoice("pinned_copy", f"pinned copies reach {pinned}; no managed memory was asked for", speeds)
     gather = speeds.managed.gather
-    told = f"{gather}, against {pinned} for pinned copies"
+    comparison = f"{gather}, against {pinned} for pinned copies"
     if profile == "superchip" and gather.rate >= 0.85 * pinned.rate and gather.hidden >= HIDES_ENOUGH:
-        return TransportChoice("managed_gather", f"reading managed memory in place reaches {told}", speeds)
-    return TransportChoice("pinned_copy", f"reading managed memory in place would reach {told}", speeds)
+        return TransportChoice("managed_gather", f"reading managed memory in place reaches {comparison}", speeds)
+    return TransportChoice("pinned_copy", f"reading managed memory in place would reach {comparison}", speeds)
 
 
 def mover_for(choice: TransportChoice, device: torch.device) -> Mover:
@@ -119,38 +122,40 @@ class Measured:
 
 
 def measure_link(device: int, heap: ManagedHeap | None, size: int = PROBE_BYTES) -> Measured:
-    """Time each way, alone and beside a step of its length. Holds `size` bytes on the GPU and in pinned memory for a
-    moment, and as many of managed memory where there is a `heap`."""
+    """Time each transfer method, alone and next to a step of the same duration.
+
+    Temporarily allocates `size` bytes on the GPU and in pinned memory, and in managed memory if there is a `heap`.
+    """
     import torch
 
     began = time.perf_counter()
-    where = torch.device("cuda", device)
-    side = torch.cuda.Stream(where)
-    target = torch.zeros(size, dtype=torch.uint8, device=where)
+    gpu = torch.device("cuda", device)
+    copy_stream = torch.cuda.Stream(gpu)
+    target = torch.zeros(size, dtype=torch.uint8, device=gpu)
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True).fill_(7)
 
-    copy_bytes = copies_on(side)
+    copy_bytes = copies_on(copy_stream)
 
     def copy_from(source: torch.Tensor) -> Callable[[], None]:
-        """As the ring does it, in pieces as large as samples."""
+        """Copy as `RingMover` does, in pieces of about the size of a sample."""
 
         def copy() -> None:
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(copy_stream):
                 if copy_bytes is None:
                     target.copy_(source, non_blocking=True)
                 else:
                     starts = range(0, size, _PIECE)
-                    to, come = target.data_ptr(), source.data_ptr()
+                    to, origin = target.data_ptr(), source.data_ptr()
                     sizes = [min(_PIECE, size - start) for start in starts]
-                    copy_bytes([to + start for start in starts], [come + start for start in starts], sizes)
+                    copy_bytes([to + start for start in starts], [origin + start for start in starts], sizes)
 
         return copy
 
     def managed(heap: ManagedHeap) -> ManagedSpeeds:
-        own = ManagedHeap(heap.uvm, device, heap.quiesce)  # what is measured is not counted as the run's
-        with own.empty((size,), torch.uint8, "host") as buffer:
+        separate_heap = ManagedHeap(heap.uvm, device, heap.quiesce)  # keeps the probe out of the run's counters
+        with separate_heap.empty((size,), torch.uint8, "host") as buffer:
             buffer.cpu().fill_(7)
-            to_host, to_device = _sending(buffer, "host", side), _sending(buffer, "device", side)
+            to_host, to_device = _prefetching(buffer, "host", copy_stream), _prefetching(buffer, "device", copy_stream)
             gather = _way(size, device, copy_from(buffer.cuda()))
             prefetch = _way(size, device, to_device, before=to_host)
             back = _median_ms(device, to_host, to_device)
@@ -166,12 +171,15 @@ def measure_link(device: int, heap: ManagedHeap | None, size: int = PROBE_BYTES)
     return Measured(speeds, time.perf_counter() - began)
 
 
-def _sending(buffer: ManagedBuffer, home: Home, stream: torch.cuda.Stream) -> Callable[[], object]:
+def _prefetching(buffer: ManagedBuffer, home: Home, stream: torch.cuda.Stream) -> Callable[[], object]:
     return lambda: buffer.prefetch(home, stream.cuda_stream)
 
 
 def _way(size: int, device: int, move: Callable[[], object], before: Callable[[], object] = lambda: None) -> Way:
-    """`before` brings the bytes back to where the move starts, outside the time that is taken."""
+    """Measure one method. `before` restores the initial location of the bytes; its time is not counted.
+
+    hidden = 1 - (time of move and step together - time of step) / time of move.
+    """
     alone = _median_ms(device, move, before)
     step = matmul_step(alone, device)
     length = _median_ms(device, step, before)
@@ -185,6 +193,7 @@ def _way(size: int, device: int, move: Callable[[], object], before: Callable[[]
 
 
 def _median_ms(device: int, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Median time, without the first repetition, which includes one-time costs."""
     times = []
     for _ in range(_REPEATS + 1):
         before()
@@ -193,9 +202,11 @@ def _median_ms(device: int, work: Callable[[], object], before: Callable[[], obj
 
 
 def matmul_step(milliseconds: float, device: int, side: int = 3072) -> Callable[[], None]:
-    """Matrix products that keep the GPU's cores busy for about that long; the larger, the fewer the host has to start.
+    """A synthetic step: matrix products that keep the GPU busy for about that long. A larger `side` needs fewer
+    kernel launches.
 
-    Of zeros: at its power limit, where other values take it, a GPU's clock wanders by more than what is measured here.
+    The matrices are zero. Other values draw more power, and at its power limit a GPU changes its clock by more than the
+    effect measured here.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Tools for experiments on a GPU: the clock, and a GPU made small."""
+"""Tools for experiments on a GPU: timing, and simulating a GPU with less memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def synchronize(device: int) -> None:
 
 
 def timed_ms(work: Callable[[], object], device: int) -> float:
-    """Host time around work that the GPU has finished."""
+    """Wall time of `work`, from an idle GPU until the GPU has finished it."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -34,7 +34,7 @@ def timed_ms(work: Callable[[], object], device: int) -> float:
 
 
 def tidy(device: int) -> int:
-    """Let go of everything that is only cached; the bytes PyTorch still holds from the GPU."""
+    """Free cached GPU memory. Returns the bytes that PyTorch still holds."""
     import torch
 
     gc.collect()
@@ -45,7 +45,7 @@ def tidy(device: int) -> int:
 
 @contextmanager
 def small_gpu(device: int, *, room: int) -> Iterator[None]:
-    """Let torch believe that the GPU ends `room` bytes above what it holds now, an overflow arena included."""
+    """Limit torch to `room` bytes more than it holds now, including an overflow arena."""
     import torch
 
     held = tidy(device)

@@ -1,7 +1,7 @@
-"""Does unified memory do here what it promises? A few small experiments, each with what was seen.
+"""Validation of unified memory by small experiments, each with its observations.
 
-Uses at most 1 GiB of managed memory and never more than the GPU has free; going beyond the GPU's memory is the
-allocation test of `hardware.allocation`, which asks first whether that is safe.
+The experiments use at most 1 GiB of managed memory and never more than the GPU has free. Exceeding the GPU's memory is
+tested by `hardware.allocation`, which first checks whether that is safe.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _REPORT = "please report it with the output of `gracetune doctor --json`"
 
 
 def validate(device: int = 0, *, one_pool: bool = False) -> Iterator[Check]:
-    """One check per promise. Stops at the first that makes the rest meaningless.
+    """Run the checks one by one. Stops if one fails that the others depend on.
 
-    With `one_pool` the GPU's free memory says nothing about a move: there is only one memory to be free.
+    With `one_pool`, CPU and GPU share one memory, so the GPU's free memory does not show whether pages moved.
     """
     uvm = load()
     if isinstance(uvm, Unavailable):
@@ -44,7 +44,7 @@ def validate(device: int = 0, *, one_pool: bool = False) -> Iterator[Check]:
 
 
 def _features(uvm: Uvm) -> str:
-    have = [name for name, there in vars(uvm.features).items() if there]
+    have = [name for name, is_present in vars(uvm.features).items() if is_present]
     version = ".".join(str(part) for part in uvm.driver_version())
     return f"driver of CUDA {version} with {', '.join(have)}"
 
@@ -83,7 +83,7 @@ def _expect(holds: bool, what: str) -> None:
 
 
 def _one_memory(heap: ManagedHeap) -> str:
-    """What the CPU writes the GPU reads, and the other way round, without a copy."""
+    """The GPU reads what the CPU writes, and vice versa, without a copy."""
     import torch
 
     with heap.empty((PROBE // 4,), torch.int32, "host") as buffer:
@@ -124,7 +124,7 @@ def _prefetch_both_ways(heap: ManagedHeap, one_pool: bool) -> str:
 
 
 def _moves(heap: ManagedHeap, buffer: ManagedBuffer, stream: int) -> int:
-    """Prefetch reports only the request; by how much the GPU's free memory fell shows what has moved."""
+    """Bytes by which the GPU's free memory shrank. The driver reports only the prefetch request, not its effect."""
     before, _ = heap.uvm.memory_info(heap.device)
     buffer.prefetch("device", stream)
     synchronize(heap.device)
@@ -137,7 +137,7 @@ def _moves(heap: ManagedHeap, buffer: ManagedBuffer, stream: int) -> int:
 
 
 def _overflow(heap: ManagedHeap) -> str:
-    """With the GPU made small, PyTorch takes the next block from the arena, and the numbers in it are right."""
+    """When PyTorch may use little GPU memory, it allocates from the arena, and the data in it is correct."""
     import torch
 
     arena = OverflowArena(heap.uvm, heap.device, ARENA, "cpu_first")

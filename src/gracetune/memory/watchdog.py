@@ -1,11 +1,11 @@
-"""A thread that looks at memory once a second, because a video step lasts longer than memory does.
+"""A thread that samples memory once per second, because memory may run out in the middle of a long video step.
 
-When main memory or the device falls under its floor it asks the training loop to save and stop at the next micro-batch.
-It never ends anything itself. On a machine with one pool of memory, running out hangs the box; this is what comes
-before.
+When main memory or GPU memory falls below its floor, the watchdog requests that the training loop saves and stops at
+the next micro-batch. It never ends anything itself. On a machine whose CPU and GPU share one pool of memory, running
+out of memory hangs the machine, so the run must stop earlier.
 
-A request stays, even if memory recovers before the loop looks: a run that dipped under the floor once will do so again,
-perhaps further.
+A request is kept even if memory recovers before the loop checks it, because a run that fell below the floor once will
+do so again.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.sensors import Vitals
 from gracetune.units import format_bytes
 
-# A file system that went away, a CUDA call that failed, text that is no number: a sensor's troubles, not ours.
+# Errors of a sensor: an unavailable file system, a failed CUDA call, unparsable text. They are reported, not raised.
 _SENSOR_ERRORS = (OSError, RuntimeError, ValueError)
 _JOIN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Floors:
-    """Under these the run is asked to stop; None: not watched.
+    """The levels below which the run must stop; None means not watched.
 
-    A full device is the ordinary state of a run that overflows, so most runs leave `device` unset.
+    A full GPU is normal for a run that overflows, so most runs leave `device` unset.
     """
 
     host: int | None
     device: int | None = None
 
     def breach(self, vitals: Vitals) -> str | None:
+        """A description of the floors that are violated, or None."""
         watched = (
             ("main memory", vitals.host_headroom, self.host),
             ("device memory", vitals.device_available, self.device),
@@ -51,36 +52,38 @@ class Floors:
         )
 
     def trouble(self, vitals: Vitals) -> str | None:
-        """What is watched and could not be read."""
-        blind = []
+        """A description of watched values that could not be read, or None."""
+        unknown = []
         if self.host is not None and vitals.host_headroom is None:
-            blind.append("main memory is unknown")
+            unknown.append("main memory is unknown")
         if self.device is not None and vitals.device_available is None:
-            blind.append("device memory is unknown")
-        return "; ".join((*blind, *vitals.notes)) if blind else None
+            unknown.append("device memory is unknown")
+        return "; ".join((*unknown, *vitals.notes)) if unknown else None
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Save and stop at the next micro-batch."""
+    """A request to save and stop at the next micro-batch."""
 
     reason: str
     reading: Vitals
     at: float
-    """On the watchdog's clock."""
+    """Time on the watchdog's clock."""
 
 
 @dataclass(frozen=True)
 class WatchdogEvent:
+    """A change in the state of the watchdog."""
+
     kind: Literal["sensor failed", "sensor works again", "stop requested"]
     text: str
     at: float
 
 
 class Watchdog:
-    """Use it as a context manager around the training loop, once.
+    """Watches memory while its `with` block runs. An instance can be used once.
 
-    `report` is called from the watchdog's thread, once per change and not once per second.
+    `report` is called from the watchdog's thread, once per change.
     """
 
     def __init__(
@@ -99,13 +102,13 @@ class Watchdog:
         self._report = report
         self._period = period
         self._clock = clock
-        self._leave = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gracetune-memory-watchdog", daemon=True)
         self._trouble: str | None = None
         self._request: StopRequest | None = None
         self._died: BaseException | None = None
         self.samples = 0
-        """How often it has looked."""
+        """The number of samples taken."""
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -114,8 +117,8 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave.set()
-        # A sensor may hang in a driver that hangs. The thread is a daemon: it cannot keep the process alive.
+        self._stop.set()
+        # If a sensor hangs in the driver, give up waiting: a daemon thread does not keep the process alive.
         self._thread.join(_JOIN_SECONDS)
 
     @property
@@ -123,21 +126,21 @@ class Watchdog:
         return self._thread.is_alive()
 
     def requested(self) -> StopRequest | None:
-        """What the training loop asks at every micro-batch; free of locks and system calls."""
+        """The stop request, if there is one. The loop calls this at every micro-batch; it takes no locks."""
         if self._died is not None:
             raise UnifiedMemoryError(f"the memory watchdog has stopped watching: {self._died!r}") from self._died
         return self._request
 
     def _run(self) -> None:
         try:
-            self._look()
-            while not self._leave.wait(self._period):
-                self._look()
+            self._sample()
+            while not self._stop.wait(self._period):
+                self._sample()
         except BaseException as error:
-            self._died = error  # the loop hears of it at the next micro-batch
+            self._died = error  # `requested` raises it in the training loop
             raise
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         try:
             vitals = self._read()
         except _SENSOR_ERRORS as error:
@@ -157,6 +160,7 @@ class Watchdog:
     def _note_trouble(self, text: str | None) -> None:
         if text == self._trouble:
             return
+        # Report a change of the trouble only, not the same trouble every second.
         previous, self._trouble = self._trouble, text
         if text is not None:
             self._report(WatchdogEvent("sensor failed", text, self._clock()))

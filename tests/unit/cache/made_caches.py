@@ -1,4 +1,4 @@
-"""Caches of made-up samples: every entry is a function of its key, so a wrong one is noticed wherever it turns up."""
+"""Caches of synthetic samples. The content of each entry is a function of its key, so a mix-up is always detected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def this_machine() -> Machine:
 
 
 def numbers(text: str, *shape: int) -> Tensor:
-    """The same for the same text, in every process."""
+    """Numbers derived from a text, the same in every process."""
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(text.encode()) % (1 << 62))
     return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
@@ -63,7 +63,7 @@ def text_entry(key: Key) -> dict[str, Tensor]:
 
 
 def fill(folder: Path, index: DataIndex, *, epochs: int = 1, keys: Keys = KEYS) -> DiskStore:
-    """A store with everything the index wants; the caller closes it."""
+    """A store with all entries that the index needs. The caller closes it."""
     store = DiskStore.open(folder, writable=True)
     with store.writer(Flush(entries=7)) as writer:
         refs = [ref for epoch in range(epochs) for ref in index.cacheable(epoch)]
@@ -113,7 +113,7 @@ def source_of(
 
 
 def places_of(located: Located) -> list[Place]:
-    """Where each entry lies, to look at its file or to damage it."""
+    """The location of each entry, to read or damage its file."""
     table = located.table
     columns = (table.shard.tolist(), located.layouts, table.start.tolist(), table.checksum.tolist())
     return [Place(located.files[shard], *rest) for shard, *rest in zip(*columns, strict=True)]

@@ -1,4 +1,4 @@
-"""Real processes for the tests of this folder: forked, so that each starts in a millisecond with torch loaded."""
+"""Real processes for the tests of this folder. They are forked, so each starts in a millisecond with torch loaded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 
 
 
 class NotPermitted(Exception):  # noqa: N818 - a reason to skip, not an error
-    """The machine does not let tests mount anything."""
+    """The machine does not allow tests to mount anything."""
 
 
 class Child:
-    """A process of ours that runs `work(say)`; what it says arrives in `said`."""
+    """A child process that runs `work(say)`. The words it passes to `say` arrive in `said`."""
 
     def __init__(self, work: Callable[[Callable[[str], None]], None]) -> None:
         self._reading, writing = os.pipe()
@@ -34,7 +34,7 @@ class Child:
         self.status: int | None = None
 
     def wait_for_word(self) -> bool:
-        """Until it says something more; False where it has ended."""
+        """Wait for the next word. Returns False if the process has ended."""
         got = os.read(self._reading, 1 << 16)
         self._text += got
         return bool(got)
@@ -44,7 +44,7 @@ class Child:
         self._end()
 
     def join(self) -> list[str]:
-        """All it said, when it is done; what it raised is raised here."""
+        """Wait for its end and return all words. An error of the process is raised here."""
         said = self._end()
         if said and said[-1].startswith("skip "):
             pytest.skip(said[-1].removeprefix("skip "))
@@ -61,7 +61,7 @@ class Child:
 
     @property
     def said(self) -> list[str]:
-        """Whole words only: a killed process may have been in the middle of one."""
+        """The complete words; a killed process may have written a part of one."""
         return [word.decode().replace("\0", "\n") for word in self._text.split(b"\n")[:-1]]
 
 
@@ -84,7 +84,7 @@ def _run(work: Callable[[Callable[[str], None]], None], descriptor: int) -> None
 
 
 def own_mounts() -> None:
-    """From here on mounts are this process's alone, and end with it."""
+    """Make further mounts private to this process; they end with it."""
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.getuid(), os.getgid()
     flags = _CLONE_NEWNS if user == 0 else _CLONE_NEWNS | _CLONE_NEWUSER
@@ -112,7 +112,7 @@ def make_read_only(folder: Path) -> None:
 
 
 def show_instead(seen: Path, real: Path) -> None:
-    """From here on this process finds `real` under the name `seen`."""
+    """Make `real` visible to this process under the path `seen`."""
     _mount(str(real), seen, None, _MS_BIND)
 
 

@@ -1,4 +1,4 @@
-"""Entries and refs for the tests of this folder: small, all different, and known by their number."""
+"""Small, distinct entries and references for the tests of this folder, identified by a number."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def key(number: int) -> Key:
 
 
 def entry(number: int, *, side: int = 8) -> Entry:
-    """Its content follows from its number, its size not from the content."""
+    """An entry whose content is determined by its number."""
     generator = torch.Generator().manual_seed(number)
     return {
         "latents": torch.randn(4, side, side, generator=generator).to(torch.bfloat16),

@@ -101,7 +101,7 @@ def test_corrupt_entries_and_damaged_shards_are_named(tmp_path: Path) -> None:
         assert found.corrupt.size == SIZE
         assert found.corrupt_examples == ("1.png",)
         assert [shard.name for shard in found.damaged_shards] == [cut.name]
-        assert "bytes long instead of" in found.damaged_shards[0].reason
+        assert "bytes instead of" in found.damaged_shards[0].reason
         assert {*found.missing.keys} == {key(number) for number in range(4, 8)}
         assert found.present.entries == 3
         quick = audit(store, wanted(range(8)), check=False)
@@ -152,7 +152,7 @@ def test_an_audit_is_json(tmp_path: Path) -> None:
 
 
 def test_a_header_damaged_since_the_index_was_written(tmp_path: Path) -> None:
-    """An audit must not call missing what a build would call there."""
+    """An audit must not report entries as missing that a build considers present."""
     put(tmp_path, [origin(number) for number in range(8)])
     with DiskStore.open(tmp_path, writable=True) as store:
         store.save_index()

@@ -56,7 +56,7 @@ def disk(index: DataIndex, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def assert_right(batch: Batch, keys: Keys = KEYS) -> None:
-    """Every tensor against what its key says it holds."""
+    """Compare each tensor with the content that its key determines."""
     longest = max(len(text_entry(keys.of_text(ref))["prompt_embeds"]) for ref in batch.ref.samples)
     assert batch.tensors["prompt_embeds"].shape[:2] == (len(batch.ref.samples), longest)
     for number, ref in enumerate(batch.ref.samples):
@@ -71,7 +71,7 @@ def assert_right(batch: Batch, keys: Keys = KEYS) -> None:
 
 
 def taken(source: BatchSource, sizes: Sequence[int | None], count: int, first: int = 0) -> list[Outcome]:
-    """Copies: a batch is good until the next is asked for."""
+    """Copy the tensors, because a batch is valid only until the next one is requested."""
     outcomes: list[Outcome] = []
     for call in range(first, first + count):
         outcome = source.next(sizes[call % len(sizes)])
@@ -101,7 +101,7 @@ def assert_same(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> None:
 def test_look_ahead_changes_nothing(
     index: DataIndex, disk: DiskStore, depth: int, sizes: list[int | None], budget: int | None
 ) -> None:
-    """Over the ends of two epochs, with any ramp of sizes, wherever the entries lie."""
+    """Across two epoch ends, with any sequence of batch sizes, wherever the entries are."""
     calls = 60
     plain_stores, stores = resident(disk, index), resident(disk, index, budget=budget)
     with source_of(Loader(index, batch_size=2, epochs=2), plain_stores, depth=0) as plain:
@@ -127,7 +127,7 @@ def test_look_ahead_changes_nothing(
 def test_a_saved_state_goes_on_with_the_same_batches(
     index: DataIndex, disk: DiskStore, before: int, sizes: list[int], depths: tuple[int, int]
 ) -> None:
-    """What was gathered ahead is not in the state; a resumed run gathers it again."""
+    """Prefetched batches are not part of the state; a resumed run fetches them again."""
     stores = resident(disk, index)
     loader = Loader(index, batch_size=2)
     with source_of(loader, stores, depth=depths[0]) as source:
@@ -248,7 +248,7 @@ def test_a_damaged_entry_raises_in_its_turn_and_comes_once_it_is_mended(tmp_path
 
 
 def test_entries_of_the_next_epoch_may_come_late(tmp_path: Path) -> None:
-    """refresh_each_epoch: what was looked for too early is looked for again when its turn comes."""
+    """refresh_each_epoch: an entry that was looked up too early is looked up again when it is needed."""
     flipped = {"transforms": [{"method": "ColorJitter"}], "cache_mode": "refresh_each_epoch"}
     write(tmp_path / "files", pictures(4))
     index = index_of(tmp_path, {"path": str(tmp_path / "files"), "cache_latents": "disk", "augmentation": flipped})
@@ -286,7 +286,7 @@ def test_other_stores_can_be_used_from_a_batch_on(index: DataIndex, disk: DiskSt
 
 
 class Halves:
-    """A latent encoder in earnest: every eighth pixel of the picture."""
+    """A working latent encoder: it returns every eighth pixel of the image."""
 
     def __init__(self) -> None:
         self.id = EncoderId("latent", "halves", ())
@@ -302,7 +302,7 @@ class Halves:
 
 
 class Reader:
-    """A text encoder that looks at the pictures."""
+    """A text encoder that reads the images."""
 
     reads_pictures = True
 
@@ -418,7 +418,7 @@ def test_embeddings_of_pictures_that_are_not_cached_are_made_live(tmp_path: Path
     with fill(tmp_path / "cache", index, keys=keys) as disk:
         latents, texts = resident(disk, index, keys=keys)
         options = {"latents": latents, "texts": texts, "keys": keys, "device": CPU}
-        with pytest.raises(CacheError, match="text embeddings of its pictures"):
+        with pytest.raises(CacheError, match=r"text embeddings[\s\S]*expected +a text encoder"):
             BatchSource(Loader(index, batch_size=1), live=Live(Halves()), **options)  # type: ignore[arg-type]
         loader = Loader(index, batch_size=1, epochs=1)
         with BatchSource(loader, live=Live(Halves(), Reader()), **options) as source:  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ def stacked(entries: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[dict[str, Tensor]]:
-    """Entries as encoders make them: one shape of latents, captions of any length, masks here and there."""
+    """Entries like those of encoders: latents of one shape, captions of any length, some with masks."""
     height, width = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
     fixed, masked = draw(st.booleans()), draw(st.booleans())

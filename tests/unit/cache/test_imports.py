@@ -1,4 +1,4 @@
-"""Caches written here the way ai-toolkit writes them: same names, same metadata, same tensors."""
+"""Import of caches that are written here like those of ai-toolkit: same names, metadata and tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def latents_of(sample: SampleRef) -> Entry:
-    """A stand-in for an encoder: what it makes follows from the content and the shape, and is repeatable."""
+    """A substitute for an encoder. Its output is a deterministic function of content and shape."""
     generator = torch.Generator().manual_seed(int(sample.digest[-8:], 16))
     shape = (4, sample.bucket.height // 8, sample.bucket.width // 8)
     return {"latents": torch.randn(shape, generator=generator)}
@@ -134,7 +134,7 @@ def test_what_an_entry_holds_besides_is_added(tmp_path: Path) -> None:
 
 
 def test_flips_are_understood(tmp_path: Path) -> None:
-    """They flip and then cut, we cut and then flip: their left is our right."""
+    """ai-toolkit flips and then crops; gracetune crops and then flips, so left and right of the crop are swapped."""
     fit = Fit((100, 80), (80, 64), 10, 0)
     flipped = replace(ref(1), fit=fit, augmentation=Augmentation(flip_x=True))
     cache_latents(tmp_path, flipped, crop_x=80 - 64 - 10, flip_x=True)
@@ -168,14 +168,14 @@ def test_embeddings_are_taken_over(tmp_path: Path) -> None:
 
 JITTER = Augmentation(seed=1, transforms=(Transform("ToGray", 0.5),))
 SAMPLES: dict[str, tuple[SampleRef, str]] = {
-    "clip": (replace(ref(1), clip=Clip(0, 1)), "the sample is a clip or a sound"),
-    "frames": (replace(ref(1), bucket=Bucket(64, 64, 5)), "the sample is a clip or a sound"),
+    "clip": (replace(ref(1), clip=Clip(0, 1)), "the sample is a clip"),
+    "frames": (replace(ref(1), bucket=Bucket(64, 64, 5)), "the sample is a clip"),
     "mask": (replace(ref(1), mask=MaskRef("m", "m.png", "d")), "the sample has a mask"),
     "references": (replace(ref(1), conditioning=(ref(2),)), "the sample has references"),
     "augmented": (replace(ref(1), augmentation=JITTER), "the sample is augmented"),
-    "another cut": (replace(ref(1), fit=Fit((80, 64), (80, 64), 9, 0)), "crop_x is 8, and this configuration wants 9"),
-    "another size": (replace(ref(1), fit=Fit((80, 64), (96, 64), 8, 0)), "scale_to_width is 80, and this"),
-    "flipped": (replace(ref(1), augmentation=Augmentation(flip_y=True)), "flip_y is False, and this"),
+    "another cut": (replace(ref(1), fit=Fit((80, 64), (80, 64), 9, 0)), "crop_x is 8, but this configuration needs 9"),
+    "another size": (replace(ref(1), fit=Fit((80, 64), (96, 64), 8, 0)), "scale_to_width is 80"),
+    "flipped": (replace(ref(1), augmentation=Augmentation(flip_y=True)), "flip_y is False"),
 }
 
 
@@ -190,12 +190,12 @@ def test_a_sample_the_file_does_not_tell_of_is_refused(tmp_path: Path, what: str
 
 
 HEADERS: dict[str, tuple[dict[str, object], str]] = {
-    "another file": ({"filename": "2.png"}, "filename is '2.png', and this configuration wants '1.png'"),
-    "no file name": ({"filename": None}, "its header does not say what it was made of: filename missing"),
-    "another space": ({"latent_space_version": "flux1"}, "latent_space_version is 'flux1', and this"),
-    "another version": ({"latent_version": 2}, "latent_version is 2, and this"),
-    "frames": ({"num_frames": 17}, "its header names num_frames, whose effect on the latents is not known here"),
-    "flipped": ({"flip_x": True}, "flip_x is True, and this"),
+    "another file": ({"filename": "2.png"}, "filename is '2.png', but this configuration needs '1.png'"),
+    "no file name": ({"filename": None}, "its metadata lacks filename"),
+    "another space": ({"latent_space_version": "flux1"}, "latent_space_version is 'flux1'"),
+    "another version": ({"latent_version": 2}, "latent_version is 2"),
+    "frames": ({"num_frames": 17}, "its metadata contains num_frames"),
+    "flipped": ({"flip_x": True}, "flip_x is True"),
 }
 
 
@@ -212,12 +212,12 @@ def test_a_picture_changed_since_is_refused(tmp_path: Path) -> None:
     cache_latents(tmp_path, ref(1))
     os.utime(tmp_path / "1.png")
     os.utime(next((tmp_path / "_latent_cache").iterdir()), (1_000_000, 1_000_000))
-    assert run_latents(tmp_path, [ref(1)]).refused[0].reason == "the picture was changed after it was written"
+    assert run_latents(tmp_path, [ref(1)]).refused[0].reason.startswith("the image was modified")
 
 
 def test_other_tensors_are_refused(tmp_path: Path) -> None:
     cache_latents(tmp_path, ref(1), {"latent": torch.zeros(4, 8, 8), "audio": torch.zeros(2)})
-    assert run_latents(tmp_path, [ref(1)]).refused[0].reason == "it holds audio, latent instead of `latent` alone"
+    assert run_latents(tmp_path, [ref(1)]).refused[0].reason == "it contains audio, latent instead of `latent` only"
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -227,13 +227,19 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 
 
 DIFFERENT: dict[str, tuple[Callable[[SampleRef], Entry], str]] = {
-    "values": (lambda sample: {"latents": -latents_of(sample)["latents"]}, "latents is off by 2.0"),
-    "not numbers": (lambda sample: {"latents": latents_of(sample)["latents"] * float("nan")}, "latents is off by nan"),
+    "values": (lambda sample: {"latents": -latents_of(sample)["latents"]}, "latents has a relative error of 2.0"),
+    "not numbers": (
+        lambda sample: {"latents": latents_of(sample)["latents"] * float("nan")},
+        "latents has a relative error of nan",
+    ),
     "shape": (
         lambda sample: {"latents": latents_of(sample)["latents"][:, None]},
         "latents has the shape (4, 8, 8), ours",
     ),
-    "names": (lambda sample: {**latents_of(sample), "time_ids": torch.zeros(6)}, "it gives latents, our encoder"),
+    "names": (
+        lambda sample: {**latents_of(sample), "time_ids": torch.zeros(6)},
+        "it contains latents, our encoder makes latents, time_ids",
+    ),
 }
 
 
@@ -258,16 +264,16 @@ def test_a_file_of_another_shape_than_those_compared_is_refused(tmp_path: Path) 
     report = run_latents(tmp_path, [ref(1), ref(2), ref(3)], compare=1)
     assert (report.imported, report.compared) == (2, 1)
     assert [one.file for one in report.refused] == [odd]
-    assert "do not go with what was compared" in report.refused[0].reason
+    assert "its shapes {'latents': (4, 9, 8)}" in report.refused[0].reason
 
 
 TEXTS: dict[str, tuple[Entry | None, dict[str, object], str]] = {
-    "another caption": (None, {"caption": "a hut"}, "its name is not that of this caption for 'flux'"),
-    "a control image": (None, {"control_path": "c.png"}, "its name is not that of this caption for 'flux'"),
-    "another model": (None, {"text_embedding_space_version": "wan21"}, "its name is not that of this caption"),
-    "a list": ({"text_embed_0": torch.zeros(1, 3, 4)}, {}, "it holds text_embed_0, which have no place"),
-    "no embedding": ({"pooled_embed": torch.zeros(1, 4)}, {}, "it holds no `text_embed`"),
-    "a batch": ({"text_embed": torch.zeros(2, 3, 4)}, {}, "`text_embed` has the shape (2, 3, 4), not that of one"),
+    "another caption": (None, {"caption": "a hut"}, "its name does not match this caption for 'flux'"),
+    "a control image": (None, {"control_path": "c.png"}, "its name does not match this caption for 'flux'"),
+    "another model": (None, {"text_embedding_space_version": "wan21"}, "its name does not match this caption"),
+    "a list": ({"text_embed_0": torch.zeros(1, 3, 4)}, {}, "it contains text_embed_0"),
+    "no embedding": ({"pooled_embed": torch.zeros(1, 4)}, {}, "it contains no `text_embed`"),
+    "a batch": ({"text_embed": torch.zeros(2, 3, 4)}, {}, "`text_embed` has the shape (2, 3, 4)"),
 }
 
 
@@ -291,6 +297,6 @@ def test_embeddings_that_depend_on_pictures_are_refused(tmp_path: Path) -> None:
 def test_an_embedding_of_another_text_encoder_is_refused(tmp_path: Path) -> None:
     cache_text(tmp_path, 0, "a house", {"text_embed": torch.ones(1, 7, 16), "pooled_embed": torch.ones(1, 16)})
     assert (
-        "was encoded anew to compare: pooled_prompt_embeds is off by"
+        "was encoded again for comparison: pooled_prompt_embeds has a relative error of"
         in run_text(tmp_path, ["a house"]).refused[0].reason
     )

@@ -109,7 +109,7 @@ def test_what_does_not_decide_the_latents_does_not_decide_their_key(what: str) -
 
 
 def test_every_field_of_a_ref_was_tried() -> None:
-    """A field added later has to be put on one of the two lists."""
+    """A new field must be added to one of the two lists."""
     tried = {name.split(".")[0].split(",")[0] for name in (*RELEVANT, *IRRELEVANT)}
     assert {one.name for one in dataclasses.fields(SampleRef)} <= tried
     parts = {"bucket": Bucket, "fit": Fit, "clip": Clip, "augmentation": Augmentation, "mask": MaskRef,
@@ -119,7 +119,7 @@ def test_every_field_of_a_ref_was_tried() -> None:
 
 
 def test_draws_count_only_where_there_is_something_to_draw() -> None:
-    """So `refresh_each_epoch` with flips alone encodes nothing twice."""
+    """Therefore `refresh_each_epoch` with flips only encodes nothing twice."""
     plain = replace(FULL, augmentation=Augmentation(flip_x=True))
     later = replace(FULL, augmentation=Augmentation(flip_x=True, seed=9, epoch=5, of="a"))
     assert latent_key(plain, VAE) == latent_key(later, VAE)
@@ -168,7 +168,7 @@ def test_an_embedding_depends_on_its_text_and_its_pictures_as_they_are_shown() -
 
 
 def test_a_key_stays_the_same_over_releases() -> None:
-    """A failure here makes every user's cache worthless: raise KEY_VERSION only on purpose."""
+    """If this fails, all caches of users become useless. Increase KEY_VERSION only deliberately."""
     assert latent_key(FULL, VAE) == "99a65a020d9d7b49203f5917f662da67"
     assert text_key("a red car", TEXT, (ref(1),)) == "deeb6597badaac2c71498f8027c13fd2"
 
@@ -185,7 +185,7 @@ def test_different_origins_have_different_keys(one: Origin, other: Origin) -> No
 
 @given(st.lists(any_text, min_size=4, max_size=4), st.integers(1, 6), st.integers(1, 6))
 def test_where_one_piece_ends_and_the_next_begins_is_part_of_the_key(pieces: list[str], cut: int, other: int) -> None:
-    """The same characters, divided differently."""
+    """The same characters, split differently, give other keys."""
     joined = "".join(pieces)
     one = Origin("latent", joined[:cut], ((joined[cut:], ""),))
     two = Origin("latent", joined[:other], ((joined[other:], ""),))

@@ -1,4 +1,4 @@
-"""What a run's processes have made, recorded for the one that comes to the end."""
+"""The record of the entries made by the processes of a run, for the one that removes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unit.cache.samples import entry, key, origin
 
 
 def encode(folder: Path, made: MadeEntries | None, *numbers: int) -> Path:
-    """As a process of a run does; the store."""
+    """Encode as a process of a run does. Returns the store."""
     places = Places(folder, folder, {})
     with Caches(places, writable=True, before_writing=None if made is None else made.note) as caches:
         store = caches.store(places.text())

@@ -1,4 +1,4 @@
-"""Why entries are encoded, told from what the store holds."""
+"""The reasons for encoding entries, derived from the content of the store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text(words: str, encoder: EncoderId = TEXT, *pictures: SampleRef) -> TextIte
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
-    """Twenty latents and two texts, one shard for every ten."""
+    """Twenty latents and two texts, ten entries per shard."""
     opened = DiskStore.open(tmp_path / "cache", writable=True)
     with opened.writer(Flush(entries=10)) as writer:
         for number in range(20):
@@ -82,27 +82,27 @@ def test_damaged_entries_and_files(store: DiskStore) -> None:
         store.read(bad)
     (line,) = why_missing(lambda folder: store, [items[bad]])
     assert "1 " in line
-    assert "encoded again: their bytes on the disk had changed" in line
+    assert "encoded again: they were damaged on the disk" in line
     second.write_bytes(second.read_bytes()[:-64])
     store.refresh()
     lost = [
         items[key] for key in held[second.name] if items[key].origin.kind == items[held[second.name][0]].origin.kind
     ]
     (line,) = why_missing(lambda folder: store, lost)
-    assert line.endswith("or in 1 damaged file of the cache")
+    assert line.endswith("or lost in 1 damaged cache file")
 
 
 def test_a_cache_of_very_many_entries_is_not_searched(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(missing, "MOST_ENTRIES", 10)
     assert why_missing(lambda folder: store, [latent(ref(0), OTHER_VAE)]) == [
-        "1 latent encoded; the cache has too many entries to look for the reason"
+        "1 latent encoded; the cache is too large to determine the reason"
     ]
 
 
 def test_edit_pairs_that_share_their_instruction_are_compared_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """300 pairs of one instruction: each is compared with what was made of its own reference, not with all."""
+    """300 pairs with one instruction: each is compared only with the entries of its own reference."""
     calls = 0
 
     def count(*origins: Origin) -> tuple[Difference, ...]:

@@ -44,7 +44,7 @@ NAMES = {
 
 @pytest.fixture
 def sdxl(tmp_path: Path, tiny_model: TinyModel) -> Run:
-    """Eight pictures of four shapes."""
+    """Eight images of four shapes."""
     found = [{"path": str(write(tmp_path / "p", pictures(8))), "resolution": 64.0, "corrupt_threshold": 0.2}]
     cache = {"vae_batch_size": 4, "text_encoder_batch_size": 4}
     run = Run.of(tmp_path, "sdxl", tiny_model("sdxl", "base-1.0"), found, cache=cache)
@@ -58,7 +58,7 @@ def built(run: Run, **options: Any) -> Built:
 
 
 def squares(run: Run, tmp_path: Path, count: int = 8) -> Run:
-    """The same run with pictures of one shape."""
+    """The same run with images of one shape."""
     files = {f"{number}.png": image(64, 64, seed=number) for number in range(count)}
     found = [{"path": str(write(tmp_path / "squares", dict(files))), "resolution": 64.0, "corrupt_threshold": 0.2}]
     again = Run.of(tmp_path, "sdxl", Path(str(run.config.model.path)), found, cache=run.config.cache.model_dump())
@@ -149,7 +149,7 @@ class TestBatches:
         assert found.latents.encoded == 8
         assert run.encoders.batches[-8:] == [1] * 8
         assert found.latents.batch_size == 1
-        assert any("memory ran out at batches of 4: the smallest were of 1" in note for note in found.notes)
+        assert any("out of memory with batches of 4, so batches of 1 were used" in note for note in found.notes)
         assert contents(run.places.latents("d0"), run.places.text()).keys() == run.keys()
 
     def test_smaller_pictures_keep_the_larger_batch(self, tmp_path: Path, tiny_model: TinyModel) -> None:
@@ -213,7 +213,7 @@ class TestBatches:
 
     def test_no_tiles_where_they_may_not_be(self, sdxl: Run) -> None:
         sdxl.encoders.before_encode = full_above(0)
-        with pytest.raises(EncodeMemoryError, match=r"(?s)a cache never mixes them.*model\.vae_tiling=true"):
+        with pytest.raises(EncodeMemoryError, match=r"(?s)made without tiling.*model\.vae_tiling=true"):
             built(sdxl, how=How(may_tile=False))
         assert contents(sdxl.places.latents("d0")) == {}
 
@@ -246,13 +246,13 @@ class TestBatches:
                 return entries
 
         sdxl.encoders.load_latents = Broken
-        with pytest.raises(CacheError, match=r"(?s)latents of .*infinite or undefined numbers"):
+        with pytest.raises(CacheError, match=r"(?s)latents of .*non-finite values"):
             built(sdxl)
         assert contents(sdxl.places.latents("d0")) == {}
 
 
 def spoil(file: Path) -> None:
-    """Header and end are whole: only decoding notices."""
+    """Damage a file such that header and end stay intact, so only decoding fails."""
     raw = bytearray(file.read_bytes())
     middle = raw.index(b"IDAT") + 40
     raw[middle : middle + 40] = bytes(40)
@@ -280,7 +280,7 @@ class TestDamagedFiles:
     def test_are_taken_out_of_the_index_together(
         self, sdxl: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Each look at the index takes as long as it has samples."""
+        """One update of the index takes time proportional to its samples, so there must be only one."""
         for name in ("001.png", "002.png", "005.png"):
             spoil(tmp_path / "p" / name)
         lenient = {**sdxl.config.datasets[0].model_dump(), "corrupt_threshold": 0.5}
@@ -313,7 +313,7 @@ class TestDamagedFiles:
         sdxl.encoders.encoded.clear()
         found = built(sdxl, check=True)
         assert found.latents.encoded == len(sdxl.encoders.encoded) == 1
-        assert any("1 damaged entry made again" in note for note in found.notes)
+        assert any("1 damaged entry was encoded again" in note for note in found.notes)
         assert same(contents(sdxl.places.latents("d0")), before)
         assert built(sdxl, check=True).encoded == 0
 
@@ -328,7 +328,7 @@ class TestDamagedFiles:
         checked: list[tuple[int, int]] = []
         found = built(sdxl, check=True, on_checked=lambda done, total: checked.append((done, total)))
         assert found.latents.encoded == 8
-        assert any("8 damaged entries made again" in note for note in found.notes)
+        assert any("8 damaged entries were encoded again" in note for note in found.notes)
         assert checked[-1][0] == checked[-1][1] > 0
         assert built(sdxl, check=True).encoded == 0
 
@@ -346,7 +346,7 @@ class TestLongCaptions:
         run = Run.of(tmp_path, "sdxl", tiny_model("sdxl", "base-1.0"), found, validation=prompts)
         notes = [note for note in built(run).notes if "tokens" in note]
         assert notes == [
-            "captions longer than 77 tokens, of which only the beginning is read: 12 samples: "
+            "captions longer than 77 tokens are truncated: 12 samples: "
             "03.png, 04.png, 05.png and 9 more; 1 validation prompt"
         ]
         assert "truncated" not in capfd.readouterr().err
@@ -405,7 +405,7 @@ class TestInterrupted:
 
 class TestRoom:
     def test_is_checked_when_the_size_of_entries_is_known(self, sdxl: Run, tmp_path: Path) -> None:
-        """A real small disk: 200 entries of about 1.1 KiB do not fit, and the first batch says so."""
+        """A real small disk: 200 entries of about 1.1 KiB do not fit, which is reported after the first batch."""
         files = {f"{number}.png": image(64, 64, seed=number) for number in range(200)}
         folder = write(tmp_path / "many", dict(files))
         found = [{"path": str(folder), "resolution": 64.0, "captions": {"strategy": "filename"}}]
@@ -426,7 +426,7 @@ class TestRoom:
                     say(str(run.encoders.batches.count(4)))
 
         message, batches = Child(work).join()
-        assert re.search(r"found +\d+ KiB free\n.*expected +room for \d+ KiB", message), message
+        assert re.search(r"found +\d+ KiB free\n.*expected +\d+ KiB free", message), message
         assert batches == "1"
 
 
@@ -434,7 +434,7 @@ class TestRoom:
 
 
 def rank(run: Run, number: int, world_size: int, *, nap: float = 0.0) -> Child:
-    """A process of its own that says what it encodes, in time."""
+    """A separate process that reports what it encodes, before it does so."""
 
     def work(say: Callable[[str], None]) -> None:
         def tell(asked: Sequence[Sample | Prompt]) -> None:
@@ -508,7 +508,7 @@ class TestRanks:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.full)])
 def test_killed_again_and_again_no_more_than_a_flush_is_encoded_twice(sdxl: Run, tmp_path: Path, kills: int) -> None:
-    """kill -9 at random moments; every process says what it encodes, before it does."""
+    """kill -9 at random moments. Each process reports what it encodes, before it does so."""
     run = squares(sdxl, tmp_path, 40)
     flush, draw = Flush(entries=4), random.Random(kills)
     said: list[str] = []
@@ -574,7 +574,7 @@ def resident() -> int:
 
 
 def captions(run: Run, folder: Path) -> None:
-    """The first half of a build."""
+    """Encode the captions, which is the first half of a build."""
     stop = threading.Event()
     with Caches(replace(run.places, base=folder, text_base=folder), writable=True) as caches:
         found = build(run.config, run.index, run.encoders, caches, how=How(stop=stop), on_text=lambda _: stop.set())
@@ -582,7 +582,7 @@ def captions(run: Run, folder: Path) -> None:
 
 
 def test_the_text_encoders_memory_is_returned(tmp_path: Path, tiny_model: TinyModel) -> None:
-    """Weights of 80 MB, in a process of its own."""
+    """Weights of 80 MB, in a separate process."""
     import shutil
 
     from transformers import UMT5Config, UMT5EncoderModel

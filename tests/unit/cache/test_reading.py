@@ -1,4 +1,4 @@
-"""Entries are read and checked many at once; which ones, and in which order, must not matter to what is found."""
+"""Bulk reads: entries are read and verified correctly, whatever the selection and the order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUMBER = {origin.key: number for number, origin in enumerate(ORIGINS)}
 
 
 def content(number: int) -> torch.Tensor:
-    """From 64 bytes to a third of a run, and one larger than a run."""
+    """Entries from 64 bytes to a third of a run, and one larger than a run."""
     size = RUN + 64 if number == 17 else 64 << (number * 7 % 13)
     return torch.full((size,), number, dtype=torch.uint8)
 

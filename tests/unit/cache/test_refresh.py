@@ -27,7 +27,7 @@ REFRESHED = {"transforms": TRANSFORMS, "cache_mode": "refresh_each_epoch"}
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_model: TinyModel) -> Run:
-    """Six pictures that are drawn anew each epoch and three that are not; epoch 0 is built."""
+    """Six images that are refreshed each epoch and three that are not; epoch 0 is built."""
     found = [
         {"path": str(write(tmp_path / "p", pictures(6))), "resolution": 64.0, "augmentation": REFRESHED},
         {"path": str(write(tmp_path / "q", pictures(3))), "resolution": 64.0},
@@ -110,7 +110,7 @@ class TestSwap:
         assert encode.swap().epoch == 1  # and the next try is a new one
 
     def test_tiles_are_no_way_out_beside_the_step(self, run: Run) -> None:
-        """Entries under another id would not be those the run looks for."""
+        """The run would not find entries under another id."""
         untiled = run.encoders.latent_id()
 
         def fail(asked: Sequence[Sample | Prompt]) -> None:
@@ -205,7 +205,7 @@ class TestCollecting:
 
 @pytest.mark.parametrize("after", [1, 3, 5])
 def test_killed_in_the_middle_nothing_is_lost(run: Run, after: int) -> None:
-    """kill -9 after that many of epoch 1's entries: epoch 0 is whole, and the next start goes on."""
+    """kill -9 after that many entries of epoch 1: epoch 0 stays complete, and the next start continues."""
     epoch_0 = contents(store_of(run, 0))
 
     def work(say: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Entries that are encoded again alone, beside those that were encoded in a batch. docs/caches.md has the figures."""
+"""Entries encoded again one by one, compared with those of a batch. See docs/caches.md for the differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = 2e-6
 
 
 def run_of(family: str, tiny_model: TinyModel, root: Path, batch_size: int) -> Run:
-    """Four samples of one shape."""
+    """A run with four samples of one shape."""
     found = datasets(family, root, 4)
     if family not in ("wan", "stable_audio"):
         found[0]["path"] = str(pictures(root / "same"))

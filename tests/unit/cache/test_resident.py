@@ -51,7 +51,7 @@ def disk(tmp_path: Path) -> Iterator[DiskStore]:
 
 
 def load(disk: DiskStore, kind: CacheType = "memory", *, budget: int | None = None, **visits: float) -> ResidentStore:
-    """`visits`: k3=2.0 makes entry 3 visited twice, all others once."""
+    """`visits`: with k3=2.0, entry 3 is visited twice and all others once."""
     wanted = {key: Visits(visits.get(f"k{number}", 1.0)) for number, key in enumerate(KEYS)}
     return load_resident(
         [disk], wanted, name="latents", role="latent_cache", kind=kind, where=Where(this_machine()), budget=budget
@@ -59,7 +59,7 @@ def load(disk: DiskStore, kind: CacheType = "memory", *, budget: int | None = No
 
 
 def entry_of(store: ResidentStore, key: Key) -> Mapping[str, torch.Tensor]:
-    """As batches get it: from memory where it is there, else from disk."""
+    """Read an entry as batches do: from memory if possible, else from disk."""
     found = store.look_up(key)
     return store.read(key) if found is None else found
 
@@ -108,7 +108,7 @@ def test_the_coldest_stay_on_disk_and_the_report_says_how_much(disk: DiskStore) 
         report, stats = store.report, store.stats
     assert (report.entries, report.size) == (3, size)
     assert (report.on_disk, report.on_disk_size) == (COUNT - 3, whole - size)
-    assert "stay on disk: the plan gives this cache" in "\n".join(report.lines())
+    assert "stay on disk: the plan allows" in "\n".join(report.lines())
     assert (stats.hits, stats.disk_reads) == (3, COUNT - 3)
     assert LoadReport.from_json(json.loads(json.dumps(report.as_json()))) == report
 
@@ -126,7 +126,7 @@ def test_a_budget_is_never_passed(disk: DiskStore, budget: int) -> None:
 
 
 def test_main_memory_keeps_its_reserve_whatever_the_plan_gives(disk: DiskStore) -> None:
-    """A machine whose tenth, which nobody may touch, is more than this one has."""
+    """A modelled machine whose reserve, a tenth of its memory, exceeds the memory of this machine."""
     here = this_machine()
     host = here.host.model_copy(update={"cpu_mem_total": 1 << 60, "cgroup": None})
     large = here.model_copy(update={"host": host})
@@ -135,7 +135,7 @@ def test_main_memory_keeps_its_reserve_whatever_the_plan_gives(disk: DiskStore) 
         [disk], visits, name="latents", role="latent_cache", kind="memory", where=Where(large), budget=1 << 40
     ) as store:
         assert (store.report.entries, store.report.on_disk) == (0, COUNT)
-        assert "main memory has 0 B to spare" in "\n".join(store.report.lines())
+        assert "stay on disk: 0 B of main memory" in "\n".join(store.report.lines())
         assert_right(store, 0)
 
 
@@ -214,9 +214,9 @@ def test_several_folders_make_one_store(disk: DiskStore, tmp_path: Path) -> None
     ("kind", "profile", "ranks", "no_managed", "place", "note"),
     [
         ("unified_memory", "superchip", 1, None, "managed_host", ""),
-        ("unified_memory", "superchip", 1, "no driver", "pinned_host", "cannot be had: no driver"),
-        ("unified_memory", "superchip", 2, None, "shared_host", "is not used here: one copy for 2 ranks"),
-        ("unified_memory", "discrete", 1, None, "pinned_host", "is not used here"),
+        ("unified_memory", "superchip", 1, "no driver", "pinned_host", "is not available: no driver"),
+        ("unified_memory", "superchip", 2, None, "shared_host", "is not used on this machine: one copy for 2 ranks"),
+        ("unified_memory", "discrete", 1, None, "pinned_host", "is not used on this machine"),
         ("unified_memory", "integrated", 1, None, "shared_host", "one pool"),
         ("unified_memory", "cpu", 1, None, "host", "no GPU"),
         ("memory", "superchip", 1, None, "pinned_host", ""),
@@ -342,7 +342,7 @@ def _go_on(process: subprocess.Popen[str]) -> None:
 
 
 def test_a_rank_hears_why_rank_0_could_not_load(disk: DiskStore, tmp_path: Path) -> None:
-    """Rank 0 here, its failure real: a store that was closed under it."""
+    """Rank 0 runs in this process and really fails, because its store was closed."""
     from concurrent.futures import ThreadPoolExecutor
 
     from gracetune.cache.errors import CacheError

@@ -1,4 +1,4 @@
-"""Caches of ai-toolkit beside real pictures, taken over by whole builds with tiny models."""
+"""Caches of ai-toolkit beside real images, imported by complete builds with tiny models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def cache_latents(run: Run, folder: Path, item: LatentItem, latents: torch.Tenso
 
 
 def as_ai_toolkit(run: Run, folder: Path, count: int) -> None:
-    """Caches of the first `count` pictures, a little off, as another program's are."""
+    """Caches of the first `count` images, with small deviations like those of another program."""
     vae, text = run.encoders.load_latents(), run.encoders.load_text()
     for item in needs(run.config, run.index, run.encoders, run.places).latents[:count]:
         (entry,) = vae.encode([run.index.load(item.ref)])
@@ -122,5 +122,5 @@ def test_latents_of_another_vae_are_all_refused(made: Callable[..., Run], tmp_pa
     found = built(run)
     assert found.imported_latents is not None
     assert (found.imported_latents.imported, len(found.imported_latents.refused)) == (0, 6)
-    assert "was encoded anew to compare" in found.imported_latents.refused[0].reason
+    assert "was encoded again for comparison" in found.imported_latents.refused[0].reason
     assert found.latents.encoded == 6

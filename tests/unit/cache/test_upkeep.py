@@ -50,7 +50,7 @@ def test_small_shards_are_merged(tmp_path: Path) -> None:
     with filled(tmp_path, range(50), Flush(entries=5)) as store:
         done = compact(store, ShardSize(entries=24))
         assert (done.shards_before, done.shards_after) == (10, 3)
-        assert done.reason == "10 small shards merged"
+        assert done.reason == "10 small shards were merged"
         assert numbers_in(store, range(50)) == [*range(50)]
         origins = {found.key: found.origin for _, found in store.stored()}
         assert origins == {key(number): origin(number) for number in range(50)}
@@ -62,7 +62,7 @@ def test_small_shards_are_merged(tmp_path: Path) -> None:
 def test_large_shards_are_left_alone(tmp_path: Path) -> None:
     with filled(tmp_path, range(40), Flush(entries=20)) as store:
         before = names(tmp_path)
-        assert compact(store, ShardSize(entries=80)).reason == "there is nothing small to merge"
+        assert compact(store, ShardSize(entries=80)).reason == "there are no small shards to merge"
         assert names(tmp_path) == before
     with filled(tmp_path, range(40, 44), Flush(entries=2)) as store:
         done = compact(store, ShardSize(entries=80))
@@ -104,7 +104,7 @@ def test_only_one_process_merges_at_a_time(tmp_path: Path) -> None:
     child = Child(work)
     child.wait_for_word()
     with DiskStore.open(tmp_path, writable=True) as store:
-        assert compact(store).reason.startswith("another process merges shards")
+        assert compact(store).reason.startswith("another process is merging shards")
         child.kill()
         assert compact(store).shards_after == 1, "the lock went with its process"
 
@@ -174,7 +174,7 @@ def test_a_failed_attempt_to_remove_keeps_the_store_in_use(tmp_path: Path) -> No
 def test_on_a_disk_without_locks_entries_are_added_and_never_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as some network mounts; the machines tests run on have none, so the kernel's answer is made up."""
+    """Some network mounts have no locks. Test machines have no such mount, so the kernel's error is simulated."""
 
     def no_locks(descriptor: int, mode: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -184,7 +184,7 @@ def test_on_a_disk_without_locks_entries_are_added_and_never_removed(
     with filled(tmp_path, range(6), Flush(entries=2)) as store:
         left.write_bytes(b"perhaps of a living process")
         assert numbers_in(store, range(6)) == [*range(6)]
-        with pytest.raises(CacheBusyError, match="a disk without file locks"):
+        with pytest.raises(CacheBusyError, match="a file system without locks"):
             remove(store, [key(0)])
         assert "no locks" in compact(store).reason
     DiskStore.open(tmp_path, writable=True).close()
@@ -222,7 +222,7 @@ def test_what_another_release_wrote_or_cannot_be_read_now_is_not_removed(
 
 
 class TestAHeaderDamagedSinceTheIndexWasWritten:
-    """The index knows the shard, so nobody would look at its header."""
+    """The index contains the shard, so its header is normally not read."""
 
     @pytest.fixture
     def victim(self, tmp_path: Path) -> Path:
@@ -290,7 +290,7 @@ class TestAnEmptyStore:
 
     @pytest.mark.parametrize("somebody_was_quicker", [False, True])
     def test_who_waited_for_it_opens_the_new_one(self, tmp_path: Path, somebody_was_quicker: bool) -> None:
-        """Its lock was asked for before the folder was renamed, and given after."""
+        """The lock was requested before the folder was renamed and granted afterwards."""
         folder = tmp_path / "0"
 
         def work(say: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Whole small runs: tiny models, generated media, the config that joins them, and what a cache of them holds."""
+"""Complete small runs: tiny models, generated media, their config, and the content of their caches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FLAVOURS = {
 
 
 def datasets(family: str, folder: Path, count: int = 3) -> list[dict[str, Any]]:
-    """Data a family can be trained on, written into the folder."""
+    """Write data that a family can be trained on."""
     if family == "wan":
         clips: dict[str, bytes | str] = {}
         for number in range(count):
@@ -104,7 +104,7 @@ class Run:
 
 
 def contents(*folders: Path) -> dict[Key, Entry]:
-    """Everything in these stores."""
+    """All entries of these stores."""
     from gracetune.cache.store import DiskStore
 
     found: dict[Key, Entry] = {}
@@ -115,7 +115,7 @@ def contents(*folders: Path) -> dict[Key, Entry]:
 
 
 def same(one: dict[Key, Entry], other: dict[Key, Entry]) -> bool:
-    """But for the last bits, which depend on how many samples a library worked on at once."""
+    """Whether entries are equal up to rounding, which depends on the batch size."""
     return one.keys() == other.keys() and all(
         one[key].keys() == other[key].keys()
         and all(torch.allclose(one[key][name], other[key][name], rtol=1e-5, atol=1e-6) for name in one[key])
@@ -125,7 +125,7 @@ def same(one: dict[Key, Entry], other: dict[Key, Entry]) -> bool:
 
 @dataclass
 class Watched:
-    """A family's encoders, and what was asked of them; a hook may fail as a full GPU does, or take its time."""
+    """A family's encoders with a log of their calls. A hook can raise out of memory or delay a call."""
 
     inner: FamilyEncoders
     batches: list[int] = field(default_factory=list)

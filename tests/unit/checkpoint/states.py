@@ -1,4 +1,4 @@
-"""Pieces of state that know what they have to be at every step."""
+"""State parts with a known value at every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METADATA = Metadata(IDENTITY, "c0ffee", {"version": 2, "datasets": {}}, {"torch"
 
 
 class Weights:
-    """Tensors that follow from the step, changed in place as training does."""
+    """Tensors that are functions of the step, changed in place as in training."""
 
     def __init__(self, step: int = 0, size: int = 1000, name: str = "weights") -> None:
         self.name, self.step = name, step
@@ -47,7 +47,7 @@ class Weights:
 
 
 class Counter:
-    """JSON alone."""
+    """A part that has only JSON."""
 
     def __init__(self, name: str = "counter", value: Any = None) -> None:
         self.name, self.value = name, value
@@ -80,5 +80,5 @@ def check(checkpoint: Checkpoint, step: int, size: int = 1000) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    """All but the lock."""
+    """All file names except the lock."""
     return sorted(path.name for path in folder.iterdir() if path.name != ".gracetune.lock")

@@ -1,4 +1,4 @@
-"""Processes that are killed and disks that are full: what is there is whole, whatever happens."""
+"""Killed processes and full disks: whatever happens, existing checkpoints are complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdi
 
 
 def survives(folder: Path, at_least: int) -> int:
-    """All that is there is whole and what its name says; the next run can begin. Returns the newest step, or 0."""
+    """Check that checkpoints are complete and match their names, and that a run can start. Returns the last step."""
     with CheckpointStore(folder, 2) as store:
         for name in names(folder):
             if name.startswith("checkpoint-"):
@@ -47,7 +47,7 @@ def train(folder: Path, first: int, count: int, say: Callable[[str], None]) -> N
 
 
 def die_at(event_number: int, folder: Path) -> None:
-    """From here on: kill -9 just before this process's n-th change of, or look at, that folder."""
+    """Make this process kill itself (kill -9) just before its n-th access to that folder."""
     seen = 0
 
     def hook(event: str, details: tuple[Any, ...]) -> None:
@@ -61,7 +61,7 @@ def die_at(event_number: int, folder: Path) -> None:
 
 
 def killed_at(folder: Path, event_number: int) -> bool:
-    """Whether the process was killed before it was done."""
+    """Returns whether the process was killed before it had finished."""
 
     def work(say: Callable[[str], None]) -> None:
         die_at(event_number, folder)
@@ -93,7 +93,7 @@ def test_killed_before_every_single_operation(tmp_path: Path) -> None:
 
 
 def storm(tmp_path: Path, kills: int, longest: float) -> int:
-    """Kill at any moment, the middle of a file included; go on from what is there. Returns how often it was alive."""
+    """Kill at any moment, also in the middle of a file, and resume. Returns how often the process was still running."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     (folder / "mine.txt").write_text("mine")
@@ -123,7 +123,7 @@ def test_killed_at_any_moment_three_hundred_times(tmp_path: Path) -> None:
 
 
 class Unasking(CheckpointStore):
-    """Does not ask for room: as if somebody else filled the disk just after it was asked."""
+    """A store that skips the check for free space, as if another process filled the disk right after it."""
 
     def check_room(self, needed: int) -> None:
         pass
@@ -141,8 +141,8 @@ def test_a_disk_that_fills_up_in_the_middle(tmp_path: Path) -> None:
             store.wait()
         problem = caught.value.problem
         assert "No space left on device (ENOSPC), at weights.safetensors" in problem.found
-        assert "checkpoint-1 is whole" in problem.key
-        assert problem.expected.startswith("room for 9.")
+        assert "checkpoint-1 is complete" in problem.key
+        assert problem.expected.startswith("9.")
         assert f"df -h {folder}" in problem.hint
         assert names(folder) == ["checkpoint-1"]
         check(store.open(folder / "checkpoint-1"), 1, SIZE)
@@ -161,7 +161,9 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: P
         mount_tmpfs(folder, 3 << 20)
         with CheckpointStore(folder, 9) as store:
             write(store, 1, size=SIZE)
-            with pytest.raises(CheckpointFullError, match=r"no room for a checkpoint; .*checkpoint-1 is whole"):
+            with pytest.raises(
+                CheckpointFullError, match=r"not enough disk space for a checkpoint; .*checkpoint-1 is complete"
+            ):
                 store.write(2, [Weights(2, 1_000_000)], metadata=METADATA)
         assert names(folder) == ["checkpoint-1"]
 
@@ -176,7 +178,7 @@ def test_an_error_of_the_writer_surfaces_at_the_next_call_and_at_the_end(tmp_pat
         store = Unasking(tmp_path / "small", 9)
         write(store, 1, size=SIZE)
         store.write(2, [Weights(2, 2_000_000)], metadata=METADATA)
-        with pytest.raises(CheckpointFullError, match=r"not written; .*checkpoint-1 is whole"):
+        with pytest.raises(CheckpointFullError, match=r"not written; .*checkpoint-1 is complete"):
             act(store, surface)
         store.close()
         assert names(tmp_path / "small") == ["checkpoint-1"]

@@ -56,7 +56,7 @@ def test_a_line_that_is_none_says_nothing(tmp_path: Path, line: bytes) -> None:
 
 
 def test_what_is_left_of_a_longer_line_is_not_read(tmp_path: Path) -> None:
-    """Killed between the two calls that write a shorter one."""
+    """The process was killed between the two calls that write a shorter line."""
     (tmp_path / "lock").write_bytes(b'{"saving": [3]}\nng": [1, 2, 3]}\n')
     assert read_journal(tmp_path / "lock")["saving"] == {3}
 

@@ -1,4 +1,4 @@
-"""Where a run begins."""
+"""The checkpoint that a run starts from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TestBeginning:
         with CheckpointStore(tmp_path / "new", 3) as store:
             start = begin(asked, store, IDENTITY)
             assert (start.checkpoint, start.step, start.notes) == (None, 0, ())
-            assert "begins anew" in start.reason
+            assert "starts at step 0" in start.reason
 
     def test_half_written_ones_do_not_count(self, tmp_path: Path) -> None:
         store = filled(tmp_path, 3)
@@ -110,7 +110,7 @@ class TestOtherRuns:
                 begin(path, store, self.OTHER)
             start = begin(path, store, self.OTHER, allow_other_run=True)
         assert start.step == 3
-        assert start.notes == ("checkpoint-3 is of another run: name was 'cats' and is 'dogs'",)
+        assert start.notes == ("checkpoint-3 belongs to another run: name was 'cats' and is 'dogs'",)
 
 
 class TestPaths:

@@ -1,4 +1,4 @@
-"""Writing, reading back, keeping and deleting checkpoints."""
+"""Writing, reading, keeping and deleting checkpoints."""
 
 from __future__ import annotations
 
@@ -141,11 +141,11 @@ class TestWriting:
     @pytest.mark.parametrize(
         ("value", "match"),
         [
-            ({"value": 1}, "no whole number as its `version`"),
-            ({"version": True}, "no whole number"),
+            ({"value": 1}, "no integer `version`"),
+            ({"version": True}, "no integer"),
             ({"version": 1, "loss": float("nan")}, "not plain JSON"),
-            ({"version": 1, "by": {3: 4}}, "a key that is no text: 3"),
-            ({"version": 1, "by": [{3: 4}]}, "a key that is no text: 3"),
+            ({"version": 1, "by": {3: 4}}, "a key that is not a string: 3"),
+            ({"version": 1, "by": [{3: 4}]}, "a key that is not a string: 3"),
             ({"version": 1, "what": {1, 2}}, "not plain JSON"),
         ],
     )
@@ -156,9 +156,9 @@ class TestWriting:
 
     def test_two_pieces_of_one_name_or_a_name_with_a_path_are_refused(self, tmp_path: Path) -> None:
         store = CheckpointStore(tmp_path, 5)
-        with pytest.raises(ValueError, match="two pieces"):
+        with pytest.raises(ValueError, match="two state parts"):
             store.write(1, [Counter()], metadata=METADATA, per_rank=[Counter()])
-        with pytest.raises(ValueError, match="lower case"):
+        with pytest.raises(ValueError, match="lower-case letters"):
             store.write(1, [Counter(name="../up")], metadata=METADATA)
         with pytest.raises(ValueError, match="'manifest'"):
             store.write(1, [Counter(name="manifest")], metadata=METADATA)
@@ -344,12 +344,12 @@ class TestPieces:
     def test_state_nobody_asks_for_is_told(self, tmp_path: Path) -> None:
         checkpoint = filled(tmp_path, 4).open(tmp_path / "checkpoint-4")
         (note,) = checkpoint.load([Weights(0)])
-        assert "also holds counter" in note
+        assert "also contains counter" in note
 
 
 class TestSeveralProcesses:
     class Rank:
-        """One of several ranks that are called one after the other, rank 0 last."""
+        """One of several ranks. The ranks are called one after the other, rank 0 last."""
 
         def __init__(self, rank: int, world_size: int, box: dict[int, bytes]) -> None:
             self.rank, self.world_size, self._box = rank, world_size, box
@@ -424,11 +424,11 @@ class TestFolder:
     def test_no_room_is_told_before_anything_is_copied(self, tmp_path: Path) -> None:
         with CheckpointStore(tmp_path, 5) as store:
             write(store, 1)
-            with pytest.raises(CheckpointFullError, match=r"checkpoint-1 is whole") as caught:
+            with pytest.raises(CheckpointFullError, match=r"checkpoint-1 is complete") as caught:
                 store.check_room(1 << 60)
         problem = caught.value.problem
         assert "free" in problem.found
-        assert problem.expected == "room for 1048576 TiB"
+        assert problem.expected == "1048576 TiB free"
         assert "df -h" in problem.hint
 
     def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:

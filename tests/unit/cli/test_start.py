@@ -210,7 +210,7 @@ def test_only_commands_that_exist_are_said_to_work_here() -> None:
     known = set(group.list_commands(typer.Context(group)))  # type: ignore[attr-defined]
     machine = load_recording(MACHINES / "cpu-only")
     finding = gpu_checks.gpu(Examination(machine, skipped(1.5, "not here"))).finding
-    works = re.findall(r"Works here: ([^.]*)\.", finding)[0].partition(" and ")[0]
+    works = re.findall(r"Available: ([^.]*)\.", finding)[0].partition(" and ")[0]
     assert {word.strip() for word in works.split(",") if word.strip()} <= known
 
 

@@ -1,4 +1,4 @@
-"""The modelled machines, and the journal of the fake libcuda."""
+"""The modelled machines, and the call log of the fake libcuda."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load(name: str) -> Machine:
 
 
 class ReplayDriver:
-    """A driver that repeats what was recorded."""
+    """A driver that returns recorded facts."""
 
     def __init__(self, recorded: DriverFacts) -> None:
         self._recorded = recorded
@@ -30,7 +30,7 @@ class ReplayDriver:
 
 @dataclass(frozen=True)
 class FakeCuda:
-    """The compiled stand-in for libcuda, and its journal."""
+    """The compiled substitute for libcuda, and its call log."""
 
     path: str
     journal: ctypes.CDLL

@@ -84,7 +84,7 @@ _scales = st.floats(0.001, 1000, allow_nan=False)
     [(None, 4), (1, 0.25), (3, 0.75), (16, 4), (24, 4), (40, 4), (64, 6.4), (480, 48)],
 )
 def test_the_reserve_follows_the_size_of_the_machine(total: float | None, reserve: float) -> None:
-    """In GiB. A reserve of 4 on a machine of 3 would let no run begin."""
+    """All values in GiB. On a machine with 3, a reserve of 4 would prevent every run."""
     host = Host(cpu_mem_total=None if total is None else int(total * GIB))
     assert host_reserve(machine_with(None, host)) == int(reserve * GIB)
     assert host_floor(machine_with(None, host)) == int(reserve * GIB) // 2
@@ -196,7 +196,7 @@ def test_a_scale_that_means_nothing_is_refused(scale: float) -> None:
 
 
 class ArrayMemory:
-    """Managed memory made of ordinary memory, with a journal; can be told to fail or to lose a byte."""
+    """A substitute for managed memory with a call log. It can be set to fail or to lose a byte."""
 
     def __init__(self, *, fail: str = "", corrupt: int | None = None) -> None:
         self.fail, self.corrupt = fail, corrupt

@@ -200,7 +200,7 @@ def test_the_older_entry_point_refuses_nonsense_without_a_traceback(tmp_path: Pa
 def test_a_machine_with_a_driver_runs_the_test_and_reports_it(
     fake_cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole command in a process of its own, in which libcuda.so.1 is the fake one."""
+    """The complete command in a separate process, where libcuda.so.1 is the fake library."""
     (tmp_path / "libcuda.so.1").symlink_to(fake_cuda.path)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     command = [sys.executable, str(ROOT / "gh200_diagnostic.py"), "--oversubscription-scale", "0.01"]

@@ -67,7 +67,7 @@ def test_a_missing_library_is_absent_in_the_loaders_words() -> None:
 def test_a_library_that_is_no_libcuda_fails_and_does_not_crash() -> None:
     facts = CudaDriver(ctypes.util.find_library("m") or "libm.so.6").facts(free_memory=True)
     assert facts.status == "failed"
-    assert "does not have it" in facts.detail
+    assert "not in this version of libcuda" in facts.detail
     assert facts.cuda_version is None
 
 

@@ -16,7 +16,7 @@ from unit.hardware.machines import MACHINES, NAMES, ReplayDriver, load
 
 
 def _record_again(name: str, folder: Path) -> Machine:
-    """Record a modelled machine as if it were the one at hand."""
+    """Record a modelled machine as if it were this machine."""
     tree = MACHINES / name
     header = json.loads((tree / "recording.json").read_text())
     return record(

@@ -1,4 +1,4 @@
-"""The shim and a fake CUDA driver, compiled once; every test gets copies of its own, and with them fresh state."""
+"""The shim and a fake CUDA driver, compiled once. Each test loads its own copies, so their state is fresh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRICT = ("-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror")
 
 
 class FakeDriver:
-    """The fake's control functions. It is the same library, in the same process, that the shim has opened."""
+    """The control functions of the fake driver, which is the library that the shim has opened in this process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,11 +33,11 @@ class FakeDriver:
             getattr(self._library, name).restype = ctypes.c_long
 
     def fail(self, function: str, code: int, *, nth: int = 1, every: int = 0) -> None:
-        """Let the nth call of `function` from now on fail with `code`, and then every `every`-th."""
+        """Make the nth call of `function` from now on fail with `code`, and after it every `every`-th."""
         self._library.fake_fail(function.encode(), ctypes.c_long(nth), ctypes.c_long(every), code)
 
     def meet(self, function: str, threads: int) -> None:
-        """Hold the calls of `function` until that many threads are inside it."""
+        """Block calls of `function` until that many threads are inside it."""
         self._library.fake_meet(function.encode(), threads)
 
     def capacity(self, size: int) -> None:
@@ -71,7 +71,7 @@ class FakeDriver:
         return int(self._library.fake_retained())
 
     def journal(self, prefix: str = "") -> list[str]:
-        """What was called since the last `clear`, oldest first: `name key=value ... -> code`."""
+        """The calls since the last `clear`, oldest first: `name key=value ... -> code`."""
         length = self._library.fake_journal(None, ctypes.c_size_t(0))
         text = ctypes.create_string_buffer(length + 1)
         self._library.fake_journal(text, ctypes.c_size_t(length + 1))
@@ -83,7 +83,7 @@ class FakeDriver:
 
 @dataclass(frozen=True)
 class Slot:
-    """One of the shim's allocator pairs, called the way PyTorch calls it."""
+    """One pair of allocator functions of the shim, called as PyTorch calls it."""
 
     library: ctypes.CDLL
     number: int

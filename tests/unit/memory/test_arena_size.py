@@ -86,12 +86,12 @@ class TestTheReason:
     def test_as_asked(self) -> None:
         found = arena_size(GH200, 3.0)
         assert (found.bytes, found.clamp) == (192 * GIB, "none")
-        assert found.reason == "as asked: (3 - 1) x 96.0 GiB of GPU memory = 192 GiB"
+        assert found.reason == "as requested: (3 - 1) x 96.0 GiB of GPU memory = 192 GiB"
 
     def test_what_else_is_managed_is_named_and_taken_off(self) -> None:
         beside = arena_size(GH200, 3.0, other_managed=53 * GIB)
         assert beside.bytes == 192 * GIB
-        assert beside.reason.endswith("= 192 GiB; beside it 53.0 GiB for managed caches and parked experts")
+        assert beside.reason.endswith("= 192 GiB; in addition 53.0 GiB for managed caches and parked experts")
         less = arena_size(GH200, 5.0, other_managed=53 * GIB)
         assert less.bytes == (460 - 46 - 53) * GIB
         assert less.reason.endswith("less a reserve of 46.0 GiB and 53.0 GiB for managed caches and parked experts")
@@ -135,7 +135,7 @@ class TestTheReason:
         found = arena_size(replace(GH200, host_available=46 * GIB), 5.0)
         assert (found.bytes, found.clamp) == (0, "MemAvailable")
         assert found.reason.startswith(
-            "no arena: (5 - 1) x 96.0 GiB of GPU memory = 384 GiB was asked for, but 46.0 GiB"
+            "no arena: (5 - 1) x 96.0 GiB of GPU memory = 384 GiB was requested, but 46.0 GiB"
         )
 
     @pytest.mark.parametrize("what", ["device_total", "host_available"])

@@ -227,7 +227,7 @@ class TestLimits:
 
 
 class Scripted:
-    """Readings in a row (the last one stays), and a reclaimer that writes down what it was asked to do."""
+    """A sequence of readings (the last one repeats), and a reclaimer that logs its calls."""
 
     def __init__(self, readings: list[Reading]) -> None:
         self._readings: Iterator[Reading] = iter(readings)
@@ -304,7 +304,7 @@ class TestGovernor:
         with pytest.raises(MemoryPressure):
             governor.sample()
         grown, hard = changes
-        assert grown == ArenaChange(GIB, 2 * GIB, "it holds more than ever before")
+        assert grown == ArenaChange(GIB, 2 * GIB, "it reached a new maximum")
         assert isinstance(hard, Reclamation)
         assert hard.action is Action.HARD_RECLAMATION
 

@@ -32,7 +32,7 @@ UVM = {"use_uvm": True}
 
 
 class Reserved:
-    """Stands in for the arena, whose blocks PyTorch keeps for a real GPU: what it was to hold."""
+    """A substitute for the arena, which needs a real GPU. It records the requested size."""
 
     sizes: list[int]
 
@@ -94,7 +94,7 @@ class TestForce:
 
 
 class TestOpenMemory:
-    """What a run hands on; on a GPU, which is all that is made up here."""
+    """The arguments that a run passes on. Only the GPU is simulated."""
 
     def open(self, name: str, memory: Mapping[str, bool] = UVM, **given: Any) -> Heard:
         tree = {

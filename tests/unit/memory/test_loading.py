@@ -34,7 +34,7 @@ FLOATS_8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Any bits at all, so that NaNs and denormals must come through too."""
+    """Random bits, so that NaNs and denormals are included."""
     generator = torch.Generator().manual_seed(seed)
     size = torch.Size(shape).numel() * dtype.itemsize
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), generator=generator, dtype=torch.uint8)
@@ -72,7 +72,7 @@ def refusal(path: Path, destinations: Mapping[str, Tensor], **options: bool) -> 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 256 bytes: every tensor of more than a few elements is read in several."""
+    """Chunks of 256 bytes, so that every tensor of more than a few elements is read in several chunks."""
     monkeypatch.setattr(loading, "CHUNK", 256)
 
 
@@ -274,7 +274,7 @@ class TestRefusals:
     def test_an_unused_tensor(self, tmp_path: Path) -> None:
         path = save(tmp_path / "a", {"a": noise(4), "b": noise(4)})
         text = refusal(path, {"a": torch.empty(4)})
-        assert text.startswith(f"{path}: b\n  found     a tensor nobody asked for")
+        assert text.startswith(f"{path}: b\n  found     a tensor without a destination")
         assert "allow_unused" in text
 
     def test_a_wrong_shape(self, tmp_path: Path) -> None:
@@ -461,7 +461,7 @@ def test_staging_uses_its_buffers_over_and_over() -> None:
 
 
 def cached_bytes(path: Path) -> int:
-    """How much of a file is in the page cache."""
+    """The number of bytes of a file in the page cache."""
     page = mmap.PAGESIZE
     with path.open("rb") as file:
         size = path.stat().st_size
@@ -558,7 +558,7 @@ def peak_above_baseline(how: str, path: Path) -> tuple[int, float]:
 
 
 def large_file(path: Path, size: int) -> Path:
-    """Written piece by piece: the test must not need what it measures."""
+    """Write the file in pieces, because the test must not itself need the memory that it measures."""
     count, piece = 8, size // 8
     block = noise(MIB, dtype=torch.uint8).fill_(0x3F).numpy().tobytes()  # 0.75 as a float of any width
     header = {

@@ -14,7 +14,7 @@ from gracetune.memory.stacked import Constant, Stacked
 
 @dataclass
 class Clocked:
-    """An arrival whose times are given, as a GPU's events would give them."""
+    """An arrival with given times, as a GPU's events would report them."""
 
     waited: float
     step: float
@@ -32,7 +32,7 @@ class Clocked:
 
 @dataclass
 class Logged:
-    """A mover that writes down what happens to each batch, in order."""
+    """A mover that logs the events of each batch, in order."""
 
     log: list[str] = field(default_factory=list)
     waits: dict[str, float] = field(default_factory=dict)
@@ -255,7 +255,7 @@ def test_a_discarded_failure_is_forgotten() -> None:
     st.sampled_from([0.0, 1.0, 7.0]),
 )
 def test_pieces_are_put_together(lengths: list[int | None], longest: int, fill: float) -> None:
-    """None is a piece without a tensor."""
+    """None stands for a piece without a tensor."""
     pieces = [
         Constant((2, 3), 5.0) if length is None else torch.arange(1.0, 1 + length * 3).view(length, 3)
         for length in lengths

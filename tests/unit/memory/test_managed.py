@@ -1,4 +1,4 @@
-"""Managed buffers over a fake driver whose memory is real: only the GPU is missing."""
+"""Managed buffers on a fake driver with real memory; only the GPU is missing."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_free_space_never_hands_out_a_byte_twice(requests: list[tuple[int, int, 
 
 
 def test_garbage_collected_in_the_middle_of_the_heaps_own_work(heap: ManagedHeap) -> None:
-    """Buffers in reference cycles die whenever the collector runs, which is often while the heap allocates."""
+    """Buffers in reference cycles are freed when the collector runs, often in the middle of an allocation."""
 
     class Cycle:
         def __init__(self, buffer: ManagedBuffer) -> None:
@@ -295,7 +295,7 @@ def test_bytes_cannot_be_given_back_twice() -> None:
     space = FreeSpace(0, 100)
     space.take(10, 1)
     space.give_back(0, 10)
-    with pytest.raises(ValueError, match="free already"):
+    with pytest.raises(ValueError, match="already free"):
         space.give_back(0, 10)
     assert space.ranges == [(0, 100)]
 

@@ -1,4 +1,4 @@
-"""No argument of an exported function can end the process: NULL and every extreme number are answered with a code."""
+"""No argument of an exported function can crash the process: for NULL and extreme numbers it returns an error code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_arguments_end_the_process(workshop, options, mode):
 
 
 def test_a_slot_is_not_told_to_free_what_it_never_had(bench):
-    """A wrong size would ruin the accounts for the rest of the process."""
+    """A wrong size would corrupt the counters for the rest of the process."""
     bench.uvm.configure_slot(0, SlotPolicy(0, GIB))
     slot = bench.slot()
     pointer = slot.alloc(MIB)

@@ -1,4 +1,4 @@
-"""setup.py with a compiler, without one, with a broken one. The install always goes on, and the reason is kept."""
+"""setup.py with a compiler, without, and with a broken one. The installation always succeeds, and keeps the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ needs_pip = pytest.mark.skipif(not installed("pip"), reason="pip is not in this 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The parts of the repository a build needs, without anything an earlier build has made."""
+    """The parts of the repository that a build needs, without results of earlier builds."""
     copy = tmp_path / "checkout"
     (copy / "src/gracetune/memory").mkdir(parents=True)
     for name in ("setup.py", "pyproject.toml", "LICENSE", "src/gracetune/__init__.py"):

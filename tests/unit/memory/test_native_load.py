@@ -1,4 +1,4 @@
-"""Opening the shim and the driver: every way it can be missing or wrong, and what a forked child may still do."""
+"""Opening the shim and the driver: all ways they can be missing or wrong, and the behavior in a forked process."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_device_whose_context_cannot_be_opened_leaves_the_slot_off(bench):
 
 
 def in_child(act):
-    """Fork; the child sends back what `act` returned or the name of what it raised, and ends without cleaning up."""
+    """Fork. The child returns the result of `act` or the name of its exception, and exits without cleanup."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -165,7 +165,7 @@ def in_child(act):
 
 
 class TestFork:
-    """The fake driver aborts when it is called in a child, so a call that slips through is seen."""
+    """The fake driver aborts if it is called in a child process, so such a call is detected."""
 
     @pytest.mark.parametrize(
         "call",

@@ -1,4 +1,4 @@
-"""Page faults and migrations: what CUPTI's records say is added up, and why it cannot be had is told."""
+"""Page faults and migrations: CUPTI's records are added up, and if counting is impossible, the reason is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many threads on the same counters and caps. ctypes lets go of the GIL, so these really run beside one another."""
+"""Many threads on the same counters and caps. ctypes releases the GIL, so they really run in parallel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _switch_threads_often():
 
 
 def storm(work, threads=THREADS):
-    """Run `work(index)` on threads that start together; what one of them raises fails the test."""
+    """Run `work(index)` on threads that start together. An exception in any of them fails the test."""
     barrier, raised = threading.Barrier(threads), []
 
     def body(index):

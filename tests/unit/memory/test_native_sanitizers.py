@@ -1,4 +1,4 @@
-"""uvm.c under the address, undefined-behaviour and thread sanitizers, in a storm of threads (see stress.c)."""
+"""uvm.c under the address, undefined-behavior and thread sanitizers, with many threads (see stress.c)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def execute(*command):
 
 @pytest.fixture(scope="module", params=SANITIZERS)
 def sanitized(request, tmp_path_factory):
-    """Compiles with the sanitizer and runs the result; skips where a trivial program already cannot do that."""
+    """Compile with the sanitizer and run the result. Skips if that fails for a trivial program."""
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed here")
     sanitizer, folder = request.param, tmp_path_factory.mktemp("sanitizers")
@@ -59,7 +59,7 @@ def storm(sanitized, mode, source=SHIM, rounds=4000):
 
 @pytest.mark.parametrize("mode", ["quiet", "journal"])
 def test_the_storm_leaves_nothing_for_the_sanitizer_to_say(sanitized, mode):
-    """`quiet` takes every lock out of the fake, so that nothing but the shim itself orders the threads."""
+    """`quiet` removes all locks from the fake driver, so that only the shim itself orders the threads."""
     done = storm(sanitized, mode)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all accounted for" in done.stdout

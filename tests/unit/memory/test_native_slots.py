@@ -1,4 +1,4 @@
-"""Allocator slots: what PyTorch would see, what the driver is asked, and what the counters say afterwards."""
+"""Allocator slots: results for PyTorch, calls of the driver, and counters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN = SlotPolicy(device=0, cap_bytes=GIB)
 
 
 def calls(bench, prefix="cu"):
-    """Names and arguments in order, without the bookkeeping of contexts."""
+    """Names and arguments of the calls in order, without those that manage contexts."""
     return [line for line in bench.fake.journal(prefix) if not line.startswith(("cuCtx", "cuDevice", "cuInit"))]
 
 

@@ -1,4 +1,4 @@
-"""uvm.c as a text: it compiles without a warning, needs nothing but libc, and says what cuda.h says."""
+"""The source of uvm.c: it compiles without warnings, needs only libc, and agrees with cuda.h."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TestAgainstCudaHeader:
             "CUDA_ERROR_INVALID_VALUE": "CU_ERROR_INVALID_VALUE",
             "CU_DEVICE_CPU": "GT_HOST",
         }
-        start, end = "struct cu_location {", "/* Exported names"
+        start, end = "struct cu_location {", "/* These are the names that the library exports"
         ours = start + SOURCE.read_text().split(start, 1)[1].split(end)[0]
         lines = [f'#include "{HEADERS[-1]}"', "#include <stddef.h>", "enum { GT_HOST = -1 };", ours]
         lines += [f'_Static_assert((int){a} == (int){b}, "{a}");' for a, b in expected.items()]

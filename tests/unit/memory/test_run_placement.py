@@ -60,7 +60,7 @@ OVER_PCIE = LinkSpeeds(PINNED, 55.0, ManagedSpeeds(Way(51, 0.10), Way(49, 0.4), 
 
 
 def machine(name: str) -> Machine:
-    """Its GPU beside this machine's main memory, which is what caches really take here."""
+    """A modelled machine's GPU with this machine's main memory, because caches really allocate here."""
     return load_recording(MACHINES / name).model_copy(update={"host": this_machine().host})
 
 
@@ -77,7 +77,7 @@ def disk(index: DataIndex, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def heap(bench: Any, monkeypatch: pytest.MonkeyPatch) -> ManagedHeap:
-    """Managed memory of the fake driver, and page-locking that only says it was done."""
+    """Managed memory of the fake driver, and simulated page-locking."""
 
     def settle(slab: ManagedSlab) -> None:
         if slab.home == "device":
@@ -177,7 +177,7 @@ def test_hints_the_driver_refuses_are_counted_and_said(
     two = stores(disk, index, Where(machine("gh200-numa"), 0, heap, hints=ASKED))
     for store in two:
         assert store.report.residence.place == "pinned_host"
-        assert "unified_memory was asked for and refused: cuMemAdvise_v2 failed" in store.report.lines()[1]
+        assert "cache type unified_memory is not available: cuMemAdvise_v2 failed" in store.report.lines()[1]
         store.close()
     assert (heap.hints.bytes, heap.hints.refused) == (0, 2)
     assert bench.fake.in_use == 0
@@ -186,7 +186,13 @@ def test_hints_the_driver_refuses_are_counted_and_said(
 @pytest.mark.parametrize(
     ("name", "hints", "speeds", "place", "said"),
     [
-        ("x86-h200", FOLLOW_CACHES, OVER_PCIE, "pinned_host", "memory.enable_uvm_hints: true uses managed memory"),
+        (
+            "x86-h200",
+            FOLLOW_CACHES,
+            OVER_PCIE,
+            "pinned_host",
+            "set memory.enable_uvm_hints: true to use managed memory",
+        ),
         ("x86-h200", ASKED, OVER_PCIE, "managed_host", "memory.enable_uvm_hints is true"),
         ("gh200-numa", FOLLOW_CACHES, COHERENT, "managed_host", "gathered over the link"),
         ("gh200-numa", FOLLOW_CACHES, OVER_PCIE, "pinned_host", "51 GB/s, 10% hidden, against 55 GB/s, 98% hidden"),
@@ -243,7 +249,7 @@ def test_on_one_pool_nothing_is_copied(heap: ManagedHeap, index: DataIndex, disk
 
 @dataclass
 class Waiting:
-    """A mover whose batches come as late as it is told, by the GPU's clock."""
+    """A mover whose batches arrive with a given delay on the GPU's clock."""
 
     waited_ms: float = 0.0
     bytes: int = 0
@@ -267,7 +273,7 @@ class Waiting:
 
 @dataclass
 class Layer:
-    """What a source of batches asks of the memory layer."""
+    """The part of the memory layer that a batch source uses."""
 
     room: int | None = 8 * GIB
     memory_is_tight: bool = False
@@ -440,7 +446,7 @@ def test_a_whole_run_with_managed_caches_learns_what_one_without_learns(
     run(without, heard)
     assert "residency hints: off, memory.enable_uvm_hints is false" in heard.said
     assert "batches: in_place, no GPU: batches are read in place" in heard.said
-    said = "texts-0: unified_memory was asked for and is not used: memory.enable_uvm_hints is false"
+    said = "texts-0: cache type unified_memory is not used: memory.enable_uvm_hints is false"
     assert said in heard.said
 
     def where(config: RunConfig, *_: Any) -> Where:
@@ -454,7 +460,7 @@ def test_a_whole_run_with_managed_caches_learns_what_one_without_learns(
     assert losses(without) == losses(hinted)
     assert any(line.startswith("latents-0: 4 entries") and "in managed_host" in line for line in heard.said)
     assert any(line.startswith("texts-0: ") and "in managed_device" in line for line in heard.said)
-    assert any("time_ids" in line and "at home on the GPU" in line for line in heard.said)
+    assert any("time_ids" in line and "placed on the GPU" in line for line in heard.said)
     assert heap.hints.bytes > 0
     gc.collect()  # the last batch, read in place
     assert heap.held_bytes == 0, "everything managed was given back"

@@ -1,4 +1,4 @@
-"""The sensors over real files, and over a card modelled to the byte: what the driver and torch's allocator count."""
+"""The sensors on real files, and on a model of a GPU with the exact counters of the driver and torch's allocator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HOST = HostReading(mem_available=400 * GIB, cgroup_available=None)
 
 @dataclass
 class Card:
-    """A GPU with torch's caching allocator on it, and an arena that takes what no longer fits."""
+    """A model of a GPU with torch's caching allocator, and an arena for what does not fit."""
 
     total: int = TOTAL
     others: int = 0
@@ -88,7 +88,7 @@ class Card:
         self.cached = 0
 
     def take(self, size: int) -> None:
-        """By somebody else."""
+        """Allocate memory for another process."""
         self.others = min(size, self.total - self.reserved)
 
     # What sensors ask:

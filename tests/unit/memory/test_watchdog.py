@@ -1,4 +1,4 @@
-"""Real threads; where memory is squeezed, it is a real meminfo file that changes under the running watchdog."""
+"""The watchdog with real threads. To simulate a shortage, a real meminfo file changes while it runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def let_it_look(watchdog: Watchdog, times: int = 2) -> None:
-    """At least one look begins and ends within this call."""
+    """Wait until at least one complete sample was taken."""
     seen = watchdog.samples
     wait_until(lambda: watchdog.samples >= seen + times)
 
 
 class Machine:
-    """A meminfo file that a test can rewrite, and the real sensors on top of it."""
+    """A meminfo file that a test can change, and the real sensors that read it."""
 
     def __init__(self, root: Path) -> None:
         self._file = root / "proc" / "meminfo"
@@ -221,4 +221,4 @@ class TestComingAndGoing:
 
 
 def ignore(_event: WatchdogEvent) -> None:
-    """For the tests that look elsewhere."""
+    """A callback for tests that do not check reports."""

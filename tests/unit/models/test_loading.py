@@ -255,7 +255,7 @@ def test_misspelt_tensor_is_reported_with_the_closest_name(unet_folder: Path) ->
         load_unet(unet_folder)
     by_key = {problem.key: problem for problem in refused.value.problems}
     assert by_key["conv_in.weight"].hint == "is it 'conv_inn.weight'?"
-    assert by_key["conv_inn.weight"].found == "a tensor nobody asked for"
+    assert by_key["conv_inn.weight"].found == "a tensor without a destination"
 
 
 def test_a_tensor_of_another_shape(unet_folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""The native shim: CUDA managed memory through the driver alone, for allocators that must never touch Python.
+"""The native shim: CUDA managed memory through the driver API, for allocators that must not call Python.
 
-`load()` gives a `Uvm`, or an `Unavailable` that says why not and what to do about it.
+`load()` returns a `Uvm`, or an `Unavailable` with the reason and a remedy.
 """
 
 from __future__ import annotations

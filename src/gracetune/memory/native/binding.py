@@ -1,4 +1,4 @@
-"""The shim's functions, typed. Every code is checked: what the driver refuses becomes an exception that names it."""
+"""Typed Python binding of the native shim. All result codes are checked; errors of the driver become exceptions."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from gracetune.memory.native.records import (
 ABI_VERSION: Final = 4
 LIBRARY: Final = Path(__file__).with_name("_uvm.so")
 BUILD_FAILURE: Final = "_uvm.build-failure.txt"
-"""Beside the library's place: why the build at install time made none. Written by setup.py."""
+"""File next to the library that explains why the build at install time failed. setup.py writes it."""
 
 _REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir gracetune (in a checkout: -e . instead of the name)"
 _UNLIMITED = (1 << 64) - 1
 _COUNTERS = 11
 _MIGRATION_COUNTERS = 4
 _CUPTI: Final = ("libcupti.so.13", "libcupti.so.12")
-"""By their names alone: a CUDA build of torch has loaded the one that fits it."""
+"""File names without a path, so that the copy that torch has already loaded is found."""
 _TOTAL = -1
 _NOWHERE = -2
 _MAX_DEVICES = 64
 
 
 class Code(IntEnum):
-    """The shim's own results; positive ones are the driver's."""
+    """Result codes of the shim (GT_ERROR_* in uvm.c). Positive codes come from the driver."""
 
     OK = 0
     NOT_INITIALIZED = -1
@@ -114,23 +114,25 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
 
 
 def load(library: Path = LIBRARY, driver: str | None = None) -> Uvm | Unavailable:
-    """Open the shim and start the CUDA driver with it (`driver`: another library than libcuda.so.1).
+    """Open the shim and initialize the CUDA driver. `driver`: a library to use instead of libcuda.so.1.
 
-    Cheap to repeat: a process has one shim, one driver and one set of counters, however often this is called.
+    Repeated calls are cheap and return the same state: a process has one shim, one driver and one set of counters.
     """
     shim = _open_shim(library)
     if isinstance(shim, Unavailable):
         return shim
     detail = ctypes.create_string_buffer(1024)
     code = shim.gt_init(driver.encode() if driver is not None else None, detail, len(detail))
-    said = detail.value.decode(errors="replace")
+    message = detail.value.decode(errors="replace")
     if code == Code.OK:
         return Uvm(library, shim)
     if code == Code.FORKED:
         raise UsedAfterForkError
     if code == Code.OTHER_DRIVER:
-        raise UnifiedMemoryError(f"this process already uses the driver library {said}; it cannot change to {driver}")
-    return _no_driver(code, said)
+        raise UnifiedMemoryError(
+            f"this process already uses the driver library {message}; it cannot switch to {driver}"
+        )
+    return _no_driver(code, message)
 
 
 def _open_shim(library: Path) -> ctypes.CDLL | Unavailable:
@@ -147,7 +149,7 @@ def _open_shim(library: Path) -> ctypes.CDLL | Unavailable:
         reason = f"the native library is of another version (interface {found}, this gracetune needs {ABI_VERSION})"
         return Unavailable(reason, f"run: {_REBUILD}")
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(shim, name)  # indexing would make a new function object, and forget what is set on it
+        function = getattr(shim, name)  # unlike shim[name], this returns the same object each time
         function.restype, function.argtypes = result, arguments
     return shim
 
@@ -160,17 +162,17 @@ def _not_built(library: Path) -> Unavailable:
     return Unavailable("the native library has not been built", f"with gcc installed, run: {_REBUILD}")
 
 
-def _no_driver(code: int, said: str) -> Unavailable:
+def _no_driver(code: int, message: str) -> Unavailable:
     if code == Code.NO_LIBRARY:
-        return Unavailable(f"no CUDA driver ({said})", "install it, or start the container with --gpus all")
+        return Unavailable(f"no CUDA driver ({message})", "install it, or start the container with --gpus all")
     if code == Code.MISSING_SYMBOL:
-        return Unavailable(f"the CUDA driver library has no {said}", "install a current NVIDIA driver")
-    name = said or "unnamed error"
+        return Unavailable(f"the CUDA driver library has no {message}", "install a current NVIDIA driver")
+    name = message or "unnamed error"
     return Unavailable(f"the CUDA driver does not start: cuInit failed with {name} ({code})", "run: gracetune doctor")
 
 
 class Uvm:
-    """The loaded shim. Its state is the process's; this object only speaks to it."""
+    """The loaded shim. Its state belongs to the process; this object has none of its own."""
 
     def __init__(self, path: Path, shim: ctypes.CDLL) -> None:
         self.path = path
@@ -186,11 +188,11 @@ class Uvm:
         return SlotSymbols(self.path, f"gt_slot{slot}_alloc", f"gt_slot{slot}_free")
 
     def configure_slot(self, slot: int, policy: SlotPolicy) -> None:
-        """Blocks handed out before keep the advice they were given."""
+        """Enable a slot with this policy. Blocks allocated earlier keep their advice."""
         self._configure(slot, policy, enabled=True)
 
     def disable_slot(self, slot: int) -> None:
-        """Refuse new blocks; those handed out stay valid and can still be freed."""
+        """Reject further allocations. Existing blocks stay valid and can still be freed."""
         self._configure(slot, SlotPolicy(device=0, cap_bytes=0), enabled=False)
 
     def _configure(self, slot: int, policy: SlotPolicy, *, enabled: bool) -> None:
@@ -212,7 +214,7 @@ class Uvm:
     # -- the whole process --------------------------------------------------------------------------------------------
 
     def set_managed_cap(self, cap_bytes: int | None) -> None:
-        """The most managed memory this process may hold, slots and direct allocations together; None: no limit."""
+        """Limit the managed memory of this process (slots and direct allocations together). None means no limit."""
         if cap_bytes is not None and not 0 <= cap_bytes < _UNLIMITED:
             raise ValueError(f"not a number of bytes: {cap_bytes}")
         self._check(self._shim.gt_set_managed_cap(_UNLIMITED if cap_bytes is None else cap_bytes))
@@ -221,21 +223,21 @@ class Uvm:
         return self._stats(_TOTAL)
 
     def memory_info(self, device: int) -> tuple[int, int]:
-        """Free and total bytes of a GPU, as the driver counts them."""
+        """Free and total bytes of a GPU, according to the driver."""
         free, total = c_uint64(), c_uint64()
         self._check(self._shim.gt_memory_info(device, byref(free), byref(total)))
         return free.value, total.value
 
     def driver_version(self) -> tuple[int, int]:
-        """The CUDA version the driver speaks, such as (13, 0)."""
+        """The CUDA version that the driver supports, such as (13, 0)."""
         version = c_int()
         self._check(self._shim.gt_driver_version(byref(version)))
         return version.value // 1000, version.value % 1000 // 10
 
     def count_migrations(self, libraries: Sequence[str] = _CUPTI) -> Unavailable | None:
-        """Count page faults and migrations of managed memory from now on, through CUPTI; or why that is not possible.
+        """Start counting page faults and migrations of managed memory with CUPTI. Returns the reason if impossible.
 
-        While it counts, the launch of a kernel takes about 2 microseconds longer (`docs/memory.md`).
+        While counting is on, each kernel launch takes about 2 microseconds longer (`docs/memory.md`).
         """
         reasons = []
         for library in libraries:
@@ -247,11 +249,11 @@ class Uvm:
                 raise UsedAfterForkError
             reasons.append(detail.value.decode(errors="replace") or f"code {code}")
         return Unavailable(
-            f"CUPTI: {'; '.join(reasons)}", "torch's CUDA wheels bring it: pip install nvidia-cuda-cupti"
+            f"CUPTI: {'; '.join(reasons)}", "torch's CUDA wheels contain it; else pip install nvidia-cuda-cupti"
         )
 
     def migrations(self) -> Migrations:
-        """Since `count_migrations`. Takes what CUPTI has collected; waits for no GPU."""
+        """The counters since `count_migrations`. This does not synchronize the GPU."""
         values = (c_uint64 * _MIGRATION_COUNTERS)()
         self._check(self._shim.gt_migrations(values, _MIGRATION_COUNTERS))
         return Migrations(*values)
@@ -262,7 +264,7 @@ class Uvm:
     # -- managed memory ------------------------------------------------------------------------------------------------
 
     def allocate(self, size: int, device: int) -> Span:
-        """Managed bytes without any advice; their contents are undefined."""
+        """Allocate uninitialized managed memory without any advice."""
         if not 0 < size < _UNLIMITED:
             raise ValueError(f"cannot allocate {size} bytes")
         pointer = c_uint64()
@@ -274,11 +276,11 @@ class Uvm:
         return Span(pointer.value, size, device)
 
     def free(self, span: Span) -> None:
-        """`span` must be one that `allocate` gave, whole."""
+        """Free a span that `allocate` returned."""
         self._check(self._shim.gt_managed_free(span.device, span.pointer, span.bytes))
 
     def advise(self, span: Span, advice: Advice, location: int | None = None) -> None:
-        """`location` (HOST or a device) belongs to every advice but read-mostly and UNSET_PREFERRED_LOCATION."""
+        """Give advice. All advice except read-mostly and UNSET_PREFERRED_LOCATION needs a `location`."""
         if location is None:
             if advice not in _WITHOUT_LOCATION:
                 raise ValueError(f"{advice.name} needs a location")
@@ -286,23 +288,25 @@ class Uvm:
         self._check(self._shim.gt_advise(span.device, span.pointer, span.bytes, advice, location))
 
     def prefetch(self, span: Span, location: int, stream: int) -> None:
-        """Enqueue the move on `stream` (a CUDA stream handle of `span.device`; 0 is the default stream)."""
+        """Enqueue the migration on `stream` (a CUDA stream handle of `span.device`; 0 is the default stream)."""
         self._check(self._shim.gt_prefetch(span.device, span.pointer, span.bytes, location, stream))
 
     def copy_batch(
         self, device: int, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
     ) -> None:
-        """Enqueue copies to the device, in any order among themselves: addresses and bytes of each, none of them empty.
+        """Enqueue copies to the device: target address, source address and bytes of each. Their order is undefined.
 
-        The sources are complete and stay until the stream has passed: page-locked host memory, or managed memory that
-        lies there.
+        The sources must be page-locked host memory or managed memory on the host. They must be complete now and must
+        not change or be freed before the stream has executed the copies. Sizes must not be 0.
         """
         count = len(targets)
         if not count == len(sources) == len(sizes):
             raise ValueError(f"{count} targets, {len(sources)} sources and {len(sizes)} sizes")
-        many, lengths = c_uint64 * count, c_size_t * count
+        addresses, lengths = c_uint64 * count, c_size_t * count
         self._check(
-            self._shim.gt_copy_batch(device, many(*targets), many(*sources), lengths(*sizes), count, stream or None)
+            self._shim.gt_copy_batch(
+                device, addresses(*targets), addresses(*sources), lengths(*sizes), count, stream or None
+            )
         )
 
     def range_state(self, span: Span) -> RangeState:
@@ -321,7 +325,7 @@ class Uvm:
         return bool(managed.value)
 
     def allocation_of(self, pointer: int, device: int) -> Span:
-        """The whole allocation `pointer` lies in."""
+        """The allocation that contains `pointer`."""
         start, size = c_uint64(), c_uint64()
         self._check(self._shim.gt_pointer_range(device, pointer, byref(start), byref(size)))
         return Span(start.value, size.value, device)
@@ -385,8 +389,8 @@ class Uvm:
         if code == Code.UNAVAILABLE:
             raise DriverTooOldError(function)
         if code == Code.ARGUMENT:
-            raise ValueError("the native shim was given a device, location, range or size that cannot be")
-        raise UnifiedMemoryError(f"the native shim answered {Code(code).name}")
+            raise ValueError("invalid device, location, range or size passed to the native shim")
+        raise UnifiedMemoryError(f"the native shim returned {Code(code).name}")
 
     @staticmethod
     def _text(ask: Callable[[int], bytes], number: int) -> str:

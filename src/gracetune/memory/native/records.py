@@ -1,4 +1,4 @@
-"""The values that go into the native shim and come out of it."""
+"""Arguments and results of the native shim."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 HOST: Final = -1
-"""A location is this or a device ordinal."""
+"""The location of host memory. All other locations are device ordinals."""
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """Unified memory cannot be had here. Falsy, so that `if uvm := load():` reads as it should."""
+    """Unified memory is not available. Falsy, so that `if uvm := load():` works."""
 
     reason: str
     remedy: str
@@ -27,7 +27,7 @@ class Unavailable:
 
 @dataclass(frozen=True)
 class Migrations:
-    """Page faults and migrations of managed memory, as CUPTI counts them. They only ever grow."""
+    """Page faults and migrations of managed memory, counted by CUPTI. The values increase monotonically."""
 
     to_device_bytes: int
     to_host_bytes: int
@@ -36,7 +36,7 @@ class Migrations:
 
 
 class Advice(IntEnum):
-    """What the driver can be told about a range; the numbers are its own."""
+    """Advice for a memory range, with the driver's values (CUmem_advise)."""
 
     SET_READ_MOSTLY = 1
     UNSET_READ_MOSTLY = 2
@@ -48,21 +48,21 @@ class Advice(IntEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of managed memory, and the GPU in whose context the driver is asked about them."""
+    """A range of managed memory, and the GPU whose context is used for driver calls on it."""
 
     pointer: int
     bytes: int
     device: int
 
     def __post_init__(self) -> None:
-        # ctypes would wrap a negative number into a huge one without a word.
+        # ctypes would silently convert a negative number to a huge unsigned one.
         if self.pointer <= 0 or self.bytes <= 0 or self.device < 0:
-            raise ValueError(f"not a span of memory: {self}")
+            raise ValueError(f"not a valid memory range: {self}")
 
 
 @dataclass(frozen=True)
 class SlotPolicy:
-    """What an allocator slot does with every block PyTorch asks it for."""
+    """How an allocator slot treats each block that PyTorch allocates."""
 
     device: int
     cap_bytes: int
@@ -72,7 +72,7 @@ class SlotPolicy:
 
     def __post_init__(self) -> None:
         if self.device < 0 or not 0 <= self.cap_bytes < 1 << 64:
-            raise ValueError(f"not a policy for a slot: {self}")
+            raise ValueError(f"not a valid slot policy: {self}")
 
 
 @dataclass(frozen=True)
@@ -86,24 +86,24 @@ class SlotSymbols:
 
 @dataclass(frozen=True)
 class Failure:
-    """The last thing that went wrong in an account."""
+    """The last error of an account."""
 
     code: int
-    """Positive: the driver's. Negative: ours."""
+    """Positive codes come from the driver, negative ones from the shim."""
     name: str
     function: str
-    """The driver function that failed, or "" where none was asked."""
+    """The driver function that failed, or "" if none was called."""
 
 
 @dataclass(frozen=True)
 class AccountStats:
-    """Bytes and events of one account: a slot, or all managed memory together.
+    """Counters of one account: a slot, or all managed memory of the process.
 
-    Each number is right by itself; read while other threads allocate, they are not one moment's picture.
+    Each value is correct by itself. If other threads allocate meanwhile, the values are not a consistent snapshot.
     """
 
     cap_bytes: int | None
-    """None: no cap of its own."""
+    """None if the account has no cap."""
     live_bytes: int
     peak_bytes: int
     allocations: int
@@ -111,11 +111,11 @@ class AccountStats:
     refused_by_cap: int
     refused_by_driver: int
     refused_unusable: int
-    """Asked while disabled, for another device, or for nothing."""
+    """Requests to a disabled slot, for another device, or for zero bytes."""
     failed_advises: int
-    """Advice the driver would not take; the memory was handed out all the same."""
+    """Advice that the driver rejected. The memory was allocated nevertheless."""
     failed_frees: int
-    """The memory is still counted as live."""
+    """Frees that failed. Their memory still counts as live."""
     last_error: Failure | None
 
     @property
@@ -125,10 +125,10 @@ class AccountStats:
 
 @dataclass(frozen=True)
 class RangeState:
-    """What the driver was told about a range. These are requests; they do not say where a page lies now."""
+    """The advice that the driver has for a range. It does not show where the pages are now."""
 
     preferred: int | None
-    """None: no preference, or not the same for every page."""
+    """None if there is no preference, or if it differs between pages."""
     last_prefetch: int | None
     accessed_by: tuple[int, ...]
     read_mostly: bool
@@ -136,12 +136,12 @@ class RangeState:
 
 @dataclass(frozen=True)
 class Features:
-    """Which optional calls this driver has."""
+    """The optional functions that this driver supports."""
 
     advise: bool
     prefetch: bool
     location_calls: bool
-    """Advise and prefetch go through the signatures of CUDA 12.2."""
+    """Whether advise and prefetch use the signatures of CUDA 12.2."""
     range_attributes: bool
     pointer_attributes: bool
     memory_info: bool

@@ -1,16 +1,16 @@
 /*
- * Managed ("unified") memory for a stock PyTorch: allocator slots with a policy and a byte cap, and the few driver
- * calls a managed buffer needs. libcuda is opened at run time, so neither a CUDA toolkit nor a GPU is needed to build.
+ * Managed ("unified") memory for an unmodified PyTorch: allocator slots with a policy and a byte cap, and the driver
+ * calls that managed buffers need. libcuda is opened at run time, so building needs neither a CUDA toolkit nor a GPU.
  *
  * Rules of this file
- *  - PyTorch calls a slot while it holds its allocator lock: nothing here calls Python or takes a lock after gt_init.
- *  - Every driver code is looked at. Positive results are the driver's own codes, negative ones are ours.
- *  - Bytes are reserved before the driver is asked and given back after it has freed, so what exists never exceeds a
- *    cap, whatever races.
- *  - Autograd threads have no current context: every driver call runs with the primary one pushed, and popped again.
- *  - Every exported function may be called with any number and with NULL: it answers GT_ERROR_ARGUMENT. What a pointer
- *    that is not NULL points to is the caller's to know.
- *  - A forked child has no CUDA. There every call answers GT_ERROR_FORKED and never reaches the driver.
+ *  - PyTorch calls a slot while it holds its allocator lock. Therefore slots neither call Python nor take a lock.
+ *  - Every result code is checked. Positive codes come from the driver, negative ones are defined below.
+ *  - Bytes are reserved before the driver allocates and released after it has freed, so the allocated bytes never
+ *    exceed a cap, even if threads race.
+ *  - Autograd threads have no current context, so every driver call pushes the primary context and pops it again.
+ *  - Exported functions accept any number and NULL; they return GT_ERROR_ARGUMENT for invalid ones. The caller must
+ *    make sure that other pointers are valid.
+ *  - CUDA does not work in a forked process. There, every function returns GT_ERROR_FORKED without calling the driver.
  */
 #define _POSIX_C_SOURCE 200809L
 
@@ -25,23 +25,23 @@
 
 #define GT_API __attribute__((visibility("default")))
 
-enum { GT_ABI_VERSION = 4 }; /* raise it whenever a signature, a struct or a code below changes; binding.py checks it */
+enum { GT_ABI_VERSION = 4 }; /* increase it when a signature, struct or code below changes; binding.py checks it */
 enum { GT_SLOT_COUNT = 8, GT_ACCOUNT_TOTAL = -1 };
-enum { GT_HOST = -1 }; /* a location: this, or a device ordinal */
+enum { GT_HOST = -1 }; /* the location of host memory; other locations are device ordinals */
 
 enum {
     GT_OK = 0,
     GT_ERROR_NOT_INITIALIZED = -1,
     GT_ERROR_NO_LIBRARY = -2,
-    GT_ERROR_MISSING_SYMBOL = -3, /* the library lacks a function we cannot do without: it is no CUDA driver */
+    GT_ERROR_MISSING_SYMBOL = -3, /* the library lacks a required function, so it is not a CUDA driver */
     GT_ERROR_UNAVAILABLE = -4,    /* this driver is too old for the call */
     GT_ERROR_FORKED = -5,
     GT_ERROR_CAP = -6,
     GT_ERROR_ARGUMENT = -7,
     GT_ERROR_SLOT_DISABLED = -8,
-    GT_ERROR_SLOT_DEVICE = -9, /* a slot was asked for memory on a device it is not configured for */
-    GT_ERROR_OTHER_DRIVER = -10, /* already initialised with another driver library */
-    GT_ERROR_CUPTI = -11 /* CUPTI, not the driver, has failed */
+    GT_ERROR_SLOT_DEVICE = -9, /* the slot is configured for another device */
+    GT_ERROR_OTHER_DRIVER = -10, /* already initialized with another driver library */
+    GT_ERROR_CUPTI = -11 /* CUPTI failed, not the driver */
 };
 
 enum { GT_PREFER_NONE = 0, GT_PREFER_HOST = 1, GT_PREFER_DEVICE = 2 };
@@ -56,7 +56,7 @@ struct gt_slot_config {
     int32_t unused;
 };
 
-/* What gt_stats tells about an account, in this order. */
+/* The counters of an account, in the order in which gt_stats returns them. */
 enum gt_counter {
     GT_CAP_BYTES,
     GT_LIVE_BYTES,
@@ -68,7 +68,7 @@ enum gt_counter {
     GT_REFUSED_UNUSABLE, /* slot disabled, wrong device, not initialised, forked */
     GT_FAILED_ADVISES,
     GT_FAILED_FREES,
-    GT_LAST_ERROR, /* code << 32 | function (for gt_function_name): in one word, so that they belong together */
+    GT_LAST_ERROR, /* code << 32 | function (see gt_function_name); one word, so that both are updated atomically */
     GT_COUNTERS
 };
 
@@ -95,7 +95,8 @@ enum { CU_RANGE_READ_MOSTLY = 1, CU_RANGE_LAST_PREFETCH = 4 };
 enum { CU_ATTACH_GLOBAL = 1 };
 enum { CU_ERROR_INVALID_VALUE = 1 };
 
-/* Exported names, not the macros of cuda.h: there plain `cuMemAdvise` means `_v2`, in the library the old function. */
+/* These are the names that the library exports. In cuda.h, `cuMemAdvise` is a macro for `_v2`; in the library it is the
+ * old function. */
 #define DRIVER_FUNCTIONS(X)                                                                                            \
     X(1, cuInit, (unsigned int flags))                                                                                 \
     X(0, cuDriverGetVersion, (int *version))                                                                           \
@@ -152,12 +153,12 @@ enum { EMPTY, LOADING, READY };
 enum { MAX_DEVICES = 64, MAX_PATH = 4096 };
 
 static struct driver driver;         /* written once, before `state` becomes READY */
-static char driver_path[MAX_PATH];   /* likewise */
+static char driver_path[MAX_PATH];   /* the same */
 static atomic_int state = EMPTY;
 static atomic_int forked;
 static pthread_mutex_t init_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic(void *) contexts[MAX_DEVICES];
-static _Thread_local int failed_function = FN_NONE; /* which function the last bad code on this thread came from */
+static _Thread_local int failed_function = FN_NONE; /* the function that caused the last error on this thread */
 
 static int checked(enum driver_function function, int code)
 {
@@ -186,7 +187,7 @@ static int usable(void)
 
 static void after_fork_in_child(void)
 {
-    /* A parent that never reached the driver leaves nothing behind that could break here. */
+    /* If the parent never initialized the driver, the child can do so. */
     if (atomic_load_explicit(&state, memory_order_relaxed) != EMPTY)
         atomic_store_explicit(&forked, 1, memory_order_relaxed);
 }
@@ -205,7 +206,7 @@ static int load_symbols(void *library, struct driver *loaded, char *detail, size
             snprintf(detail, detail_size, "%s", symbols[i].name);
             return own_error(GT_ERROR_MISSING_SYMBOL);
         }
-        /* memcpy: ISO C has no conversion from an object pointer to a function pointer */
+        /* memcpy, because ISO C does not allow converting an object pointer to a function pointer */
         memcpy((char *)loaded + symbols[i].offset, &address, sizeof(address));
     }
     return GT_OK;
@@ -230,7 +231,7 @@ static int load_driver(const char *path, char *detail, size_t detail_size)
         dlclose(library);
         return code;
     }
-    /* From here on the library stays open: a driver that has been started cannot be unmapped. */
+    /* The library stays open from here on, because an initialized driver cannot be unloaded. */
     code = checked(FN_cuInit, loaded.cuInit(0));
     if (code == GT_OK)
         driver = loaded;
@@ -239,8 +240,8 @@ static int load_driver(const char *path, char *detail, size_t detail_size)
     return code;
 }
 
-/* `path` NULL means libcuda.so.1. Safe to call again. `detail` gets what the loader said, the missing symbol, or the
- * name of cuInit's error. */
+/* Loads and initializes the driver. If `path` is NULL, libcuda.so.1 is used. May be called repeatedly. On failure,
+ * `detail` receives the message of the loader, the missing symbol, or the name of cuInit's error. */
 GT_API int gt_init(const char *path, char *detail, size_t detail_size)
 {
     if (path == NULL)
@@ -281,8 +282,8 @@ static int primary_context(int device, void **context)
             code = DRIVER(cuDevicePrimaryCtxRetain, &fresh, handle);
         if (code != GT_OK)
             return code;
-        /* Kept until the process ends: PyTorch may free into a slot at any later moment. Only a thread that lost the
-         * race for the first retain gives its own one back. */
+        /* The context is kept until the process ends, because PyTorch may free slot memory at any time. If two threads
+         * race for the first retain, the loser releases its own reference. */
         if (atomic_compare_exchange_strong_explicit(&contexts[device], &known, fresh, memory_order_acq_rel,
                                                     memory_order_acquire))
             known = fresh;
@@ -293,6 +294,7 @@ static int primary_context(int device, void **context)
     return GT_OK;
 }
 
+/* Pushes the device's primary context. If it succeeds, call `leave`. */
 static int enter(int device)
 {
     void *context = NULL;
@@ -304,7 +306,7 @@ static int enter(int device)
     return code;
 }
 
-/* Pops what `enter` pushed; the first failure is the one that is told. */
+/* Pops the context that `enter` pushed. Returns `code` if that is an error, else the result of popping. */
 static int leave(int code)
 {
     int function = failed_function;
@@ -328,7 +330,7 @@ static int advise(uint64_t pointer, size_t bytes, int advice, int location)
     if (driver.cuMemAdvise_v2 != NULL)
         return DRIVER(cuMemAdvise_v2, pointer, bytes, advice, as_location(location));
     if (driver.cuMemAdvise != NULL)
-        return DRIVER(cuMemAdvise, pointer, bytes, advice, location); /* there, too, -1 is the host */
+        return DRIVER(cuMemAdvise, pointer, bytes, advice, location); /* CU_DEVICE_CPU is -1, like GT_HOST */
     return UNAVAILABLE(cuMemAdvise);
 }
 
@@ -341,14 +343,14 @@ static int prefetch(uint64_t pointer, size_t bytes, int location, void *stream)
     return UNAVAILABLE(cuMemPrefetchAsync);
 }
 
-/* ---- accounts: what is allocated, what was refused, and the caps ----------------------------------------------- */
+/* ---- accounts: allocated bytes, rejected requests, and caps ---------------------------------------------------- */
 
 struct account {
-    _Atomic uint64_t reserved; /* live bytes plus those the driver is being asked for; the caps are held against it */
+    _Atomic uint64_t reserved; /* live bytes plus those being allocated; caps limit this value */
     _Atomic uint64_t counter[GT_COUNTERS];
 };
 
-/* What a slot does, in one word, so that a thread never sees half of a new configuration. */
+/* The policy of a slot. It fits one word, so that threads read and write it atomically. */
 struct policy {
     int16_t device;
     uint8_t preferred;
@@ -359,7 +361,8 @@ struct policy {
 };
 _Static_assert(sizeof(struct policy) == sizeof(uint64_t), "a policy is read and written as one word");
 
-/* The default of the machines where real oversubscription can hang the driver: forgetting to set a cap is harmless. */
+/* The default cap is the one for machines where oversubscription can hang the driver, so forgetting to set a cap is
+ * harmless. */
 static struct account total = {.counter = {[GT_CAP_BYTES] = UINT64_C(4) << 30}};
 static struct account direct = {.counter = {[GT_CAP_BYTES] = UINT64_MAX}};
 static struct account slots[GT_SLOT_COUNT];
@@ -388,7 +391,8 @@ static void note_error(struct account *account, int code)
     set(&total, GT_LAST_ERROR, word);
 }
 
-/* Acquire here and release in `unreserve`: whoever gets the room of a freed block also sees it gone from `live`. */
+/* Acquire here pairs with release in `unreserve`: a thread that reserves the bytes of a freed block also sees them
+ * subtracted from the live bytes. */
 static int reserve(struct account *account, uint64_t bytes)
 {
     uint64_t taken = atomic_load_explicit(&account->reserved, memory_order_relaxed);
@@ -450,7 +454,7 @@ static int refuse(struct account *account, int code)
     return code;
 }
 
-/* An advice the driver refuses costs speed, not correctness: it is counted, and the memory handed out all the same. */
+/* Rejected advice affects only speed. It is counted, and the allocation succeeds nevertheless. */
 static void advise_or_count(struct account *account, uint64_t pointer, size_t bytes, int advice, int location)
 {
     int code = advise(pointer, bytes, advice, location);
@@ -486,7 +490,7 @@ static int allocate(struct account *account, int device, size_t bytes, const str
         int allocated = code == GT_OK;
         code = leave(code);
         if (allocated && code != GT_OK && driver.cuMemFree_v2(fresh) != GT_OK) {
-            /* Not handed out and not freed either: the bytes stay reserved, because they exist. */
+            /* The memory could be neither returned nor freed. It still exists, so its bytes stay reserved. */
             count(account, GT_FAILED_FREES);
             return refuse(account, code);
         }
@@ -502,7 +506,7 @@ static int allocate(struct account *account, int device, size_t bytes, const str
     return GT_OK;
 }
 
-/* Memory the driver would not free still counts: as far as anyone knows it is still there. */
+/* If the driver fails to free memory, the memory may still exist, so it still counts as live. */
 static int release(struct account *account, int device, uint64_t pointer, size_t bytes)
 {
     int freed = 0;
@@ -542,7 +546,7 @@ static void *slot_alloc(int slot, size_t bytes, int device)
         refuse(&slots[slot], code);
     else
         allocate(&slots[slot], device, bytes, &policy, &pointer);
-    return (void *)(uintptr_t)pointer; /* NULL becomes torch's OutOfMemoryError */
+    return (void *)(uintptr_t)pointer; /* PyTorch raises OutOfMemoryError for NULL */
 }
 
 static void slot_free(int slot, void *pointer, size_t bytes, int device)
@@ -550,7 +554,7 @@ static void slot_free(int slot, void *pointer, size_t bytes, int device)
     struct account *account = &slots[slot];
     if (pointer == NULL)
         return;
-    if (bytes == 0 || bytes > get(account, GT_LIVE_BYTES)) { /* as in gt_managed_free */
+    if (bytes == 0 || bytes > get(account, GT_LIVE_BYTES)) { /* would corrupt the counters, see gt_managed_free */
         note_error(account, own_error(GT_ERROR_ARGUMENT));
         count(account, GT_FAILED_FREES);
         return;
@@ -558,7 +562,7 @@ static void slot_free(int slot, void *pointer, size_t bytes, int device)
     release(account, device, (uint64_t)(uintptr_t)pointer, bytes);
 }
 
-/* PyTorch passes no user data, so every slot is a pair of functions of its own. */
+/* PyTorch passes no user data to an allocator, so each slot needs its own pair of functions. */
 #define SLOT(n)                                                                                                        \
     GT_API void *gt_slot##n##_alloc(size_t bytes, int device, void *stream)                                            \
     {                                                                                                                  \
@@ -574,7 +578,7 @@ static void slot_free(int slot, void *pointer, size_t bytes, int device)
 SLOT(0) SLOT(1) SLOT(2) SLOT(3) SLOT(4) SLOT(5) SLOT(6) SLOT(7)
 _Static_assert(GT_SLOT_COUNT == 8, "one SLOT() line per slot");
 
-/* Opens the device's context when it enables a slot, so that no allocation ever has to. */
+/* Enabling a slot retains the device's context, so that allocations do not have to. */
 GT_API int gt_slot_configure(int slot, const struct gt_slot_config *config)
 {
     int code = usable();
@@ -610,7 +614,7 @@ GT_API int gt_set_managed_cap(uint64_t bytes)
     return GT_OK;
 }
 
-/* `which`: a slot or GT_ACCOUNT_TOTAL. Each number is right; together they are no snapshot. */
+/* `which`: a slot or GT_ACCOUNT_TOTAL. Each value is correct by itself, but they are not a consistent snapshot. */
 GT_API int gt_stats(int which, uint64_t *out, size_t count_wanted)
 {
     if (atomic_load_explicit(&forked, memory_order_relaxed))
@@ -643,7 +647,7 @@ GT_API int gt_managed_alloc(int device, size_t bytes, uint64_t *pointer)
 GT_API int gt_managed_free(int device, uint64_t pointer, size_t bytes)
 {
     int code = check_range(pointer, bytes, device);
-    /* A wrong size would ruin the accounts for the rest of the process. */
+    /* A wrong size would corrupt the counters for the rest of the process. */
     if (code == GT_OK && bytes > get(&direct, GT_LIVE_BYTES))
         code = own_error(GT_ERROR_ARGUMENT);
     return code == GT_OK ? release(&direct, device, pointer, bytes) : code;
@@ -667,13 +671,13 @@ GT_API int gt_prefetch(int device, uint64_t pointer, size_t bytes, int location,
     return code == GT_OK ? leave(prefetch(pointer, bytes, location, stream)) : code;
 }
 
-/* Attributes 1 to 4 (read-mostly, preferred location, accessed-by, last prefetch), as 32-bit integers: a device
- * ordinal, -1 for the host, -2 for "none, or not the same for every page". */
+/* Reads attribute 1 to 4 (read-mostly, preferred location, accessed-by, last prefetch) as 32-bit integers: a device
+ * ordinal, -1 for the host, or -2 for none or different values among the pages. */
 GT_API int gt_range_attribute(int device, uint64_t pointer, size_t bytes, int attribute, int32_t *values, size_t count)
 {
     int code = check_range(pointer, bytes, device);
     if (code == GT_OK && (attribute < CU_RANGE_READ_MOSTLY || attribute > CU_RANGE_LAST_PREFETCH || values == NULL ||
-                          count == 0 || count > MAX_DEVICES)) /* the driver fills all that it is told there is */
+                          count == 0 || count > MAX_DEVICES)) /* the driver writes exactly `count` values */
         code = own_error(GT_ERROR_ARGUMENT);
     if (code == GT_OK && driver.cuMemRangeGetAttribute == NULL)
         code = UNAVAILABLE(cuMemRangeGetAttribute);
@@ -694,10 +698,10 @@ static int pointer_attribute(int device, uint64_t pointer, int attribute, void *
     return code == GT_OK ? leave(DRIVER(cuPointerGetAttribute, value, attribute, pointer)) : code;
 }
 
-/* The driver calls an address it never saw an invalid value; for us that is an answer: not managed. */
+/* For an unknown address the driver returns CUDA_ERROR_INVALID_VALUE. That means: not managed. */
 GT_API int gt_is_managed(int device, uint64_t pointer, int32_t *managed)
 {
-    uint64_t value = 0; /* the driver writes "a boolean", of a width it does not tell */
+    uint64_t value = 0; /* wide enough: the driver writes a boolean of undocumented width */
     if (managed == NULL)
         return own_error(GT_ERROR_ARGUMENT);
     int code = pointer_attribute(device, pointer, CU_POINTER_IS_MANAGED, &value);
@@ -707,7 +711,7 @@ GT_API int gt_is_managed(int device, uint64_t pointer, int32_t *managed)
     return code;
 }
 
-/* The allocation a pointer lies in. */
+/* Start and size of the allocation that contains a pointer. */
 GT_API int gt_pointer_range(int device, uint64_t pointer, uint64_t *start, uint64_t *bytes)
 {
     size_t size = 0;
@@ -721,12 +725,12 @@ GT_API int gt_pointer_range(int device, uint64_t pointer, uint64_t *start, uint6
     return code;
 }
 
-/* One call where the driver has it (CUDA 12.8) and the stream is one of ours: it refuses the legacy default stream. */
+/* Uses one batch call if the driver has it (CUDA 12.8). The batch call rejects the legacy default stream. */
 static int copy_all(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, int device, void *stream)
 {
     struct cu_copy_attributes how = {
         .source_order = CU_SOURCE_ORDER_ANY,
-        .source = as_location(GT_HOST), /* counts for managed memory, which has no fixed place */
+        .source = as_location(GT_HOST), /* matters only for managed memory, whose location is not fixed */
         .target = as_location(device),
         .flags = CU_COPY_BESIDE_COMPUTE,
     };
@@ -743,8 +747,8 @@ static int copy_all(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t 
     return code;
 }
 
-/* Copies to the device, in any order among themselves. The sources are complete, and stay as they are until the stream
- * has passed: page-locked host memory, or managed memory that lies there. */
+/* Enqueues copies to the device; their order is undefined. The sources must be page-locked host memory or managed
+ * memory on the host. They must be complete, and must not change until the stream has executed the copies. */
 GT_API int gt_copy_batch(int device, uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, void *stream)
 {
     int code = usable();
@@ -779,8 +783,8 @@ GT_API int gt_memory_info(int device, uint64_t *free_bytes, uint64_t *total_byte
 
 /* ---- page faults and migrations -------------------------------------------------------------------------------- */
 
-/* CUPTI reports every page fault and migration of managed memory as a record in a buffer that we provide. It asks for
- * buffers inside CUDA calls, which PyTorch makes while it holds its allocator lock: another reason for C. */
+/* CUPTI reports page faults and migrations of managed memory as records in buffers that we provide. It requests buffers
+ * inside CUDA calls, which PyTorch may make while it holds its allocator lock. Therefore this is written in C. */
 
 enum { CUPTI_UNIFIED_MEMORY_COUNTER = 25, CUPTI_ALL_DEVICES = 2, CUPTI_FLUSH_FORCED = 1 };
 enum { CUPTI_TO_DEVICE_BYTES = 1, CUPTI_TO_HOST_BYTES = 2, CUPTI_CPU_PAGE_FAULT = 3, CUPTI_GPU_PAGE_FAULTS = 4 };
@@ -791,7 +795,7 @@ struct cupti_config { /* CUpti_ActivityUnifiedMemoryCounterConfig */
 };
 _Static_assert(sizeof(struct cupti_config) == 16, "four 32-bit fields");
 
-struct cupti_record { /* what every version of CUpti_ActivityUnifiedMemoryCounter begins with */
+struct cupti_record { /* the common start of all versions of CUpti_ActivityUnifiedMemoryCounter */
     uint32_t activity, kind;
     uint64_t value;
 };
@@ -812,7 +816,7 @@ static const char *const cupti_names[] = { /* in the order of struct cupti */
     "cuptiActivityDisable", "cuptiActivityFlushAll", "cuptiActivityGetNextRecord", "cuptiGetResultString",
 };
 
-/* What gt_migrations tells, in this order. */
+/* The counters in the order in which gt_migrations returns them. */
 enum { GT_TO_DEVICE_BYTES, GT_TO_HOST_BYTES, GT_CPU_PAGE_FAULTS, GT_GPU_PAGE_FAULTS, GT_MIGRATION_COUNTERS };
 
 static struct cupti cupti;           /* written once, under init_lock */
@@ -821,9 +825,9 @@ static _Atomic uint64_t migrations[GT_MIGRATION_COUNTERS];
 
 static void provide_buffer(uint8_t **buffer, size_t *size, size_t *most_records)
 {
-    *buffer = aligned_alloc(8, CUPTI_BUFFER_BYTES); /* NULL: CUPTI drops the records */
+    *buffer = aligned_alloc(8, CUPTI_BUFFER_BYTES); /* if NULL, CUPTI drops the records */
     *size = *buffer == NULL ? 0 : CUPTI_BUFFER_BYTES;
-    *most_records = 0; /* as many as fit */
+    *most_records = 0; /* no limit: as many as fit */
 }
 
 static void take_buffer(void *context, uint32_t stream, uint8_t *buffer, size_t size, size_t filled)
@@ -836,7 +840,7 @@ static void take_buffer(void *context, uint32_t stream, uint8_t *buffer, size_t 
         switch (record->kind) {
         case CUPTI_TO_DEVICE_BYTES: atomic_fetch_add(&migrations[GT_TO_DEVICE_BYTES], record->value); break;
         case CUPTI_TO_HOST_BYTES: atomic_fetch_add(&migrations[GT_TO_HOST_BYTES], record->value); break;
-        /* the value of a fault on the CPU is the address of the instruction; of one on the GPU, how many there were */
+        /* `value` is the address of the instruction for a CPU fault, but the number of faults for GPU faults */
         case CUPTI_CPU_PAGE_FAULT: atomic_fetch_add(&migrations[GT_CPU_PAGE_FAULTS], 1); break;
         case CUPTI_GPU_PAGE_FAULTS: atomic_fetch_add(&migrations[GT_GPU_PAGE_FAULTS], record->value); break;
         }
@@ -879,8 +883,8 @@ static int start_counting(char *detail, size_t detail_size)
     return own_error(GT_ERROR_CUPTI);
 }
 
-/* Count page faults and migrations of managed memory from now on. `path` is a CUPTI library; `detail` gets what the
- * loader said, the missing function, or the name of CUPTI's error. Safe to call again. */
+/* Starts counting page faults and migrations of managed memory. `path` is a CUPTI library. On failure, `detail`
+ * receives the message of the loader, the missing function, or the name of CUPTI's error. May be called repeatedly. */
 GT_API int gt_count_migrations(const char *path, char *detail, size_t detail_size)
 {
     int code = usable();
@@ -946,7 +950,7 @@ GT_API int gt_driver_version(int *version)
     return code == GT_OK ? DRIVER(cuDriverGetVersion, version) : code;
 }
 
-/* 1 or 0; a negative code where nothing can be said. */
+/* Returns 1 or 0, or a negative error code. */
 GT_API int gt_has_function(const char *name)
 {
     int code = usable();
@@ -963,12 +967,13 @@ GT_API int gt_has_function(const char *name)
     return own_error(GT_ERROR_ARGUMENT);
 }
 
-/* The driver's words for one of its codes; "" where it has none. */
+/* The driver's name of one of its codes, or "". */
 GT_API const char *gt_error_name(int code)
 {
     return usable() == GT_OK ? error_text(driver.cuGetErrorName, code) : "";
 }
 
+/* The driver's description of one of its codes, or "". */
 GT_API const char *gt_error_string(int code)
 {
     return usable() == GT_OK ? error_text(driver.cuGetErrorString, code) : "";
@@ -979,7 +984,7 @@ GT_API const char *gt_function_name(int function)
     return function < 0 || function >= FN_COUNT ? "" : symbols[function].name;
 }
 
-/* The driver function behind the last bad code this thread got; "" where there was none. */
+/* The driver function that caused the last error on this thread, or "". */
 GT_API const char *gt_last_function(void)
 {
     return gt_function_name(failed_function);

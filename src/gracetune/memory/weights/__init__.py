@@ -1,1 +1,1 @@
-"""Weights read from safetensors files straight into their final place, with one copy of them in memory."""
+"""Loading of safetensors weights directly into their destination, without a second copy in memory."""

@@ -1,4 +1,4 @@
-"""Whether tensors in files and the memory prepared for them fit together: all of it, before a byte is read."""
+"""Checks that the tensors in weight files fit their destinations. All problems are found before anything is read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def find_problems(weights: Weights, destinations: Mapping[str, Tensor], unused: 
 def _missing(weights: Weights, names: list[str]) -> list[Problem]:
     problems = []
     for position, name in enumerate(names):
-        # Looking for the nearest name takes long; nobody reads more than the first few.
+        # Searching for a similar name is slow, and users read only the first few problems.
         near = difflib.get_close_matches(name, weights.entries, n=1) if position < 3 else []
         hint = f"is it {near[0]!r}?" if near else "check that these weights belong to this model"
         file = str(next(iter(weights.files), ""))
@@ -44,7 +44,9 @@ def _missing(weights: Weights, names: list[str]) -> list[Problem]:
 
 def _unused(entry: TensorEntry) -> Problem:
     hint = "check that these weights belong to this model, or load with allow_unused"
-    return Problem(entry.name, "a tensor nobody asked for", "a destination for every tensor", hint, str(entry.path))
+    return Problem(
+        entry.name, "a tensor without a destination", "a destination for every tensor", hint, str(entry.path)
+    )
 
 
 def _mismatch(entry: TensorEntry, tensor: Tensor) -> Problem | None:
@@ -80,7 +82,7 @@ def _unusable(tensor: Tensor) -> str | None:
 def _convertible(source: torch.dtype, target: torch.dtype) -> bool:
     if source == target:
         return True
-    if torch.float8_e8m0fnu in (source, target):  # exponents only: no sign, no zero
+    if torch.float8_e8m0fnu in (source, target):  # this dtype has only exponents: no sign and no zero
         return False
     if source.is_floating_point and target.is_floating_point:
         return True
@@ -91,7 +93,7 @@ def _convertible(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _shared_memory(destinations: Mapping[str, Tensor]) -> list[Problem]:
-    """Two destinations on the same bytes would be filled in an order nobody chose."""
+    """Reject destinations that share memory, because the order in which they are filled is undefined."""
     spans = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
         for name, tensor in destinations.items()

@@ -1,10 +1,10 @@
-"""Weights from disk into the memory they will be used from, without a second copy on the way.
+"""Load weights from disk directly into their destination tensors, without a second copy in memory.
 
-Mapping a file and copying from the map holds everything twice: the pages of the map, and the destination. Here each
-tensor's bytes are read (`pread`) into the destination itself, by several threads, and the kernel is told afterwards
-that the file's pages will not be needed again: on a machine where CPU and GPU share one memory, a page cache full of
-weights is memory the GPU does not have. Only where bytes cannot go straight to their place (another dtype, a
-non-contiguous view, GPU memory) do they pass through a few small buffers that are used over and over.
+Mapping a file and copying from the mapping holds everything twice: in the page cache and in the destination. Here,
+several threads read (`pread`) the bytes of each tensor directly into its destination. Afterwards the kernel is advised
+to drop the file's pages, because on a machine whose CPU and GPU share memory, the page cache takes memory from the GPU.
+Where bytes cannot be read directly into place (another dtype, a non-contiguous view, GPU memory), they pass through a
+few small buffers that are reused.
 
     weights = open_weights(path)                      # headers only
     tensors = {name: torch.empty(entry.shape, dtype=torch_dtype(entry), ...) for name, entry in ...}
@@ -45,21 +45,23 @@ from gracetune.units import MIB
 __all__ = ["LoadReport", "Progress", "load_into", "open_weights", "torch_dtype"]
 
 CHUNK = 16 * MIB
-"""Large enough that a read costs more than its bookkeeping, small enough that threads share one tensor."""
+"""Bytes per read. Large enough to make the overhead negligible, small enough that threads share one tensor."""
 MAX_THREADS = 8
 
 Progress = Callable[[int, int], None]
-"""Called in the loading thread with the bytes read so far and the bytes to read in all."""
+"""Called in the loading thread with the bytes read so far and the total."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
+    """The result of loading weights."""
+
     bytes_read: int
     tensors: int
     converted: tuple[str, ...]
-    """Stored with another dtype than they were given."""
+    """Tensors whose dtype in the file differs from that of the destination."""
     unused: tuple[str, ...]
-    """In the file, and wanted by nobody."""
+    """Tensors in the file without a destination."""
 
 
 def load_into(
@@ -71,11 +73,11 @@ def load_into(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> LoadReport:
-    """Fill every destination from the tensor of its name; shapes must be equal, floating dtypes may differ.
+    """Fill each destination from the tensor of the same name. Shapes must be equal; floating-point dtypes may differ.
 
-    All that is wrong with the request is found before anything is read. `allow_unused` admits tensors in the file
-    that nobody asked for. `keep_page_cache` leaves the file's pages to other processes that read the same file.
-    An error while reading (a file cut off in the meantime, a disk that fails) leaves the destinations half filled.
+    All problems with names, shapes and dtypes are found before anything is read. `allow_unused` permits tensors in the
+    file without a destination. `keep_page_cache` keeps the file's pages for other processes that read the same file.
+    An error while reading (a truncated file, a failing disk) leaves the destinations partially filled.
     """
     unused = tuple(name for name in weights.entries if name not in destinations)
     problems = find_problems(weights, destinations, () if allow_unused else unused)
@@ -87,7 +89,7 @@ def load_into(
         descriptors = {path: _open(stack, path, weights.files[path]) for path in {entry.path for entry in wanted}}
         stagings = _stagings(wanted, destinations, count)
         for staging in stagings.values():
-            stack.callback(staging.finish)  # after an error too: a copy under way must not outlive its destination
+            stack.callback(staging.finish)  # also after an error: a running copy must not outlive its destination
         jobs = sorted(_jobs(wanted, destinations), key=lambda job: (job.entry.path, job.offset))
         page_caches = {} if keep_page_cache else _page_caches(descriptors, jobs)
         bytes_read = _run(_Reader(descriptors, stagings, page_caches), jobs, count, progress)
@@ -107,7 +109,7 @@ def _open(stack: ExitStack, path: Path, expected: FileIdentity) -> int:
     stack.callback(os.close, descriptor)
     if FileIdentity.of(descriptor) != expected:
         found = "it was replaced or changed after its header was read"
-        hint = "start again, once nothing writes to it any more"
+        hint = "start again when no process writes to it"
         raise WeightFileError([Problem("file", found, "the same file", hint, str(path))])
     return descriptor
 
@@ -117,14 +119,14 @@ def _open(stack: ExitStack, path: Path, expected: FileIdentity) -> int:
 
 @dataclass(frozen=True)
 class _Job:
-    """Some bytes of one tensor, and the part of the destination they belong to."""
+    """One read: some bytes of one tensor, and the part of the destination that they belong to."""
 
     entry: TensorEntry
     offset: int
     size: int
     destination: Tensor
     direct: bool
-    """`destination` is the very bytes to fill."""
+    """Whether `destination` is a uint8 view that can be read into directly."""
 
 
 def _jobs(wanted: list[TensorEntry], destinations: Mapping[str, Tensor]) -> Iterator[_Job]:
@@ -149,7 +151,10 @@ def _is_direct(tensor: Tensor, entry: TensorEntry) -> bool:
 
 
 def _pieces(tensor: Tensor, most: int, first: int = 0) -> Iterator[tuple[int, Tensor]]:
-    """Cut into views of at most `most` elements whose elements follow each other in the file; whatever the strides."""
+    """Divide a tensor of any strides into views of at most `most` elements that are consecutive in the file.
+
+    Yields each view with the number of its first element.
+    """
     if tensor.numel() <= most:
         yield first, tensor
         return
@@ -163,7 +168,7 @@ def _pieces(tensor: Tensor, most: int, first: int = 0) -> Iterator[tuple[int, Te
 def _stagings(
     wanted: list[TensorEntry], destinations: Mapping[str, Tensor], threads: int
 ) -> dict[torch.device, Staging]:
-    """Buffers only for those devices that need them."""
+    """Create buffers for the devices that need them."""
     staged = [entry for entry in wanted if entry.size > 0 and not _is_direct(destinations[entry.name], entry)]
     size = min(CHUNK, max((entry.size for entry in staged), default=0))
     return {
@@ -176,26 +181,26 @@ def _stagings(
 
 
 class _PageCache:
-    """Tells the kernel, while a file is being read, that what lies behind will not be needed again.
+    """Drops the pages of a file from the kernel's page cache while the file is being read.
 
-    Always from the file's beginning up to the first job that is not done yet. The kernel keeps pages in blocks of up
-    to several MiB and drops none that a range covers only in part: job by job, most of them would stay.
+    Each call covers the file from its start to the first unfinished job. The kernel manages pages in blocks of up to
+    several MiB and keeps blocks that a range covers only partially, so dropping job by job would keep most of them.
     """
 
     def __init__(self, descriptor: int, jobs: Iterable[_Job]) -> None:
         self._descriptor = descriptor
-        self._waiting = deque(sorted(job.offset for job in jobs))
+        self._pending = deque(sorted(job.offset for job in jobs))
         self._done: set[int] = set()
         self._lock = threading.Lock()
 
     def finished(self, job: _Job) -> None:
         with self._lock:
             self._done.add(job.offset)
-            if job.offset != self._waiting[0]:
+            if job.offset != self._pending[0]:
                 return
-            while self._waiting and self._waiting[0] in self._done:
-                self._done.remove(self._waiting.popleft())
-            end = self._waiting[0] if self._waiting else 0  # a length of 0 means: to the end of the file
+            while self._pending and self._pending[0] in self._done:
+                self._done.remove(self._pending.popleft())
+            end = self._pending[0] if self._pending else 0  # to posix_fadvise, length 0 means up to the end of the file
             os.posix_fadvise(self._descriptor, 0, end, os.POSIX_FADV_DONTNEED)
 
 
@@ -233,7 +238,7 @@ class _Reader:
             raise WeightFileError([unreadable(job.entry.path, error)]) from error
         if got < job.size:
             found = f"the file ended {job.size - got:,} bytes early while it was read"
-            raise _broken(job, found, "a file that stays as it is", "start again, once nothing writes to it any more")
+            raise _broken(job, found, "a file that does not change", "start again when no process writes to it")
         if job.entry.dtype == "BOOL" and int(into.max()) > 1:
             raise _broken(job, f"the byte {int(into.max())}", "0 or 1 in a BOOL tensor", "download it again")
 

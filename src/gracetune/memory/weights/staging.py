@@ -1,4 +1,4 @@
-"""Small buffers between a file and memory it cannot be read into directly, used over and over."""
+"""Small reusable buffers between a file and destinations that it cannot be read into directly."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor
 
 
 class Staging(Protocol):
-    """Called from several threads; each call borrows one buffer."""
+    """A pool of buffers. Thread-safe; each call borrows one buffer."""
 
     def pass_on(
         self, fill: Callable[[Tensor], None], size: int, dtype: torch.dtype, destination: Tensor
     ) -> float | None:
-        """Let `fill` write `size` bytes, take them for elements of `dtype`, and put those into `destination`.
+        """Let `fill` write `size` bytes into a buffer, interpret them as `dtype`, and copy them to `destination`.
 
-        Returns a value that the destination's dtype cannot hold, if there is one.
+        Returns a value that is out of range for the destination's dtype, if there is one.
         """
         ...
 
     def finish(self) -> None:
-        """Wait until everything has arrived."""
+        """Wait until all copies have finished."""
         ...
 
 
 class HostStaging:
-    """For destinations in main memory: another dtype, or not contiguous."""
+    """Buffers for destinations in main memory that have another dtype or are not contiguous."""
 
     def __init__(self, buffers: int, size: int) -> None:
         self._free: SimpleQueue[Tensor] = SimpleQueue()
@@ -47,14 +47,14 @@ class HostStaging:
             source = part.view(dtype).view(destination.shape)
             bad = too_large_for(source, destination.dtype)
             if bad is None:
-                with torch.inference_mode():  # also admits destinations that were made in it
+                with torch.inference_mode():  # allows writing to tensors that were created in inference mode
                     destination.copy_(source)
             return bad
         finally:
             self._free.put(buffer)
 
     def finish(self) -> None:
-        """Nothing is ever on its way here."""
+        """Copies are synchronous, so there is nothing to wait for."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class _Pinned:
 
 
 class CudaStaging:
-    """For destinations on a GPU: pinned buffers, and a stream of its own, so that reading and copying overlap."""
+    """Pinned buffers for destinations on a GPU, with a separate stream, so that reading and copying overlap."""
 
     def __init__(self, device: torch.device, threads: int, size: int) -> None:
         self._stream = torch.cuda.Stream(device)
-        # What was queued for the destinations before (a fill with zeros, say) comes before our copies.
+        # Earlier work on the destinations, such as filling them with zeros, must finish before our copies.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._free: SimpleQueue[_Pinned] = SimpleQueue()
-        for _ in range(threads + 2):  # two more than readers: those whose copies are still under way
+        for _ in range(threads + 2):  # one per reader, and two whose copies are still running
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             self._free.put(_Pinned(buffer, torch.cuda.Event()))
 
@@ -80,7 +80,7 @@ class CudaStaging:
     ) -> float | None:
         slot = self._free.get()
         try:
-            slot.copied.synchronize()  # returns at once for an event that was never recorded
+            slot.copied.synchronize()  # returns immediately for an event that was never recorded
             part = slot.buffer[:size]
             fill(part)
             source = part.view(dtype).view(destination.shape)
@@ -95,7 +95,7 @@ class CudaStaging:
     def _copy(self, source: Tensor, destination: Tensor) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if source.dtype != destination.dtype:
-                source = source.to(destination.device, non_blocking=True)  # cross the link as it is, convert there
+                source = source.to(destination.device, non_blocking=True)  # transfer first, then convert on the GPU
             destination.copy_(source, non_blocking=True)
 
     def finish(self) -> None:
@@ -103,12 +103,12 @@ class CudaStaging:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as a view."""
+    """A uint8 view of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def too_large_for(source: Tensor, target: torch.dtype) -> float | None:
-    """A finite value that `target` could only hold as infinity or as its own largest; None if all fit."""
+    """The largest finite value that overflows in `target`; None if all values fit."""
     if source.dtype == target or not (source.dtype.is_floating_point and target.is_floating_point):
         return None
     most = torch.finfo(target).max
@@ -116,7 +116,7 @@ def too_large_for(source: Tensor, target: torch.dtype) -> float | None:
         return None
     wide = source.float() if source.dtype.itemsize == 1 else source
     lowest, highest = (float(value) for value in torch.aminmax(wide)) if wide.numel() else (0.0, 0.0)
-    if not (math.isfinite(lowest) and math.isfinite(highest)):  # rare, and worth a copy only then
+    if not (math.isfinite(lowest) and math.isfinite(highest)):  # rare, so only this case pays for a copy
         finite = torch.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0)
         lowest, highest = (float(value) for value in torch.aminmax(finite))
     worst = max(-lowest, highest)

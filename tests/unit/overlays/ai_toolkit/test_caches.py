@@ -95,8 +95,8 @@ class TestTraining:
         block = {"memory": {}, "caches": {"latents": "unified_memory", "text": "unified_memory"}}
         process = without_files(checkout, block)
         assert process.losses == plain.losses
-        assert "unified_memory was asked for and is not used here" in capsys.readouterr().err
-        assert any("unified_memory was asked for" in note for note in report(checkout)["latents"]["notes"])
+        assert "cache type unified_memory is not used on this machine" in capsys.readouterr().err
+        assert any("cache type unified_memory is not used" in note for note in report(checkout)["latents"]["notes"])
 
     def test_what_is_over_the_limit_stays_on_disk(self, checkout: Checkout, capsys: pytest.CaptureFixture[str]) -> None:
         plain = checkout.run(name="plain")
@@ -202,7 +202,7 @@ class TestResidentFiles:
             "latent_cache", True, ours.Budget(machine("gh200-numa"), None), said.append, 0, "no driver here"
         )
         files.add([str(tmp_path / "x.safetensors")])
-        assert said[0].endswith("unified_memory was asked for and cannot be had: no driver here")
+        assert said[0].endswith("cache type unified_memory is not available: no driver here")
 
     def test_are_read_once_however_often_they_are_named(self, checkout: Checkout, tmp_path: Path) -> None:
         file = tmp_path / "x.safetensors"

@@ -151,6 +151,6 @@ def test_where_it_lives_and_why_is_told(tmp_path: Path, where: Where, counts: Co
     (told,) = held.report()
     assert told["place"] == "host"
     assert told["used_bytes"] == needed_bytes(torch.ones(300)) == 1216
-    assert "unified_memory was asked for and is not used here" in told["notes"][0]
+    assert "cache type unified_memory is not used on this machine" in told["notes"][0]
     held.close()
     assert held.held_bytes == len(held) == 0

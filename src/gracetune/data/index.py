@@ -261,15 +261,15 @@ class Exclusions:
     def __init__(self, index: DataIndex) -> None:
         self._index = index
         self._found: dict[str, dict[str, str]] = {}
-        self._gone: dict[str, set[str]] = {}
-        """Of each dataset that is trained on or held out, the items that go with them."""
+        self._gone: dict[int, set[str]] = {}
+        """The items that go with them, by the position of their dataset among `_datasets`."""
 
     def add(self, dataset_id: str, path: str, reason: str) -> None:
         """Raises as `DataIndex.without` does, with the first file that is one too many."""
         self._found.setdefault(dataset_id, {})[path] = reason
         for number, item in self._owners.get((dataset_id, path), ()):
             index = self._datasets[number]
-            gone = self._gone.setdefault(index.id, set())
+            gone = self._gone.setdefault(number, set())
             gone.add(item)
             known, total = len(index.unreadable), len(index.items) + len(index.unreadable) + len(index.dropped)
             if len(gone) == len(index.items) or too_many(known + len(gone), total, index.dataset.corrupt_threshold):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.cli.estimate import demand_of
+from gracetune.planning.config_demand import demand_of
 from gracetune.cli.main import main
 from gracetune.config.dialects.simpletuner.model import OTHER_FAMILIES
 from gracetune.config.run_config import RunConfig

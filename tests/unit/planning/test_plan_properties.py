@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gracetune.cli.estimate import demand_of
+from gracetune.planning.config_demand import demand_of
 from gracetune.config import Environment, load
 from gracetune.hardware.machine import Machine
 from gracetune.hardware.recording import load_recording

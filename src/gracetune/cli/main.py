@@ -18,6 +18,7 @@ from gracetune.cli.data import app as data_app
 from gracetune.cli.demo import demo
 from gracetune.cli.doctor import doctor
 from gracetune.cli.estimate import estimate
+from gracetune.cli.examples import app as examples_app
 from gracetune.cli.init import init
 from gracetune.cli.overlay import app as overlay_app
 from gracetune.cli.train import train, validate_now
@@ -34,6 +35,7 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(adapter_app, name="adapter")
 app.add_typer(baseline_app, name="baseline")
 app.add_typer(overlay_app, name="overlay")
+app.add_typer(examples_app, name="examples")
 add_step_benches(bench_app)
 app.add_typer(bench_app, name="bench")
 app.command()(init)

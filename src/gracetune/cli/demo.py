@@ -27,7 +27,7 @@ def demo(
         Path | None, typer.Option(metavar="DIR", help="Where the runs go: a new folder; unset: a temporary one.")
     ] = None,
 ) -> None:
-    """Examine this machine, check the examples, and train a tiny model with two noise experts from start to end."""
+    """Examine this machine, check the examples, and train a tiny model from start to end."""
     ignore_lost_stdout()
     console = out()
     environment = session(context).environment

@@ -121,15 +121,19 @@ def run_init(request: InitRequest, started: Session, *, may_ask: bool = True) ->
 
 def _output(request: InitRequest) -> Path:
     """Where the config goes: nothing is there yet."""
-    folder = request.folder.expanduser()
-    beside = folder.parent if folder.name not in ("", "..") else folder.absolute().resolve().parent
-    name = slug(folder.absolute().resolve().name)
-    path = request.output.expanduser() if request.output is not None else beside / f"{name}.yaml"
+    path = request.output.expanduser() if request.output is not None else default_output(request.folder)
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError([Problem("--output", str(path), "a file ending in .yaml", f"--output {path}.yaml")])
     if look(path).kind != "nothing":
         raise ConfigError([_taken(path)])
     return path
+
+
+def default_output(folder: Path) -> Path:
+    """Beside the folder, with its name."""
+    folder = folder.expanduser()
+    beside = folder.parent if folder.name not in ("", "..") else folder.resolve().parent
+    return beside / f"{slug(folder.resolve().name)}.yaml"
 
 
 def _taken(path: Path) -> Problem:

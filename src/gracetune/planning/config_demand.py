@@ -16,12 +16,12 @@ from gracetune.planning.samples import DatasetFacts, survey
 
 def demand_of(
     config: RunConfig, machine: Machine, samples: int | None, processes: Processes = ONE_PROCESS,
-    known: Mapping[str, DatasetFacts] | None = None,
+    known: Mapping[str, DatasetFacts] | None = None, *, option: str | None = None,
 ) -> tuple[Demand, str | None]:  # fmt: skip
-    """And what was assumed about the model."""
+    """And what was assumed about the model. `option` is how a user says `samples`, where there is a way."""
     footprint, assumption = footprint_of(config.model)
     compiled = config.training.compile != "off" and machine.profile.value != "cpu"
-    facts = survey(config, samples, known, option="--samples")
+    facts = survey(config, samples, known, option=option)
     elements = assistant_elements(config.model)
     demand = estimate(config, footprint, facts, compiled=compiled, processes=processes, assistant_elements=elements)
     return demand, assumption

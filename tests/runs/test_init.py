@@ -61,7 +61,7 @@ def test_twenty_five_images_with_all_defaults(
     began = time.process_time()
     file = adapter_of(tiny_model, tmp_path, 25, 128, capsys)
     assert time.process_time() - began < 300  # of the CPU: under five minutes on a machine that does nothing else
-    assert len([*file.parent.glob("samples/*_sheet.png")]) == 11
+    assert len([*file.parent.glob("samples/*_seed42.png")]) == 11
     events = [json.loads(line) for line in (file.parent / "logs" / "events.jsonl").read_text().splitlines()]
     held_out = [one["mean"] for one in events if one["kind"] == "HeldOutLoss"]
     assert len(held_out) == 11

@@ -1,11 +1,15 @@
 """Builds the native shim `gracetune/memory/native/_uvm.so`: plain C without Python.h, so one library fits every Python.
 
-Everything else is in pyproject.toml. Without a C compiler the install goes on: the package works, unified memory says
-that it is not available, and a small text file left where the library belongs tells why.
+Puts the examples, and what else the guides' command lines name, into the wheel: `gracetune/checkout` has them under the
+paths they have here (`examples/index.json` lists them). Everything else is in pyproject.toml.
+
+Without a C compiler the install goes on: the package works, unified memory says that it is not available, and a small
+text file left where the library belongs tells why.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +17,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CCompilerError, ExecError, PlatformError
 
 FOLDER = Path("gracetune/memory/native")
@@ -86,6 +91,22 @@ class BuildShim(build_ext):
         return {built: source for built, source in super().get_output_mapping().items() if Path(built).exists()}
 
 
+class CarryExamples(build_py):
+    """A checkout has these files at its root, where an editable install finds them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            index = json.loads(Path("examples/index.json").read_text(encoding="utf-8"))
+            carried = Path(self.build_lib) / "gracetune" / "checkout"
+            shutil.rmtree(carried, ignore_errors=True)  # of an earlier build
+            for name in ["examples/index.json", *(file for one in index.values() for file in one["files"])]:
+                for file in [path for path in [Path(name), *sorted(Path(name).rglob("*"))] if path.is_file()]:
+                    if "__pycache__" not in file.parts:
+                        (carried / file).parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(file, carried / file)
+
+
 class ShimWheel(bdist_wheel):
     """One wheel per platform, for every Python 3."""
 
@@ -93,4 +114,4 @@ class ShimWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(ext_modules=[SHIM], cmdclass={"build_ext": BuildShim, "bdist_wheel": ShimWheel})
+setup(ext_modules=[SHIM], cmdclass={"build_ext": BuildShim, "build_py": CarryExamples, "bdist_wheel": ShimWheel})

@@ -201,7 +201,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 def example_files(work: Work) -> list[str]:
     found = [*(work.folder / "examples").glob("*.*"), *(work.folder / "config").rglob("*.json")]
-    return sorted(str(path.relative_to(work.folder)) for path in found if path.is_file())
+    return sorted(str(path.relative_to(work.folder)) for path in found if path.is_file() and path.name != "index.json")
 
 
 def examples(work: Work) -> Group:

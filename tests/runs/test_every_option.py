@@ -142,6 +142,7 @@ CHANGES = [
         "datasets[].repeats": 1,
         "datasets[].batch_size": 3,
         "datasets[].max_samples": 4,
+        "datasets[].held_out": 2,
         "datasets[].loss_weight": 2.0,
         "training.batch_size": 3,
         "training.seed": 9,

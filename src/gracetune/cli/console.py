@@ -9,19 +9,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from gracetune.cli.streams import CLOSED_PIPE, OutputLostError, StandardStreams, open_streams
-from gracetune.config import Resolved, load
-from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
 from gracetune.errors import ConfigError, GracetuneError, Problem, short, visible
 from gracetune.redaction import Redactor, redact, redact_values
 from gracetune.storage.os_errors import FileError, problem_of
 from gracetune.telemetry.errors import TelemetryError
+
+if TYPE_CHECKING:  # the schema takes longer to import than help takes to print
+    from gracetune.config import Environment, Resolved
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -37,6 +38,8 @@ class Session:
 
     def load(self, path: Path, overrides: Sequence[str] | None = None, *, allow_unsupported: bool = False) -> Resolved:
         """A config of any dialect. From here on its secrets are known."""
+        from gracetune.config import load
+
         resolved = load(
             path, environment=self.environment, overrides=overrides or (), allow_unsupported=allow_unsupported
         )
@@ -50,6 +53,29 @@ def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
     With `as_json` an object about it is on stdout, where a script looks for the result. Output that cannot be written
     raises nothing. If the result of a command is lost with it, the exit code says so (`StandardStreams`).
     """
+    return _guarded(lambda streams, redactor: run(_session(streams, redactor)), as_json=as_json)
+
+
+def start_bare(run: Callable[[], int], *, as_json: bool = False) -> int:
+    """The same for what needs neither the environment nor a config: help and version."""
+    return _guarded(lambda streams, redactor: run(), as_json=as_json)
+
+
+def _session(streams: StandardStreams, redactor: Redactor) -> Session:
+    from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
+
+    environment = Environment.capture()
+    redactor.learn(environment.variables)
+    # Before anything can import torch: a stock PyTorch stops at allocator options it does not know.
+    for line in claim_allocator_options(torch_takes_them=torch_accepts_uvm_options()):
+        print(line, file=sys.stderr)
+    return Session(environment, streams, redactor)
+
+
+_Action = Callable[[StandardStreams, Redactor], int]
+
+
+def _guarded(run: _Action, *, as_json: bool) -> int:
     redactor = Redactor()
     streams = open_streams(redactor)
     gone = False
@@ -69,14 +95,9 @@ def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
     return 1
 
 
-def _run(run: Callable[[Session], int], streams: StandardStreams, redactor: Redactor, *, as_json: bool) -> int:
+def _run(run: _Action, streams: StandardStreams, redactor: Redactor, *, as_json: bool) -> int:
     try:
-        environment = Environment.capture()
-        redactor.learn(environment.variables)
-        # Before anything can import torch: a stock PyTorch stops at allocator options it does not know.
-        for line in claim_allocator_options(torch_takes_them=torch_accepts_uvm_options()):
-            print(line, file=sys.stderr)
-        return run(Session(environment, streams, redactor))
+        return run(streams, redactor)
     except GracetuneError as error:
         ours = error
     except TelemetryError as error:  # telemetry knows nothing of ours, not even our errors
@@ -98,6 +119,8 @@ def _run(run: Callable[[Session], int], streams: StandardStreams, redactor: Reda
 
 def session(context: typer.Context) -> Session:
     """The session of this invocation; a fresh one when a command is run outside `start`, as tests do."""
+    from gracetune.config import Environment
+
     found = context.find_object(Session)
     return found if found is not None else Session(Environment.capture())
 

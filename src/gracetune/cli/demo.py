@@ -14,10 +14,11 @@ from rich.console import Console
 from gracetune.cli.config import check_file, print_checked
 from gracetune.cli.console import mark, out, session, shown
 from gracetune.cli.doctor import DoctorOptions, run_doctor
+from gracetune.cli.examples import INDEX, checkout
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import Environment
-from gracetune.errors import ConfigError, MachineError, Problem
+from gracetune.errors import ConfigError, Problem
 
 
 def demo(
@@ -26,7 +27,7 @@ def demo(
         Path | None, typer.Option(metavar="DIR", help="Where the runs go: a new folder; unset: a temporary one.")
     ] = None,
 ) -> None:
-    """Examine this machine, check the examples, and train a tiny model with two noise experts from start to end."""
+    """Examine this machine, check the examples, and train a tiny model from start to end."""
     ignore_lost_stdout()
     console = out()
     environment = session(context).environment
@@ -35,7 +36,7 @@ def demo(
     # What the demo needs of the machine is only that it can be examined; a warning there must not end the demo.
     machine_code = run_doctor(DoctorOptions(skip_allocation=True), environment)
     console.rule("examples")
-    sound = _check_examples(console, find_examples(), environment)
+    sound = _check_examples(console, checkout() / "examples", environment)
     console.rule("training")
     done = _train(console, folder)
     raise typer.Exit(0 if sound and done and machine_code == 0 else 1)
@@ -74,18 +75,12 @@ def _folder(output: Path | None) -> Path:
     return output.absolute()
 
 
-def find_examples() -> Path:
-    """The examples of this clone; an installed wheel does not carry them."""
-    folder = Path(__file__).parents[3] / "examples"
-    if not folder.is_dir():
-        raise MachineError(
-            f"no examples at {folder}: the demo runs from a clone of the repository; clone it and `make demo`"
-        )
-    return folder
-
-
 def _check_examples(console: Console, folder: Path, environment: Environment) -> bool:
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in (".json", ".yaml", ".toml"))
+    files = sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and path.suffix in (".json", ".yaml", ".toml") and path.name != INDEX
+    )
     checked = [check_file(path, environment, paths=False) for path in files]
     for path, item in zip(files, checked, strict=True):
         notes = f" (notes: {len(item.notes)})" if item.notes else ""

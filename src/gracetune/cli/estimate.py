@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,13 +22,11 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.hardware.doctor import REPORT_FORMAT
 from gracetune.hub.access import HubAccess
-from gracetune.models.registry import footprint_of
-from gracetune.models.source import assistant_elements
+from gracetune.planning.config_demand import demand_of
 from gracetune.planning.demand import Demand, Role
-from gracetune.planning.estimate import estimate as estimate_demand
 from gracetune.planning.plan import plan
-from gracetune.planning.processes import ONE_PROCESS, Processes
-from gracetune.planning.samples import DatasetFacts, survey
+from gracetune.planning.processes import Processes
+from gracetune.planning.samples import DatasetFacts
 from gracetune.planning.tiers import free_on_disk
 
 MOST_PROCESSES = 4096
@@ -76,7 +73,7 @@ def estimate(
         raise ConfigError([Problem("--fsdp", "one process", expected, "--processes 2 --fsdp")])
     several = Processes.on(machine, processes, sharded=fsdp)
     remote = look_at_copies(resolved.config, session(context).environment, machine)
-    demand, assumption = demand_of(resolved.config, machine, samples, several, remote.facts)
+    demand, assumption = demand_of(resolved.config, machine, samples, several, remote.facts, option="--samples")
     disk_free = free_on_disk(resolved.config.output_dir) if machine_file is None else None
     result = plan(demand, machine, disk_free=disk_free)
     result = replace(result, notes=(*result.notes, *_hints(resolved.config, machine, demand)))
@@ -126,21 +123,6 @@ def look_at_copies(config: RunConfig, environment: Environment, machine: Machine
         if one.samples is not None:
             facts[one.dataset.id] = DatasetFacts(one.dataset.id, one.samples, one.layout.size)
     return RemoteData(facts, tuple(lines), refused)
-
-
-def demand_of(
-    config: RunConfig, machine: Machine, samples: int | None, processes: Processes = ONE_PROCESS,
-    known: Mapping[str, DatasetFacts] | None = None,
-) -> tuple[Demand, str | None]:  # fmt: skip
-    """What a run of this config would ask of such a machine, and what was assumed about the model."""
-    footprint, assumption = footprint_of(config.model)
-    compiled = config.training.compile != "off" and machine.profile.value != "cpu"
-    facts = survey(config, samples, known, option="--samples")
-    elements = assistant_elements(config.model)
-    demand = estimate_demand(
-        config, footprint, facts, compiled=compiled, processes=processes, assistant_elements=elements
-    )
-    return demand, assumption
 
 
 def _hints(config: RunConfig, machine: Machine, demand: Demand) -> list[str]:

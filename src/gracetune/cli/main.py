@@ -1,45 +1,218 @@
-"""`gracetune`: the command and what every subcommand shares."""
+"""`gracetune`: the command and what every subcommand shares. Commands are imported when they are called."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
 
 import typer
+from typer._click.exceptions import UsageError  # what `typer.BadParameter` is one of
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+from typer.rich_utils import rich_abort_error, rich_format_error
 
 from gracetune import __version__
-from gracetune.cli.adapter import app as adapter_app
-from gracetune.cli.baseline import app as baseline_app
-from gracetune.cli.bench import app as bench_app
-from gracetune.cli.bench_steps import add_step_benches
-from gracetune.cli.cache import app as cache_app
-from gracetune.cli.config import app as config_app
-from gracetune.cli.console import Session, start
-from gracetune.cli.data import app as data_app
-from gracetune.cli.demo import demo
-from gracetune.cli.doctor import doctor
-from gracetune.cli.estimate import estimate
-from gracetune.cli.overlay import app as overlay_app
-from gracetune.cli.train import train, validate_now
+from gracetune.cli.console import Session, print_json, start, start_bare
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command before it is imported."""
+
+    help: str
+    """The first line of its own help."""
+    load: Callable[[], typer.Typer | Callable[..., None]]
+
+
+def _config() -> typer.Typer:
+    from gracetune.cli.config import app
+
+    return app
+
+
+def _data() -> typer.Typer:
+    from gracetune.cli.data import app
+
+    return app
+
+
+def _cache() -> typer.Typer:
+    from gracetune.cli.cache import app
+
+    return app
+
+
+def _adapter() -> typer.Typer:
+    from gracetune.cli.adapter import app
+
+    return app
+
+
+def _baseline() -> typer.Typer:
+    from gracetune.cli.baseline import app
+
+    return app
+
+
+def _overlay() -> typer.Typer:
+    from gracetune.cli.overlay import app
+
+    return app
+
+
+def _examples() -> typer.Typer:
+    from gracetune.cli.examples import app
+
+    return app
+
+
+def _bench() -> typer.Typer:
+    from gracetune.cli.bench import app
+    from gracetune.cli.bench_steps import add_step_benches
+
+    if not any(one.name == "suite" for one in app.registered_commands):
+        add_step_benches(app)
+    return app
+
+
+def _init() -> Callable[..., None]:
+    from gracetune.cli.init import init
+
+    return init
+
+
+def _train() -> Callable[..., None]:
+    from gracetune.cli.train import train
+
+    return train
+
+
+def _validate_now() -> Callable[..., None]:
+    from gracetune.cli.train import validate_now
+
+    return validate_now
+
+
+def _doctor() -> Callable[..., None]:
+    from gracetune.cli.doctor import doctor
+
+    return doctor
+
+
+def _demo() -> Callable[..., None]:
+    from gracetune.cli.demo import demo
+
+    return demo
+
+
+def _estimate() -> Callable[..., None]:
+    from gracetune.cli.estimate import estimate
+
+    return estimate
+
+
+ENTRIES = {
+    "init": Entry("Write a config for a folder of images, clips or sounds.", _init),
+    "train": Entry(
+        "Train: stage data, build caches, train, validate, save.",
+        _train,
+    ),
+    "validate-now": Entry("Ask a running job for a validation.", _validate_now),
+    "doctor": Entry("Examine this machine: GPU, driver, memory mode, limits, versions.", _doctor),
+    "demo": Entry(
+        "Examine this machine, check the examples, and train a tiny model from start to end.",
+        _demo,
+    ),
+    "estimate": Entry("Plan the memory of a run before anything is loaded.", _estimate),
+    "config": Entry("Check, resolve and describe configuration files.", _config),
+    "data": Entry("Look at the data of a run.", _data),
+    "cache": Entry("Build, check and clear the caches of a run.", _cache),
+    "adapter": Entry("Look into adapter files, check them, convert them.", _adapter),
+    "baseline": Entry("Measure what a config costs here, and compare it later.", _baseline),
+    "overlay": Entry("Attach to an installed, unmodified upstream.", _overlay),
+    "examples": Entry("List the examples, and copy one to start from.", _examples),
+    "bench": Entry("Measure a part of gracetune on this machine. Exit 1 if a bar is missed.", _bench),
+}
+MEANT = {
+    "start": "train", "run": "train", "finetune": "train", "fine-tune": "train", "launch": "train", "resume": "train",
+    "new": "init", "configure": "init", "setup": "init", "create": "init", "quickstart": "init",
+    "sample": "validate-now", "validate": "validate-now", "check": "config check", "show": "config show",
+    "plan": "estimate", "memory": "estimate", "convert": "adapter convert", "inspect": "adapter inspect",
+    "example": "examples", "diagnose": "doctor", "benchmark": "bench",
+}  # fmt: skip
+"""What people call a command of ours."""
+
+
+class _Imported(MutableMapping[str, Any]):
+    """The commands themselves, each imported when it is asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = _command(name, ENTRIES[name].load())
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(ENTRIES)
+
+    def __len__(self) -> int:
+        return len(ENTRIES)
+
+
+def _command(name: str, loaded: typer.Typer | Callable[..., None]) -> Any:
+    if isinstance(loaded, typer.Typer):
+        command = get_command(loaded)
+    else:
+        alone = typer.Typer(add_completion=False)
+        alone.command(name)(loaded)
+        command = get_command(alone)
+    command.name = name
+    return command
+
+
+class Commands(TyperGroup):
+    """The commands of `ENTRIES`: named with their help, and imported when one is called."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = _Imported()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*ENTRIES]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """For lists: its name and help alone."""
+        return TyperCommand(name=cmd_name, help=ENTRIES[cmd_name].help) if cmd_name in ENTRIES else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name in ENTRIES:
+            return name, self.commands[name], args[1:]
+        if not name.startswith("-"):
+            from gracetune.config.spelling import nearest
+
+            meant = MEANT.get(name.lower()) or nearest(name, ENTRIES)
+            ctx.fail(f"No such command {name!r}. " + (f"Try: gracetune {meant}" if meant else "Try: gracetune --help"))
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
+    cls=Commands,
     help="Fine-tune diffusion models on machines whose CPU and GPU memory work as one.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(config_app, name="config")
-app.add_typer(data_app, name="data")
-app.add_typer(cache_app, name="cache")
-app.add_typer(adapter_app, name="adapter")
-app.add_typer(baseline_app, name="baseline")
-app.add_typer(overlay_app, name="overlay")
-add_step_benches(bench_app)
-app.add_typer(bench_app, name="bench")
-app.command()(train)
-app.command("validate-now")(validate_now)
-app.command()(doctor)
-app.command()(demo)
-app.command()(estimate)
 
 
 @app.callback(invoke_without_command=True)
@@ -51,13 +224,26 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and leave with its exit code."""
-
-    def run(session: Session) -> int:
-        app(args=arguments, obj=session)
-        return 0
-
     given = sys.argv[1:] if arguments is None else arguments
-    sys.exit(start(run, as_json="--json" in given))
+    as_json = "--json" in given
+    if all(word.startswith("-") for word in given):  # nothing has to be known of this machine
+        sys.exit(start_bare(lambda: _invoke(given, None, as_json=as_json), as_json=as_json))
+    sys.exit(start(lambda session: _invoke(given, session, as_json=as_json), as_json=as_json))
+
+
+def _invoke(arguments: list[str], session: Session | None, *, as_json: bool) -> int:
+    """The exit code. What was typed wrongly is a message on stderr, and with --json an object on stdout as well."""
+    try:
+        code = app(args=arguments, obj=session, standalone_mode=False)
+    except UsageError as error:
+        rich_format_error(error)
+        if as_json:
+            print_json({"ok": False, "error": error.format_message(), "problems": []})
+        return error.exit_code
+    except typer.Abort:
+        rich_abort_error()
+        return 1
+    return code if isinstance(code, int) else 0
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ from gracetune.cli.log_level import LogLevel, logging_at
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import Resolved
+from gracetune.config.places import look
 from gracetune.config.this_machine import named_path_problems
-from gracetune.errors import ConfigError, Problem
+from gracetune.errors import ConfigError, Problem, visible
 from gracetune.memory.reclaim import rare_collections
+from gracetune.redaction import redact
 from gracetune.train.control import Control, InterruptedBySignal, listening
 
 if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
@@ -86,6 +88,8 @@ def train(
     json_output: AsJson = False,
 ) -> None:
     """Train: stage data, build caches, train, validate, save. Exit code 3: interrupted, with its state saved."""
+    if look(config_file).kind == "folder" and not json_output:
+        config_file = _config_for(config_file, session(context))
     request = TrainRequest(
         config_file,
         (*(overrides or ()), *steps_override(max_steps)),
@@ -101,6 +105,22 @@ def train(
         json=json_output,
     )
     raise typer.Exit(run_training(request, session(context)))
+
+
+def _config_for(folder: Path, started: Session) -> Path:
+    """On a terminal a folder of images gets a config, if that is wanted; elsewhere the error names the command."""
+    place = look(folder).path
+    if (place / "config.yaml").is_file() or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return folder
+    from gracetune.cli.init import InitRequest, default_output, run_init
+
+    beside = default_output(place)
+    if look(beside).kind == "file":
+        if typer.confirm(f"{folder} is a folder. Train with {beside}?", default=True, err=True):
+            return beside
+    elif typer.confirm(f"{folder} is a folder. Write a config for it and train?", default=True, err=True):
+        return run_init(InitRequest(folder), started).path
+    raise typer.Exit(1)
 
 
 def steps_override(max_steps: int | None) -> list[str]:
@@ -124,6 +144,10 @@ def _trained(request: TrainRequest, started: Session, control: Control) -> int:
     environment = started.environment
     resolved = started.load(request.config, request.overrides, allow_unsupported=request.allow_unsupported)
     first = (environment.get("RANK") or "0") == "0"
+    if first and not request.json:  # what is imported now takes seconds
+        config = resolved.config
+        what = f"{request.config}: {config.model.family}, {config.adapter.kind}, into {config.output_dir}"
+        print(f"{visible(redact(what))}; loading PyTorch and diffusers", file=sys.stderr)
     # Libraries print as they like; stdout is for results.
     level = request.log_level if first else LogLevel.WARNING  # one process speaks for all
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), logging_at(level):
@@ -193,7 +217,7 @@ def _missing_paths(resolved: Resolved) -> list[tuple[str, Problem]]:
 def validate_now(
     run_folder: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="The run's output folder.")],
 ) -> None:
-    """Ask a running job for a validation: it draws its samples after the step it is at."""
+    """Ask a running job for a validation. It generates its samples after the step it is at."""
     from gracetune.train.request import ask_for_validation
 
     ignore_lost_stdout()

@@ -281,6 +281,9 @@ class Dataset(Section):
     probability: PositiveFloat = 1.0
     batch_size: BatchSize | None = None
     max_samples: PositiveInt | None = None
+    held_out: WholeNumber = 0
+    """This many of its files are never trained on; `validation.loss_every_steps` measures the loss on them. They are
+    chosen by their content: the same ones in every run, and mostly the same when files are added."""
     start_epoch: PositiveInt = 1
     end_epoch: PositiveInt | None = None
     start_step: WholeNumber = 0

@@ -16,6 +16,7 @@ from gracetune.config.draft import Draft, Path, describe, dotted, problem_with
 from gracetune.config.limits import MOST_PROBLEMS
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt, nearest
+from gracetune.config.yaml_syntax import one_line_yaml
 from gracetune.errors import Problem
 
 
@@ -194,6 +195,10 @@ def suggestion(path: Path, found: Any, key: str, *, by_flag: bool = False) -> st
     meant = next((text for kind in types if (text := _meant(kind, found, options)) is not None), None)
     if meant is not None and not _other_unit(path, found):
         return _typed(meant, key, by_flag)
+    section = _section_meant(found, options)
+    if section is not None:
+        name = key.rpartition(".")[2]
+        return _typed(section if by_flag or name.endswith("]") else f"{name}: {section}", key, by_flag)
     usual = node.get("default") if node is not None else None
     # Beside a number that is far off, the usual one says most.
     numeric = isinstance(usual, int | float) and not isinstance(usual, bool) and usual != 0
@@ -201,6 +206,32 @@ def suggestion(path: Path, found: Any, key: str, *, by_flag: bool = False) -> st
     if example is None:
         return f"remove `{key}`"
     return f"{_typed(example, key, True)}, for example" if by_flag else f"give `{key}` {example}, for example"
+
+
+def _section_meant(found: Any, options: list[Mapping[str, Any]]) -> str | None:
+    """The section someone meant who wrote one value of it: `model: ./sdxl`, `adapter: lora`."""
+    section = next((option for option in options if option.get("properties")), None)
+    if section is None or not isinstance(found, str):
+        return None
+    fields, required = section["properties"], section.get("required", [])
+    named = next((name for name, field in fields.items() if found.lower() in _choices(field)), None)
+    if named is not None:
+        return f"{{{named}: {found.lower()}}}"
+    texts = [
+        name for name, field in fields.items()
+        if any(one.get("type") == "string" and not _allowed(one) for one in _options(field))
+    ]  # fmt: skip
+    if not texts:
+        return None
+    name = "path" if "path" in texts else next((one for one in required if one in texts), texts[0])
+    choices = {one: _choices(fields[one]) for one in required if one != name}
+    filled = {one: _named_in(found, known) for one, known in choices.items() if known}
+    return one_line_yaml({**filled, name: found})
+
+
+def _named_in(text: str, choices: list[str]) -> str:
+    """The choice that a path contains, such as a family's name; else the first."""
+    return next((one for one in choices if one in text.lower()), choices[0])
 
 
 def _other_unit(path: Path, found: Any) -> bool:
@@ -258,9 +289,19 @@ def _example(options: list[Mapping[str, Any]]) -> str | None:
         kind = str(option.get("type", ""))
         if kind in ("integer", "number"):
             return _some_number(option)
+        if option.get("properties"):
+            return _section_example(option)
         if kind in _EXAMPLES:
             return _EXAMPLES[kind]
     return None
+
+
+def _section_example(option: Mapping[str, Any]) -> str:
+    """A section with what it requires, or its first value: never an empty one."""
+    fields = option["properties"]
+    names = option.get("required") or [*fields][:1]
+    values = {name: _example(_options(fields[name])) for name in names}
+    return f"{{{', '.join(f'{name}: {value}' for name, value in values.items() if value is not None)}}}"
 
 
 _EXAMPLES = {"string": '"some text"', "boolean": "true", "array": "[]", "object": "{}"}

@@ -194,6 +194,8 @@ class FamilyNames:
     family: str
     flavours: tuple[Flavour, ...]
     """The first is the one taken when a config names none."""
+    pipelines: tuple[str, ...] = ()
+    """diffusers' classes of the pipelines that its weights are published for, as `model_index.json` names them."""
     objective: Objective | None = None
     """What the denoiser is trained to predict, which decides the noise options that act in SimpleTuner's files: a flow,
     epsilon or v of a DDPM schedule (where a file may also ask for a flow), or v of the cosine schedule, which has no

@@ -59,7 +59,24 @@ def _sections(data: Mapping[Any, Any], draft: Draft, prefix: str, file: str) -> 
     for key, value in data.items():
         if key != VERSION_KEY:
             kept = _without_retired(value, draft) if key == "cache" and isinstance(value, Mapping) else value
-            draft.put_tree((str(key),), kept, Origin("file", f"{prefix}{key}", file))
+            draft.put_tree((str(key),), _written_out(str(key), kept), Origin("file", f"{prefix}{key}", file))
+
+
+def _written_out(key: str, value: Any) -> Any:
+    """Short forms: `datasets: photos`, a list of folders, one dataset without a list; prompts that are texts alone."""
+    if key == "datasets" and isinstance(value, str | Mapping | list) and value:
+        return [_dataset(one) for one in (value if isinstance(value, list) else [value])]
+    prompts = value.get("prompts") if key == "validation" and isinstance(value, Mapping) else None
+    if isinstance(prompts, list):
+        return {**value, "prompts": [{"prompt": one} if isinstance(one, str) else one for one in prompts]}
+    return value
+
+
+def _dataset(value: Any) -> Any:
+    """A folder alone is a dataset called after it."""
+    if not isinstance(value, str):
+        return value
+    return {"id": value.rstrip("/").rpartition("/")[2] or value, "path": value}
 
 
 def _without_retired(cache: Mapping[Any, Any], draft: Draft) -> dict[Any, Any]:

@@ -90,12 +90,22 @@ def _read_text(path: Path) -> str:
         hint = f"check the spelling; {path.parent} {'holds no such file' if path.parent.is_dir() else 'does not exist'}"
         raise _cannot_read(path, "no file there", "a configuration file", hint) from None
     except IsADirectoryError:
-        raise _cannot_read(path, "a directory", "a configuration file", f"name a file inside {path}") from None
+        raise _cannot_read(path, "a directory", "a configuration file", _in_place_of(path)) from None
     except UnicodeDecodeError as error:
         raise _cannot_read(path, f"byte {error.start} is not UTF-8", "UTF-8 text", "save the file as UTF-8") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         reason = error.strerror if isinstance(error, OSError) else None
         raise _cannot_read(path, reason or str(error), "a readable file", _unreadable(path, error)) from None
+
+
+def _in_place_of(folder: Path) -> str:
+    """The config someone may mean who names a folder: a run's own, or one for the images in it."""
+    beside = folder.resolve().with_suffix(".yaml") if not folder.suffix else folder.resolve()
+    if (folder / "config.yaml").is_file():
+        return f"name a file inside {folder}: {folder / 'config.yaml'}"
+    if beside.is_file():
+        return f"the config beside it: {folder.parent / beside.name}"
+    return f"name a file inside {folder}; for a folder of images: gracetune init {shlex.quote(str(folder))}"
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> str:

@@ -158,6 +158,8 @@ def _of_memory(config: RunConfig) -> Iterator[Switch]:
 def _of_a_dataset(dataset: Dataset, where: str, named: str) -> Iterator[Switch]:
     """`named`: what it is called in `--set`."""
     crop, captions = dataset.crop, dataset.captions
+    yield Switch(dataset.dataset_type in ("conditioning", "eval"), where, dataset, "held_out",
+                 f"the dataset's type is {dataset.dataset_type}, which is not trained on", "remove it")  # fmt: skip
     yield Switch(dataset.type != "in_memory", f"{where}.in_memory", dataset.in_memory,
                  "compression num_workers memory_limit_gb file_extensions",
                  f"the dataset's type is {dataset.type}", f"--set {named}.type=in_memory")  # fmt: skip

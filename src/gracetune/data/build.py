@@ -17,7 +17,7 @@ from gracetune.data.captions import PLACEHOLDER, CaptionBook, KohyaFolder, most_
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex, check_unreadable, masks_id
-from gracetune.data.items import DatasetIndex, Dropped, Item, kohya_folders, limited, sort_into_buckets
+from gracetune.data.items import DatasetIndex, Dropped, Item, kohya_folders, limited, sort_into_buckets, split_held_out
 from gracetune.data.media import EXTENSIONS, Kind, kind_of
 from gracetune.data.media.augment import read_transforms
 from gracetune.data.media.probe import AudioFacts
@@ -136,7 +136,15 @@ class _Builder:
         for position, dataset in enumerate(self.config.datasets):
             if dataset.disabled or dataset.dataset_type == "conditioning":
                 continue
-            (held_out if dataset.dataset_type == "eval" else trained).append(self.index(position, dataset))
+            index = self.index(position, dataset)
+            if dataset.dataset_type == "eval":
+                held_out.append(index)
+            elif dataset.held_out:
+                kept, apart = _without_held_out(index)
+                trained.append(kept)
+                held_out.append(apart)
+            else:
+                trained.append(index)
         notes = [
             f"dataset {name} was not read, because no dataset uses it as conditioning data"
             for name, dataset in self.enabled.items()
@@ -289,6 +297,19 @@ def _other_sizes(items: list[Item], book: CaptionBook) -> Iterator[str]:
             f"{counted(len(different), 'file')} whose size differs from width_column and height_column, for example "
             f"{first.path}: {first.size[0]}x{first.size[1]}, not {width}x{height}; the files' own sizes are used"
         )
+
+
+def _without_held_out(index: DatasetIndex) -> tuple[DatasetIndex, DatasetIndex]:
+    """A dataset without the items it holds out, and those alone. All notes stay with the first."""
+    trained, apart = split_held_out([*index.items], index.dataset)
+    if not trained:
+        found = f"{index.dataset.held_out} of {counted(len(index.items), 'sample')}"
+        expected = "fewer than the dataset has: the others are trained on"
+        where = f"datasets[{index.position}].held_out"
+        raise ConfigError([Problem(where, found, expected, f"write {len(index.items) // 10}")])
+    return replace(index, items=tuple(trained)), replace(
+        index, items=tuple(apart), dropped=(), unreadable=(), left_out=(), others=None, notes=()
+    )
 
 
 def _mask_folder(dataset: Dataset, path: str) -> Dataset:

@@ -267,15 +267,16 @@ class Exclusions:
     def __init__(self, index: DataIndex) -> None:
         self._index = index
         self._found: dict[str, dict[str, str]] = {}
-        self._excluded: dict[str, set[str]] = {}
-        """Dataset id -> paths of the items that are excluded because one of their files is damaged."""
+        self._excluded: dict[int, set[str]] = {}
+        """Paths of the items excluded because one of their files is damaged, by the position of their dataset among
+        `_datasets`."""
 
     def add(self, dataset_id: str, path: str, reason: str) -> None:
         """Add a damaged file. Raises as `DataIndex.without` does, at the first file that exceeds the threshold."""
         self._found.setdefault(dataset_id, {})[path] = reason
         for number, item in self._owners.get((dataset_id, path), ()):
             index = self._datasets[number]
-            excluded = self._excluded.setdefault(index.id, set())
+            excluded = self._excluded.setdefault(number, set())
             excluded.add(item)
             known, total = len(index.unreadable), len(index.items) + len(index.unreadable) + len(index.dropped)
             over = too_many(known + len(excluded), total, index.dataset.corrupt_threshold)

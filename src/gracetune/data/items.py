@@ -179,6 +179,13 @@ def limited(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Dropp
     return [item for item in items if item.path in kept], dropped
 
 
+def split_held_out(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Item]]:
+    """The items to train on, and the `held_out` ones."""
+    chosen = sorted(items, key=lambda item: (draw(0, "held out", item.file.digest), item.path))[: dataset.held_out]
+    paths = {item.path for item in chosen}
+    return [item for item in items if item.path not in paths], [item for item in items if item.path in paths]
+
+
 def kohya_folders(paths: Sequence[str]) -> dict[str, KohyaFolder]:
     """The top-level folders of a dataset in the layout of kohya's scripts, by name; empty for any other layout.
 

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from rich.console import Console
 
-from gracetune.cli.estimate import demand_of
 from gracetune.cli.estimate_view import as_json, print_plan
 from gracetune.config import Environment, load
 from gracetune.config.explain import schema
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.hardware.recording import load_recording
+from gracetune.planning.config_demand import demand_of
 from gracetune.planning.plan import plan
 
 MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"

@@ -102,3 +102,14 @@ def test_a_config_of_an_earlier_run_is_read(value: str, notes: int, tmp_path: Pa
     found = load(path, environment=Environment({}))
     assert found.config == config
     assert sum("image_embeds_dir" in note for note in found.notes) == notes
+
+
+@pytest.mark.parametrize("datasets", ["data/photos/", ["data/photos"], {"id": "photos", "path": "data/photos/"}])
+def test_a_folder_alone_is_a_dataset(datasets: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    tree = {"gracetune": 1, "name": "a", "output_dir": "out", "model": {"family": "sdxl"}, "training": {"max_steps": 1}}
+    tree |= {"datasets": datasets, "validation": {"prompts": ["a cat", {"prompt": "a dog"}]}}
+    path.write_text(yaml.safe_dump(tree))
+    config = load(path, environment=Environment({})).config
+    assert [(one.id, one.path.rstrip("/")) for one in config.datasets] == [("photos", "data/photos")]
+    assert [one.prompt for one in config.validation.prompts] == ["a cat", "a dog"]

@@ -176,6 +176,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     folder = tmp_path / "folder.json"
     folder.mkdir()
     assert only_problem(folder).found == "a directory"
+    photos = tmp_path / "my photos"
+    photos.mkdir()
+    assert only_problem(photos).hint.endswith(f"gracetune init '{photos}'")
+    (tmp_path / "my photos.yaml").touch()
+    assert only_problem(photos).hint.endswith("my photos.yaml")
+    (photos / "config.yaml").touch()
+    assert only_problem(photos).hint.endswith(str(photos / "config.yaml"))
     latin = tmp_path / "latin.json"
     latin.write_bytes('{"a": "é"}'.encode("latin-1"))
     assert "UTF-8" in only_problem(latin).expected

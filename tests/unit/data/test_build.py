@@ -85,6 +85,17 @@ class TestPictures:
         assert {one.reason for one in first.dropped} == {"beyond max_samples 10"}
         assert len(first.dropped) == 20
 
+    def test_held_out_files_are_not_trained_on(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(12))
+        index = index_of(tmp_path, {"path": str(folder), "held_out": 3})
+        kept, apart = only(index), index.held_out[0]
+        assert (len(kept.items), len(apart.items)) == (9, 3)
+        assert not {*paths(kept)} & {*paths(apart)}
+        again = index_of(tmp_path, {"path": str(folder), "held_out": 3}, seed=99)
+        assert paths(again.held_out[0]) == paths(apart)
+        with pytest.raises(ConfigError, match="held_out"):
+            index_of(tmp_path, {"path": str(folder), "held_out": 12})
+
     def test_enlarged_images_are_noted(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image(16, 16), "b.png": image(64, 64)})
         told = note(only(index_of(tmp_path, {"path": str(folder)})), "enlarged")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.cli.estimate import demand_of
 from gracetune.cli.main import main
 from gracetune.config.dialects.simpletuner.model import OTHER_FAMILIES
 from gracetune.config.run_config import RunConfig
+from gracetune.planning.config_demand import demand_of
 from gracetune.planning.plan import plan
 from unit.config import simpletuner_files
 from unit.fidelity.published import REFUSED, Example, Outcome, Row, examples, read

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gracetune.cli.estimate import demand_of
 from gracetune.config import Environment, load
 from gracetune.hardware.machine import Machine
 from gracetune.hardware.recording import load_recording
 from gracetune.planning.activations import Activations, Policy
+from gracetune.planning.config_demand import demand_of
 from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Settings, Workload
 from gracetune.planning.layout import Choice, lay, needs_under
 from gracetune.planning.plan import INPUTS, Plan, plan

@@ -81,6 +81,7 @@ NAMES = FamilyNames(
         Flavour("schnell", "black-forest-labs/FLUX.1-schnell", "image"),
         Flavour("kontext", "black-forest-labs/FLUX.1-Kontext-dev", "image", edits=True),
     ),
+    pipelines=("FluxPipeline", "FluxKontextPipeline"),
     objective="flow",
     routed_blocks=("transformer_blocks", "single_transformer_blocks"),
     simpletuner=_SIMPLETUNER,

@@ -62,6 +62,7 @@ NAMES = FamilyNames(
         Flavour("edit-2509", "Qwen/Qwen-Image-Edit-2509", "image", edits=True),
         Flavour("edit-2511", "Qwen/Qwen-Image-Edit-2511", "image", edits=True),
     ),
+    pipelines=("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"),
     objective="flow",
     spaces_count=True,
     routed_blocks=("transformer_blocks",),

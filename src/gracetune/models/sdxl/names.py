@@ -34,6 +34,7 @@ _SIMPLETUNER = SimpleTunerNames(
 NAMES = FamilyNames(
     "sdxl",
     (Flavour("base-1.0", "stabilityai/stable-diffusion-xl-base-1.0", "image"),),
+    pipelines=("StableDiffusionXLPipeline",),
     objective="ddpm",
     told_sizes=True,
     simpletuner=_SIMPLETUNER,

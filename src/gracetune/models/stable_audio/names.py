@@ -7,5 +7,6 @@ from gracetune.config.family_names import FamilyNames, Flavour
 NAMES = FamilyNames(
     "stable_audio",
     (Flavour("open-1.0", "stabilityai/stable-audio-open-1.0", "audio"),),
+    pipelines=("StableAudioPipeline",),
     objective="cosine",
 )

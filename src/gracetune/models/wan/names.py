@@ -99,6 +99,7 @@ NAMES = FamilyNames(
         Flavour("i2v-14b-480p-2.1", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "video", from_picture=True),
         Flavour("i2v-14b-720p-2.1", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "video", from_picture=True),
     ),
+    pipelines=("WanPipeline", "WanImageToVideoPipeline"),
     objective="flow",
     routed_blocks=("blocks",),
     simpletuner=_SIMPLETUNER,

@@ -1,0 +1,294 @@
+"""`gracetune init FOLDER`: a config for a folder of images, clips or sounds."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+
+from gracetune.cli.config import AsJson
+from gracetune.cli.console import Session, mark, out, print_json, session, shown
+from gracetune.cli.streams import ignore_lost_stdout
+from gracetune.config import load
+from gracetune.config.places import look
+from gracetune.errors import ConfigError, Problem
+from gracetune.hardware import Machine, probe
+from gracetune.proposal.contents import Contents, look_at
+from gracetune.proposal.models import ChosenModel, model_named
+from gracetune.proposal.presets import Preset, preset_named, presets_for
+from gracetune.proposal.proposal import (
+    Answers,
+    Proposal,
+    check_answers,
+    default_model,
+    default_preset,
+    default_trigger,
+    propose,
+    slug,
+)
+from gracetune.proposal.text import text_of
+from gracetune.storage.atomic import write_file
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class InitRequest:
+    """What was typed."""
+
+    folder: Path
+    model: str | None = None
+    trigger: str | None = None
+    """Empty: none."""
+    preset: str | None = None
+    steps: int | None = None
+    output: Path | None = None
+    yes: bool = False
+
+
+@dataclass(frozen=True)
+class Written:
+    """A config that was written, and how it was chosen."""
+
+    path: Path
+    contents: Contents
+    answers: Answers
+    proposal: Proposal
+
+    @property
+    def command(self) -> str:
+        return f"gracetune train {shlex.quote(str(self.path))}"
+
+
+def init(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Images, clips or sounds, with captions if any.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="M", help="A family, family/flavour, hub id, model folder, or FAMILY:FILE."),
+    ] = None,
+    trigger: Annotated[
+        str | None, typer.Option(metavar="W", help="A word added to every caption; an empty one for none.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="P", help="character, style, concept, edit, motion or sound.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Optimizer steps.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The config to write; unset: FOLDER.yaml, beside FOLDER.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take the default for everything not given.")] = False,
+    json_output: AsJson = False,
+) -> None:
+    """Write a config for a folder of images, clips or sounds. Asks what no flag says."""
+    ignore_lost_stdout()
+    request = InitRequest(folder, model, trigger, preset, steps, output, yes)
+    written = run_init(request, session(context), may_ask=not json_output)
+    if json_output:
+        print_json(_as_json(written))
+    else:
+        _print(out(), written)
+
+
+def run_init(request: InitRequest, started: Session, *, may_ask: bool = True) -> Written:
+    """ConfigError where the folder, an answer or the output cannot be used; then nothing is written."""
+    path = _output(request)
+    asking = _Asking(request, on_terminal=may_ask and sys.stdin.isatty() and sys.stderr.isatty())
+    contents = look_at(request.folder)
+    _say(f"{request.folder}: {contents.words}")
+    if contents.passed_over:
+        _say(f"passed over: {contents.passed_over} files of other kinds than most")
+    machine = probe()
+    answers = asking.answers(slug(path.stem), contents, machine)
+    proposal = propose(contents, answers, machine)
+    text = text_of(proposal, _header(request, answers, proposal, path))
+    _check(text, proposal, started)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_file(path, text.encode(), replace=False)
+    except FileExistsError:
+        raise ConfigError([_taken(path)]) from None
+    return Written(path, contents, answers, proposal)
+
+
+def _output(request: InitRequest) -> Path:
+    """Where the config goes: nothing is there yet."""
+    path = request.output.expanduser() if request.output is not None else default_output(request.folder)
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        raise ConfigError([Problem("--output", str(path), "a file ending in .yaml", f"--output {path}.yaml")])
+    if look(path).kind != "nothing":
+        raise ConfigError([_taken(path)])
+    return path
+
+
+def default_output(folder: Path) -> Path:
+    """Beside the folder, with its name."""
+    folder = folder.expanduser()
+    beside = folder.parent if folder.name not in ("", "..") else folder.resolve().parent
+    return beside / f"{slug(folder.resolve().name)}.yaml"
+
+
+def _taken(path: Path) -> Problem:
+    number = next(
+        number for number in range(2, 1 << 20) if look(path.with_stem(f"{path.stem}-{number}")).kind == "nothing"
+    )
+    hint = (
+        f"train with it: gracetune train {path}; or write another: --output {path.with_stem(f'{path.stem}-{number}')}"
+    )
+    return Problem("--output", f"{path}, which is there", "a new file", hint)
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """Finds an answer: the flag, else the default, else what is typed."""
+
+    request: InitRequest
+    on_terminal: bool
+
+    def answers(self, name: str, contents: Contents, machine: Machine) -> Answers:
+        request = self.request
+        self._refuse_silence(contents)
+        preset = self._preset(contents)
+        model = self._model(contents, preset, machine)
+        answers = Answers(name, model, preset, None, request.steps)
+        check_answers(contents, answers)
+        trigger = request.trigger
+        if trigger is None:
+            default = default_trigger(contents)
+            why = (
+                "a word to call it by, added to every caption"
+                if contents.captions
+                else "no captions: a word to call it by"
+            )
+            trigger = self._ask(f"Trigger word ({why}; - for none)", default or "-")
+        steps = request.steps or self._steps(preset.steps.of(len(contents.files)))
+        return replace(answers, trigger=None if trigger.strip() in ("", "-") else trigger.strip(), steps=steps)
+
+    def _refuse_silence(self, contents: Contents) -> None:
+        """Where nobody can be asked, flags have to say everything."""
+        request = self.request
+        if request.yes or self.on_terminal:
+            return
+        given = {"--model": request.model, "--trigger": request.trigger, "--steps": request.steps}
+        if len(presets_for(contents.media)) > 1:
+            given["--preset"] = request.preset
+        missing = [flag for flag, value in given.items() if value is None]
+        if missing:
+            hint = f"gracetune init {shlex.quote(str(request.folder))} --yes takes the defaults"
+            raise ConfigError(
+                [Problem(", ".join(missing), "nothing, and no terminal to ask on", "all of them, or --yes", hint)]
+            )
+
+    def _preset(self, contents: Contents) -> Preset:
+        if self.request.preset is not None:
+            return preset_named(self.request.preset)
+        choices = presets_for(contents.media)
+        if len(choices) == 1:
+            return choices[0]
+        for one in choices:
+            self._tell(f"  {one.name:<10} {one.title}")
+        return self._asked("What do they show?", default_preset(contents).name, preset_named)
+
+    def _model(self, contents: Contents, preset: Preset, machine: Machine) -> ChosenModel:
+        if self.request.model is not None:
+            return _model(self.request.model)
+        default = default_model(contents, preset, machine).name
+        self._tell(f"  {', '.join(preset.models)}, a model's folder, a hub id, or FAMILY:FILE")
+        return self._asked("Which model?", default, _model)
+
+    def _steps(self, default: int) -> int:
+        return self._asked("Optimizer steps", str(default), _whole_number)
+
+    def _tell(self, text: str) -> None:
+        if not self.request.yes:
+            _say(text)
+
+    def _ask(self, question: str, default: str) -> str:
+        if self.request.yes:
+            return default
+        return str(typer.prompt(question, default=default, err=True))
+
+    def _asked(self, question: str, default: str, read: Callable[[str], T]) -> T:
+        """Asks again while the answer cannot be used."""
+        while True:
+            try:
+                return read(self._ask(question, default))
+            except ConfigError as error:
+                if self.request.yes:
+                    raise
+                for problem in error.problems:
+                    _say(f"  {problem.found}: expected {problem.expected}; {problem.hint}")
+
+
+def _model(text: str) -> ChosenModel:
+    from gracetune.cli.quiet import libraries_quiet
+
+    if look(text.rpartition(":")[2]).kind != "folder":
+        return model_named(text)
+    _say(f"looking at {text}")
+    with contextlib.redirect_stdout(sys.stderr), libraries_quiet():
+        return model_named(text)
+
+
+def _whole_number(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ConfigError([Problem("--steps", text, "a whole number above 0", "for example 2000")])
+    return int(text)
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(shown(text))
+
+
+def _header(request: InitRequest, answers: Answers, proposal: Proposal, path: Path) -> list[str]:
+    return [
+        f"Written by `gracetune init {request.folder}`: preset {answers.preset.name}, for {answers.model.name}. "
+        "docs/quickstart.md names the sources.",
+        f"gracetune config show {shlex.quote(path.name)} lists every option.",
+        f"Plan for this machine: {proposal.plan.verdict}: {proposal.plan.summary}",
+    ]
+
+
+def _check(text: str, proposal: Proposal, started: Session) -> None:
+    """What is written must be read back as what was planned, by all rules of a config."""
+    with tempfile.TemporaryDirectory(prefix="gracetune-init-") as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(text, encoding="utf-8")
+        read = load(file, environment=started.environment.without_memory_options()).config
+    if read != proposal.config:
+        raise AssertionError("the config that was written is not the one that was planned")
+
+
+def _print(console: Console, written: Written) -> None:
+    proposal, path = written.proposal, written.path
+    fits = proposal.plan.verdict in ("fits", "unknown")
+    console.print(f"{mark(console, ok=True)} [bold]{shown(str(path))}[/]")
+    console.print(f"    {shown(written.answers.model.name)}, {proposal.config.training.max_steps} steps, into "
+                  f"{shown(proposal.config.output_dir)}")  # fmt: skip
+    console.print(f"{mark(console, ok=fits)} {proposal.plan.verdict}: {shown(proposal.plan.summary)}")
+    console.print(f"next: [bold]{shown(written.command)}[/]")
+
+
+def _as_json(written: Written) -> dict[str, object]:
+    contents, answers, proposal = written.contents, written.answers, written.proposal
+    return {
+        "ok": True,
+        "config": str(written.path),
+        "media": contents.media,
+        "files": len(contents.files),
+        "captioned": len(contents.captions),
+        "preset": answers.preset.name,
+        "model": answers.model.name,
+        "trigger": answers.trigger,
+        "steps": proposal.config.training.max_steps,
+        "plan": {"verdict": proposal.plan.verdict, "summary": proposal.plan.summary},
+        "next": written.command,
+    }

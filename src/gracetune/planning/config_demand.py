@@ -1,0 +1,27 @@
+"""What a run of a config would ask of a machine, before its weights are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gracetune.config.run_config import RunConfig
+from gracetune.hardware import Machine
+from gracetune.models.registry import footprint_of
+from gracetune.models.source import assistant_elements
+from gracetune.planning.demand import Demand
+from gracetune.planning.estimate import estimate
+from gracetune.planning.processes import ONE_PROCESS, Processes
+from gracetune.planning.samples import DatasetFacts, survey
+
+
+def demand_of(
+    config: RunConfig, machine: Machine, samples: int | None, processes: Processes = ONE_PROCESS,
+    known: Mapping[str, DatasetFacts] | None = None, *, option: str | None = None,
+) -> tuple[Demand, str | None]:  # fmt: skip
+    """And what was assumed about the model. `option` is how a user says `samples`, where there is a way."""
+    footprint, assumption = footprint_of(config.model)
+    compiled = config.training.compile != "off" and machine.profile.value != "cpu"
+    facts = survey(config, samples, known, option=option)
+    elements = assistant_elements(config.model)
+    demand = estimate(config, footprint, facts, compiled=compiled, processes=processes, assistant_elements=elements)
+    return demand, assumption

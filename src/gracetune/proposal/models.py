@@ -1,0 +1,100 @@
+"""Which model someone means: a family, one of its flavours, a hub id, a folder, or `FAMILY:FILE`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from gracetune.config.families import FAMILIES, find_flavour, flavours, readable_names
+from gracetune.config.family_names import Flavour
+from gracetune.config.places import look
+from gracetune.config.run_config import Model
+from gracetune.config.spelling import nearest
+from gracetune.errors import ConfigError, Problem
+from gracetune.models.source import INDEX, open_source
+from gracetune.storage.regular_files import read_small_file
+
+EXPECTED = "a family, family/flavour, a hub id, a model's folder, or FAMILY:FILE"
+
+
+@dataclass(frozen=True)
+class ChosenModel:
+    family: str
+    flavour: Flavour
+    path: str | None = None
+    """Unset: the flavour's published weights."""
+    is_certain: bool = True
+    """Whether the flavour is known, and not only taken to be the family's first."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}/{self.flavour.name}"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """As section `model` of a config."""
+        flavour = {"flavour": self.flavour.name} if self.is_certain else {}
+        return {"family": self.family, **flavour, **({"path": self.path} if self.path else {})}
+
+
+def model_named(text: str) -> ChosenModel:
+    """ConfigError where it cannot be told. Weights are looked at only where a folder is named."""
+    family, slash, name = text.partition("/")
+    if family in FAMILIES and (not slash or find_flavour(family, name)):
+        return ChosenModel(family, find_flavour(family, name) or flavours(family)[0])
+    for one in readable_names():
+        for flavour in one.flavours:
+            if flavour.weights.lower() == text.lower():
+                return ChosenModel(one.family, flavour)
+    family, colon, path = text.partition(":")
+    if colon and family in FAMILIES and path:
+        return _of_family(family, path)
+    place = look(text)
+    if place.kind == "folder" and (place.path / INDEX).is_file():
+        return _of_family(_family_of(text), text)
+    raise ConfigError([_unknown(text)])
+
+
+def _of_family(family: str, path: str) -> ChosenModel:
+    place = look(path)
+    if place.kind == "folder":
+        from gracetune.models.registry import spec_of  # imports torch
+
+        path = str(place.path.absolute())
+        facts = spec_of(family).inspect(open_source(Model(family=family, path=path)))
+        flavour = find_flavour(family, facts.flavour)
+        assert flavour is not None
+        return ChosenModel(family, flavour, path)
+    path = str(place.path.absolute()) if place.kind == "file" else path
+    return ChosenModel(family, flavours(family)[0], path, is_certain=False)
+
+
+def _family_of(folder: str) -> str:
+    """By the class of the pipeline that a folder of diffusers' layout names."""
+    file = look(folder).path / INDEX
+    try:
+        pipeline = json.loads(read_small_file(file)).get("_class_name")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            [Problem("--model", f"{file}: {error}", "a JSON object", "download the model again")]
+        ) from None
+    for one in readable_names():
+        if pipeline in one.pipelines:
+            return one.family
+    known = ", ".join(name for one in readable_names() for name in one.pipelines)
+    raise ConfigError([Problem("--model", f"{folder}, the parts of a {pipeline}", known, "name another model")])
+
+
+def _unknown(text: str) -> Problem:
+    names = [*FAMILIES, *(f"{family}/{one.name}" for family in FAMILIES for one in flavours(family))]
+    kind = look(text).kind
+    if kind == "file":
+        return Problem("--model", f"{text}, a file", EXPECTED, f"--model sdxl:{text}, if it is one of SDXL")
+    if kind == "folder":
+        return Problem(
+            "--model", f"{text}, a folder without {INDEX}", EXPECTED, f"--model sdxl:{text}, or another folder"
+        )
+    near = nearest(text, names)
+    hint = f"--model {near}" if near else f"--model sdxl:{text}, if it is one of SDXL; families: {', '.join(FAMILIES)}"
+    return Problem("--model", text, EXPECTED, hint)

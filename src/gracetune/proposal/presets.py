@@ -1,0 +1,106 @@
+"""The presets of `gracetune/presets`: what is learnt, by which model, with which values. Its README is the format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import gracetune
+from gracetune.config.spelling import nearest
+from gracetune.config.yaml_syntax import parse_yaml
+from gracetune.errors import ConfigError, Problem
+
+Media = Literal["image", "video", "audio", "edit"]
+FOLDER = Path(gracetune.__file__).parent / "presets"
+_FAMILIES = "families"
+"""The file that is no preset."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Optimizer steps of a run."""
+
+    each: int
+    """For every file of the dataset."""
+    least: int
+    most: int
+    source: str
+
+    def of(self, files: int) -> int:
+        return max(self.least, min(self.most, self.each * files))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One value, and the address of whoever recommends it."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Preset:
+    name: str
+    title: str
+    media: Media
+    models: tuple[str, ...]
+    """`family/flavour`, the default first."""
+    steps: Steps
+    options: Mapping[str, Mapping[str, Option]]
+    """By family or `family/flavour`; those for every family are under an empty name."""
+
+    def options_of(self, family: str, flavour: str) -> dict[str, Option]:
+        """By the dotted keys of the configuration."""
+        shared = _shared()
+        layers = [shared.get(family, {}), shared.get(f"{family}/{flavour}", {}), self.options[""]]
+        layers += [self.options.get(family, {}), self.options.get(f"{family}/{flavour}", {})]
+        return {key: option for layer in layers for key, option in layer.items()}
+
+
+@cache
+def presets() -> dict[str, Preset]:
+    """By name. The first of its kind of media is the one that is proposed."""
+    names = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != _FAMILIES)
+    return {name: _preset(name) for name in names}
+
+
+def presets_for(media: Media) -> list[Preset]:
+    return [preset for preset in presets().values() if preset.media == media]
+
+
+def preset_named(name: str) -> Preset:
+    if name not in presets():
+        known = ", ".join(presets())
+        raise ConfigError(
+            [Problem("--preset", name, known, f"--preset {nearest(name, presets()) or next(iter(presets()))}")]
+        )
+    return presets()[name]
+
+
+@cache
+def _shared() -> dict[str, dict[str, Option]]:
+    data = _read(_FAMILIES)
+    return {name: _options(values, data["sources"]) for name, values in data["families"].items()}
+
+
+def _preset(name: str) -> Preset:
+    data = _read(name)
+    sources, steps = data["sources"], data["steps"]
+    options = {"": _options(data["values"], sources)}
+    options |= {family: _options(values, sources) for family, values in data.get("families", {}).items()}
+    return Preset(
+        name, data["title"], data["media"], tuple(data["models"]),
+        Steps(steps["each"], steps["least"], steps["most"], sources[steps["source"]]), options,
+    )  # fmt: skip
+
+
+def _options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Option]:
+    return {key: Option(one["value"], sources[one["source"]]) for key, one in values.items()}
+
+
+def _read(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = parse_yaml((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    return data

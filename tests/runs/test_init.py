@@ -1,0 +1,68 @@
+"""From a folder of images to an adapter that diffusers loads: `init`, `train`, and no file edited."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+
+from runs.made import TinyModel, pictures
+from runs.test_commands import gracetune
+
+
+def adapter_of(
+    tiny_model: TinyModel, folder: Path, count: int, size: int, capsys: pytest.CaptureFixture[str], *flags: str
+) -> Path:
+    """The result of both commands, which has to change what diffusers generates."""
+    model = tiny_model("sdxl", "base-1.0")
+    for file in pictures(folder / "photos", count, size).glob("*.txt"):
+        file.write_text("coloured squares")  # one prompt
+    assert gracetune("init", "photos", "--yes", "--model", str(model), "--json", *flags) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert gracetune("train", config, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["outcome"] == "finished"
+    (file,) = map(Path, told["files"])
+    pipeline = StableDiffusionXLPipeline.from_pretrained(model)
+    pipeline.set_progress_bar_config(disable=True)
+
+    def generated() -> torch.Tensor:
+        options = {"num_inference_steps": 2, "width": 64, "height": 64, "output_type": "pt"}
+        return pipeline("coloured squares", generator=torch.Generator().manual_seed(1), **options).images
+
+    plain = generated()
+    pipeline.load_lora_weights(file)
+    assert not torch.equal(generated(), plain)
+    return file
+
+
+def test_a_folder_becomes_an_adapter(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = adapter_of(tiny_model, tmp_path, 12, 64, capsys, "--steps", "2", "--trigger", "sks")
+    assert file == tmp_path / "output" / "photos" / "photos.safetensors"
+    samples = {path.name[:9] for path in file.parent.glob("samples/*_seed42.png")}
+    assert samples == {f"{step:09}" for step in range(3)}  # before the first step, and after each
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["output", "photos", "photos.yaml"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_twenty_five_images_with_all_defaults(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2,000 steps, ten rounds of samples and held-out losses."""
+    monkeypatch.chdir(tmp_path)
+    began = time.process_time()
+    file = adapter_of(tiny_model, tmp_path, 25, 128, capsys)
+    assert time.process_time() - began < 300  # of the CPU: under five minutes on a machine that does nothing else
+    assert len([*file.parent.glob("samples/*_seed42.png")]) == 11
+    events = [json.loads(line) for line in (file.parent / "logs" / "events.jsonl").read_text().splitlines()]
+    held_out = [one["mean"] for one in events if one["kind"] == "HeldOutLoss"]
+    assert len(held_out) == 11
+    assert held_out[-1] < held_out[0]

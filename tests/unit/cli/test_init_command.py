@@ -1,0 +1,101 @@
+"""`gracetune init` as it is typed: flags, questions on a terminal, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gracetune.config import Environment, load
+from runs.launched import command_line
+from runs.test_commands import gracetune
+from unit.data.folders import pictures, write
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(write(tmp_path / "work", {}) if (tmp_path / "work").mkdir() else tmp_path / "work")
+    return write(Path("photos"), pictures(12))
+
+
+def test_flags_answer_every_question(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--model", "flux/dev", "--preset", "style", "--trigger", "inky", "--steps", "30")
+    assert gracetune("init", str(photos), *flags) == 0
+    told = capsys.readouterr()
+    assert "next: gracetune train photos.yaml" in told.out
+    assert "12 images, all with captions" in told.err
+    config = load(Path("photos.yaml"), environment=Environment({})).config
+    assert (config.model.family, config.model.flavour, config.training.max_steps) == ("flux", "dev", 30)
+    assert config.datasets[0].captions.trigger_word == "inky"
+    assert config.output_dir == "output/photos"
+    assert gracetune("config", "check", "photos.yaml") == 0
+
+
+def test_yes_takes_defaults_and_json_says_them(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gracetune("init", f"{photos}/", "--yes", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["config"], told["preset"], told["model"]) == ("photos.yaml", "character", "sdxl/base-1.0")
+    assert (told["files"], told["captioned"], told["steps"]) == (12, 12, 960)
+
+
+def test_nobody_to_ask(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gracetune("init", str(photos), "--steps", "30") == 1
+    told = capsys.readouterr().err
+    assert "--model, --trigger, --preset" in told
+    assert "gracetune init photos --yes" in told
+    assert not Path("photos.yaml").exists()
+
+
+def test_nothing_is_overwritten(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("photos.yaml").write_text("mine")
+    assert gracetune("init", str(photos), "--yes") == 1
+    told = capsys.readouterr().err
+    assert "gracetune train photos.yaml" in told
+    assert Path("photos.yaml").read_text() == "mine"
+    assert gracetune("init", str(photos), "--yes", "--output", "photos-2.yaml") == 0
+    assert load(Path("photos-2.yaml"), environment=Environment({})).config.output_dir == "output/photos-2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model", "fluxx"), "--model flux"),
+        (("--preset", "charakter"), "--preset character"),
+        (("--output", "photos.json"), "a file ending in .yaml"),
+        (("--model", "photos"), "without model_index.json"),
+    ],
+)
+def test_flags_that_cannot_be_used(
+    flags: tuple[str, ...], words: str, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gracetune("init", str(photos), "--yes", *flags) == 1
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in Path().iterdir()] == ["photos"]
+
+
+def test_questions_on_a_terminal(photos: Path) -> None:
+    """At most five; an answer that cannot be used is asked for again."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *command_line("init", str(photos))], stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True
+    )
+    os.close(theirs)
+    os.write(ours, b"style\nfluxx\nflux\n\n40\n")
+    heard = b""
+    while True:
+        try:
+            heard += os.read(ours, 4096)
+        except OSError:  # the terminal is gone with the process
+            break
+    assert process.wait() == 0, heard.decode()
+    text = heard.decode()
+    assert "--model flux" in text
+    assert text.count("]: ") == 5  # four questions with their defaults, one of them twice
+    config = load(Path("photos.yaml"), environment=Environment({})).config
+    assert (config.model.family, config.training.max_steps) == ("flux", 40)
+    assert config.datasets[0].captions.trigger_word is None

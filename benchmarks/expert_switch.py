@@ -45,7 +45,7 @@ from gracetune.models.parking import InlineLane, Parking, Staying
 from gracetune.train.control import Stop
 from gracetune.train.loop import run_window
 from gracetune.train.runtime import Runtime, open_runtime
-from gracetune.train.trainee import load_trainee
+from gracetune.train.trained_model import load_trainee
 from gracetune.train.view import View
 
 TURN: Final = 10

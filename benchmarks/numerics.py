@@ -31,7 +31,7 @@ from gracetune.bench.step.random_model import RandomModel, make_model
 from gracetune.bench.step.trainer import decide, trainer
 from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
-from gracetune.cli.quiet import libraries_quiet
+from gracetune.cli.library_output import libraries_quiet
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError

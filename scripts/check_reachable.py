@@ -53,7 +53,7 @@ OUTSIDE: Type = frozenset([("outside",)])
 @dataclass
 class Symbol:
     name: str
-    """With its module, as `gracetune.data.words.counted`."""
+    """With its module, as `gracetune.data.text_format.counted`."""
     module: str
     node: ast.stmt
     owner: str | None = None

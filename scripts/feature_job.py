@@ -22,7 +22,7 @@ import soundfile
 import torch
 from PIL import Image
 
-from gracetune.adapters.opening import open_adapter
+from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.statistics import norms
 from gracetune.baselines.baseline import read_baseline
 from gracetune.baselines.regression import compare, parse_tolerance
@@ -32,11 +32,11 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.models.attention import BACKENDS, attention_facts, choose_attention
 from gracetune.models.registry import spec_of
-from gracetune.optim.ramp import ramp_of
+from gracetune.optim.batch_ramp import ramp_of
 from gracetune.telemetry.events import Event, MemorySampled, RunEnded, StepDone, ValidationDone
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.testing.tiny_models import cached
-from gracetune.train.request import is_running
+from gracetune.train.validation_request import is_running
 
 SKIPPED = 77
 PATIENCE_S = 240

@@ -30,7 +30,7 @@ diagnose() { # what a run would meet: the machine, the config, the plan
 backends=${ft_backend:-$ft_backends}
 
 ft_check unit attention "the choice of a kernel" ft_pytest tests/unit/models/test_attention.py
-ft_check unit manual-validation "windows do not change under a validation" ft_pytest tests/unit/optim/test_ramp.py \
+ft_check unit manual-validation "windows do not change under a validation" ft_pytest tests/unit/optim/test_batch_ramp.py \
     tests/runs/test_validation.py -k "ramp or nobody_can_be_asked"
 ft_check unit audio "sound: decoding and staging" ft_pytest tests/unit/data/media/test_audio.py tests/unit/data/backends/test_in_memory.py
 ft_check unit diagnostic "the examination and its checks" ft_pytest tests/unit/hardware/test_checks.py

@@ -41,7 +41,7 @@ ft_check unit diagnostic "unified memory's decisions" ft_pytest tests/unit/memor
     tests/unit/memory/test_lookahead.py tests/unit/test_gh200.py
 ft_check unit staging "files staged in memory" ft_pytest tests/unit/data/backends/test_in_memory.py
 ft_check unit caches "caches in memory" ft_pytest tests/unit/cache/test_resident.py
-ft_check unit ramp "the batch ramp" ft_pytest tests/unit/optim/test_ramp.py
+ft_check unit ramp "the batch ramp" ft_pytest tests/unit/optim/test_batch_ramp.py
 ft_check unit attention "the choice of a kernel" ft_pytest tests/unit/models/test_attention.py
 ft_check unit manual-validation "who can be asked for a validation" ft_pytest tests/runs/test_validation.py -k nobody_can_be_asked
 ft_check unit audio "decoding sound" ft_pytest tests/unit/data/media/test_audio.py

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from gracetune import __version__ as __version__
+    from gracetune.adapters.adapter_files import open_adapter as open_adapter
+    from gracetune.adapters.adapter_files import save as _save_adapter
     from gracetune.adapters.algorithms.record import Algorithm as _AdapterAlgorithm
     from gracetune.adapters.algorithms.record import FirstValues as _AdapterFirstValues
     from gracetune.adapters.algorithms.record import Options as _AdapterOptions
     from gracetune.adapters.algorithms.record import Tensors as _AdapterTensors
     from gracetune.adapters.algorithms.record import WeightShape as WeightShape
     from gracetune.adapters.computation import Computation as _AdapterComputation
-    from gracetune.adapters.files import write as _write_adapter_tensors
     from gracetune.adapters.formats.record import Format as _ExportFormat
     from gracetune.adapters.formats.registry import FORMATS as FORMATS
-    from gracetune.adapters.opening import open_adapter as open_adapter
-    from gracetune.adapters.opening import save as _save_adapter
     from gracetune.adapters.options import LayerOptions as LayerOptions
+    from gracetune.adapters.safetensors_file import write as _write_adapter_tensors
     from gracetune.adapters.state import AdapterState as AdapterState
     from gracetune.adapters.state import Layer as _AdapterLayer
     from gracetune.adapters.state import Stage as Stage
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from gracetune.cache.residence import Residence as Residence
     from gracetune.cache.residence import Where as _CachePlace
     from gracetune.cache.residence import choose_residence as choose_residence
-    from gracetune.checkpoint.pieces import Piece as _CheckpointPart
-    from gracetune.checkpoint.pieces import Saved as _SavedPart
+    from gracetune.checkpoint.state_parts import Piece as _CheckpointPart
+    from gracetune.checkpoint.state_parts import Saved as _SavedPart
     from gracetune.config.alloc_conf import OPTION_NAMES as _ALLOCATOR_OPTIONS
     from gracetune.config.base import Flag as Flag
     from gracetune.config.base import PositiveFloat as PositiveFloat
@@ -106,19 +106,19 @@ if TYPE_CHECKING:
     from gracetune.hostmem.slab import Slab as Slab
     from gracetune.memory.errors import MemoryPressure as MemoryPressure
     from gracetune.memory.errors import UnifiedMemoryError as UnifiedMemoryError
-    from gracetune.memory.layer import UnifiedMemory as UnifiedMemory
     from gracetune.memory.managed import ManagedHeap as ManagedHeap
     from gracetune.memory.managed_slab import ManagedSlab as ManagedSlab
     from gracetune.memory.native import Unavailable as Unavailable
+    from gracetune.memory.unified_memory import UnifiedMemory as UnifiedMemory
     from gracetune.models.common.encoding import encoder_id as encoder_id
     from gracetune.models.common.encoding import files_digest as files_digest
     from gracetune.models.common.flow_shift import read_shift as read_shift
-    from gracetune.models.common.picture_latents import Codec as _PictureCodec
-    from gracetune.models.common.picture_latents import PictureLatents as PictureLatents
+    from gracetune.models.common.image_latents import Codec as _PictureCodec
+    from gracetune.models.common.image_latents import PictureLatents as PictureLatents
     from gracetune.models.common.pipelines import PipelineText as PipelineText
     from gracetune.models.common.pipelines import assemble as _assemble_pipeline
-    from gracetune.models.common.sampling import checked_size as checked_size
-    from gracetune.models.common.sampling import refuse_references as refuse_references
+    from gracetune.models.common.sample_checks import checked_size as checked_size
+    from gracetune.models.common.sample_checks import refuse_references as refuse_references
     from gracetune.models.common.tiny_parts import WIDTH as _TINY_WIDTH
     from gracetune.models.common.tiny_parts import Weights as _TinyWeights
     from gracetune.models.common.tiny_parts import made as _build_part
@@ -160,15 +160,15 @@ if TYPE_CHECKING:
     from gracetune.models.spec import SampleRequest as SampleRequest
     from gracetune.models.tiny import cached as _tiny_model
     from gracetune.optim.automagic import Automagic as Automagic
-    from gracetune.optim.naming import KeepsNamedState as KeepsNamedState
-    from gracetune.optim.naming import NamedState as NamedState
-    from gracetune.optim.naming import StateMismatchError as StateMismatchError
-    from gracetune.optim.ramp import Ramp as Ramp
-    from gracetune.optim.ramp import Window as _RampWindow
-    from gracetune.optim.ramp import ramp_of as ramp_of
-    from gracetune.optim.rates import KeepsRates as KeepsRates
-    from gracetune.optim.rates import Limits as _RateLimits
-    from gracetune.optim.rates import RateGrid as RateGrid
+    from gracetune.optim.batch_ramp import Ramp as Ramp
+    from gracetune.optim.batch_ramp import Window as _RampWindow
+    from gracetune.optim.batch_ramp import ramp_of as ramp_of
+    from gracetune.optim.element_rates import KeepsRates as KeepsRates
+    from gracetune.optim.element_rates import Limits as _RateLimits
+    from gracetune.optim.element_rates import RateGrid as RateGrid
+    from gracetune.optim.named_state import KeepsNamedState as KeepsNamedState
+    from gracetune.optim.named_state import NamedState as NamedState
+    from gracetune.optim.named_state import StateMismatchError as StateMismatchError
     from gracetune.optim.record import OptimizerRecord as OptimizerRecord
     from gracetune.optim.record import ParamGroup as ParamGroup
     from gracetune.optim.record import StateSize as StateSize
@@ -179,12 +179,12 @@ if TYPE_CHECKING:
     from gracetune.storage.atomic import write_file as write_file
     from gracetune.storage.errors import WeightFileError as WeightFileError
     from gracetune.storage.safetensors_headers import open_weights as open_weights
+    from gracetune.telemetry.dispatcher import Sink as Sink
+    from gracetune.telemetry.dispatcher import TrackedRun as TrackedRun
+    from gracetune.telemetry.dispatcher import Tracker as Tracker
     from gracetune.telemetry.events import Event as Event
     from gracetune.telemetry.events import Record as Record
     from gracetune.telemetry.events import StepDone as StepDone
-    from gracetune.telemetry.hub import Sink as Sink
-    from gracetune.telemetry.hub import TrackedRun as TrackedRun
-    from gracetune.telemetry.hub import Tracker as Tracker
     from gracetune.train.run import RunOptions as RunOptions
     from gracetune.train.run import train as train
     from gracetune.train.view import View as View
@@ -283,7 +283,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "Slab": "gracetune.hostmem.slab:Slab",
     "MemoryPressure": "gracetune.memory.errors:MemoryPressure",
     "UnifiedMemoryError": "gracetune.memory.errors:UnifiedMemoryError",
-    "UnifiedMemory": "gracetune.memory.layer:UnifiedMemory",
+    "UnifiedMemory": "gracetune.memory.unified_memory:UnifiedMemory",
     "ManagedHeap": "gracetune.memory.managed:ManagedHeap",
     "ManagedSlab": "gracetune.memory.managed_slab:ManagedSlab",
     "Unavailable": "gracetune.memory.native:Unavailable",
@@ -316,14 +316,14 @@ _HOMES: Final[Mapping[str, str]] = {
     "encoder_id": "gracetune.models.common.encoding:encoder_id",
     "files_digest": "gracetune.models.common.encoding:files_digest",
     "read_shift": "gracetune.models.common.flow_shift:read_shift",
-    "PictureCodec": "gracetune.models.common.picture_latents:Codec",
-    "PictureLatents": "gracetune.models.common.picture_latents:PictureLatents",
+    "PictureCodec": "gracetune.models.common.image_latents:Codec",
+    "PictureLatents": "gracetune.models.common.image_latents:PictureLatents",
     "assemble_pipeline": "gracetune.models.common.pipelines:assemble",
     "PipelineText": "gracetune.models.common.pipelines:PipelineText",
     "CutTexts": "gracetune.models.common.tokens:CutTexts",
     "padded_tokens": "gracetune.models.common.tokens:padded_tokens",
-    "checked_size": "gracetune.models.common.sampling:checked_size",
-    "refuse_references": "gracetune.models.common.sampling:refuse_references",
+    "checked_size": "gracetune.models.common.sample_checks:checked_size",
+    "refuse_references": "gracetune.models.common.sample_checks:refuse_references",
     "build_part": "gracetune.models.common.tiny_parts:made",
     "save_tiny": "gracetune.models.common.tiny_parts:save",
     "t5_options": "gracetune.models.common.tiny_parts:t5_options",
@@ -369,11 +369,11 @@ _HOMES: Final[Mapping[str, str]] = {
     "AdapterTensors": "gracetune.adapters.algorithms.record:Tensors",
     "WeightShape": "gracetune.adapters.algorithms.record:WeightShape",
     "AdapterComputation": "gracetune.adapters.computation:Computation",
-    "write_adapter_tensors": "gracetune.adapters.files:write",
+    "write_adapter_tensors": "gracetune.adapters.safetensors_file:write",
     "ExportFormat": "gracetune.adapters.formats.record:Format",
     "FORMATS": "gracetune.adapters.formats.registry:FORMATS",
-    "open_adapter": "gracetune.adapters.opening:open_adapter",
-    "save_adapter": "gracetune.adapters.opening:save",
+    "open_adapter": "gracetune.adapters.adapter_files:open_adapter",
+    "save_adapter": "gracetune.adapters.adapter_files:save",
     "LayerOptions": "gracetune.adapters.options:LayerOptions",
     "AdapterLayer": "gracetune.adapters.state:Layer",
     "AdapterState": "gracetune.adapters.state:AdapterState",
@@ -381,15 +381,15 @@ _HOMES: Final[Mapping[str, str]] = {
     "adapter_norms": "gracetune.adapters.statistics:norms",
     # optimizers
     "Automagic": "gracetune.optim.automagic:Automagic",
-    "KeepsNamedState": "gracetune.optim.naming:KeepsNamedState",
-    "NamedState": "gracetune.optim.naming:NamedState",
-    "StateMismatchError": "gracetune.optim.naming:StateMismatchError",
-    "Ramp": "gracetune.optim.ramp:Ramp",
-    "ramp_of": "gracetune.optim.ramp:ramp_of",
-    "RampWindow": "gracetune.optim.ramp:Window",
-    "KeepsRates": "gracetune.optim.rates:KeepsRates",
-    "RateGrid": "gracetune.optim.rates:RateGrid",
-    "RateLimits": "gracetune.optim.rates:Limits",
+    "KeepsNamedState": "gracetune.optim.named_state:KeepsNamedState",
+    "NamedState": "gracetune.optim.named_state:NamedState",
+    "StateMismatchError": "gracetune.optim.named_state:StateMismatchError",
+    "Ramp": "gracetune.optim.batch_ramp:Ramp",
+    "ramp_of": "gracetune.optim.batch_ramp:ramp_of",
+    "RampWindow": "gracetune.optim.batch_ramp:Window",
+    "KeepsRates": "gracetune.optim.element_rates:KeepsRates",
+    "RateGrid": "gracetune.optim.element_rates:RateGrid",
+    "RateLimits": "gracetune.optim.element_rates:Limits",
     "class_of": "gracetune.optim.record:class_of",
     "OptimizerRecord": "gracetune.optim.record:OptimizerRecord",
     "ParamGroup": "gracetune.optim.record:ParamGroup",
@@ -397,15 +397,15 @@ _HOMES: Final[Mapping[str, str]] = {
     "StateSize": "gracetune.optim.record:StateSize",
     "TrainedTensors": "gracetune.optim.record:TrainedTensors",
     # checkpoints
-    "CheckpointPart": "gracetune.checkpoint.pieces:Piece",
-    "SavedPart": "gracetune.checkpoint.pieces:Saved",
+    "CheckpointPart": "gracetune.checkpoint.state_parts:Piece",
+    "SavedPart": "gracetune.checkpoint.state_parts:Saved",
     # events
     "Event": "gracetune.telemetry.events:Event",
     "Record": "gracetune.telemetry.events:Record",
     "StepDone": "gracetune.telemetry.events:StepDone",
-    "Sink": "gracetune.telemetry.hub:Sink",
-    "TrackedRun": "gracetune.telemetry.hub:TrackedRun",
-    "Tracker": "gracetune.telemetry.hub:Tracker",
+    "Sink": "gracetune.telemetry.dispatcher:Sink",
+    "TrackedRun": "gracetune.telemetry.dispatcher:TrackedRun",
+    "Tracker": "gracetune.telemetry.dispatcher:Tracker",
     # runs
     "RunOptions": "gracetune.train.run:RunOptions",
     "train": "gracetune.train.run:train",

@@ -24,13 +24,13 @@ from gracetune.hostmem.hint import Hint, both, not_applied, together
 from gracetune.memory.arena_size import Room
 from gracetune.memory.batch_hints import tensors_with_wishes
 from gracetune.memory.errors import UnifiedMemoryError
-from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.experiment_tools import synchronize
 from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
 from gracetune.memory.native import Unavailable, Uvm, load
 from gracetune.memory.stats import UvmStats, merged
 from gracetune.memory.tensor_hints import prefer, prefetch
-from gracetune.memory.trial import synchronize
-from gracetune.optim.ramp import Ramp as GH200GradientRamp
+from gracetune.memory.unified_memory import UnifiedMemory
+from gracetune.optim.batch_ramp import Ramp as GH200GradientRamp
 
 if TYPE_CHECKING:
     import torch

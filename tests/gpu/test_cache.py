@@ -21,7 +21,7 @@ from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.placement import Place
 from gracetune.memory.stacked import Constant, Stacked
 from gracetune.units import MIB
-from unit.cache.made_caches import (
+from unit.cache.sample_caches import (
     KEYS,
     LATENT,
     TEXT,

@@ -5,9 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from gracetune.memory.experiment_tools import tidy, timed_ms
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.transport import matmul_step, measure_link
-from gracetune.memory.trial import tidy, timed_ms
 from gracetune.models.attention import attention_facts, choose_attention
 from gracetune.models.experts import ExpertHost, ParkingChoice
 from gracetune.models.parking import (

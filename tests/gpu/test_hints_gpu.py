@@ -22,7 +22,6 @@ from gracetune.data.loader import Loader
 from gracetune.hardware import probe
 from gracetune.hardware.machine import Profile
 from gracetune.hostmem.slab import MemorySlab
-from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.link_file import FILE
 from gracetune.memory.lookahead import LookAhead, RingMover
 from gracetune.memory.managed import ManagedHeap
@@ -31,12 +30,13 @@ from gracetune.memory.native import HOST, RangeState, Uvm
 from gracetune.memory.placement import Hints
 from gracetune.memory.stacked import Stacked
 from gracetune.memory.transport import choose_transport, measure_link, mover_for
+from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.telemetry.events import MemorySampled
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.run import RunOptions, train
 from gracetune.train.view import Heard
 from gracetune.units import MIB
-from runs.made import TinyModel, config_for
+from runs.made_runs import TinyModel, config_for
 from runs.test_resume import losses
 
 CUDA = torch.device("cuda", 0)

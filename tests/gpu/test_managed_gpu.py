@@ -11,10 +11,10 @@ from gracetune import gh200
 from gracetune.hardware import probe
 from gracetune.memory.arena import OverflowArena
 from gracetune.memory.errors import UnifiedMemoryError
+from gracetune.memory.experiment_tools import small_gpu, tidy
 from gracetune.memory.lookahead import LookAhead, RingMover
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Uvm
-from gracetune.memory.trial import small_gpu, tidy
 from gracetune.memory.validate import validate
 from gracetune.units import MIB
 
@@ -163,7 +163,7 @@ SPLIT_LIMITED = """
 import torch
 from gracetune.memory.arena import OverflowArena
 from gracetune.memory.native import load
-from gracetune.memory.trial import small_gpu
+from gracetune.memory.experiment_tools import small_gpu
 from gracetune.units import MIB
 uvm = load()
 uvm.set_managed_cap(4096 * MIB)

@@ -16,9 +16,9 @@ import torch
 
 from gracetune.config.environment import make_cublas_deterministic
 from gracetune.config.run_config import RunConfig
-from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.experiment_tools import tidy
 from gracetune.memory.native import Uvm
-from gracetune.memory.trial import tidy
+from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.telemetry.events import (
     Event,
     LookAheadChanged,
@@ -32,7 +32,7 @@ from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.run import RunOptions, train
 from gracetune.train.view import Heard
 from gracetune.units import GIB, MIB, format_bytes
-from runs.made import ALONE, TinyModel, config_for, pictures
+from runs.made_runs import ALONE, TinyModel, config_for, pictures
 from runs.test_resume import losses
 
 pytestmark = pytest.mark.gpu

@@ -23,8 +23,8 @@ from gracetune.config.environment import Environment
 from gracetune.hardware import probe
 from gracetune.models.spec import Placement
 from gracetune.train.blocks import prepare_blocks
+from gracetune.train.cuda_graphs import CapturedPass, Gpu, Replay
 from gracetune.train.gradients import Clip, FlatGradients
-from gracetune.train.replay import CapturedPass, Gpu, Replay
 from gracetune.train.runtime import Runtime, open_runtime
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def trained(
     torch.manual_seed(0)
     watched = Watched(waits)
     with monkeypatch.context() as patch:
-        patch.setattr("gracetune.train.replay.Gpu", lambda: watched)
+        patch.setattr("gracetune.train.cuda_graphs.Gpu", lambda: watched)
         job = replace(StepJob(bench, checkpointing="off"), width=256, height=256)
         model = make_model(PRESETS[bench], folder / f"{bench}-{waits}", "small")
         config = config_of(job, model.source.folder, folder / "out")

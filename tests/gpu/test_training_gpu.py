@@ -19,7 +19,7 @@ from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.blocks import Preparation, prepare_blocks
 from gracetune.train.demo import demo_config
 from gracetune.train.view import Heard
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, pictures, run
 from runs.test_bad_input import assert_same_states
 from runs.test_resume import DUAL_EXPERT, STEPS, Interrupting, assert_same_end, losses
 from runs.test_self_proof import Absent
@@ -138,7 +138,7 @@ def test_the_self_check_of_a_compiled_run_makes_no_graph_and_changes_no_loss(
         prepared.append(prepare_blocks(*args, **options))
         return prepared[-1]
 
-    monkeypatch.setattr("gracetune.train.trainee.prepare_blocks", kept)
+    monkeypatch.setattr("gracetune.train.trained_model.prepare_blocks", kept)
     heard = Heard()
     run(with_check, heard)
     (line,) = [line for line in heard.said if line.startswith("self-check")]

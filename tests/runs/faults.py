@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gracetune.cli.main import main as gracetune
 from gracetune.config import Environment, load
-from gracetune.train.dry import DryBatchError
+from gracetune.train.first_batch import DryBatchError
 from gracetune.train.run import RunOptions, train
 from gracetune.train.view import View
 from unit.cache.processes import NotPermitted, mount_tmpfs, own_mounts, resize_tmpfs

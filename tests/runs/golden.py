@@ -34,7 +34,7 @@ def machine() -> dict[str, str]:
 
 def made() -> dict[str, Any]:
     from gracetune.models.tiny import cached
-    from runs.made import FLAVOURS, config_for, run
+    from runs.made_runs import FLAVOURS, config_for, run
     from runs.test_resume import losses
 
     found: dict[str, Any] = {}

@@ -24,16 +24,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gracetune.adapters.attach import attach
-from gracetune.adapters.files import write as write_tensors
 from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.safetensors_file import write as write_tensors
 from gracetune.cache.batches import Batch
-from gracetune.cache.places import places_of
+from gracetune.cache.folder_layout import places_of
 from gracetune.cache.session import needs
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.pool import BackendPool, sharing_notes
-from gracetune.data.build import build_index
 from gracetune.data.copies.local import Copies
+from gracetune.data.index_builder import build_index
 from gracetune.data.loader import Loader
 from gracetune.data.refs import BatchRef, Bucket, CaptionRef, SampleRef
 from gracetune.diffusion.noise import draw_noise
@@ -42,29 +42,29 @@ from gracetune.hub.access import HubAccess
 from gracetune.memory.governor import Limits
 from gracetune.models.encoders import encoders_of
 from gracetune.models.experts import expert_for_window, trained_experts
-from gracetune.models.facts import facts_of
+from gracetune.models.fact_overrides import facts_of
 from gracetune.models.registry import footprint_of, geometry_of, spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import Placement, Sampled
+from gracetune.optim.batch_ramp import ramp_of
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.ema import Ema
-from gracetune.optim.ramp import ramp_of
 from gracetune.optim.record import ParamGroup
 from gracetune.optim.schedules import build_schedule
+from gracetune.planning.dataset_facts import survey
 from gracetune.planning.estimate import estimate
 from gracetune.planning.plan import plan
-from gracetune.planning.samples import survey
 from gracetune.telemetry.sinks.jsonl import read_log
-from gracetune.train.asked import requests_of
 from gracetune.train.gradients import Clip, FlatGradients, gradient_factor
-from gracetune.train.media import write_sample
 from gracetune.train.planning import Planned, choose, compiles
 from gracetune.train.position import length_of
+from gracetune.train.sample_files import write_sample
+from gracetune.train.sample_requests import requests_of
 from gracetune.train.view import Heard
 from gracetune.units import MIB
-from runs.made import run
+from runs.made_runs import run
 from unit.data.backends.helpers import this_machine
-from unit.data.copies.made import tar
+from unit.data.copies.sample_sources import tar
 from unit.data.folders import image, write
 from unit.data.media.generated import audio_bytes, every, tone, video_bytes
 from unit.hardware.machines import load
@@ -218,7 +218,7 @@ def adapter(config: RunConfig) -> Any:
     )  # fmt: skip
     try:
         if config.adapter.init_from is not None:
-            from gracetune.adapters.opening import open_adapter
+            from gracetune.adapters.adapter_files import open_adapter
 
             for state in open_adapter(Path(config.adapter.init_from), spec.family).states():
                 attached.load(state)
@@ -345,7 +345,7 @@ def learning(config: RunConfig) -> Any:
 def skipped_tokens(config: RunConfig) -> Any:
     """What the denoiser answers to one batch, as a training step asks it."""
     from gracetune.models.token_routing import install
-    from gracetune.train.trainee import router_of
+    from gracetune.train.trained_model import router_of
 
     spec, source = spec_of(config.model.family), open_source(config.model)
     facts = facts_of(config, spec, source)

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.checkpoint.pieces import Saved
+from gracetune.checkpoint.state_parts import Saved
 from gracetune.telemetry.events import Record
-from gracetune.train import callbacks, logs, pieces, run
+from gracetune.train import callbacks, logs, run
+from gracetune.train import state_parts as pieces
 from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepStarts, WindowDone
 from gracetune.train.job import Job
 from gracetune.train.logs import SinkEntry
-from gracetune.train.pieces import Checkpointed, StatePart
-from runs.made import TinyModel, config_for
-from runs.made import run as train_run
+from gracetune.train.state_parts import Checkpointed, StatePart
+from runs.made_runs import TinyModel, config_for
+from runs.made_runs import run as train_run
 
 
 @dataclass

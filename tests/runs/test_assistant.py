@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gracetune.adapters.adapter_files import open_adapter, save
 from gracetune.adapters.assistant import as_assistant, assist
 from gracetune.adapters.attach import attach
 from gracetune.adapters.merge import merge_into, merge_module
-from gracetune.adapters.opening import open_adapter, save
 from gracetune.adapters.state import AdapterState
 from gracetune.checkpoint.manifest import read_manifest
 from gracetune.config.environment import Environment
@@ -26,7 +26,7 @@ from gracetune.models.source import ASSISTANT_FILE, ModelSource
 from gracetune.models.spec import EightBits, Placement
 from gracetune.train.run import RunOptions, train
 from gracetune.train.view import Heard
-from runs.made import FLAVOURS, TinyModel, config_for, run
+from runs.made_runs import FLAVOURS, TinyModel, config_for, run
 from runs.test_resume import losses
 from servers.hub import HubServer
 from unit.models.model_inputs import answer

@@ -26,15 +26,15 @@ from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import RunEnded
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.assembly import checked_ramp
-from gracetune.train.dry import DryBatchError
+from gracetune.train.first_batch import DryBatchError
 from gracetune.train.guards import _Norm
-from gracetune.train.options import RunOptions
 from gracetune.train.planning import Planned, refuse_misfit
 from gracetune.train.run import train
+from gracetune.train.run_options import RunOptions
 from gracetune.train.runtime import Launch
 from gracetune.train.view import Heard
 from runs.launched import write_config
-from runs.made import TinyModel, changed, config_for, pictures, run
+from runs.made_runs import TinyModel, changed, config_for, pictures, run
 from runs.test_commands import gracetune
 from runs.test_resume import states
 

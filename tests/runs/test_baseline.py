@@ -20,7 +20,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.train.view import Heard
 from runs.launched import start, write_config
-from runs.made import ALONE, TinyModel, config_for
+from runs.made_runs import ALONE, TinyModel, config_for
 
 SLOW = Path(__file__).with_name("slow_capture.py")
 
@@ -42,7 +42,8 @@ def test_a_capture_keeps_what_a_run_cost_and_leaves_its_output_alone(
     monkeypatch.setenv("PATH", f"{_nvidia_smi(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}")
     config = config_for(
         "flux", tiny_model, tmp_path, schedule={"name": "cosine", "warmup_steps": 4},
-        validation={"at_start": True, "prompts": [{"prompt": "one"}]}, logging={"webhook": "https://127.0.0.1:9/secret"},
+        validation={"at_start": True, "prompts": [{"prompt": "one"}]},
+        logging={"webhook": "https://127.0.0.1:9/secret"},
     )  # fmt: skip
     output = Path(config.output_dir)
     output.mkdir()

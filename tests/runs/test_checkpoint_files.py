@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.adapters.file_errors import BrokenLayerError
-from gracetune.adapters.opening import open_adapter
+from gracetune.adapters.adapter_files import open_adapter
+from gracetune.adapters.errors import BrokenLayerError
 from gracetune.cli.main import main
 from gracetune.errors import ConfigError
-from runs.made import TinyModel, config_for, run
+from runs.made_runs import TinyModel, config_for, run
 
 SECTIONS: dict[str, Any] = {
     "training": {"max_steps": 2},

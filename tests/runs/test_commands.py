@@ -22,7 +22,7 @@ from gracetune.config.environment import Environment
 from gracetune.errors import ConfigError
 from gracetune.train.runtime import Launch
 from runs.launched import ROOT, command_line, start, write_config
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, pictures, run
 from runs.test_resume import DUAL_EXPERT, STEPS, assert_same_end, losses
 
 GUIDES = ROOT / "config" / "gh200_in_memory_example.json"

@@ -17,7 +17,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.events import RunEnded, Warned
 from gracetune.telemetry.sinks.jsonl import read_log
 from runs.launched import ROOT, write_config
-from runs.made import TinyModel, config_for, run
+from runs.made_runs import TinyModel, config_for, run
 from unit.cache.processes import Child, mount_tmpfs, own_mounts
 from unit.cli.consoles import Connect, both_to, gracetune
 

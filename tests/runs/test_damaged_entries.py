@@ -11,13 +11,13 @@ import pytest
 
 from faults.commands import Commands
 from faults.injection import Fault
-from gracetune.cache.passes import EncodeMemoryError
+from gracetune.cache.encode_passes import EncodeMemoryError
 from gracetune.cache.store import DiskStore
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import Problem
 from gracetune.train.view import Heard
 from runs.launched import write_config
-from runs.made import TinyModel, changed, config_for, pictures, run
+from runs.made_runs import TinyModel, changed, config_for, pictures, run
 from runs.test_processes import half, run_two
 from runs.test_resume import losses
 

@@ -13,7 +13,7 @@ import pytest
 
 from gracetune.config.dataset_backends import GROUP
 from gracetune.config.native import write as write_native
-from runs.made import TinyModel, config_for
+from runs.made_runs import TinyModel, config_for
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 BACKEND = '''

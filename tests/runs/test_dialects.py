@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from gracetune.config import Environment, load
 from gracetune.optim.aitoolkit_rates import NotImportableError
-from runs.made import ALONE, TinyModel, config_for, pictures, run
+from runs.made_runs import ALONE, TinyModel, config_for, pictures, run
 from runs.test_commands import gracetune
 
 

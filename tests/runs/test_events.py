@@ -19,8 +19,8 @@ from gracetune.config.memory_options import MemoryOptions
 from gracetune.hardware import probe
 from gracetune.hostmem.sensors import HostSensor
 from gracetune.memory.arena_size import ArenaSize
-from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.lookahead import InPlace, Moving
+from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.telemetry.events import (
     EVENTS,
     CheckpointWritten,
@@ -42,7 +42,7 @@ from gracetune.train.logs import MEMORY_SECONDS, MemorySampling
 from gracetune.train.view import View
 from gracetune.units import GIB
 from runs.launched import write_config
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, pictures, run
 from runs.test_resume import DUAL_EXPERT
 from unit.hardware.machines import MACHINES, load
 from unit.memory.conftest import Workshop, workshop  # noqa: F401 - a fixture

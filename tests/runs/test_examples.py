@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from gracetune.config import Environment, load
 from gracetune.config.run_config import RunConfig
 from runs.launched import ROOT
-from runs.made import TinyModel, pictures, shrink_references
+from runs.made_runs import TinyModel, pictures, shrink_references
 from runs.test_commands import gracetune
 
 EXAMPLES = [

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gracetune.adapters.opening import open_adapter
+from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.statistics import norms
 from gracetune.errors import ConfigError
 from gracetune.train.view import Heard
 from runs.golden import FILE, SECTIONS
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, pictures, run
 from runs.test_resume import losses
 
 EVERYDAY = {("wan", "lora"), ("sdxl", "lora"), ("flux", "lora"), ("qwen_image", "lora"), ("stable_audio", "lora")}

@@ -13,7 +13,7 @@ from gracetune.memory.sensors import Vitals
 from gracetune.memory.watchdog import Floors, Watchdog
 from gracetune.train.step import TrainStep
 from runs.launched import ROOT, start, write_config
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, pictures, run
 from runs.test_resume import assert_same_end, losses
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from gracetune.adapters.opening import open_adapter
+from gracetune.adapters.adapter_files import open_adapter
 
 pytestmark = pytest.mark.full
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from gracetune.errors import GracetuneError
 from gracetune.train.output import MODEL_FILE
-from runs.made import TinyModel, config_for, run
+from runs.made_runs import TinyModel, config_for, run
 
 SECTIONS = {"adapter": {"kind": "full_finetune"}, "training": {"max_steps": 1}, "optimizer": {"lr": 1e-4}}
 

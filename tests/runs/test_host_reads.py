@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gracetune.train.loop
 from gracetune.train.guards import _Norm
-from runs.made import TinyModel, config_for, run
+from runs.made_runs import TinyModel, config_for, run
 
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 

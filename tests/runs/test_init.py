@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from runs.made import TinyModel, pictures
+from runs.made_runs import TinyModel, pictures
 from runs.test_commands import gracetune
 
 

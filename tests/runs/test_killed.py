@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runs.made import TinyModel, config_for, run
+from runs.made_runs import TinyModel, config_for, run
 from storm.judging import listing
 from unit.cache.processes import Child
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from gracetune.cli.train_flags import read_arguments
 from gracetune.config import Environment, load
 from runs.launched import ROOT
-from runs.made import TinyModel, pictures
+from runs.made_runs import TinyModel, pictures
 from unit.docs import seeds
 from unit.docs.targets import text_of
 

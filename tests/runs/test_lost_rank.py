@@ -19,12 +19,12 @@ from gracetune.telemetry.events import RunEnded, StepDone
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.view import Heard
 from runs.launched import COMMAND, ROOT, start, start_ranks, write_config
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, pictures, run
 
 pytestmark = pytest.mark.full
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 QUICK = (
-    "import gracetune.train.peers as p; "
+    "import gracetune.train.rank_monitor as p; "
     "p.BEAT_S, p.SILENT_BEATS, p.GRACE_S, p.SAID_S = 0.2, 20, 1.0, {True: 1.0, False: 2.0}"
 )
 LAUNCHERS = {

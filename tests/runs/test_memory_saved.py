@@ -16,9 +16,9 @@ from gracetune.models.experts import ExpertHost
 from gracetune.models.parking import InlineLane
 from gracetune.models.registry import spec_of
 from gracetune.train.planning import choose
-from gracetune.train.trainee import Choices
+from gracetune.train.trained_model import Choices
 from gracetune.train.view import Heard
-from runs.made import TinyModel, config_for, run
+from runs.made_runs import TinyModel, config_for, run
 from runs.test_resume import DUAL_EXPERT, assert_same_end, losses
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runs.made import TinyModel, config_for
+from runs.made_runs import TinyModel, config_for
 
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHM = '''

@@ -15,7 +15,7 @@ from gracetune.models.registry import footprint_of
 from gracetune.train import load as loading
 from gracetune.train import preflight as checking
 from runs.launched import write_config
-from runs.made import TinyModel, config_for
+from runs.made_runs import TinyModel, config_for
 from runs.test_commands import gracetune
 
 MACHINES = Path(__file__).parents[1] / "fixtures" / "machines"

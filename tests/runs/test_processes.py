@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from gracetune.config.run_config import RunConfig
 from gracetune.train.view import Heard
 from runs.launched import launch, write_config
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, pictures, run
 from runs.test_resume import losses, states
 
 STEPS = 3

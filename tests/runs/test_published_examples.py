@@ -27,11 +27,11 @@ from gracetune.config import Environment, load
 from gracetune.config.families import find_flavour
 from gracetune.config.family_names import Flavour
 from gracetune.config.run_config import RunConfig
-from runs.made import TinyModel, shrink_references
+from runs.made_runs import TinyModel, shrink_references
 from runs.test_commands import gracetune
 from runs.test_remote_data import files_of
 from servers.hub import HubServer
-from unit.data.copies.made import parquet, picture
+from unit.data.copies.sample_sources import parquet, picture
 from unit.fidelity.published import REFUSED, Example, examples
 
 EXAMPLES = examples()

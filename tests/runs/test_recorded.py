@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from gracetune.models.spec import ExpertName
+from gracetune.train.cuda_graphs import Replay
 from gracetune.train.gradients import FlatGradients
-from gracetune.train.replay import Replay
-from gracetune.train.trainee import Trainee
+from gracetune.train.trained_model import Trainee
 from gracetune.train.view import Heard
-from runs.made import TinyModel, config_for, run
+from runs.made_runs import TinyModel, config_for, run
 from runs.test_resume import STEPS, assert_same_end, losses
 from runs.test_validation import held_out
-from unit.train.test_replay import Device
+from unit.train.test_cuda_graphs import Device
 
 SECTIONS: dict[str, Any] = {
     "adapter": {"kind": "lokr", "rank": 4},

@@ -16,10 +16,10 @@ import yaml
 from safetensors.torch import load, load_file
 
 from runs.launched import command_line, start
-from runs.made import TinyModel
+from runs.made_runs import TinyModel
 from runs.test_commands import gracetune
 from servers.hub import TOKEN, HubServer
-from unit.data.copies.made import parquet, rows, shard, tar
+from unit.data.copies.sample_sources import parquet, rows, shard, tar
 
 PETS = "someone/a-dataset"
 COLUMNS: dict[str, Any] = {"strategy": "jsonl", "table": {"path": "metadata.jsonl", "filename_column": "file_name",
@@ -153,7 +153,7 @@ def test_a_model_that_is_killed_while_it_downloads(hub: HubServer, tmp_path: Pat
     script = """
 import sys
 from gracetune.hub.access import HubAccess
-from gracetune.models.hub import HubFetcher
+from gracetune.models.hub_download import HubFetcher
 from gracetune.storage import transfer
 transfer.RANGE = 65536
 fetch = HubFetcher(HubAccess(sys.argv[1]), print, lambda name: lambda done, total: print(done, flush=True))

@@ -19,7 +19,7 @@ from gracetune.data.loader import OtherDataError
 from gracetune.telemetry.events import StepDone
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.view import Heard
-from runs.made import TinyModel, changed, config_for, pictures, run
+from runs.made_runs import TinyModel, changed, config_for, pictures, run
 
 STEPS = 8
 DUAL_EXPERT: dict[str, Any] = {

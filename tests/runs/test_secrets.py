@@ -23,11 +23,11 @@ from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.telemetry.errors import TelemetryError
-from gracetune.train.options import RunOptions
 from gracetune.train.run import train
+from gracetune.train.run_options import RunOptions
 from gracetune.train.view import View
 from runs.launched import command_line, start, write_config
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, pictures, run
 
 PASSWORD, PATH, TOKEN, KEY, LOGIN = (f"S{number}cret-{uuid.uuid4().hex}" for number in range(5))
 HF = f"hf_{uuid.uuid4().hex}"

@@ -22,10 +22,10 @@ from gracetune.telemetry.events import RunEnded, SelfChecked
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.blocks import Preparation, prepare_blocks
 from gracetune.train.output import WrongFileError
-from gracetune.train.self_proof import STEPS, SelfProof
+from gracetune.train.self_check import STEPS, SelfProof
 from gracetune.train.step import TrainStep
 from gracetune.train.view import Heard
-from runs.made import TinyModel, config_for, run
+from runs.made_runs import TinyModel, config_for, run
 from runs.test_resume import assert_same_end, losses
 from unit.adapters.denoisers import ADAPTERS
 
@@ -130,7 +130,7 @@ def test_of_a_compiled_denoiser_the_check_needs_no_graph_of_its_own(
         prepared.append(prepare_blocks(*args, **{**options, "compiled": True, "backend": "aot_eager"}))
         return prepared[-1]
 
-    monkeypatch.setattr("gracetune.train.trainee.prepare_blocks", compiled)
+    monkeypatch.setattr("gracetune.train.trained_model.prepare_blocks", compiled)
     sections: dict[str, Any] = {"training": {"max_steps": 5, "batch_size": 2}, "checkpoints": {"every_steps": 4}}
     configs = [config_for(family, tiny_model, tmp_path / name, **sections) for name in ("with", "without")]
     view = Heard()
@@ -265,7 +265,7 @@ def _at_double_strength(layers: dict[str, Layer]) -> dict[str, Layer]:
 def test_a_file_that_misses_a_layer_stops_the_run_where_it_is_written(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gracetune.adapters.opening.FORMATS", _wrongly(_without_the_first))
+    monkeypatch.setattr("gracetune.adapters.adapter_files.FORMATS", _wrongly(_without_the_first))
     config = config_for("flux", tiny_model, tmp_path, checkpoints={"every_steps": 3})
     reason = stopped(config)
     assert "tiny_000000003.safetensors: self-check" in reason
@@ -276,7 +276,7 @@ def test_a_file_that_misses_a_layer_stops_the_run_where_it_is_written(
 def test_a_file_of_another_strength_is_found_at_the_end_and_kept(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gracetune.adapters.opening.FORMATS", _wrongly(_at_double_strength))
+    monkeypatch.setattr("gracetune.adapters.adapter_files.FORMATS", _wrongly(_at_double_strength))
     config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 3})
     with pytest.raises(WrongFileError, match=r"other values than the trained ones in \S+\.lora_B\.weight"):
         run(config)

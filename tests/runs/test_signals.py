@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.cache.pass_work import Progress
+from gracetune.cache.pass_worker import Progress
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.events import RunEnded, ValidationDone
@@ -20,7 +20,7 @@ from gracetune.train.control import InterruptedBySignal
 from gracetune.train.run import RunOptions, train
 from gracetune.train.view import Heard
 from runs.launched import command_line, start, start_ranks, write_config
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, pictures, run
 from runs.test_resume import Interrupting, assert_same_end, losses
 
 DRAWN = {"every_steps": 2, "steps": 1, "width": 64, "height": 64, "prompts": [{"prompt": str(n)} for n in range(3)]}

@@ -15,7 +15,7 @@ from faults.commands import Commands, Ended
 from gracetune.memory.sensors import Vitals
 from gracetune.memory.watchdog import Floors, Watchdog
 from runs.launched import write_config
-from runs.made import TinyModel, config_for, run
+from runs.made_runs import TinyModel, config_for, run
 from runs.test_resume import states
 
 MEMINFO = Path("/proc/meminfo")

@@ -10,7 +10,7 @@ import pytest
 
 from gracetune.data.backends import in_memory
 from gracetune.train.view import Heard
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, pictures, run
 from unit.data.backends.helpers import held
 
 

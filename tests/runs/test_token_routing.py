@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from gracetune.errors import ConfigError
 from gracetune.models.token_routing import RoutedBlock
 from gracetune.train.view import Heard
-from runs.made import FLAVOURS, TinyModel, config_for, pictures, run
+from runs.made_runs import FLAVOURS, TinyModel, config_for, pictures, run
 from runs.test_commands import gracetune
 from runs.test_dialects import trained
 from runs.test_resume import Interrupting, assert_same_end, losses

@@ -17,9 +17,9 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.telemetry.events import HeldOutLoss, ValidationDone, Warned
 from gracetune.telemetry.sinks.jsonl import read_log
-from gracetune.train.request import ask_for_validation
+from gracetune.train.validation_request import ask_for_validation
 from gracetune.train.view import Heard
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, pictures, run
 from runs.test_resume import DUAL_EXPERT, assert_same_end, losses, states
 
 PROMPTS: dict[str, Any] = {

@@ -13,7 +13,7 @@ import pytest
 
 from gracetune.cli.examples import examples
 from runs.launched import ROOT
-from runs.made import TinyModel, pictures
+from runs.made_runs import TinyModel, pictures
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 

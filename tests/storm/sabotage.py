@@ -30,6 +30,6 @@ def keep_leftovers() -> None:
 
 def forget_optimizer() -> None:
     """A resumed run begins with a new optimizer's averages."""
-    from gracetune.train import pieces
+    from gracetune.train import state_parts as pieces
 
     vars(pieces)["load_named_state"] = lambda *_: None

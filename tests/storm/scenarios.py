@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from runs.launched import write_config
-from runs.made import TinyModel, config_for, pictures
+from runs.made_runs import TinyModel, config_for, pictures
 
 SECRET = "storm-b7c1e5f20a"
 """Part of a webhook's address in two of the configs: it may be in `config.yaml` alone."""

@@ -30,7 +30,7 @@ from gracetune.adapters.computation import LIBRARY, Computation
 from gracetune.adapters.fast.layer import FastLayer, choice, reference
 from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
 from gracetune.adapters.layer import AttachedLayer, local
-from gracetune.adapters.loading import fitted
+from gracetune.adapters.load_checks import fitted
 from gracetune.adapters.lycoris import Factors
 from gracetune.adapters.options import LayerOptions, resolver
 from gracetune.adapters.state import AdapterState, Stage

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.record import Algorithm
 from gracetune.adapters.algorithms.registry import algorithm
-from gracetune.adapters.files import PEFT_CONFIG, SUFFIX, data_hash, legacy_hash
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
 from gracetune.adapters.formats.layers import algorithms, common_alpha, common_rank
 from gracetune.adapters.formats.writing import DORA_ENTRY
+from gracetune.adapters.safetensors_file import PEFT_CONFIG, SUFFIX, data_hash, legacy_hash
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.models.key_maps import KEY_MAPS
 

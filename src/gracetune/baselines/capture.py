@@ -26,13 +26,13 @@ import xxhash
 
 from gracetune.baselines.baseline import FILE, REPORT, Baseline, Hardware, Memory, Probe, Steps, throughput
 from gracetune.baselines.machine_probe import SmiLog, both, measure_probe
-from gracetune.baselines.text import report
+from gracetune.baselines.rendering import report
 from gracetune.config.environment import ALLOCATOR_VARIABLES, GH200_PREFIX, HINTS_VARIABLE, Environment
 from gracetune.config.native import shareable
 from gracetune.config.run_config import RunConfig, Schedule, Validation
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.hardware import Machine, probe
-from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.storage.atomic import publish_folder, write_new
 from gracetune.storage.locks import lock
 from gracetune.telemetry.events import Event, MemorySampled, RunStarted, StepDone

@@ -22,13 +22,13 @@ import numpy as np
 from gracetune.bench.row import Row
 from gracetune.cache.batches import BatchSource, Keys
 from gracetune.cache.encoder import EncoderId
+from gracetune.cache.folder_layout import Places
 from gracetune.cache.keys import Key, Origin, latent_origin, text_key, text_origin
-from gracetune.cache.places import Places
+from gracetune.cache.required_entries import visits_of, wanted_latents, wanted_texts
 from gracetune.cache.residence import CacheRole, CacheType, Visits, Where
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.shards import pack
 from gracetune.cache.store import MAX_THREADS, DiskStore
-from gracetune.cache.wanted import visits_of, wanted_latents, wanted_texts
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex

@@ -22,11 +22,11 @@ from gracetune.cache.store import DiskStore
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Loader
 from gracetune.hardware.machine import Machine
+from gracetune.memory.experiment_tools import synchronize, timed_ms, torch_device
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Unavailable, load
 from gracetune.memory.placement import place
 from gracetune.memory.transport import matmul_step
-from gracetune.memory.trial import synchronize, timed_ms, torch_device
 from gracetune.units import GIB, MIB
 
 if TYPE_CHECKING:

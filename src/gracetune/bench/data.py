@@ -40,7 +40,7 @@ def run(machine: Machine) -> list[Row]:
     """Every row: what staging costs first, then what it is worth; then how a run's start grows with its data."""
     # These bring the decoders, which the worker processes do not need.
     from gracetune.bench.loader import loader_rows
-    from gracetune.bench.starting import starting_rows
+    from gracetune.bench.startup import starting_rows
 
     with tempfile.TemporaryDirectory(prefix="gracetune-bench-") as name:
         raw, shrinking = Path(name, "raw"), Path(name, "shrinking")

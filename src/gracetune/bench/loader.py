@@ -16,9 +16,9 @@ from PIL import Image
 from gracetune.bench.row import Row
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.pool import BackendPool
-from gracetune.data.build import build_index
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex
+from gracetune.data.index_builder import build_index
 from gracetune.data.loader import Exhausted, Loader
 from gracetune.data.refs import BatchRef
 from gracetune.hardware.machine import Machine

@@ -15,11 +15,11 @@ from gracetune.bench.overflow import overhead_rows, spill_rows
 from gracetune.bench.row import Row
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine
+from gracetune.memory.experiment_tools import synchronize, timed_ms, torch_device
 from gracetune.memory.lookahead import LookAhead, RingMover
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import HOST, Advice, Unavailable, load
 from gracetune.memory.transport import LinkSpeeds, TransportChoice, choose_transport, matmul_step, measure_link
-from gracetune.memory.trial import synchronize, timed_ms, torch_device
 from gracetune.units import GIB, MIB
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from gracetune.bench.row import Row
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine
-from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.experiment_tools import small_gpu, tidy, timed_ms
 from gracetune.memory.native import Unavailable
-from gracetune.memory.trial import small_gpu, tidy, timed_ms
+from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gracetune.cache.keys import Key, Origin
+from gracetune.cache.maintenance import Removal, leave_out_damaged, remove
 from gracetune.cache.manifest import Place
 from gracetune.cache.shards import StoredEntry
 from gracetune.cache.store import DamagedShard, DiskStore
-from gracetune.cache.upkeep import Removal, leave_out_damaged, remove
 
 _EXAMPLES = 20
 _ATTEMPTS = 5

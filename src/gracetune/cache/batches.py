@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from gracetune.memory.layer import UnifiedMemory
+    from gracetune.memory.unified_memory import UnifiedMemory
 
     Fetch = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
     """An entry, or a function that waits for it."""

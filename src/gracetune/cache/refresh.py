@@ -25,14 +25,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.cache.created_entries import MadeEntries
+from gracetune.cache.encode_passes import How
 from gracetune.cache.errors import CacheBusyError
+from gracetune.cache.folder_layout import Places
 from gracetune.cache.keys import Key
-from gracetune.cache.made import MadeEntries
-from gracetune.cache.passes import How
-from gracetune.cache.places import Places
+from gracetune.cache.maintenance import Removal, remove, remove_if_empty, sweep_removed
+from gracetune.cache.required_entries import LatentItem, TextItem, is_refreshed
 from gracetune.cache.session import Built, Caches, Encoders, build, is_cache, needs, open_store
-from gracetune.cache.upkeep import Removal, remove, remove_if_empty, sweep_removed
-from gracetune.cache.wanted import LatentItem, TextItem, is_refreshed
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex, Unreadable
 
@@ -68,7 +68,7 @@ class Collected:
 
 
 class Refresher:
-    """Prepares the epochs of a run. Use it if `wanted.is_refreshed(index)`."""
+    """Prepares the epochs of a run. Use it if `required_entries.is_refreshed(index)`."""
 
     def __init__(
         self,

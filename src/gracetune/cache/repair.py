@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from gracetune.cache.checking import recheck_suspects
+from gracetune.cache.encode_passes import EncodeMemoryError, How, Share
 from gracetune.cache.errors import EntriesError
+from gracetune.cache.integrity import recheck_suspects
 from gracetune.cache.keys import Key
-from gracetune.cache.passes import EncodeMemoryError, How, Share
 from gracetune.cache.session import Built, Caches, Encoders, build
 from gracetune.config.run_config import RunConfig
 from gracetune.data.errors import UnreadableMediaError

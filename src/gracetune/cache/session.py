@@ -18,12 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-from gracetune.cache.checking import OnChecked, forget_damaged
-from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
-from gracetune.cache.errors import CacheError, unreadable
-from gracetune.cache.imports import ImportReport
-from gracetune.cache.keys import Key
-from gracetune.cache.passes import (
+from gracetune.cache.ai_toolkit_files import ImportReport
+from gracetune.cache.ai_toolkit_import import take_latents, take_texts
+from gracetune.cache.encode_passes import (
     How,
     OnProgress,
     Outcome,
@@ -33,11 +30,13 @@ from gracetune.cache.passes import (
     nothing_to_do,
     with_notes,
 )
-from gracetune.cache.places import Places
-from gracetune.cache.store import DiskStore
-from gracetune.cache.takeover import take_latents, take_texts
-from gracetune.cache.upkeep import Removal, compact, remove
-from gracetune.cache.wanted import (
+from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
+from gracetune.cache.errors import CacheError, unreadable
+from gracetune.cache.folder_layout import Places
+from gracetune.cache.integrity import OnChecked, forget_damaged
+from gracetune.cache.keys import Key
+from gracetune.cache.maintenance import Removal, compact, remove
+from gracetune.cache.required_entries import (
     CacheItem,
     LatentItem,
     Part,
@@ -48,6 +47,7 @@ from gracetune.cache.wanted import (
     wanted_latents,
     wanted_texts,
 )
+from gracetune.cache.store import DiskStore
 from gracetune.config.run_config import RunConfig, Validation
 from gracetune.data.backends.errors import too_many
 from gracetune.data.errors import UnreadableMediaError
@@ -75,7 +75,7 @@ class Encoders(Protocol):
         """The id of the latent encoder, with tiling if that was switched on."""
 
     def prompts(self, validation: Validation) -> list[str]:
-        """The texts of validation samples, in the form that this model expects (`wanted.validation_texts`).
+        """The texts of validation samples, in the form that this model expects (`required_entries.validation_texts`).
 
         Empty if the model generates samples from the texts themselves, because then nothing reads their embeddings.
         """

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from gracetune.cache.cache_folder import INDEX_FILE, SHARDS, prepare, require
 from gracetune.cache.errors import (
     CacheError,
     CacheFullError,
@@ -42,7 +43,6 @@ from gracetune.cache.errors import (
     unreadable,
     unwritable,
 )
-from gracetune.cache.folder import INDEX_FILE, SHARDS, prepare, require
 from gracetune.cache.keys import Key
 from gracetune.cache.manifest import Catalogue, Place
 from gracetune.cache.reading import Job, Located, OpenFiles, PageCache, Reading, read_place, stretches

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gracetune.checkpoint.errors import CheckpointError
-from gracetune.checkpoint.pieces import Saved
+from gracetune.checkpoint.state_parts import Saved
 from gracetune.errors import Problem
 
 VERSION = 1

@@ -18,7 +18,7 @@ from gracetune.checkpoint.manifest import (
     identity_differences,
     read_manifest,
 )
-from gracetune.checkpoint.pieces import Piece, Saved
+from gracetune.checkpoint.state_parts import Piece, Saved
 from gracetune.errors import Problem
 from gracetune.storage.checksums import difference
 from gracetune.storage.safetensors_files import read_tensors

@@ -35,7 +35,9 @@ from gracetune.checkpoint.manifest import (
     read_manifest,
     step_of,
 )
-from gracetune.checkpoint.pieces import (
+from gracetune.checkpoint.ranks import OneProcess, Ranks
+from gracetune.checkpoint.reading import Checkpoint, Damage, other_run, verify
+from gracetune.checkpoint.state_parts import (
     Piece,
     Saved,
     Snapshot,
@@ -43,8 +45,6 @@ from gracetune.checkpoint.pieces import (
     saved_size,
     snapshot,
 )
-from gracetune.checkpoint.ranks import OneProcess, Ranks
-from gracetune.checkpoint.reading import Checkpoint, Damage, other_run, verify
 from gracetune.errors import Problem
 from gracetune.storage.atomic import left_bytes, new_folder, sweep_folders
 from gracetune.storage.checksums import Fact, write_checksummed

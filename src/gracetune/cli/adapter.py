@@ -21,8 +21,8 @@ from gracetune.errors import ConfigError, GracetuneError, Problem
 if TYPE_CHECKING:  # torch and diffusers are loaded by the command that needs them, not by every `--help`
     import torch
 
-    from gracetune.adapters.bases import Base
-    from gracetune.adapters.opening import Opened
+    from gracetune.adapters.adapter_files import Opened
+    from gracetune.adapters.base_model import Base
     from gracetune.adapters.state import AdapterState, Stage
     from gracetune.cli.adapter_view import Converted
 
@@ -57,7 +57,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Family, expert, algorithm, rank, format, sizes of the changes. Exit 1 if anything in a file is wrong."""
-    from gracetune.adapters.opening import open_adapter
+    from gracetune.adapters.adapter_files import open_adapter
     from gracetune.cli.adapter_view import inspected, print_inspected
 
     reports, failed = [], False
@@ -115,7 +115,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write an adapter in another format, as a LoRA, or into a model's weights. Never overwrites."""
-    from gracetune.adapters.opening import open_adapter
+    from gracetune.adapters.adapter_files import open_adapter
     from gracetune.cli.adapter_view import conversions_json, print_conversions
 
     ignore_lost_stdout()
@@ -163,9 +163,9 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Whether an adapter fits a model: layers matched, missing, unexpected, of another size. Exit 1 on any mismatch."""
-    from gracetune.adapters.bases import Base, published_shapes
-    from gracetune.adapters.opening import open_adapter
-    from gracetune.adapters.verify import verify as verify_reading
+    from gracetune.adapters.adapter_files import open_adapter
+    from gracetune.adapters.base_model import Base, published_shapes
+    from gracetune.adapters.verification import verify as verify_reading
     from gracetune.cli.adapter_view import print_verified, verified_json
 
     if (model is None) == (flavour is None):
@@ -221,8 +221,8 @@ def _converted(
     lora_rank: int | None,
     model: str | None,
 ) -> list[Converted]:
+    from gracetune.adapters.adapter_files import save
     from gracetune.adapters.formats.programs import readable
-    from gracetune.adapters.opening import save
     from gracetune.cli.adapter_view import Converted
 
     base = _base(states[0].family, model) if model is not None else None
@@ -297,14 +297,14 @@ def _merged(states: list[AdapterState], model: str, output: Path) -> list[Conver
 
 
 def _base(family: str, model: str) -> Base:
-    from gracetune.adapters.bases import Base
+    from gracetune.adapters.base_model import Base
 
     return Base(family, model)
 
 
 def _target(file: Path, state: AdapterState, to: str, output: Path | None, *, several: bool) -> Path:
     """Beside the file, unless said otherwise; each expert's name ends in its stage."""
-    from gracetune.adapters.files import SUFFIX
+    from gracetune.adapters.safetensors_file import SUFFIX
 
     chosen = output or file.with_name(f"{_without_stage(file.stem)}_{to}{SUFFIX}")
     if chosen.suffix != SUFFIX:

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gracetune.adapters.adapter_files import Opened
 from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.formats.reading import dtype_of
-from gracetune.adapters.opening import Opened
 from gracetune.adapters.state import AdapterState
 from gracetune.adapters.statistics import estimate_note, norms, zero_tensors
-from gracetune.adapters.verify import Verified
+from gracetune.adapters.verification import Verified
 from gracetune.cli.console import mark, shown
 from gracetune.config.export_formats import PROGRAMS
 from gracetune.errors import short, visible

@@ -14,9 +14,9 @@ from gracetune.baselines.baseline import MOST_STEPS, read_baseline
 from gracetune.bench.results import git_commit
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import mark, out, print_json, session, shown
-from gracetune.cli.quiet import libraries_quiet
+from gracetune.cli.library_output import libraries_quiet
 from gracetune.cli.streams import ignore_lost_stdout
-from gracetune.config.this_machine import path_problems
+from gracetune.config.machine_checks import path_problems
 from gracetune.errors import ConfigError
 
 DEFAULT_STEPS = 60
@@ -78,7 +78,7 @@ def capture(
     if as_json:
         print_json({"folder": str(done.folder), **json.loads(done.baseline.to_json())})
         return
-    from gracetune.baselines.text import report
+    from gracetune.baselines.rendering import report
 
     print(report(done.baseline))
     out().print(f"{mark(out(), ok=True)} {shown(str(done.folder))}")
@@ -99,7 +99,7 @@ def compare(
     """Lay two baselines beside each other. Exit 1 if B is slower or larger than A beyond the tolerance."""
     from gracetune.baselines.regression import compare as compared
     from gracetune.baselines.regression import parse_tolerance
-    from gracetune.baselines.text import sentence, table
+    from gracetune.baselines.rendering import sentence, table
 
     allowed = parse_tolerance(tolerance)
     one, two = read_baseline(before), read_baseline(after)

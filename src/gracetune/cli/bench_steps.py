@@ -22,7 +22,7 @@ from gracetune.hardware import Machine, probe
 from gracetune.units import parse_bytes
 
 if TYPE_CHECKING:
-    from gracetune.bench.step.measure import Bench
+    from gracetune.bench.step.measurement import Bench
     from gracetune.bench.step.row import StepRow
 
 _MODELS = {
@@ -114,8 +114,8 @@ def suite(
 
 @contextlib.contextmanager
 def _opened() -> Iterator[tuple[Bench, Machine]]:
-    from gracetune.bench.step.measure import Stamp, opened, versions_of
-    from gracetune.cli.quiet import libraries_quiet
+    from gracetune.bench.step.measurement import Stamp, opened, versions_of
+    from gracetune.cli.library_output import libraries_quiet
 
     machine = probe()
     stamp = Stamp(command_line(), git_commit(), versions_of(machine, __version__))

@@ -13,11 +13,11 @@ import typer
 
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
-from gracetune.cli.quiet import libraries_quiet
+from gracetune.cli.library_output import libraries_quiet
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import Resolved
+from gracetune.config.machine_checks import path_problems
 from gracetune.config.run_config import RunConfig, Validation
-from gracetune.config.this_machine import path_problems
 from gracetune.errors import ConfigError
 from gracetune.storage.folders import private_if_new
 from gracetune.train.control import Control, listening
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch and the models' code are loaded by the command that n
     import torch
 
     from gracetune.cache.audit import Audit
-    from gracetune.cache.places import Places
+    from gracetune.cache.folder_layout import Places
     from gracetune.cache.session import Caches, Encoders, Needs
     from gracetune.cli.cache_view import Bars, Cleared
     from gracetune.data.index import DataIndex
@@ -83,7 +83,7 @@ def build(
     json_output: AsJson = False,
 ) -> None:
     """Encode what the caches lack: captions, then latents. Nothing but the encoders is loaded, one after the other."""
-    from gracetune.cache.passes import How
+    from gracetune.cache.encode_passes import How
     from gracetune.cache.session import Caches
     from gracetune.cache.session import build as build_caches
     from gracetune.cli.cache_view import BuiltView, bars
@@ -172,13 +172,13 @@ def clear(
 def _open(
     context: typer.Context, config_file: Path, overrides: list[str] | None, progress: Bars, *, allow_unsupported: bool
 ) -> Job:
-    from gracetune.cache.places import places_of
+    from gracetune.cache.folder_layout import places_of
     from gracetune.cache.session import current_epoch
-    from gracetune.data.build import build_index, scan_folder
     from gracetune.data.copies.local import Copies
+    from gracetune.data.index_builder import build_index, scan_folder
     from gracetune.hub.access import HubAccess
     from gracetune.models.encoders import encoders_of
-    from gracetune.models.hub import HubFetcher
+    from gracetune.models.hub_download import HubFetcher
     from gracetune.models.registry import geometry_of
 
     resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
@@ -243,8 +243,8 @@ def _without_unreadable(job: Job) -> Job:
 
 def _tell_of_others(job: Job, caches: Caches) -> None:
     """Before hours are spent on what may be there already."""
+    from gracetune.cache.ai_toolkit_import import folders_there
     from gracetune.cache.session import missing_among
-    from gracetune.cache.takeover import folders_there
 
     if job.encoders.reads_pictures() or not missing_among(caches, job.wanted.latents):
         return
@@ -258,9 +258,9 @@ def _tell_of_others(job: Job, caches: Caches) -> None:
 
 def _audits(wanted: Needs, progress: Bars) -> dict[Path, Audit]:
     from gracetune.cache.audit import audit as audit_store
+    from gracetune.cache.required_entries import by_folder, for_audit
     from gracetune.cache.session import is_cache
     from gracetune.cache.store import DiskStore
-    from gracetune.cache.wanted import by_folder, for_audit
     from gracetune.cli.cache_view import nothing_there
 
     found: dict[Path, Audit] = {}
@@ -276,11 +276,11 @@ def _audits(wanted: Needs, progress: Bars) -> dict[Path, Audit]:
 
 def _cleared(job: Job) -> list[Cleared]:
     from gracetune.cache.audit import clear as clear_store
+    from gracetune.cache.maintenance import remove_damaged
     from gracetune.cache.refresh import remove_items
+    from gracetune.cache.required_entries import by_folder
     from gracetune.cache.session import is_cache, needs
     from gracetune.cache.store import DiskStore
-    from gracetune.cache.upkeep import remove_damaged
-    from gracetune.cache.wanted import by_folder
     from gracetune.cli.cache_view import Cleared
 
     found = []
@@ -302,10 +302,10 @@ def _cleared(job: Job) -> list[Cleared]:
 
 def _without_damaged(job: Job) -> list[Cleared]:
     """Encoding takes hours, so every entry stays; those inside damaged files count as missing already."""
+    from gracetune.cache.maintenance import leave_out_damaged, remove_damaged
+    from gracetune.cache.required_entries import by_folder
     from gracetune.cache.session import is_cache, needs
     from gracetune.cache.store import DiskStore
-    from gracetune.cache.upkeep import leave_out_damaged, remove_damaged
-    from gracetune.cache.wanted import by_folder
     from gracetune.cli.cache_view import Cleared
 
     found = []

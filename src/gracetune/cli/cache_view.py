@@ -13,14 +13,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from gracetune.cache.ai_toolkit_files import ImportReport
 from gracetune.cache.audit import Audit, Group, Wanted
-from gracetune.cache.imports import ImportReport
-from gracetune.cache.pass_work import Progress as PassProgress
-from gracetune.cache.passes import Outcome
+from gracetune.cache.encode_passes import Outcome
+from gracetune.cache.pass_worker import Progress as PassProgress
 from gracetune.cache.session import Built, Caches, Needs
 from gracetune.cache.store import DamagedShard
 from gracetune.cli.console import mark, shown
-from gracetune.data.words import counted
+from gracetune.data.text_format import counted
 from gracetune.units import MIB, format_bytes, format_duration
 
 _EXAMPLES = 3

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from gracetune.cli.console import mark, out, print_json, print_problems, problem_json, session, shown
 from gracetune.config import Environment, Resolved, UnresolvedError, load, native
-from gracetune.config.explain import schema as config_schema
-from gracetune.config.places import look
-from gracetune.config.this_machine import limits_memory, path_problems, size_warnings
+from gracetune.config.machine_checks import limits_memory, path_problems, size_warnings
+from gracetune.config.path_status import look
+from gracetune.config.pydantic_errors import schema as config_schema
 from gracetune.errors import ConfigError, Problem, visible
 from gracetune.hardware import probe
 

@@ -15,14 +15,14 @@ import typer
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.config import Resolved
+from gracetune.config.machine_checks import path_problems
 from gracetune.config.run_config import RunConfig, Validation
-from gracetune.config.this_machine import path_problems
 from gracetune.errors import ConfigError, Problem
 from gracetune.storage.folders import private_if_new
 
 if TYPE_CHECKING:  # numpy, Pillow and FFmpeg are loaded by the command that needs them, not by every `--help`
-    from gracetune.data.build import OnDataset
     from gracetune.data.index import DataIndex
+    from gracetune.data.index_builder import OnDataset
     from gracetune.data.sampler import Group, Order
 
 app = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
@@ -56,9 +56,9 @@ def show(
 ) -> None:
     """Print buckets, what is dropped and why, and captions; draw a contact sheet of every bucket."""
     from gracetune.cli.data_view import Shown, as_json, print_data
-    from gracetune.data.build import build_index, scan_folder
-    from gracetune.data.staging.rehearsal import Rehearsal
-    from gracetune.data.words import counted
+    from gracetune.data.index_builder import build_index, scan_folder
+    from gracetune.data.staging.staging_check import Rehearsal
+    from gracetune.data.text_format import counted
     from gracetune.models.registry import geometry_of
 
     resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
@@ -192,7 +192,7 @@ def sheet_of(index: DataIndex, order: Order, group: Group, most: int) -> tuple[b
     from gracetune.cli.data_view import rate_of, shape_label
     from gracetune.data.captions import variant_ref
     from gracetune.data.contact_sheet import contact_sheet
-    from gracetune.data.words import counted
+    from gracetune.data.text_format import counted
 
     found = index.datasets[group.source]
     count = min(most, len(group.samples))

@@ -16,7 +16,7 @@ from gracetune.data.items import DatasetIndex, Dropped
 from gracetune.data.refs import Bucket
 from gracetune.data.sampler import Group, Order
 from gracetune.data.staging.estimate import Estimate, decimal
-from gracetune.data.words import counted, some
+from gracetune.data.text_format import counted, some
 
 FORMAT = 1
 _NAMES_IN_JSON = 100

@@ -15,7 +15,7 @@ from gracetune.cli.config import check_file, print_checked
 from gracetune.cli.console import mark, out, session, shown
 from gracetune.cli.doctor import DoctorOptions, run_doctor
 from gracetune.cli.examples import INDEX, checkout
-from gracetune.cli.quiet import libraries_quiet
+from gracetune.cli.library_output import libraries_quiet
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import Environment
 from gracetune.errors import ConfigError, Problem

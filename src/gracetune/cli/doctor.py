@@ -15,7 +15,7 @@ import typer
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.doctor_view import print_diagnosis
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment, memory_settings
-from gracetune.config.places import look
+from gracetune.config.path_status import look
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware.allocation import (
     DEFAULT_SCALE,

@@ -23,11 +23,11 @@ from gracetune.hardware import Machine, probe
 from gracetune.hardware.doctor import REPORT_FORMAT
 from gracetune.hub.access import HubAccess
 from gracetune.planning.config_demand import demand_of
+from gracetune.planning.dataset_facts import DatasetFacts
 from gracetune.planning.demand import Demand, Role
+from gracetune.planning.memory_tiers import free_on_disk
 from gracetune.planning.plan import plan
 from gracetune.planning.processes import Processes
-from gracetune.planning.samples import DatasetFacts
-from gracetune.planning.tiers import free_on_disk
 
 MOST_PROCESSES = 4096
 

@@ -12,7 +12,7 @@ import typer
 import gracetune
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import mark, out, print_json, shown
-from gracetune.config.places import look
+from gracetune.config.path_status import look
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, MachineError, Problem
 from gracetune.storage.atomic import write_file

@@ -18,7 +18,7 @@ from gracetune.cli.config import AsJson
 from gracetune.cli.console import Session, mark, out, print_json, session, shown
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import load
-from gracetune.config.places import look
+from gracetune.config.path_status import look
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.proposal.contents import Contents, look_at
@@ -229,7 +229,7 @@ class _Asking:
 
 
 def _model(text: str) -> ChosenModel:
-    from gracetune.cli.quiet import libraries_quiet
+    from gracetune.cli.library_output import libraries_quiet
 
     if look(text.rpartition(":")[2]).kind != "folder":
         return model_named(text)

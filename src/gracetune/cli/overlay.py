@@ -12,7 +12,7 @@ from rich.console import Console
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import mark, out, print_json, session, shown
 from gracetune.cli.streams import ignore_lost_stdout
-from gracetune.data.words import counted
+from gracetune.data.text_format import counted
 from gracetune.integrations.check import Finding, Report, Status
 from gracetune.integrations.check import check as check_points
 from gracetune.integrations.facts import FactsError, read_facts

@@ -13,12 +13,12 @@ import typer
 
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import Session, out, print_json, session
+from gracetune.cli.library_output import libraries_quiet
 from gracetune.cli.log_level import LogLevel, logging_at
-from gracetune.cli.quiet import libraries_quiet
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import Resolved
-from gracetune.config.places import look
-from gracetune.config.this_machine import named_path_problems
+from gracetune.config.machine_checks import named_path_problems
+from gracetune.config.path_status import look
 from gracetune.errors import ConfigError, Problem, visible
 from gracetune.memory.reclaim import rare_collections
 from gracetune.redaction import redact
@@ -218,7 +218,7 @@ def validate_now(
     run_folder: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="The run's output folder.")],
 ) -> None:
     """Ask a running job for a validation. It generates its samples after the step it is at."""
-    from gracetune.train.request import ask_for_validation
+    from gracetune.train.validation_request import ask_for_validation
 
     ignore_lost_stdout()
     print(ask_for_validation(run_folder))

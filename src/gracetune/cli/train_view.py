@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column
 from rich.text import Text
 
-from gracetune.cache.pass_work import Progress as PassProgress
+from gracetune.cache.pass_worker import Progress as PassProgress
 from gracetune.cli.console import mark, shown
 from gracetune.cli.estimate_view import print_plan
 from gracetune.config.run_config import RunConfig
@@ -23,7 +23,7 @@ from gracetune.data.staging.progress import OnProgress, StagingProgress
 from gracetune.hardware import Machine
 from gracetune.storage.transfer import OnFetched
 from gracetune.telemetry.progress import Standing
-from gracetune.train.dry import DryBatch
+from gracetune.train.first_batch import DryBatch
 from gracetune.train.output import RunFolder
 from gracetune.train.planning import Planned
 from gracetune.train.run import Result

@@ -8,7 +8,7 @@ from typing import Any
 
 from gracetune.config.draft import Draft, Path
 from gracetune.config.native import VERSION_KEY
-from gracetune.config.places import look
+from gracetune.config.path_status import look
 
 
 def find_beside(draft: Draft) -> None:

@@ -15,16 +15,16 @@ from gracetune.config.dialects import DIALECTS
 from gracetune.config.dialects.table import Dialect
 from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path, too_many_problems
 from gracetune.config.environment import Environment, memory_settings
-from gracetune.config.explain import known_path, problems_of, required_names
 from gracetune.config.families import FAMILIES
+from gracetune.config.ineffective_options import loaded_by_no_program, without_effect
 from gracetune.config.input_paths import find_beside
 from gracetune.config.limits import DEEPEST, LONGEST_TEXT, MOST_PROBLEMS, NotPlainError
-from gracetune.config.plain import plain
+from gracetune.config.plain_data import plain
+from gracetune.config.pydantic_errors import known_path, problems_of, required_names
 from gracetune.config.rules import Broken, broken_rules
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document, open_document
-from gracetune.config.without_effect import loaded_by_no_program, without_effect
 from gracetune.config.yaml_syntax import parse_scalar
 from gracetune.errors import ConfigError, Problem
 from gracetune.redaction import Redactor

@@ -29,7 +29,7 @@ from gracetune.config.limits import (
     too_long,
     too_many_values,
 )
-from gracetune.config.plain import plain
+from gracetune.config.plain_data import plain
 from gracetune.config.yaml_syntax import UNREADABLE, DuplicateKeyError, parse_yaml
 from gracetune.errors import ConfigError, Problem
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import AfterValidator
 
 from gracetune.config.registry import Registry
-from gracetune.telemetry.hub import Tracker
+from gracetune.telemetry.dispatcher import Tracker
 
 TRACKERS: Final[Registry] = Registry.find(
     "tracker",

@@ -22,7 +22,7 @@ from gracetune.config.spelling import nearest
 from gracetune.data.backend import Backend
 from gracetune.data.backends.paths import split_suffix
 from gracetune.data.errors import DataError
-from gracetune.data.words import some
+from gracetune.data.text_format import some
 from gracetune.units import format_bytes
 
 TableKind = Literal["parquet", "csv", "jsonl", "json"]

@@ -13,8 +13,8 @@ from gracetune.data.index import freshness
 from gracetune.data.items import DatasetIndex, Item, audio_rate, same_stem
 from gracetune.data.media import EXTENSIONS
 from gracetune.data.media.probe import AudioFacts
-from gracetune.data.staging.selection import reasons
-from gracetune.data.words import counted, some
+from gracetune.data.staging.file_selection import reasons
+from gracetune.data.text_format import counted, some
 
 ENLARGED = 1.05
 """Smaller enlargements come from rounding and are not visible."""

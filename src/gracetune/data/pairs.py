@@ -15,7 +15,7 @@ from gracetune.data.items import Dropped, Item, Reference, bucket_of, same_stem,
 from gracetune.data.media.probe import ImageFacts
 from gracetune.data.media_files import MediaFile
 from gracetune.data.refs import Bucket, Canny, MaskRef
-from gracetune.data.words import counted, some
+from gracetune.data.text_format import counted, some
 from gracetune.errors import Problem
 
 SAME_SHAPE = 0.02

@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 from pydantic import ValidationError
 
 from gracetune import __version__
-from gracetune.config.places import look
+from gracetune.config.path_status import look
 from gracetune.errors import MachineError
 from gracetune.hardware import cgroup, host
 from gracetune.hardware.driver import CudaDriver, Driver, DriverFacts

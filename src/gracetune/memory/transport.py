@@ -10,9 +10,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Final, Literal
 
 from gracetune.hardware.machine import ProfileName
+from gracetune.memory.experiment_tools import timed_ms
 from gracetune.memory.lookahead import InPlace, Mover, RingMover, copies_on
 from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
-from gracetune.memory.trial import timed_ms
 from gracetune.units import MIB
 
 if TYPE_CHECKING:

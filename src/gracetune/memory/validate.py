@@ -12,10 +12,10 @@ from typing import Final
 from gracetune.hardware.check import Check
 from gracetune.memory.arena import OverflowArena
 from gracetune.memory.errors import UnifiedMemoryError
+from gracetune.memory.experiment_tools import small_gpu, synchronize
 from gracetune.memory.managed import ManagedBuffer, ManagedHeap
 from gracetune.memory.native import HOST, Unavailable, Uvm, load
 from gracetune.memory.transport import LinkSpeeds, measure_link
-from gracetune.memory.trial import small_gpu, synchronize
 from gracetune.units import GIB, MIB, format_bytes
 
 PROBE: Final = 256 * MIB

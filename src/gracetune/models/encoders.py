@@ -7,13 +7,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
-from gracetune.cache.places import places_of
+from gracetune.cache.folder_layout import places_of
+from gracetune.cache.required_entries import validation_texts
 from gracetune.cache.tiling import TilingNotes
-from gracetune.cache.wanted import validation_texts
 from gracetune.config.run_config import RunConfig, Validation
 from gracetune.errors import ConfigError, Problem
-from gracetune.models import hub
-from gracetune.models.hub import Fetch
+from gracetune.models import hub_download as hub
+from gracetune.models.hub_download import Fetch
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, open_source
 from gracetune.models.spec import EncodeOptions, ModelSpec, Placement

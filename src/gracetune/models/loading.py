@@ -23,12 +23,13 @@ from transformers.utils import logging
 
 from gracetune.errors import ConfigError, Problem
 from gracetune.memory.weights.loading import Progress, load_into
-from gracetune.models import eight_bits, single_file
+from gracetune.models import eight_bit_layers as eight_bits
+from gracetune.models import single_file
 from gracetune.models.attention import apply_attention
-from gracetune.models.bars import without_bars
-from gracetune.models.eight_bits import Put, eight_bit_weights, putting
+from gracetune.models.eight_bit_layers import Put, eight_bit_weights, putting
 from gracetune.models.fp8 import check_fp8
 from gracetune.models.layout import CONFIG, part_config, read_config, weight_file
+from gracetune.models.progress_bars import without_bars
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EightBits, Placement
 from gracetune.storage.errors import WeightFileError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gracetune.errors import ConfigError, Problem
 from gracetune.memory.weights.staging import too_large_for
-from gracetune.models.eight_bits import Put
+from gracetune.models.eight_bit_layers import Put
 from gracetune.models.source import ModelSource
 from gracetune.storage.errors import WeightFileError
 from gracetune.storage.safetensors_headers import TensorEntry, open_weights, shortened

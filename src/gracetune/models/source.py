@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from gracetune.config.families import find_flavour, flavours
-from gracetune.config.places import Place, look
+from gracetune.config.path_status import Place, look
 from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
-from gracetune.models import hub
+from gracetune.models import hub_download as hub
 from gracetune.storage.regular_files import read_small_file
 from gracetune.storage.safetensors_headers import open_weights
 

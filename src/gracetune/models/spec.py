@@ -157,7 +157,8 @@ class LoadPipeline(Protocol):
     ) -> Any:
         """diffusers' own pipeline around the given denoisers (component -> module). All other parts are loaded.
 
-        It samples with the settings in `facts` (`models.facts` applies a config's). None uses those of the weights.
+        It samples with the settings in `facts` (`models.fact_overrides` applies a config's). None uses those of the
+        weights.
         """
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import GracetuneError, Problem
-from gracetune.optim.naming import differences
+from gracetune.optim.named_state import differences
 from gracetune.storage.regular_files import check_regular
 
 KINDS = ("lora", "lokr")

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from gracetune.optim.automagic_cuda import CudaStack, kernels_for
 from gracetune.optim.automagic_stack import Rule, Stack, stack_key
 from gracetune.optim.automagic_upstream import UpstreamStack
-from gracetune.optim.naming import NamedState, StateMismatchError, by_parameter, differences, key_of
-from gracetune.optim.rates import BIAS_16, Limits, RateGrid
+from gracetune.optim.element_rates import BIAS_16, Limits, RateGrid
+from gracetune.optim.named_state import NamedState, StateMismatchError, by_parameter, differences, key_of
 
 _SCALE = "scale"
 """The entry that only rates in 8 bits have."""
@@ -38,7 +38,7 @@ class Automagic(Optimizer):
     """Give parameters with their names, [("blocks.0…", p), …], to save and load state."""
 
     _step_supports_amp_scaling = True
-    """torch's name for an optimizer that leaves a step out where `found_inf` is 1 (`optim.skipping`)."""
+    """torch's name for an optimizer that leaves a step out where `found_inf` is 1 (`optim.step_skipping`)."""
     found_inf: Tensor | None = None
 
     def __init__(

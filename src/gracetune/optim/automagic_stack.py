@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gracetune.adapters.layer import local
 from gracetune.errors import GracetuneError
-from gracetune.optim.rates import RateGrid
+from gracetune.optim.element_rates import RateGrid
 
 NO_SIGN = 2
 """In place of a last sign (0 or 1) where there has been no update yet."""
@@ -120,7 +120,7 @@ class Stack:
 
     @torch.no_grad()
     def step(self, active: list[int], rule: Rule, bad: Tensor | None = None) -> None:
-        """`bad`, on the device: 1 leaves everything as it is (`optim.skipping`)."""
+        """`bad`, on the device: 1 leaves everything as it is (`optim.step_skipping`)."""
         # By the whole shape: processes that hold unlike parts of it must cut alike, or they would wait for each other.
         most = _CHUNKS.get(self.rates.device.type, _CHUNK)
         for some in _chunks(active, max(1, most // max(1, math.prod(self.whole_shape)))):

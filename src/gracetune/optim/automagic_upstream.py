@@ -3,7 +3,7 @@
 Rates are 8-bit integers with one scale per parameter tensor, the largest rate / 127. A bump that is below half of that
 is lost when they are stored: with the default limits rates stop following the signs after some 250 bumps. A tensor's
 first update counts as following one towards larger values. Both change what is learnt, so whoever compares with
-ai-toolkit may want them; `rates: exact`, the default, loses no bump (`optim/rates.py`).
+ai-toolkit may want them; `rates: exact`, the default, loses no bump (`optim/element_rates.py`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from gracetune.config.run_config import Optimizer as Asked
 from gracetune.errors import ConfigError, Problem
 from gracetune.optim import state
 from gracetune.optim.arguments import arguments_of
-from gracetune.optim.naming import KeepsNamedState, NamedState
+from gracetune.optim.named_state import KeepsNamedState, NamedState
 from gracetune.optim.record import ParamGroup, optimizer_record
 
 

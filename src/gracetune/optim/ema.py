@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gracetune.config.run_config import Ema as EmaConfig
 from gracetune.errors import GracetuneError
-from gracetune.optim.naming import differences
-from gracetune.optim.skipping import move_towards
+from gracetune.optim.named_state import differences
+from gracetune.optim.step_skipping import move_towards
 
 
 class Ema:
@@ -53,7 +53,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, bad: Tensor | None = None) -> None:
-        """After every optimizer step; averages every `update_every`-th. `bad` is that of `optim.skipping`."""
+        """After every optimizer step; averages every `update_every`-th. `bad` is that of `optim.step_skipping`."""
         self.steps += 1
         if self.steps % self.update_every:
             return

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gracetune.adapters.layer import local
-from gracetune.optim.skipping import move_towards
+from gracetune.optim.step_skipping import move_towards
 
 
 class Lion(Optimizer):
@@ -20,7 +20,7 @@ class Lion(Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    """torch's name for an optimizer that leaves a step out where `found_inf` is 1 (`optim.skipping`)."""
+    """torch's name for an optimizer that leaves a step out where `found_inf` is 1 (`optim.step_skipping`)."""
     found_inf: Tensor | None = None
 
     def __init__(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from gracetune.optim.arguments import constructor_arguments
-from gracetune.optim.naming import NamedState, StateMismatchError, by_parameter, differences, key_of
+from gracetune.optim.named_state import NamedState, StateMismatchError, by_parameter, differences, key_of
 
 _REMEDY = "resume with the adapter and optimizer the state was saved with, or start anew (--resume none)"
 _NOT_STATE = ("params", "param_names", "name", "stage", "initial_lr", "swap_tensors")

@@ -8,10 +8,10 @@ from gracetune.config.run_config import RunConfig
 from gracetune.hardware import Machine
 from gracetune.models.registry import footprint_of
 from gracetune.models.source import assistant_elements
+from gracetune.planning.dataset_facts import DatasetFacts, survey
 from gracetune.planning.demand import Demand
 from gracetune.planning.estimate import estimate
 from gracetune.planning.processes import ONE_PROCESS, Processes
-from gracetune.planning.samples import DatasetFacts, survey
 
 
 def demand_of(

@@ -9,8 +9,8 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.captions import most_epochs, orders_wanted
 from gracetune.memory.placement import hints_of
 from gracetune.models.footprint import AudioLatents, Encoder, Footprint, Shape
+from gracetune.planning.dataset_facts import DatasetFacts
 from gracetune.planning.demand import Need, Phase, Role
-from gracetune.planning.samples import DatasetFacts
 from gracetune.units import GIB, MIB
 
 CACHE_BYTES = 2

@@ -26,6 +26,7 @@ from gracetune.models.footprint import Block, Footprint, Shape
 from gracetune.optim.record import optimizer_state
 from gracetune.planning.activations import Method, activations, casts_tensors
 from gracetune.planning.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
+from gracetune.planning.dataset_facts import DatasetFacts, largest_sample
 from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, Settings, Workload
 from gracetune.planning.processes import (
     GATHERED_BLOCKS,
@@ -34,7 +35,6 @@ from gracetune.planning.processes import (
     Processes,
     sharded_bits_problem,
 )
-from gracetune.planning.samples import DatasetFacts, largest_sample
 
 AdapterPath = Literal["plain", "library"]
 _WEIGHT_BYTES = {"auto": 2, "bf16": 2, "fp16": 2, "fp32": 4}

@@ -17,7 +17,7 @@ from gracetune.models.footprint import FP8_CAPABILITY
 from gracetune.planning.activations import Policy
 from gracetune.planning.demand import Demand
 from gracetune.planning.layout import Choice, Layout, lay
-from gracetune.planning.tiers import Tiers
+from gracetune.planning.memory_tiers import Tiers
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from gracetune.memory.placement import Role as PlacementRole
 from gracetune.memory.placement import place
 from gracetune.planning.activations import Policy
 from gracetune.planning.demand import Demand, Need, Phase, Role, Workload
-from gracetune.planning.tiers import CONTEXT_BYTES, FRAGMENTATION, TierName, Tiers
+from gracetune.planning.memory_tiers import CONTEXT_BYTES, FRAGMENTATION, TierName, Tiers
 from gracetune.units import format_bytes
 
 

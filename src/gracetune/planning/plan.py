@@ -15,7 +15,7 @@ from gracetune.planning.activations import BUDGETS, Policy
 from gracetune.planning.demand import Demand, Phase
 from gracetune.planning.ladder import Ladder
 from gracetune.planning.layout import Choice, Layout, Line, largest_workload
-from gracetune.planning.tiers import HEADROOM, Tier, TierName, Tiers, tiers_of
+from gracetune.planning.memory_tiers import HEADROOM, Tier, TierName, Tiers, tiers_of
 from gracetune.units import format_bytes
 
 Verdict = Literal["fits", "fits with these changes", "does not fit", "unknown"]

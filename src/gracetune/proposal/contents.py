@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gracetune.config.dataset_config import Captions
-from gracetune.config.places import look
+from gracetune.config.path_status import look
 from gracetune.data.backend import Backend
 from gracetune.data.backends.listing import LeftOut, survey
 from gracetune.data.backends.local import LocalBackend

@@ -8,7 +8,7 @@ from typing import Any
 
 from gracetune.config.families import FAMILIES, find_flavour, flavours, readable_names
 from gracetune.config.family_names import Flavour
-from gracetune.config.places import look
+from gracetune.config.path_status import look
 from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem

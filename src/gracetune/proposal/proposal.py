@@ -20,8 +20,8 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
 from gracetune.models.registry import geometry
 from gracetune.planning.config_demand import demand_of
+from gracetune.planning.memory_tiers import free_on_disk
 from gracetune.planning.plan import Plan, plan
-from gracetune.planning.tiers import free_on_disk
 from gracetune.proposal.contents import Contents
 from gracetune.proposal.models import ChosenModel, model_named
 from gracetune.proposal.presets import Preset, presets_for

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from gracetune.telemetry import words
+from gracetune.telemetry import number_format as words
 from gracetune.telemetry.events import Event, MemorySampled, MemoryStageChanged, RunStarted, StepDone
 
 WARM_UP_STEPS = 3

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from gracetune.adapters.state import Stage
 from gracetune.cache.batches import BatchSource, Live
 from gracetune.cache.errors import EntriesError
-from gracetune.cache.places import places_of
+from gracetune.cache.folder_layout import places_of
+from gracetune.cache.required_entries import is_refreshed
 from gracetune.cache.residence import Where
-from gracetune.cache.wanted import is_refreshed
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
@@ -28,35 +28,35 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
 from gracetune.memory.arena_size import Room
 from gracetune.memory.errors import UnifiedMemoryError
-from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.link_file import FILE, machine_key, recall, remember
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Unavailable
 from gracetune.memory.placement import Hints, hints_of
 from gracetune.memory.transport import TransportChoice, choose_transport, measure_link
+from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
-from gracetune.models.facts import guidance_note
+from gracetune.models.fact_overrides import guidance_note
 from gracetune.models.registry import spec_of
 from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.models.token_routing import TokenRouter
+from gracetune.optim.batch_ramp import Ramp, ramp_of
 from gracetune.optim.build import build_optimizer, optimizer_notes
 from gracetune.optim.ema import Ema
-from gracetune.optim.ramp import Ramp, ramp_of
 from gracetune.optim.record import ParamGroup
 from gracetune.optim.schedules import build_schedule
-from gracetune.optim.skipping import waiting_note
+from gracetune.optim.step_skipping import waiting_note
 from gracetune.train.control import Control
+from gracetune.train.cuda_graphs import Replay
 from gracetune.train.data import Ready, local_ranks
 from gracetune.train.gradients import Clip, FlatGradients, Gradients, ShardedGradients
 from gracetune.train.job import Job
+from gracetune.train.loss_scale import LossScale, NoScale
 from gracetune.train.planning import Planned
 from gracetune.train.position import Length, length_of
-from gracetune.train.replay import Replay
 from gracetune.train.runtime import Runtime
-from gracetune.train.scaling import LossScale, NoScale
-from gracetune.train.state import TrainingState
 from gracetune.train.step import Goal, TrainStep
-from gracetune.train.trainee import Trainee, router_of
+from gracetune.train.trained_model import Trainee, router_of
+from gracetune.train.training_state import TrainingState
 from gracetune.train.view import View
 
 

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gracetune.telemetry.hub import Telemetry
+from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.train.guards import MemoryGuard, NanGuard, host_room
 from gracetune.train.held_out import HeldOut
 from gracetune.train.hooks import Callback
-from gracetune.train.identity import metadata_of
 from gracetune.train.load import LoadedRun
 from gracetune.train.logs import Logging, MemoryUsage
 from gracetune.train.preflight import Preflight
 from gracetune.train.prompts import prompts_of
 from gracetune.train.publishing import Publishing
+from gracetune.train.run_identity import metadata_of
 from gracetune.train.saving import Saving
-from gracetune.train.self_proof import SelfProof
+from gracetune.train.self_check import SelfProof
 from gracetune.train.validation import Sampling
 from gracetune.train.view import View
 

@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.cache.batches import BatchSource, Entries, Keys, Live
+from gracetune.cache.created_entries import Made, MadeEntries
+from gracetune.cache.encode_passes import How, Share
 from gracetune.cache.errors import EntriesError, MissingEntryError
+from gracetune.cache.folder_layout import places_of
 from gracetune.cache.keys import Key
-from gracetune.cache.made import Made, MadeEntries
-from gracetune.cache.missing import why_missing
-from gracetune.cache.passes import How, Share
-from gracetune.cache.places import places_of
+from gracetune.cache.miss_reasons import why_missing
 from gracetune.cache.repair import EntryRepair
+from gracetune.cache.required_entries import LatentItem, TextItem, visits_of
 from gracetune.cache.residence import CacheRole, CacheType, Visits, Where
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.session import Built, Caches, Needs, build, missing_among, needs
 from gracetune.cache.stats import StoreStats
 from gracetune.cache.store import DiskStore
-from gracetune.cache.wanted import LatentItem, TextItem, visits_of
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.pool import BackendPool, sharing_notes
-from gracetune.data.build import build_index, scan_folder
 from gracetune.data.copies.local import Copies
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DamagedFiles, DataIndex, by_dataset, freshness, left_out_lines
+from gracetune.data.index_builder import build_index, scan_folder
 from gracetune.data.loader import Loader
-from gracetune.data.words import counted
+from gracetune.data.text_format import counted
 from gracetune.hardware import Machine
 from gracetune.hostmem.sharing import LocalRanks
-from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.transport import mover_for
+from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.models.encoders import FamilyEncoders
 from gracetune.train.runtime import Runtime
 from gracetune.train.view import View

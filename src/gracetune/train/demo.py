@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw
 
+from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.merge import merge_into
-from gracetune.adapters.opening import open_adapter
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
@@ -25,7 +25,7 @@ from gracetune.models.tiny import build
 from gracetune.telemetry.events import HeldOutLoss
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.run import RunOptions, train
-from gracetune.train.self_proof import STEPS as SELF_CHECKED
+from gracetune.train.self_check import STEPS as SELF_CHECKED
 from gracetune.train.view import View
 
 STEPS = 40

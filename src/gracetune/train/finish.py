@@ -8,28 +8,28 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from gracetune.cache.created_entries import Made, MadeEntries
 from gracetune.cache.errors import CacheBusyError, CacheError
+from gracetune.cache.folder_layout import places_of
 from gracetune.cache.keys import Key
-from gracetune.cache.made import Made, MadeEntries
-from gracetune.cache.places import places_of
 from gracetune.cache.refresh import remove_epochs
 from gracetune.cache.session import is_cache, remove_entries
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.storage.os_errors import FileError
+from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import RunEnded
-from gracetune.telemetry.hub import Telemetry
 from gracetune.telemetry.report.write import write_report
+from gracetune.train.cache_refresh import Renewal
 from gracetune.train.control import Stop
 from gracetune.train.data import Cached
 from gracetune.train.job import Job
 from gracetune.train.load import LoadedRun
 from gracetune.train.logs import open_telemetry
 from gracetune.train.output import RunFolder, WrongFileError, save_weights, verify_weights
-from gracetune.train.peers import LostRankError
 from gracetune.train.preflight import Preflight
-from gracetune.train.renewal import Renewal
+from gracetune.train.rank_monitor import LostRankError
 from gracetune.train.view import View
 
 

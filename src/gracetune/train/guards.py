@@ -16,15 +16,15 @@ from gracetune.hardware.allocation import host_floor, host_reserve
 from gracetune.hostmem.sensors import HostSensor
 from gracetune.memory.errors import MemoryPressure
 from gracetune.memory.governor import Action, ArenaChange, MemoryChange, StageChange
-from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.sensors import ArenaUsage, Sensors
+from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.memory.watchdog import Floors, Watchdog
+from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import Event, MemoryReclaimed, MemoryStageChanged, OverflowArenaChanged
-from gracetune.telemetry.hub import Telemetry
 from gracetune.train.control import Control, Stop
 from gracetune.train.hooks import Callback, RunStarts, WindowDone
 from gracetune.train.position import Position
-from gracetune.train.state import Standing, TrainingState
+from gracetune.train.training_state import Standing, TrainingState
 from gracetune.train.view import View
 from gracetune.units import format_bytes
 

@@ -22,8 +22,8 @@ from gracetune.errors import GracetuneError
 from gracetune.models.experts import window_of_levels
 from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.seeded_random import torch_seed
+from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import HeldOutLoss
-from gracetune.telemetry.hub import Telemetry
 from gracetune.train.data import Cached
 from gracetune.train.hooks import Callback, RunStarts, WindowDone
 from gracetune.train.job import EvaluatedModel, Pauses

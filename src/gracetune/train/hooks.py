@@ -19,7 +19,7 @@ from torch import Tensor
 from gracetune.data.loader import EpochEnd
 from gracetune.data.refs import BatchRef
 from gracetune.models.spec import ExpertName
-from gracetune.optim.ramp import Window
+from gracetune.optim.batch_ramp import Window
 from gracetune.train.control import Stop
 from gracetune.train.position import Position
 

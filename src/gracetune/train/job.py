@@ -19,16 +19,16 @@ from gracetune.data.loader import EpochEnd, Exhausted
 from gracetune.errors import GracetuneError
 from gracetune.models.experts import expert_for_window, next_expert
 from gracetune.models.spec import ExpertName
-from gracetune.optim.ramp import Ramp
+from gracetune.optim.batch_ramp import Ramp
 from gracetune.seeded_random import torch_seed
 from gracetune.train.control import Control, Kind, Stop
 from gracetune.train.gradients import Accumulation, Clip, Gradients
 from gracetune.train.hooks import StepStarts
 from gracetune.train.position import Length, Position
 from gracetune.train.runtime import Runtime
-from gracetune.train.state import TrainingState
 from gracetune.train.step import TrainStep
-from gracetune.train.trainee import Trainee
+from gracetune.train.trained_model import Trainee
+from gracetune.train.training_state import TrainingState
 
 _CODES = {"finished": 1, "failed": 2, "interrupted": 3}
 

@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from gracetune.cache.folder import SHARDS
-from gracetune.cache.places import places_of
+from gracetune.cache.cache_folder import SHARDS
+from gracetune.cache.folder_layout import places_of
 from gracetune.checkpoint.journal import Work
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.run_config import RunConfig
-from gracetune.data.build import scan_folder
+from gracetune.data.index_builder import scan_folder
 from gracetune.models.spec import Expert
 from gracetune.storage.atomic import sweep, sweep_folders
 from gracetune.storage.os_errors import explain

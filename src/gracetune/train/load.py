@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from gracetune.data.copies.local import Copies
 from gracetune.hub.access import HubAccess
-from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.memory.watchdog import Watchdog
 from gracetune.models.registry import geometry
 from gracetune.train.assembly import assemble, begin, open_host, open_memory, where_of
+from gracetune.train.cache_refresh import Renewal, nothing_to_renew, renew
 from gracetune.train.control import Control
 from gracetune.train.data import (
     Cached,
@@ -23,16 +24,15 @@ from gracetune.train.data import (
     repair_of,
     stage,
 )
-from gracetune.train.dry import DryBatch, Example, dry_batch, hours_left
+from gracetune.train.first_batch import DryBatch, Example, dry_batch, hours_left
 from gracetune.train.guards import check_memory, memory_alarm, memory_left, watch
 from gracetune.train.job import Job
 from gracetune.train.output import check_format, checkpoint_bytes
-from gracetune.train.pieces import Checkpointed
 from gracetune.train.planning import choose, shapes_of
 from gracetune.train.preflight import Preflight
-from gracetune.train.renewal import Renewal, nothing_to_renew, renew
 from gracetune.train.resume import batch_change, refuse_other_data, refuse_other_data_early, restore, saved_epoch
-from gracetune.train.trainee import load_trainee
+from gracetune.train.state_parts import Checkpointed
+from gracetune.train.trained_model import load_trainee
 from gracetune.train.view import View
 
 

@@ -29,10 +29,11 @@ from gracetune.hardware import Machine
 from gracetune.memory.lookahead import Depth
 from gracetune.memory.sensors import TorchCuda, usable_total
 from gracetune.models.spec import ExpertName
+from gracetune.optim.batch_ramp import Ramp, Window
 from gracetune.optim.build import state_tensors
-from gracetune.optim.ramp import Ramp, Window
-from gracetune.optim.rates import KeepsRates
+from gracetune.optim.element_rates import KeepsRates
 from gracetune.redaction import Redactor
+from gracetune.telemetry.dispatcher import Sink, Telemetry, TrackedRun, Tracker
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import (
     CheckpointWritten,
@@ -48,7 +49,6 @@ from gracetune.telemetry.events import (
     StepDone,
     ValidationDone,
 )
-from gracetune.telemetry.hub import Sink, Telemetry, TrackedRun, Tracker
 from gracetune.telemetry.progress import Progress
 from gracetune.telemetry.sinks.jsonl import JsonlSink
 from gracetune.telemetry.sinks.webhook import WebhookSink
@@ -57,9 +57,9 @@ from gracetune.train.job import Pauses
 from gracetune.train.output import RunFolder
 from gracetune.train.position import Position
 from gracetune.train.runtime import Runtime
-from gracetune.train.state import TrainingState
 from gracetune.train.step import TrainStep
-from gracetune.train.trainee import Trainee
+from gracetune.train.trained_model import Trainee
+from gracetune.train.training_state import TrainingState
 from gracetune.train.view import View
 
 EVENTS = "events.jsonl"

@@ -26,14 +26,14 @@ import torch
 from torch import nn
 
 from gracetune import __version__
+from gracetune.adapters.adapter_files import open_adapter, save
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, measured_by_adapted, measured_by_base
+from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.fast.modules import HoldsWeightOtherwise
-from gracetune.adapters.file_errors import CannotHoldError
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.metadata import About, file_name
-from gracetune.adapters.opening import open_adapter, save
 from gracetune.adapters.state import AdapterState, Stage
-from gracetune.adapters.verify import shapes_of, verify
+from gracetune.adapters.verification import shapes_of, verify
 from gracetune.checkpoint.folder import temporary_folder
 from gracetune.config.adapter_kinds import AdapterKind
 from gracetune.config.export_formats import FormatName
@@ -55,8 +55,8 @@ from gracetune.storage.folders import make_private_folder
 from gracetune.storage.os_errors import explain, explained, problem_of
 from gracetune.storage.safetensors_files import file_pieces
 from gracetune.train.export_checks import about_other_programs
-from gracetune.train.pieces import whole
-from gracetune.train.trainee import Trainee
+from gracetune.train.state_parts import whole
+from gracetune.train.trained_model import Trainee
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CONFIG = "config.yaml"

@@ -15,15 +15,15 @@ from gracetune.models.attention import attention_facts, choose_attention
 from gracetune.models.registry import footprint_of
 from gracetune.models.source import ModelSource, elements_of
 from gracetune.models.spec import AttentionCalls, Fp8Layouts, ModelFacts, ModelSpec
+from gracetune.planning.dataset_facts import survey
 from gracetune.planning.demand import Demand
 from gracetune.planning.estimate import estimate
+from gracetune.planning.memory_tiers import free_on_disk
 from gracetune.planning.plan import BASE, CONFIG_VALUE, INPUTS, Plan, plan
 from gracetune.planning.processes import ONE_PROCESS, Processes
-from gracetune.planning.samples import survey
-from gracetune.planning.tiers import free_on_disk
 from gracetune.train.blocks import Shapes
 from gracetune.train.runtime import Runtime
-from gracetune.train.trainee import BasePrecision, Choices
+from gracetune.train.trained_model import BasePrecision, Choices
 from gracetune.units import format_bytes
 
 _MOST_OF_MEMORY = 0.5

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gracetune.data.index import DataIndex
 from gracetune.data.sampler import Order
-from gracetune.optim.ramp import Ramp
+from gracetune.optim.batch_ramp import Ramp
 
 
 @dataclass

@@ -27,13 +27,13 @@ from typing import TypeVar
 
 import torch
 
+from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.assistant import AssistantFile, as_assistant
-from gracetune.adapters.opening import open_adapter
-from gracetune.cache.places import places_of
+from gracetune.cache.folder_layout import places_of
 from gracetune.checkpoint.resume import Start, resolve
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
-from gracetune.config.places import look
+from gracetune.config.path_status import look
 from gracetune.config.run_config import RunConfig
 from gracetune.data.copies.local import Copies
 from gracetune.errors import ConfigError, Problem
@@ -41,24 +41,21 @@ from gracetune.hardware import Machine, probe
 from gracetune.hub.access import HubAccess
 from gracetune.models.encoders import FamilyEncoders, encoders_of
 from gracetune.models.experts import trained_experts
-from gracetune.models.facts import facts_of
-from gracetune.models.hub import Fetch, HubFetcher
+from gracetune.models.fact_overrides import facts_of
+from gracetune.models.hub_download import Fetch, HubFetcher
 from gracetune.models.source import ASSISTANT_KEY, ModelSource, find_assistant, is_on_disk
 from gracetune.models.spec import Expert, ExpertName, ModelFacts, ModelSpec
 from gracetune.optim.aitoolkit_rates import ImportedRates
-from gracetune.train.asked import check_requests
 from gracetune.train.assembly import check_objective, check_optimizer, checked_ramp, refuse_two_halves
+from gracetune.train.base_precision import refuse_eight_bits
 from gracetune.train.determinism import deterministic
 from gracetune.train.guards import check_memory
-from gracetune.train.identity import identity_of
 from gracetune.train.leftovers import remove_leftovers
 from gracetune.train.logs import sinks_of
-from gracetune.train.options import RunOptions
 from gracetune.train.output import RunFolder, checkpoint_bytes
 from gracetune.train.output_paths import check_output_paths
 from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit
-from gracetune.train.precision import refuse_eight_bits
-from gracetune.train.refusals import Checks, Outcome
+from gracetune.train.preflight_checks import Checks, Outcome
 from gracetune.train.resume import (
     find_start,
     how_to_go_on,
@@ -66,8 +63,11 @@ from gracetune.train.resume import (
     rates_to_start_with,
     refuse_other_optimizer,
 )
+from gracetune.train.run_identity import identity_of
+from gracetune.train.run_options import RunOptions
 from gracetune.train.runtime import Launch, Runtime, check_launch, open_runtime
-from gracetune.train.trainee import check_adapter, check_routes
+from gracetune.train.sample_requests import check_requests
+from gracetune.train.trained_model import check_adapter, check_routes
 from gracetune.train.view import View
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.cache.errors import EntriesError
 from gracetune.cache.keys import text_key
-from gracetune.cache.wanted import validation_texts
+from gracetune.cache.required_entries import validation_texts
 from gracetune.config.run_config import Validation
 from gracetune.models.spec import FromEmbeddings, LoadPipeline, ModelFacts, ModelSpec, SampleRequest
 from gracetune.train.data import Ready

@@ -14,7 +14,7 @@ from typing import Final
 import psutil
 from torch.optim import Optimizer
 
-from gracetune.cache.wanted import LatentItem
+from gracetune.cache.required_entries import LatentItem
 from gracetune.checkpoint.random_state import RandomState
 from gracetune.checkpoint.resume import Start, begin, resolve
 from gracetune.checkpoint.store import CheckpointStore
@@ -29,10 +29,10 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.models.spec import ModelFacts
 from gracetune.optim.aitoolkit_rates import ImportedRates, read_rates
 from gracetune.optim.build import named_state
-from gracetune.optim.rates import KeepsRates
+from gracetune.optim.element_rates import KeepsRates
 from gracetune.train.output import RunFolder
-from gracetune.train.pieces import Checkpointed, shared_pieces
 from gracetune.train.runtime import Runtime
+from gracetune.train.state_parts import Checkpointed, shared_pieces
 
 
 def find_start(

@@ -14,21 +14,21 @@ from pathlib import Path
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import Problem
-from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.reclaim import rare_collections
+from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.storage.os_errors import explained
 from gracetune.train.callbacks import callbacks_of
 from gracetune.train.control import Control, Stop, listening
-from gracetune.train.dry import DryBatch, memory_explained
 from gracetune.train.finish import failure_told, finish, remove_recorded_entries
+from gracetune.train.first_batch import DryBatch, memory_explained
 from gracetune.train.load import load
 from gracetune.train.logs import open_telemetry
 from gracetune.train.loop import fit
-from gracetune.train.options import RunOptions
 from gracetune.train.output import RunFolder
 from gracetune.train.planning import Planned
 from gracetune.train.preflight import preflight
 from gracetune.train.publishing import Publishing
+from gracetune.train.run_options import RunOptions
 from gracetune.train.view import View
 
 __all__ = ["Result", "RunOptions", "train"]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gracetune.config.environment import Environment
 from gracetune.errors import ConfigError, MachineError, Problem
 from gracetune.seeded_random import draw
-from gracetune.train.peers import Peers
+from gracetune.train.rank_monitor import Peers
 
 Precision = Literal["bf16", "fp16", "fp32"]
 T = TypeVar("T")

@@ -9,14 +9,14 @@ from pathlib import Path
 from gracetune.checkpoint.manifest import Metadata
 from gracetune.checkpoint.random_state import RandomState
 from gracetune.checkpoint.store import CheckpointStore
+from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import CheckpointWritten
-from gracetune.telemetry.hub import Telemetry
 from gracetune.train.control import Control, Stop
 from gracetune.train.hooks import Callback, RunEnds, WindowDone
 from gracetune.train.job import Pauses
 from gracetune.train.output import RunFolder, WrongFileError, save_weights
-from gracetune.train.pieces import Checkpointed, shared_pieces
 from gracetune.train.runtime import Runtime
+from gracetune.train.state_parts import Checkpointed, shared_pieces
 from gracetune.train.view import View
 from gracetune.units import format_bytes
 

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from gracetune.cache.batches import Batch
 from gracetune.config.run_config import Objective
-from gracetune.diffusion.levels import LevelSampler
 from gracetune.diffusion.noise import draw_noise
+from gracetune.diffusion.noise_levels import LevelSampler
 from gracetune.diffusion.schedule import noisy, target
 from gracetune.diffusion.weighting import Weighting, huber_delta, sample_losses
 from gracetune.models.common.flow_shift import shift_along
 from gracetune.models.experts import window_of_levels
 from gracetune.models.spec import ExpertName, ModelFacts, ModelSpec
 from gracetune.models.token_routing import TokenRouter
-from gracetune.train.replay import Replay
+from gracetune.train.cuda_graphs import Replay
 
 LATENTS_PER_TOKEN = 4
 """Families whose shift follows the resolution all make one token of 2 x 2 latents (`models.common.flow_shift`)."""

@@ -21,16 +21,16 @@ from gracetune.errors import ConfigError
 from gracetune.memory.reclaim import trim_heap
 from gracetune.models.spec import Placement, Sampled
 from gracetune.storage.os_errors import explain
+from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import SampleFile, ValidationDone, Warned
-from gracetune.telemetry.hub import Telemetry
-from gracetune.train.asked import Asked, requests_of
 from gracetune.train.control import Control
 from gracetune.train.hooks import Callback, RunEnds, RunStarts, WindowDone
 from gracetune.train.job import EvaluatedModel, Pauses
-from gracetune.train.media import NotWrittenError, contact_sheet, write_sample
 from gracetune.train.output import RunFolder
 from gracetune.train.prompts import Prompts
-from gracetune.train.request import VALIDATE_NOW
+from gracetune.train.sample_files import NotWrittenError, contact_sheet, write_sample
+from gracetune.train.sample_requests import Asked, requests_of
+from gracetune.train.validation_request import VALIDATE_NOW
 from gracetune.train.view import View
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from gracetune.cache.pass_work import Progress
+from gracetune.cache.pass_worker import Progress
 from gracetune.data.staging.progress import OnProgress, unwatched
 from gracetune.storage.transfer import OnFetched
 from gracetune.telemetry.progress import Standing

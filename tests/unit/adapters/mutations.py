@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.adapter_files import save
+from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.registry import FORMATS
-from gracetune.adapters.opening import save
 from unit.adapters.formats import making
 
 SHAPES: dict[str, making.Shapes] = {

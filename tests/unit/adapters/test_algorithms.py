@@ -17,7 +17,7 @@ from gracetune.adapters import algorithms as package
 from gracetune.adapters.algorithms.record import Algorithm
 from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.attach import attach, describe
-from gracetune.adapters.formats.detect import detect
+from gracetune.adapters.formats.detection import detect
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.targets import ADAPTABLE
 from gracetune.adapters.targets import select as select_modules

@@ -19,11 +19,11 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.attach import Attached, attach
 from gracetune.adapters.formats.registry import FORMATS
-from gracetune.adapters.opening import open_adapter
 from gracetune.adapters.statistics import norms
-from gracetune.adapters.verify import verify
+from gracetune.adapters.verification import verify
 from gracetune.cli import adapter as commands
 from gracetune.cli import adapter_view
 from gracetune.config.run_config import Adapter

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gracetune.baselines.baseline import FILE, VERSION, read_baseline
-from gracetune.baselines.text import report
+from gracetune.baselines.rendering import report
 from gracetune.telemetry.errors import TelemetryError
-from unit.baselines.made_baselines import baseline
+from unit.baselines.sample_baselines import baseline
 
 
 def written(folder: Path, **changes: Any) -> Path:

@@ -19,9 +19,9 @@ from gracetune.baselines.regression import (
     compare,
     parse_tolerance,
 )
-from gracetune.baselines.text import sentence, table
+from gracetune.baselines.rendering import sentence, table
 from gracetune.telemetry.errors import TelemetryError
-from unit.baselines.made_baselines import Noise, baseline
+from unit.baselines.sample_baselines import Noise, baseline
 
 SEEDS = 200
 PAIRS = st.floats(1.0, 1e4)

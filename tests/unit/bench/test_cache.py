@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from gracetune.bench.cache import Sizes, run
 from gracetune.cli.bench import BENCHES
-from unit.cache.made_caches import this_machine
+from unit.cache.sample_caches import this_machine
 
 
 def test_every_row_is_measured() -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from gracetune.bench import data as bench
 from gracetune.bench import loader as loader_bench
-from gracetune.bench import starting
+from gracetune.bench import startup as starting
 from gracetune.bench.row import Row
-from gracetune.cache import session, wanted
+from gracetune.cache import required_entries as wanted
+from gracetune.cache import session
 from gracetune.cache.keys import Key
 from gracetune.cache.store import DiskStore, Found
 from gracetune.errors import MachineError

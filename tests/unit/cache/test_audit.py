@@ -6,11 +6,11 @@ from pathlib import Path
 
 from gracetune.cache.audit import Difference, Wanted, audit, clear
 from gracetune.cache.keys import Origin, latent_origin, text_origin
+from gracetune.cache.maintenance import compact
 from gracetune.cache.store import DiskStore
-from gracetune.cache.upkeep import compact
 from gracetune.cache.writer import Flush
 from gracetune.data.refs import Bucket
-from unit.cache.made_caches import places_of
+from unit.cache.sample_caches import places_of
 from unit.cache.samples import TEXT, VAE, entry, key, origin, ref
 
 FP32 = replace(VAE, settings=(("dtype", "fp32"), *VAE.settings[1:]))

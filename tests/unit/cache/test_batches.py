@@ -21,7 +21,7 @@ from gracetune.data.index import DataIndex
 from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import BatchRef
-from unit.cache.made_caches import (
+from unit.cache.sample_caches import (
     CPU,
     KEYS,
     LATENT,

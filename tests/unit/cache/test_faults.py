@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from gracetune.cache.errors import CacheFullError, CorruptEntryError, ReadOnlyCacheError
+from gracetune.cache.maintenance import ShardSize, compact, remove
 from gracetune.cache.store import DiskStore
-from gracetune.cache.upkeep import ShardSize, compact, remove
 from gracetune.cache.writer import Flush
 from unit.cache.processes import Child, make_read_only, mount_tmpfs, own_mounts
 from unit.cache.samples import entry, is_entry, key, origin

@@ -18,7 +18,7 @@ from gracetune.cache.reading import STRETCH, jobs, stretches
 from gracetune.cache.shards import RUN
 from gracetune.cache.store import DiskStore
 from gracetune.cache.writer import Flush
-from unit.cache.made_caches import places_of
+from unit.cache.sample_caches import places_of
 
 COUNT = 30
 ORIGINS = [Origin("latent", f"{number:032x}", ()) for number in range(COUNT)]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.cache.checking import recheck_suspects
+from gracetune.cache.encode_passes import Flush
 from gracetune.cache.errors import CorruptEntryError
-from gracetune.cache.passes import Flush
+from gracetune.cache.integrity import recheck_suspects
 from gracetune.cache.session import build
 from gracetune.cache.store import DiskStore
-from runs.made import pictures
+from runs.made_runs import pictures
 from unit.cache.samples import entry, is_entry, key, origin
 from unit.cache.tiny_runs import FLAVOURS, Run, contents, datasets
 from unit.data.folders import image, write

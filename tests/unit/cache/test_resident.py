@@ -24,7 +24,7 @@ from gracetune.hostmem.errors import HostMemoryError
 from gracetune.hostmem.sharing import LocalRanks
 from gracetune.hostmem.slab import MemorySlab
 from gracetune.units import MIB
-from unit.cache.made_caches import LATENT, TEXT, latent_visits, numbers, text_visits, this_machine
+from unit.cache.sample_caches import LATENT, TEXT, latent_visits, numbers, text_visits, this_machine
 from unit.data.folders import made_up
 
 COUNT = 24

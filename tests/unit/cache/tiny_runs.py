@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gracetune.cache.encoder import EncoderId, LatentEncoder, Prompt, TextEncoder
+from gracetune.cache.folder_layout import Places, places_of
 from gracetune.cache.keys import Key
-from gracetune.cache.places import Places, places_of
 from gracetune.cache.session import Caches, needs
 from gracetune.config.run_config import RunConfig, Validation
-from gracetune.data.build import build_index
 from gracetune.data.index import DataIndex
+from gracetune.data.index_builder import build_index
 from gracetune.data.media.load import Sample
 from gracetune.models.encoders import FamilyEncoders, encoders_of
 from gracetune.models.registry import geometry_of

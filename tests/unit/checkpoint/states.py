@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gracetune.checkpoint.manifest import Metadata
-from gracetune.checkpoint.pieces import Saved
 from gracetune.checkpoint.reading import Checkpoint
+from gracetune.checkpoint.state_parts import Saved
 from gracetune.checkpoint.store import CheckpointStore
 
 IDENTITY = {"name": "cats", "model": "wan t2v-14b"}

@@ -25,7 +25,7 @@ from gracetune.checkpoint.errors import (
 )
 from gracetune.checkpoint.folder import superfluous
 from gracetune.checkpoint.manifest import Metadata
-from gracetune.checkpoint.pieces import Saved, Snapshot, saved_size
+from gracetune.checkpoint.state_parts import Saved, Snapshot, saved_size
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.storage.atomic import temporary_name
 from gracetune.storage.safetensors_files import TORCH_DTYPES, file_pieces

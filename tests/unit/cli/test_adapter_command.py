@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gracetune.adapters.adapter_files import open_adapter, save
 from gracetune.adapters.delta import apply
-from gracetune.adapters.opening import open_adapter, save
 from gracetune.adapters.state import AdapterState
 from gracetune.cli.main import main
 from unit.adapters.formats import making

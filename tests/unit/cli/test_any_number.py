@@ -15,7 +15,7 @@ from rich.console import Console
 
 from gracetune.cli.estimate_view import as_json, print_plan
 from gracetune.config import Environment, load
-from gracetune.config.explain import schema
+from gracetune.config.pydantic_errors import schema
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.hardware.recording import load_recording
 from gracetune.planning.config_demand import demand_of

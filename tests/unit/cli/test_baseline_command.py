@@ -9,7 +9,7 @@ import pytest
 
 from gracetune.baselines.baseline import FILE, Baseline
 from gracetune.cli.main import main
-from unit.baselines.made_baselines import baseline
+from unit.baselines.sample_baselines import baseline
 
 
 def exit_code(*arguments: str) -> int:

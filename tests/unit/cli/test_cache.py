@@ -19,7 +19,7 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from gracetune.cache.errors import CacheBusyError, CacheError, CacheFullError, ForeignFolderError
-from gracetune.cache.pass_work import Progress as PassProgress
+from gracetune.cache.pass_worker import Progress as PassProgress
 from gracetune.cache.store import DiskStore
 from gracetune.cli.cache import app
 from gracetune.cli.cache_view import Bars, Lines
@@ -240,7 +240,7 @@ class TestBuild:
     def test_a_signal_keeps_what_is_done(
         self, number: signal.Signals, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from gracetune.models.common.picture_latents import PictureLatents
+        from gracetune.models.common.image_latents import PictureLatents
 
         monkeypatch.setenv(SIGUSR1_VARIABLE, "stop")
 

@@ -36,9 +36,9 @@ OF_A_RUN = (
 )  # fmt: skip
 _CONVERT = "shown by `adapter convert` alone"
 NOT_IN_A_RUN: Mapping[tuple[str, str], str] = {
-    ("adapters/bases.py", "--model"): _CONVERT,
-    ("adapters/bases.py", "--merge-into"): _CONVERT,
-    ("adapters/opening.py", "--alpha"): _CONVERT,
+    ("adapters/base_model.py", "--model"): _CONVERT,
+    ("adapters/base_model.py", "--merge-into"): _CONVERT,
+    ("adapters/adapter_files.py", "--alpha"): _CONVERT,
     ("adapters/svd.py", "--merge-into"): _CONVERT,
     ("adapters/svd.py", "--to"): _CONVERT,
     ("adapters/svd.py", "--lora-rank"): _CONVERT,
@@ -49,13 +49,13 @@ NOT_IN_A_RUN: Mapping[tuple[str, str], str] = {
     ("adapters/formats/programs.py", "--lora-rank"): "a run has hints of its own: `refuse_misread_files`",
     ("adapters/formats/programs.py", "--merge-into"): "a run has hints of its own: `refuse_misread_files`",
     ("adapters/formats/comfyui.py", "--model"): "a run measures the magnitudes by its base model",
-    ("adapters/formats/detect.py", "--family"): "a run knows the family",
-    ("config/this_machine.py", "--no-paths"): "`train` and `cache` take it out",
+    ("adapters/formats/detection.py", "--family"): "a run knows the family",
+    ("config/machine_checks.py", "--no-paths"): "`train` and `cache` take it out",
     ("memory/validate.py", "--device"): "an option of validate_uvm.py",
     ("models/published.py", "--flavour"): "shown by `adapter verify` alone",
-    ("telemetry/report/loading.py", "--model"): "part of a line that begins with `gracetune adapter convert`",
-    ("telemetry/report/loading.py", "--merge-into"): "below a line that begins with `gracetune adapter convert`",
-    ("telemetry/report/loading.py", "--output"): "below a line that begins with `gracetune adapter convert`",
+    ("telemetry/report/loading_steps.py", "--model"): "part of a line that begins with `gracetune adapter convert`",
+    ("telemetry/report/loading_steps.py", "--merge-into"): "below a line that begins with `gracetune adapter convert`",
+    ("telemetry/report/loading_steps.py", "--output"): "below a line that begins with `gracetune adapter convert`",
     ("train/runtime.py", "--num_processes"): "an option of `accelerate launch`, which the hint names",
 }
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from gracetune.cli.library_output import libraries_quiet
 from gracetune.cli.log_level import LogLevel, logging_at
-from gracetune.cli.quiet import libraries_quiet
 from gracetune.cli.train_view import bars
 from gracetune.telemetry.progress import Standing
 

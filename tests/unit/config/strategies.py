@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from gracetune.config.base import file_name
-from gracetune.config.explain import schema
+from gracetune.config.pydantic_errors import schema
 
 
 def nested(depth: int) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gracetune.config.this_machine import path_problems
+from gracetune.config.machine_checks import path_problems
 from unit.config.aitoolkit_jobs import FLUX, QWEN_EDIT, dataset, note, only_problem, problems, read
 
 I2V = {"arch": "wan22_14b_i2v", "name_or_path": "Wan-AI/Wan2.2-I2V-A14B-Diffusers"}

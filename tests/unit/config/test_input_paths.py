@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gracetune.config import Environment, Resolved, load
-from gracetune.config.this_machine import path_problems
+from gracetune.config.machine_checks import path_problems
 from unit.config import aitoolkit_jobs as jobs
 from unit.config import simpletuner_files as files
 from unit.config import test_resolve as native

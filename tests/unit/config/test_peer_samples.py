@@ -14,7 +14,7 @@ from gracetune.config import Environment, Resolved, load
 from gracetune.config.rules import known_flavour
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
-from gracetune.train.asked import requests_of
+from gracetune.train.sample_requests import requests_of
 from unit.config.aitoolkit_jobs import write
 from unit.config.test_aitoolkit_peers import PEERS
 

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given, settings
 
 from gracetune.config import Environment, Resolved, UnresolvedError, load
-from gracetune.config.this_machine import path_problems, size_warnings
+from gracetune.config.machine_checks import path_problems, size_warnings
 from gracetune.errors import ConfigError, Problem
 from gracetune.memory.placement import hints_of
 from unit.config.strategies import mutated

@@ -7,9 +7,9 @@ from typing import Any
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.data.build import build_index
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex
+from gracetune.data.index_builder import build_index
 from gracetune.data.items import DatasetIndex, Item
 from gracetune.data.media.probe import ImageFacts
 from gracetune.data.media_files import MediaFile

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from gracetune.config.run_config import RunConfig
-from gracetune.data.build import build_index
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex
+from gracetune.data.index_builder import build_index
 from gracetune.data.loader import Loader
 from gracetune.data.media.image import decode_image
 from gracetune.data.refs import BatchRef, SampleRef

@@ -11,7 +11,7 @@ from typing import Any
 
 from gracetune.config.run_config import RunConfig
 from gracetune.models.experts import trained_experts
-from gracetune.models.facts import facts_of
+from gracetune.models.fact_overrides import facts_of
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import ModelFacts

@@ -9,9 +9,9 @@ from typing import Any
 from gracetune.config import Environment, Resolved, load
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.data.build import build_index
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import NO_CAPTION, DataIndex, Turn
+from gracetune.data.index_builder import build_index
 from gracetune.data.items import DatasetIndex, sort_into_buckets
 from gracetune.data.loader import Loader
 from gracetune.data.media.probe import ImageFacts

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gracetune.config.run_config import RunConfig
-from gracetune.data.build import build_index
 from gracetune.data.index import NO_CAPTION, Turn
+from gracetune.data.index_builder import build_index
 from gracetune.data.items import sort_into_buckets
 from gracetune.data.media.probe import VideoFacts
 from gracetune.data.refs import SampleRef

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gracetune.config.run_config import RunConfig
-from gracetune.data.build import build_index
+from gracetune.data.index_builder import build_index
 from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.data.refs import BatchRef
 from unit.data.folders import image

@@ -16,8 +16,8 @@ from gracetune.cache.batches import Batch, Keys
 from gracetune.cache.collate import collate
 from gracetune.cache.encoder import EncoderId
 from gracetune.config.run_config import RunConfig
-from gracetune.data.build import build_index
 from gracetune.data.index import NO_CAPTION
+from gracetune.data.index_builder import build_index
 from gracetune.data.refs import BatchRef, Bucket, SampleRef
 from gracetune.models.common.encoding import latent_mask
 from gracetune.models.registry import spec_of

@@ -33,9 +33,9 @@ from gracetune.memory.transport import LinkSpeeds, ManagedSpeeds, Measured, Way,
 from gracetune.train.assembly import transport_of
 from gracetune.train.view import Heard
 from gracetune.units import GIB, MIB
-from runs.made import TinyModel, config_for, run
+from runs.made_runs import TinyModel, config_for, run
 from runs.test_resume import losses
-from unit.cache.made_caches import (
+from unit.cache.sample_caches import (
     CPU,
     KEYS,
     LATENT,

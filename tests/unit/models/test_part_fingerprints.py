@@ -14,7 +14,7 @@ from gracetune.config.run_config import Model
 from gracetune.models.part_fingerprints import part_fingerprints
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
-from runs.made import FLAVOURS
+from runs.made_runs import FLAVOURS
 
 TinyModel = Callable[[str, str], Path]
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from gracetune.config.run_config import Model
 from gracetune.errors import ConfigError
-from gracetune.models.hub import needed_files, variant_of
+from gracetune.models.hub_download import needed_files, variant_of
 from gracetune.models.source import INDEX, open_source
 
 TinyModel = Callable[[str, str], Path]

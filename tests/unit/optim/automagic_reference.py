@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gracetune.optim.rates import Limits
+from gracetune.optim.element_rates import Limits
 
 
 @dataclass

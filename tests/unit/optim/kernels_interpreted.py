@@ -6,7 +6,7 @@ import torch
 
 from gracetune.optim.automagic_cuda import CudaStack
 from gracetune.optim.automagic_stack import Rule, Stack
-from gracetune.optim.rates import Limits, RateGrid
+from gracetune.optim.element_rates import Limits, RateGrid
 
 # No bf16: the interpreter cuts it off where a GPU rounds.
 CASES = (

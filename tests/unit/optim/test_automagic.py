@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gracetune.optim import automagic_stack
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.naming import NamedState, StateMismatchError
-from gracetune.optim.rates import Limits
+from gracetune.optim.element_rates import Limits
+from gracetune.optim.named_state import NamedState, StateMismatchError
 from unit.optim.automagic_reference import Reference
 
 SHAPES = [(16, 5), (16, 5), (5, 16), (7,), (3, 4, 2, 3), (16, 5), (), (7,)]

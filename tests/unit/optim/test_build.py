@@ -20,7 +20,7 @@ from gracetune.optim.build import (
     state_tensors,
 )
 from gracetune.optim.lion import Lion
-from gracetune.optim.naming import NamedState, StateMismatchError
+from gracetune.optim.named_state import NamedState, StateMismatchError
 from gracetune.optim.record import ParamGroup
 
 PRODIGIES = {"prodigy": "prodigyopt", "prodigy_plus_schedule_free": "prodigyplus"}

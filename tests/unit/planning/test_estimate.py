@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from gracetune.config.run_config import RunConfig
 from gracetune.models.footprint import AudioLatents, Footprint, PixelLatents, Shape
 from gracetune.models.registry import FOOTPRINTS, footprint_of
+from gracetune.planning.dataset_facts import DatasetFacts
 from gracetune.planning.demand import Demand, Need
 from gracetune.planning.estimate import AdapterPath, estimate
-from gracetune.planning.samples import DatasetFacts
 from gracetune.units import GIB, MIB
 
 SQUARE = Shape(1024, 1024)

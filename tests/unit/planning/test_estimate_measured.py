@@ -9,8 +9,8 @@ import pytest
 from gracetune.config.run_config import RunConfig
 from gracetune.models.registry import footprint_of
 from gracetune.planning.activations import Policy
+from gracetune.planning.dataset_facts import DatasetFacts
 from gracetune.planning.estimate import estimate
-from gracetune.planning.samples import DatasetFacts
 from gracetune.units import GIB
 
 LOKR = {"kind": "lokr", "factor": 16, "full_rank": True}

@@ -11,7 +11,7 @@ from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.models.footprint import Shape
 from gracetune.models.registry import FOOTPRINTS
-from gracetune.planning.samples import DatasetFacts, largest_sample, survey
+from gracetune.planning.dataset_facts import DatasetFacts, largest_sample, survey
 from gracetune.units import MIB
 
 WAN = FOOTPRINTS["wan"][0]

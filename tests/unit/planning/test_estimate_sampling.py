@@ -8,7 +8,7 @@ import pytest
 
 from gracetune.planning.demand import Demand
 from gracetune.planning.layout import Choice, lay
-from gracetune.planning.tiers import tiers_of
+from gracetune.planning.memory_tiers import tiers_of
 from unit.hardware.machines import load as load_machine
 from unit.planning.test_estimate import demand_of, need, run_config
 

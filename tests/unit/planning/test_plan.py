@@ -11,12 +11,12 @@ from gracetune.config.run_config import RunConfig
 from gracetune.hardware.machine import Machine, PcieLink
 from gracetune.hardware.recording import load_recording
 from gracetune.models.registry import footprint_of
+from gracetune.planning.dataset_facts import survey
 from gracetune.planning.demand import Demand
 from gracetune.planning.estimate import estimate
+from gracetune.planning.memory_tiers import free_on_disk
 from gracetune.planning.plan import INPUTS, Change, Plan, link_rate, plan
 from gracetune.planning.processes import ONE_PROCESS, Processes
-from gracetune.planning.samples import survey
-from gracetune.planning.tiers import free_on_disk
 from gracetune.units import GIB, MIB
 
 MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"

@@ -17,9 +17,9 @@ from gracetune.planning.activations import Activations, Policy
 from gracetune.planning.config_demand import demand_of
 from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Settings, Workload
 from gracetune.planning.layout import Choice, lay, needs_under
+from gracetune.planning.memory_tiers import FRAGMENTATION, HEADROOM, tiers_of
 from gracetune.planning.plan import INPUTS, Plan, plan
 from gracetune.planning.processes import Processes
-from gracetune.planning.tiers import FRAGMENTATION, HEADROOM, tiers_of
 from gracetune.units import GIB, MIB
 
 MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"

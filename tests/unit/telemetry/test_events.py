@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import EVENTS, Event, Record, RunEnded, RunStarted, StepDone, Warned, step_of
-from gracetune.telemetry.hub import Telemetry
 from gracetune.telemetry.schema import NotAnEventError, document, from_json, from_line, json_schema, to_json, to_line
 from gracetune.telemetry.sinks.jsonl import JsonlSink, LogReader, merge, read_log
 from unit.cache.processes import Child, mount_tmpfs, own_mounts
-from unit.telemetry.made_events import any_event, end, memory, start, step, whole_run, write_log
+from unit.telemetry.sample_events import any_event, end, memory, start, step, whole_run, write_log
 
 SINKS = ("jsonl", "scalars", "tensorboard", "wandb", "webhook")
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.telemetry import words
+from gracetune.telemetry import number_format as words
 from gracetune.telemetry.curves import evenly, finite, smoothed, thinned, ticks
 from gracetune.telemetry.events import Event, MemorySampled, MemoryStageChanged, RunStarted
 from gracetune.telemetry.progress import Progress
 from gracetune.units import format_bytes, format_duration
-from unit.telemetry.made_events import any_event, memory, start, step
+from unit.telemetry.sample_events import any_event, memory, start, step
 
 numbers = st.floats(-1e12, 1e12)
 curve = st.lists(st.tuples(st.integers(0, 10_000).map(float), numbers), max_size=300).map(sorted)

@@ -19,13 +19,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from gracetune.telemetry import words
+from gracetune.telemetry import number_format as words
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Event, MemoryStageChanged, SampleFile, StageSwitched, StepDone, ValidationDone
 from gracetune.telemetry.report import write_report
-from gracetune.telemetry.report.loading import how_to_load
-from gracetune.telemetry.report.pictures import grid, link_to
-from unit.telemetry.made_events import NASTY, any_event, end, memory, start, step, whole_run, write_log
+from gracetune.telemetry.report.loading_steps import how_to_load
+from gracetune.telemetry.report.sample_images import grid, link_to
+from unit.telemetry.sample_events import NASTY, any_event, end, memory, start, step, whole_run, write_log
 
 _VOID = {"meta", "img", "link", "br", "line", "circle", "rect", "path"}
 _ADDRESSES = ("src", "href", "action", "data", "poster", "srcset", "xlink:href", "formaction", "background")

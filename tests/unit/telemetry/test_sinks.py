@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Event, Record, ValidationDone, Warned
-from gracetune.telemetry.hub import Telemetry
 from gracetune.telemetry.sinks.scalars import scalars
 from gracetune.telemetry.sinks.tensorboard import TensorBoardSink
 from gracetune.telemetry.sinks.wandb import WandbSink
 from gracetune.telemetry.sinks.webhook import WebhookSink
 from unit.cache.processes import Child
-from unit.telemetry.made_events import end, memory, start, step, whole_run
+from unit.telemetry.sample_events import end, memory, start, step, whole_run
 
 
 class TestScalars:

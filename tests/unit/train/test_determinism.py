@@ -11,7 +11,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.train.determinism import deterministic
 from gracetune.train.view import Heard
-from runs.made import TinyModel, config_for, run
+from runs.made_runs import TinyModel, config_for, run
 from runs.test_resume import losses
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"

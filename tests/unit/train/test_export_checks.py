@@ -13,7 +13,7 @@ from gracetune.errors import ConfigError
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
 from gracetune.train.export_checks import about_other_programs
-from gracetune.train.trainee import check_adapter
+from gracetune.train.trained_model import check_adapter
 from unit.adapters.formats import making
 
 TinyModel = Callable[[str, str], Path]

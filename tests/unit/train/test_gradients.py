@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gracetune.train.gradients import Clip, FlatGradients
-from gracetune.train.scaling import LossScale, NoScale
+from gracetune.train.loss_scale import LossScale, NoScale
 
 
 def model() -> nn.Module:

@@ -5,7 +5,7 @@ import torch
 
 from gracetune.train.guards import _Norm, _what_failed
 from gracetune.train.position import Position
-from gracetune.train.state import Standing
+from gracetune.train.training_state import Standing
 
 
 @pytest.mark.parametrize(("step", "said"), [(0, "so nothing is saved"), (7, "saved at step 7")])

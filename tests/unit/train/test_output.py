@@ -11,7 +11,7 @@ import torch
 
 from gracetune.adapters import delta
 from gracetune.adapters.attach import attach
-from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.config.run_config import Adapter, Model, RunConfig
 from gracetune.models.experts import ExpertHost, choose_parking
@@ -20,7 +20,7 @@ from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import Expert, Placement
 from gracetune.train.output import RunFolder, base_weight, check_format, for_format
-from gracetune.train.trainee import Trainee
+from gracetune.train.trained_model import Trainee
 from unit.adapters.formats import comfyui_reader
 from unit.adapters.formats.test_comfyui import in_original_layout
 

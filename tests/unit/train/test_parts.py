@@ -21,19 +21,19 @@ from PIL import Image
 import gracetune.train.loop
 from gracetune import gh200
 from gracetune.cli.console import Session, start
-from gracetune.cli.quiet import libraries_quiet
+from gracetune.cli.library_output import libraries_quiet
 from gracetune.config.environment import SIGUSR1_VARIABLE, Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Exhausted, Loader
 from gracetune.data.refs import BatchRef
 from gracetune.models.spec import Sampled
-from gracetune.optim.ramp import Ramp
+from gracetune.optim.batch_ramp import Ramp
 from gracetune.telemetry.errors import TelemetryError
-from gracetune.train.asked import requests_of
 from gracetune.train.control import ENDING, Control, InterruptedBySignal, Stop, listening
-from gracetune.train.media import contact_sheet, write_sample
 from gracetune.train.position import length_of
+from gracetune.train.sample_files import contact_sheet, write_sample
+from gracetune.train.sample_requests import requests_of
 from unit.data.folders import made_up
 
 DATA = made_up({"counts": [5, 3], "repeats": 1}, {"counts": [2, 4], "start_step": 2, "batch_size": 3})

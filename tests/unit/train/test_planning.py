@@ -12,7 +12,7 @@ from gracetune.models.spec import Placement
 from gracetune.planning.plan import plan
 from gracetune.planning.processes import Processes
 from gracetune.train.planning import Planned, choose_base
-from runs.made import FLAVOURS, TinyModel
+from runs.made_runs import FLAVOURS, TinyModel
 from unit.models.model_inputs import answer
 from unit.planning.test_plan import config_of, demand, small_gpu
 

@@ -15,9 +15,9 @@ from gracetune.data.refs import BatchRef, Bucket, CaptionRef, SampleRef
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import ModelFacts, ModelSpec, Placement
-from gracetune.train.dry import Example
+from gracetune.train.first_batch import Example
 from gracetune.train.step import Goal, TrainStep
-from gracetune.train.trainee import Trainee
+from gracetune.train.trained_model import Trainee
 
 TinyModel = Callable[[str, str], Path]
 

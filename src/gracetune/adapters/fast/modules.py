@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast import products
 from gracetune.adapters.layer import registered
-from gracetune.models.common.sharing import SharesInput
+from gracetune.models.common.shared_inputs import SharesInput
 
 
 @runtime_checkable

@@ -18,7 +18,6 @@ from torch import Tensor
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, checked_alpha
 from gracetune.adapters.algorithms.low_rank import PEFT_NAMES
 from gracetune.adapters.algorithms.registry import algorithm
-from gracetune.adapters.files import PEFT_CONFIG
 from gracetune.adapters.formats.layers import common_alpha, common_rank, is_in_a_block, is_plain_lora
 from gracetune.adapters.formats.reading import Reading, Scale, read_states
 from gracetune.adapters.formats.record import Format
@@ -30,6 +29,7 @@ from gracetune.adapters.formats.writing import (
     refuse_what_does_not_fit,
     row_magnitude,
 )
+from gracetune.adapters.safetensors_file import PEFT_CONFIG
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import short
 from gracetune.models.key_maps import KEY_MAPS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gracetune.adapters.algorithms.registry import is_loadable
 from gracetune.adapters.delta import BASE_MAGNITUDE
-from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.formats.writing import Fault

@@ -12,7 +12,7 @@ from gracetune.adapters.algorithms.assembly import Convention, LayerError, NoSca
 from gracetune.adapters.algorithms.matrices import is_finite
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
-from gracetune.adapters.file_errors import (
+from gracetune.adapters.errors import (
     AdapterFileError,
     AlteredFileError,
     BrokenLayerError,
@@ -20,7 +20,7 @@ from gracetune.adapters.file_errors import (
     NotFiniteError,
     UnknownKeysError,
 )
-from gracetune.adapters.formats import fusing
+from gracetune.adapters.formats import fused_layers as fusing
 from gracetune.adapters.formats.layers import assemble
 from gracetune.adapters.formats.names import Located, is_of_text_encoder, locate, split
 from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swapped

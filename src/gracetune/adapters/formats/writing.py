@@ -14,8 +14,8 @@ from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAM
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.algorithms.registry import algorithms as records
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
-from gracetune.adapters.file_errors import CannotHoldError
-from gracetune.adapters.formats import fusing
+from gracetune.adapters.errors import CannotHoldError
+from gracetune.adapters.formats import fused_layers as fusing
 from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.shapes import outputs
 from gracetune.adapters.state import AdapterState, Layer

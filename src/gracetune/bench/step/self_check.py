@@ -1,4 +1,4 @@
-"""What a run's self-check (`train/self_proof.py`) costs on the model that was just measured."""
+"""What a run's self-check (`train/self_check.py`) costs on the model that was just measured."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gracetune.cache.batches import Batch
 from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import EpochEnd
 from gracetune.errors import GracetuneError
-from gracetune.telemetry.hub import Telemetry
+from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.train.control import Stop
-from gracetune.train.dry import Example
+from gracetune.train.first_batch import Example
 from gracetune.train.hooks import RunStarts
 from gracetune.train.loop import run_window
 from gracetune.train.output import RunFolder, save_weights
-from gracetune.train.self_proof import STEPS, SelfProof
+from gracetune.train.self_check import STEPS, SelfProof
 from gracetune.train.view import Heard
 
 T = TypeVar("T")

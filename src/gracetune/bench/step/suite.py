@@ -10,7 +10,7 @@ from typing import Final
 
 from gracetune.bench.step.clock import free
 from gracetune.bench.step.job import FEWEST_SAMPLES, StepJob
-from gracetune.bench.step.measure import Bench
+from gracetune.bench.step.measurement import Bench
 from gracetune.bench.step.row import Bar, StepRow
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, GracetuneError, Problem

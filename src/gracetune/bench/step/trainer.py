@@ -22,7 +22,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
 from gracetune.planning.activations import BUDGETS, Policy
-from gracetune.planning.tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
+from gracetune.planning.memory_tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
 from gracetune.train.assembly import assemble, begin, open_host
 from gracetune.train.control import Control, Stop
 from gracetune.train.data import Ready, open_source
@@ -30,7 +30,7 @@ from gracetune.train.job import Job
 from gracetune.train.loop import run_window
 from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit
 from gracetune.train.runtime import Runtime
-from gracetune.train.trainee import Choices, Trainee, load_trainee
+from gracetune.train.trained_model import Choices, Trainee, load_trainee
 from gracetune.train.view import Heard, View
 
 

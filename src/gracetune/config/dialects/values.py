@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gracetune.config.plain import plain
+from gracetune.config.plain_data import plain
 
 Converter = Callable[[Any], Any]
 

@@ -18,8 +18,8 @@ from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.open import open_backend
 from gracetune.data.backends.registry import options_of
 from gracetune.data.backends.shared import Storage
+from gracetune.data.staging.file_selection import Selection, selection_for
 from gracetune.data.staging.progress import OnProgress, unwatched
-from gracetune.data.staging.selection import Selection, selection_for
 from gracetune.hardware import Machine
 from gracetune.hostmem.sharing import LocalRanks
 

@@ -18,7 +18,7 @@ from gracetune.data.staging.progress import OnProgress, unwatched
 
 if TYPE_CHECKING:  # keeps the configuration's code out of worker processes, which start faster (scan_workers.py)
     from gracetune.config.dataset_config import Dataset
-    from gracetune.data.staging.selection import Selection
+    from gracetune.data.staging.file_selection import Selection
     from gracetune.hardware import Machine
     from gracetune.hostmem.sharing import LocalRanks
 

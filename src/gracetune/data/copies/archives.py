@@ -22,7 +22,7 @@ from gracetune.data.backends.paths import is_hidden, refusal, suffix_of
 from gracetune.data.copies.errors import DamagedPartError
 from gracetune.data.copies.rows import FILTERED, PartWriter, passes, stem_of
 from gracetune.data.media import Kind, kind_of
-from gracetune.data.staging.selection import SIDECARS
+from gracetune.data.staging.file_selection import SIDECARS
 
 ENDINGS: Final = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError)

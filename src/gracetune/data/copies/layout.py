@@ -19,7 +19,7 @@ from gracetune.data.copies.splits import SplitError, SplitPart, parse_split, rea
 from gracetune.data.copies.tables import is_metadata
 from gracetune.data.errors import set_option
 from gracetune.data.media import Kind, kind_of
-from gracetune.data.staging.selection import MEDIA, SIDECARS, selection_for
+from gracetune.data.staging.file_selection import MEDIA, SIDECARS, selection_for
 from gracetune.storage.transfer import RemoteFile
 
 CopyFormat = Literal["files", "parquet", "archives", "urls"]

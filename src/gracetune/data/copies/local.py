@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gracetune.config.dataset_config import Dataset, LocalCopy
 from gracetune.config.run_config import RunConfig
+from gracetune.data.copies.download import MadeCopy, make_copy
 from gracetune.data.copies.errors import CopyError
 from gracetune.data.copies.folder import CopyFolder, Manifest
-from gracetune.data.copies.making import MadeCopy, make_copy
 from gracetune.data.copies.plan import CopyPlan, plan_copy
 from gracetune.hub.access import HubAccess
 from gracetune.storage.transfer import OnFetched, Patience, is_of_this_disk

@@ -18,7 +18,7 @@ from gracetune.data.copies.rows import METADATA
 from gracetune.data.copies.sources import CopySource, open_file, open_source
 from gracetune.data.errors import set_option
 from gracetune.data.media import kind_of
-from gracetune.data.words import counted
+from gracetune.data.text_format import counted
 from gracetune.hub.access import HubAccess
 from gracetune.storage.transfer import begun
 from gracetune.units import MIB, format_bytes

@@ -14,8 +14,8 @@ from gracetune.data.backend import Backend
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.media.audio import opened_sound
-from gracetune.data.media.cut_off import refuse_cut_off
 from gracetune.data.media.image import MAX_PIXELS, Bytes, damage_named, open_header, size_upright, too_large
+from gracetune.data.media.truncated_clips import refuse_cut_off
 from gracetune.data.media.video import Video, opened, shown_packets, size_shown
 
 

@@ -29,7 +29,7 @@ from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.errors import DataError, MissingFileError, UnreadableMediaError
 from gracetune.data.staging.estimate import Estimate, estimate_stored
-from gracetune.data.staging.guard import MemoryGuard
+from gracetune.data.staging.memory_guard import MemoryGuard
 from gracetune.data.staging.progress import OnProgress, StagingProgress, unwatched
 from gracetune.data.staging.report import StagingReport
 from gracetune.hostmem.compression import CHUNK, CHUNK_OVERHEAD, RAW, Codec, Compression, codec_for, shrinks

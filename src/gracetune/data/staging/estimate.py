@@ -10,7 +10,7 @@ from typing import Final
 from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.paths import suffix_of
 from gracetune.data.errors import DataError
-from gracetune.data.words import counted
+from gracetune.data.text_format import counted
 from gracetune.hostmem.compression import CHUNK, Codec, shrinks
 
 SAMPLES_PER_KIND: Final = 4

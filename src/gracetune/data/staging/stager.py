@@ -13,10 +13,10 @@ from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.listing import Listing, survey
 from gracetune.data.staging.copying import StagingOptions, default_threads, stage
 from gracetune.data.staging.estimate import Estimate, estimate_stored
-from gracetune.data.staging.guard import MemoryGuard
+from gracetune.data.staging.file_selection import Selection
+from gracetune.data.staging.memory_guard import MemoryGuard
 from gracetune.data.staging.progress import OnProgress, unwatched
 from gracetune.data.staging.report import StagingReport
-from gracetune.data.staging.selection import Selection
 from gracetune.hardware import Machine
 from gracetune.hardware.allocation import host_reserve
 from gracetune.hostmem.compression import codec_for

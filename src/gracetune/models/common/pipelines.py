@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from gracetune.cache.encoder import EncoderId, Prompt
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.bars import without_bars
 from gracetune.models.common.encoding import release
 from gracetune.models.common.tokens import CutTexts
 from gracetune.models.layout import TOKENIZER, read_config
+from gracetune.models.progress_bars import without_bars
 from gracetune.models.source import ModelSource, read_json
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 
 from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
 from gracetune.models.common.encoding import encoder_id, files_digest
-from gracetune.models.common.picture_latents import Codec, PictureLatents
+from gracetune.models.common.image_latents import Codec, PictureLatents
 from gracetune.models.common.pipelines import PipelineText
 from gracetune.models.common.tokens import CutTexts, padded_tokens
 from gracetune.models.flux.load import TRANSFORMER, around, inspect, load_vae, text_parts

@@ -15,7 +15,7 @@ from transformers import CLIPTextModel, T5EncoderModel
 from gracetune.diffusion.schedule import Flow
 from gracetune.models.common.flow_shift import read_shift
 from gracetune.models.common.gelu import use_sigmoid
-from gracetune.models.common.packing import PATCH
+from gracetune.models.common.latent_packing import PATCH
 from gracetune.models.common.pipelines import assemble
 from gracetune.models.flux.attention import use_own_processors
 from gracetune.models.layout import (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from gracetune.models.common.packing import PATCH, pack, references_of, unpack
+from gracetune.models.common.latent_packing import PATCH, pack, references_of, unpack
 from gracetune.models.spec import ModelFacts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracetune.models.common.packing import PATCH, references_of
+from gracetune.models.common.latent_packing import PATCH, references_of
 from gracetune.models.spec import BlockRouting
 from gracetune.models.token_routing import rows_of
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from diffusers import FluxKontextPipeline
 
-from gracetune.models.common.packing import PATCH
-from gracetune.models.common.sampling import batched, reference_problems, refuse, side_problems, size_of
+from gracetune.models.common.latent_packing import PATCH
+from gracetune.models.common.sample_checks import batched, reference_problems, refuse, side_problems, size_of
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
 _SHORT = 256

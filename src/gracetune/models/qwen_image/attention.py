@@ -18,8 +18,8 @@ from diffusers.models.transformers.transformer_qwenimage import (
 )
 from torch import Tensor, nn
 
-from gracetune.models.common.pairs import turned
-from gracetune.models.common.sharing import answers
+from gracetune.models.common.rope import turned
+from gracetune.models.common.shared_inputs import answers
 
 
 def turn_by_pairs(denoiser: nn.Module) -> None:

@@ -19,7 +19,7 @@ from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.models.common.encoding import encoder_id, files_digest
-from gracetune.models.common.picture_latents import Codec, PictureLatents, to_image
+from gracetune.models.common.image_latents import Codec, PictureLatents, to_image
 from gracetune.models.common.pipelines import PipelineText
 from gracetune.models.common.tokens import CutTexts
 from gracetune.models.qwen_image.load import TRANSFORMER, around, inspect, load_vae, text_parts

@@ -15,7 +15,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from gracetune.diffusion.schedule import Flow
 from gracetune.models.common.flow_shift import read_shift
 from gracetune.models.common.gelu import use_sigmoid
-from gracetune.models.common.packing import PATCH
+from gracetune.models.common.latent_packing import PATCH
 from gracetune.models.common.pipelines import assemble, load_tokenizer
 from gracetune.models.layout import (
     CONFIG,

@@ -9,8 +9,8 @@ import torch
 from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline
 
 from gracetune.errors import Problem
-from gracetune.models.common.packing import PATCH
-from gracetune.models.common.sampling import batched, reference_problems, refuse, side_problems, size_of
+from gracetune.models.common.latent_packing import PATCH
+from gracetune.models.common.sample_checks import batched, reference_problems, refuse, side_problems, size_of
 from gracetune.models.qwen_image.load import PIPELINES
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 

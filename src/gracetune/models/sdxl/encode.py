@@ -14,7 +14,7 @@ from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import SampleRef
 from gracetune.models.common.encoding import encoder_id, files_digest
-from gracetune.models.common.picture_latents import Codec, PictureLatents
+from gracetune.models.common.image_latents import Codec, PictureLatents
 from gracetune.models.common.pipelines import PipelineText
 from gracetune.models.common.tokens import CutTexts, padded_tokens
 from gracetune.models.sdxl.load import UNET, around, encoding_dtype, load_vae, text_parts

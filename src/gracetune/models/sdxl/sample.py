@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gracetune.models.common.sampling import batched, reference_problems, refuse, side_problems, size_of
+from gracetune.models.common.sample_checks import batched, reference_problems, refuse, side_problems, size_of
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.common.sampling import refuse_references
+from gracetune.models.common.sample_checks import refuse_references
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
 _GUIDANCE = 7.0

@@ -14,8 +14,8 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import Tensor, nn
 
 from gracetune import kernels
-from gracetune.models.common.pairs import turned
-from gracetune.models.common.sharing import answers
+from gracetune.models.common.rope import turned
+from gracetune.models.common.shared_inputs import answers
 
 
 def turn_by_pairs(denoiser: nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 from PIL import ImageOps
 
 from gracetune.errors import Problem
-from gracetune.models.common.sampling import batched, refuse, side_problems
+from gracetune.models.common.sample_checks import batched, refuse, side_problems
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 from gracetune.models.wan.encode import embedded
 from gracetune.models.wan.load import FROM_IMAGE, FROM_TEXT, PIPELINES

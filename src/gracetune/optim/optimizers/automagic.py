@@ -21,7 +21,7 @@ from gracetune.optim.record import (
 if TYPE_CHECKING:
     from gracetune.adapters.state import Stage
     from gracetune.config.run_config import Optimizer as Asked
-    from gracetune.optim.rates import Limits
+    from gracetune.optim.element_rates import Limits
 
 _LIMITS = ("lr_bump", "min_lr", "max_lr")
 
@@ -62,7 +62,7 @@ def _values(limits: Limits) -> tuple[float, float, float]:
 
 def _limits(asked: Asked, stage: Stage) -> Limits:
     """An expert's own limits, else those of all, else Automagic's."""
-    from gracetune.optim.rates import Limits, RateGrid
+    from gracetune.optim.element_rates import Limits, RateGrid
 
     own = {"high_noise": asked.high_noise, "low_noise": asked.low_noise}.get(stage, AutomagicLimits())
     default = Limits()

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gracetune.telemetry import words
+from gracetune.telemetry import number_format as words
 from gracetune.telemetry.curves import Series, evenly, smoothed
 from gracetune.telemetry.events import MemorySampled
-from gracetune.telemetry.report.pictures import Cell, Grid, link_to
 from gracetune.telemetry.report.plots import TABLE_ROWS, Plot, figure
-from gracetune.telemetry.report.story import Story, loss_facts, moment
+from gracetune.telemetry.report.run_history import Story, loss_facts, moment
+from gracetune.telemetry.report.sample_images import Cell, Grid, link_to
 from gracetune.telemetry.report.style import STYLE
 from gracetune.telemetry.schema import plain
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gracetune.telemetry import words
+from gracetune.telemetry import number_format as words
 from gracetune.telemetry.curves import Point, Series, evenly, finite, thinned, ticks
 
 WIDTH, HEIGHT = 760, 260

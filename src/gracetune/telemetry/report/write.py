@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gracetune.storage.atomic import write_file
-from gracetune.telemetry.report.loading import find_outputs, how_to_load
+from gracetune.telemetry.report.loading_steps import find_outputs, how_to_load
 from gracetune.telemetry.report.page import page
-from gracetune.telemetry.report.pictures import grid
-from gracetune.telemetry.report.story import summary, tell
+from gracetune.telemetry.report.run_history import summary, tell
+from gracetune.telemetry.report.sample_images import grid
 from gracetune.telemetry.sinks.jsonl import LogReader
 
 LOG_FILE = Path("logs") / "events.jsonl"

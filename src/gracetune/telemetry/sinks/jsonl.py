@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from gracetune.storage.append import LineFile
+from gracetune.storage.line_file import LineFile
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Record, RunEnded, RunStarted, step_of
 from gracetune.telemetry.schema import NotAnEventError, from_line, to_line

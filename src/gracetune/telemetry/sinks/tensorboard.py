@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gracetune.telemetry.dispatcher import Tracker
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Event, Record, RunStarted, ValidationDone, Warned, step_of
-from gracetune.telemetry.hub import Tracker
 from gracetune.telemetry.sinks.scalars import scalars
 
 

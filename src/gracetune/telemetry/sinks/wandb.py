@@ -6,9 +6,9 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from gracetune.telemetry.dispatcher import Tracker
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Record, RunEnded, RunStarted, ValidationDone, Warned, step_of
-from gracetune.telemetry.hub import Tracker
 from gracetune.telemetry.schema import to_json
 from gracetune.telemetry.sinks.scalars import scalars
 

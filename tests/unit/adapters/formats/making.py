@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.adapters.state import AdapterState, Layer, Stage
-from gracetune.adapters.verify import shapes_of
+from gracetune.adapters.verification import shapes_of
 from gracetune.models.key_maps import KEY_MAPS
 
 ALGORITHMS: tuple[str, ...] = ("lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from gracetune.adapters.delta import measured_by_base
-from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.programs import misread_by
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.config.export_formats import PROGRAMS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gracetune.adapters import delta
-from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats import comfyui
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.state import AdapterState

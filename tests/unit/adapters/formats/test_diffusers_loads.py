@@ -18,9 +18,9 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gracetune.adapters.adapter_files import open_adapter, save
 from gracetune.adapters.attach import attach
 from gracetune.adapters.merge import merge_module
-from gracetune.adapters.opening import open_adapter, save
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.config.run_config import Adapter
 from gracetune.models.key_maps import KEY_MAPS

@@ -15,12 +15,12 @@ from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from gracetune.adapters import delta
-from gracetune.adapters.file_errors import BrokenLayerError, CannotHoldError, NotFiniteError, UnknownKeysError
+from gracetune.adapters.errors import BrokenLayerError, CannotHoldError, NotFiniteError, UnknownKeysError
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import AdapterState
 from gracetune.adapters.statistics import norms
-from gracetune.adapters.verify import verify
+from gracetune.adapters.verification import verify
 from unit.adapters.formats import making
 
 STEM = "diffusion_model.blocks.0.self_attn.q"

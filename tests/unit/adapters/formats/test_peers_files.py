@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gracetune.adapters import delta
-from gracetune.adapters.file_errors import BrokenLayerError
-from gracetune.adapters.opening import open_adapter
+from gracetune.adapters.adapter_files import open_adapter
+from gracetune.adapters.errors import BrokenLayerError
 from unit.adapters.formats import making
 from unit.adapters.formats.predicting import predict
 from unit.adapters.formats.test_diffusers_loads import merged

@@ -18,11 +18,11 @@ from lycoris import create_lycoris_from_weights
 from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.adapter_files import save
+from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.programs import misread_by
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.merge import merge_module
-from gracetune.adapters.opening import save
 from gracetune.adapters.state import AdapterState
 from gracetune.models.key_maps import KEY_MAPS
 from unit.adapters.formats import making

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gracetune.adapters import delta
-from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.adapter_files import open_adapter, save
+from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.registry import FORMATS
-from gracetune.adapters.opening import open_adapter, save
 from gracetune.adapters.state import AdapterState, Stage
 from unit.adapters.formats import making
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.delta import delta
-from gracetune.adapters.file_errors import BrokenLayerError, MixedStagesError
+from gracetune.adapters.errors import BrokenLayerError, MixedStagesError
 from gracetune.adapters.formats.names import locate, split
 from gracetune.adapters.formats.registry import FORMATS
-from gracetune.adapters.opening import open_adapter
 from gracetune.adapters.state import AdapterState
 from gracetune.models.key_maps import KEY_MAPS
 from unit.adapters.formats import making

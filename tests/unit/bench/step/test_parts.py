@@ -16,7 +16,7 @@ from gracetune.bench.step.clock import measure
 from gracetune.bench.step.flops import count
 from gracetune.bench.step.job import PRESETS, StepJob, config_of
 from gracetune.bench.step.numerics import gradient_check
-from gracetune.bench.step.plain import PlainLoop
+from gracetune.bench.step.plain_loop import PlainLoop
 from gracetune.bench.step.random_model import RandomModel, make_model
 from gracetune.bench.step.trainer import Trainer, decide, trainer, with_limit
 from gracetune.config.environment import Environment

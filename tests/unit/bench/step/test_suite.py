@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gracetune.bench.step.measure import Bench
+from gracetune.bench.step.measurement import Bench
 from gracetune.bench.step.row import ROW_KEYS, Bar, StepRow
 from gracetune.bench.step.suite import WAN14B, chosen, judged, measured
 from gracetune.errors import ConfigError, GracetuneError

@@ -17,7 +17,7 @@ from gracetune.data.backend import Backend
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.staging.copying import StagingOptions
-from gracetune.data.staging.selection import MEDIA, select
+from gracetune.data.staging.file_selection import MEDIA, select
 from gracetune.data.staging.stager import Stager
 from gracetune.hardware import Machine, probe
 

@@ -23,7 +23,7 @@ from gracetune.data.backends.open import attach_backend
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.staging.copying import StagingOptions, default_threads, segments_for, stage
 from gracetune.data.staging.estimate import Estimate, estimate_stored
-from gracetune.data.staging.guard import MemoryGuard
+from gracetune.data.staging.memory_guard import MemoryGuard
 from gracetune.data.staging.progress import StagingProgress
 from gracetune.hostmem.compression import CHUNK, CODECS
 from gracetune.hostmem.numa import NodeChoice

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from gracetune.data.copies import making
+from gracetune.data.copies import download as making
 from gracetune.data.copies.errors import CopyError
 from gracetune.data.copies.folder import CopyFolder
 from gracetune.storage import transfer
 from gracetune.units import MIB
 from servers.hub import HubServer
-from unit.data.copies.made import QUICK, captions, config, copies, fetched, parquet, picture, rows, shard, tar
+from unit.data.copies.sample_sources import QUICK, captions, config, copies, fetched, parquet, picture, rows, shard, tar
 
 NAME = "owner/pets"
 PETS = f"hf://datasets/{NAME}"
@@ -160,7 +160,7 @@ def test_a_disk_that_fills_up(hub: HubServer, tmp_path: Path) -> None:
     script = """
 import resource, signal, sys
 from pathlib import Path
-from unit.data.copies.made import config, copies
+from unit.data.copies.sample_sources import config, copies
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 run = config(Path(sys.argv[1]), {"path": sys.argv[2]})
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
@@ -187,7 +187,7 @@ MAKE = """
 import sys
 from pathlib import Path
 from gracetune.storage import transfer
-from unit.data.copies.made import config, copies
+from unit.data.copies.sample_sources import config, copies
 transfer.RANGE = 65536
 found = copies(config(Path(sys.argv[1]), {"path": sys.argv[2]}))
 found.make(on_fetched=lambda name: lambda done, total: print(done, flush=True))

@@ -12,7 +12,7 @@ from PIL import Image
 
 from gracetune.data.copies.errors import CopyError
 from servers.hub import TOKEN, HubServer
-from unit.data.copies.made import (
+from unit.data.copies.sample_sources import (
     FROM_COLUMNS,
     captions,
     config,

@@ -15,7 +15,7 @@ from gracetune.data.backends.url import UrlBackend
 from gracetune.data.backends.url_access import options_for
 from gracetune.data.copies.errors import CopyError
 from gracetune.storage import transfer
-from unit.data.copies.made import FROM_COLUMNS, config, copies, fetched, parquet, picture, rows, shard, tar
+from unit.data.copies.sample_sources import FROM_COLUMNS, config, copies, fetched, parquet, picture, rows, shard, tar
 
 pytest.importorskip("s3fs", reason="s3:// needs the optional s3fs, which is not installed")
 moto = pytest.importorskip("moto.server", reason="the tests' S3 server, moto, is not installed")

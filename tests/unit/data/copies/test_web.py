@@ -13,7 +13,7 @@ from gracetune.data.copies.errors import CopyError
 from gracetune.redaction import Redactor
 from gracetune.storage import transfer
 from servers.web import web_server
-from unit.data.copies.made import FROM_COLUMNS, QUICK, config, copies, fetched, picture, shard, tar
+from unit.data.copies.sample_sources import FROM_COLUMNS, QUICK, config, copies, fetched, picture, shard, tar
 
 pytest.importorskip("aiohttp", reason="http:// needs the optional aiohttp, which is not installed")
 

@@ -9,7 +9,7 @@ import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-from gracetune.diffusion.levels import shifted
+from gracetune.diffusion.noise_levels import shifted
 from gracetune.models.common.flow_shift import MEGAPIXEL_TOKENS, read_shift
 
 LEVELS = np.linspace(0.001, 1.0, 50)

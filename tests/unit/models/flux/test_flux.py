@@ -18,8 +18,7 @@ from gracetune.errors import ConfigError
 from gracetune.models.flux.spec import SPEC
 from gracetune.models.spec import SampleRequest
 from unit.models import loaded
-from unit.models.loaded import latent_encoder, text_encoder
-from unit.models.picture_families import (
+from unit.models.image_families import (
     CPU,
     LONG,
     SHORT,
@@ -38,6 +37,7 @@ from unit.models.picture_families import (
     source,
     watched,
 )
+from unit.models.loaded import latent_encoder, text_encoder
 
 FLAVOURS = ("dev", "schnell", "kontext")
 REFERENCE = (32, 64)

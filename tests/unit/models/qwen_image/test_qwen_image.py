@@ -19,8 +19,7 @@ from gracetune.errors import ConfigError
 from gracetune.models.qwen_image.spec import SPEC
 from gracetune.models.spec import SampleRequest
 from unit.models import loaded
-from unit.models.loaded import latent_encoder, text_encoder
-from unit.models.picture_families import (
+from unit.models.image_families import (
     CPU,
     LONG,
     SHORT,
@@ -39,6 +38,7 @@ from unit.models.picture_families import (
     source,
     watched,
 )
+from unit.models.loaded import latent_encoder, text_encoder
 
 FLAVOURS = ("t2i", "edit", "edit-2509", "edit-2511")
 EDITS = FLAVOURS[1:]

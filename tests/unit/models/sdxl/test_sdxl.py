@@ -19,8 +19,7 @@ from gracetune.errors import ConfigError
 from gracetune.models.sdxl.spec import SPEC
 from gracetune.models.spec import EncodeOptions, SampleRequest
 from unit.models import loaded
-from unit.models.loaded import latent_encoder, text_encoder
-from unit.models.picture_families import (
+from unit.models.image_families import (
     CPU,
     LONG,
     SHORT,
@@ -39,6 +38,7 @@ from unit.models.picture_families import (
     source,
     watched,
 )
+from unit.models.loaded import latent_encoder, text_encoder
 
 FIT = Fit(original=(1000, 751), resized=(60, 45), left=5, top=9)
 

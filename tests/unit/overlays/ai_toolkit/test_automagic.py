@@ -12,7 +12,7 @@ from gracetune.adapters.formats.names import locate, split
 from gracetune.errors import ConfigError
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.naming import StateMismatchError
+from gracetune.optim.named_state import StateMismatchError
 from unit.overlays.ai_toolkit.checkouts import Checkout
 
 BLOCK = {"automagic": True}

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from gracetune.adapters.files import data_hash
-from gracetune.adapters.opening import open_adapter
+from gracetune.adapters.adapter_files import open_adapter
+from gracetune.adapters.safetensors_file import data_hash
 from gracetune.errors import ConfigError
 from unit.overlays.ai_toolkit.checkouts import Checkout
 

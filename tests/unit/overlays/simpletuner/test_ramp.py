@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import BatchRamp
 from gracetune.errors import ConfigError
-from gracetune.optim.ramp import Ramp
+from gracetune.optim.batch_ramp import Ramp
 
 MICRO = 2
 

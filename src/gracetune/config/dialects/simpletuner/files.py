@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from gracetune.config.dialects.peer_file import PeerBlock
-from gracetune.config.dialects.simpletuner.env import ENV_NAMES
+from gracetune.config.dialects.simpletuner.env_names import ENV_NAMES
 from gracetune.config.draft import Draft
 from gracetune.config.environment import Environment
 from gracetune.config.limits import substituted

@@ -14,12 +14,11 @@ from gracetune.config.base import file_name
 from gracetune.config.dialects import gh200
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.adapter import ADAPTER, LORA, LYCORIS, PER_MODULE, PRESET
-from gracetune.config.dialects.simpletuner.collect import bare, collect, unwrapped
 from gracetune.config.dialects.simpletuner.dataset import ENTRY, SHUFFLE
 from gracetune.config.dialects.simpletuner.dataset_keys import AUDIO, GENERATED, INHERITED, PARQUET, VIDEO
 from gracetune.config.dialects.simpletuner.dataset_sources import COMPOSITE, FILTER, HUGGINGFACE, WEBSHART
 from gracetune.config.dialects.simpletuner.datasets import BACKEND, EMBEDS, MIXING, read_datasets
-from gracetune.config.dialects.simpletuner.env import ENV_NAMES
+from gracetune.config.dialects.simpletuner.env_names import ENV_NAMES
 from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.simpletuner.keys import (
     ALIASES,
@@ -32,6 +31,7 @@ from gracetune.config.dialects.simpletuner.keys import (
 )
 from gracetune.config.dialects.simpletuner.model import MODEL, lacks_flavour, read_family
 from gracetune.config.dialects.simpletuner.optimizer import OPTIMIZER
+from gracetune.config.dialects.simpletuner.option_block import bare, collect, unwrapped
 from gracetune.config.dialects.simpletuner.training import ROUTE, TRAINING, TREAD
 from gracetune.config.dialects.simpletuner.validation import INPUT, PROMPT, VALIDATION
 from gracetune.config.dialects.table import Effect, Key, KeyRule, KeyTable, apply, decline

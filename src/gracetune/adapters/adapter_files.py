@@ -1,0 +1,184 @@
+"""An adapter's file as states: read, recognised, and everything in it accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from gracetune.adapters import metadata
+from gracetune.adapters import safetensors_file as files
+from gracetune.adapters.errors import (
+    BrokenLayerError,
+    CannotHoldError,
+    MixedStagesError,
+    UnclearFamilyError,
+)
+from gracetune.adapters.formats.detection import Detected, detect
+from gracetune.adapters.formats.names import is_of_text_encoder, split
+from gracetune.adapters.formats.programs import readable
+from gracetune.adapters.formats.reading import Reading, dtype_of
+from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.state import AdapterState, Stage
+from gracetune.config.export_formats import PROGRAMS, FormatName, Program
+from gracetune.errors import ConfigError, Problem, short
+
+_OTHER_HASH = (
+    "the header's sshs_model_hash is not the hash of the tensors in this file: it was changed after it was written, or "
+    "the program that wrote it computes the hash by another rule"
+)
+_ORDER: tuple[Stage, ...] = ("", "high_noise", "low_noise")
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    file: files.AdapterFile
+    detected: Detected
+    reading: Reading
+    left_out: tuple[str, ...] = ()
+    """Layers of text encoders, where the caller wanted the file without them."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is worth knowing and keeps nobody from using the file."""
+        if self.file.hash_matches is False and not self.reading.altered:
+            return (_OTHER_HASH,)
+        return ()
+
+    def refuse_altered(self) -> None:
+        if self.reading.altered:
+            raise self.reading.errors(str(self.file.path))[0]
+
+    def programs(self) -> dict[Program, str | None]:
+        """For every program: None where it loads this file as it was trained, else the reason. Empty where that is not
+        known: something in the file is wrong, or its layers have other names than we write."""
+        if self.reading.errors() or not self.reading.states:
+            return {}
+        if len(self.reading.states) > 1:
+            return dict.fromkeys(PROGRAMS, "the file holds two experts: gracetune adapter convert --split")
+        (state,) = self.reading.states.values()
+        name = self.detected.format
+        if name == "other" or not self._is_spelled_as(state, name):
+            return {}
+        return readable(state, name)
+
+    def _is_spelled_as(self, state: AdapterState, format: FormatName) -> bool:
+        """Whether the file has the keys that we would write."""
+        record = FORMATS[format]
+        try:
+            written, _ = record.write(state, dtype_of(self.file.tensors))
+        except CannotHoldError:
+            return False
+        found, ours = ({*keys} for keys in (self.file.tensors, written))
+        if record.alpha_is_optional:
+            found, ours = ({key for key in keys if not key.endswith(".alpha")} for keys in (found, ours))
+        return found == ours
+
+    def states(self) -> list[AdapterState]:
+        """Every adapter in the file, the high-noise one first. Raises where anything in the file is wrong."""
+        self.reading.checked(str(self.file.path))
+        if not self.reading.states:
+            hint = "check that it is the file of an adapter"
+            problem = Problem("layers", "none", "at least one layer", hint, str(self.file.path))
+            raise BrokenLayerError([problem])
+        return sorted(self.reading.states.values(), key=lambda state: _ORDER.index(state.stage))
+
+    def state(self) -> AdapterState:
+        """The one adapter in the file; a file of both experts is refused."""
+        found = self.states()
+        if len(found) > 1:
+            names = " and ".join(state.stage for state in found)
+            hint = "gracetune adapter convert --split makes two files of it"
+            problem = Problem("stages", f"layers of {names} in one file", "one expert", hint, str(self.file.path))
+            raise MixedStagesError([problem])
+        return found[0]
+
+
+def open_adapter(
+    path: Path,
+    family: str | None = None,
+    *,
+    without_text_encoders: bool = False,
+    alpha: float | None = None,
+    ignore_hash: bool = False,
+) -> Opened:
+    """Reads a file in any of the known spellings; `family` is only needed where the keys fit two.
+
+    `alpha` is that of all layers, of a file that does not tell it. `ignore_hash` takes a file of ours that was changed.
+    """
+    file = files.read(path)
+    left_out: tuple[str, ...] = ()
+    if without_text_encoders:
+        file, left_out = _without_text_encoders(file)
+    try:
+        detected = detect(file.tensors, file.metadata, name=file.path.stem, family=family)
+    except UnclearFamilyError as error:
+        raise UnclearFamilyError([replace(problem, file=str(path)) for problem in error.problems]) from None
+    spelled = FORMATS["comfyui" if detected.format == "other" else detected.format]
+    reading = spelled.read(file.tensors, file.metadata, detected.family)
+    if alpha is not None:
+        file = _with_alpha(file, reading, alpha)
+        reading = spelled.read(file.tensors, file.metadata, detected.family)
+    states = _with_stages(reading.states, detected, file)
+    altered = file.is_ours and file.hash_matches is False and not ignore_hash
+    reading = replace(reading, states=states, contradictions=detected.contradictions, altered=altered)
+    return Opened(file, detected, reading, left_out)
+
+
+def _with_alpha(file: files.AdapterFile, reading: Reading, alpha: float) -> files.AdapterFile:
+    """The file as if it had an alpha for every layer. Refused where it tells its scale itself."""
+    own = [key for key in file.tensors if (parts := split(key)) is not None and parts.tensor == "alpha"]
+    if own or not reading.without_scale:
+        found = f"alphas in the file: {short(own[0])}" if own else "a file that tells its scale"
+        expected = "a file whose scale nothing tells"
+        raise ConfigError([Problem("--alpha", found, expected, "leave --alpha out", str(file.path))])
+    given = {f"{stem}.alpha": torch.tensor(alpha, dtype=torch.float32) for stem in reading.without_scale}
+    return replace(file, tensors={**file.tensors, **given})
+
+
+def _without_text_encoders(file: files.AdapterFile) -> tuple[files.AdapterFile, tuple[str, ...]]:
+    """The rest of the file, and which layers were left out."""
+    kept = {key: tensor for key, tensor in file.tensors.items() if not is_of_text_encoder(key)}
+    if file.tensors and not kept:
+        hint = "give another file: there is nothing in this one to train on or to convert"
+        problem = Problem("layers", "of text encoders only", "layers of a denoiser", hint, str(file.path))
+        raise BrokenLayerError([problem])
+    gone = (key for key in file.tensors if key not in kept)
+    stems = {parts.stem if (parts := split(key)) is not None else key for key in gone}
+    return replace(file, tensors=kept), tuple(sorted(stems))
+
+
+def _with_stages(
+    states: Mapping[Stage, AdapterState], detected: Detected, file: files.AdapterFile
+) -> dict[Stage, AdapterState]:
+    """States without a stage in their keys get the one the header or the file's name tells."""
+    if "" not in states:
+        return dict(states)
+    if len(states) == 1:
+        stage = detected.stages[0]
+    elif set(states) == {"", "low_noise"}:  # diffusers' names: transformer and transformer_2
+        stage = "high_noise"
+    else:
+        problem = Problem(
+            "stages",
+            f"layers of {', '.join(stage for stage in states if stage)} beside layers of no expert",
+            "every key with its expert, or none",
+            "give each expert a file of its own where it was made",
+            str(file.path),
+        )
+        raise MixedStagesError([problem])
+    return {new: replace(state, stage=new) for old, state in states.items() for new in [old or stage]}
+
+
+def save(
+    path: Path,
+    state: AdapterState,
+    format: FormatName,
+    dtype: torch.dtype,
+    about: metadata.About | None = None,
+) -> Path:
+    """Writes one adapter. The same state, format, precision and `about` give the same bytes."""
+    tensors, of_format = FORMATS[format].write(state, dtype)
+    return files.write(path, tensors, metadata.header(state, tensors, of_format, about))

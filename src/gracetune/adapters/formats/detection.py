@@ -1,0 +1,208 @@
+"""What a file is: family, expert, algorithm and format, each with what it was told by."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from gracetune.adapters.algorithms.registry import algorithm, algorithms
+from gracetune.adapters.errors import UnclearFamilyError
+from gracetune.adapters.formats.diffusers import HEADER_ENTRY
+from gracetune.adapters.formats.names import Located, locate, split
+from gracetune.adapters.state import Stage
+from gracetune.config.adapter_kinds import ALGORITHMS
+from gracetune.config.export_formats import FormatName
+from gracetune.errors import Problem, short
+from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.keys import KeyMap
+
+Spelled = FormatName | Literal["other"]
+
+_HEADER_FIELDS = ("gracetune.family", "ss_base_model_version", "modelspec.architecture")
+_IN_NAME = re.compile(r"(?:^|[_\-.])(high|low)_noise(?=$|[_\-.])")
+_EXPERTS: tuple[Stage, Stage] = ("high_noise", "low_noise")
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Detected:
+    family: str
+    stages: tuple[Stage, ...]
+    """Two where the file holds both experts; `("",)` where nothing tells."""
+    algorithms: tuple[str, ...]
+    format: Spelled
+    evidence: tuple[str, ...]
+    contradictions: tuple[str, ...] = ()
+    """Places that name another expert than the one the file was taken for."""
+
+    @property
+    def algorithm(self) -> str:
+        return "+".join(self.algorithms) or "nothing"
+
+
+def detect(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, name: str = "", family: str | None = None
+) -> Detected:
+    """What the keys and the header tell; `name` is the file's, without its suffix. `family` is taken as given."""
+    stems = Counter(parts.stem for key in tensors if (parts := split(key)) is not None)
+    if family is None:
+        family, why = _family(tuple(tensors), stems, metadata)
+    else:
+        why = f"family: {family}, as asked for"
+    keys = KEY_MAPS[family]
+    located = list(_located(stems, keys))
+    told = _stages_told(located, metadata, name) if keys.experts else {}
+    stages, stage_why = _stages(told)
+    spelled, format_why = _format(tensors, located, metadata, keys)
+    return Detected(
+        keys.family,
+        stages,
+        _algorithms(tensors, metadata),
+        spelled,
+        (why, *stage_why, format_why),
+        _contradictions(told, stages),
+    )
+
+
+def _located(stems: Mapping[str, int], names: KeyMap) -> dict[Located, int]:
+    """The layers that stems name, and how many keys each has."""
+    found: Counter[Located] = Counter()
+    for stem, count in stems.items():
+        located = locate(stem, names)
+        if located is not None:
+            found[located] += count
+    return found
+
+
+def _family(keys: tuple[str, ...], stems: Mapping[str, int], metadata: Mapping[str, str]) -> tuple[str, str]:
+    known = {family: _located(stems, names) for family, names in KEY_MAPS.items()}
+    most = max(sum(located.values()) for located in known.values())
+    if most == 0:
+        hint = f"check that it is an adapter of {', '.join(KEY_MAPS)}"
+        raise _unclear(_listed(keys) or "no tensors", "keys that name layers of one family", hint)
+    best = [family for family, located in known.items() if sum(located.values()) == most]
+    why = f"{most} of {len(keys)} keys name its layers"
+    if len(best) > 1:
+        said = [family for family in _said(metadata) if family in best]
+        if said:
+            best, why = said[:1], f"{why}, and the header says so"
+    if len(best) > 1:
+        deep = [family for family in best if not any(_too_deep(found, KEY_MAPS[family]) for found in known[family])]
+        if len(deep) == 1:
+            best, why = deep, f"{why}, and no other family has as many blocks"
+    if len(best) == 1 and any(_too_deep(found, KEY_MAPS[best[0]]) for found in known[best[0]]):
+        found = f"layers with the names of {best[0]}, in more blocks than any model of it has"
+        raise _unclear(found, f"an adapter of {', '.join(KEY_MAPS)}", f"--family {best[0]}, if it is one all the same")
+    if len(best) > 1:
+        found = f"layers that {' and '.join(best)} have under the same names"
+        raise _unclear(found, "one family", f"--family {best[0]}")
+    return best[0], f"family: {best[0]}, {why}"
+
+
+def _said(metadata: Mapping[str, str]) -> Iterable[str]:
+    if metadata.get("gracetune.family") in KEY_MAPS:
+        yield metadata["gracetune.family"]
+    for entry in _HEADER_FIELDS:
+        value = metadata.get(entry, "").lower()
+        yield from (family for family, keys in KEY_MAPS.items() if any(mark in value for mark in keys.header_marks))
+
+
+def _too_deep(found: Located, keys: KeyMap) -> bool:
+    return any(keys.beyond_depth(path) for path in found.place.paths)
+
+
+def _stages_told(located: list[Located], metadata: Mapping[str, str], name: str) -> dict[str, tuple[Stage, ...]]:
+    """Who names an expert, the most trustworthy first."""
+    in_keys = {found.stage for found in located}
+    told: dict[str, tuple[Stage, ...]] = {}
+    if len(in_keys) > 1:  # diffusers' pair names only the second of two
+        told["its keys"] = _EXPERTS
+    elif in_keys - {""}:
+        told["its keys"] = tuple(in_keys)
+    for stage in _EXPERTS:
+        if metadata.get("gracetune.stage") == stage:
+            told["its header"] = (stage,)
+    in_name = _IN_NAME.findall(name)
+    if in_name:  # the last: a run may be called after an expert too
+        told["its file's name"] = (_EXPERTS[0 if in_name[-1] == "high" else 1],)
+    return told
+
+
+def _stages(told: Mapping[str, tuple[Stage, ...]]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
+    for place, stages in told.items():
+        if len(stages) > 1:
+            return stages, ("stage: keys of both experts",)
+        return stages, (f"stage: {stages[0]}, by {place}",)
+    return ("",), ()
+
+
+def _contradictions(told: Mapping[str, tuple[Stage, ...]], stages: tuple[Stage, ...]) -> tuple[str, ...]:
+    """A file of both experts may be called anything; one of a single expert that is named after the other may not."""
+    if len(stages) > 1:
+        return ()
+    first = next(iter(told), "")
+    return tuple(f"{first} says {stages[0]}, {place} {said[0]}" for place, said in told.items() if said[0] != stages[0])
+
+
+def _format(
+    tensors: Mapping[str, Tensor], located: list[Located], metadata: Mapping[str, str], keys: KeyMap
+) -> tuple[Spelled, str]:
+    first = Counter(found.prefixes[0] if found.prefixes else "" for found in located)
+    prefix = first.most_common(1)[0][0] if first else ""
+    if any("$$" in key for key in tensors):
+        return "other", "format: other, names joined with $$"
+    if prefix.startswith("lycoris_"):
+        return "lycoris", f"format: lycoris, keys begin with {prefix}"
+    if prefix == "lora_unet_":
+        return "kohya", "format: kohya, keys begin with lora_unet_"
+    if prefix == "diffusion_model.":
+        return "comfyui", "format: comfyui, keys begin with diffusion_model."
+    plain = prefix in ("", "base_model.model.", "transformer.", "unet.", f"{keys.component}.")
+    if not plain:
+        return "other", f"format: other, keys begin with {prefix}"
+    said = metadata.get("gracetune.format")
+    kinds = set(_algorithms(tensors, metadata))
+    with_alpha = any(key.endswith(".alpha") for key in tensors) or not all(
+        algorithm(kind).trained_by_peft for kind in kinds
+    )
+    of_peft = prefix == "base_model.model."
+    if HEADER_ENTRY not in metadata and not of_peft and keys.comfyui_takes_ours and (said == "comfyui" or with_alpha):
+        return "comfyui", f"format: comfyui, which takes {keys.component}.<path> for this family"
+    return "diffusers", f"format: diffusers, keys begin with {prefix or 'the layer itself'}"
+
+
+def _algorithms(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """By the keys; only LoRA and LoCon have the same, and the header of our own files tells them apart."""
+    said = metadata.get("gracetune.algorithm", "").split(",")
+    layers: dict[str, set[str]] = {}
+    for key in tensors:
+        parts = split(key)
+        if parts:
+            layers.setdefault(parts.stem, set()).add(parts.tensor)
+    kinds = Counter(kind for names in layers.values() if (kind := _kind(names)) is not None)
+    if "locon" in said and "lora" not in said:
+        for kind in ("lora", *(("dora",) if "dora" not in said else ())):
+            kinds["locon"] += kinds.pop(kind, 0)
+    return tuple(kind for kind, count in kinds.most_common() if count)
+
+
+def _kind(names: set[str]) -> str | None:
+    ours = [record for record in algorithms() if record.name in ALGORITHMS.ours]
+    for record in (*reversed(ours), *algorithms()):  # what one of ours has is ours, whatever another package claims
+        if any(name.startswith(record.marks) for name in names):
+            return record.name
+    return None
+
+
+def _unclear(found: str, expected: str, hint: str) -> UnclearFamilyError:
+    return UnclearFamilyError([Problem("family", found, expected, hint)])
+
+
+def _listed(keys: tuple[str, ...]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(map(short, keys[:_SHOWN])) + more

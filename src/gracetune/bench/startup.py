@@ -1,0 +1,164 @@
+"""How long the start of a run with many images takes: the first look at a folder; and a start that finds its scan and
+its caches, without the model.
+
+Each is measured in a process of its own, by the clock: such a process has no memory yet, and the cores it is given.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from PIL import Image
+
+from gracetune.bench.cache import KEYS
+from gracetune.bench.row import Row
+from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
+from gracetune.cache.folder_layout import places_of
+from gracetune.cache.residence import Where
+from gracetune.cache.session import Caches, build, needs
+from gracetune.config.run_config import RunConfig, Validation
+from gracetune.data.geometry import Geometry
+from gracetune.data.index_builder import build_index, scan_folder
+from gracetune.data.loader import Loader
+from gracetune.errors import MachineError
+from gracetune.hardware.machine import Machine
+from gracetune.train.data import load_caches
+
+IMAGES: Final = 30_000
+ROUNDS: Final = 5
+MOST_SECONDS: Final = 5.0
+"""Of a warm start of so many; loading a small model and the first batch take about as long again."""
+_SIZES: Final = ((64, 64), (96, 64), (64, 96), (80, 64))
+_GEOMETRY: Final = Geometry("image", side_multiple=32)
+
+
+def starting_rows(folder: Path, machine: Machine, *, images: int = IMAGES, rounds: int = ROUNDS) -> Iterator[Row]:
+    make_images(folder / "images", images)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        yield Row("scan_two_cores", 1.0, "ratio", detail="this process has one core")
+    else:
+        # In turns, and the best of each: what else runs on the machine slows both down alike.
+        times = [(_seconds("scan", folder, machine, cores[:1]), _seconds("scan", folder, machine, cores[:2]))
+                 for _ in range(rounds)]  # fmt: skip
+        one, two = min(alone for alone, _ in times), min(both for _, both in times)
+        told = f"{images:,} small files with captions: {one:.2f} s on one core, {two:.2f} s on two; warm files"
+        yield Row("scan_two_cores", one / two, "ratio", "> 1", one > two, told)
+    fill_caches(folder)
+    spent = [_seconds("warm", folder, machine, cores) for _ in range(rounds)]
+    told = f"{images:,} samples: index, wanted entries, order, first batch; {min(spent):.2f} to {max(spent):.2f} s"
+    yield Row("warm_start_seconds", min(spent), "s", f"< {MOST_SECONDS:g}", min(spent) < MOST_SECONDS, told)
+
+
+def make_images(folder: Path, count: int) -> None:
+    draw = np.random.default_rng(0)
+    for number in range(count):
+        inside = folder / f"{number // 1000:03}"
+        inside.mkdir(parents=True, exist_ok=True)
+        width, height = _SIZES[number % len(_SIZES)]
+        blocks = draw.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+        kind = "png" if number % 5 == 4 else "jpg"
+        Image.fromarray(blocks.repeat(8, 0).repeat(8, 1)).save(inside / f"{number:06}.{kind}")
+        (inside / f"{number:06}.txt").write_text(f"generated image {number}, tag {number % 17}")
+
+
+@dataclass(frozen=True)
+class _KnownEncoders:
+    """Ids without encoders: nothing is missing, so none is asked for."""
+
+    def text_id(self) -> EncoderId:
+        return KEYS.text
+
+    def latent_id(self) -> EncoderId:
+        return KEYS.latent
+
+    def reads_pictures(self) -> bool:
+        return False
+
+    def prompts(self, validation: Validation) -> list[str]:
+        return []
+
+    def load_text(self) -> TextEncoder:
+        raise ValueError("an entry is missing")
+
+    def load_latents(self) -> LatentEncoder:
+        raise ValueError("an entry is missing")
+
+    def tile(self, why: str) -> None: ...
+
+    def tiling_note(self) -> str | None:
+        return None
+
+    def forget_tiling(self) -> None: ...
+
+
+def _config(folder: Path) -> RunConfig:
+    dataset = {"id": "many", "path": str(folder / "images"), "type": "local", "resolution": 64.0}
+    return RunConfig.model_validate(
+        {
+            "name": "bench",
+            "output_dir": str(folder / "out"),
+            "model": {"family": "sdxl"},
+            "training": {"max_steps": 1},
+            "datasets": [dataset],
+        }
+    )
+
+
+def fill_caches(folder: Path) -> None:
+    """The scan, and a small entry for everything the run wants: what a start finds after the first one."""
+    config = _config(folder)
+    index = build_index(config, _GEOMETRY, memory=scan_folder(config))
+    with Caches(places_of(config), writable=True) as caches:
+        wanted = needs(config, index, _KnownEncoders(), caches.places)
+        for items in (wanted.latents, wanted.texts):
+            with caches.store(items[0].folder).writer() as writer:
+                for item in items:
+                    writer.add(item.origin, {"latents": torch.zeros(4)}, key=item.key)
+
+
+def _seconds(task: str, folder: Path, machine: Machine, cores: list[int]) -> float:
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import {measure.__name__} as work; work()", task, str(folder),
+         ",".join(map(str, cores))],
+        input=machine.model_dump_json(), stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise MachineError(f"bench data: the process for `{task}` failed: its messages are above")
+    return float(done.stdout)
+
+
+def measure() -> None:
+    """What such a process does."""
+    task, folder, cores = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    machine = Machine.model_validate_json(sys.stdin.read())
+    os.sched_setaffinity(0, map(int, cores.split(",")))
+    config = _config(folder)
+    start = time.perf_counter()
+    if task == "scan":
+        build_index(config, _GEOMETRY)
+    else:
+        _start_warm(config, machine)
+    sys.stdout.write(f"{time.perf_counter() - start}\n")
+
+
+def _start_warm(config: RunConfig, machine: Machine) -> None:
+    """What `train.load` does, without a model."""
+    index = build_index(config, _GEOMETRY, memory=scan_folder(config))
+    with ExitStack() as stack:
+        caches = stack.enter_context(Caches(places_of(config), writable=True))
+        built = build(config, index, _KnownEncoders(), caches)
+        load_caches(config, built.wanted, caches, Where(machine), stack, name="0")
+        loader = Loader(built.index, batch_size=4)
+        loader.state_dict()
+        loader.next_batch()

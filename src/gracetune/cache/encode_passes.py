@@ -1,0 +1,294 @@
+"""Encode passes: decode, encode and store all missing entries of a cache.
+
+    wanted = needs(config, index, encoders, places)
+    outcome = encode_texts(text_encoder, wanted.texts, index, caches.store, how=How(batch_size=8))
+    outcome = encode_latents(latent_encoder, wanted.latents, outcome.index, caches.store, wanted_anew, how=How())
+
+After a pass, all entries for `outcome.encoder` exist. Other processes may have made some of them: ranks divide the work
+by claiming entries (see claims.py) and wait for each other at the end. A pass can be interrupted at any moment by
+Ctrl-C, an error or kill -9. The next pass continues where it stopped.
+
+The id of a latent encoder may change during a pass. To save memory, the encoder may switch to tiling, which gives
+slightly different latents. All entries are then made again under the new id, so a cache never mixes the two. If ranks
+end with different values of `outcome.encoder`, those with the untiled one must run again with tiling.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gracetune.cache.encoder import CutsTexts, EncoderId, LatentEncoder, MeasuresTexts, Prompt, TextEncoder
+from gracetune.cache.errors import CacheError
+from gracetune.cache.pass_worker import Damaged, Progress, Share, Tally, Work
+from gracetune.cache.required_entries import LatentItem, TextItem
+from gracetune.cache.store import DiskStore
+from gracetune.cache.writer import Flush
+from gracetune.data.index import DataIndex
+from gracetune.data.media.load import Sample
+from gracetune.data.refs import Bucket
+from gracetune.data.text_format import counted, some
+from gracetune.errors import Problem
+
+if TYPE_CHECKING:
+    from gracetune.cache.encoder import Entry
+
+__all__ = ["Damaged", "EncodeMemoryError", "How", "Outcome", "Progress", "Share", "encode_latents", "encode_texts"]
+
+StoreOf = Callable[[Path], DiskStore]
+OnProgress = Callable[[Progress], None]
+
+
+class EncodeMemoryError(CacheError):
+    """The available memory does not suffice to encode a single sample."""
+
+
+@dataclass(frozen=True)
+class How:
+    """Options of a pass."""
+
+    batch_size: int = 1
+    share: Share = field(default_factory=Share)
+    workers: int = 4
+    """Number of decoding threads."""
+    on_progress: OnProgress = lambda progress: None
+    """Called after every batch, in the thread of the pass."""
+    flush: Flush = field(default_factory=Flush)
+    """Limits how much work a killed process loses."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Another thread sets it to end the pass after the current batch."""
+    may_tile: bool = True
+    """Whether latents may be made with tiling if memory is short. In that case all of them are."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a pass."""
+
+    encoder: EncoderId
+    """The final id of the encoder, under which the entries are stored."""
+    wanted: int
+    encoded: int
+    encoded_bytes: int
+    by_others: int
+    """Entries that were missing when the pass started and that other processes made."""
+    there_before: int
+    index: DataIndex
+    """The index without files that turned out to be damaged."""
+    damaged: tuple[Damaged, ...] = ()
+    batch_size: int = 0
+    """The smallest batch size used."""
+    seconds: float = 0.0
+    complete: bool = True
+    """False if the pass was stopped."""
+    cut: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Truncated texts; see `CutsTexts`."""
+    tiled_because: str = ""
+    """Why the encoder switched to tiling; empty if it did not."""
+    notes: tuple[str, ...] = ()
+
+
+def encode_latents(
+    encoder: LatentEncoder,
+    items: Sequence[LatentItem],
+    index: DataIndex,
+    store_of: StoreOf,
+    wanted_anew: Callable[[DataIndex, EncoderId], list[LatentItem]],
+    *,
+    how: How | None = None,
+) -> Outcome:
+    """Encode the missing latents among `items`, which must be for the encoder's current id.
+
+    `wanted_anew` returns the items for another id; it is called if the encoder switches to tiling.
+    Raises EncodeMemoryError, CacheFullError, UnreadableFilesError (more damaged files than the threshold), ...
+    """
+    how = how or How()
+    tally = Tally()
+    relief = _Relief(encoder, may_tile=how.may_tile)
+    while True:
+        identity = encoder.id
+        _check_id(identity, items)
+        work: Work[LatentItem, Sample] = Work(
+            items, store_of, index, tally,
+            decode=_decode_latent, encode=partial(_encode_latents, encoder), relieve=relief.ask,
+            batch_size=how.batch_size, limits=relief.limits, workers=how.workers, share=how.share, flush=how.flush,
+            on_progress=how.on_progress, stop=how.stop,
+        )  # fmt: skip
+        try:
+            complete = work.run()
+        except _IdChangedError:
+            index = work.index
+            items = wanted_anew(index, encoder.id)
+            continue
+        found = _outcome(identity, len(items), work.index, tally, complete=complete, notes=relief.notes)
+        return replace(found, tiled_because=relief.tiled_because)
+
+
+def encode_texts(
+    encoder: TextEncoder,
+    items: Sequence[TextItem],
+    index: DataIndex,
+    store_of: StoreOf,
+    *,
+    how: How | None = None,
+) -> Outcome:
+    """Encode the missing embeddings among `items`."""
+    how = how or How()
+    tally = Tally()
+    _check_id(encoder.id, items)
+
+    def lengths(missing: Sequence[TextItem]) -> Sequence[int]:
+        if not isinstance(encoder, MeasuresTexts):
+            return [0] * len(missing)
+        return encoder.lengths([item.text for item in missing])
+
+    work: Work[TextItem, Prompt] = Work(
+        items, store_of, index, tally,
+        decode=_decode_text, encode=encoder.encode, relieve=_no_text_relief, lengths=lengths,
+        batch_size=how.batch_size, limits=[], workers=how.workers, share=how.share, flush=how.flush,
+        on_progress=how.on_progress, stop=how.stop,
+    )  # fmt: skip
+    complete = work.run()
+    cut = {limit: tuple(texts) for limit, texts in encoder.cut.items()} if isinstance(encoder, CutsTexts) else {}
+    return replace(_outcome(encoder.id, len(items), work.index, tally, complete=complete), cut=cut)
+
+
+def about_cut_texts(cut: Mapping[str, set[str]], index: DataIndex) -> list[str]:
+    """One note per limit on the texts that exceed it."""
+    notes = []
+    for limit, long in cut.items():
+        datasets = (*index.datasets, *index.held_out)
+        paths = [item.path for one in datasets for item in one.items if not long.isdisjoint(item.captions)]
+        prompts = long - {*index.captions()}
+        affected = [f"{counted(len(paths), 'sample')}: {some(paths)}"] if paths else []
+        affected += [f"{counted(len(prompts), 'validation prompt')}"] if prompts else []
+        notes.append(f"captions longer than {limit} are truncated: {'; '.join(affected)}")
+    return notes
+
+
+def _check_id(encoder: EncoderId, items: Sequence[LatentItem | TextItem]) -> None:
+    """Entries of one encoder must never be stored under the keys of another."""
+    if items and items[0].encoder != encoder:
+        raise ValueError(f"these items are for the encoder {items[0].encoder}, not for {encoder}")
+
+
+def _outcome(
+    encoder: EncoderId, wanted: int, index: DataIndex, tally: Tally, *, complete: bool, notes: Iterable[str] = ()
+) -> Outcome:
+    all_notes = [*notes]
+    if tally.smallest < tally.largest:
+        all_notes.append(
+            f"out of memory with batches of {tally.largest}, so batches of {tally.smallest} were used; "
+            "a smaller cache.vae_batch_size or text_encoder_batch_size avoids the failed attempts"
+        )
+    all_notes += [f"left out, unreadable: {one.path} of {one.dataset}: {one.reason}" for one in tally.damaged.values()]
+    return Outcome(
+        encoder,
+        wanted,
+        tally.encoded,
+        tally.encoded_bytes,
+        tally.by_others,
+        tally.there_before,
+        index,
+        damaged=tuple(tally.damaged.values()),
+        batch_size=tally.smallest,
+        seconds=tally.seconds,
+        complete=complete,
+        notes=tuple(all_notes),
+    )
+
+
+def _decode_latent(index: DataIndex, item: LatentItem) -> Sample:
+    return index.load(item.ref)
+
+
+def _encode_latents(encoder: LatentEncoder, samples: list[Sample]) -> list[Entry]:
+    return encoder.encode(samples)
+
+
+def _decode_text(index: DataIndex, item: TextItem) -> Prompt:
+    return Prompt(item.text, tuple(index.load(image) for image in item.pictures))
+
+
+# -- out of memory ----------------------------------------------------------------------------------------------------
+
+
+class _IdChangedError(Exception):
+    """The encoder switched to tiling, which changes its id: all entries must be made again."""
+
+
+class _Relief:
+    """Makes a latent encoder save memory when a single sample does not fit: first slicing, then tiling."""
+
+    def __init__(self, encoder: LatentEncoder, *, may_tile: bool) -> None:
+        self._encoder, self._may_tile = encoder, may_tile
+        self.limits: list[tuple[int, int]] = []
+        self.notes: list[str] = []
+        self.tiled_because = ""
+
+    def ask(self, item: LatentItem) -> None:
+        before = self._encoder.id
+        what = f"latents of {_shape_text(item.shape)} ({item.what})"
+        if not self._encoder.save_memory():
+            raise EncodeMemoryError(_no_memory(what, tiled=True))
+        if self._encoder.id == before:
+            return
+        if not self._may_tile:
+            raise EncodeMemoryError(_no_tiles(what))
+        self.tiled_because = f"one sample of {_shape_text(item.shape)} did not fit into memory"
+        changed = sorted({*dict(self._encoder.id.settings).items()} - {*dict(before.settings).items()})
+        settings = ", ".join(f"{name}: {value}" for name, value in changed)
+        self.notes.append(
+            f"{self.tiled_because}: all latents are made with {settings}, now and in later starts; "
+            "`gracetune cache clear` undoes this, and model.vae_tiling: true makes it explicit in the config"
+        )
+        raise _IdChangedError
+
+
+def _no_text_relief(item: TextItem) -> None:
+    images = f" with images of {_shape_text(item.shape)}" if item.pictures else ""
+    raise EncodeMemoryError(_no_memory(f"one text{images} ({item.what})", tiled=False))
+
+
+def _no_memory(what: str, *, tiled: bool) -> Problem:
+    smaller = "a smaller datasets[N].resolution or video.num_frames" if tiled else "a smaller text encoder"
+    return Problem(
+        key=f"encoding {what}",
+        found="out of memory with one sample at a time" + (", in slices and tiles" if tiled else ""),
+        expected="enough memory for one sample",
+        hint=f"free GPU memory (`nvidia-smi` lists processes), or use {smaller}; entries already encoded are kept",
+    )
+
+
+def _no_tiles(what: str) -> Problem:
+    return Problem(
+        key=f"encoding {what}",
+        found="out of memory with one sample at a time, in slices",
+        expected="enough memory for one sample; the other latents were made without tiling, and the two never mix",
+        hint="pass --set model.vae_tiling=true to make all latents with tiling, or free GPU memory",
+    )
+
+
+def _shape_text(shape: tuple[Bucket, ...]) -> str:
+    """`bucket 1024x768x81 and bucket 512x512`."""
+    return " and ".join(_bucket_text(bucket) for bucket in shape) or "no image"
+
+
+def _bucket_text(bucket: Bucket) -> str:
+    if bucket.audio_samples:
+        return f"{counted(bucket.audio_samples, 'audio sample')} x {bucket.audio_channels}"
+    frames = f"x{bucket.frames}" if bucket.frames > 1 else ""
+    return f"bucket {bucket.width}x{bucket.height}{frames}"
+
+
+def nothing_to_do(encoder: EncoderId, wanted: int, index: DataIndex) -> Outcome:
+    """The outcome of a pass without missing entries."""
+    return Outcome(encoder, wanted, 0, 0, 0, wanted, index)
+
+
+def with_notes(outcome: Outcome, notes: Iterable[str]) -> Outcome:
+    return replace(outcome, notes=(*outcome.notes, *notes))

@@ -1,0 +1,321 @@
+"""Maintenance of a store: merge small shards, remove entries and damaged shards.
+
+Shards are immutable. Entries to keep are copied to a new shard before the old one is deleted. If the process is killed
+in between, some entries exist twice, which is harmless. Concurrent readers keep their open files and find moved entries
+by refreshing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gracetune.cache.cache_folder import FORMAT_FILE, INDEX_FILE, SHARDS
+from gracetune.cache.errors import CacheBusyError, ReadOnlyCacheError, unreadable, unwritable
+from gracetune.cache.keys import Key
+from gracetune.cache.manifest import Place
+from gracetune.cache.shards import DamagedFileError, Packed, StoredEntry, read_shard
+from gracetune.cache.store import DamagedShard, DiskStore
+from gracetune.errors import Problem
+from gracetune.storage.atomic import is_temporary, sync_folder, temporary_name
+from gracetune.storage.locks import lock, open_lock_file
+from gracetune.units import MIB
+
+_SKELETON = (FORMAT_FILE, INDEX_FILE, SHARDS, "upkeep.lock", "users.lock", "work.lock")
+"""The contents of an empty store."""
+
+
+@dataclass(frozen=True)
+class ShardSize:
+    """The size of merged shards. Shards below a quarter of both limits count as small."""
+
+    entries: int = 4096
+    size: int = 256 * MIB
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """The result of `compact`."""
+
+    shards_before: int
+    shards_after: int
+    copies_dropped: int
+    """Number of duplicate entries that were dropped."""
+    damaged_dropped: int
+    """Number of damaged entries that were dropped."""
+    reason: str
+    """Why shards were merged or not."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """The entries that were removed."""
+
+    entries: int
+    size: int
+    """Bytes, including duplicates."""
+
+
+def compact(store: DiskStore, target: ShardSize | None = None) -> Compaction:
+    """Merge small shards into larger ones. Other processes may read and write at the same time.
+
+    Does nothing if another process is doing the same.
+    """
+    target = target or ShardSize()
+    _check_writable(store)
+    with _upkeep(store) as held:
+        store.refresh()
+        before = len(store.catalogue.sizes)
+        if not held:
+            reason = "another process is merging shards, or this file system has no locks"
+            return Compaction(before, before, 0, 0, reason)
+        small = _small(store, target)
+        if leave_out_damaged(store, small):
+            small = _small(store, target)
+        if len(small) < 2:
+            return Compaction(before, before, 0, 0, "there are no small shards to merge")
+        merge = _Merge(store, small)
+        for group in _groups(merge.entries(), target):
+            store.add_shard(group)
+        _unlink(store, small)
+        store.save_index()
+        after = len(store.catalogue.sizes)
+        return Compaction(before, after, merge.copies, merge.damaged, f"{len(small)} small shards were merged")
+
+
+def remove(store: DiskStore, keys: Iterable[Key]) -> Removal:
+    """Remove all copies of these entries, and nothing else. Raises CacheBusyError if another process uses the cache.
+
+    For `persistent_cache: false`, pass the store's `created` keys. With several ranks, gather the keys of all ranks;
+    one process removes them after the others have closed their stores.
+    """
+    _check_writable(store)
+    unwanted = frozenset(keys)
+    with _exclusive(store), _upkeep(store):
+        store.refresh()
+        leave_out_damaged(store, _holding(store, unwanted))
+        affected = _affected(store, unwanted)
+        without_survivors = [name for name, one in affected.items() if not one.kept]
+        _unlink(store, without_survivors)  # first, because copying the survivors of other shards needs disk space
+        for name, one in affected.items():
+            if one.kept:
+                packed = [found for entry in one.kept if (found := _packed(store, name, entry)) is not None]
+                if packed:
+                    store.add_shard(packed)
+                _unlink(store, [name])
+        store.forget_created(unwanted)
+        store.save_index()
+    gone = [entry for one in affected.values() for entry in one.gone]
+    return Removal(len({entry.key for entry in gone}), sum(entry.layout.size for entry in gone))
+
+
+def remove_if_empty(store: DiskStore) -> None:
+    """Delete the folder of a store without entries, and close the store. A folder with any other file is kept.
+
+    The folder is renamed first, so that other processes see the removal atomically, then deleted file by file. If the
+    process is killed in between, `sweep_removed` deletes the rest later.
+    """
+    _check_writable(store)
+    with _exclusive(store), _upkeep(store):
+        store.refresh()
+        gone = store.folder.with_name(temporary_name())
+        try:
+            foreign = {path.name for path in store.folder.iterdir()} - {*_SKELETON}
+            if foreign or any(store.shards_folder.iterdir()):
+                return
+            store.folder.rename(gone)
+        except OSError as error:
+            raise unwritable(error, store.folder, needed=0, free=None) from error
+        _remove_skeleton(gone)
+    store.close()
+
+
+def sweep_removed(folder: Path) -> None:
+    """Delete stores below `folder` that killed processes had renamed for removal."""
+    for path in [*folder.iterdir()] if folder.is_dir() else ():
+        if is_temporary(path.name) and path.is_dir():
+            _remove_skeleton(path)
+
+
+def _remove_skeleton(folder: Path) -> None:
+    with suppress(OSError):  # another process may do the same
+        for name in _SKELETON:
+            (folder / name).rmdir() if name == SHARDS else (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def leave_out_damaged(store: DiskStore, names: Iterable[str] | None = None) -> int:
+    """Read the headers of these shards, or of all, and stop using damaged ones. Returns their number.
+
+    The index makes reading headers unnecessary, so the store may know a shard whose header was damaged later. Its
+    entries can be read, but neither audited nor moved, because that needs the header.
+    """
+    with store.mutex:
+        known = [*store.catalogue.sizes] if names is None else [*names]
+    bad = [name for name in known if _flaw(store, name) is not None]
+    if bad:
+        with store.mutex:
+            store.catalogue.drop_shards(name for name in bad if name in store.catalogue.sizes)
+            store.refresh()  # which lists them among the damaged
+    return len(bad)
+
+
+def remove_damaged(store: DiskStore) -> tuple[DamagedShard, ...]:
+    """Delete damaged shards. Raises CacheBusyError.
+
+    Unreadable shards and those in the format of another release are kept, because they may be intact.
+    """
+    _check_writable(store)
+    with _exclusive(store), _upkeep(store):
+        store.refresh()
+        gone = tuple(one for one in store.damaged if type(_flaw(store, one.name)) is DamagedFileError)
+        _unlink(store, [one.name for one in gone])
+    return gone
+
+
+def _flaw(store: DiskStore, name: str) -> DamagedFileError | None:
+    try:
+        read_shard(store.shards_folder / name)
+    except DamagedFileError as error:
+        return error
+    except OSError:  # removed by another process, or temporarily unreadable
+        return None
+    return None
+
+
+def _groups(entries: Iterable[Packed], target: ShardSize) -> Iterator[list[Packed]]:
+    group: list[Packed] = []
+    size = 0
+    for packed in entries:
+        group.append(packed)
+        size += packed.layout.size
+        if len(group) >= target.entries or size >= target.size:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+class _Merge:
+    """Iterates over the entries of small shards without duplicates and damaged entries."""
+
+    def __init__(self, store: DiskStore, shards: Sequence[str]) -> None:
+        self._store, self._shards = store, frozenset(shards)
+        self._seen: set[Key] = set()
+        self.copies = self.damaged = 0
+
+    def entries(self) -> Iterator[Packed]:
+        for name in self._shards:
+            for entry in _entries(self._store, name):
+                if entry.key in self._seen or self._is_elsewhere(entry.key):
+                    self.copies += 1
+                    continue
+                packed = _packed(self._store, name, entry)
+                if packed is None:
+                    self.damaged += 1
+                    continue
+                self._seen.add(entry.key)
+                yield packed
+
+    def _is_elsewhere(self, key: Key) -> bool:
+        """Whether a shard that is kept has an intact copy."""
+        copies = [place for place in self._store.catalogue.copies(key) if place.shard not in self._shards]
+        return any(self._store.read_copy(place) is not None for place in copies)
+
+
+def _small(store: DiskStore, target: ShardSize) -> list[str]:
+    counts, sizes = store.catalogue.counts(), store.catalogue.sizes
+    return [name for name in sizes if 4 * counts[name] < target.entries and 4 * sizes[name] < target.size]
+
+
+@dataclass(frozen=True)
+class _Affected:
+    kept: tuple[StoredEntry, ...]
+    gone: tuple[StoredEntry, ...]
+
+
+def _affected(store: DiskStore, keys: Collection[Key]) -> dict[str, _Affected]:
+    """The entries to keep and to remove, for each shard that contains any of the keys."""
+    entries = {name: _entries(store, name) for name in sorted(_holding(store, keys))}
+    return {
+        name: _Affected(
+            tuple(entry for entry in found if entry.key not in keys),
+            tuple(entry for entry in found if entry.key in keys),
+        )
+        for name, found in entries.items()
+    }
+
+
+def _holding(store: DiskStore, keys: Collection[Key]) -> set[str]:
+    return {place.shard for key in keys for place in store.catalogue.copies(key)}
+
+
+def _entries(store: DiskStore, name: str) -> tuple[StoredEntry, ...]:
+    try:
+        return tuple(read_shard(store.shards_folder / name).entries())
+    except (OSError, DamagedFileError) as error:
+        plain = error if isinstance(error, OSError) else OSError(0, str(error))
+        raise unreadable(plain, store.shards_folder / name) from error
+
+
+def _packed(store: DiskStore, shard: str, entry: StoredEntry) -> Packed | None:
+    raw = store.read_copy(Place(shard, entry.layout, entry.start, entry.checksum))
+    if raw is None:
+        return None
+    return Packed(entry.key, entry.origin, entry.layout, raw, entry.checksum, entry.note)
+
+
+def _unlink(store: DiskStore, names: Sequence[str]) -> None:
+    try:
+        for name in names:
+            (store.shards_folder / name).unlink(missing_ok=True)
+        sync_folder(store.shards_folder)
+    except OSError as error:
+        raise unwritable(error, store.folder, needed=0, free=None) from error
+    store.refresh()
+
+
+def _check_writable(store: DiskStore) -> None:
+    if not store.writable:
+        found, expected = "a store opened for reading", "a store opened with writable=True"
+        raise ReadOnlyCacheError(Problem("cache", found, expected, "open it for writing", str(store.folder)))
+
+
+@contextmanager
+def _upkeep(store: DiskStore) -> Iterator[bool]:
+    """Try to take the lock for maintenance. Yields False if another process holds it or locks are unsupported."""
+    path = store.folder / "upkeep.lock"
+    try:
+        descriptor = open_lock_file(path)
+    except OSError as error:
+        raise unwritable(error, store.folder, needed=0, free=None) from error
+    try:
+        with store.mutex:
+            yield lock(descriptor, exclusive=True) == "held"
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _exclusive(store: DiskStore) -> Iterator[None]:
+    """Make sure that no other process has the cache open, and that none opens it inside the `with` block."""
+    if store.users is None:
+        raise RuntimeError("this store is closed")
+    result = lock(store.users, exclusive=True)
+    try:
+        if result == "busy":
+            raise _busy(store.folder, "another process uses this cache", "wait until it ends, then try again")
+        if result == "unsupported":
+            hint = f"when no process uses it, delete {store.folder} manually"
+            raise _busy(store.folder, "a file system without locks, so other users of the cache are unknown", hint)
+        yield
+    finally:
+        if result != "unsupported":  # a failed upgrade may have dropped the shared lock: take it again
+            lock(store.users, exclusive=False, wait=True)
+
+
+def _busy(folder: Path, found: str, hint: str) -> CacheBusyError:
+    return CacheBusyError(Problem("cache", found, "a cache that no other process has open", hint, str(folder)))

@@ -1,0 +1,187 @@
+"""One real batch through every trained expert before the run begins: what does not fit shows in the first minute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gracetune.cache.batches import Batch
+from gracetune.errors import GracetuneError, Problem
+from gracetune.models.spec import ExpertName
+from gracetune.train.control import Stop
+from gracetune.train.job import Job
+from gracetune.train.planning import Planned
+from gracetune.train.step import TrainStep
+from gracetune.train.trained_model import Trainee
+from gracetune.units import format_bytes
+
+
+class DryBatchError(GracetuneError):
+    """The first batch does not go through."""
+
+
+@dataclass(frozen=True)
+class DryBatch:
+    samples: int
+    first_seconds: float
+    """With whatever happens only once: compiling, choosing kernels."""
+    seconds: float
+    """Of one micro-batch, the slowest expert's."""
+    peak_bytes: int | None
+    """torch's own counter; None without a GPU."""
+
+    @property
+    def once_ms(self) -> float:
+        """What happens only once, in milliseconds."""
+        return 1000 * max(0.0, self.first_seconds - self.seconds)
+
+
+class Example:
+    """The first batch, and what each expert predicted for it before the first step: kept until the self-check is done.
+
+    Passes with equal weights are equal passes: noise, levels and dropout repeat. What two of them differ by comes from
+    kernels that do not repeat their results bit for bit.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        """In memory of its own: the source reuses a batch's."""
+        self._batch: Batch | None = Batch(batch.ref, {name: _copied(one) for name, one in batch.tensors.items()})
+        self._before: dict[ExpertName, tuple[Tensor, Tensor]] = {}
+
+    def ask(self, step: TrainStep, trainee: Trainee, denoiser: nn.Module, expert: ExpertName) -> Tensor:
+        """The prediction for it now."""
+        assert self._batch is not None, "asked before it is released"
+        with trainee.strength_for(self._batch, expert), _repeatable(self._batch):
+            return step.answer(denoiser, self._batch, expert)
+
+    def keep(self, expert: ExpertName, one: Tensor, again: Tensor) -> None:
+        """Two predictions before the first step."""
+        self._before[expert] = one, (one.float() - again.float()).square().sum()
+
+    def before(self, expert: ExpertName) -> tuple[Tensor, Tensor]:
+        """The prediction, and the sum of the squared differences from the other one."""
+        return self._before[expert]
+
+    def release(self) -> None:
+        self._batch = None
+        self._before.clear()
+
+
+def dry_batch(job: Job, size: int, planned: Planned) -> tuple[DryBatch, Example]:
+    """Forward and backward at the largest micro-batch. Nothing is learnt, and no position or generator moves."""
+    before = job.state.loader.state_dict()
+    devices = [job.device] if job.device.type == "cuda" else []
+    if devices:
+        torch.cuda.reset_peak_memory_stats(job.device)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            batch = _batch(job, size)
+            example = Example(batch)
+            times = {expert: _twice(job, batch, expert, example) for expert in job.trainee.trained}
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _out_of_memory(job, size, planned, error) from error
+    finally:
+        for gradients in job.gradients.values():
+            gradients.close()
+        job.state.loader.load_state_dict(before)
+    peak = torch.cuda.max_memory_allocated(job.device) if devices else None
+    first, second = (max(pair[number] for pair in times.values()) for number in (0, 1))
+    return DryBatch(len(batch.ref.samples), first, second, peak), example
+
+
+def hours_left(job: Job, dry: DryBatch, batch_size: int) -> float:
+    """The windows still to come at this pace; smaller micro-batches of a ramp take their share of the time."""
+    samples = job.ramp.samples(job.position.micro_batches, job.length.steps - job.position.step)
+    return samples / batch_size * dry.seconds / 3600
+
+
+@contextmanager
+def memory_explained(job: Job, planned: Planned) -> Iterator[None]:
+    """A later batch may be larger than the first."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        size = job.ramp.window(job.position.micro_batches).micro_batch
+        raise _out_of_memory(job, size, planned, error) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch has a type of its own for a GPU; for main memory there is only the allocator's name in the text."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _batch(job: Job, size: int) -> Batch:
+    while not isinstance(outcome := job.next_batch(size), Batch):
+        if isinstance(outcome, Stop):
+            raise DryBatchError(outcome.reason)
+    return outcome
+
+
+def _twice(job: Job, batch: Batch, expert: ExpertName, example: Example) -> tuple[float, float]:
+    """The seconds of both. What they predict is the base model's answer where the adapter has learnt nothing yet."""
+    (one, first), (again, second) = _once(job, batch, expert), _once(job, batch, expert)
+    example.keep(expert, one, again)
+    return first, second
+
+
+def _once(job: Job, batch: Batch, expert: ExpertName) -> tuple[Tensor, float]:
+    began = time.perf_counter()
+    denoiser = job.trainee.host.activate(expert)
+    job.gradients[expert].open()
+    with job.trainee.strength_for(batch, expert), _repeatable(batch):
+        loss = job.step(denoiser, batch, expert)
+        loss.total.backward()
+    if not bool(loss.total.isfinite()):  # the one place where a loss is waited for
+        names = ", ".join(sample.path for sample in batch.ref.samples)
+        found = f"the loss of the very first batch is {loss.total.item()} ({names})"
+        hint = (
+            "--set model.base_precision=bf16 or fp32, --set training.mixed_precision=bf16; look at that batch's files"
+        )
+        raise DryBatchError(str(Problem("first batch", found, "a number", hint)))
+    return loss.answer.clone(), time.perf_counter() - began
+
+
+@contextmanager
+def _repeatable(batch: Batch) -> Iterator[None]:
+    """Inside, what layers draw by themselves (dropout) is the same every time; the generators are restored."""
+    device = batch.tensors["latents"].device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """With the same strides, and a view of as much if it is one: compiled blocks have guards on both."""
+    if not tensor._is_view() or not tensor.numel():
+        return tensor.clone()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+
+
+def _out_of_memory(job: Job, size: int, planned: Planned, error: BaseException) -> DryBatchError:
+    held = ""
+    if job.device.type == "cuda":
+        held = f", {format_bytes(torch.cuda.max_memory_allocated(job.device))} held at the peak"
+    edits = [] if planned.not_ours else [change for change in planned.plan.changes if not change.automatic]
+    proposed = " ".join(f"--set '{change.key}={change.after}'" for change in edits) or (
+        "--set training.gradient_checkpointing=full, or a smaller training.batch_size (with more "
+        "training.gradient_accumulation_steps), a smaller resolution or fewer frames"
+    )
+    plan = planned.not_ours or f"{planned.plan.verdict}, {planned.plan.summary}"
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    problem = Problem(
+        key=f"out of memory after {job.position.step} steps, at a micro-batch of {size}",
+        found=f"{first_line}{held}; the plan says: {plan}",
+        expected="room for one micro-batch, forward and backward",
+        hint=f"{proposed}; then the same command again: it goes on from the last checkpoint",
+    )
+    return DryBatchError(str(problem))

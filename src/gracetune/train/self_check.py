@@ -1,0 +1,511 @@
+"""The self-check of a run: training has an effect, and the saved files reproduce it.
+
+An expert is checked after its first three applied steps: its denoiser's output for the first batch must differ from
+what it was before the first step. A new adapter is the identity, so that was the base model's output, and the
+difference is the adapter's effect. After a resume or with `init_from` it is what was learnt since. Either way only the
+adapter's values have changed, so they reach the output. Layers that still change nothing are named in a warning. The
+first file of each expert is read back into the trained layers: every tensor must be the trained one in the file's
+precision.
+
+The output before the first step comes from the dry batch (`first_batch.Example`), which runs anyway, twice: so it is
+known what two equal passes differ by. The check adds one forward pass of a training step for each expert, with the
+step's own graphs: nothing is compiled or captured for it, and it takes the memory of a step at most. If the effect of
+three steps is below the model's precision, one or two passes are added (`_FACTORS`). No random generator is advanced,
+and all parameters are restored bit for bit.
+
+A full fine-tune needs no pass: its weights must have changed, and some tensors of its file are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gracetune.adapters.adapter_files import open_adapter
+from gracetune.adapters.attach import Attached, LayerTensors
+from gracetune.adapters.delta import MAGNITUDE
+from gracetune.adapters.layer import local
+from gracetune.adapters.targets import names
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import GracetuneError, Problem
+from gracetune.models.experts import next_expert
+from gracetune.models.spec import ExpertName
+from gracetune.storage.safetensors_files import SafetensorError, open_tensors
+from gracetune.telemetry.dispatcher import Telemetry
+from gracetune.telemetry.events import SelfChecked, Warned
+from gracetune.train.control import Control
+from gracetune.train.first_batch import Example
+from gracetune.train.hooks import Callback, RunStarts, WindowDone
+from gracetune.train.job import EvaluatedModel, Pauses
+from gracetune.train.output import DTYPES, MODEL_FILE, RunFolder, WrongFileError, from_format
+from gracetune.train.state_parts import whole
+from gracetune.train.view import View
+
+T = TypeVar("T")
+
+STEPS: Final = 3
+"""Applied steps of an expert before its check: the first step of LoRA changes B alone, the second A too."""
+_FACTORS: Final = (1.0, 2.0**10, 2.0**20)
+"""The change of three warm-up steps may be below the precision of bf16. Then the adapter is amplified by these factors:
+one that is connected to the model has an effect at some factor, any other at none."""
+_NOISE: Final = 2.0
+"""An effect is a change above this many times the difference of two equal passes. That difference is 0 where kernels
+repeat their results bit for bit, as most kernels of forward passes do."""
+_CLOSE: Final = 2.0**-12
+"""The largest relative difference of a tensor read back from the trained one, rounded to the file's precision. They are
+equal bit for bit unless a format stores them in another form, which is computed in float32."""
+_COMPARED: Final = 16
+"""Tensors of a full fine-tune that are read back."""
+_SHOWN: Final = 8
+
+
+@dataclass(eq=False)
+class _Expert:
+    """What is known about one expert's adapter."""
+
+    steps: int = 0
+    """With a learning rate above 0."""
+    steps_without_rate: int = 0
+    look_at: int = STEPS
+    """The number of steps at which the device is asked how many of them were applied."""
+    applied: Tensor | None = None
+    """On the device: steps that were not skipped and had a loss. A loss of 0 teaches nothing: all of the samples are
+    masked, or regularisation data asks an adapter that has learnt nothing for the base model's answer."""
+    begins_as_base: bool = True
+    """When this process began, the adapter changed nothing."""
+    judged: bool = False
+    effect: str = ""
+    """In words, once the adapter is checked."""
+    file: str = ""
+    """The difference its file makes, in words, once that is checked."""
+    sums: Tensor | None = None
+    """Of a full fine-tune's tensors, when the run began."""
+
+
+class SelfProof(Callback):
+    """A callback. All ranks run the same passes and reach the same result: a sharded model needs them all."""
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, model: EvaluatedModel, example: Example, control: Control,
+        pauses: Pauses, telemetry: Telemetry, view: View, *, steps: int,
+    ) -> None:  # fmt: skip
+        """`example` is what the passes take. `steps`: of the whole run."""
+        self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
+        self._model, self._example, self._control, self._pauses = model, example, control, pauses
+        self._steps = steps
+        self._is_full = config.adapter.kind == "full_finetune"
+        if self._is_full:
+            example.release()
+        self._experts = {name: _Expert() for name in model.trainee.trained}
+        self._rates: dict[ExpertName, float] = {}
+        self._begins_anew = True
+        self._is_over = False
+        """The check is complete and reported, or the run is being stopped."""
+
+    def start(self, begun: RunStarts) -> None:
+        self._rates = _rates(self._model, "lr")
+        self._begins_anew = begun.position.step == 0
+        for name, expert in self._experts.items():
+            if self._is_full:
+                expert.sums = _bit_sums(self._model.trainee.attached[name])
+            else:
+                expert.begins_as_base = not any(self._learnt(name).values())
+
+    def window(self, done: WindowDone) -> None:
+        expert, rate = self._experts[done.expert], self._rates[done.expert]
+        self._rates = _rates(self._model, "lr")  # the schedule is at the next step already
+        if expert.judged or self._is_over:
+            return
+        if rate == 0:
+            self._count_without_rate(done.expert, expert)
+            return
+        counts = (1.0 - done.skipped) * (done.loss != 0)
+        expert.applied = counts if expert.applied is None else expert.applied + counts
+        expert.steps += 1
+        if expert.steps >= expert.look_at and not self._should_wait(done):
+            with self._pauses.counted():
+                self._judge(done, expert)
+
+    def _should_wait(self, done: WindowDone) -> bool:
+        """Weights that leave the device after this step would have to come back; in the next turn they need not."""
+        every, trainee = self._config.model.switch_experts_every, self._model.trainee
+        return trainee.host.moves and every > 1 and next_expert(done.step - 1, every, trainee.trained) is not None
+
+    def _count_without_rate(self, name: ExpertName, expert: _Expert) -> None:
+        """A warm-up begins at 0 and rises; a rate that is 0 in the config stays 0."""
+        expert.steps_without_rate += _rates(self._model, "initial_lr")[name] == 0
+        if expert.steps_without_rate == STEPS:
+            expected = "a rate above 0: at 0 nothing is learnt, and the saved files change nothing"
+            self._stop(Problem(f"optimizer.lr{_of(name)}", "0", expected, "--set optimizer.lr=1e-4"))
+
+    def _stop(self, problem: Problem) -> None:
+        self._is_over = True
+        self._control.ask_to_stop("failed", str(problem))
+
+    # -- the adapter ---------------------------------------------------------------------------------------------------
+
+    def _judge(self, done: WindowDone, expert: _Expert) -> None:
+        assert expert.applied is not None, "steps were counted"
+        applied = self._model.runtime.highest(int(expert.applied.item()))
+        if applied < STEPS:
+            expert.look_at = expert.steps + STEPS - applied
+            return
+        expert.judged = True
+        event = self._judge_weights(done, expert) if self._is_full else self._judge_adapter(done, expert)
+        if event is None:
+            return
+        if event.idle:
+            self._warn(
+                f"self-check: {len(event.idle)} of {event.layers:,} layers{_of(done.expert)} have learnt nothing after "
+                f"{STEPS} steps, no gradient reaches them: {_listed(event.idle)}. "
+                "--set 'adapter.exclude=[...]' omits them",
+            )
+        self._telemetry.emit(event)
+        self._show()
+
+    def _judge_adapter(self, done: WindowDone, expert: _Expert) -> SelfChecked | None:
+        learnt = self._learnt(done.expert)
+        idle = tuple(path for path, has_learnt in learnt.items() if not has_learnt)
+        if len(idle) == len(learnt):
+            self._stop(_nothing_learnt(self._model, done, f"all {len(idle):,} layers are unchanged"))
+            return None
+        measured = self._with_room(lambda: self._measure(done.expert))
+        if all(one.judged for one in self._experts.values()):
+            self._example.release()
+        if measured is None:
+            return None
+        change, factor = measured
+        if not factor:
+            self._stop(
+                Problem(
+                    _judged(done.expert),
+                    "its values have changed, but the denoiser's output is the same as before the first step",
+                    "an adapter that changes the denoiser's output",
+                    "other layers: --set 'adapter.targets=[...]'; if these are the right ones, please report this",
+                ),
+            )
+            return None
+        expert.effect = f"by {change:.1e}"
+        if factor > 1:
+            expert.effect = f"by {change:.1e} at {factor:,.0f} times its strength (at its own: below the precision)"
+        return SelfChecked(
+            step=done.step, expert=done.expert, layers=len(learnt), idle=idle, change=change, amplified=factor
+        )
+
+    def _learnt(self, name: ExpertName) -> dict[str, bool]:
+        """By layer, whether it changes anything."""
+        acting = self._model.trainee.attached[name].acting()
+        owners = [path for path, some in acting.items() for _ in some]
+        largest = _read(self._model, _largest([one for some in acting.values() for one in some]))
+        found = dict.fromkeys(acting, False)
+        for path, value in zip(owners, largest, strict=True):
+            found[path] |= value != 0
+        return found
+
+    def _measure(self, name: ExpertName) -> tuple[float, float]:
+        """The relative change of the output, and the factor at which it shows; 0 where it shows at none."""
+        before, noise = self._example.before(name)
+        for factor in _FACTORS:
+            with nullcontext() if factor == 1 else self._model.trainee.attached[name].amplified(factor):
+                now = self._ask(name)
+            changed = (now.float() - before.float()).square().sum()
+            read = _read(self._model, torch.stack([changed, noise, before.float().square().sum()]))
+            change, least, size = map(math.sqrt, read)
+            if not change <= _NOISE * least:  # NaN: fp16 overflows in this batch, which proves nothing
+                return change / size if size > 0 else change, factor
+        return 0.0, 0.0
+
+    def _ask(self, name: ExpertName) -> Tensor:
+        host = self._model.trainee.host
+        active = host.active
+        try:
+            denoiser: nn.Module = host.activate(name)
+            found = self._example.ask(self._model.step, self._model.trainee, denoiser, name)
+            self._model.runtime.reshard(denoiser)  # values may change before the next pass: none is to stay gathered
+            return found
+        finally:
+            if active is not None:
+                host.activate(active)
+
+    def _judge_weights(self, done: WindowDone, expert: _Expert) -> SelfChecked | None:
+        attached = self._model.trainee.attached[done.expert]
+        assert expert.sums is not None, "taken at the start"
+        moved = dict(zip(attached.parameters(), _read(self._model, _bit_sums(attached) != expert.sums), strict=True))
+        still = [name for name, value in moved.items() if value == 0]
+        if len(still) == len(moved):
+            problem = _nothing_learnt(self._model, done, f"all {len(moved):,} tensors are unchanged")
+            if self._begins_anew:
+                self._stop(problem)
+            else:  # the last steps of a falling schedule may be too small for float32
+                self._warn(str(problem))
+            return None
+        declared = (*self._model.trainee.spec.untrained, *self._model.trainee.facts.untrained)
+        idle = tuple(name for name in still if not any(names(pattern, name) for pattern in declared))
+        expert.effect = f"in {len(moved) - len(still):,} of {len(moved):,} tensors"
+        return SelfChecked(step=done.step, expert=done.expert, layers=len(moved), idle=idle)
+
+    # -- the files -----------------------------------------------------------------------------------------------------
+
+    def check_saved(self, files: Sequence[Path]) -> str | None:
+        """The first file of every expert in this process. Why one of them is wrong."""
+        for name, path in zip(self._model.trainee.trained, files, strict=True):
+            # It may end between two experts, where there was no memory to check the first one's file.
+            if self._is_over or self._experts[name].file:
+                continue
+            try:
+                self._check_file(name, self._experts[name], path)
+            except WrongFileError as error:
+                self._is_over = True
+                return str(error)
+        self._show()
+        return None
+
+    def _check_file(self, name: ExpertName, expert: _Expert, path: Path) -> None:
+        if self._is_full:
+            difference: float | None = self._compare_tensors(name, path)
+            expert.file = f"{difference:.1e}"
+        else:
+            values = self._read_back(name, path)
+            difference = self._with_room(lambda: self._compare(name, path, values))
+            if difference is None:
+                return
+            expert.file = f"{difference:.1e}"
+        self._telemetry.emit(
+            SelfChecked(
+                step=self._model.state.position.step, expert=name, layers=self._layers(name),
+                file=str(path.relative_to(self._folder.path)), file_difference=difference,
+            )
+        )  # fmt: skip
+
+    def _layers(self, name: ExpertName) -> int:
+        attached = self._model.trainee.attached[name]
+        return len(attached.parameters() if self._is_full else attached.acting())
+
+    def _read_back(self, name: ExpertName, path: Path) -> LayerTensors:
+        """As any program reads it. Rank 0 has the file; the others take part with their own values: where the model is
+        shared out they get rank 0's, and where it is not their answers are not counted."""
+        trainee = self._model.trainee
+        attached = trainee.attached[name]
+        state, why = attached.state() if self._model.runtime.world_size > 1 else None, None
+        if self._model.runtime.is_main:
+            try:
+                state = open_adapter(path, trainee.facts.family).state()
+            except (GracetuneError, OSError) as error:
+                why = str(error)
+        for reason in self._model.runtime.all_of(why):
+            raise _wrong(path, f"it cannot be read: {reason}")
+        assert state is not None, "read, or this rank's own"
+        state = from_format(trainee, name, self._config.checkpoints.format, state)
+        values: LayerTensors = {}
+        try:
+            values = attached.fitting(state)
+        except GracetuneError as error:
+            why = str(error)
+        for reason in self._model.runtime.all_of(why):
+            raise _wrong(path, f"it does not fit the model it was trained on: {reason}")
+        return values
+
+    def _compare(self, name: ExpertName, path: Path, values: LayerTensors) -> float:
+        """The relative difference of the saved values from the trained ones.
+
+        The saved values take the place of the trained ones in the same layers. Where every tensor is the trained one,
+        rounded to the file's precision, the file changes the output as the trained adapter does: no pass is needed.
+        """
+        attached, dtype = self._model.trainee.attached[name], DTYPES[self._config.checkpoints.save_dtype]
+        with attached.holding(values) as own:
+            saved = [local(parameter.detach()) for parameter in attached.parameters().values()]
+            trained = [own[one] for one in attached.parameters()]
+            rounded = _rounded(own, dtype)
+            norms = [*_norms(saved, rounded), *_norms(rounded), *_norms(saved, trained), *_norms(trained)]
+        read = _read(self._model, torch.stack(norms).double().square())
+        columns = (read[column * len(own) : (column + 1) * len(own)] for column in range(4))
+        squares = dict(zip(own, zip(*columns, strict=True), strict=True))
+        # Magnitudes for ComfyUI are measured by the factors as they are trained, and read with those of the file.
+        close = {True: max(_CLOSE, torch.finfo(dtype).eps), False: _CLOSE}
+        wrong = [one for one, (off, size, *_) in squares.items() if not off <= close[_is_magnitude(one)] ** 2 * size]
+        if wrong:
+            raise _wrong(path, f"other values than the trained ones in {_listed(wrong)}")
+        self._warn_of_lost(path, [one for one, (*_, off, size) in squares.items() if off > size / 4])
+        changed, learnt = (sum(one[column] for one in squares.values()) for column in (2, 3))
+        return math.sqrt(changed / learnt) if learnt > 0 else 0.0
+
+    def _warn_of_lost(self, path: Path, lost: Sequence[str]) -> None:
+        """Small values underflow in fp16."""
+        if lost:
+            self._warn(
+                f"self-check: {path.name} holds the trained values as {self._config.checkpoints.save_dtype}, in which "
+                f"much of what is learnt so far is lost in {_listed(lost)}: --set checkpoints.save_dtype=fp32",
+            )
+
+    def _compare_tensors(self, name: ExpertName, path: Path) -> float:
+        """The largest relative difference of some of a full fine-tune's tensors, evenly chosen."""
+        trained = self._model.trainee.attached[name].parameters()
+        every = math.ceil(len(trained) / _COMPARED)
+        chosen = {one: whole(trained[one]) for one in [*trained][::every]}
+        largest, why = 0.0, None
+        if self._model.runtime.is_main:
+            try:
+                with open_tensors(path / MODEL_FILE) as file:
+                    for one, tensor in chosen.items():
+                        saved: Tensor = file.get_tensor(one)
+                        wanted = tensor.to("cpu", saved.dtype).double()
+                        wrong = float((saved.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+                        if not wrong <= _CLOSE:
+                            why = f"other values than the trained ones in {one}"
+                        largest = max(largest, wrong)
+            except (SafetensorError, OSError) as error:
+                why = f"it cannot be read: {error}"
+        for reason in self._model.runtime.all_of(why):
+            raise _wrong(path, reason)
+        return largest
+
+    # -- what is shown -------------------------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        """One line for the run, when all of it is known or nothing more will be."""
+        experts = self._experts.values()
+        at_end = self._control.stop is not None or self._model.state.position.step >= self._steps
+        if self._is_over or not all(one.file and (one.judged or at_end) for one in experts):
+            return
+        self._finish()
+        for name, one in self._experts.items():
+            if one.steps >= STEPS and not one.judged:
+                self._warn(f"self-check: fewer than {STEPS} steps{_of(name)} had a loss above 0: nothing to learn")
+        self._view.say(f"self-check: {self._effect_in_words()}; {self._files_in_words()}")
+
+    def _finish(self) -> None:
+        """Release what was kept for the check."""
+        self._is_over = True
+        self._example.release()
+
+    def _effect_in_words(self) -> str:
+        subject = "the weights have changed" if self._is_full else "the adapter changes the output"
+        if not all(one.begins_as_base for one in self._experts.values()):
+            subject = "training changes the output"
+        if not any(one.judged for one in self._experts.values()):
+            return f"fewer than {STEPS} steps to judge the adapter by"
+        if len(self._experts) == 1:
+            return f"{subject} {next(iter(self._experts.values())).effect} after {STEPS} steps"
+        each = (f"{name}: {one.effect or 'too few steps'}" for name, one in self._experts.items())
+        return f"{subject} after {STEPS} steps ({', '.join(each)})"
+
+    def _files_in_words(self) -> str:
+        several = len(self._experts) > 1
+        files = "the saved files" if several else "the saved file"
+        difference = f"(difference {', '.join(one.file for one in self._experts.values())})"
+        if self._is_full:
+            return f"tensors read back from {files} are the trained ones {difference}"
+        return f"{files} {'reproduce' if several else 'reproduces'} it {difference}"
+
+    def _warn(self, text: str) -> None:
+        self._view.warn(text)
+        self._telemetry.emit(Warned(message=text, step=self._model.state.position.step))
+
+    def _with_room(self, check: Callable[[], T]) -> T | None:
+        """With one rank, a check that runs out of memory does not end the run. With several ranks it does: the others
+        would wait in a collective for ever."""
+        for _ in range(2):
+            try:
+                return check()
+            except torch.OutOfMemoryError:
+                if self._model.runtime.world_size > 1:
+                    raise
+                self._model.step.release()
+                torch.cuda.empty_cache()
+        self._finish()
+        self._warn("self-check: skipped, there is not enough free memory for one sample")
+        return None
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def _read(model: EvaluatedModel, values: Tensor) -> list[float]:
+    """Numbers of the device, summed over ranks that have different ones. The host waits for them."""
+    read = values.double()
+    if model.runtime.world_size > 1:
+        if not model.runtime.is_sharded and not model.runtime.is_main:
+            read.zero_()  # a replica repeats what rank 0 has, and has not read the file
+        model.runtime.sum_(read)
+    return [float(value) for value in read.tolist()]
+
+
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Of the absolute values of each, in this process's part: a few kernels for all of them."""
+    parts = [local(one.detach()) for one in tensors]
+    return torch.stack(torch._foreach_norm([one if one.numel() else one.new_zeros(1) for one in parts], math.inf))
+
+
+def _norms(tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+    """Of each tensor, or of its difference from the other; a few kernels for all of them."""
+    return torch._foreach_norm([*tensors] if others is None else torch._foreach_sub([*tensors], [*others]))
+
+
+def _rounded(own: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """As the file has them: in its precision, but for magnitudes."""
+    chosen = [one for name, one in own.items() if not _is_magnitude(name)]
+    there, back = [torch.empty_like(one, dtype=dtype) for one in chosen], [*map(torch.empty_like, chosen)]
+    torch._foreach_copy_(there, chosen)
+    torch._foreach_copy_(back, there)
+    rounded = iter(back)
+    return [one if _is_magnitude(name) else next(rounded) for name, one in own.items()]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def _is_magnitude(name: str) -> bool:
+    """DoRA's: in float32 in every file."""
+    return name.endswith(f".{MAGNITUDE}")
+
+
+def _bit_sums(attached: Attached) -> Tensor:
+    """A number for each tensor that changes when any of its bits does (but for sums that happen to be equal)."""
+    parts = [local(parameter.detach()).contiguous() for parameter in attached.parameters().values()]
+    return torch.stack([part.view(torch.int32).sum(dtype=torch.int64) for part in parts])
+
+
+def _rates(model: EvaluatedModel, entry: str) -> dict[ExpertName, float]:
+    """By expert: `lr` of the next step, or the `initial_lr` of the schedule."""
+    optimizer = model.state.optimizer
+    groups = zip(model.trainee.trained, optimizer.param_groups, strict=True)  # `Trainee.groups`: one for each
+    return {name: float(group[entry]) for name, group in groups}
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _of(name: ExpertName) -> str:
+    return f" of {name}" if name else ""
+
+
+def _judged(name: ExpertName) -> str:
+    return f"self-check of the adapter{_of(name)} after {STEPS} steps"
+
+
+def _nothing_learnt(model: EvaluatedModel, done: WindowDone, found: str) -> Problem:
+    norm = float(done.norm)
+    if norm == 0:
+        hint = "other layers: --set 'adapter.targets=[...]'; look at the datasets' masks and loss weights"
+        return Problem(_judged(done.expert), f"{found}, and no gradient reaches them", "gradients above 0", hint)
+    rate = _rates(model, "initial_lr")[done.expert]
+    found = f"{found} (gradient norm {norm:.1e}, optimizer.lr {rate:g})"
+    return Problem(_judged(done.expert), found, "layers that have changed", "a higher rate: --set optimizer.lr=1e-4")
+
+
+def _wrong(path: Path, found: str) -> WrongFileError:
+    found = "; ".join(" ".join(line.split()) for line in found.splitlines())  # another error has several lines
+    hint = (
+        "the checkpoint is complete, and the same command resumes from it; another format may work: "
+        "--set checkpoints.format=NAME; please report this"
+    )
+    return WrongFileError(str(Problem("self-check", found, "what was trained", hint, str(path))))

@@ -1,0 +1,120 @@
+"""A file tells what it is, and says by what; where it does not, it is asked about and not guessed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gracetune.adapters.errors import CannotHoldError, UnclearFamilyError
+from gracetune.adapters.formats.detection import detect
+from gracetune.adapters.formats.registry import FORMATS
+from unit.adapters.formats import making
+
+
+@pytest.mark.parametrize("with_header", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("algorithm", making.ALGORITHMS)
+@pytest.mark.parametrize("family", making.FLAVOURS)
+def test_our_own_files(family, algorithm, format, with_header, tiny_model) -> None:
+    shapes = making.one_of_each(making.in_blocks(making.layer_shapes(family, tiny_model)))
+    state = making.state(family, shapes, algorithm, stage="high_noise" if family == "wan" else "")
+    try:
+        tensors, header = FORMATS[format].write(state, torch.float32)
+    except CannotHoldError:
+        return
+    found = detect(tensors, header if with_header else {})
+    same_tensors = {"lora", "locon", "dora"}
+    assert found.family == family
+    assert found.algorithms == (algorithm,) or (not with_header and {algorithm, *found.algorithms} <= same_tensors)
+    assert found.format == format
+    assert found.stages == (state.stage if with_header else "",)
+    assert found.evidence
+
+
+def test_lycoris_own_dora_is_what_its_header_says() -> None:
+    state = making.state("wan", {"blocks.0.attn1.to_q": (8, 8)}, "locon", options=("dora",))
+    assert detect(*FORMATS["lycoris"].write(state, torch.float32)).algorithms == ("locon",)
+
+
+def test_flux_and_qwen_image_share_names() -> None:
+    """Blocks of the same width under the same names; told apart by the header, the depth, or the user."""
+    tensors = {
+        f"transformer.transformer_blocks.{block}.attn.to_q.lora_{side}.weight": torch.zeros(2, 2)
+        for block in range(19)
+        for side in "AB"
+    }
+    with pytest.raises(UnclearFamilyError, match="--family"):
+        detect(tensors, {})
+    assert detect(tensors, {"modelspec.architecture": "Flux.1-dev/lora"}).family == "flux"
+    assert detect(tensors, {"ss_base_model_version": "qwen_image"}).family == "qwen_image"
+    assert detect(tensors, {}, family="flux").family == "flux"
+    deeper = tensors | {
+        f"transformer.transformer_blocks.40.attn.to_q.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"
+    }
+    assert detect(deeper, {}).family == "qwen_image"
+
+
+@pytest.mark.parametrize("keys", [[], ["nothing.weight"], ["lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha"]])
+def test_no_family(keys: list[str]) -> None:
+    with pytest.raises(UnclearFamilyError):
+        detect({key: torch.zeros(1) for key in keys}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("my_lora_high_noise", "high_noise"),
+        ("my_lora_000001000_low_noise", "low_noise"),
+        ("my-lora.high_noise.v2", "high_noise"),
+        ("my_low_noise_run_high_noise", "high_noise"),
+        ("my_lora", ""),
+        ("yellow_noisey", ""),
+    ],
+)
+def test_the_stage_in_a_files_name(name: str, stage: str) -> None:
+    tensors = {f"diffusion_model.blocks.0.self_attn.q.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}
+    assert detect(tensors, {}, name=name).stages == (stage,)
+    assert detect(tensors, {"gracetune.stage": "low_noise"}, name=name).stages == ("low_noise",)
+
+
+KEY = "diffusion_model.blocks.0.self_attn.q.lora_{}.weight"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "header", "name", "says"),
+    [
+        ("transformer.transformer_1.", "low_noise", "x", "its keys says high_noise, its header low_noise"),
+        ("transformer.transformer_2.", "", "x_high_noise", "its keys says low_noise, its file's name high_noise"),
+        ("transformer.", "high_noise", "x_low_noise", "its header says high_noise, its file's name low_noise"),
+        ("transformer.transformer_1.", "high_noise", "x_high_noise", None),
+        ("transformer.", "", "x_low_noise", None),
+    ],
+)
+def test_places_that_disagree_about_the_expert(prefix, header, name, says) -> None:
+    tensors = {f"{prefix}blocks.0.attn1.to_q.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}
+    found = detect(tensors, {"gracetune.stage": header} if header else {}, name=name)
+    assert found.contradictions == ((says,) if says else ())
+
+
+@pytest.mark.parametrize(
+    ("layer", "block"),
+    [("transformer_blocks.{}.attn1.to_q", 27), ("transformer_blocks.{}.ff_context.net.2", 23)],
+    ids=["LTX-Video", "Stable Diffusion 3"],
+)
+def test_other_models_with_our_families_names(layer: str, block: int) -> None:
+    """Only their depth tells: no model of the family has so many blocks."""
+    tensors = {
+        f"transformer.{layer.format(number)}.lora_{side}.weight": torch.zeros(2, 2)
+        for number in range(block + 1)
+        for side in "AB"
+    }
+    with pytest.raises(UnclearFamilyError, match="more blocks than any"):
+        detect(tensors, {})
+    family = "stable_audio" if "attn1" in layer else "flux"
+    assert detect(tensors, {}, family=family).family == family
+
+
+def test_the_keys_tell_the_algorithm_and_not_the_header() -> None:
+    tensors = {KEY.format(side): torch.zeros(2, 2) for side in "AB"}
+    assert detect(tensors, {"gracetune.algorithm": "lokr"}).algorithms == ("lora",)
+    assert detect(tensors, {"gracetune.algorithm": "locon"}).algorithms == ("locon",)

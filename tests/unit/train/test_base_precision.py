@@ -1,0 +1,84 @@
+"""Runs on base weights in fp8: what is refused, and that the trainer's own step learns on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gracetune.bench.step.job import PRESETS, StepJob, config_of
+from gracetune.bench.step.numerics import gradient_check
+from gracetune.bench.step.random_model import RandomModel, make_model
+from gracetune.bench.step.trainer import decide, trainer
+from gracetune.config.environment import Environment
+from gracetune.config.rules import broken_rules
+from gracetune.errors import ConfigError
+from gracetune.hardware import probe
+from gracetune.models.fp8 import Fp8Linear
+from gracetune.train.base_precision import refuse_eight_bits
+from gracetune.train.runtime import Launch, Runtime, open_runtime
+
+CPU = torch.device("cpu")
+JOB = StepJob("wan14b", precision="fp8", smoke=True)
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    return make_model(PRESETS["wan14b"], tmp_path_factory.mktemp("fp8") / "wan", "tiny")
+
+
+def runtime(*, sharded: bool) -> Runtime:
+    return Runtime(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, device=CPU, precision="bf16",
+        launch=Launch(sharded=sharded), key="",
+    )  # fmt: skip
+
+
+def test_weights_spread_over_processes_are_refused(wan: RandomModel, tmp_path: Path) -> None:
+    config = config_of(JOB, wan.source.folder, tmp_path)
+    refuse_eight_bits(config, runtime(sharded=False))
+    refuse_eight_bits(config_of(replace(JOB, precision="bf16"), wan.source.folder, tmp_path), runtime(sharded=True))
+    with pytest.raises(ConfigError, match=r"replicas[\s\S]*base_precision=bf16"):
+        refuse_eight_bits(config, runtime(sharded=True))
+
+
+def test_a_full_fine_tune_is_refused_with_the_rest_of_the_config(wan: RandomModel, tmp_path: Path) -> None:
+    config = config_of(JOB, wan.source.folder, tmp_path)
+    whole = config.model_copy(update={"adapter": config.adapter.model_copy(update={"kind": "full_finetune"})})
+    broken = [one for one in broken_rules(whole) if one.path == ("model", "base_precision")]
+    assert len(broken) == 1
+    assert "stay as they are" in broken[0].expected
+    assert not any(one.path == ("model", "base_precision") for one in broken_rules(config))
+
+
+@pytest.mark.parametrize("layouts", ["both", "one"])
+def test_the_trainers_own_step_learns_on_them(wan: RandomModel, tmp_path: Path, layouts: str) -> None:
+    losses = {}
+    for precision in ("bf16", "fp8"):
+        job = replace(JOB, precision=precision)  # type: ignore[arg-type]
+        config = config_of(job, wan.source.folder, tmp_path / precision)
+        with open_runtime("bf16", Environment({})) as opened:
+            decided = decide(job, config, probe(), wan, opened.device)
+            decided = replace(decided, choices=replace(decided.choices, fp8_layouts=layouts))  # type: ignore[arg-type]
+            with trainer(job, config, decided, probe(), wan, opened) as run:
+                held = [one for one in run.trainee.host.module("high_noise").modules() if isinstance(one, Fp8Linear)]
+                said = [line for line in run.trainee.decisions if line.startswith("base weights: fp8")]
+                losses[precision] = torch.stack([run.step() for _ in range(3)])
+                state = run.trainee.attached["high_noise"].state()
+                assert not any(
+                    tensor.dtype.itemsize == 1 for one in state.layers.values() for tensor in one.tensors.values()
+                )
+        assert bool(held) == bool(said) == (precision == "fp8")
+        assert all((layer.fp8_turned is None) == (layouts == "one") for layer in held)
+    assert torch.allclose(losses["fp8"], losses["bf16"], rtol=0.03)
+    assert not torch.equal(losses["fp8"], losses["bf16"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("adapter", ["lora", "dora", "lokr", "loha"])
+def test_adapter_gradients_point_the_same_way(wan: RandomModel, adapter: str) -> None:
+    found = gradient_check(replace(JOB, adapter=adapter), wan, CPU)  # type: ignore[arg-type]
+    assert found.cosine > 0.99
+    assert found.relative_error < 0.15

@@ -1,0 +1,187 @@
+"""Lost ranks: real processes that meet in a real store, and are killed, stopped, or fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.errors import MachineError
+from gracetune.train import rank_monitor as module
+from gracetune.train.control import InterruptedBySignal
+from gracetune.train.rank_monitor import LostRankError, Peers
+from gracetune.train.resume import _settings_for, _without_resume
+from unit.cache.processes import Child
+
+RESET = RuntimeError("Connection reset by peer")
+Say = Callable[[str], None]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BEAT_S": 0.05, "SILENT_BEATS": 20, "GRACE_S": 0.3, "SETTLED_S": 1.0}.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "SAID_S", {True: 0.2, False: 0.4})
+
+
+class Ranks:
+    """Processes that meet in a store of this one, as those of a launcher do."""
+
+    def __init__(self, *work: Callable[[Peers, Say], None]) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+        self.children = [Child(partial(self._run, rank, len(work), one)) for rank, one in enumerate(work)]
+        for child in self.children:
+            assert child.wait_for_word()
+
+    def _run(self, rank: int, count: int, work: Callable[[Peers, Say], None], say: Say) -> None:
+        store = dist.TCPStore("127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=60))
+        peers = Peers(store, rank, count, store_in_rank_0=False)
+        peers.advice = lambda: "go on with: the same command"
+        store.wait([f"peer/{one}/beat" for one in range(count)])
+        peers.start()
+        say("ready")
+        store.wait(["go"])
+        work(peers, say)
+
+    def go(self) -> None:
+        self.store.set("go", "1")
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.children[rank].pid, number)
+
+    def said(self, rank: int) -> list[str]:
+        return self.children[rank].join()[1:]
+
+
+def explaining(error: BaseException) -> Callable[[Peers, Say], None]:
+    def work(peers: Peers, say: Say) -> None:
+        found = peers.explain(error)
+        assert peers.explain(found) is found, "on its way through another level"
+        say(type(found).__name__)
+        say(str(found))
+
+    return work
+
+
+def sleeping(peers: Peers, say: Say) -> None:
+    time.sleep(60)
+
+
+def test_a_killed_rank_is_named_by_all_and_one_says_how_to_go_on() -> None:
+    ranks = Ranks(explaining(RESET), sleeping, explaining(RESET))
+    ranks.signal(1, signal.SIGKILL)
+    ranks.go()
+    first, other = ranks.said(0), ranks.said(2)
+    assert first[0] == other[0] == "LostRankError"
+    assert first[1].startswith(f"rank 1 of 3 is lost: its process (pid {ranks.children[1].pid} on ")
+    assert first[1].endswith("\ngo on with: the same command")
+    assert other[1] == first[1].partition("\n")[0]
+
+
+def test_a_rank_that_stops_with_an_error_says_why_and_the_others_repeat_it() -> None:
+    ranks = Ranks(explaining(RESET), explaining(MachineError("no room; make some")))
+    ranks.go()
+    assert ranks.said(1) == ["MachineError", "no room; make some"]
+    kind, text = ranks.said(0)
+    assert kind == "LostRankError"
+    assert text == "rank 1 of 2 is lost: it stopped: no room; make some\ngo on with: the same command"
+
+
+def test_a_rank_that_was_interrupted_interrupts_the_others() -> None:
+    def late(peers: Peers, say: Say) -> None:
+        time.sleep(0.2)
+        explaining(RESET)(peers, say)
+
+    ranks = Ranks(late, explaining(InterruptedBySignal("SIGTERM")))
+    ranks.go()
+    assert ranks.said(1) == ["InterruptedBySignal", "SIGTERM"]
+    assert ranks.said(0) == ["InterruptedBySignal", "SIGTERM (rank 1)"]
+
+
+def test_an_error_while_all_peers_live_is_raised_as_it_is() -> None:
+    own = ValueError("a mistake of ours")
+    ranks = Ranks(explaining(own), sleeping)
+    ranks.go()
+    assert ranks.said(0) == ["ValueError", "a mistake of ours"]
+    ranks.children[1].kill()
+
+
+def test_a_stopped_rank_ends_those_that_wait_for_it(tmp_path: Path) -> None:
+    """The main thread is in a collective that does not return. The wait is said first."""
+
+    def stuck(peers: Peers, say: Say) -> None:
+        os.dup2(os.open(tmp_path / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stderr = os.fdopen(2, "w")
+        peers.on_forced_end = lambda error: say(f"logged: rank {error.lost}")
+        with peers.meeting():
+            time.sleep(60)
+
+    ranks = Ranks(stuck, sleeping)
+    ranks.signal(1, signal.SIGSTOP)
+    ranks.go()
+    waiting = ranks.children[0]
+    while waiting.wait_for_word():
+        pass
+    _, status = os.waitpid(waiting.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert waiting.said == ["ready", "logged: rank (1,)"]
+    said = (tmp_path / "stderr").read_text()
+    assert "rank 0 has waited" in said
+    assert "for rank 1, which" in said
+    assert "error rank 1 of 2 is lost: " in said
+    assert "does not answer" in said
+    assert said.endswith("go on with: the same command\n")
+    ranks.children[1].kill()
+
+
+def test_the_process_that_holds_the_store_is_named_when_it_is_killed() -> None:
+    """Without a launcher that is rank 0."""
+    reading, writing = os.pipe()
+
+    def first(say: Say) -> None:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, f"{store.port}\n".encode())
+        Peers(store, 0, 2, store_in_rank_0=True)
+        time.sleep(60)
+
+    def second(say: Say) -> None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        peers = Peers(store, 1, 2, store_in_rank_0=True)
+        store.wait(["peer/0/beat"])
+        peers.start()
+        os.kill(host.pid, signal.SIGKILL)
+        found = peers.explain(RESET)
+        assert isinstance(found, LostRankError)
+        assert (found.lost, found.speaks) == ((0,), True)
+        say(str(found))
+
+    host = Child(first)
+    port = int(os.read(reading, 100))
+    (said,) = Child(second).join()
+    assert said.startswith(f"rank 0 of 2 is lost: its process (pid {host.pid} on ")
+    os.waitpid(host.pid, 0)
+
+
+@given(effective=st.integers(1, 5000), batch_size=st.integers(1, 64), world_size=st.integers(1, 64))
+def test_settings_that_keep_an_effective_batch(effective: int, batch_size: int, world_size: int) -> None:
+    text = _settings_for(effective, batch_size, world_size)
+    micro, accumulation = (int(word.partition("=")[2].rstrip(",")) for word in text.split() if "=" in word)
+    kept = micro * accumulation * world_size
+    assert 1 <= micro <= batch_size
+    assert (kept == effective) == ("nearest" not in text)
+    assert abs(kept - effective) <= world_size if effective >= world_size else kept == world_size
+
+
+def test_the_command_that_goes_on_asks_for_the_latest_checkpoint() -> None:
+    words = ["train", "c.yaml", "--resume", "none", "--json", "--resume=none", "--max-steps", "3"]
+    assert _without_resume(words) == ["train", "c.yaml", "--json", "--max-steps", "3"]

@@ -57,8 +57,8 @@ class BuildShim(build_ext):
             self._use_a_compiler_that_is_here()
             super().build_extension(ext)
         except (CCompilerError, ExecError, PlatformError, OSError) as error:
-            told = " ".join(str(error).split()) or type(error).__name__
-            reason = told if isinstance(error, PlatformError) else f"its C compiler failed: {told}"
+            message = " ".join(str(error).split()) or type(error).__name__
+            reason = message if isinstance(error, PlatformError) else f"its C compiler failed: {message}"
             sys.stderr.write(MESSAGE.format(reason=reason))
             Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # of an earlier build
             note.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ from gracetune.adapters.attach import attach
 from gracetune.adapters.fast.modules import LokrLinear, LoraLinear
 from gracetune.adapters.fast.products import as_given
 from gracetune.bench.results import result_of, write_result
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.bench.step.clock import free, measure
 from gracetune.bench.step.random_model import drawing
 from gracetune.cli.bench import print_rows
@@ -365,14 +365,14 @@ def step_of(way: Way, size: Size, device: torch.device, dtype: torch.dtype, *, c
             block.compile()
     draw = torch.Generator(device).manual_seed(2)
 
-    def drawn(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+    def random_tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=draw, device=device, dtype=torch.float32).to(kind)
 
-    angles = drawn(1, size.image_tokens, 1, 128, kind=torch.float32)
+    angles = random_tensor(1, size.image_tokens, 1, 128, kind=torch.float32)
     inputs = (
-        drawn(1, size.image_tokens, size.width).requires_grad_(),
-        drawn(1, size.text_tokens, size.width),
-        drawn(1, 6, size.width, kind=torch.float32),
+        random_tensor(1, size.image_tokens, size.width).requires_grad_(),
+        random_tensor(1, size.text_tokens, size.width),
+        random_tensor(1, 6, size.width, kind=torch.float32),
         (angles.cos(), angles.sin()),
     )
     return Step(chain, inputs, way.attention, dtype)
@@ -395,20 +395,20 @@ def kernels_of(step: Step) -> tuple[int, float]:
     return len(events), sum(one.self_device_time_total for one in events) / 1000
 
 
-def rows(names: Sequence[str], size: Size, device: torch.device, samples: int) -> Iterator[Row]:
+def rows(names: Sequence[str], size: Size, device: torch.device, samples: int) -> Iterator[BenchRow]:
     floor: float | None = None
     for name in names:
         step = step_of(WAYS[name], size, device, torch.bfloat16, compiled=device.type == "cuda")
         pace = measure(step, device, samples)
         each = pace.ms / size.blocks
         floor = each if name == "frozen" else floor
-        told = f"first step {pace.first_s:.0f} s"
+        message = f"first step {pace.first_s:.0f} s"
         if device.type == "cuda":
             count, busy = kernels_of(step)
-            told += f"; {count / size.blocks:.0f} kernels a block, {busy / size.blocks:.2f} ms of them"
+            message += f"; {count / size.blocks:.0f} kernels a block, {busy / size.blocks:.2f} ms of them"
         if floor is not None:
-            told += f"; {each - floor:+.2f} ms against no adapter"
-        yield Row(name, each, "ms a block", detail=told)
+            message += f"; {each - floor:+.2f} ms against no adapter"
+        yield BenchRow(name, each, "ms a block", detail=message)
         del step
         free(device)
 
@@ -420,18 +420,18 @@ def main() -> int:
     parser.add_argument("--image-tokens", type=int, default=Size.image_tokens)
     parser.add_argument("--smoke", action="store_true", help="two narrow blocks, on a CPU too: does everything run?")
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
-    asked = parser.parse_args()
-    size = Size(heads=2, ffn=512, image_tokens=64, text_tokens=16, blocks=2) if asked.smoke else Size()
-    if not asked.smoke:
-        size = Size(image_tokens=asked.image_tokens)
+    requested = parser.parse_args()
+    size = Size(heads=2, ffn=512, image_tokens=64, text_tokens=16, blocks=2) if requested.smoke else Size()
+    if not requested.smoke:
+        size = Size(image_tokens=requested.image_tokens)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    names = [name for name in asked.only or WAYS if device.type == "cuda" or WAYS[name].attention is None]
-    found: list[Row] = []
-    for row in rows(names, size, device, asked.samples):
+    names = [name for name in requested.only or WAYS if device.type == "cuda" or WAYS[name].attention is None]
+    found: list[BenchRow] = []
+    for row in rows(names, size, device, requested.samples):
         found.append(row)
         print_rows(out(), [row])
-        if asked.output is not None:  # what was measured stays, whatever happens to the rest
-            write_result(asked.output, result_of("block_variants", found, probe()))
+        if requested.output is not None:  # what was measured stays, whatever happens to the rest
+            write_result(requested.output, result_of("block_variants", found, probe()))
     return 0
 
 

@@ -3,9 +3,9 @@
 python benchmarks/expert_switch.py --output benchmarks/results/expert-switch-NAME.json
 
 Blocks of Wan2.2-14B's size, fewer of them: bytes to bring and time to hide them in grow with the blocks alike, so the
-share of a turn is the whole model's. Everything else is the trainer's own: `load_trainee`, `assemble`, `run_window`.
-A turn is held against ten of its own steps that have no switch beside them, and against the same turns with both
-experts resident.
+share of a turn is the whole model's. Everything else is the trainer's own: `load_trained_model`, `assemble`,
+`run_step`. A turn is held against ten of its own steps that have no switch beside them, and against the same turns with
+both experts resident.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from gracetune.bench.results import result_of, write_result
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.bench.step.clock import between, mark, synchronize
 from gracetune.bench.step.job import Scale, StepJob, config_of
 from gracetune.bench.step.random_data import random_data
@@ -41,11 +41,11 @@ from gracetune.hardware import Machine, probe
 from gracetune.models.activation_parking import CudaClock
 from gracetune.models.expert_streaming import StreamedParking
 from gracetune.models.experts import ExpertHost, SwitchStats
-from gracetune.models.parking import InlineLane, Parking, Staying
+from gracetune.models.parking import InlineLane, NoParking, Parking
 from gracetune.train.control import Stop
-from gracetune.train.loop import run_window
+from gracetune.train.loop import run_step
 from gracetune.train.runtime import Runtime, open_runtime
-from gracetune.train.trained_model import load_trainee
+from gracetune.train.trained_model import load_trained_model
 from gracetune.train.view import View
 
 TURN: Final = 10
@@ -69,23 +69,23 @@ class Turns:
         return self.turn_ms / (TURN * self.step_ms) - 1
 
 
-def measure(model: RandomModel, job: StepJob, machine: Machine, runtime: Runtime, turns: int) -> Iterator[Row]:
+def measure(model: RandomModel, job: StepJob, machine: Machine, runtime: Runtime, turns: int) -> Iterator[BenchRow]:
     with tempfile.TemporaryDirectory(prefix="gracetune-bench-") as folder:
         config = with_turns(config_of(job, model.source.folder, Path(folder)), turns)
-        here = timed(model, job, config, machine, runtime, turns, lambda module: Staying())
-        yield Row(
-            "resident", 100 * here.share, "% of a turn",
-            detail=f"both experts on the device: {here.step_ms:.1f} ms a step, {here.turn_ms:.1f} a turn of {TURN}",
+        both = timed(model, job, config, machine, runtime, turns, lambda module: NoParking())
+        yield BenchRow(
+            "resident", 100 * both.share, "% of a turn",
+            detail=f"both experts on the device: {both.step_ms:.1f} ms a step, {both.turn_ms:.1f} a turn of {TURN}",
         )  # fmt: skip
         gc.collect()
         moved = timed(model, job, config, machine, runtime, turns, parking_on(model, runtime.device))
         each = moved.stats.followed_bytes / max(1, moved.stats.count) / 1e9
         waited = moved.stats.waited_ms / max(1, moved.stats.count)
-        yield Row(
+        yield BenchRow(
             "streamed", 100 * moved.share, "% of a turn", f"< {100 * MOST:g}", moved.share < MOST,
             f"room for one: {moved.turn_ms:.1f} ms a turn, {moved.step_ms:.1f} a step; {each:.2f} GB came behind the "
             f"last backward pass of each turn, and the device waited {waited:.0f} ms for the rest; a turn took "
-            f"{100 * (moved.turn_ms / here.turn_ms - 1):.1f} % longer than with both resident",
+            f"{100 * (moved.turn_ms / both.turn_ms - 1):.1f} % longer than with both resident",
         )  # fmt: skip
 
 
@@ -95,10 +95,10 @@ def steps_of(turns: int) -> int:
 
 
 def with_turns(config: RunConfig, turns: int) -> RunConfig:
-    asked = config.model_dump()
-    asked["model"] |= {"experts": "both", "switch_experts_every": TURN}
-    asked["training"]["max_steps"] = steps_of(turns)
-    return RunConfig.model_validate(asked)
+    requested = config.model_dump()
+    requested["model"] |= {"experts": "both", "switch_experts_every": TURN}
+    requested["training"]["max_steps"] = steps_of(turns)
+    return RunConfig.model_validate(requested)
 
 
 def parking_on(model: RandomModel, device: torch.device) -> Callable[[nn.Module], Parking]:
@@ -118,11 +118,11 @@ def timed(
         print(f"  {line}", flush=True)
     choices = decided.choices
     clock = CudaClock() if device.type == "cuda" else None
-    host = ExpertHost(make_parking, "for this measurement", room=lambda *, here, away: 0, clock=clock)
+    host = ExpertHost(make_parking, "for this measurement", room=lambda *, both, away: 0, clock=clock)
     with ExitStack() as stack:
-        trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, choices, host)
+        trained_model = load_trained_model(config, model.spec, model.source, model.facts, runtime, choices, host)
         ready = random_data(job, config, model, pinned=device.type == "cuda")
-        run = assemble_unresumed(config, trainee, ready, runtime, View(), stack)
+        run = assemble_unresumed(config, trained_model, ready, runtime, View(), stack)
         marks: list[Any] = []
         for step in range(steps_of(turns)):
             if step == WARM_UP:
@@ -131,7 +131,7 @@ def timed(
                 host.switches = SwitchStats()
             if step >= WARM_UP:
                 marks.append(mark(device))
-            if isinstance(done := run_window(run), Stop):
+            if isinstance(done := run_step(run), Stop):
                 raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
         synchronize(device)
         times = [between(one, two) for one, two in pairwise(marks)]
@@ -147,22 +147,22 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--smoke", action="store_true", help="a tiny model, on a CPU too: does everything run?")
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     # A plan is for whole experts; of so few blocks everything fits without repeating work.
-    machine, job = probe(), StepJob("wan14b", checkpointing="off", smoke=asked.smoke)
-    scale: Scale = "tiny" if asked.smoke else "small"
-    preset = replace(job.preset, small={"num_layers": asked.layers})
-    rows: list[Row] = []
+    machine, job = probe(), StepJob("wan14b", checkpointing="off", smoke=requested.smoke)
+    scale: Scale = "tiny" if requested.smoke else "small"
+    preset = replace(job.preset, small={"num_layers": requested.layers})
+    rows: list[BenchRow] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gracetune-bench-")))
         runtime = stack.enter_context(open_runtime("bf16", Environment({})))
         model = make_model(preset, folder / "model", scale)
-        for row in measure(model, job, machine, runtime, asked.turns):
+        for row in measure(model, job, machine, runtime, requested.turns):
             rows.append(row)
             print_rows(out(), [row])
-            if asked.output is not None:  # what was measured stays, whatever happens to the rest
-                write_result(asked.output, result_of("expert_switch", rows, machine))
-    return 1 if any(row.ok is False for row in rows) and not asked.smoke else 0
+            if requested.output is not None:  # what was measured stays, whatever happens to the rest
+                write_result(requested.output, result_of("expert_switch", rows, machine))
+    return 1 if any(row.ok is False for row in rows) and not requested.smoke else 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gracetune.bench.results import result_of, write_result
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.hardware import probe
@@ -49,7 +49,7 @@ MOST: Final = 0.03
 SECONDS: Final = 60
 """After which a process is ended."""
 _GRADIENTS: Final = "gradients.pt"
-_TOLD: Final = "told.json"
+_REPORTED: Final = "told.json"
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,12 @@ def alone(backend: str, size: Size, device: torch.device, file: Path) -> None:
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).bfloat16()
 
-    drawn = [noise(1, tokens, size.heads, size.head) for _ in range(3)]
+    random_tensor = [noise(1, tokens, size.heads, size.head) for _ in range(3)]
     wide = noise(1, tokens, 5 * size.width)  # of the concatenation with an MLP four times as wide
     slice_ = wide[..., : size.width].unflatten(-1, (size.heads, size.head))
 
     def gradients(kind: torch.dtype, gradient: Tensor, kernel: AbstractContextManager[Any]) -> list[Tensor]:
-        leaves = [one.to(kind, copy=True).requires_grad_() for one in drawn]
+        leaves = [one.to(kind, copy=True).requires_grad_() for one in random_tensor]
         q, k, v = (one.permute(0, 2, 1, 3) for one in leaves)
         with kernel:
             answer = scaled_dot_product_attention(q, k, v).permute(0, 2, 1, 3)
@@ -190,11 +190,11 @@ def run_case(part: str, backend: str, size: Size, device: torch.device, folder: 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if part == "alone":
-        alone(backend, size, device, folder / _TOLD)
+        alone(backend, size, device, folder / _REPORTED)
         return
-    gradients, told = step(backend, size, device)
+    gradients, report_text = step(backend, size, device)
     torch.save(gradients, folder / _GRADIENTS)
-    (folder / _TOLD).write_text(json.dumps(told))
+    (folder / _REPORTED).write_text(json.dumps(report_text))
 
 
 # -- all cases --------------------------------------------------------------------------------------------------------
@@ -212,9 +212,9 @@ class Ended:
         lines = [line.strip() for line in (self.folder / "log").read_text().splitlines() if "Error:" in line]
         return f"exit code {self.code}: {lines[-1][:200] if lines else 'no message'}"
 
-    def told(self) -> dict[str, Any]:
+    def report_text(self) -> dict[str, Any]:
         """Empty where it did not get that far."""
-        file = self.folder / _TOLD
+        file = self.folder / _REPORTED
         return json.loads(file.read_text()) if file.is_file() else {}
 
     def gradients(self) -> dict[str, Tensor]:
@@ -222,7 +222,7 @@ class Ended:
         return found
 
 
-def rows(names: list[str], folder: Path, smoke: bool) -> Iterator[Row]:
+def rows(names: list[str], folder: Path, smoke: bool) -> Iterator[BenchRow]:
     """The steps at once, then attention alone at once: starting processes takes longer than what they do, and all
     together would need more memory than one GPU has."""
     steps = _ended("step", [REFERENCE, *names], folder, smoke)
@@ -258,22 +258,22 @@ def _code(child: subprocess.Popen[bytes], seconds: float) -> int:
         return child.wait()
 
 
-def _alone_rows(name: str, ended: Ended) -> Iterator[Row]:
-    told = ended.told()
+def _alone_rows(name: str, ended: Ended) -> Iterator[BenchRow]:
+    report_text = ended.report_text()
     forms = {"contiguous": "from a contiguous copy of the gradient", "slice": "from a slice of a larger gradient"}
     for form, words in forms.items():
-        error, detail = told.get(form), f"alone, bf16, {words}"
+        error, detail = report_text.get(form), f"alone, bf16, {words}"
         if error is None:
             detail = f"{detail}; {ended.why}"
-            yield Row(f"attention_{name}_{form}", -1, "did not run", f"<= {MOST:g}", ok=False, detail=detail)
+            yield BenchRow(f"attention_{name}_{form}", -1, "did not run", f"<= {MOST:g}", ok=False, detail=detail)
         else:
-            yield Row(f"attention_{name}_{form}", error, "relative error", f"<= {MOST:g}", error <= MOST, detail)
+            yield BenchRow(f"attention_{name}_{form}", error, "relative error", f"<= {MOST:g}", error <= MOST, detail)
 
 
-def _step_row(name: str, ended: Ended, wanted: Mapping[str, Tensor]) -> Row:
-    told = ended.told()
-    if not told:
-        return Row(f"flux_{name}", -1, "did not run", f"<= {MOST:g}", ok=False, detail=ended.why)
+def _step_row(name: str, ended: Ended, wanted: Mapping[str, Tensor]) -> BenchRow:
+    report_text = ended.report_text()
+    if not report_text:
+        return BenchRow(f"flux_{name}", -1, "did not run", f"<= {MOST:g}", ok=False, detail=ended.why)
     found = ended.gradients()
     assert found.keys() == wanted.keys()
     one, two = (torch.cat([all_[key].flatten().double() for key in sorted(wanted)]) for all_ in (found, wanted))
@@ -281,10 +281,11 @@ def _step_row(name: str, ended: Ended, wanted: Mapping[str, Tensor]) -> Row:
     each = {key: float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted}
     worst = max(each, key=lambda key: each[key])
     cosine = float(one @ two / (one.norm() * two.norm()))
-    kernels = ", ".join(told["kernels"]) or "no fused kernel"
-    return Row(
+    kernels = ", ".join(report_text["kernels"]) or "no fused kernel"
+    return BenchRow(
         f"flux_{name}", error, "relative error", f"<= {MOST:g}", error <= MOST,
-        f"{kernels}; loss {told['loss']:.6g}; cosine {cosine:.6f}; {len(found)} tensors, the worst {each[worst]:.3g}: "
+        f"{kernels}; loss {report_text['loss']:.6g}; cosine {cosine:.6f}; {len(found)} tensors, the worst "
+        f"{each[worst]:.3g}: "
         f"{worst}",
     )  # fmt: skip
 
@@ -296,22 +297,22 @@ def main() -> int:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if asked.case is not None:
-        run_case(asked.part, asked.case, TINY if asked.smoke else Size(), device, asked.folder)
+    if requested.case is not None:
+        run_case(requested.part, requested.case, TINY if requested.smoke else Size(), device, requested.folder)
         return 0
-    if device.type == "cpu" and not asked.smoke:
+    if device.type == "cpu" and not requested.smoke:
         parser.error("needs a CUDA GPU; --smoke runs a tiny model on this machine's CPU")
     names = [DEFAULT, *(KERNELS if device.type == "cuda" else ("math",))]
-    machine, found = probe(), list[Row]()
+    machine, found = probe(), list[BenchRow]()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gracetune-bench-")))
-        for row in rows(names, folder, asked.smoke):
+        for row in rows(names, folder, requested.smoke):
             found.append(row)
             print_rows(out(), [row])
-            if asked.output is not None:
-                write_result(asked.output, result_of("flux_gradients", found, machine))
+            if requested.output is not None:
+                write_result(requested.output, result_of("flux_gradients", found, machine))
     return 0  # a kernel that is wrong is the finding, not a failure of this script
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from gracetune.bench.loading import Size, measure
+from gracetune.bench.loading import DenoiserSize, measure
 from gracetune.bench.results import result_of
 from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
@@ -23,7 +23,7 @@ from gracetune.units import parse_bytes
 
 
 def main() -> int:
-    default = Size()
+    default = DenoiserSize()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=default.layers)
     parser.add_argument("--heads", type=int, default=default.heads, help="of 128 channels each")
@@ -34,15 +34,19 @@ def main() -> int:
         "--below", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure"
     )
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     try:
-        rows = measure(asked.device, Size(asked.layers, asked.heads, asked.ffn, asked.shard), asked.below)
+        rows = measure(
+            requested.device,
+            DenoiserSize(requested.layers, requested.heads, requested.ffn, requested.shard),
+            requested.below,
+        )
     except GracetuneError as error:
         print(error, file=sys.stderr)
         return 1
     print_rows(out(), rows)
-    if asked.output is not None:
-        asked.output.write_text(json.dumps(result_of("loading", rows, probe()), indent=2) + "\n", encoding="utf-8")
+    if requested.output is not None:
+        requested.output.write_text(json.dumps(result_of("loading", rows, probe()), indent=2) + "\n", encoding="utf-8")
     return 1 if any(row.ok is False for row in rows) else 0
 
 

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 
 from gracetune.bench.results import result_of, write_result
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.bench.step.clock import free
 from gracetune.bench.step.job import PRESETS, AdapterKind, StepJob, config_of
 from gracetune.bench.step.numerics import gradient_check
@@ -77,9 +77,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     machine = probe()
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     curves: list[Curve] = []
     try:
         with (
@@ -87,45 +87,46 @@ def main() -> int:
             libraries_quiet(),
             open_runtime("bf16", Environment({})) as runtime,
         ):
-            for row in measured(asked, Path(folder), runtime, curves):
+            for row in measured(requested, Path(folder), runtime, curves):
                 rows.append(row)
                 print_rows(out(), [row])
-                if asked.output is not None:  # what was measured stays, whatever happens to the rest
+                if requested.output is not None:  # what was measured stays, whatever happens to the rest
                     result = result_of("numerics", rows, machine)
-                    write_result(asked.output, {**result, "curves": [asdict(curve) for curve in curves]})
+                    write_result(requested.output, {**result, "curves": [asdict(curve) for curve in curves]})
     except GracetuneError as error:
         print(error, file=sys.stderr)
         return 1
     return 1 if any(row.ok is False for row in rows) else 0
 
 
-def measured(asked: argparse.Namespace, folder: Path, runtime: Runtime, curves: list[Curve]) -> Iterator[Row]:
-    adapters = asked.adapter or get_args(AdapterKind)
-    with_curves = asked.curves or ["wan14b"]
-    gradients = asked.bench or [*PRESETS]
+def measured(requested: argparse.Namespace, folder: Path, runtime: Runtime, curves: list[Curve]) -> Iterator[BenchRow]:
+    adapters = requested.adapter or get_args(AdapterKind)
+    with_curves = requested.curves or ["wan14b"]
+    gradients = requested.bench or [*PRESETS]
     models = {name: make_model(PRESETS[name], folder / name, "small") for name in {*gradients, *with_curves}}
     for bench in gradients:
         for adapter in adapters:
-            yield gradient_row(StepJob(bench, adapter, asked.precision), models[bench], runtime.device)
+            yield gradient_row(StepJob(bench, adapter, requested.precision), models[bench], runtime.device)
     for bench in with_curves:
-        for adapter in asked.curve_adapter or adapters:
-            job = StepJob(bench, adapter, asked.precision, width=SIDE, height=SIDE, checkpointing="off")
+        for adapter in requested.curve_adapter or adapters:
+            job = StepJob(bench, adapter, requested.precision, width=SIDE, height=SIDE, checkpointing="off")
             found = []
             for path in PATHS:
                 free(runtime.device)  # a path's graphs serve all its seeds; torch keeps only a few of one block
                 found += [
-                    curve(job, models[bench], path, seed, asked.steps, folder, runtime) for seed in range(asked.seeds)
+                    curve(job, models[bench], path, seed, requested.steps, folder, runtime)
+                    for seed in range(requested.seeds)
                 ]
             curves += found
             yield from curve_rows(job, found)
 
 
-def gradient_row(job: StepJob, model: RandomModel, device: torch.device) -> Row:
+def gradient_row(job: StepJob, model: RandomModel, device: torch.device) -> BenchRow:
     found = gradient_check(job, model, device)
     bar = max(GRADIENT_BAR, WORSE_BAR * found.library_relative_error)
     # fp8 is reported, not judged: it computes other numbers, and its curves say whether that matters.
     judged = job.precision == "bf16"
-    return Row(
+    return BenchRow(
         f"gradients_{job.bench}_{job.adapter}",
         found.relative_error,
         "relative error",
@@ -162,7 +163,7 @@ def _config(job: StepJob, model: RandomModel, seed: int, folder: Path) -> RunCon
     )
 
 
-def curve_rows(job: StepJob, curves: list[Curve]) -> Iterator[Row]:
+def curve_rows(job: StepJob, curves: list[Curve]) -> Iterator[BenchRow]:
     """What the two ways of one seed differ by, beside what seeds differ by."""
     ours, library = ([one for one in curves if one.path == path] for path in PATHS)
     apart = [abs(one.end - two.end) for one, two in zip(ours, library, strict=True)]
@@ -170,14 +171,16 @@ def curve_rows(job: StepJob, curves: list[Curve]) -> Iterator[Row]:
         abs(a - b) for one, two in zip(ours, library, strict=True) for a, b in zip(one.losses, two.losses, strict=True)
     )
     spread = stdev(one.end for one in library)
-    learnt = mean(mean(one.losses[:END]) for one in ours), mean(one.end for one in ours)
-    told = (
-        f"{job.precision}, {len(ours)} seeds, {len(ours[0].losses)} steps; loss {learnt[0]:.4f} -> {learnt[1]:.4f} "
+    learned = mean(mean(one.losses[:END]) for one in ours), mean(one.end for one in ours)
+    message = (
+        f"{job.precision}, {len(ours)} seeds, {len(ours[0].losses)} steps; loss {learned[0]:.4f} -> {learned[1]:.4f} "
         f"(means of {END}); paths end {max(apart):.1e} apart at most, {each:.1e} in a step; "
         f"seeds end {spread:.1e} apart"
     )
     ratio, bar = max(apart) / spread, CURVE_BARS[job.precision]
-    yield Row(f"curves_{job.bench}_{job.adapter}", ratio, "of the seeds' spread", f"<= {bar:g}", ratio <= bar, told)
+    yield BenchRow(
+        f"curves_{job.bench}_{job.adapter}", ratio, "of the seeds' spread", f"<= {bar:g}", ratio <= bar, message
+    )
 
 
 if __name__ == "__main__":

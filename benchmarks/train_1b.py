@@ -39,7 +39,7 @@ from peft import LoraConfig  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from gracetune.bench.results import result_of, write_result  # noqa: E402
-from gracetune.bench.row import Row  # noqa: E402
+from gracetune.bench.row import BenchRow  # noqa: E402
 from gracetune.cli.bench import print_rows  # noqa: E402
 from gracetune.cli.console import out  # noqa: E402
 from gracetune.config.run_config import RunConfig  # noqa: E402
@@ -66,7 +66,7 @@ class Size:
     layers: int = 30
     heads: int = 12
     ffn: int = 8960
-    pictures: int = 64
+    images: int = 64
     side: int = 512
     batch: int = 4
     steps: int = 200
@@ -81,18 +81,18 @@ class Listening(View):
         super().__init__()
         self._stop_after = stop_after
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         print(f"  {text}", flush=True)
 
     def warn(self, text: str) -> None:
         super().warn(text)
-        self.say(f"warning: {text}")
+        self.report(f"warning: {text}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.say(f"{name}: {time.perf_counter() - began:.1f} s")
+        self.report(f"{name}: {time.perf_counter() - began:.1f} s")
 
     def on_step(self, step: int, steps: int) -> None:
         if step == self._stop_after:
@@ -108,18 +108,18 @@ def main() -> int:
     parser.add_argument("--device", type=torch.device, default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", choices=("resume", "pace"), help="half of it: the resumed run, or time and memory")
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
-    asked = parser.parse_args()
-    size = Size(**{name: vars(asked)[name] for name in vars(default)})
+    requested = parser.parse_args()
+    size = Size(**{name: vars(requested)[name] for name in vars(default)})
     machine = probe()
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     folder = Path(tempfile.mkdtemp(prefix="gracetune-bench-"))
     try:
         with managed_caches():
-            for row in measure(folder, size, asked.device, asked.only):
+            for row in measure(folder, size, requested.device, requested.only):
                 rows.append(row)
                 print_rows(out(), [row])
-                if asked.output is not None:  # what was measured stays, whatever happens to the rest
-                    write_result(asked.output, result_of("train_1b", rows, machine))
+                if requested.output is not None:  # what was measured stays, whatever happens to the rest
+                    write_result(requested.output, result_of("train_1b", rows, machine))
     except GracetuneError as error:
         print(error, file=sys.stderr)
         return 1
@@ -141,9 +141,9 @@ def managed_caches() -> Iterator[None]:
         table.update(before)
 
 
-def measure(folder: Path, size: Size, device: torch.device, only: str | None = None) -> Iterator[Row]:
-    model, pictures = write_model(folder / "model", size, device), write_pictures(folder / "pictures", size)
-    parts = (folder, size, model, pictures)
+def measure(folder: Path, size: Size, device: torch.device, only: str | None = None) -> Iterator[BenchRow]:
+    model, images = write_model(folder / "model", size, device), write_images(folder / "pictures", size)
+    parts = (folder, size, model, images)
     if only != "pace":
         yield from _resumed(*parts, device)
     if only == "resume":
@@ -174,9 +174,9 @@ def write_model(folder: Path, size: Size, device: torch.device) -> Path:
     return folder
 
 
-def write_pictures(folder: Path, size: Size) -> Path:
+def write_images(folder: Path, size: Size) -> Path:
     folder.mkdir()
-    for number in range(size.pictures):
+    for number in range(size.images):
         draw = np.random.default_rng(number)
         coarse = Image.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8))
         coarse.resize((size.side, size.side), Image.Resampling.BICUBIC).save(folder / f"{number:03}.png")
@@ -185,7 +185,7 @@ def write_pictures(folder: Path, size: Size) -> Path:
 
 
 def run_config(
-    folder: Path, size: Size, model: Path, pictures: Path, name: str, steps: int,
+    folder: Path, size: Size, model: Path, images: Path, name: str, steps: int,
     *, attention: str = "auto", compile_: str = "auto", log_every: int = LOG_EVERY,
 ) -> RunConfig:  # fmt: skip
     return RunConfig.model_validate(
@@ -193,7 +193,7 @@ def run_config(
             "name": name,
             "output_dir": str(folder / name),
             "model": {"family": "wan", "flavour": FLAVOUR, "path": str(model)},
-            "datasets": [{"id": "pictures", "path": str(pictures), "resolution": float(size.side)}],
+            "datasets": [{"id": "pictures", "path": str(images), "resolution": float(size.side)}],
             "adapter": {"kind": "lora", "rank": RANK},
             "optimizer": {"name": "adamw", "lr": RATE},
             "cache": {
@@ -244,7 +244,7 @@ def _events(config: RunConfig, kind: type[Any]) -> list[Any]:
 # -- a run that is resumed --------------------------------------------------------------------------------------------
 
 
-def _resumed(folder: Path, size: Size, model: Path, pictures: Path, device: torch.device) -> Iterator[Row]:
+def _resumed(folder: Path, size: Size, model: Path, images: Path, device: torch.device) -> Iterator[BenchRow]:
     """cuDNN's attention has no deterministic backward pass; torch's flash kernel has one."""
     attention = "flash" if device.type == "cuda" else "sdpa"
     torch.use_deterministic_algorithms(True)
@@ -252,7 +252,7 @@ def _resumed(folder: Path, size: Size, model: Path, pictures: Path, device: torc
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         whole, parted = (
-            run_config(folder, size, model, pictures, name, size.steps, attention=attention, log_every=1)
+            run_config(folder, size, model, images, name, size.steps, attention=attention, log_every=1)
             for name in ("whole", "parted")
         )
         ended = _run(whole).result
@@ -264,22 +264,26 @@ def _resumed(folder: Path, size: Size, model: Path, pictures: Path, device: torc
     one, two = ([(each.step, each.loss, each.grad_norm) for each in _events(run, StepDone)] for run in (whole, parted))
     different = sum(a != b for a, b in zip(one, two, strict=True))
     off = mean(abs(a[1] - b[1]) / abs(a[1]) for a, b in zip(one, two, strict=True))
-    told = f"deterministic algorithms, {attention} attention; SIGTERM after step {size.steps // 2}, then resumed"
-    yield Row(
-        "steps_that_differ", different, f"of {size.steps}", "== 0", different == 0, f"loss and gradient norm; {told}"
+    message = f"deterministic algorithms, {attention} attention; SIGTERM after step {size.steps // 2}, then resumed"
+    yield BenchRow(
+        "steps_that_differ", different, f"of {size.steps}", "== 0", different == 0, f"loss and gradient norm; {message}"
     )
-    yield Row("loss_difference", off, "relative", f"<= {CLOSE}", off <= CLOSE, "mean over the steps")
+    yield BenchRow("loss_difference", off, "relative", f"<= {CLOSE}", off <= CLOSE, "mean over the steps")
     tensors = _different_tensors(ended.files, resumed.files)
-    yield Row("adapter_tensors_that_differ", tensors, "tensors", "== 0", tensors == 0, "in the files the runs wrote")
+    yield BenchRow(
+        "adapter_tensors_that_differ", tensors, "tensors", "== 0", tensors == 0, "in the files the runs wrote"
+    )
     fifth = max(1, size.steps // 5)
     first, last = mean(loss for _, loss, _ in one[:fifth]), mean(loss for _, loss, _ in one[-fifth:])
-    yield Row(
+    yield BenchRow(
         "loss_at_the_end", last / first, "of the start's", detail=f"mean of {fifth} steps: {first:.4f} -> {last:.4f}"
     )
     pace = median(each.step_ms for each in _events(whole, StepDone))
-    yield Row("deterministic_step", pace, "ms", detail="with the loss read at every step")
+    yield BenchRow("deterministic_step", pace, "ms", detail="with the loss read at every step")
     counters = _events(whole, MemorySampled)[-1].counters
-    yield Row("cache_waits", mean(each.data_wait_ms for each in _events(whole, StepDone)), "ms", detail=_told(counters))
+    yield BenchRow(
+        "cache_waits", mean(each.data_wait_ms for each in _events(whole, StepDone)), "ms", detail=_report_text(counters)
+    )
 
 
 def _different_tensors(ours: tuple[Path, ...], theirs: tuple[Path, ...]) -> int:
@@ -294,7 +298,7 @@ def _different_tensors(ours: tuple[Path, ...], theirs: tuple[Path, ...]) -> int:
     return different
 
 
-def _told(counters: dict[str, float]) -> str:
+def _report_text(counters: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in sorted(counters.items()) if value)
 
 
@@ -312,11 +316,11 @@ class Pace:
 
 def _timed_run(config: RunConfig, device: torch.device) -> Pace:
     ran = _run(config)
-    assert ran.result.dry is not None, "a run that had nothing left to do"
+    assert ran.result.first_batch is not None, "a run that had nothing left to do"
     steps = [event.step_ms for event in _events(config, StepDone)]
     trained = _events(config, MemorySampled)[-1].used_bytes["device" if device.type == "cuda" else "host"]
     return Pace(
-        median(steps[len(steps) // 3 :]), ran.peak_bytes, ran.result.dry.first_seconds,
+        median(steps[len(steps) // 3 :]), ran.peak_bytes, ran.result.first_batch.first_seconds,
         trained["trained weights"] // 4,
     )  # fmt: skip
 
@@ -377,21 +381,21 @@ class PlainLoop:
         return loss.detach()
 
 
-def _against(compiled: bool, ours: Pace, plain: Pace, size: Size) -> Iterator[Row]:
+def _against(compiled: bool, ours: Pace, plain: Pace, size: Size) -> Iterator[BenchRow]:
     kind = "compiled" if compiled else "eager"
     shape = f"batch {size.batch} of {size.side} x {size.side}, checkpointing {size.checkpointing}"
     if ours.trained != plain.trained:
         raise GracetuneError(f"not the same adapter: {ours.trained:,} and {plain.trained:,} parameters")
     firsts = f"first batch {ours.first_seconds:.1f} and {plain.first_seconds:.1f} s"
-    yield Row(
+    yield BenchRow(
         f"{kind}_step", ours.step_ms, "ms",
         detail=f"the plain loop {plain.step_ms:.2f} ms; {shape}; {ours.trained / 1e6:.1f} M trained; {firsts}",
     )  # fmt: skip
-    yield Row(f"{kind}_step_over_plain", ours.step_ms / plain.step_ms, "ratio")
-    yield Row(
+    yield BenchRow(f"{kind}_step_over_plain", ours.step_ms / plain.step_ms, "ratio")
+    yield BenchRow(
         f"{kind}_peak", ours.peak_bytes / 2**30, "GiB", detail=f"the plain loop {plain.peak_bytes / 2**30:.3f} GiB"
     )
-    yield Row(f"{kind}_peak_over_plain", ours.peak_bytes / max(1, plain.peak_bytes), "ratio")
+    yield BenchRow(f"{kind}_peak_over_plain", ours.peak_bytes / max(1, plain.peak_bytes), "ratio")
 
 
 def _tidy(device: torch.device) -> None:

@@ -44,7 +44,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from gracetune.bench.results import result_of, write_result
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.errors import GracetuneError
@@ -184,13 +184,13 @@ def run_prepared(preparation: Preparation, arguments: list[str], file: Path) -> 
     return code
 
 
-def prepare(asked: Preparation, facts: Facts) -> list[Any]:
+def prepare(requested: Preparation, facts: Facts) -> list[Any]:
     """The experts' hosts of the run end up in the list that is given back."""
     names = ("models.experts", "train.assembly", "train.loop", "train.replay", "train.load")
     modules: list[Any] = [import_module(f"gracetune.{name}") for name in names]
     experts, assembly, loop, replay, load = modules
     hosts: list[Any] = []
-    loop.run_window = _seen_window(asked, facts, loop.run_window)
+    loop.run_step = _seen_step(requested, facts, loop.run_step)
     open_host = load.open_host
 
     def opened(*given: Any, **named: Any) -> Any:
@@ -200,12 +200,12 @@ def prepare(asked: Preparation, facts: Facts) -> list[Any]:
     load.open_host = opened
     _count_graphs(facts)
     _count_staging(facts)
-    if not asked.graphs:
+    if not requested.graphs:
         replay.Gpu.is_launch_bound = lambda self: False
-    if asked.park and torch.cuda.is_available():
+    if requested.park and torch.cuda.is_available():
         choice = experts.ParkingChoice("pinned_copy", "pinned copy: asked for by this benchmark")
         assembly.choose_parking = lambda *_, **__: choice
-        experts.device_room = lambda device: lambda *, here, away: 0
+        experts.device_room = lambda device: lambda *, both, away: 0
     return hosts
 
 
@@ -239,39 +239,39 @@ def _count_staging(facts: Facts) -> None:
     backend.read = counted
 
 
-def _seen_window(asked: Preparation, facts: Facts, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _seen_step(requested: Preparation, facts: Facts, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     shapes: dict[str, None] = {}
     sizes: dict[int, None] = {}
 
-    def run_window(job: Any) -> Any:
+    def run_step(job: Any) -> Any:
         on_gpu = job.device.type == "cuda"
-        if facts.steps == 0 and on_gpu and (asked.peaks or asked.limit is not None):
+        if facts.steps == 0 and on_gpu and (requested.peaks or requested.limit is not None):
             torch.cuda.empty_cache()  # what encoders left there is no part of a step
-        if facts.steps == 0 and on_gpu and asked.limit is not None:
-            facts.limited_to = make_small(asked.limit)
-        if asked.peaks and on_gpu:
+        if facts.steps == 0 and on_gpu and requested.limit is not None:
+            facts.limited_to = make_small(requested.limit)
+        if requested.peaks and on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        if asked.watch and job.position.step == job.length.steps // 2:
+        if requested.watch and job.position.step == job.length.steps // 2:
             os.write(2, f"{SECOND_HALF}\n".encode())
         found: list[str] = []
-        with counted_syncs(found, on=asked.watch and on_gpu):
+        with counted_syncs(found, on=requested.watch and on_gpu):
             done = original(job)
         if not hasattr(done, "batches"):
             return done  # the run is over
         facts.steps += 1
         facts.syncs += [(done.step, text) for text in found]
-        if asked.peaks and on_gpu:
+        if requested.peaks and on_gpu:
             facts.peaks.append(torch.cuda.max_memory_reserved())
         for batch in done.batches:
             bucket = batch.bucket
             shapes.setdefault(f"{bucket.width}x{bucket.height}x{bucket.frames}, {len(batch.samples)} samples")
         sizes.setdefault(done.samples)
         facts.shapes, facts.effective_batches = [*shapes], [*sizes]
-        if done.step == asked.stop_after:
+        if done.step == requested.stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
         return done
 
-    return run_window
+    return run_step
 
 
 def make_small(room: int) -> int:
@@ -416,8 +416,8 @@ class Runs:
         log = facts.with_suffix(".log")
         command = [sys.executable, "-m", "gracetune", "train", str(file)]
         if preparation is not None:
-            told = json.dumps(asdict(preparation))
-            command = [sys.executable, __file__, "--prepared", told, "--facts", str(facts), "train", str(file)]
+            message = json.dumps(asdict(preparation))
+            command = [sys.executable, __file__, "--prepared", message, "--facts", str(facts), "train", str(file)]
         # Two threads on two busy cores of a CPU take many times as long as one.
         if self.smoke:
             command = ["env", "OMP_NUM_THREADS=1", *command]
@@ -569,7 +569,7 @@ SCENARIOS: Final[Mapping[str, Callable[[Runs], tuple[Ended, Ended]]]] = {
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def rows(name: str, plain: Ended, ours: Ended, *, on_gpu: bool) -> Iterator[Row]:
+def rows(name: str, plain: Ended, ours: Ended, *, on_gpu: bool) -> Iterator[BenchRow]:
     wanted, found = plain.losses(), ours.losses()
     same = sum(found.get(key) == value for key, value in wanted.items())
     equal = wanted.keys() == found.keys() and same == len(wanted) and bool(wanted)
@@ -577,47 +577,51 @@ def rows(name: str, plain: Ended, ours: Ended, *, on_gpu: bool) -> Iterator[Row]
     different = next((key for key in wanted if found.get(key) != wanted[key]), None)
     if different is not None:
         detail += f"; step {different[0]} {different[1]}: {wanted[different]} plain, {found.get(different)} here"
-    yield Row(f"{name}_losses_equal", same, f"of {len(wanted)}", "all", equal, detail)
+    yield BenchRow(f"{name}_losses_equal", same, f"of {len(wanted)}", "all", equal, detail)
     one, two = plain.weights(), ours.weights()
     same = sum(key in two and torch.equal(tensor, two[key]) for key, tensor in one.items())
     equal = one.keys() == two.keys() and same == len(one) and bool(one)
-    yield Row(f"{name}_weights_equal", same, f"of {len(one)}", "all", equal, "the adapter's tensors, bit for bit")
+    yield BenchRow(f"{name}_weights_equal", same, f"of {len(one)}", "all", equal, "the adapter's tensors, bit for bit")
     facts = ours.facts
     assert facts is not None
     if plain.facts is not None:
         replays = plain.facts.graph_replays
-        yield Row(f"{name}_plain_graphs", replays, "replays", "0", replays == 0, "CUDA graphs of the plain twin")
+        yield BenchRow(f"{name}_plain_graphs", replays, "replays", "0", replays == 0, "CUDA graphs of the plain twin")
     if on_gpu:
-        late = [(step, where) for step, where in facts.syncs if step > facts.steps // 2]
+        late = [(step, location) for step, location in facts.syncs if step > facts.steps // 2]
         count = len(late) + ours.printed_syncs
         early = len(facts.syncs) - len(late)
         detail = f"in the second half of {facts.steps} steps; {early} in the first half, where new shapes are met"
-        places = sorted({where for _, where in facts.syncs})
-        yield Row(f"{name}_host_syncs", count, "synchronizing operations", "0", count == 0, f"{detail}: {places}")
-    for asked in EVIDENCE[name]:
-        value = evidence(asked, ours)
-        if asked.gpu and not on_gpu:
+        places = sorted({location for _, location in facts.syncs})
+        yield BenchRow(f"{name}_host_syncs", count, "synchronizing operations", "0", count == 0, f"{detail}: {places}")
+    for requested in EVIDENCE[name]:
+        value = evidence(requested, ours)
+        if requested.gpu and not on_gpu:
             continue
-        detail = f"{asked.source} {asked.name}"
-        unit = "bytes" if asked.name.endswith("bytes") else "of " + asked.name.rpartition(".")[2]
-        yield Row(f"{name}: {asked.mechanism}", value, unit, f">= {asked.least:g}", value >= asked.least, detail)
+        detail = f"{requested.source} {requested.name}"
+        unit = "bytes" if requested.name.endswith("bytes") else "of " + requested.name.rpartition(".")[2]
+        yield BenchRow(
+            f"{name}: {requested.mechanism}", value, unit, f">= {requested.least:g}", value >= requested.least, detail
+        )
     spent = plain.seconds + ours.seconds
-    yield Row(f"{name}_seconds", spent, "s", "<= 90", None if not on_gpu else spent <= 90, "both runs, start to end")
+    yield BenchRow(
+        f"{name}_seconds", spent, "s", "<= 90", None if not on_gpu else spent <= 90, "both runs, start to end"
+    )
 
 
-def evidence(asked: Evidence, ours: Ended) -> float:
-    if asked.source == "counter":
-        return ours.counters().get(asked.name, 0.0)
-    if asked.source == "event":
-        return float(ours.event_counts().get(asked.name, 0))
-    if asked.name == "resumed_step":
+def evidence(requested: Evidence, ours: Ended) -> float:
+    if requested.source == "counter":
+        return ours.counters().get(requested.name, 0.0)
+    if requested.source == "event":
+        return float(ours.event_counts().get(requested.name, 0))
+    if requested.name == "resumed_step":
         steps = [event.resumed_step for event in ours.events if isinstance(event, RunStarted)]
         return float(max((step for step in steps if step is not None), default=0))
-    value = getattr(ours.facts, asked.name)
+    value = getattr(ours.facts, requested.name)
     return float(len(value) if isinstance(value, list) else value)
 
 
-def told(plain: Ended, ours: Ended) -> dict[str, Any]:
+def message(plain: Ended, ours: Ended) -> dict[str, Any]:
     """For the result: everything the event logs counted."""
     facts = asdict(ours.facts) if ours.facts is not None else {}
     return {
@@ -642,34 +646,34 @@ def main() -> int:
     parser.add_argument("--prepared", help=argparse.SUPPRESS)
     parser.add_argument("--facts", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="*", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.prepared is not None:
-        code = run_prepared(Preparation(**json.loads(asked.prepared)), asked.command, asked.facts)
+    requested = parser.parse_args()
+    if requested.prepared is not None:
+        code = run_prepared(Preparation(**json.loads(requested.prepared)), requested.command, requested.facts)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # torch 2.11 has waited five minutes at exit for a compile worker
     on_gpu = torch.cuda.is_available()
-    if not on_gpu and not asked.smoke:
+    if not on_gpu and not requested.smoke:
         parser.error("needs a CUDA GPU; --smoke runs tiny models on this machine's CPU")
-    machine, found, scenarios = probe(), list[Row](), dict[str, Any]()
-    folder = asked.keep or Path(tempfile.mkdtemp(prefix="gracetune-bench-"))
+    machine, found, scenarios = probe(), list[BenchRow](), dict[str, Any]()
+    folder = requested.keep or Path(tempfile.mkdtemp(prefix="gracetune-bench-"))
     try:
-        for name in asked.only or SCENARIOS:
+        for name in requested.only or SCENARIOS:
             (folder / name).mkdir(parents=True)
             try:
-                plain, ours = SCENARIOS[name](Runs(folder / name, asked.smoke))
+                plain, ours = SCENARIOS[name](Runs(folder / name, requested.smoke))
                 for row in rows(name, plain, ours, on_gpu=on_gpu):
                     found.append(row)
                     print_rows(out(), [row])
-                scenarios[name] = told(plain, ours)
+                scenarios[name] = message(plain, ours)
             except GracetuneError as error:
                 print(error, file=sys.stderr, flush=True)
-                found.append(Row(f"{name}_ran", 0, "runs", "both", ok=False, detail=str(error).splitlines()[0]))
-            if asked.output is not None:  # what was found stays, whatever happens to the rest
-                result = {**result_of("whole_runs", found, machine), "smoke": asked.smoke, "scenarios": scenarios}
-                write_result(asked.output, result)
+                found.append(BenchRow(f"{name}_ran", 0, "runs", "both", ok=False, detail=str(error).splitlines()[0]))
+            if requested.output is not None:  # what was found stays, whatever happens to the rest
+                result = {**result_of("whole_runs", found, machine), "smoke": requested.smoke, "scenarios": scenarios}
+                write_result(requested.output, result)
     finally:
-        if asked.keep is None:
+        if requested.keep is None:
             shutil.rmtree(folder)
     return 1 if any(row.ok is False for row in found) else 0
 

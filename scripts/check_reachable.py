@@ -152,7 +152,7 @@ class Package:
         protocols = {name: self.members(name) for name, one in self.classes.items()
                      if any("Protocol" in ast.unparse(base) for base in one.node.bases)}  # type: ignore[attr-defined] # fmt: skip
         members = {name: self.members(name) | self._assigned(name) for name in self.classes}
-        above = {name: {*line, *(protocol for protocol, asked in protocols.items() if asked and asked <= members[name])}
+        above = {name: {*line, *(protocol for protocol, names in protocols.items() if names and names <= members[name])}
                  for name, line in self.lines.items()}  # fmt: skip
         for name, found in list(above.items()):
             found |= {one for protocol in found & protocols.keys() for one in self.lines[protocol]}
@@ -220,9 +220,9 @@ class Package:
         """What a call of a function gives."""
         symbol = self.symbols[name]
         assert isinstance(symbol.node, Function)
-        said = self.annotated(symbol.node.returns, symbol.module, symbol.owner)
-        if said or name in self.returning:
-            return said
+        stated = self.annotated(symbol.node.returns, symbol.module, symbol.owner)
+        if stated or name in self.returning:
+            return stated
         self.returning.append(name)
         reader = Reader(self, symbol.module, symbol.owner)
         reader.learn(symbol.node)

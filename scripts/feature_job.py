@@ -63,7 +63,7 @@ def make(folder: Path, family: str, steps: int, attention: Any) -> int:
             "base_precision": precision,
         },
         "adapter": {"kind": "lora", "rank": 4},
-        "datasets": [sounds(folder / "sounds") if family == "stable_audio" else pictures(folder / "pictures")],
+        "datasets": [sounds(folder / "sounds") if family == "stable_audio" else images(folder / "pictures")],
         "cache": {"vae_cache_type": "unified_memory", "text_cache_type": "unified_memory"},
         "memory": {"use_uvm": True, "enable_uvm_hints": True},
         "training": {
@@ -100,7 +100,7 @@ def obstacle(family: str, attention: Any) -> str | None:
     return None
 
 
-def pictures(folder: Path) -> dict[str, Any]:
+def images(folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     for number in range(6):
         pixels = np.random.default_rng(number).integers(0, 255, (8, 8, 3), dtype=np.uint8)
@@ -135,7 +135,7 @@ def verify(config: RunConfig) -> int:
             state = open_adapter(Path(config.output_dir) / name, config.model.family).state()
             if not norms(state).largest > 0:
                 wrong.append(f"{name}: nothing was learnt")
-    return told(wrong)
+    return messages(wrong)
 
 
 def events_of(config: RunConfig) -> list[Event]:
@@ -148,10 +148,10 @@ def ramp_wrong(config: RunConfig, events: list[Event]) -> list[str]:
     done = [event for event in events if isinstance(event, StepDone)]
     planned = ramp_of(config.training, 1).windows()
     wrong = []
-    for event, window in zip(done, planned, strict=False):
+    for event, step in zip(done, planned, strict=False):
         found = (event.micro_batch, event.accumulation)
-        if found != (window.micro_batch, window.accumulation):
-            wrong.append(f"step {event.step}: {found} samples x micro-batches, the ramp says {window}")
+        if found != (step.micro_batch, step.accumulation):
+            wrong.append(f"step {event.step}: {found} samples x micro-batches, the ramp says {step}")
     lengths = {event.micro_batch * event.accumulation for event in done}
     return wrong if len(lengths) > 1 else [*wrong, f"no ramp: every window holds {lengths} samples"]
 
@@ -168,7 +168,7 @@ def caches_wrong(config: RunConfig, events: list[Event]) -> list[str]:
     return wrong
 
 
-def told(wrong: list[str]) -> int:
+def messages(wrong: list[str]) -> int:
     print("\n".join(wrong) or "as asked")
     return 1 if wrong else 0
 
@@ -190,24 +190,24 @@ def ask(file: Path) -> int:
     settings = [word for setting in LONG_RAMP for word in ("--set", setting)]
     running = subprocess.Popen([*COMMAND, "train", str(file), *settings])
     try:
-        waited(lambda: is_running(Path(config.output_dir)) and largest_window(config) > 1, running)
+        waited(lambda: is_running(Path(config.output_dir)) and largest_step(config) > 1, running)
         subprocess.run([*COMMAND, "validate-now", config.output_dir], check=True, timeout=PATIENCE_S)
-        waited(lambda: bool(asked_for(config)), running)
+        waited(lambda: bool(requested(config)), running)
         running.send_signal(signal.SIGTERM)
         code = running.wait(PATIENCE_S)
     finally:
         running.kill()
     wrong = [] if code == 3 else [f"exit code {code} after SIGTERM; expected 3, interrupted and saved"]
-    event = asked_for(config)[0]
+    event = requested(config)[0]
     files = [Path(config.output_dir) / one.path for one in event.files]
     wrong += [f"{path} is not there" for path in files if not path.is_file()] or ([] if files else ["no samples"])
     ended = ramp_of(config.training, 1).target
-    if largest_window(config) >= ended:
+    if largest_step(config) >= ended:
         wrong.append(f"the ramp was over ({ended} samples in a window) before anybody asked")
-    return told([*wrong, *ramp_wrong(config, events_of(config))])
+    return messages([*wrong, *ramp_wrong(config, events_of(config))])
 
 
-def largest_window(config: RunConfig) -> int:
+def largest_step(config: RunConfig) -> int:
     """In samples; 0 before the first."""
     if not (Path(config.output_dir) / "logs" / "events.jsonl").exists():
         return 0
@@ -215,7 +215,7 @@ def largest_window(config: RunConfig) -> int:
     return max((event.micro_batch * event.accumulation for event in done), default=0)
 
 
-def asked_for(config: RunConfig) -> list[ValidationDone]:
+def requested(config: RunConfig) -> list[ValidationDone]:
     return [event for event in events_of(config) if isinstance(event, ValidationDone) and event.requested]
 
 

@@ -30,16 +30,18 @@ def main() -> int:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(black_box.GROUPS)}; all without it")
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     parser.add_argument("--new-runs", action="store_true", help="record the runs that are resumed again")
-    asked = parser.parse_args()
-    unknown = sorted(set(asked.groups) - set(black_box.GROUPS))
+    requested = parser.parse_args()
+    unknown = sorted(set(requested.groups) - set(black_box.GROUPS))
     if unknown:
         parser.error(f"no such group: {', '.join(unknown)}; there are {', '.join(black_box.GROUPS)}")
     with tempfile.TemporaryDirectory() as folder:
-        if asked.new_runs:
+        if requested.new_runs:
             begin_runs(Path(folder))
-        changes = sum(changed(name, Path(folder), check=asked.check) for name in asked.groups or black_box.GROUPS)
+        changes = sum(
+            changed(name, Path(folder), check=requested.check) for name in requested.groups or black_box.GROUPS
+        )
     print(f"{changes} differences from {black_box.RECORDED}")
-    return 1 if asked.check and changes else 0
+    return 1 if requested.check and changes else 0
 
 
 def begin_runs(folder: Path) -> None:
@@ -57,8 +59,8 @@ def changed(name: str, folder: Path, *, check: bool) -> int:
     begun = time.process_time()
     now = black_box.record(name, black_box.Work.prepared(folder / name, folder / "models"))
     print(f"{name}: {time.process_time() - begun:.1f} s of CPU time")
-    there = (black_box.RECORDED / f"{name}.json").is_file()
-    found = black_box.differences(black_box.read(name), now) if there else ["not recorded yet"]
+    existing = (black_box.RECORDED / f"{name}.json").is_file()
+    found = black_box.differences(black_box.read(name), now) if existing else ["not recorded yet"]
     for line in found:
         print(f"{name}: {line}")
     if not check and (found or black_box.read(name)["cpu_probe"] != now["cpu_probe"]):

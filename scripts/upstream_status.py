@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gracetune.errors import GracetuneError
 from gracetune.integrations.check import check
-from gracetune.integrations.facts import Facts, read_facts, write_facts
+from gracetune.integrations.facts import UpstreamFacts, read_facts, write_facts
 from gracetune.integrations.points import Upstream
 from gracetune.integrations.status_page import page
 from gracetune.integrations.survey import narrowed, survey
@@ -64,7 +64,7 @@ def record(upstream: Upstream, source: Path) -> Path:
     return file
 
 
-def answers(facts: Facts, upstream: Upstream) -> object:
+def answers(facts: UpstreamFacts, upstream: Upstream) -> object:
     return check(replace(facts, unreadable={}), upstream.points).findings
 
 

@@ -53,6 +53,6 @@ def dataset(
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         config = DatasetConfig(dataset_path=str(folder), **options)
-        asked = model(divisibility)
-        vars(asked).update(sd or {})
-        return AiToolkitDataset(config, batch_size=batch_size, sd=asked)
+        requested = model(divisibility)
+        vars(requested).update(sd or {})
+        return AiToolkitDataset(config, batch_size=batch_size, sd=requested)

@@ -59,7 +59,7 @@ def values(peer: Path) -> Any:
     prepare(peer)
     from PIL import Image
 
-    asked = steps()
+    requested = steps()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for number, size in enumerate(SIZES):
@@ -68,11 +68,11 @@ def values(peer: Path) -> Any:
             str(step): {
                 str(resolution): boxes(folder, step, resolution=resolution) for resolution in (512, 768, 1024, 1328)
             }
-            for step in sorted({*asked.values()})
+            for step in sorted({*requested.values()})
         }
         square = {"512": boxes(folder, 16, resolution=512, square_crop=True)}
         randomly = {"768": boxes(folder, 32, resolution=768, random_crop=True)}
-    return {"steps": asked, "sizes": SIZES, "buckets": buckets, "square_crop": square, "random_crop": randomly}
+    return {"steps": requested, "sizes": SIZES, "buckets": buckets, "square_crop": square, "random_crop": randomly}
 
 
 if __name__ == "__main__":

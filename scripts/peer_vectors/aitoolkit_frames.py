@@ -31,8 +31,8 @@ def write_clip(path: Path, frames: int, fps: int) -> None:
         for number in range(frames):
             bars = [255 if number >> bit & 1 else 0 for bit in range(BITS)]
             row = np.repeat(np.array(bars, np.uint8), SIDE // BITS)
-            picture = np.broadcast_to(row[None, :, None], (64, SIDE, 3))
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")))
+            image = np.broadcast_to(row[None, :, None], (64, SIDE, 3))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")))
         container.mux(stream.encode())
 
 

@@ -128,8 +128,8 @@ def counted(names: Iterable[str]) -> dict[str, Any]:
 
 def layers(arch: str, flavour: str, network: dict[str, Any]) -> dict[str, Any]:
     has_file = network is LORA and not arch.startswith("wan22_14b")  # whose file is split in two when it is saved
-    where = "cpu" if has_file or network["type"] == "lokr" else "meta"  # LoKr looks at its values when it is made
-    with contextlib.redirect_stdout(io.StringIO()), torch.device(where):
+    location = "cpu" if has_file or network["type"] == "lokr" else "meta"  # LoKr looks at its values when it is made
+    with contextlib.redirect_stdout(io.StringIO()), torch.device(location):
         model = model_of(arch, flavour)
         made = network_on(model, network)
         if has_file:

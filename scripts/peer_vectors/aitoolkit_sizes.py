@@ -48,14 +48,14 @@ def weighing(trainer: type) -> Any:
 
 
 def mask(kind: str) -> np.ndarray:
-    picture = np.zeros((SIDE, SIDE), np.uint8)
+    image = np.zeros((SIDE, SIDE), np.uint8)
     if kind == "left half":
-        picture[:, : SIDE // 2] = 255
+        image[:, : SIDE // 2] = 255
     elif kind == "small square":
-        picture[32:64, 48:80] = 255
+        image[32:64, 48:80] = 255
     elif kind == "grey":
-        picture[:] = 128
-    return picture
+        image[:] = 128
+    return image
 
 
 def weights(kinds: list[str], **options: Any) -> list[Any]:

@@ -32,9 +32,9 @@ def record(topic: str, values: Callable[[Path], Any]) -> None:
     parser = argparse.ArgumentParser(description=f"Record {topic} of a peer's own code.")
     parser.add_argument("--peer", type=Path, required=True, help="checkout of the peer")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    asked = parser.parse_args()
-    sys.path.insert(0, str(asked.peer))
-    write(asked.out, asked.peer, topic, values(asked.peer))
+    requested = parser.parse_args()
+    sys.path.insert(0, str(requested.peer))
+    write(requested.out, requested.peer, topic, values(requested.peer))
 
 
 def write(out: Path, peer_path: Path, topic: str, values: Any) -> None:
@@ -63,8 +63,8 @@ def _text(document: dict[str, Any]) -> str:
 
 def _commit(peer_path: Path) -> str:
     if (peer_path / ".git").exists():
-        asked = ["git", "-C", str(peer_path), "rev-parse", "--short=7", "HEAD"]
-        return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+        requested = ["git", "-C", str(peer_path), "rev-parse", "--short=7", "HEAD"]
+        return subprocess.run(requested, check=True, capture_output=True, text=True).stdout.strip()
     return PEERS[peer_path.name]
 
 

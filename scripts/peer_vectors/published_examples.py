@@ -43,10 +43,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, required=True, help="checkout of the peer")
     parser.add_argument("--out", type=Path, required=True, help="folder of the reviewed files")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     lacking = 0
-    for name, documents in examples(asked.peer):
-        path = asked.out / f"{name}.json"
+    for name, documents in examples(requested.peer):
+        path = requested.out / f"{name}.json"
         reviewed = json.loads(path.read_text(encoding="utf-8"))["documents"] if path.is_file() else {}
         made = {place: with_classes(data, reviewed.get(place, {})) for place, data in documents.items()}
         unclassed = [(place, key) for place, keys in made.items() for key, row in keys.items() if "class" not in row]
@@ -54,7 +54,7 @@ def main() -> int:
             print(f"{path}: {place}: {key} has no class", file=sys.stderr)
         lacking += len(unclassed)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text_of(asked.peer.name, made), encoding="utf-8")
+        path.write_text(text_of(requested.peer.name, made), encoding="utf-8")
     return 1 if lacking else 0
 
 

@@ -30,12 +30,12 @@ def alignments() -> dict[str, int]:
     from simpletuner.helpers.models.sdxl.model import SDXL
     from simpletuner.helpers.models.wan.model import Wan
 
-    asked = {
+    requested = {
         "flux": (Flux, "dev"), "sdxl": (SDXL, "base-1.0"), "qwen_image": (QwenImage, "v1.0"),
         "wan 1.3b": (Wan, "t2v-480p-1.3b-2.1"), "wan 14b": (Wan, "t2v-480p-14b-2.1"), "wan 5b": (Wan, "ti2v-5b-2.2"),
     }  # fmt: skip
     found = {}
-    for name, (model, flavour) in asked.items():
+    for name, (model, flavour) in requested.items():
         config = Lenient(
             aspect_bucket_alignment=8, model_flavour=flavour, validation_num_inference_steps=40, lora_type="standard",
             base_model_precision="no_change", model_type="lora", validation_guidance=1.0, train_batch_size=1,

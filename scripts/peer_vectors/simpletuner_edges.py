@@ -22,7 +22,7 @@ THRESHOLDS: tuple[dict[str, int], ...] = (
 )
 
 
-def pictures() -> Iterator[tuple[str, Any]]:
+def images() -> Iterator[tuple[str, Any]]:
     """Name and RGB pixels."""
     random = np.random.default_rng(7)
     y, x = np.mgrid[:28, :44]
@@ -42,7 +42,7 @@ def values(peer: Path) -> Any:
     from simpletuner.helpers.data_generation.sample_generator import SampleGenerator
 
     found = []
-    for name, pixels in pictures():
+    for name, pixels in images():
         rgb = np.clip(pixels, 0, 255).astype(np.uint8)
         cases = []
         for thresholds in THRESHOLDS:

@@ -7,7 +7,7 @@ import shutil
 import wave
 from pathlib import Path
 
-PICTURES = 12
+IMAGES = 12
 
 
 def paint(folder: Path) -> None:
@@ -17,7 +17,7 @@ def paint(folder: Path) -> None:
 
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(0)
-    for number in range(PICTURES):
+    for number in range(IMAGES):
         coarse = np.clip(random.normal(128, 40, (8, 8, 3)), 0, 255).astype("uint8")
         shape = (96, 96) if number % 3 else (128, 96)
         Image.fromarray(coarse).resize(shape, Image.Resampling.BICUBIC).save(folder / f"p{number:02}.png")

@@ -26,8 +26,8 @@ from typing import IO, Any
 
 from bench_media import lend_ffmpeg, paint, sing
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
 UPSTREAM = "4.10.1"
 """The version all of this was run with."""
 SKIPPED = 77
@@ -65,13 +65,13 @@ class Run:
         return {"media": 0, "caption": 0, "cache": 0} | dict(self.opens.get("training", {}))
 
     @property
-    def told(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The overlay's telemetry; empty where it wrote none."""
         file = self.folder / "output" / "gracetune-overlay.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
     def counts(self, feature: str) -> dict[str, Any]:
-        (finished,) = (line for line in self.told if line["event"] == "finished")
+        (finished,) = (line for line in self.messages if line["event"] == "finished")
         return dict(finished["counts"].get(feature, {}))
 
 
@@ -80,7 +80,7 @@ class Bench:
 
     def __init__(self, work: Path) -> None:
         self.work = work.absolute()
-        self.pictures = self.work / "pictures"
+        self.images = self.work / "pictures"
         self.model = self.work / "model"
 
     def prepare(self) -> None:
@@ -90,26 +90,26 @@ class Bench:
 
         self.work.mkdir(parents=True, exist_ok=True)
         build("sdxl", "base-1.0", self.model)
-        paint(self.pictures)
+        paint(self.images)
         (self.work / "ready").touch()
 
     def run(
         self,
         name: str,
         *,
-        how: str = "plain",
+        mode: str = "plain",
         steps: int = STEPS,
         config: Mapping[str, Any] | None = None,
         dataset: Mapping[str, Any] | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> Run:
-        """`how`: plain (upstream's own command), off (ours, with the overlay off), overlay."""
+        """`mode`: plain (upstream's own command), off (ours, with the overlay off), overlay."""
         folder = self.work / "runs" / name
         (folder / "config").mkdir(parents=True)
         self._write_config(folder, {"max_train_steps": steps} | dict(config or {}), dataset or {})
-        for note in self.pictures.glob("aspect_ratio_bucket_*"):
+        for note in self.images.glob("aspect_ratio_bucket_*"):
             note.unlink()  # of the run before: each finds the same folder
-        code = {"plain": _PLAIN, "off": _THROUGH_US.format(off=True), "overlay": _THROUGH_US.format(off=False)}[how]
+        code = {"plain": _PLAIN, "off": _THROUGH_US.format(off=True), "overlay": _THROUGH_US.format(off=False)}[mode]
         began = time.monotonic()
         with (folder / "log.txt").open("w") as log:
             ended = _ended([sys.executable, "-c", code, "train"], folder, self._environment(folder, variables), log)
@@ -121,11 +121,11 @@ class Bench:
         return Run(name, folder, **json.loads(record.read_text()), seconds=time.monotonic() - began)
 
     def _write_config(self, folder: Path, config: Mapping[str, Any], dataset: Mapping[str, Any]) -> None:
-        pictures = {
+        images = {
             "id": "pictures",
             "type": "local",
             "dataset_type": "image",
-            "instance_data_dir": str(self.pictures),
+            "instance_data_dir": str(self.images),
             "cache_dir_vae": "cache/vae",
             "caption_strategy": "textfile",
             "resolution": 64,
@@ -143,7 +143,7 @@ class Bench:
             "cache_dir": "cache/text",
         }
         datasets = folder / "config" / "multidatabackend.json"
-        datasets.write_text(json.dumps([pictures | dict(dataset), text | {"cache_dir": "cache/text"}], indent=1))
+        datasets.write_text(json.dumps([images | dict(dataset), text | {"cache_dir": "cache/text"}], indent=1))
         whole = {
             "model_family": "sdxl",
             "model_type": "lora",
@@ -176,7 +176,7 @@ class Bench:
 
     def _environment(self, folder: Path, variables: Mapping[str, str] | None) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("GH200_", "ACCELERATE_"))}
-        paths = [str(HERE), str(ROOT / "src"), str(ROOT / "overlays" / "simpletuner" / "src")]
+        paths = [str(FOLDER), str(ROOT / "src"), str(ROOT / "overlays" / "simpletuner" / "src")]
         return {
             **kept,
             "PATH": f"{Path(sys.executable).parent}:{kept.get('PATH', '')}",
@@ -198,13 +198,13 @@ STAGED = {"type": "in_memory", "in_memory": {"compression": "lz4", "num_workers"
 def proof(bench: Bench, result: Path | None) -> None:
     """Plain, off, with nothing asked for, and with everything on: the same losses; and then no file is opened."""
     plain = bench.run("plain")
-    off = bench.run("off", how="off")
-    idle = bench.run("idle", how="overlay")
-    on = bench.run("on", how="overlay", config=UNIFIED, dataset=STAGED)
+    off = bench.run("off", mode="off")
+    idle = bench.run("idle", mode="overlay")
+    on = bench.run("on", mode="overlay", config=UNIFIED, dataset=STAGED)
     for run in (off, idle, on):
         _check(run.losses == plain.losses, f"{run.name}: {run.losses}\n  expected {plain.losses}")
     _check(len(plain.losses) == STEPS, f"{len(plain.losses)} losses, expected {STEPS}")
-    _check(not idle.told, "the overlay wrote telemetry although nothing was asked of it")
+    _check(not idle.messages, "the overlay wrote telemetry although nothing was asked of it")
     _check(plain.opened_in_training["cache"] > 0, "the plain run opened no cache file: the recorder does not work")
     _check(plain.opened_in_training["caption"] > 0, "the plain run opened no caption: the recorder does not work")
     _check(not any(on.opened_in_training.values()), f"opened while training: {on.opens} {on.files.get('training')}")
@@ -212,7 +212,7 @@ def proof(bench: Bench, result: Path | None) -> None:
     _check(hits == wanted, f"{hits} entries came from memory, expected {wanted}")
 
     media = bench.run("media", config={"vae_cache_disable": True})
-    staged = bench.run("media-staged", how="overlay", config={"vae_cache_disable": True} | UNIFIED, dataset=STAGED)
+    staged = bench.run("media-staged", mode="overlay", config={"vae_cache_disable": True} | UNIFIED, dataset=STAGED)
     _check(
         media.opened_in_training["media"] > 0, "without a VAE cache no picture was opened: the recorder does not work"
     )
@@ -230,10 +230,10 @@ def ramp(bench: Bench) -> None:
         return {"gh200_optimizations": {"enable_batch_size_rampup": True, **sizes}}
 
     plain = bench.run("accumulated", steps=6, config={"gradient_accumulation_steps": 2})
-    level = bench.run("ramp-level", how="overlay", steps=6, config=options(4, 4))
+    level = bench.run("ramp-level", mode="overlay", steps=6, config=options(4, 4))
     _check(level.losses == plain.losses, f"{level.losses}\n  expected {plain.losses}")
-    grown = bench.run("ramp-grown", how="overlay", steps=6, config=options(2, 8))
-    lengths = [line["accumulation"] for line in grown.told if line["event"] == "ramp"]
+    grown = bench.run("ramp-grown", mode="overlay", steps=6, config=options(2, 8))
+    lengths = [line["accumulation"] for line in grown.messages if line["event"] == "ramp"]
     _check(lengths == [1, 2, 3], f"windows grew to {lengths}")
     counts = grown.counts("ramp")
     _check((counts["windows"], counts["micro_batches"]) == (6, 9), f"{counts}, expected 6 windows of 9 micro-batches")
@@ -247,7 +247,7 @@ def attention(bench: Bench, name: str) -> None:
     plain = bench.run(f"attention-{kernel}", steps=3, config={"attention_mechanism": kernel})
     ours = bench.run(
         f"attention-{kernel}-on",
-        how="overlay",
+        mode="overlay",
         steps=3,
         config={"attention_mechanism": kernel} | UNIFIED,
         dataset=STAGED,
@@ -259,7 +259,7 @@ def manual_validation(bench: Bench) -> None:
     """A validation asked for by hand, in the middle of a ramp: it happens, and the windows are as without it."""
     signal = bench.work / "signal.json"
     signal.write_text(json.dumps({"manual_validation": 1}))
-    asked = {
+    requested = {
         "validation_disable": False,
         "validation_prompt": "a picture number 3",
         "validation_resolution": "64x64",
@@ -275,10 +275,10 @@ def manual_validation(bench: Bench) -> None:
         },
     }
     variables = {"SIMPLETUNER_ACCELERATE_SIGNAL_FILE": str(signal)}
-    run = bench.run("manual-validation", how="overlay", steps=4, config=asked | UNIFIED, variables=variables)
-    pictures = list((run.folder / "output" / "validation_images").rglob("*.png"))
-    _check(bool(pictures), "no picture of the validation")
-    lengths = [line["accumulation"] for line in run.told if line["event"] == "ramp"]
+    run = bench.run("manual-validation", mode="overlay", steps=4, config=requested | UNIFIED, variables=variables)
+    images = list((run.folder / "output" / "validation_images").rglob("*.png"))
+    _check(bool(images), "no picture of the validation")
+    lengths = [line["accumulation"] for line in run.messages if line["event"] == "ramp"]
     _check(lengths == sorted(lengths), f"windows {lengths}")
     _check(run.counts("ramp")["micro_batches"] == len(run.losses), "a micro-batch was counted twice")
 
@@ -326,19 +326,19 @@ def hooks(bench: Bench) -> None:
     waiting = sorted({hook.target.partition(":")[0] for hook in HOOKS if hook.on_import})
     _check(not set(waiting) & set(sys.modules), f"already imported, so nothing would wait for it: {waiting}")
     names = [hook.target for hook in HOOKS if not hook.on_import]
-    before = {name: _standing_at(name) for name in names}
+    before = {name: _status_at(name) for name in names}
     installer = Installer()
     for hook in HOOKS:
         installer.wrap(hook, lambda original, *arguments, **options: original(*arguments, **options))
     failed = _why_not_imported(waiting)
     late = [] if failed else [hook.target for hook in HOOKS if hook.on_import]
-    before |= {name: _standing_at(name).__wrapped__ for name in late}
+    before |= {name: _status_at(name).__wrapped__ for name in late}
     for name, original in before.items():
-        _check(_standing_at(name) is not original, f"{name} was not wrapped")
+        _check(_status_at(name) is not original, f"{name} was not wrapped")
     _check(len(installer.installed) == len(names) + len(late), f"{len(installer.installed)} of {len(HOOKS)} wrapped")
     installer.undo()
     for name, original in before.items():
-        _check(_standing_at(name) is original, f"{name} did not go back to what it was")
+        _check(_status_at(name) is original, f"{name} did not go back to what it was")
     _check(not any(isinstance(finder, AfterImport) for finder in sys.meta_path), "an import is still waited for")
     if failed:
         raise SkipError(f"{len(names)} of {len(HOOKS)} names are right; upstream itself cannot import {failed}")
@@ -348,7 +348,7 @@ def performance(bench: Bench, result: Path | None) -> None:
     """Seconds of both runs, side by side; a CPU says nothing about what unified memory gains, so nothing is judged."""
     del result
     plain = bench.run("pace-plain", steps=40)
-    on = bench.run("pace-on", how="overlay", steps=40, config=UNIFIED, dataset=STAGED)
+    on = bench.run("pace-on", mode="overlay", steps=40, config=UNIFIED, dataset=STAGED)
     _check(on.losses == plain.losses, f"{on.losses}\n  expected {plain.losses}")
     print(f"40 steps, whole process: plain {plain.seconds:.1f} s, with the overlay {on.seconds:.1f} s")
 
@@ -378,7 +378,7 @@ def _summary(runs: Sequence[Run], without_cache: Sequence[Run]) -> dict[str, Any
     }
 
 
-def _standing_at(target: str) -> Any:
+def _status_at(target: str) -> Any:
     """What a hook's target is at this moment, as it stands there: no descriptor is called."""
     from gracetune_simpletuner.hooks import Target
 

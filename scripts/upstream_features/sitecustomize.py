@@ -49,9 +49,9 @@ class Recorder:
     def write(self) -> None:
         if not self.trained:
             return
-        told = {"losses": self.losses, "opens": self.opens, "files": self.media}
+        messages = {"losses": self.losses, "opens": self.opens, "files": self.media}
         with open(os.path.join(self.folder, f"record-{os.environ.get('RANK', '0')}.json"), "w") as file:  # noqa: PTH118, PTH123
-            json.dump(told, file, indent=1)
+            json.dump(messages, file, indent=1)
 
 
 def _kind_of(path: str) -> str | None:

@@ -28,9 +28,9 @@ class Problem:
                 object.__setattr__(self, field.name, redact(text))
 
     def __str__(self) -> str:
-        where = f"{visible(self.file)}: {short(self.key)}" if self.file else short(self.key)
+        location = f"{visible(self.file)}: {short(self.key)}" if self.file else short(self.key)
         found, expected, hint = map(visible, (self.found, self.expected, self.hint))
-        return f"{where}\n  found     {found}\n  expected  {expected}\n  try       {hint}"
+        return f"{location}\n  found     {found}\n  expected  {expected}\n  try       {hint}"
 
 
 def visible(text: str) -> str:

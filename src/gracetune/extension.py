@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from gracetune.adapters.options import LayerOptions as LayerOptions
     from gracetune.adapters.safetensors_file import write as _write_adapter_tensors
     from gracetune.adapters.state import AdapterState as AdapterState
+    from gracetune.adapters.state import ExpertStage as ExpertStage
     from gracetune.adapters.state import Layer as _AdapterLayer
-    from gracetune.adapters.state import Stage as Stage
     from gracetune.adapters.statistics import norms as _adapter_norms
     from gracetune.cache.encoder import Entry as Entry
     from gracetune.cache.encoder import LatentEncoder as LatentEncoder
     from gracetune.cache.encoder import Prompt as Prompt
     from gracetune.cache.encoder import TextEncoder as TextEncoder
+    from gracetune.cache.residence import CacheResources as _CacheResources
     from gracetune.cache.residence import CacheRole as CacheRole
     from gracetune.cache.residence import CacheType as CacheType
     from gracetune.cache.residence import Residence as Residence
-    from gracetune.cache.residence import Where as _CachePlace
     from gracetune.cache.residence import choose_residence as choose_residence
-    from gracetune.checkpoint.state_parts import Piece as _CheckpointPart
-    from gracetune.checkpoint.state_parts import Saved as _SavedPart
+    from gracetune.checkpoint.state_parts import CheckpointPart as _CheckpointPart
+    from gracetune.checkpoint.state_parts import SavedState as _SavedPart
     from gracetune.config.alloc_conf import OPTION_NAMES as _ALLOCATOR_OPTIONS
     from gracetune.config.base import Flag as Flag
     from gracetune.config.base import PositiveFloat as PositiveFloat
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from gracetune.config.family_names import FamilyNames as FamilyNames
     from gracetune.config.family_names import Flavour as Flavour
     from gracetune.config.family_names import LoraTargets as LoraTargets
-    from gracetune.config.family_names import RefusedFlavour as RefusedFlavour
+    from gracetune.config.family_names import RejectedFlavour as RejectedFlavour
     from gracetune.config.family_names import ShiftPoints as ShiftPoints
     from gracetune.config.family_names import SimpleTunerNames as SimpleTunerNames
     from gracetune.config.memory_options import MemoryOptions as MemoryOptions
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from gracetune.data.errors import MissingFileError as MissingFileError
     from gracetune.data.media.load import Sample as Sample
     from gracetune.data.media.load import to_pixels as to_pixels
-    from gracetune.data.refs import Augmentation as Augmentation
+    from gracetune.data.refs import AppliedAugmentation as AppliedAugmentation
     from gracetune.data.refs import Bucket as Bucket
     from gracetune.data.refs import CaptionRef as CaptionRef
     from gracetune.data.refs import Fit as Fit
@@ -113,32 +113,32 @@ if TYPE_CHECKING:
     from gracetune.models.common.encoding import encoder_id as encoder_id
     from gracetune.models.common.encoding import files_digest as files_digest
     from gracetune.models.common.flow_shift import read_shift as read_shift
-    from gracetune.models.common.image_latents import Codec as _PictureCodec
-    from gracetune.models.common.image_latents import PictureLatents as PictureLatents
+    from gracetune.models.common.image_latents import ImageCodec as _ImageCodec
+    from gracetune.models.common.image_latents import ImageLatents as ImageLatents
     from gracetune.models.common.pipelines import PipelineText as PipelineText
     from gracetune.models.common.pipelines import assemble as _assemble_pipeline
     from gracetune.models.common.sample_checks import checked_size as checked_size
-    from gracetune.models.common.sample_checks import refuse_references as refuse_references
+    from gracetune.models.common.sample_checks import reject_references as reject_references
     from gracetune.models.common.tiny_parts import WIDTH as _TINY_WIDTH
-    from gracetune.models.common.tiny_parts import Weights as _TinyWeights
+    from gracetune.models.common.tiny_parts import TinyWeights as _TinyWeights
     from gracetune.models.common.tiny_parts import made as _build_part
     from gracetune.models.common.tiny_parts import save as _save_tiny
     from gracetune.models.common.tiny_parts import t5_options as t5_options
     from gracetune.models.common.tiny_parts import t5_tokenizer as t5_tokenizer
-    from gracetune.models.common.tokens import CutTexts as CutTexts
+    from gracetune.models.common.tokens import TruncatedTexts as TruncatedTexts
     from gracetune.models.common.tokens import padded_tokens as padded_tokens
-    from gracetune.models.footprint import Block as _FootprintBlock
-    from gracetune.models.footprint import Codec as _FootprintCodec
-    from gracetune.models.footprint import Encoder as _FootprintEncoder
     from gracetune.models.footprint import Footprint as Footprint
-    from gracetune.models.footprint import Kept as _FootprintKept
-    from gracetune.models.footprint import Linear as _FootprintLinear
+    from gracetune.models.footprint import FootprintBlock as _FootprintBlock
+    from gracetune.models.footprint import FootprintCodec as _FootprintCodec
+    from gracetune.models.footprint import FootprintEncoder as _FootprintEncoder
+    from gracetune.models.footprint import FootprintKept as _FootprintKept
+    from gracetune.models.footprint import FootprintLinear as _FootprintLinear
+    from gracetune.models.footprint import FootprintStream as _FootprintStream
+    from gracetune.models.footprint import FootprintText as _FootprintText
     from gracetune.models.footprint import PixelLatents as PixelLatents
-    from gracetune.models.footprint import Stream as _FootprintStream
-    from gracetune.models.footprint import Text as _FootprintText
     from gracetune.models.geometry import geometry_from as geometry_from
     from gracetune.models.keys import KeyMap as KeyMap
-    from gracetune.models.keys import Rule as _KeyMapRule
+    from gracetune.models.keys import KeyMapRule as _KeyMapRule
     from gracetune.models.layout import CONFIG as _CONFIG_FILE
     from gracetune.models.layout import SCHEDULER as SCHEDULER
     from gracetune.models.layout import TOKENIZER as TOKENIZER
@@ -155,17 +155,17 @@ if TYPE_CHECKING:
     from gracetune.models.spec import Expert as Expert
     from gracetune.models.spec import ModelFacts as ModelFacts
     from gracetune.models.spec import ModelSpec as ModelSpec
-    from gracetune.models.spec import Placement as Placement
+    from gracetune.models.spec import PartPlacement as PartPlacement
     from gracetune.models.spec import Sampled as Sampled
     from gracetune.models.spec import SampleRequest as SampleRequest
     from gracetune.models.tiny import cached as _tiny_model
     from gracetune.optim.automagic import Automagic as Automagic
     from gracetune.optim.batch_ramp import Ramp as Ramp
-    from gracetune.optim.batch_ramp import Window as _RampWindow
+    from gracetune.optim.batch_ramp import StepBatch as _StepBatch
     from gracetune.optim.batch_ramp import ramp_of as ramp_of
     from gracetune.optim.element_rates import KeepsRates as KeepsRates
-    from gracetune.optim.element_rates import Limits as _RateLimits
     from gracetune.optim.element_rates import RateGrid as RateGrid
+    from gracetune.optim.element_rates import RateLimits as _RateLimits
     from gracetune.optim.named_state import KeepsNamedState as KeepsNamedState
     from gracetune.optim.named_state import NamedState as NamedState
     from gracetune.optim.named_state import StateMismatchError as StateMismatchError
@@ -199,7 +199,7 @@ if TYPE_CHECKING:
     AdapterOptions = _AdapterOptions
     AdapterTensors = _AdapterTensors
     CONFIG_FILE = _CONFIG_FILE
-    CachePlace = _CachePlace
+    CacheResources = _CacheResources
     CheckpointPart = _CheckpointPart
     ExportFormat = _ExportFormat
     FileListing = _FileListing
@@ -211,8 +211,8 @@ if TYPE_CHECKING:
     FootprintStream = _FootprintStream
     FootprintText = _FootprintText
     KeyMapRule = _KeyMapRule
-    PictureCodec = _PictureCodec
-    RampWindow = _RampWindow
+    ImageCodec = _ImageCodec
+    StepBatch = _StepBatch
     RateLimits = _RateLimits
     SavedPart = _SavedPart
     TINY_WIDTH = _TINY_WIDTH
@@ -259,7 +259,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "FamilyNames": "gracetune.config.family_names:FamilyNames",
     "Flavour": "gracetune.config.family_names:Flavour",
     "LoraTargets": "gracetune.config.family_names:LoraTargets",
-    "RefusedFlavour": "gracetune.config.family_names:RefusedFlavour",
+    "RejectedFlavour": "gracetune.config.family_names:RejectedFlavour",
     "ShiftPoints": "gracetune.config.family_names:ShiftPoints",
     "SimpleTunerNames": "gracetune.config.family_names:SimpleTunerNames",
     "MemoryOptions": "gracetune.config.memory_options:MemoryOptions",
@@ -269,7 +269,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "Training": "gracetune.config.run_config:Training",
     "misspelt": "gracetune.config.spelling:misspelt",
     # machines and memory
-    "CachePlace": "gracetune.cache.residence:Where",
+    "CacheResources": "gracetune.cache.residence:CacheResources",
     "CacheRole": "gracetune.cache.residence:CacheRole",
     "CacheType": "gracetune.cache.residence:CacheType",
     "choose_residence": "gracetune.cache.residence:choose_residence",
@@ -303,7 +303,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "MissingFileError": "gracetune.data.errors:MissingFileError",
     "Sample": "gracetune.data.media.load:Sample",
     "to_pixels": "gracetune.data.media.load:to_pixels",
-    "Augmentation": "gracetune.data.refs:Augmentation",
+    "AppliedAugmentation": "gracetune.data.refs:AppliedAugmentation",
     "Bucket": "gracetune.data.refs:Bucket",
     "CaptionRef": "gracetune.data.refs:CaptionRef",
     "Fit": "gracetune.data.refs:Fit",
@@ -316,32 +316,32 @@ _HOMES: Final[Mapping[str, str]] = {
     "encoder_id": "gracetune.models.common.encoding:encoder_id",
     "files_digest": "gracetune.models.common.encoding:files_digest",
     "read_shift": "gracetune.models.common.flow_shift:read_shift",
-    "PictureCodec": "gracetune.models.common.image_latents:Codec",
-    "PictureLatents": "gracetune.models.common.image_latents:PictureLatents",
+    "ImageCodec": "gracetune.models.common.image_latents:ImageCodec",
+    "ImageLatents": "gracetune.models.common.image_latents:ImageLatents",
     "assemble_pipeline": "gracetune.models.common.pipelines:assemble",
     "PipelineText": "gracetune.models.common.pipelines:PipelineText",
-    "CutTexts": "gracetune.models.common.tokens:CutTexts",
+    "TruncatedTexts": "gracetune.models.common.tokens:TruncatedTexts",
     "padded_tokens": "gracetune.models.common.tokens:padded_tokens",
     "checked_size": "gracetune.models.common.sample_checks:checked_size",
-    "refuse_references": "gracetune.models.common.sample_checks:refuse_references",
+    "reject_references": "gracetune.models.common.sample_checks:reject_references",
     "build_part": "gracetune.models.common.tiny_parts:made",
     "save_tiny": "gracetune.models.common.tiny_parts:save",
     "t5_options": "gracetune.models.common.tiny_parts:t5_options",
     "t5_tokenizer": "gracetune.models.common.tiny_parts:t5_tokenizer",
     "TINY_WIDTH": "gracetune.models.common.tiny_parts:WIDTH",
-    "TinyWeights": "gracetune.models.common.tiny_parts:Weights",
+    "TinyWeights": "gracetune.models.common.tiny_parts:TinyWeights",
     "Footprint": "gracetune.models.footprint:Footprint",
-    "FootprintBlock": "gracetune.models.footprint:Block",
-    "FootprintCodec": "gracetune.models.footprint:Codec",
-    "FootprintEncoder": "gracetune.models.footprint:Encoder",
-    "FootprintKept": "gracetune.models.footprint:Kept",
-    "FootprintLinear": "gracetune.models.footprint:Linear",
-    "FootprintStream": "gracetune.models.footprint:Stream",
-    "FootprintText": "gracetune.models.footprint:Text",
+    "FootprintBlock": "gracetune.models.footprint:FootprintBlock",
+    "FootprintCodec": "gracetune.models.footprint:FootprintCodec",
+    "FootprintEncoder": "gracetune.models.footprint:FootprintEncoder",
+    "FootprintKept": "gracetune.models.footprint:FootprintKept",
+    "FootprintLinear": "gracetune.models.footprint:FootprintLinear",
+    "FootprintStream": "gracetune.models.footprint:FootprintStream",
+    "FootprintText": "gracetune.models.footprint:FootprintText",
     "PixelLatents": "gracetune.models.footprint:PixelLatents",
     "geometry_from": "gracetune.models.geometry:geometry_from",
     "KeyMap": "gracetune.models.keys:KeyMap",
-    "KeyMapRule": "gracetune.models.keys:Rule",
+    "KeyMapRule": "gracetune.models.keys:KeyMapRule",
     "CONFIG_FILE": "gracetune.models.layout:CONFIG",
     "part_config": "gracetune.models.layout:part_config",
     "pipeline_name": "gracetune.models.layout:pipeline_name",
@@ -358,7 +358,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "Expert": "gracetune.models.spec:Expert",
     "ModelFacts": "gracetune.models.spec:ModelFacts",
     "ModelSpec": "gracetune.models.spec:ModelSpec",
-    "Placement": "gracetune.models.spec:Placement",
+    "PartPlacement": "gracetune.models.spec:PartPlacement",
     "Sampled": "gracetune.models.spec:Sampled",
     "SampleRequest": "gracetune.models.spec:SampleRequest",
     "tiny_model": "gracetune.models.tiny:cached",
@@ -377,7 +377,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "LayerOptions": "gracetune.adapters.options:LayerOptions",
     "AdapterLayer": "gracetune.adapters.state:Layer",
     "AdapterState": "gracetune.adapters.state:AdapterState",
-    "Stage": "gracetune.adapters.state:Stage",
+    "ExpertStage": "gracetune.adapters.state:ExpertStage",
     "adapter_norms": "gracetune.adapters.statistics:norms",
     # optimizers
     "Automagic": "gracetune.optim.automagic:Automagic",
@@ -386,10 +386,10 @@ _HOMES: Final[Mapping[str, str]] = {
     "StateMismatchError": "gracetune.optim.named_state:StateMismatchError",
     "Ramp": "gracetune.optim.batch_ramp:Ramp",
     "ramp_of": "gracetune.optim.batch_ramp:ramp_of",
-    "RampWindow": "gracetune.optim.batch_ramp:Window",
+    "StepBatch": "gracetune.optim.batch_ramp:StepBatch",
     "KeepsRates": "gracetune.optim.element_rates:KeepsRates",
     "RateGrid": "gracetune.optim.element_rates:RateGrid",
-    "RateLimits": "gracetune.optim.element_rates:Limits",
+    "RateLimits": "gracetune.optim.element_rates:RateLimits",
     "class_of": "gracetune.optim.record:class_of",
     "OptimizerRecord": "gracetune.optim.record:OptimizerRecord",
     "ParamGroup": "gracetune.optim.record:ParamGroup",
@@ -397,8 +397,8 @@ _HOMES: Final[Mapping[str, str]] = {
     "StateSize": "gracetune.optim.record:StateSize",
     "TrainedTensors": "gracetune.optim.record:TrainedTensors",
     # checkpoints
-    "CheckpointPart": "gracetune.checkpoint.state_parts:Piece",
-    "SavedPart": "gracetune.checkpoint.state_parts:Saved",
+    "CheckpointPart": "gracetune.checkpoint.state_parts:CheckpointPart",
+    "SavedPart": "gracetune.checkpoint.state_parts:SavedState",
     # events
     "Event": "gracetune.telemetry.events:Event",
     "Record": "gracetune.telemetry.events:Record",

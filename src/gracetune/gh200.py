@@ -21,8 +21,8 @@ from gracetune.data.backends.open import GH200InMemoryBackend
 from gracetune.hardware import probe
 from gracetune.hardware.allocation import CAREFUL_CAP
 from gracetune.hostmem.hint import Hint, both, not_applied, together
-from gracetune.memory.arena_size import Room
-from gracetune.memory.batch_hints import tensors_with_wishes
+from gracetune.memory.arena_size import ArenaRoom
+from gracetune.memory.batch_hints import tensors_with_hints
 from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.experiment_tools import synchronize
 from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
@@ -156,9 +156,9 @@ def optimize_batch_for_gh200(batch: Any) -> BatchHint:
     if not enabled:
         return BatchHint(False, 0, enabled.reason, {})
     hints: dict[str, Hint] = {}
-    for name, tensor, wish in tensors_with_wishes(batch):
-        hint = prefer_cpu_residency(tensor) if wish.home == "host" else prefer_gpu_residency(tensor)
-        hints[name] = both(hint, prefetch_to_device(tensor)) if wish.prefetch else hint
+    for name, tensor, key_hint in tensors_with_hints(batch):
+        hint = prefer_cpu_residency(tensor) if key_hint.home == "host" else prefer_gpu_residency(tensor)
+        hints[name] = both(hint, prefetch_to_device(tensor)) if key_hint.prefetch else hint
     whole = together(hints.values()) if hints else not_applied("the batch has no tensor under a known key")
     return BatchHint(whole.applied, whole.bytes, whole.reason, hints)
 
@@ -182,7 +182,7 @@ def _own_heap(device: int) -> ManagedHeap:
     uvm = _uvm()
     if isinstance(uvm, Unavailable):
         raise UnifiedMemoryError(f"managed memory is {uvm}")
-    uvm.set_managed_cap(CAREFUL_CAP if Room.of(probe(), device).careful else None)
+    uvm.set_managed_cap(CAREFUL_CAP if ArenaRoom.of(probe(), device).careful else None)
     return ManagedHeap(uvm, device, partial(synchronize, device))
 
 

@@ -141,11 +141,11 @@ def _remote_logins(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _without_remote_logins(text: str) -> str:
-    pieces, kept = [], 0
+    parts, kept = [], 0
     for begin, end, _ in _remote_logins(text):
-        pieces += [text[kept:begin], HIDDEN]
+        parts += [text[kept:begin], HIDDEN]
         kept = end
-    return "".join([*pieces, text[kept:]]) if pieces else text
+    return "".join([*parts, text[kept:]]) if parts else text
 
 
 def redact_webhook(url: str) -> str:
@@ -303,15 +303,15 @@ class Redactor:
         """Hide all known secrets in one pass over the text, however many there are."""
         if not self._cuts and not self._short:
             return text
-        pieces: list[str] = []
+        parts: list[str] = []
         kept = at = 0
         while at + SHORTEST <= len(text):
             end = self._end_of_secret(text, at)
             if end > at:
-                pieces += [text[kept:at], HIDDEN]
+                parts += [text[kept:at], HIDDEN]
                 kept = end
             at = max(end, at + 1)
-        return "".join([*pieces, text[kept:]]) if pieces else text
+        return "".join([*parts, text[kept:]]) if parts else text
 
     def _end_of_secret(self, text: str, at: int) -> int:
         """The end of a secret that begins at `at`; `at` itself if none does."""

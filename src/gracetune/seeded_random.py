@@ -25,7 +25,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio, the increment of SplitMix64."""
 
 
-def draw(seed: int, *parts: Part) -> int:
+def random_bits(seed: int, *parts: Part) -> int:
     """64 random bits that depend on the seed and all parts, in order. The number 1 and the text "1" differ."""
     text = "\x1f".join([f"{type(part).__name__[0]}{part}" for part in (seed, *parts)])
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogateescape"))
@@ -37,12 +37,12 @@ def below(limit: int, seed: int, *parts: Part) -> int:
         raise ValueError(f"limit is {limit}, expected at least 1")
     if limit == 1:
         return 0
-    return (draw(seed, *parts) * limit) >> 64  # scales the 64 bits to the range without a modulo
+    return (random_bits(seed, *parts) * limit) >> 64  # scales the 64 bits to the range without a modulo
 
 
 def uniform(seed: int, *parts: Part) -> float:
     """A random float in [0, 1)."""
-    return (draw(seed, *parts) >> 11) * 2.0**-53  # 53 bits, the precision of a float
+    return (random_bits(seed, *parts) >> 11) * 2.0**-53  # 53 bits, the precision of a float
 
 
 def shuffled(count: int, seed: int, *parts: Part) -> npt.NDArray[np.int64]:
@@ -58,7 +58,7 @@ def ordered(names: npt.NDArray[np.uint64], seed: int, *parts: Part) -> npt.NDArr
     Removing some names does not change the order of the rest. The hash is the finalizer of SplitMix64.
     """
     with np.errstate(over="ignore"):
-        keys = names + np.uint64(draw(seed, *parts))
+        keys = names + np.uint64(random_bits(seed, *parts))
         keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         keys ^= keys >> np.uint64(31)
@@ -70,7 +70,7 @@ def ordered(names: npt.NDArray[np.uint64], seed: int, *parts: Part) -> npt.NDArr
 
 def torch_seed(seed: int, *parts: Part) -> int:
     """A seed for a torch generator: 63 bits."""
-    return draw(seed, *parts) >> 1
+    return random_bits(seed, *parts) >> 1
 
 
 def normals(
@@ -82,7 +82,7 @@ def normals(
     rows = torch.empty((len(indices), *shape), dtype=torch.float32, device=device)
     generator = torch.Generator(device)
     for row, index in zip(rows, indices, strict=True):
-        generator.manual_seed(draw(seed, purpose, index))
+        generator.manual_seed(random_bits(seed, purpose, index))
         row.normal_(generator=generator)
     return rows
 

@@ -136,7 +136,7 @@ def _import_all() -> None:
 
 def _wait(child: int, kill_after: float | None, timeout: float) -> int:
     began = time.monotonic()
-    asked = False
+    requested = False
     while True:
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
@@ -144,9 +144,9 @@ def _wait(child: int, kill_after: float | None, timeout: float) -> int:
         spent = time.monotonic() - began
         if (kill_after is not None and spent >= kill_after) or spent >= timeout + 10:
             os.kill(child, signal.SIGKILL)
-        elif spent >= timeout and not asked:
+        elif spent >= timeout and not requested:
             os.kill(child, signal.SIGABRT)
-            asked = True
+            requested = True
         time.sleep(0.002)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpu.results import GpuTestResults, Recorder, file_for, here, in_random_order
+from gpu.results import GpuTestResults, Recorder, file_for, in_random_order, this_machine
 from gracetune.config.environment import make_cublas_deterministic
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Unavailable, Uvm, load
@@ -40,8 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _seed(config: pytest.Config) -> int:
     if SEED not in config.stash:
-        asked: int | None = config.getoption("order_seed", None)
-        config.stash[SEED] = int(time.time()) % 1_000_000 if asked is None else asked
+        requested: int | None = config.getoption("order_seed", None)
+        config.stash[SEED] = int(time.time()) % 1_000_000 if requested is None else requested
     return config.stash[SEED]
 
 
@@ -73,7 +73,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     if not torch.cuda.is_available():
         return
-    circumstances = here()
+    circumstances = this_machine()
     file = file_for(folder, circumstances.gpu)
     collected = config.stash[COLLECTED]
     results = GpuTestResults.begin(file, circumstances, _seed(config), selected=len(session.items), existing=collected)

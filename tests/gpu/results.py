@@ -37,7 +37,7 @@ class Circumstances:
     gpu: str
 
 
-def here() -> Circumstances:
+def this_machine() -> Circumstances:
     import torch
 
     from gracetune.bench.results import git_commit

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gracetune.cache.batches import Batch, BatchSource
-from gracetune.cache.residence import CacheRole, Residence, Where
+from gracetune.cache.residence import CacheResources, CacheRole, Residence
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
 from gracetune.data.index import DataIndex
@@ -18,7 +18,7 @@ from gracetune.data.loader import Exhausted, Loader
 from gracetune.hostmem.slab import MemorySlab
 from gracetune.memory.lookahead import InPlace, LookAhead, RingMover
 from gracetune.memory.managed import ManagedHeap
-from gracetune.memory.placement import Place
+from gracetune.memory.placement import MemoryKind
 from gracetune.memory.stacked import Constant, Stacked
 from gracetune.units import MIB
 from unit.cache.sample_caches import (
@@ -35,7 +35,7 @@ from unit.cache.sample_caches import (
 from unit.data.folders import made_up
 
 CUDA = torch.device("cuda", 0)
-PLACES: tuple[Place, ...] = ("pinned_host", "managed_host", "managed_device")
+PLACES: tuple[MemoryKind, ...] = ("pinned_host", "managed_host", "managed_device")
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +53,14 @@ def disk(index: DataIndex, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def on_gpu(
-    disk: DiskStore, index: DataIndex, heap: ManagedHeap, place: Place, *, budget: int | None = None
+    disk: DiskStore, index: DataIndex, heap: ManagedHeap, place: MemoryKind, *, budget: int | None = None
 ) -> tuple[ResidentStore, ResidentStore]:
-    where = Where(this_machine(), 0, heap)
+    resources = CacheResources(this_machine(), 0, heap)
 
     def load(role: CacheRole) -> ResidentStore:
         visits = latent_visits(index, LATENT) if role == "latent_cache" else text_visits(index, TEXT)
         return load_resident(
-            [disk], visits, name=role, role=role, kind="unified_memory", where=where, budget=budget,
+            [disk], visits, name=role, role=role, kind="unified_memory", resources=resources, budget=budget,
             residence=Residence(place, "asked for by the test"),
         )  # fmt: skip
 
@@ -92,12 +92,12 @@ def source_device(source: BatchSource) -> torch.device:
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("budget", [None, 1000])  # of latents one entry fits, of texts about half
 def test_batches_are_those_of_the_cpu(
-    index: DataIndex, disk: DiskStore, heap: ManagedHeap, place: Place, depth: int, budget: int | None
+    index: DataIndex, disk: DiskStore, heap: ManagedHeap, place: MemoryKind, depth: int, budget: int | None
 ) -> None:
     sizes: list[int | None] = [2, 2, 3, None]
     expected = run(source_of(Loader(index, batch_size=2, epochs=2), resident(disk, index), depth=0), sizes)
     stores = on_gpu(disk, index, heap, place, budget=budget)
-    assert stores[0].report.residence.place == place, stores[0].report.lines()
+    assert stores[0].report.residence.kind == place, stores[0].report.lines()
     assert not stores[0].report.residence.notes
     source = BatchSource(
         Loader(index, batch_size=2, epochs=2), latents=stores[0], texts=stores[1], keys=KEYS, device=CUDA, depth=depth
@@ -144,8 +144,8 @@ def test_pieces_that_only_our_own_copies_read_stay_until_they_were_read() -> Non
 
     def parts() -> Iterator[dict[str, Stacked]]:
         for number in range(40):
-            pieces = tuple(torch.full((1 << 18,), float(number)).pin_memory() for _ in range(4))
-            yield {"x": Stacked((4, 1 << 18), torch.float32, pieces)}
+            chunks = tuple(torch.full((1 << 18,), float(number)).pin_memory() for _ in range(4))
+            yield {"x": Stacked((4, 1 << 18), torch.float32, chunks)}
             mover.stream.wait_stream(torch.cuda.current_stream(CUDA))
             with torch.cuda.stream(mover.stream):
                 torch.mm(busy, busy)  # the copies come later than the host thinks
@@ -157,15 +157,15 @@ def test_pieces_that_only_our_own_copies_read_stay_until_they_were_read() -> Non
 @pytest.mark.parametrize("kind", [RingMover, InPlace])
 def test_pieces_with_filling(kind: type[RingMover] | type[InPlace]) -> None:
     mover = kind(CUDA)
-    pieces = (torch.full((3, 4), 2.0).pin_memory(), torch.full((1, 4), 3.0).pin_memory(), Constant((2, 4), 5.0))
-    parts = [{"x": Stacked((3, 3, 4), torch.float32, pieces)}] * 6
+    chunks = (torch.full((3, 4), 2.0).pin_memory(), torch.full((1, 4), 3.0).pin_memory(), Constant((2, 4), 5.0))
+    parts = [{"x": Stacked((3, 3, 4), torch.float32, chunks)}] * 6
     for batch in LookAhead(parts, mover, depth=2):
         rows = batch["x"][..., 0].cpu().tolist()
         assert rows == [[2, 2, 2], [3, 0, 0], [5, 5, 0]]
         batch["x"].fill_(9.0)  # what the next batch in this slot must not see
 
 
-def test_managed_slabs_that_are_refused_fall_back_and_say_so(
+def test_managed_slabs_that_are_rejected_fall_back_and_say_so(
     index: DataIndex, disk: DiskStore, heap: ManagedHeap
 ) -> None:
     heap.uvm.set_managed_cap(1)
@@ -173,7 +173,7 @@ def test_managed_slabs_that_are_refused_fall_back_and_say_so(
         latents, texts = on_gpu(disk, index, heap, "managed_host")
     finally:
         heap.uvm.set_managed_cap(4 << 30)
-    assert latents.report.residence.place == "pinned_host"
+    assert latents.report.residence.kind == "pinned_host"
     assert "cache type unified_memory is not available" in "\n".join(latents.report.lines())
     latents.close()
     texts.close()

@@ -29,7 +29,7 @@ def run(tmp_path: Path, tiny_model: Callable[[str, str], Path]) -> Run:
 def test_both_encoders_give_everything_back(run: Run) -> None:
     before = held_bytes()
     used: list[int] = []
-    run.encoders.before_encode = lambda asked: used.append(torch.cuda.memory_allocated())
+    run.encoders.before_encode = lambda requested: used.append(torch.cuda.memory_allocated())
     with run.caches() as caches:
         assert build(run.config, run.index, run.encoders, caches).encoded == 17
     assert min(used) > before
@@ -56,5 +56,5 @@ def test_a_full_gpu_halves_the_batch(run: Run) -> None:
             torch.cuda.set_per_process_memory_fraction(1.0)
     assert found.latents.encoded == 16
     assert found.latents.batch_size < 16
-    assert contents(run.places.latents("d0"), run.places.text()).keys() == run.keys()
+    assert contents(run.folders.latents("d0"), run.folders.text()).keys() == run.keys()
     assert held_bytes() <= before

@@ -44,7 +44,8 @@ class Expert(nn.Module):
 
 def test_turns_are_the_same_to_the_bit_within_one_experts_memory() -> None:
     host = ExpertHost(
-        lambda module: StreamedParking.pinned(module, ["Block"], CUDA), "a test", room=lambda *, here, away: 0,
+        lambda module: StreamedParking.pinned(module, ["Block"], CUDA), "a test", room=lambda *, on_device,
+        elsewhere: 0,
         clock=CudaClock(),
     )  # fmt: skip
     for seed, name in enumerate(("high", "low")):

@@ -137,12 +137,12 @@ def test_managed_parking_sends_the_pages_away_and_their_room_counts_as_room(heap
     for _ in range(3):
         parking.finish()
         assert 0.9 * WEIGHTS < free - free_bytes() < 1.1 * WEIGHTS
-        assert abs(free - WEIGHTS - room(here=WEIGHTS, away=0)) < 0.1 * WEIGHTS
+        assert abs(free - WEIGHTS - room(on_device=WEIGHTS, elsewhere=0)) < 0.1 * WEIGHTS
         assert read_ms(module) < 3
         parking.park()
         # The driver keeps the room until somebody needs it, and does not call it free: never more than once, though.
         assert free - free_bytes() < 1.1 * WEIGHTS
-        assert abs(free - room(here=0, away=WEIGHTS)) < 0.1 * WEIGHTS
+        assert abs(free - room(on_device=0, elsewhere=WEIGHTS)) < 0.1 * WEIGHTS
         assert read_ms(module) > 5
     assert_as_before(module, expected)
     del parking, module
@@ -234,10 +234,10 @@ def test_what_is_chosen_for_attention_runs_and_trains() -> None:
     choice = choose_attention("auto", facts)
     assert (choice.backend == "_native_cudnn") == (torch.cuda.get_device_capability(CUDA) >= (9, 0)), choice.reason
     query = torch.randn(1, 8, 1024, 128, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
-    for asked in ("flash", "cudnn", "efficient", "math"):
-        if asked in facts.lacking:
+    for requested in ("flash", "cudnn", "efficient", "math"):
+        if requested in facts.lacking:
             continue
-        backend = choose_attention(asked, facts).backend
+        backend = choose_attention(requested, facts).backend
         assert backend is not None
         with sdpa_kernel(_KERNELS[backend]):
             torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()

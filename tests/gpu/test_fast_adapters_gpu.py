@@ -94,11 +94,11 @@ def test_products_to_and_from_the_rank(rows: int, width: int, rank: int, turned:
         (to_rank, made(rows, width), factor(width, rank)), (thin, made(rows, rank), factor(rank, width))
     ):  # fmt: skip
 
-        def asked(left: Tensor, right: Tensor, product: Any = product) -> Tensor:
+        def requested(left: Tensor, right: Tensor, product: Any = product) -> Tensor:
             result: Tensor = product(left, right)
             return result
 
-        found = (torch.compile(asked, fullgraph=True) if compiled else asked)(left, right)
+        found = (torch.compile(requested, fullgraph=True) if compiled else requested)(left, right)
         wanted = left.double().mm(right.double())
         assert found.dtype == torch.bfloat16
         assert float((found.double() - wanted).norm() / wanted.norm()) <= 4e-3

@@ -13,7 +13,7 @@ import torch
 
 from gracetune.bench import cache as bench
 from gracetune.cache.batches import Batch, BatchSource
-from gracetune.cache.residence import CacheRole, Where
+from gracetune.cache.residence import CacheResources, CacheRole
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.config.environment import Environment, make_cublas_deterministic
 from gracetune.config.memory_options import MemoryOptions
@@ -34,7 +34,7 @@ from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.telemetry.events import MemorySampled
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.run import RunOptions, train
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from gracetune.units import MIB
 from runs.made_runs import TinyModel, config_for
 from runs.test_resume import losses
@@ -58,7 +58,7 @@ def sdxl(root: Path, tiny_model: TinyModel, **sections: Any) -> RunConfig:
     return config_for("sdxl", tiny_model, root, **given)
 
 
-class Watching(Heard):
+class Watching(CollectingView):
     """Looks at all managed buffers of the run after its first step."""
 
     def __init__(self) -> None:
@@ -102,10 +102,10 @@ def test_the_switch_decides_in_whole_runs(uvm: Uvm, tiny_model: TinyModel, tmp_p
     after = uvm.total_stats()
 
     assert losses(plain) == losses(on) == losses(off)
-    said = "\n".join(hinted.said)
-    assert "residency hints: on, memory.enable_uvm_hints is true" in said
-    assert "in managed_host" in said, said
-    assert "placed on the GPU" in said
+    stated = "\n".join(hinted.lines)
+    assert "residency hints: on, memory.enable_uvm_hints is true" in stated
+    assert "in managed_host" in stated, stated
+    assert "placed on the GPU" in stated
     preferred = {state.preferred for state in hinted.states}
     assert preferred == {HOST, 0}, "read back from the driver: latents in host memory, text and masks on the GPU"
     assert all(state.accessed_by == (0,) for state in hinted.states)
@@ -119,24 +119,24 @@ def test_the_switch_decides_in_whole_runs(uvm: Uvm, tiny_model: TinyModel, tmp_p
 
     assert refused.layer is None
     assert after.allocations == between.allocations, "no managed bytes at all"
-    said = "\n".join(refused.said)
-    assert "residency hints: off, memory.enable_uvm_hints is false" in said
-    assert "cache type unified_memory is not used: memory.enable_uvm_hints is false" in said
+    stated = "\n".join(refused.lines)
+    assert "residency hints: off, memory.enable_uvm_hints is false" in stated
+    assert "cache type unified_memory is not used: memory.enable_uvm_hints is false" in stated
 
 
 def test_the_way_is_measured_once_and_said(uvm: Uvm, tiny_model: TinyModel, tmp_path: Path) -> None:
     def way(name: str, **sections: Any) -> str:
         view = run(sdxl(tmp_path / name, tiny_model, **sections), tmp_path / "cache")
-        return next(line for line in view.said if line.startswith("batches: "))
+        return next(line for line in view.lines if line.startswith("batches: "))
 
     first = way("first")
     assert first.startswith("batches: pinned_copy, pinned copies reach ")
     assert "measured in " in first
     assert (tmp_path / "cache" / "gracetune" / FILE).is_file()
     assert "measured before" in way("second")
-    asked = way("asked", cache=UNIFIED, memory={"enable_uvm_hints": True})
-    assert asked.startswith("batches: managed_gather, managed memory was asked for")
-    assert "measured in " in asked, "managed memory was not measured before"
+    requested = way("asked", cache=UNIFIED, memory={"enable_uvm_hints": True})
+    assert requested.startswith("batches: managed_gather, managed memory was asked for")
+    assert "measured in " in requested, "managed memory was not measured before"
 
 
 def test_measuring_takes_less_than_a_second(heap: ManagedHeap) -> None:
@@ -159,13 +159,13 @@ def test_a_slab_is_read_where_it_lies() -> None:
     assert slab.view.data_ptr() == slab.host.data_ptr(), "no copy"
     assert not slab.notes
     held = torch.cuda.memory_allocated()
-    piece = slab.view[64 : 64 + 4096].view(torch.float32).view(2, 512)
+    chunk = slab.view[64 : 64 + 4096].view(torch.float32).view(2, 512)
     mover = mover_for(choose_transport("integrated", None), CUDA)
-    (batch,) = LookAhead([{"latents": Stacked((1, 2, 512), torch.float32, (piece,))}], mover)
+    (batch,) = LookAhead([{"latents": Stacked((1, 2, 512), torch.float32, (chunk,))}], mover)
     assert batch["latents"].data_ptr() == slab.host.data_ptr() + 64
     assert torch.cuda.memory_allocated() == held, "nothing was copied"
     assert torch.equal(batch["latents"].cpu().view(torch.uint8).flatten(), slab.host[64 : 64 + 4096])
-    del batch, piece
+    del batch, chunk
     slab.close()
 
 
@@ -179,10 +179,10 @@ def test_a_run_reads_in_place_on_what_it_takes_for_one_pool(
     run(ring, tmp_path)
     machine = probe().model_copy(update={"profile": Profile(value="integrated", reason="for the test")})
     monkeypatch.setattr("gracetune.train.preflight.probe", lambda: machine)
-    said = "\n".join(run(pool, tmp_path).said)
-    assert "batches: in_place, one pool" in said
-    assert "in shared_host (one pool: read in place)" in said
-    assert "batches are copied" not in said
+    stated = "\n".join(run(pool, tmp_path).lines)
+    assert "batches: in_place, one pool" in stated
+    assert "in shared_host (one pool: read in place)" in stated
+    assert "batches are copied" not in stated
     assert losses(ring) == losses(pool)
 
 
@@ -217,13 +217,13 @@ def test_a_cache_that_steps_wait_for_moves_to_the_gpu(uvm: Uvm, tmp_path: Path) 
     machine, ring = probe(), RingMover(CUDA)
     layer = UnifiedMemory.open(MemoryOptions(), machine)
     assert isinstance(layer, UnifiedMemory)
-    hints = Hints(True, "for the test", asked=True)
-    where, index, heard = Where(machine, 0, layer.heap, hints=hints), bench.index_of(256), list[str]()
+    hints = Hints(True, "for the test", requested=True)
+    resources, index, heard = CacheResources(machine, 0, layer.heap, hints=hints), bench.index_of(256), list[str]()
     with bench.filled(tmp_path / "cache", index) as disk:
 
         def loaded(role: CacheRole) -> ResidentStore:
             return load_resident(
-                [disk], bench.visits_in(index, role), name=role, role=role, kind="unified_memory", where=where
+                [disk], bench.visits_in(index, role), name=role, role=role, kind="unified_memory", resources=resources
             )
 
         with loaded("latent_cache") as latents, loaded("text_cache") as texts:

@@ -65,8 +65,8 @@ def both_ways(function: Function, gradient: Tensor, x: Tensor, *others: Any) -> 
 
 
 def plainly_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
-    a, b = normed.unflatten(2, (-1, cos.shape[-1] // 2, 2)).unbind(-1)
+    modulated_norm = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    a, b = modulated_norm.unflatten(2, (-1, cos.shape[-1] // 2, 2)).unbind(-1)
     c, s = cos[..., 0::2], sin[..., 1::2]
     return torch.stack((a * c - b * s, b * c + a * s), -1).flatten(2)
 
@@ -88,11 +88,11 @@ def tables(tokens: int, head: int, samples: int = 1) -> tuple[Tensor, Tensor]:
 def test_normed_and_turned(
     batch: int, tokens: int, width: int, head: int, weight_dtype: torch.dtype, compiled: bool
 ) -> None:  # fmt: skip
-    from gracetune.kernels.fused_rope import normed_turned
+    from gracetune.kernels.fused_rope import norm_rope
 
     x, gradient = 2 * noise(batch, tokens, width), noise(batch, tokens, width)
     others = ((1 + noise(width)).to(weight_dtype), EPS, *tables(tokens, head))
-    found = both_ways(run_as(normed_turned, compiled), gradient, x, *others)
+    found = both_ways(run_as(norm_rope, compiled), gradient, x, *others)
     wanted = both_ways(plainly_turned, gradient, x.float(), *others)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == torch.bfloat16
@@ -102,11 +102,11 @@ def test_normed_and_turned(
 @compiled_or_not
 def test_normed_and_turned_with_positions_of_each_samples_own(compiled: bool) -> None:
     """As routed tokens have them."""
-    from gracetune.kernels.fused_rope import normed_turned
+    from gracetune.kernels.fused_rope import norm_rope
 
     x, gradient = 2 * noise(3, 77, 1536), noise(3, 77, 1536)
     others = (1 + noise(1536), EPS, *tables(77, 128, samples=3))
-    found = both_ways(run_as(normed_turned, compiled), gradient, x, *others)
+    found = both_ways(run_as(norm_rope, compiled), gradient, x, *others)
     wanted = both_ways(plainly_turned, gradient, x.float(), *others)
     assert max(error(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)) <= ROUNDING
 
@@ -114,13 +114,13 @@ def test_normed_and_turned_with_positions_of_each_samples_own(compiled: bool) ->
 @compiled_or_not
 def test_normed_and_turned_among_other_work_and_by_columns(compiled: bool) -> None:
     """Neither x nor the gradient is by rows in memory, and neither is given by a caller."""
-    from gracetune.kernels.fused_rope import normed_turned
+    from gracetune.kernels.fused_rope import norm_rope
 
     tokens, width = 512, 5120
     others = (1 + noise(width), EPS, *tables(tokens, 128))
 
     def ours(x: Tensor, *others: Any) -> Tensor:
-        return normed_turned((x + 1).transpose(1, 2), *others).transpose(1, 2) * 0.5
+        return norm_rope((x + 1).transpose(1, 2), *others).transpose(1, 2) * 0.5
 
     def plain(x: Tensor, *others: Any) -> Tensor:
         return plainly_turned((x + 1).transpose(1, 2), *others).transpose(1, 2) * 0.5
@@ -203,10 +203,10 @@ def test_mixed(p: int, q: int, n: int, k: int, by_columns: bool, compiled: bool)
 def test_both_passes_of_kronecker_on_it(w1_first: bool, compiled: bool) -> None:
     x, gradient = noise(1024, 5120), noise(1024, 13824)
     w1, w2 = (noise(16, 16, dtype=torch.float32), noise(864, 320, dtype=torch.float32))
-    how = Computation("kronecker", "", w1_first=w1_first)
+    mode = Computation("kronecker", "", w1_first=w1_first)
 
     def ours(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return kronecker(x, w1, w2, 1.0, how)
+        return kronecker(x, w1, w2, 1.0, mode)
 
     def plain(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return x @ torch.kron(w1.bfloat16().double(), w2.bfloat16().double()).t()
@@ -221,7 +221,7 @@ def test_both_passes_of_kronecker_on_it(w1_first: bool, compiled: bool) -> None:
 norms = pytest.mark.parametrize(("batch", "tokens", "width"), [(2, 2048, 5120), (3, 77, 1536)])
 
 
-def plainly_normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+def plain_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     away = x - x.mean(-1, keepdim=True)
     return away * torch.rsqrt(away.square().mean(-1, keepdim=True) + eps) * scale[:, None] + shift[:, None]
 
@@ -230,7 +230,7 @@ def plainly_added(
     x: Tensor, a: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     h = x + (a if gate is None else a * gate[:, None])
-    return h, plainly_normed(h, scale, shift, eps)
+    return h, plain_norm(h, scale, shift, eps)
 
 
 @compiled_or_not
@@ -238,7 +238,7 @@ def plainly_added(
 @norms
 def test_added_and_normed(batch: int, tokens: int, width: int, with_gate: bool, compiled: bool) -> None:
     """With a gate the norm has weights that the batch shares, as in the block."""
-    from gracetune.kernels.fused_norm import added_and_normed
+    from gracetune.kernels.fused_norm import add_norm
 
     gate = noise(batch, width, dtype=torch.float32) if with_gate else None
     scale, shift = noise(2, 1 if with_gate else batch, width, dtype=torch.float32)
@@ -251,7 +251,7 @@ def test_added_and_normed(batch: int, tokens: int, width: int, with_gate: bool, 
         back = torch.autograd.grad(answers, given, [one.to(dtype) for one in gradients])
         return [*(answer.detach() for answer in answers), *back]
 
-    found, wanted = results(run_as(added_and_normed, compiled), x.dtype), results(plainly_added, torch.float32)
+    found, wanted = results(run_as(add_norm, compiled), x.dtype), results(plainly_added, torch.float32)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == torch.bfloat16
         assert error(ours, theirs) <= ROUNDING
@@ -259,12 +259,14 @@ def test_added_and_normed(batch: int, tokens: int, width: int, with_gate: bool, 
 
 @norms
 def test_normed(batch: int, tokens: int, width: int) -> None:
-    from gracetune.kernels.fused_norm import normed
+    from gracetune.kernels.fused_norm import modulated_norm
 
     scale, shift = noise(2, batch, width, dtype=torch.float32)
     x, gradient = 2 * noise(batch, tokens, width), noise(batch, tokens, width)
-    found = both_ways(run_as(lambda *given: normed(*given)[1], width == 5120), gradient, x, 1 + scale, shift, EPS)
-    wanted = both_ways(plainly_normed, gradient, x.float(), 1 + scale, shift, EPS)
+    found = both_ways(
+        run_as(lambda *given: modulated_norm(*given)[1], width == 5120), gradient, x, 1 + scale, shift, EPS
+    )
+    wanted = both_ways(plain_norm, gradient, x.float(), 1 + scale, shift, EPS)
     assert max(error(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)) <= ROUNDING
 
 
@@ -284,7 +286,7 @@ def block_and_input() -> tuple[nn.Module, list[Tensor], tuple[Tensor, Tensor]]:
 
 
 def test_a_compiled_block_on_it_is_as_near_the_exact_one_as_diffusers() -> None:
-    block, (x, text, temb), turning = block_and_input()
+    block, (x, text, temb), rope = block_and_input()
     gradient, ours = noise(*x.shape), deepcopy(block)
     use_fused_blocks(ours)
     use_sigmoid(ours)
@@ -293,7 +295,7 @@ def test_a_compiled_block_on_it_is_as_near_the_exact_one_as_diffusers() -> None:
 
     def results(function: Function, block: nn.Module, dtype: torch.dtype) -> list[Tensor]:
         given = x.to(dtype).requires_grad_()
-        answer = function(given, text.to(dtype), temb, turning)
+        answer = function(given, text.to(dtype), temb, rope)
         trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
         return [answer.detach(), *torch.autograd.grad(answer, [given, *trained], gradient.to(dtype))]
 

@@ -105,7 +105,7 @@ def test_parameters_of_a_module(tmp_path: Path) -> None:
     assert same_bits(target.weight, source.weight)
 
 
-def test_a_value_that_does_not_fit_is_refused_and_the_gpu_still_works(tmp_path: Path) -> None:
+def test_a_value_that_does_not_fit_is_rejected_and_the_gpu_still_works(tmp_path: Path) -> None:
     save_file({"a": torch.full((1000,), 1e6)}, tmp_path / "a")
     with pytest.raises(WeightFileError, match=r"largest torch\.float16 holds"):
         load_into(open_weights(tmp_path / "a"), {"a": torch.empty(1000, dtype=torch.float16, device="cuda:0")})

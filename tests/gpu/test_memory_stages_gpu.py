@@ -30,9 +30,9 @@ from gracetune.telemetry.events import (
 )
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.run import RunOptions, train
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from gracetune.units import GIB, MIB, format_bytes
-from runs.made_runs import ALONE, TinyModel, config_for, pictures
+from runs.made_runs import ALONE, TinyModel, config_for, images
 from runs.test_resume import losses
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +54,7 @@ def deterministic() -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1.0, 0)
 
 
-class Measured(Heard):
+class Measured(CollectingView):
     """What every step held at its highest point."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Measured(Heard):
         torch.cuda.reset_peak_memory_stats(0)
 
 
-class SmallGpu(Heard):
+class SmallGpu(CollectingView):
     """Once the model is loaded, torch may use `usable` bytes of the GPU, the arena not counted."""
 
     def __init__(self, usable: int) -> None:
@@ -92,15 +92,15 @@ class SmallGpu(Heard):
             torch.cuda.set_per_process_memory_fraction((self.arena + self.usable) / total, 0)
         yield
 
-    def on_standing(self, standing: Any) -> None:
-        self.lines.append(standing.line())
+    def on_status(self, status: Any) -> None:
+        self.lines.append(status.line())
 
 
 def config(root: Path, tiny_model: TinyModel, **sections: Any) -> RunConfig:
     ends = [step for step, _ in SIDES[1:]]
     datasets = [
         {
-            "id": f"from-{step}", "path": str(pictures(root / f"from-{step}", 8, side)), "resolution": float(side),
+            "id": f"from-{step}", "path": str(images(root / f"from-{step}", 8, side)), "resolution": float(side),
             "start_step": step, "end_step": end,
         }
         for (step, side), end in zip(SIDES, [*ends, None], strict=True)
@@ -168,7 +168,7 @@ def test_stages_and_reclamations_of_a_full_gpu_are_in_the_log_and_the_report(
     at_log_steps = {sample.step: sample.counters["uvm.stage"] for sample in samples}
     assert at_log_steps | {10: 2} == {5: 2, 10: 2, STEPS: 1}, "the first, the last, and after changes"
     assert any(" · memory stage 2 · " in line for line in view.lines)
-    assert f"step {up.step}: memory {up.reason}" in view.said
+    assert f"step {up.step}: memory {up.reason}" in view.lines
 
     # The report has them all.
     facts = json.loads((Path(small.output_dir) / "report.json").read_text())

@@ -21,10 +21,10 @@ from gracetune.bench.step.random_model import make_model
 from gracetune.bench.step.trainer import decide, trainer
 from gracetune.config.environment import Environment
 from gracetune.hardware import probe
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 from gracetune.train.blocks import prepare_blocks
-from gracetune.train.cuda_graphs import CapturedPass, Gpu, Replay
-from gracetune.train.gradients import Clip, FlatGradients
+from gracetune.train.cuda_graphs import CapturedPass, GraphDevice, Replay
+from gracetune.train.gradients import FlatGradients, GradientClipping
 from gracetune.train.runtime import Runtime, open_runtime
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ def runtime() -> Iterator[Runtime]:
         yield opened
 
 
-class Watched(Gpu):
+class Watched(GraphDevice):
     """Waits, or not, as it is told."""
 
     def __init__(self, waits: bool | None) -> None:
@@ -60,17 +60,17 @@ def trained(
     torch.manual_seed(0)
     watched = Watched(waits)
     with monkeypatch.context() as patch:
-        patch.setattr("gracetune.train.cuda_graphs.Gpu", lambda: watched)
+        patch.setattr("gracetune.train.cuda_graphs.GraphDevice", lambda: watched)
         job = replace(StepJob(bench, checkpointing="off"), width=256, height=256)
         model = make_model(PRESETS[bench], folder / f"{bench}-{waits}", "small")
         config = config_of(job, model.source.folder, folder / "out")
         decided = decide(job, config, probe(), model, runtime.device)
         with trainer(job, config, decided, probe(), model, runtime) as run:
-            first = {name: one.detach().clone() for name, one in run.trainee.parameters().items()}
+            first = {name: one.detach().clone() for name, one in run.trained_model.parameters().items()}
             losses = [float(run.step()) for _ in range(STEPS)]
             run.job.step.release()
             losses += [float(run.step()) for _ in range(2)]
-            moved = {name: one.detach() - first[name] for name, one in run.trainee.parameters().items()}
+            moved = {name: one.detach() - first[name] for name, one in run.trained_model.parameters().items()}
     return losses, torch.cat([moved[name].flatten() for name in sorted(moved)]), watched.recorded
 
 
@@ -99,11 +99,11 @@ def test_compiled_blocks_of_two_shapes_take_turns(bench: str, tmp_path: Path) ->
     """As a run with buckets has them: graphs for any shape, embeddings in a part of a larger buffer."""
     device = torch.device("cuda", 0)
     model = make_model(PRESETS[bench], tmp_path / bench, "small")
-    denoiser: Any = model.spec.load_denoiser(model.source, model.expert, Placement(device, torch.bfloat16))
+    denoiser: Any = model.spec.load_denoiser(model.source, model.expert, PartPlacement(device, torch.bfloat16))
     config = config_of(StepJob(bench), model.source.folder, tmp_path / "out")
     targets = model.spec.default_targets
     attached = attach(
-        denoiser, config.adapter, family=model.facts.family, stage="", default_targets=targets, untrained=(), seed=1
+        denoiser, config.adapter, family=model.facts.family, expert="", default_targets=targets, untrained=(), seed=1
     )
     prepared = prepare_blocks(
         denoiser.train(), model.spec.repeated_blocks, checkpointing=False, compiled=True, shapes="several"
@@ -123,7 +123,7 @@ def test_compiled_blocks_of_two_shapes_take_turns(bench: str, tmp_path: Path) ->
                 answer = replay(denoiser, noisy, level, batch, model.facts)
             answer.float().square().mean().backward()
             gradients.collect()
-            gradients.finish(1.0, Clip(limit=None))
+            gradients.finish(1.0, GradientClipping(limit=None))
             found = torch.cat([one.grad.flatten() for one in gradients.parameters if one.grad is not None])
             gradients.close()
             if number == len(wanted):
@@ -162,14 +162,14 @@ def _wait_in_a_capture(tensor: Tensor) -> Tensor:
 class ToyRun:
     """A step on so many samples returns its gradients. Like a careless caller it keeps the last answers alive."""
 
-    def __init__(self, said: list[str], gpu: Gpu, fails: str | None = None) -> None:
+    def __init__(self, stated: list[str], gpu: GraphDevice, fails: str | None = None) -> None:
         torch.manual_seed(0)
         self.model = Toy(fails).cuda()
         self.gradients = FlatGradients(dict(self.model.named_parameters()))
         spec: Any = SimpleNamespace(
             predict=lambda denoiser, noisy, level, batch, facts: denoiser(noisy), recorded_inputs=dict
         )
-        self.replay = Replay(spec, {self.model: self.gradients}, say=said.append, gpu=gpu)
+        self.replay = Replay(spec, {self.model: self.gradients}, report=stated.append, gpu=gpu)
         self.kept: list[Tensor] = []
 
     def __call__(self, size: int) -> Tensor:
@@ -180,7 +180,7 @@ class ToyRun:
         answer.square().sum().backward()
         self.kept = [*self.kept[-3:], answer]
         self.gradients.collect()
-        self.gradients.finish(1.0, Clip(limit=None))
+        self.gradients.finish(1.0, GradientClipping(limit=None))
         found = torch.cat([one.grad.flatten() for one in self.gradients.parameters if one.grad is not None])
         self.gradients.close()
         return found
@@ -211,9 +211,9 @@ def allocated() -> int:
 def test_after_a_failed_capture_the_run_goes_on(fails: str, before: int) -> None:
     """Same gradients, random numbers, allocator and memory; and another run of this process captures again."""
     reference = ToyRun([], Watched(waits=False))
-    said: list[str] = []
+    stated: list[str] = []
     watched = Watched(waits=True)
-    step = ToyRun(said, watched)
+    step = ToyRun(stated, watched)
     held = allocated()
     for _ in range(4 * before):
         step(16)
@@ -221,7 +221,7 @@ def test_after_a_failed_capture_the_run_goes_on(fails: str, before: int) -> None
     random = torch.cuda.get_rng_state()
     for _ in range(6):
         torch.testing.assert_close(step(8), reference(8), rtol=1e-4, atol=1e-6)
-    assert said[-1].startswith("CUDA graph: off, kernels are launched one by one: a capture failed: "), said
+    assert stated[-1].startswith("CUDA graph: off, kernels are launched one by one: a capture failed: "), stated
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     torch.cuda.set_rng_state(random)
     first = torch.rand(8, device="cuda")
@@ -238,34 +238,34 @@ def test_after_a_failed_capture_the_run_goes_on(fails: str, before: int) -> None
 
 
 def test_replayed_steps_that_are_still_to_be_done_do_not_keep_another_shape_from_being_recorded() -> None:
-    said: list[str] = []
+    stated: list[str] = []
     watched = Watched(waits=None)
-    step = ToyRun(said, watched)
+    step = ToyRun(stated, watched)
     busy = torch.rand(8192, 8192, device="cuda")
     for size in (8, 16):
         for _ in range(6):
             for _ in range(20):
                 busy @ busy  # what a long step leaves to be done
             step(size)
-    assert watched.recorded == 2, said
+    assert watched.recorded == 2, stated
 
 
 def test_the_gpu_with_work_of_the_pass_itself_does_not_wait() -> None:
     torch.cuda.synchronize()
     busy = torch.rand(8192, 8192, device="cuda")
-    assert Gpu().is_launch_bound()
+    assert GraphDevice().is_launch_bound()
     for _ in range(20):
         busy @ busy
-    assert not Gpu().is_launch_bound()
+    assert not GraphDevice().is_launch_bound()
 
 
 def test_what_waits_in_the_forward_pass_is_seen() -> None:
     tensor = torch.ones(4, device="cuda")
-    with Gpu().watched() as waited:
+    with GraphDevice().watched() as waited:
         tensor.sum().item()
         tensor.sum().item()
     assert len(waited) == 2
-    with Gpu().watched() as waited:
+    with GraphDevice().watched() as waited:
         (tensor * 2).sum()
         torch.ones(4).pin_memory().to("cuda", non_blocking=True)
     assert waited == []

@@ -9,7 +9,7 @@ import torch
 
 from gracetune.hardware import probe
 from gracetune.hostmem.sensors import HostReading, HostSensor
-from gracetune.memory.governor import Action, Governor, Limits
+from gracetune.memory.governor import Action, Governor, PressureLimits
 from gracetune.memory.reclaim import TorchReclaimer
 from gracetune.memory.sensors import PEAK_ALLOCATED, ArenaUsage, DeviceReading, DeviceSensor, Sensors, TorchCuda
 from gracetune.units import GIB, MIB
@@ -137,7 +137,7 @@ class TestTogether:
     def test_the_governor_goes_up_and_comes_back(self) -> None:
         _, total = torch.cuda.mem_get_info(0)
         torch.cuda.set_per_process_memory_fraction(2 * GIB / total, 0)
-        limits = Limits(threshold=0.25, min_bytes=0, host_reserve=0)  # pressure under 512 MiB
+        limits = PressureLimits(threshold=0.25, min_bytes=0, host_reserve=0)  # pressure under 512 MiB
         device = DeviceSensor(TorchCuda(0), exact_below=limits.calm_level)
         governor = Governor(Sensors(HostSensor(), device, NoArena()), TorchReclaimer(0, NoBuffers()), limits)
         assert governor.sample().state.stage == 1
@@ -146,11 +146,11 @@ class TestTogether:
         assert entered.state.stage == 2
         assert entered.actions == (Action.LIGHT_RECLAMATION,)
         assert torch.cuda.memory_reserved(0) < GIB  # the light reclamation gave the block back
-        stages = []
+        memory_stages = []
         for _ in range(3):
             torch.empty(256 * MIB, dtype=torch.uint8, device="cuda:0")
-            stages.append(governor.sample().state.stage)
-        assert stages == [2, 2, 1]
+            memory_stages.append(governor.sample().state.stage)
+        assert memory_stages == [2, 2, 1]
 
 
 class TestReclaimer:

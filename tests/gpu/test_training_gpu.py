@@ -18,8 +18,8 @@ from gracetune.telemetry.events import HeldOutLoss, MemorySampled
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.blocks import Preparation, prepare_blocks
 from gracetune.train.demo import demo_config
-from gracetune.train.view import Heard
-from runs.made_runs import TinyModel, config_for, pictures, run
+from gracetune.train.view import CollectingView
+from runs.made_runs import TinyModel, config_for, images, run
 from runs.test_bad_input import assert_same_states
 from runs.test_resume import DUAL_EXPERT, STEPS, Interrupting, assert_same_end, losses
 from runs.test_self_proof import Absent
@@ -58,7 +58,7 @@ def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_not_interrupted(
 
 def test_the_held_out_loss_falls_as_in_the_demo(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("wan", "t2v-14b-2.2")
-    config = demo_config(tmp_path / "out", model, pictures(tmp_path / "seen", 8), pictures(tmp_path / "new", 3), seed=1)
+    config = demo_config(tmp_path / "out", model, images(tmp_path / "seen", 8), images(tmp_path / "new", 3), seed=1)
     training = config.training.model_copy(update=PLAIN)
     validation = config.validation.model_copy(update={"prompts": (), "enabled": False})
     quiet = config.logging.model_copy(update={"trackers": ()})
@@ -83,9 +83,9 @@ def test_parked_experts_learn_what_resident_ones_learn(
     # A plan parks what does not fit, and these fit; everything after that decision is real.
     choice = ParkingChoice(way, "for the test")
     monkeypatch.setattr("gracetune.train.assembly.choose_parking", lambda *_, **__: choice)
-    heard = Heard()
+    heard = CollectingView()
     run(two, heard)
-    assert "for the test" in heard.said
+    assert "for the test" in heard.lines
     assert losses(one) == losses(two)
     assert_same_end(one, two)
 
@@ -96,13 +96,13 @@ def test_unified_memory_changes_no_loss(uvm: Uvm, tiny_model: TinyModel, tmp_pat
     unified = dual(tmp_path / "unified", tiny_model, cache=caches, memory={"use_uvm": True})
     before = uvm.total_stats().live_bytes
     run(plain)
-    heard = Heard()
+    heard = CollectingView()
     run(unified, heard)
     assert losses(plain) == losses(unified)
     assert_same_end(plain, unified)
     records = read_log(Path(unified.output_dir) / "logs" / "events.jsonl").merged()
     counters = [record.event.counters for record in records if isinstance(record.event, MemorySampled)][-1]
-    assert counters["uvm.arena_reserved_bytes"] > 0, heard.said
+    assert counters["uvm.arena_reserved_bytes"] > 0, heard.lines
     assert counters["uvm.stage"] == 1
     assert uvm.total_stats().live_bytes == before, "everything managed was given back"
 
@@ -115,9 +115,9 @@ def test_compiled_blocks_learn_what_plain_ones_learn(tiny_model: TinyModel, tmp_
         "wan", tiny_model, tmp_path / "compiled", training={**short, **PLAIN, "compile": "on"}, logging=QUIET
     )
     run(plain)
-    heard = Heard()
+    heard = CollectingView()
     run(compiled, heard)
-    assert any("torch.compile on" in line for line in heard.said)
+    assert any("torch.compile on" in line for line in heard.lines)
     one, two = ([loss for _, _, loss, _ in losses(config)] for config in (plain, compiled))
     assert one == pytest.approx(two, rel=1e-3)
 
@@ -139,13 +139,13 @@ def test_the_self_check_of_a_compiled_run_makes_no_graph_and_changes_no_loss(
         return prepared[-1]
 
     monkeypatch.setattr("gracetune.train.trained_model.prepare_blocks", kept)
-    heard = Heard()
+    heard = CollectingView()
     run(with_check, heard)
-    (line,) = [line for line in heard.said if line.startswith("self-check")]
+    (line,) = [line for line in heard.lines if line.startswith("self-check")]
     assert "the adapter changes the output by " in line
     assert "the saved file reproduces it" in line
     torch._dynamo.reset()
-    monkeypatch.setattr("gracetune.train.callbacks.SelfProof", Absent)
+    monkeypatch.setattr("gracetune.train.callbacks.SelfCheck", Absent)
     run(without)
     first, second = (one.stats.graphs for one in prepared)
     assert first == second > 0
@@ -174,9 +174,9 @@ def test_adapted_convolutions_learn_compiled_what_they_learn_plain(tiny_model: T
 @pytest.mark.parametrize("optimizer", ["adamw", "automagic", "lion", "adafactor"])
 def test_gradients_that_are_no_numbers_leave_no_trace(optimizer: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     """The host hears of them later; until then the device leaves every step out by itself."""
-    good = {"id": "good", "path": str(pictures(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
+    good = {"id": "good", "path": str(images(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
     bad = {
-        "id": "bad", "path": str(pictures(tmp_path / "bad", 1)), "resolution": 64.0, "start_step": 2,
+        "id": "bad", "path": str(images(tmp_path / "bad", 1)), "resolution": 64.0, "start_step": 2,
         "loss_weight": 1e38,
     }  # fmt: skip
     sections: dict[str, Any] = {"datasets": [good, bad], "optimizer": {"name": optimizer, "weight_decay": 0.1}}
@@ -199,7 +199,7 @@ def test_gradients_that_are_no_numbers_leave_no_trace(optimizer: str, tiny_model
 def test_the_host_never_waits_inside_a_window(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = gracetune.train.loop.run_window
+    original = gracetune.train.loop.run_step
 
     def watched(job: Any) -> Any:
         if job.position.step < 2:  # what both experts make once, with their first windows
@@ -210,5 +210,5 @@ def test_the_host_never_waits_inside_a_window(
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(gracetune.train.loop, "run_window", watched)
+    monkeypatch.setattr(gracetune.train.loop, "run_step", watched)
     assert run(dual(tmp_path, tiny_model, logging={**QUIET, "every_steps": 100})).step == STEPS

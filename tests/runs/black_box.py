@@ -467,7 +467,7 @@ def model(work: Work, family: str) -> str:
     return f"models/{family}"
 
 
-def pictures(folder: Path, count: int = 4, size: int = 64) -> None:
+def images(folder: Path, count: int = 4, size: int = 64) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         pixels = np.random.default_rng(number).integers(0, 255, (size // 8, size // 8, 3), dtype=np.uint8)
@@ -478,7 +478,7 @@ def pictures(folder: Path, count: int = 4, size: int = 64) -> None:
 def config_of(work: Work, family: str, name: str, **sections: Any) -> str:
     """A config file on generated images, in float32: numbers are compared."""
     if not (work.folder / "pictures").exists():
-        pictures(work.folder / "pictures")
+        images(work.folder / "pictures")
     values: dict[str, Any] = {
         "gracetune": 1,
         "name": "tiny",
@@ -714,15 +714,15 @@ def begin_run(work: Work, name: str) -> None:
 def resume_run(work: Work, name: str) -> Group:
     """Copies the committed run and trains it further, as a user does who moved the folder to another place."""
     family, _ = RUNS[name]
-    here = Work((work.folder / "resumed" / name).resolve(), work.models)
-    shutil.copytree(RECORDED / "runs" / name, here.folder)
-    model(here, family)
-    config, out = f"configs/{name}.json", here.folder / "runs" / name
-    audit = here.run("cache", "audit", config, "--json")
+    current = Work((work.folder / "resumed" / name).resolve(), work.models)
+    shutil.copytree(RECORDED / "runs" / name, current.folder)
+    model(current, family)
+    config, out = f"configs/{name}.json", current.folder / "runs" / name
+    audit = current.run("cache", "audit", config, "--json")
     shards = _shards(out)
     options = ("--resume", "latest", "--max-steps", str(STEPS_AFTER))
     # The built weights can differ in their last bits on another kind of CPU: then it is a run on other weights.
-    done, files = trained(here, config, *options, *(() if audit["exit"] == 0 else ("--allow-other-run",)))
+    done, files = trained(current, config, *options, *(() if audit["exit"] == 0 else ("--allow-other-run",)))
     return {
         "cache audit": audit,
         "cache entries are used, not made again": _shards(out) == shards,
@@ -733,7 +733,7 @@ def resume_run(work: Work, name: str) -> Group:
             path.name: {**adapter_file(path), "norm": "not compared"}  # signs of gradients may differ between CPUs
             for path in sorted((out / "checkpoints" / f"checkpoint-{STEPS_AFTER}").glob("*.safetensors"))
         },
-        "inspect": here.run("adapter", "inspect", str(files[0].relative_to(here.folder)), "--json"),
+        "inspect": current.run("adapter", "inspect", str(files[0].relative_to(current.folder)), "--json"),
     }
 
 

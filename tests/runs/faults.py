@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gracetune.cli.main import main as gracetune
 from gracetune.config import Environment, load
-from gracetune.train.first_batch import DryBatchError
+from gracetune.train.first_batch import FirstBatchError
 from gracetune.train.run import RunOptions, train
 from gracetune.train.view import View
 from unit.cache.processes import NotPermitted, mount_tmpfs, own_mounts, resize_tmpfs
@@ -39,7 +39,7 @@ def without_memory(file: Path) -> None:
     config = load(file, environment=environment).config
     try:
         train(config, environment=environment, options=RunOptions(), view=Frugal())
-    except DryBatchError as error:
+    except FirstBatchError as error:
         print(json.dumps(str(error)))
 
 
@@ -53,12 +53,12 @@ def without_room(file: Path, small: int) -> None:
         print(json.dumps({"skip": str(reason)}))
         return
     first = _command(file)
-    there = sorted(path.name for path in (folder / "checkpoints").glob("*"))
+    existing = sorted(path.name for path in (folder / "checkpoints").glob("*"))
     left = sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
     resize_tmpfs(folder, 64 * MIB)
     second = _command(file)
     ended = [line for line in (folder / "logs" / "events.jsonl").read_text().splitlines() if "RunEnded" in line]
-    print(json.dumps({"codes": [first, second], "there": there, "left": left, "ended": ended[-1]}))
+    print(json.dumps({"codes": [first, second], "there": existing, "left": left, "ended": ended[-1]}))
 
 
 def without_room_for_samples(file: Path) -> None:
@@ -71,8 +71,8 @@ def without_room_for_samples(file: Path) -> None:
         return
     (folder / "report.html").mkdir()  # in the way of a file of that name
     code = _command(file)
-    there = sorted(path.name for path in folder.rglob("*") if path.is_file())
-    print(json.dumps({"code": code, "there": there}))
+    existing = sorted(path.name for path in folder.rglob("*") if path.is_file())
+    print(json.dumps({"code": code, "there": existing}))
 
 
 def _command(file: Path) -> object:

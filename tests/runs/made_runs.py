@@ -31,7 +31,7 @@ FLAVOURS = {
 }
 
 
-def pictures(folder: Path, count: int = 4, size: int = 64) -> Path:
+def images(folder: Path, count: int = 4, size: int = 64) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         pixels = np.random.default_rng(number).integers(0, 255, (size // 8, size // 8, 3), dtype=np.uint8)
@@ -64,7 +64,7 @@ def config_for(
             "audio": {"duration_interval": 1.0},
         }
         if family == "stable_audio"
-        else {"id": "pictures", "path": str(pictures(root / "pictures")), "resolution": 64.0}
+        else {"id": "pictures", "path": str(images(root / "pictures")), "resolution": 64.0}
     )
     values: dict[str, Any] = {
         "name": "tiny",

@@ -27,7 +27,7 @@ from gracetune.adapters.attach import attach
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.safetensors_file import write as write_tensors
 from gracetune.cache.batches import Batch
-from gracetune.cache.folder_layout import places_of
+from gracetune.cache.folder_layout import cache_folders
 from gracetune.cache.session import needs
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.in_memory import InMemoryBackend
@@ -36,31 +36,31 @@ from gracetune.data.copies.local import Copies
 from gracetune.data.index_builder import build_index
 from gracetune.data.loader import Loader
 from gracetune.data.refs import BatchRef, Bucket, CaptionRef, SampleRef
-from gracetune.diffusion.noise import draw_noise
+from gracetune.diffusion.noise import sample_noise
 from gracetune.diffusion.weighting import huber_delta, sample_losses
 from gracetune.hub.access import HubAccess
-from gracetune.memory.governor import Limits
+from gracetune.memory.governor import PressureLimits
 from gracetune.models.encoders import encoders_of
-from gracetune.models.experts import expert_for_window, trained_experts
+from gracetune.models.experts import expert_for_step, trained_experts
 from gracetune.models.fact_overrides import facts_of
 from gracetune.models.registry import footprint_of, geometry_of, spec_of
 from gracetune.models.source import open_source
-from gracetune.models.spec import Placement, Sampled
+from gracetune.models.spec import PartPlacement, Sampled
 from gracetune.optim.batch_ramp import ramp_of
 from gracetune.optim.build import build_optimizer
-from gracetune.optim.ema import Ema
+from gracetune.optim.ema import EmaWeights
 from gracetune.optim.record import ParamGroup
 from gracetune.optim.schedules import build_schedule
 from gracetune.planning.dataset_facts import survey
 from gracetune.planning.estimate import estimate
 from gracetune.planning.plan import plan
 from gracetune.telemetry.sinks.jsonl import read_log
-from gracetune.train.gradients import Clip, FlatGradients, gradient_factor
-from gracetune.train.planning import Planned, choose, compiles
+from gracetune.train.gradients import FlatGradients, GradientClipping, gradient_factor
+from gracetune.train.planning import PlannedRun, choose, compiles
 from gracetune.train.position import length_of
 from gracetune.train.sample_files import write_sample
 from gracetune.train.sample_requests import requests_of
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from gracetune.units import MIB
 from runs.made_runs import run
 from unit.data.backends.helpers import this_machine
@@ -137,10 +137,10 @@ def _with_alpha() -> bytes:
 
     from PIL import Image
 
-    picture = Image.new("RGBA", (64, 64), (200, 10, 10, 255))
-    picture.putalpha(Image.linear_gradient("L").resize((64, 64)))
+    image = Image.new("RGBA", (64, 64), (200, 10, 10, 255))
+    image.putalpha(Image.linear_gradient("L").resize((64, 64)))
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
+    image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -184,7 +184,7 @@ def caches(config: RunConfig) -> Any:
     geometry, _ = geometry_of(config.model)
     encoders = encoders_of(config, CPU)
     index = build_index(config, geometry)
-    places = places_of(config)
+    places = cache_folders(config)
     wanted = needs(config, index, encoders, places, epoch=0)
     return (
         [(item.key, str(item.folder)) for item in wanted.latents],
@@ -205,14 +205,15 @@ def _denoiser(path: str, family: str, flavour: str | None) -> Any:
     ).model  # fmt: skip
     spec, source = spec_of(family), open_source(model)
     facts = spec.inspect(source)
-    return spec, facts, spec.load_denoiser(source, facts.experts[0], Placement(CPU, torch.float32))
+    return spec, facts, spec.load_denoiser(source, facts.experts[0], PartPlacement(CPU, torch.float32))
 
 
 def adapter(config: RunConfig) -> Any:
     """The adapter's layers, sizes and first values, and what each of them adds to an input."""
     spec, facts, denoiser = _denoiser(config.model.path, config.model.family, config.model.flavour)
     attached = attach(
-        denoiser, config.adapter, family=spec.family, stage=facts.experts[0].name, default_targets=spec.default_targets,
+        denoiser, config.adapter, family=spec.family, expert=facts.experts[0].name,
+        default_targets=spec.default_targets,
         conv_targets=spec.conv_targets,
         untrained=(*spec.untrained, *facts.untrained), seed=config.training.seed,
     )  # fmt: skip
@@ -255,7 +256,7 @@ def model(config: RunConfig) -> Any:
     spec, source = spec_of(config.model.family), open_source(config.model)
     facts = facts_of(config, spec, source)
     trained = trained_experts(config.model.experts, facts)
-    turns = [expert_for_window(window, config.model.switch_experts_every, trained) for window in range(8)]
+    turns = [expert_for_step(step, config.model.switch_experts_every, trained) for step in range(8)]
     folders = (source.variant, str(source.folder), str(source.vae), str(source.text_encoder))
     return facts, trained, turns, folders, encoders_of(config, CPU).options
 
@@ -285,29 +286,29 @@ def optimizer(config: RunConfig) -> Any:
 
 def objective(config: RunConfig) -> Any:
     """Noise levels, noise, losses and their weights."""
-    from gracetune.train.step import Goal
+    from gracetune.train.step import TrainingGoal
 
     spec, source = spec_of(config.model.family), open_source(config.model)
     facts = facts_of(config, spec, source)
-    goal = Goal.from_config(config.objective, facts, trained_experts(config.model.experts, facts))
+    goal = TrainingGoal.from_config(config.objective, facts, trained_experts(config.model.experts, facts))
     generator = torch.Generator().manual_seed(2)
     clean, answer, wanted = (torch.randn(6, 4, 8, 8, generator=generator) for _ in range(3))
     levels = {name: sampler.levels(3, range(40), 64) for name, sampler in goal.levels.items()}
     level = torch.linspace(0.05, 0.95, 6)
-    noise = draw_noise(clean, config.objective, 3, range(6))
+    noise = sample_noise(clean, config.objective, 3, range(6))
     delta = huber_delta(config.objective, facts.schedule, level)
     return (
         levels,
         digest(noise.seen),
-        digest(noise.asked),
+        digest(noise.perturbed),
         digest(sample_losses(answer, wanted, config.objective, delta=delta)),
         digest(torch.as_tensor(goal.weighting.weights(facts.schedule, level))),
         str(facts.schedule),
-        _told_to(spec, facts) if config.model.family == "flux" else None,
+        _message_to(spec, facts) if config.model.family == "flux" else None,
     )
 
 
-def _told_to(spec: Any, facts: Any) -> Any:
+def _message_to(spec: Any, facts: Any) -> Any:
     """The guidance that a denoiser is given in a training step."""
     given: dict[str, Any] = {}
 
@@ -324,22 +325,22 @@ def _told_to(spec: Any, facts: Any) -> Any:
 def learning(config: RunConfig) -> Any:
     """Batches of every step, clipping and averaging."""
     training = config.training
-    windows = [*islice(ramp_of(training, 1).windows(), 30)]
+    steps = [*islice(ramp_of(training, 1).step_batches(), 30)]
     factor = gradient_factor(training.accumulation, micro_batches=4, samples=4)
     weights = {"a": nn.Parameter(torch.ones(8))}
     gradients = FlatGradients(weights, None)
     gradients.open()
     (weights["a"] * torch.linspace(0.1, 5.0, 8)).sum().backward()
     gradients.collect()
-    norm = float(gradients.finish(factor, Clip(training.grad_clip, training.max_grad_norm)))
-    ema, averages = Ema.from_config(weights, training.ema), []
+    norm = float(gradients.finish(factor, GradientClipping(training.grad_clip, training.max_grad_norm)))
+    ema, averages = EmaWeights.from_config(weights, training.ema), []
     for number in range(4):
         with torch.no_grad():
             weights["a"] += number
         if ema is not None:
             ema.update()
             averages.append({name: digest(one) for name, one in ema.averages.items()})
-    return windows, digest(weights["a"].grad), norm, averages
+    return steps, digest(weights["a"].grad), norm, averages
 
 
 def skipped_tokens(config: RunConfig) -> Any:
@@ -349,7 +350,7 @@ def skipped_tokens(config: RunConfig) -> Any:
 
     spec, source = spec_of(config.model.family), open_source(config.model)
     facts = facts_of(config, spec, source)
-    denoiser = spec.load_denoiser(source, facts.experts[0], Placement(CPU, torch.float32))
+    denoiser = spec.load_denoiser(source, facts.experts[0], PartPlacement(CPU, torch.float32))
     install(denoiser, config.model.family)
     router = router_of(config, spec, facts, denoiser)
     assert router is not None
@@ -366,9 +367,9 @@ def choices(config: RunConfig) -> Any:
     footprint, _ = footprint_of(config.model)
     machine = load("gh200-numa")
     demand = estimate(config, footprint, survey(config), compiled=compiles(config, "cuda"))
-    planned = Planned(demand, plan(demand, machine, disk_free=None))
+    planned = PlannedRun(demand, plan(demand, machine, disk_free=None))
     _, lines = choose(config, planned, spec_of(config.model.family).attention, CPU, torch.float32)
-    limits = Limits.from_options(config.memory, host_reserve=MIB)
+    limits = PressureLimits.from_options(config.memory, host_reserve=MIB)
     return lines, digest(str(planned.plan)), limits
 
 
@@ -391,7 +392,7 @@ def samples(config: RunConfig) -> Any:
 _CLOCKS = ("_s", "_ms", "time", "hours", "bytes", "memory", "per_second", "host", "git", "version", "eta")
 
 
-SAID = ("latents", "texts", "deterministic")
+EXPECTED_TEXT = ("latents", "texts", "deterministic")
 """Lines a run prints about choices that leave no other trace."""
 
 
@@ -411,7 +412,7 @@ def second_run(config: RunConfig) -> Any:
 
 
 def _left_by(config: RunConfig) -> Any:
-    view = Heard()
+    view = CollectingView()
     result = run(config, view)
     folder = Path()
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -425,9 +426,9 @@ def _left_by(config: RunConfig) -> Any:
             if name != "MemorySampled":  # times and sizes
                 values = {key: value for key, value in _plain(record.event).items() if key not in ("config", "run")}
                 events.append((name, values))
-    said = [re.sub(r"[0-9.]+ \w+/?s?", "", one) for one in view.said if one.startswith(SAID)]
+    stated = [re.sub(r"[0-9.]+ \w+/?s?", "", one) for one in view.lines if one.startswith(EXPECTED_TEXT)]
     held = {name: {key: (str(one.dtype), digest(one)) for key, one in found.items()} for name, found in tensors.items()}
-    return result.step, plain, events, view.warnings, digest(held), said
+    return result.step, plain, events, view.warnings, digest(held), stated
 
 
 def _plain(event: Any) -> dict[str, Any]:
@@ -451,7 +452,7 @@ def clip_file(config: RunConfig) -> Any:
 def write_adapter(config: RunConfig, path: Path) -> None:
     """An adapter file of the config's own kind and layers, with other values than a new one has."""
     spec, facts, denoiser = _denoiser(config.model.path, config.model.family, config.model.flavour)
-    attached = attach(denoiser, config.adapter, family=spec.family, stage=facts.experts[0].name,
+    attached = attach(denoiser, config.adapter, family=spec.family, expert=facts.experts[0].name,
                       default_targets=spec.default_targets, seed=77)  # fmt: skip
     tensors, metadata = FORMATS["diffusers"].write(attached.state(), torch.float32)
     attached.detach()

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from gracetune.baselines.capture import Asked, capture
+from gracetune.baselines.capture import CaptureOptions, capture
 from gracetune.config import load
 from gracetune.config.environment import Environment
 from gracetune.train import callbacks
@@ -39,6 +39,6 @@ if __name__ == "__main__":
     file, output, seconds = sys.argv[1:]
     alone = Environment({})
     view = Waiting(float(seconds))
-    callbacks.Logging = partial(callbacks.Logging, clock=view.clock)  # type: ignore[misc]
+    callbacks.TrainingLog = partial(callbacks.TrainingLog, clock=view.clock)  # type: ignore[misc]
     config = load(Path(file), environment=alone).config
-    capture(config, Asked(STEPS, Path(output)), environment=alone, view=view)
+    capture(config, CaptureOptions(STEPS, Path(output)), environment=alone, view=view)

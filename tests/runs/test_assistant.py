@@ -23,9 +23,9 @@ from gracetune.config.run_config import Adapter, RunConfig
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ASSISTANT_FILE, ModelSource
-from gracetune.models.spec import EightBits, Placement
+from gracetune.models.spec import EightBitLayers, PartPlacement
 from gracetune.train.run import RunOptions, train
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from runs.made_runs import FLAVOURS, TinyModel, config_for, run
 from runs.test_resume import losses
 from servers.hub import HubServer
@@ -43,7 +43,7 @@ def assistant_state(tiny_model: TinyModel, *, seed: int = 0, rank: int = 3, fami
     """On all of the family's layers, with values that change the answer."""
     flavour = FLAVOUR if family == "flux" else FLAVOURS[family]
     spec, source = spec_of(family), ModelSource("tiny", tiny_model(family, flavour))
-    denoiser = spec.load_denoiser(source, spec.inspect(source).experts[0], Placement(CPU, torch.float32))
+    denoiser = spec.load_denoiser(source, spec.inspect(source).experts[0], PartPlacement(CPU, torch.float32))
     options = Adapter.model_validate({"kind": "lora", "rank": rank})
     attached = attach(denoiser, options, family=family, default_targets=spec.default_targets, seed=seed)
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +74,7 @@ def schnell(tiny_model: TinyModel, root: Path, assistant: str | Path | None, **s
     )
 
 
-def learnt(config: RunConfig) -> list[float]:
+def learned(config: RunConfig) -> list[float]:
     return [loss for _, _, loss, _ in losses(config)]
 
 
@@ -87,7 +87,7 @@ def images(config: RunConfig, step: int) -> list[bytes]:
     return [file.read_bytes() for file in sorted((Path(config.output_dir) / "samples").glob(f"{step:09d}_*.png"))]
 
 
-def refused(config: RunConfig) -> str:
+def rejected(config: RunConfig) -> str:
     """Before anything was written."""
     with pytest.raises(ConfigError) as raised:
         run(config)
@@ -103,21 +103,21 @@ def test_training_is_that_of_a_base_with_the_assistant_merged(
     shutil.rmtree(merged / "transformer")
     state = open_adapter(assistant / ASSISTANT_FILE, "flux").state()
     merge_into(state, tiny_model("flux", FLAVOUR) / "transformer", merged / "transformer")
-    heard = Heard()
+    heard = CollectingView()
     under = schnell(tiny_model, tmp_path / "under", assistant)
     plain = schnell(tiny_model, tmp_path / "plain", None)
     whole = schnell(tiny_model, tmp_path / "whole", None, model={"path": str(merged)})
     run(under, heard)
     run(plain)
     run(whole)
-    assert learnt(under) == pytest.approx(learnt(whole), rel=1e-5)
-    assert abs(learnt(under)[0] - learnt(plain)[0]) > 1e-3
+    assert learned(under) == pytest.approx(learned(whole), rel=1e-5)
+    assert abs(learned(under)[0] - learned(plain)[0]) > 1e-3
     ours, theirs = load_file(exported(under)), load_file(exported(whole))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.allclose(tensor, theirs[name], atol=2e-4), name
     line = f"assistant adapter: {ASSISTANT_FILE} on {len(state.layers)} layers"
-    assert any(said.startswith(line) for said in heard.said)
+    assert any(stated.startswith(line) for stated in heard.lines)
 
 
 def test_samples_and_the_file_are_of_the_model_without_it(
@@ -183,7 +183,7 @@ def test_what_is_no_assistant_of_this_model(tiny_model: TinyModel, tmp_path: Pat
     made["empty"][0].mkdir()
     made["missing"] = (tmp_path / "missing.safetensors", "which does not exist")
     for name, (path, words) in made.items():
-        message = refused(schnell(tiny_model, tmp_path / name / "run", path))
+        message = rejected(schnell(tiny_model, tmp_path / name / "run", path))
         assert words in message, name
         assert "model.assistant_adapter" in message or name in ("torn", "sdxl"), name
 
@@ -192,7 +192,7 @@ def test_models_with_two_denoisers_take_none(tiny_model: TinyModel, tmp_path: Pa
     file = tmp_path / "wan.safetensors"
     save(file, assistant_state(tiny_model, family="wan"), "diffusers", torch.float32)
     config = config_for("wan", tiny_model, tmp_path, model={"assistant_adapter": str(file)})
-    assert "a model with one denoiser" in refused(config)
+    assert "a model with one denoiser" in rejected(config)
     (broken,) = [one for one in broken_rules(config) if one.path == ("model", "assistant_adapter")]
     assert broken.expected == "a model with one denoiser"
     whole = schnell(tiny_model, tmp_path, file, adapter={"kind": "full_finetune", "targets": ()})
@@ -207,12 +207,12 @@ def test_from_a_hub(tiny_model: TinyModel, tmp_path: Path, assistant: Path, hub:
     found = []
     for number, name in enumerate(("owner/adapter", "hf://owner/other/lora.safetensors", str(assistant))):
         config = schnell(tiny_model, tmp_path / str(number), name)
-        train(config, environment=Environment.capture(), options=RunOptions(), view=Heard())
-        found.append(learnt(config))
+        train(config, environment=Environment.capture(), options=RunOptions(), view=CollectingView())
+        found.append(learned(config))
     assert found[0] == found[1] == found[2]
     lacking = schnell(tiny_model, tmp_path / "lacking", "owner/other")
     with pytest.raises(ConfigError, match=r"has no pytorch_lora_weights[\s\S]*hf://owner/other/FILE"):
-        train(lacking, environment=Environment.capture(), options=RunOptions(), view=Heard())
+        train(lacking, environment=Environment.capture(), options=RunOptions(), view=CollectingView())
 
 
 @pytest.mark.parametrize("held", ["fp8", "int8"])
@@ -222,11 +222,11 @@ def test_weights_in_8_bits_are_rounded_without_it(tiny_model: TinyModel, assista
     path = assistant / ASSISTANT_FILE
     file = as_assistant(path, open_adapter(path, "flux").state(), "flux")
 
-    def loaded(eight_bits: EightBits | None) -> torch.nn.Module:
-        placement = Placement(CPU, torch.bfloat16, eight_bits=eight_bits)
+    def loaded(eight_bits: EightBitLayers | None) -> torch.nn.Module:
+        placement = PartPlacement(CPU, torch.bfloat16, eight_bits=eight_bits)
         return spec.load_denoiser(source, spec.inspect(source).experts[0], placement)
 
-    bits, plain = loaded(EightBits(spec.default_targets, kind=held)), loaded(None)
+    bits, plain = loaded(EightBitLayers(spec.default_targets, kind=held)), loaded(None)
     before, exact = answer(bits, torch.bfloat16), answer(plain, torch.bfloat16)
     handle = assist(bits, file, CPU, torch.bfloat16)
     with handle.absent():

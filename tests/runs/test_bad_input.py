@@ -26,15 +26,15 @@ from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import RunEnded
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.assembly import checked_ramp
-from gracetune.train.first_batch import DryBatchError
+from gracetune.train.first_batch import FirstBatchError
 from gracetune.train.guards import _Norm
-from gracetune.train.planning import Planned, refuse_misfit
+from gracetune.train.planning import PlannedRun, reject_misfit
 from gracetune.train.run import train
 from gracetune.train.run_options import RunOptions
-from gracetune.train.runtime import Launch
-from gracetune.train.view import Heard
+from gracetune.train.runtime import LaunchEnvironment
+from gracetune.train.view import CollectingView
 from runs.launched import write_config
-from runs.made_runs import TinyModel, changed, config_for, pictures, run
+from runs.made_runs import TinyModel, changed, config_for, images, run
 from runs.test_commands import gracetune
 from runs.test_resume import states
 
@@ -57,24 +57,24 @@ def test_a_folder_of_another_run_is_not_taken(finished: RunConfig, tiny_model: T
         run(changed(finished, "model", path=str(tiny_model("flux", "schnell")), flavour="schnell"))
     with pytest.raises(ConfigError, match="the result of a run that ended here"):
         run(finished, resume="none")
-    pictures(tmp_path / "pictures", 5)
+    images(tmp_path / "pictures", 5)
     longer = changed(finished, "training", max_steps=2)
     with pytest.raises(OtherDataError, match="4 samples then, 5 now"):
         run(longer)
     assert {path.name: path.read_bytes() for path in Path(finished.output_dir).glob("*.safetensors")} == kept
-    view = Heard()
+    view = CollectingView()
     assert run(longer, view, allow_other_data=True).step == 2
-    assert any("4 samples then, 5 now" in line for line in view.said)
+    assert any("4 samples then, 5 now" in line for line in view.lines)
     shutil.rmtree(tmp_path / "pictures")  # another optimizer is refused before the data is looked at
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         run(changed(changed(finished, "training", max_steps=3), "optimizer", name="lion"))
-    problem = refused.value.problems[0]
+    problem = rejected.value.problems[0]
     assert (problem.key, problem.found) == ("optimizer.name", "lion, and a checkpoint with the state of adamw")
     assert f"--set adapter.init_from='{finished.output_dir}/tiny.safetensors'" in problem.hint
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "stated"),
     [
         ({"logging": {"trackers": ["wandb"]}}, "logging.trackers: wandb"),
         ({"logging": {"webhook": "ftp://here"}}, "logging.webhook"),
@@ -84,35 +84,35 @@ def test_a_folder_of_another_run_is_not_taken(finished: RunConfig, tiny_model: T
     ],
 )
 def test_what_cannot_work_at_the_first_step_is_said_before_the_data_is_looked_at(
-    sections: dict[str, Any], said: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sections: dict[str, Any], stated: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = config_for("flux", tiny_model, tmp_path, **sections)
     shutil.rmtree(tmp_path / "pictures")
-    with pytest.raises((ConfigError, TelemetryError), match=said):
+    with pytest.raises((ConfigError, TelemetryError), match=stated):
         run(config)
 
 
-def test_a_file_to_begin_with_that_does_not_fit_is_refused_before_the_data_is_looked_at(
+def test_a_file_to_begin_with_that_does_not_fit_is_rejected_before_the_data_is_looked_at(
     finished: RunConfig, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     file = f"{finished.output_dir}/tiny.safetensors"
     config = config_for("flux", tiny_model, tmp_path / "next", adapter={"init_from": file, "rank": 3})
     shutil.rmtree(tmp_path / "next" / "pictures")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         run(config)
-    assert "train with the rank, factor and targets the file was made with" in refused.value.problems[0].hint
+    assert "train with the rank, factor and targets the file was made with" in rejected.value.problems[0].hint
     changed_file, pipe = tmp_path / "changed.safetensors", tmp_path / "pipe.safetensors"
     content = bytearray(Path(file).read_bytes())
     content[-1] ^= 1
     changed_file.write_bytes(content)
     os.mkfifo(pipe)
-    for name, said in (
+    for name, stated in (
         (str(changed_file), "the tensors are not those that gracetune wrote"),
         (str(pipe), "a named pipe, not a regular file"),
         ("a\0b.safetensors", "null"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=stated):
             run(changed(config, "adapter", rank=4, init_from=name))
 
 
@@ -135,13 +135,13 @@ def test_a_batch_without_finite_gradients_is_named_and_the_state_before_it_saved
 ) -> None:
     """`late`: the host hears of it only when it asks, as from a GPU that is far behind. The steps it has asked for in
     the meantime change nothing either."""
-    good = {"id": "good", "path": str(pictures(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
+    good = {"id": "good", "path": str(images(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
     bad = {
-        "id": "bad", "path": str(pictures(tmp_path / "bad", 1)), "resolution": 64.0, "start_step": 2,
+        "id": "bad", "path": str(images(tmp_path / "bad", 1)), "resolution": 64.0, "start_step": 2,
         "loss_weight": 1e38,
     }  # fmt: skip
-    asked = {**sections, "training": {"max_steps": 6, **sections.get("training", {})}}
-    config = config_for("flux", tiny_model, tmp_path, datasets=[good, bad], **asked)
+    requested = {**sections, "training": {"max_steps": 6, **sections.get("training", {})}}
+    config = config_for("flux", tiny_model, tmp_path, datasets=[good, bad], **requested)
     if late:
         monkeypatch.setattr(_Norm, "is_there", False)
     result = run(config)
@@ -176,9 +176,9 @@ def test_fp16_leaves_steps_out_and_ends_the_run_only_where_that_does_not_stop(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gracetune.train.guards._MOST_SKIPPED", 4)
-    good = {"id": "good", "path": str(pictures(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
+    good = {"id": "good", "path": str(images(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
     bad = {
-        "id": "bad", "path": str(pictures(tmp_path / "bad", 1)), "resolution": 64.0, "start_step": 2,
+        "id": "bad", "path": str(images(tmp_path / "bad", 1)), "resolution": 64.0, "start_step": 2,
         "loss_weight": 1e38,
     }  # fmt: skip
     half = {"max_steps": 20, "mixed_precision": "fp16"}
@@ -189,8 +189,8 @@ def test_fp16_leaves_steps_out_and_ends_the_run_only_where_that_does_not_stop(
 
 
 def test_the_very_first_batch_is_judged_before_training(tiny_model: TinyModel, tmp_path: Path) -> None:
-    data = {"id": "bad", "path": str(pictures(tmp_path / "bad", 1)), "resolution": 64.0, "loss_weight": 1e39}
-    with pytest.raises(DryBatchError, match=r"the very first batch is inf \(00\.png\)"):
+    data = {"id": "bad", "path": str(images(tmp_path / "bad", 1)), "resolution": 64.0, "loss_weight": 1e39}
+    with pytest.raises(FirstBatchError, match=r"the very first batch is inf \(00\.png\)"):
         run(config_for("flux", tiny_model, tmp_path, datasets=[data]))
 
 
@@ -254,9 +254,9 @@ def test_what_is_in_the_place_of_a_result_is_said_before_the_first_step(
     (tmp_path / "out").mkdir()
     place(tmp_path / "out" / name)
     shutil.rmtree(tmp_path / "pictures")  # nobody has looked at the data yet
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         run(config)
-    (problem,) = refused.value.problems
+    (problem,) = rejected.value.problems
     assert problem.file == str(tmp_path / "out" / name)
     assert words in problem.found
     assert "--set output_dir=FOLDER" in problem.hint
@@ -305,23 +305,23 @@ def test_an_effective_batch_that_the_processes_cannot_share(tiny_model: TinyMode
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed"),
     ],
 )
-def test_what_a_launcher_asks_for_and_we_lack_is_refused(variables: dict[str, str], named: str) -> None:
+def test_what_a_launcher_asks_for_and_we_lack_is_rejected(variables: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        Launch.from_environment(Environment(variables), "bf16")
+        LaunchEnvironment.from_environment(Environment(variables), "bf16")
 
 
 def test_a_precision_the_launcher_sets_otherwise_is_said() -> None:
-    launch = Launch.from_environment(Environment({"ACCELERATE_MIXED_PRECISION": "fp16"}), "bf16")
+    launch = LaunchEnvironment.from_environment(Environment({"ACCELERATE_MIXED_PRECISION": "fp16"}), "bf16")
     assert "fp16" in launch.notes[0]
-    assert not Launch.from_environment(Environment({"ACCELERATE_MIXED_PRECISION": "no"}), "fp32").notes
+    assert not LaunchEnvironment.from_environment(Environment({"ACCELERATE_MIXED_PRECISION": "no"}), "fp32").notes
 
 
-class Planning(Heard):
+class Planning(CollectingView):
     def __init__(self) -> None:
         super().__init__()
-        self.plans: list[Planned] = []
+        self.plans: list[PlannedRun] = []
 
-    def planned(self, planned: Planned, machine: Machine) -> None:
+    def planned(self, planned: PlannedRun, machine: Machine) -> None:
         self.plans.append(planned)
 
 
@@ -336,20 +336,20 @@ def test_a_plan_that_does_not_fit_stops_before_anything_is_loaded(tiny_model: Ti
     model = of_published_size(tiny_model("flux", "dev"), tmp_path / "model")
     config = config_for("flux", tiny_model, tmp_path, adapter={"kind": "full_finetune"}, training={"batch_size": 512})
     view = Planning()
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         run(changed(config, "model", path=str(model)), view)
-    first, *edits = refused.value.problems
+    first, *edits = rejected.value.problems
     assert "does not fit" in first.found
     assert "--allow-misfit" in first.hint
     assert "training.batch_size" in [edit.key for edit in edits]
     assert not (tmp_path / "out").exists()
     (planned,) = view.plans
-    refuse_misfit(planned, allowed=True)
-    refuse_misfit(replace(planned, not_ours="for other weights"), allowed=False)
+    reject_misfit(planned, allowed=True)
+    reject_misfit(replace(planned, not_ours="for other weights"), allowed=False)
 
 
 def test_what_ends_a_run_from_outside_the_loop_is_in_its_log(tiny_model: TinyModel, tmp_path: Path) -> None:
-    class Failing(Heard):
+    class Failing(CollectingView):
         def on_step(self, step: int, steps: int) -> None:
             if step == 2:
                 raise GracetuneError("the roof fell in")
@@ -376,29 +376,29 @@ def test_a_webhooks_address_is_in_nothing_that_is_shared(tiny_model: TinyModel, 
 def test_regularisation_data_of_a_full_fine_tune_is_learnt_like_any_other_and_that_is_said(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    data = {"id": "cats", "path": str(pictures(tmp_path / "p")), "resolution": 64.0, "regularisation": True}
-    view = Heard()
+    data = {"id": "cats", "path": str(images(tmp_path / "p")), "resolution": 64.0, "regularisation": True}
+    view = CollectingView()
     run(config_for("flux", tiny_model, tmp_path, datasets=[data], adapter={"kind": "full_finetune"}, **ONE), view)
     assert any("cats is regularisation data" in text for text in view.warnings)
 
 
 def test_samples_that_are_not_learnt_are_said(tiny_model: TinyModel, tmp_path: Path) -> None:
     """By a run too, and not only where somebody asks `data show` and `cache build`."""
-    folder = pictures(tmp_path / "p", 5)
+    folder = images(tmp_path / "p", 5)
     (folder / "01.txt").unlink()
     whole = (folder / "03.png").read_bytes()
     (folder / "03.png").write_bytes(whole[:200] + bytes(100) + whole[300:])  # its header is sound
-    pictures(tmp_path / "small", 1, 32)
+    images(tmp_path / "small", 1, 32)
     (tmp_path / "small" / "00.png").rename(folder / "small.png")
     data = {
         "id": "cats", "path": str(folder), "resolution": 64.0, "resolution_type": "pixel", "corrupt_threshold": 0.5,
         "minimum_size": 48,
     }  # fmt: skip
-    view = Heard()
+    view = CollectingView()
     run(config_for("flux", tiny_model, tmp_path, datasets=[data], **ONE), view)
-    said = "\n".join(view.warnings)
+    stated = "\n".join(view.warnings)
     for part in ("dataset cats: 1 file dropped", "without a caption", "left out, unreadable: 03.png of cats"):
-        assert part in said
+        assert part in stated
 
 
 def test_an_optimizer_that_cannot_be_had_is_said_before_anything_is_loaded(
@@ -411,7 +411,7 @@ def test_an_optimizer_that_cannot_be_had_is_said_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-def test_everything_that_refuses_a_run_arrives_as_one_list(
+def test_everything_that_rejects_a_run_arrives_as_one_list(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`gracetune train` with mistakes of many origins: the data's folder, packages, layers, samples, a run in the
@@ -436,9 +436,9 @@ def test_everything_that_refuses_a_run_arrives_as_one_list(
         "validation.prompts[0].width", "training.attention", "adapter.targets",
     )  # fmt: skip
     assert gracetune("train", str(file)) == 1
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     for key in keys:
-        assert f"{key}\n    found " in told, f"{key} is missing in\n{told}"
+        assert f"{key}\n    found " in message, f"{key} is missing in\n{message}"
     assert gracetune("train", str(file), "--json") == 1
     problems = json.loads(capsys.readouterr().out)["problems"]
     assert sorted(problem["key"] for problem in problems) == sorted(keys)
@@ -446,13 +446,13 @@ def test_everything_that_refuses_a_run_arrives_as_one_list(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["tiny.safetensors"]
 
 
-def test_a_refused_run_makes_no_folder_and_one_mistake_is_told_as_ever(
+def test_a_rejected_run_makes_no_folder_and_one_mistake_is_told_as_ever(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_for("flux", tiny_model, tmp_path, adapter={"targets": ["to_qq"]})
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         run(config)
-    assert [problem.key for problem in refused.value.problems] == ["adapter.targets"]
+    assert [problem.key for problem in rejected.value.problems] == ["adapter.targets"]
     assert not (tmp_path / "out" / "checkpoints").exists()
     file = write_config(changed(config, "model", path="/nowhere"), tmp_path / "c.yaml")
     assert gracetune("train", str(file), "--json") == 1
@@ -466,24 +466,24 @@ def test_a_folder_that_another_run_writes_into_is_in_the_list(tiny_model: TinyMo
         store.claim({"name": "another"})
         with pytest.raises(BusyFolderError):
             run(config)
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as rejected:
             run(changed(config, "adapter", targets=("to_qq",)))
-        keys = [problem.key for problem in refused.value.problems]
+        keys = [problem.key for problem in rejected.value.problems]
         assert keys == ["another process writes checkpoints here", "adapter.targets"]
     assert run(config).step == 1
 
 
-def test_an_objective_that_is_refused_leaves_the_result_before_as_it_is(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_an_objective_that_is_rejected_leaves_the_result_before_as_it_is(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = config_for("sdxl", tiny_model, tmp_path, **ONE)
     run(config)
-    there = sorted(path.name for path in (tmp_path / "out").iterdir())
+    existing = sorted(path.name for path in (tmp_path / "out").iterdir())
     longer = changed(changed(config, "training", max_steps=2), "objective", flow_shift=3.0)
     with pytest.raises(ConfigError, match="flow_shift"):
         run(longer)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == there
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == existing
 
 
-def test_refusals_of_a_run_that_names_a_checkpoint_elsewhere_or_an_unknown_flavour(
+def test_rejections_of_a_run_that_names_a_checkpoint_elsewhere_or_an_unknown_flavour(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """Nothing is said twice, nothing is lost, and no checkpoint is compared with a run that is not known."""
@@ -492,30 +492,36 @@ def test_refusals_of_a_run_that_names_a_checkpoint_elsewhere_or_an_unknown_flavo
     elsewhere = config.model_copy(update={"output_dir": str(tmp_path / "fresh")})
     options = RunOptions(resume=str(tmp_path / "out" / "checkpoints" / "checkpoint-1"), report=False)
     unreachable = [("logging.webhook", Problem("logging.webhook", "ftp://here", "https", "write https"))]
-    with pytest.raises(ConfigError) as refused:
-        train(elsewhere, environment=Environment({}), options=options, view=Heard(), known=unreachable)
-    assert [problem.key for problem in refused.value.problems] == ["logging.webhook"]
+    with pytest.raises(ConfigError) as rejected:
+        train(elsewhere, environment=Environment({}), options=options, view=CollectingView(), known=unreachable)
+    assert [problem.key for problem in rejected.value.problems] == ["logging.webhook"]
     missing = Problem("datasets[0].path", "nothing there", "a folder", "make it")
     unknown = changed(config, "model", path=None, flavour="bse-1.0")
-    with pytest.raises(ConfigError) as refused:
-        train(unknown, environment=Environment({}), options=RunOptions(), view=Heard(), known=[(missing.key, missing)])
-    assert [problem.key for problem in refused.value.problems] == ["datasets[0].path", "model.flavour"]
+    with pytest.raises(ConfigError) as rejected:
+        train(
+            unknown,
+            environment=Environment({}),
+            options=RunOptions(),
+            view=CollectingView(),
+            known=[(missing.key, missing)],
+        )
+    assert [problem.key for problem in rejected.value.problems] == ["datasets[0].path", "model.flavour"]
 
 
 def test_of_several_processes_that_were_not_joined_no_plan_is_made(tiny_model: TinyModel, tmp_path: Path) -> None:
-    class Planning(Heard):
+    class Planning(CollectingView):
         def __init__(self) -> None:
             super().__init__()
-            self.plans: list[Planned] = []
+            self.plans: list[PlannedRun] = []
 
-        def planned(self, planned: Planned, machine: Machine) -> None:
+        def planned(self, planned: PlannedRun, machine: Machine) -> None:
             self.plans.append(planned)
 
     view = Planning()
     missing = Problem("datasets[0].path", "nothing there", "a folder", "make it")
     several = Environment({"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"})
     config = config_for("sdxl", tiny_model, tmp_path, **ONE)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         train(config, environment=several, options=RunOptions(), view=view, known=[(missing.key, missing)])
-    assert {problem.key for problem in refused.value.problems} >= {"datasets[0].path"}
+    assert {problem.key for problem in rejected.value.problems} >= {"datasets[0].path"}
     assert not view.plans, "for one process it would be another plan"

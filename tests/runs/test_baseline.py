@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from gracetune.baselines.baseline import FILE, REPORT, SMI_LOG, read_baseline
-from gracetune.baselines.capture import Asked, CaptureError, capture, measured_config
+from gracetune.baselines.capture import BaselineCaptureError, CaptureOptions, capture, measured_config
 from gracetune.baselines.regression import compare
 from gracetune.cli.main import main
 from gracetune.config.environment import Environment
 from gracetune.config.native import write
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from runs.launched import start, write_config
 from runs.made_runs import ALONE, TinyModel, config_for
 
@@ -58,8 +58,8 @@ def test_a_capture_keeps_what_a_run_cost_and_leaves_its_output_alone(
     fcntl.flock(held, fcntl.LOCK_EX)
     assert gracetune("baseline", "capture", str(file), "--steps", "8", "--output", str(kept), "--json") == 0
     captured = capsys.readouterr()
-    told = json.loads(captured.out)
-    folder = Path(told["folder"])
+    message = json.loads(captured.out)
+    folder = Path(message["folder"])
     assert folder.parent == kept
     assert sorted(path.name for path in folder.iterdir()) == [FILE, REPORT, SMI_LOG]
     assert {path.name for path in kept.iterdir()} == {folder.name, at_work.name}, "what a killed capture left is gone"
@@ -88,7 +88,7 @@ def _nvidia_smi(folder: Path) -> Path:
     return folder
 
 
-class Interrupted(Heard):
+class Interrupted(CollectingView):
     def on_step(self, step: int, steps: int) -> None:
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -97,22 +97,22 @@ class Interrupted(Heard):
 @pytest.mark.full
 def test_a_run_that_is_stopped_leaves_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = config_for("flux", tiny_model, tmp_path)
-    with pytest.raises(CaptureError, match="ended at step 3 of 8"):
-        capture(config, Asked(8, tmp_path / "kept"), environment=ALONE, view=Interrupted())
+    with pytest.raises(BaselineCaptureError, match="ended at step 3 of 8"):
+        capture(config, CaptureOptions(8, tmp_path / "kept"), environment=ALONE, view=Interrupted())
     assert list((tmp_path / "kept").iterdir()) == []
 
 
 @pytest.mark.full
 def test_the_configs_own_caches_are_used_where_that_is_asked_for(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = config_for("flux", tiny_model, tmp_path)
-    asked = Asked(8, tmp_path / "kept", use_caches=True)
-    heard = Heard()
-    first = capture(config, asked, environment=ALONE, view=heard)
-    assert heard.said
-    assert not [line for line in (*heard.said, *heard.warnings) if ".tmp" in line], "names a folder that does not stay"
+    requested = CaptureOptions(8, tmp_path / "kept", use_caches=True)
+    heard = CollectingView()
+    first = capture(config, requested, environment=ALONE, view=heard)
+    assert heard.lines
+    assert not [line for line in (*heard.lines, *heard.warnings) if ".tmp" in line], "names a folder that does not stay"
     entries = {path for path in files_below(tmp_path / "out" / "cache") if "shards" in path}
     assert entries
-    second = capture(config, asked, environment=ALONE, view=Heard())
+    second = capture(config, requested, environment=ALONE, view=CollectingView())
     assert {path for path in files_below(tmp_path / "out" / "cache") if "shards" in path} == entries
     assert first.folder != second.folder
     assert first.baseline.final_losses == second.baseline.final_losses
@@ -120,10 +120,15 @@ def test_the_configs_own_caches_are_used_where_that_is_asked_for(tiny_model: Tin
     assert first.baseline.nvidia_smi == "not available: no nvidia-smi on the PATH"
 
 
-def test_a_launched_process_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_launched_process_is_rejected(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = config_for("flux", tiny_model, tmp_path)
     with pytest.raises(ConfigError, match="one process"):
-        capture(config, Asked(8, tmp_path / "kept"), environment=Environment({"WORLD_SIZE": "2"}), view=Heard())
+        capture(
+            config,
+            CaptureOptions(8, tmp_path / "kept"),
+            environment=Environment({"WORLD_SIZE": "2"}),
+            view=CollectingView(),
+        )
     assert not (tmp_path / "kept").exists()
 
 
@@ -131,7 +136,10 @@ def test_an_output_that_cannot_be_is_told(tiny_model: TinyModel, tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--output FOLDER"):
         capture(
-            config_for("flux", tiny_model, tmp_path), Asked(8, tmp_path / "file" / "x"), environment=ALONE, view=Heard()
+            config_for("flux", tiny_model, tmp_path),
+            CaptureOptions(8, tmp_path / "file" / "x"),
+            environment=ALONE,
+            view=CollectingView(),
         )
 
 
@@ -140,11 +148,11 @@ def test_what_is_measured_is_the_config_without_what_happens_between_steps(
 ) -> None:
     cache = {"text_cache_dir": str(tmp_path / "texts"), "vae_cache_dir": str(tmp_path / "vae")}
     config = config_for("flux", tiny_model, tmp_path, cache=cache)
-    measured = measured_config(config, tmp_path / "run", Asked(20, tmp_path))
+    measured = measured_config(config, tmp_path / "run", CaptureOptions(20, tmp_path))
     assert (measured.output_dir, measured.training.max_steps) == (str(tmp_path / "run"), 20)
     assert (measured.cache.text_cache_dir, measured.cache.vae_cache_dir) == (None, None)
     assert (measured.model, measured.adapter, measured.optimizer) == (config.model, config.adapter, config.optimizer)
-    shared = measured_config(config, tmp_path / "run", Asked(20, tmp_path, use_caches=True))
+    shared = measured_config(config, tmp_path / "run", CaptureOptions(20, tmp_path, use_caches=True))
     assert shared.cache.text_cache_dir == config.cache.text_cache_dir
     assert shared.cache.cache_dir == str(tmp_path / "out" / "cache")
     assert RunConfig.model_validate(measured.model_dump()) == measured

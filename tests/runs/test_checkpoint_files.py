@@ -41,8 +41,8 @@ def test_a_checkpoint_is_converted_at_its_true_strength(
     assert len(result.files) == (2 if family == "wan" else 1)
     for path in result.files:
         theirs = open_adapter(path).state()
-        ours = open_adapter(tmp_path / f"converted_{theirs.stage}.safetensors" if theirs.stage else written).state()
-        assert (ours.stage, list(ours.layers)) == (theirs.stage, list(theirs.layers))
+        ours = open_adapter(tmp_path / f"converted_{theirs.expert}.safetensors" if theirs.expert else written).state()
+        assert (ours.expert, list(ours.layers)) == (theirs.expert, list(theirs.layers))
         assert kind != "lora" or {layer.scale for layer in ours.layers.values()} == {0.5}
         for name, layer in theirs.layers.items():
             assert ours.layers[name].scale == layer.scale
@@ -50,7 +50,7 @@ def test_a_checkpoint_is_converted_at_its_true_strength(
                 assert torch.equal(ours.layers[name].tensors[tensor], expected)
 
 
-def test_a_checkpoints_tensors_alone_are_refused(
+def test_a_checkpoints_tensors_alone_are_rejected(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Copied away from the JSON that has their alphas, nothing tells how strong they were."""

@@ -20,9 +20,9 @@ from gracetune.cli.train_flags import main as train_script
 from gracetune.cli.train_flags import read_arguments
 from gracetune.config.environment import Environment
 from gracetune.errors import ConfigError
-from gracetune.train.runtime import Launch
+from gracetune.train.runtime import LaunchEnvironment
 from runs.launched import ROOT, command_line, start, write_config
-from runs.made_runs import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, images, run
 from runs.test_resume import DUAL_EXPERT, STEPS, assert_same_end, losses
 
 GUIDES = ROOT / "config" / "gh200_in_memory_example.json"
@@ -39,7 +39,7 @@ def small(tiny_model: TinyModel, tmp_path: Path, family: str, flavour: str) -> l
     values: dict[str, Any] = {
         "model.path": tiny_model(family, flavour),
         "output_dir": tmp_path / "out",
-        "datasets[0].path": pictures(tmp_path / "data"),
+        "datasets[0].path": images(tmp_path / "data"),
         "datasets[0].resolution": 64.0,
         "validation.width": 64,
         "validation.height": 64,
@@ -59,10 +59,10 @@ def test_the_launch_line_of_the_guides(
     code = train_script(words, help=None)
     captured = capsys.readouterr()
     assert code == 0, captured.err
-    told = json.loads(captured.out)
-    assert (told["outcome"], told["step"], told["steps"]) == ("finished", 2, 2)
-    assert Path(told["files"][0]).name == "gh200_in_memory.safetensors"
-    assert load_file(told["files"][0])
+    message = json.loads(captured.out)
+    assert (message["outcome"], message["step"], message["steps"]) == ("finished", 2, 2)
+    assert Path(message["files"][0]).name == "gh200_in_memory.safetensors"
+    assert load_file(message["files"][0])
     assert "validate-now" in captured.err
 
 
@@ -82,10 +82,10 @@ def test_a_dry_run_trains_nothing_and_tells_hours_and_cost(
 ) -> None:
     file = write_config(config_for("flux", tiny_model, tmp_path, training={"max_steps": 1000}), tmp_path / "c.yaml")
     assert gracetune("train", str(file), "--dry-run", "--price-per-hour", "3.5", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    estimate = told["estimate"]
-    assert told["outcome"] == "dry run"
-    assert estimate["hours"] == pytest.approx(1000 * told["first_batch"]["seconds"] / 3600)
+    message = json.loads(capsys.readouterr().out)
+    estimate = message["estimate"]
+    assert message["outcome"] == "dry run"
+    assert estimate["hours"] == pytest.approx(1000 * message["first_batch"]["seconds"] / 3600)
     assert estimate["cost"] == pytest.approx(3.5 * estimate["hours"])
     assert not list((tmp_path / "out").glob("*.safetensors"))
     idle = ["--set", "adapter.full_rank=true", "--set", "memory.enable_uvm_hints=true"]
@@ -107,10 +107,10 @@ def test_mistakes_are_told_without_a_traceback(
     moved = config.datasets[0].model_copy(update={"path": str(tmp_path / "nothing")})
     file = write_config(config.model_copy(update={"datasets": (moved,)}), tmp_path / "c.yaml")
     assert gracetune("train", str(file)) == 1
-    told = capsys.readouterr()
-    assert "datasets[0].path" in told.err
-    assert "Traceback" not in told.err
-    assert not told.out
+    message = capsys.readouterr()
+    assert "datasets[0].path" in message.err
+    assert "Traceback" not in message.err
+    assert not message.out
     assert gracetune("validate-now", str(tmp_path / "nothing")) == 1
     assert "no such folder" in capsys.readouterr().err
 
@@ -187,8 +187,8 @@ def test_accelerates_files_ask_for_what_they_say(file: str, sharded: bool) -> No
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     words = ["--config_file", str(ROOT / "config" / file), "--num_processes", "2", "--main_process_port", "0"]
-    asked, _, _ = _validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))
-    launch = Launch.from_environment(Environment(prepare_multi_gpu_env(asked)), "bf16")
+    requested, _, _ = _validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))
+    launch = LaunchEnvironment.from_environment(Environment(prepare_multi_gpu_env(requested)), "bf16")
     assert (launch.sharded, launch.reshard, launch.notes) == (sharded, True, ())
 
 

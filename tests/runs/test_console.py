@@ -163,9 +163,9 @@ def test_a_result_that_nobody_takes_is_no_failed_run(undisturbed: RunConfig, tmp
 
     assert trained(config, tmp_path, connect, "--json").join() == ["0"]
     assert_undisturbed(config, undisturbed)
-    said = (tmp_path / "stderr").read_text()
-    assert "warning: stdout cannot be written (No space left on device)" in said
-    assert "the run is not affected" in said
+    stated = (tmp_path / "stderr").read_text()
+    assert "warning: stdout cannot be written (No space left on device)" in stated
+    assert "the run is not affected" in stated
 
 
 @pytest.mark.full

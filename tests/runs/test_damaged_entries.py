@@ -15,9 +15,9 @@ from gracetune.cache.encode_passes import EncodeMemoryError
 from gracetune.cache.store import DiskStore
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import Problem
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from runs.launched import write_config
-from runs.made_runs import TinyModel, changed, config_for, pictures, run
+from runs.made_runs import TinyModel, changed, config_for, images, run
 from runs.test_processes import half, run_two
 from runs.test_resume import losses
 
@@ -27,8 +27,8 @@ HELD_OUT = {"loss_every_steps": 2}
 def config_of(tiny_model: TinyModel, root: Path, name: str = "out", **cache: Any) -> RunConfig:
     """Two epochs over four images, and one held out; every run of a root has the same caches. Entries are encoded one
     at a time, so that those encoded again have the same bits."""
-    data = {"id": "pictures", "path": str(pictures(root / "pictures", 4)), "resolution": 64.0}
-    held_out = {"id": "held", "path": str(pictures(root / "held", 1)), "resolution": 64.0, "dataset_type": "eval"}
+    data = {"id": "pictures", "path": str(images(root / "pictures", 4)), "resolution": 64.0}
+    held_out = {"id": "held", "path": str(images(root / "held", 1)), "resolution": 64.0, "dataset_type": "eval"}
     return config_for(
         "flux", tiny_model, root, output_dir=str(root / name), datasets=[data, held_out], validation=HELD_OUT,
         training={"max_steps": 8},
@@ -55,7 +55,7 @@ def truncate(store: Path) -> None:
         path.write_bytes(path.read_bytes()[:-64])
 
 
-class Meanwhile(Heard):
+class Meanwhile(CollectingView):
     """Does something after some step."""
 
     def __init__(self, at: int, do: Callable[[], object]) -> None:
@@ -83,13 +83,13 @@ def test_damaged_entries_are_encoded_again(kind: str, tiny_model: TinyModel, tmp
     view = Meanwhile(3, more)
     assert run(config, view).step == 8
     assert losses(config) == losses(whole)
-    told = "\n".join([*view.warnings, *view.said])
+    message = "\n".join([*view.warnings, *view.lines])
     assert damaged > 3
     if kind == "disk":
-        assert "cache entries are damaged" in told
-        assert "encoded again; the run continues" in told
+        assert "cache entries are damaged" in message
+        assert "encoded again; the run continues" in message
     else:
-        assert "encoded again: they were damaged on the disk" in told
+        assert "encoded again: they were damaged on the disk" in message
     for store in ("latents", "text"):  # what was encoded again is whole
         with DiskStore.open(cache / store, writable=False) as opened:
             keys = opened.keys()
@@ -121,19 +121,19 @@ def test_a_run_that_has_to_stop_is_saved_and_the_same_command_goes_on(
     run(whole)
     config = whole.model_copy(update={"output_dir": str(tmp_path / "stopped")})
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def reject(*_: Any, **__: Any) -> None:
         raise EncodeMemoryError(Problem("encoding", "out of memory", "memory", "free some"))
 
     with monkeypatch.context() as patched:
-        patched.setattr("gracetune.cache.repair.build", refuse)
+        patched.setattr("gracetune.cache.repair.build", reject)
         stopped = run(config, Meanwhile(3, lambda: flip(tmp_path / "cache" / "latents")))
     assert stopped.stop is not None
     assert stopped.stop.kind == "failed"
     assert 3 <= stopped.step < 8
     assert "could not be encoded again: encoding" in stopped.stop.reason
-    view = Heard()
+    view = CollectingView()
     assert run(config, view).step == 8
-    assert any("encoded again: they were damaged on the disk" in line for line in view.said)
+    assert any("encoded again: they were damaged on the disk" in line for line in view.lines)
     assert losses(config) == losses(whole)
 
 
@@ -189,8 +189,8 @@ def test_two_processes_repair_what_they_read(tiny_model: TinyModel, tmp_path: Pa
     run(alone)
     flip(tmp_path / "cache" / "latents", every=2)
     flip(tmp_path / "cache" / "text")
-    said = run_two([(half(alone, tmp_path / "shared"), {}, None)], tmp_path)
-    assert "encoded again; the run continues" in said
+    stated = run_two([(half(alone, tmp_path / "shared"), {}, None)], tmp_path)
+    assert "encoded again; the run continues" in stated
     for mine, other in zip(losses(half(alone, tmp_path / "shared")), losses(alone), strict=True):
         assert mine[2:] == pytest.approx(other[2:], rel=2e-5)
     whole = (tmp_path / "pictures" / "02.png").read_bytes()
@@ -198,5 +198,5 @@ def test_two_processes_repair_what_they_read(tiny_model: TinyModel, tmp_path: Pa
     flip(tmp_path / "cache" / "latents")
     tolerant = tuple(one.model_copy(update={"corrupt_threshold": 0.5}) for one in alone.datasets)
     damaged = half(alone, tmp_path / "left-out").model_copy(update={"datasets": tolerant})
-    said = run_two([(damaged, {}, None)], tmp_path)
-    assert "left out, unreadable: 02.png of pictures" in said
+    stated = run_two([(damaged, {}, None)], tmp_path)
+    assert "left out, unreadable: 02.png of pictures" in stated

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from gracetune.config import Environment, load
 from gracetune.optim.aitoolkit_rates import NotImportableError
-from runs.made_runs import ALONE, TinyModel, config_for, pictures, run
+from runs.made_runs import ALONE, TinyModel, config_for, images, run
 from runs.test_commands import gracetune
 
 
@@ -25,7 +25,7 @@ def sdxl_job(tiny_model: TinyModel, root: Path, **process: Any) -> Path:
         "type": "sd_trainer",
         "training_folder": str(root / "output"),
         "network": {"type": "lora", "linear": 4, "linear_alpha": 4},
-        "datasets": [{"folder_path": str(pictures(root / "pictures")), "resolution": [64]}],
+        "datasets": [{"folder_path": str(images(root / "pictures")), "resolution": [64]}],
         "train": {"steps": 5, "noise_scheduler": "ddpm", "dtype": "fp32", "lr": 1e-3, "optimizer": "adamw"},
         "model": {"name_or_path": str(tiny_model("sdxl", "base-1.0")), "arch": "sdxl"},
         "save": {"dtype": "float32"},
@@ -41,9 +41,9 @@ def trained(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[s
     code = gracetune("train", *arguments, "--json")
     captured = capsys.readouterr()
     assert code == 0, captured.err
-    told = json.loads(captured.out)
-    (log,) = Path(told["files"][0]).parent.glob("logs/*.jsonl")
-    return told, [json.loads(line) for line in log.read_text().splitlines()]
+    message = json.loads(captured.out)
+    (log,) = Path(message["files"][0]).parent.glob("logs/*.jsonl")
+    return message, [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def counters(events: list[dict[str, Any]]) -> dict[str, float]:
@@ -64,8 +64,8 @@ def test_an_ai_toolkit_job_adapts_every_linear_layer_of_the_blocks(
         tiny_model, tmp_path, model={"name_or_path": str(path), "arch": "flux"},
         train={"steps": 2, "noise_scheduler": "flowmatch", "dtype": "fp32", "lr": 1e-3, "optimizer": "adamw"},
     )  # fmt: skip
-    told, _ = trained(capsys, str(job))
-    weights = load_file(told["files"][0])
+    message, _ = trained(capsys, str(job))
+    weights = load_file(message["files"][0])
     linear = [
         name for name, module in FluxTransformer2DModel.from_pretrained(path / "transformer").named_modules()
         if isinstance(module, torch.nn.Linear) and "transformer_blocks." in name
@@ -83,7 +83,7 @@ def test_an_ai_toolkit_job_with_all_of_ours(
 ) -> None:
     """Convolutions, staging, latents in memory beside those on disk, the ramp, and a block of our own sections."""
     data = {
-        "folder_path": str(pictures(tmp_path / "pictures")),
+        "folder_path": str(images(tmp_path / "pictures")),
         "resolution": [64],
         "cache_latents_to_disk": True,
         "type": "in_memory",
@@ -103,8 +103,8 @@ def test_an_ai_toolkit_job_with_all_of_ours(
         },
         gracetune={"training": {"max_steps": 3}, "logging": {"every_steps": 1}},
     )
-    told, events = trained(capsys, str(job))
-    assert told["step"] == 3
+    message, events = trained(capsys, str(job))
+    assert message["step"] == 3
     assert "gracetune.training.max_steps: 3 takes the place of `config.process[0].train.steps` (5)" in warnings(events)
     # the ramp
     steps = [event for event in events if event["kind"] == "StepDone"]
@@ -115,7 +115,7 @@ def test_an_ai_toolkit_job_with_all_of_ours(
     assert found["cache.latents.hits"] > 0
     assert (found["cache.latents.disk_reads"], found["cache.live_samples"]) == (0, 0)
     # convolutions: trained, at their own rank and alpha, under ComfyUI's names
-    file = load_file(told["files"][0])
+    file = load_file(message["files"][0])
     down = file["diffusion_model.input_blocks.4.0.in_layers.2.lora_A.weight"]
     assert (down.shape[0], down.ndim) == (2, 4)
     assert file["diffusion_model.input_blocks.4.0.in_layers.2.lora_B.weight"].abs().max() > 0
@@ -127,7 +127,7 @@ def test_a_flag_keeps_latents_of_the_disk_in_memory(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`cache_latents_to_disk` with `--set cache.vae_cache_type`: today's jobs, unchanged."""
-    folder = str(pictures(tmp_path / "pictures"))
+    folder = str(images(tmp_path / "pictures"))
     data = {"folder_path": folder, "resolution": [64], "cache_latents_to_disk": True}
     job = sdxl_job(tiny_model, tmp_path, datasets=[data])
     flags = ("cache.vae_cache_type=unified_memory", f"cache.cache_dir={tmp_path / 'cache'}", "logging.every_steps=1")
@@ -146,7 +146,7 @@ def test_an_ai_toolkit_job_trains_on_the_data_ai_toolkit_would_make_of_it(
 
     The run's own config.yaml has all of it, and goes on where the job ended.
     """
-    own, reg, masks = pictures(tmp_path / "own", 3, 80), pictures(tmp_path / "reg", 2, 64), tmp_path / "masks"
+    own, reg, masks = images(tmp_path / "own", 3, 80), images(tmp_path / "reg", 2, 64), tmp_path / "masks"
     masks.mkdir()
     for number in range(3):
         (own / f"{number:02}.txt").write_text("red, green, blue, tall")
@@ -159,9 +159,9 @@ def test_an_ai_toolkit_job_trains_on_the_data_ai_toolkit_would_make_of_it(
         train={"steps": 6, "batch_size": 4, "noise_scheduler": "ddpm", "dtype": "fp32", "lr": 1e-3},
         save={"dtype": "float32", "save_every": 3}, sample={"sample_every": 100, "prompts": []},
     )  # fmt: skip
-    told, events = trained(capsys, str(job))
-    assert told["step"] == 6
-    folder = Path(told["files"][0]).parent
+    message, events = trained(capsys, str(job))
+    assert message["step"] == 6
+    folder = Path(message["files"][0]).parent
     config = load(folder / "config.yaml", environment=ALONE).config
     first, second = config.datasets
     assert (first.buckets.rule, first.buckets.multiple, first.mask.normalise) == ("at_most", 16, True)
@@ -202,7 +202,7 @@ def test_learning_rates_of_an_ai_toolkit_run_are_taken_over(tiny_model: TinyMode
     assert found == pytest.approx({"high_noise": 5e-4, "low_noise": 2e-4}, rel=0.01)
 
 
-def test_learning_rates_of_one_expert_of_two_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_learning_rates_of_one_expert_of_two_are_rejected(tiny_model: TinyModel, tmp_path: Path) -> None:
     old = old_optimizer(tmp_path / "old", tiny_model("wan", "t2v-14b-2.2"), rank=4, transformer=5e-4)
     automagic = {"name": "automagic", "lr": 1e-6, "rates_from": str(old)}
     config = config_for("wan", tiny_model, tmp_path, optimizer=automagic, model={"experts": "high"})
@@ -234,7 +234,7 @@ def test_a_simpletuner_config_averages_from_the_first_step(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a few steps the delivered average is near the weights, not near where they began."""
-    entries = [{"id": "cats", "type": "local", "instance_data_dir": str(pictures(tmp_path / "pictures")),
+    entries = [{"id": "cats", "type": "local", "instance_data_dir": str(images(tmp_path / "pictures")),
                 "caption_strategy": "textfile", "resolution": 64, "resolution_type": "pixel"}]  # fmt: skip
     (tmp_path / "data.json").write_text(json.dumps(entries))
     config = {"model_family": "sdxl", "model_type": "lora", "lora_rank": 4, "output_dir": str(tmp_path / "run"),
@@ -246,8 +246,8 @@ def test_a_simpletuner_config_averages_from_the_first_step(
     plain = ["--set", "model.vae_path=null"]
     sizes = []
     for ramp in ("true", "false"):
-        told, _ = trained(capsys, str(tmp_path / "config.json"), *plain, "--set", f"training.ema.ramp={ramp}",
+        message, _ = trained(capsys, str(tmp_path / "config.json"), *plain, "--set", f"training.ema.ramp={ramp}",
                           "--set", f"output_dir={tmp_path / ramp}")  # fmt: skip
-        tensors = load_file(told["files"][0])
+        tensors = load_file(message["files"][0])
         sizes.append(sum(float(one.square().sum()) for name, one in tensors.items() if "lora_B" in name) ** 0.5)
     assert sizes[0] > 100 * sizes[1]

@@ -19,7 +19,7 @@ from gracetune.config.memory_options import MemoryOptions
 from gracetune.hardware import probe
 from gracetune.hostmem.sensors import HostSensor
 from gracetune.memory.arena_size import ArenaSize
-from gracetune.memory.lookahead import InPlace, Moving
+from gracetune.memory.lookahead import BatchInFlight, InPlace
 from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.telemetry.events import (
     EVENTS,
@@ -36,13 +36,13 @@ from gracetune.telemetry.events import (
     StepDone,
     step_of,
 )
-from gracetune.telemetry.progress import Standing
+from gracetune.telemetry.progress import RunStatus
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.logs import MEMORY_SECONDS, MemorySampling
 from gracetune.train.view import View
 from gracetune.units import GIB
 from runs.launched import write_config
-from runs.made_runs import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, images, run
 from runs.test_resume import DUAL_EXPERT
 from unit.hardware.machines import MACHINES, load
 from unit.memory.conftest import Workshop, workshop  # noqa: F401 - a fixture
@@ -77,7 +77,7 @@ class ModelledCard(Card):
 class Late:
     """A batch the GPU waited for, as its own clock would tell."""
 
-    moving: Moving
+    moving: BatchInFlight
     waits_ms: Iterator[float]
     bytes: int = 0
 
@@ -89,7 +89,7 @@ class Late:
 
 
 @dataclass(frozen=True)
-class Told:
+class CollectedEvents:
     events: list[Event]
     screen: list[str]
     folder: Path
@@ -98,12 +98,12 @@ class Told:
     def of(self, kind: type[Kind]) -> list[Kind]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def place(self, event: Event) -> int:
+    def kind(self, event: Event) -> int:
         return next(place for place, one in enumerate(self.events) if one is event)
 
 
 @pytest.fixture(scope="module")
-def told(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Told:  # noqa: F811
+def message(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> CollectedEvents:  # noqa: F811
     """`gracetune train CONFIG --log-level debug`: both experts, a ramp, samples, a held-out loss, checkpoints.
 
     There is no GPU, so its memory is modelled: the governor, the unified-memory layer on a fake driver, the guard, the
@@ -114,8 +114,8 @@ def told(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytest.Tem
         "wan", tiny_model, root,
         **DUAL_EXPERT | {
             "datasets": [
-                {"id": "pictures", "path": str(pictures(root / "pictures")), "resolution": 64.0},
-                {"id": "held", "path": str(pictures(root / "held", 1)), "resolution": 64.0, "dataset_type": "eval"},
+                {"id": "pictures", "path": str(images(root / "pictures")), "resolution": 64.0},
+                {"id": "held", "path": str(images(root / "held", 1)), "resolution": 64.0, "dataset_type": "eval"},
             ],
             "training": DUAL_EXPERT["training"] | {"max_steps": STEPS},
             "objective": {"snr_gamma": 5.0},
@@ -134,9 +134,9 @@ def told(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytest.Tem
         ArenaSize(card.arena_reserved, card.arena_reserved, "ratio", "modelled"),
         card, 0, cuda=card, host=HostSensor(machine.gpus, MACHINES / "gh200-numa"),
     )  # type: ignore[arg-type]  # fmt: skip
-    original, start, waits = gracetune.train.loop.run_window, InPlace.start, chain(WAITED_MS, repeat(0.0))
+    original, start, waits = gracetune.train.loop.run_step, InPlace.start, chain(WAITED_MS, repeat(0.0))
 
-    def run_window(job: Any) -> Any:
+    def run_step(job: Any) -> Any:
         done = original(job)
         card.work(NEEDED.get(job.position.step, 20 * GIB))
         return done
@@ -147,7 +147,7 @@ def told(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytest.Tem
     screen = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gracetune.train.load.open_memory", lambda *_, **_more: memory)
-        patch.setattr(gracetune.train.loop, "run_window", run_window)
+        patch.setattr(gracetune.train.loop, "run_step", run_step)
         patch.setattr(InPlace, "start", late)
         patch.setattr("sys.stderr", screen)
         with pytest.raises(SystemExit) as ended:
@@ -157,31 +157,31 @@ def told(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytest.Tem
     folder = Path(config.output_dir)
     log = read_log(folder / "logs" / "events.jsonl")
     assert log.unreadable == ()
-    return Told([record.event for record in log.records], lines, folder, card)
+    return CollectedEvents([record.event for record in log.records], lines, folder, card)
 
 
-def test_every_event_of_the_schema_is_emitted(told: Told) -> None:
-    assert {type(event) for event in told.events} == set(EVENTS)
+def test_every_event_of_the_schema_is_emitted(message: CollectedEvents) -> None:
+    assert {type(event) for event in message.events} == set(EVENTS)
 
 
-def test_memory_events_come_when_they_happen_and_in_order(told: Told) -> None:
+def test_memory_events_come_when_they_happen_and_in_order(message: CollectedEvents) -> None:
     """Steps 3 and 4 spill, between two log steps; the first calm sample is that of step 5."""
-    stages = [(one.step, one.before, one.after) for one in told.of(MemoryStageChanged)]
-    assert stages == [(3, 1, 2), (7, 2, 1)]
-    arena = [(one.step, one.before_bytes // GIB, one.after_bytes // GIB) for one in told.of(OverflowArenaChanged)]
+    memory_stages = [(one.step, one.before, one.after) for one in message.of(MemoryStageChanged)]
+    assert memory_stages == [(3, 1, 2), (7, 2, 1)]
+    arena = [(one.step, one.before_bytes // GIB, one.after_bytes // GIB) for one in message.of(OverflowArenaChanged)]
     assert arena == [(3, 0, 10), (4, 10, 20), (5, 20, 0)]
-    light, hard = told.of(MemoryReclaimed)
+    light, hard = message.of(MemoryReclaimed)
     assert (light.step, light.extent, light.reason) == (3, "light", "stage 1 -> 2: the overflow arena holds 10.0 GiB")
     assert (hard.step, hard.extent) == (4, "hard")
     assert hard.reason == "stage 2: the arena grew from 10.0 GiB to 20.0 GiB"
     assert (hard.released_bytes, hard.demoted_bytes) == (0, 0), "torch holds no GPU memory here"
     memory = (OverflowArenaChanged, MemoryStageChanged, MemoryReclaimed)
-    of_step_3 = [type(event) for event in told.events if isinstance(event, memory) and event.step == 3]
+    of_step_3 = [type(event) for event in message.events if isinstance(event, memory) and event.step == 3]
     assert of_step_3 == [*memory]
 
 
-def test_the_look_ahead_reports_every_depth_with_its_reason(told: Told) -> None:
-    changes = told.of(LookAheadChanged)
+def test_the_look_ahead_reports_every_depth_with_its_reason(message: CollectedEvents) -> None:
+    changes = message.of(LookAheadChanged)
     assert changes[0].before == 2
     assert all(one.after == following.before for one, following in pairwise(changes))
     assert "waited 50.00 ms" in changes[0].reason
@@ -189,39 +189,39 @@ def test_the_look_ahead_reports_every_depth_with_its_reason(told: Told) -> None:
     assert [one.after for one in changes] == [3, 2, 1]
 
 
-def test_experts_and_the_batch_change_before_the_step_they_are_about(told: Told) -> None:
-    experts = [(one.step, one.before, one.after) for one in told.of(StageSwitched)]
+def test_experts_and_the_batch_change_before_the_step_they_are_about(message: CollectedEvents) -> None:
+    experts = [(one.step, one.before, one.after) for one in message.of(StageSwitched)]
     high, low = "high_noise", "low_noise"
     assert experts == [(0, "", high), (2, high, low), (4, low, high), (6, high, low), (8, low, high)]
-    assert "every 2 optimizer steps" in told.of(StageSwitched)[1].reason
-    batches = [(one.step, one.before, one.after, one.accumulation) for one in told.of(EffectiveBatchChanged)]
+    assert "every 2 optimizer steps" in message.of(StageSwitched)[1].reason
+    batches = [(one.step, one.before, one.after, one.accumulation) for one in message.of(EffectiveBatchChanged)]
     assert batches == [(0, None, 1, 1), (3, 1, 2, 1), (5, 2, 4, 2)]
-    for event in (*told.of(StageSwitched), *told.of(EffectiveBatchChanged)):
-        place = told.place(event)
-        steps = [(told.place(done) < place, done.step <= event.step) for done in told.of(StepDone)]
+    for event in (*message.of(StageSwitched), *message.of(EffectiveBatchChanged)):
+        place = message.kind(event)
+        steps = [(message.kind(done) < place, done.step <= event.step) for done in message.of(StepDone)]
         assert all(before == earlier for before, earlier in steps), event
 
 
-def test_the_screen_shows_the_ramp_and_the_memory_stage(told: Told) -> None:
+def test_the_screen_shows_the_ramp_and_the_memory_stage(message: CollectedEvents) -> None:
     """And the guides' two log lines, at their levels."""
     ramp = "GH200 gradient accumulation ramp enabled (initial=1, target=2, ramp_steps=6)"
-    assert f"INFO: {ramp}" in told.screen
-    assert [line for line in told.screen if line.startswith("DEBUG: ")] == [
+    assert f"INFO: {ramp}" in message.screen
+    assert [line for line in message.screen if line.startswith("DEBUG: ")] == [
         "DEBUG: GH200 ramp adjusted gradient_accumulation_steps -> 2"
     ]
-    assert [line for line in told.screen if "effective batch" in line] == [
+    assert [line for line in message.screen if "effective batch" in line] == [
         "step 3: effective batch 1 -> 2 (micro-batch 2 x accumulation 1)",
         "step 5: effective batch 2 -> 4 (micro-batch 2 x accumulation 2)",
     ]
-    assert "step 3: memory stage 1 -> 2: the overflow arena holds 10.0 GiB" in told.screen
-    shown = [line for line in told.screen if line.startswith(("step 5/", "step 10/"))]
-    stages = [next(part for part in line.split(" · ") if part.startswith("memory stage")) for line in shown]
-    assert stages == ["memory stage 2"] * 2 + ["memory stage 1"] * 2
+    assert "step 3: memory stage 1 -> 2: the overflow arena holds 10.0 GiB" in message.screen
+    shown = [line for line in message.screen if line.startswith(("step 5/", "step 10/"))]
+    memory_stages = [next(part for part in line.split(" · ") if part.startswith("memory stage")) for line in shown]
+    assert memory_stages == ["memory stage 2"] * 2 + ["memory stage 1"] * 2
 
 
-def test_memory_is_sampled_where_it_changes(told: Told) -> None:
+def test_memory_is_sampled_where_it_changes(message: CollectedEvents) -> None:
     """Both log steps: the first of the process; and the last, after the memory stage has changed."""
-    assert [sample.step for sample in told.of(MemorySampled)] == [5, 10]
+    assert [sample.step for sample in message.of(MemorySampled)] == [5, 10]
 
 
 def test_memory_is_not_sampled_at_every_log_step(tmp_path: Path, tiny_model: TinyModel) -> None:
@@ -229,8 +229,8 @@ def test_memory_is_not_sampled_at_every_log_step(tmp_path: Path, tiny_model: Tin
     screen: list[str] = []
 
     class Lines(View):
-        def on_standing(self, standing: Standing) -> None:
-            screen.append(standing.line())
+        def on_status(self, status: RunStatus) -> None:
+            screen.append(status.line())
 
     config = config_for("sdxl", tiny_model, tmp_path)
     run(config, Lines())
@@ -253,14 +253,14 @@ def test_memory_is_not_sampled_at_every_log_step(tmp_path: Path, tiny_model: Tin
         assert sampling.is_due(100.0) == changes, event
 
 
-def test_every_tier_of_known_size_has_its_capacity(told: Told) -> None:
-    for sample in told.of(MemorySampled):
-        assert sample.capacity_bytes == {"host": probe().host.memory_limit, "arena": told.card.arena_reserved}
+def test_every_tier_of_known_size_has_its_capacity(message: CollectedEvents) -> None:
+    for sample in message.of(MemorySampled):
+        assert sample.capacity_bytes == {"host": probe().host.memory_limit, "arena": message.card.arena_reserved}
         assert sample.used_bytes.keys() == {"host", "arena"}, "a run without a GPU"
 
 
-def test_the_report_draws_them(told: Told) -> None:
-    facts = json.loads((told.folder / "report.json").read_text())
+def test_the_report_draws_them(message: CollectedEvents) -> None:
+    facts = json.loads((message.folder / "report.json").read_text())
     for name, kind in (
         ("stage_transitions", StageSwitched),
         ("effective_batch_changes", EffectiveBatchChanged),
@@ -269,8 +269,8 @@ def test_the_report_draws_them(told: Told) -> None:
         ("arena_changes", OverflowArenaChanged),
         ("look_ahead_changes", LookAheadChanged),
     ):
-        assert [one["step"] for one in facts[name]] == [step_of(event) for event in told.of(kind)], name
-    page = (told.folder / "report.html").read_text()
+        assert [one["step"] for one in facts[name]] == [step_of(event) for event in message.of(kind)], name
+    page = (message.folder / "report.html").read_text()
     assert "Memory stage by step. memory stage: from 1 to 1, lowest 1, highest 2" in page
     assert "Effective batch, all processes by step. samples: from 1 to 4" in page
     assert "step 4: hard reclamation" in page

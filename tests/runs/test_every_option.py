@@ -83,20 +83,20 @@ class Change:
 
 
 PAIRED = {"id": "pictures", "path": "{files}/pictures", "resolution": 64.0, "corrupt_threshold": 0.5}
-PICTURES = {"id": "pictures", "path": "{files}/pictures", "resolution": 64.0}
+IMAGES = {"id": "pictures", "path": "{files}/pictures", "resolution": 64.0}
 BASES: dict[str, dict[str, Any]] = {
-    "sdxl": {"model": {"family": "sdxl", "flavour": "base-1.0", "path": "{sdxl:base-1.0}"}, "datasets": [PICTURES]},
+    "sdxl": {"model": {"family": "sdxl", "flavour": "base-1.0", "path": "{sdxl:base-1.0}"}, "datasets": [IMAGES]},
     "wan": {"model": {"family": "wan", "flavour": "t2v-14b-2.2", "path": "{wan:t2v-14b-2.2}"},
             "datasets": [{"id": "clips", "path": "{files}/clips", "dataset_type": "video", "resolution": 48.0,
                           "video": {"num_frames": 5}}]},
-    "flux": {"model": {"family": "flux", "flavour": "dev", "path": "{flux:dev}"}, "datasets": [PICTURES]},
+    "flux": {"model": {"family": "flux", "flavour": "dev", "path": "{flux:dev}"}, "datasets": [IMAGES]},
     "kontext": {"model": {"family": "flux", "flavour": "kontext", "path": "{flux:kontext}"}, "datasets": [
-        {**PICTURES, "canny_reference": {}}]},
+        {**IMAGES, "canny_reference": {}}]},
     "audio": {"model": {"family": "stable_audio", "flavour": "open-1.0", "path": "{stable_audio:open-1.0}"},
               "datasets": [{"id": "sounds", "path": "{files}/sounds", "dataset_type": "audio",
                             "audio": {"duration_interval": 1.0}}]},
     "planned": {"model": {"family": "wan", "flavour": "t2v-14b-2.2"},
-                "datasets": [{**PICTURES, "resolution": 512.0}], "memory": {"use_uvm": True}},
+                "datasets": [{**IMAGES, "resolution": 512.0}], "memory": {"use_uvm": True}},
 }  # fmt: skip
 TABLE = {
     "strategy": "csv",
@@ -111,7 +111,7 @@ TABLE = {
 QUERIES = "down_blocks.*.attentions.*.transformer_blocks.*.attn1.to_q"
 PROMPT = {"prompt": "a cat"}
 ONE = "datasets[0]"
-FEW = {**PICTURES, "path": "{files}/few"}
+FEW = {**IMAGES, "path": "{files}/few"}
 RUN: dict[str, Any] = {"training.max_steps": 4, "datasets": [FEW]}
 
 CHANGES = [
@@ -164,7 +164,7 @@ CHANGES = [
         "datasets[].in_memory.num_workers": 3,
         "datasets[].in_memory.file_extensions": ["jpg"],
     }),
-    Changes(probes.data, "sdxl", {"datasets": [PICTURES, {**PICTURES, "id": "more", "path": "{files}/references"}]}, {
+    Changes(probes.data, "sdxl", {"datasets": [IMAGES, {**IMAGES, "id": "more", "path": "{files}/references"}]}, {
         "datasets[].disabled": True,
         "datasets[].dataset_type": "eval",
         "datasets[].probability": 5.0,
@@ -175,7 +175,7 @@ CHANGES = [
         "datasets[].even_steps": True,
         "datasets[].turn": 0,
     }),
-    Changes(probes.data, "sdxl", {"datasets": [PICTURES, {**PICTURES, "id": "few", "path": "{files}/few"}]}, {
+    Changes(probes.data, "sdxl", {"datasets": [IMAGES, {**IMAGES, "id": "few", "path": "{files}/few"}]}, {
         "training.dataset_weights": "equal",
     }),
     Changes(probes.data, "sdxl", {f"{ONE}.maximum_size": 80.0, f"{ONE}.downsample_to": 72.0,
@@ -223,15 +223,15 @@ CHANGES = [
     Changes(probes.data, "sdxl", {f"{ONE}.path": "{files}/damaged", f"{ONE}.corrupt_threshold": 0.6},
             {"datasets[].corrupt_threshold": 0.1}),
     Changes(probes.data, "sdxl", {f"{ONE}.type": "in_memory"}, {"datasets[].in_memory.memory_limit_gb": 1e-9}),
-    Changes(probes.data, "sdxl", {"datasets": [PAIRED, {**PICTURES, "id": "references", "path": "{files}/references",
+    Changes(probes.data, "sdxl", {"datasets": [PAIRED, {**IMAGES, "id": "references", "path": "{files}/references",
                                                "dataset_type": "conditioning"}]}, {
         "datasets[].conditioning": ["references"],
     }),
     Changes(probes.data, "sdxl", {"datasets": [
-        {**PICTURES, "id": "references", "path": "{files}/references", "dataset_type": "conditioning"}, PAIRED]},
+        {**IMAGES, "id": "references", "path": "{files}/references", "dataset_type": "conditioning"}, PAIRED]},
         {"datasets[].source_dataset_id": "pictures"}),
     Changes(probes.data, "sdxl", {"datasets": [
-        {**PICTURES, "id": "references", "path": "{files}/references", "dataset_type": "conditioning",
+        {**IMAGES, "id": "references", "path": "{files}/references", "dataset_type": "conditioning",
          "source_dataset_id": "pictures"}, PAIRED]}, {"datasets[].conditioning_type": "mask"}),
     Changes(probes.data, "kontext", {}, {
         "datasets[].canny_reference.low_threshold": 20.0,
@@ -468,7 +468,7 @@ CHANGES = [
         "datasets[].adapter_strength": 0.5,
         "datasets[].regularisation": True,
     }, long=True),
-    Changes(probes.whole_run, "sdxl", {**RUN, "datasets": [{**PICTURES, "mask": {"path": "{files}/masks"},
+    Changes(probes.whole_run, "sdxl", {**RUN, "datasets": [{**IMAGES, "mask": {"path": "{files}/masks"},
                                                             "captions": {"dropout": 0.5}}]}, {
         "datasets[].mask.normalise": True,
         "model.size_conditioning": "scaled",
@@ -570,11 +570,11 @@ class World:
             raise DeadOptionError(
                 f"{change.option} = {change.value!r} changes nothing that {group.probe.__name__} shows"
             )
-        if found.startswith("refused") and change.option not in REFUSALS:
+        if found.startswith("refused") and change.option not in REJECTIONS:
             raise AssertionError(f"{change.option} = {change.value!r} is {found}")
 
 
-REFUSALS = ("datasets[].corrupt_threshold", "datasets[].in_memory.memory_limit_gb", "model.variant", "model.family",
+REJECTIONS = ("datasets[].corrupt_threshold", "datasets[].in_memory.memory_limit_gb", "model.variant", "model.family",
             "model.flavour", "checkpoints.resume")  # fmt: skip
 """Options whose effect is a refusal of what is there."""
 
@@ -617,10 +617,10 @@ def test_the_option_acts(world: World, change: Change) -> None:
 
 
 def test_every_option_is_asked_or_reviewed() -> None:
-    asked = [change.option for change in listed()]
-    assert len(asked) == len({*asked}), "an option is asked twice"
-    assert not {*asked} & REVIEWED.keys()
-    assert sorted([*asked, *REVIEWED]) == sorted(options(RunConfig))
+    requested = [change.option for change in listed()]
+    assert len(requested) == len({*requested}), "an option is asked twice"
+    assert not {*requested} & REVIEWED.keys()
+    assert sorted([*requested, *REVIEWED]) == sorted(options(RunConfig))
 
 
 @pytest.mark.parametrize("option", REVIEWED)

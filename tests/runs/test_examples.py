@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from gracetune.config import Environment, load
 from gracetune.config.run_config import RunConfig
 from runs.launched import ROOT
-from runs.made_runs import TinyModel, pictures, shrink_references
+from runs.made_runs import TinyModel, images, shrink_references
 from runs.test_commands import gracetune
 
 EXAMPLES = [
@@ -44,7 +44,7 @@ def smaller(config: RunConfig, tiny: Path, folder: Path) -> dict[str, Any]:
     }
     for number, dataset in enumerate(config.datasets):
         key = f"datasets[{dataset.id}]"
-        values[f"{key}.path"] = str(pictures(folder / "data" / f"{number}", 4))
+        values[f"{key}.path"] = str(images(folder / "data" / f"{number}", 4))
         values |= {f"{key}.resolution": 64.0, f"{key}.resolution_type": "pixel", f"{key}.minimum_size": 0.0}
         if dataset.dataset_type == "video":
             values[f"{key}.dataset_type"] = "image"
@@ -75,8 +75,8 @@ def test_an_example_trains(
     code = gracetune("train", str(example), "--max-steps", "3", "--json", *settings)
     captured = capsys.readouterr()
     assert code == 0, captured.err
-    told = json.loads(captured.out)
-    assert (told["outcome"], told["step"]) == ("finished", 3)
-    assert len(told["files"]) == (2 if family == "wan" else 1)
-    assert all(load_file(path) for path in told["files"])
+    message = json.loads(captured.out)
+    assert (message["outcome"], message["step"]) == ("finished", 3)
+    assert len(message["files"]) == (2 if family == "wan" else 1)
+    assert all(load_file(path) for path in message["files"])
     assert len(list((tmp_path / "out" / "samples").glob("000000002_*"))) >= len(config.validation.prompts)

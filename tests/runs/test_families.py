@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.statistics import norms
 from gracetune.errors import ConfigError
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from runs.golden import FILE, SECTIONS
-from runs.made_runs import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, images, run
 from runs.test_resume import losses
 
 EVERYDAY = {("wan", "lora"), ("sdxl", "lora"), ("flux", "lora"), ("qwen_image", "lora"), ("stable_audio", "lora")}
@@ -41,18 +41,18 @@ def test_a_family_is_trained_and_its_adapter_fits(
         checkpoints={"format": format, "save_dtype": "fp32"},
         **SECTIONS,
     )
-    view = Heard()
+    view = CollectingView()
     result = run(config, view)
     assert result.step == 3
     judged = "fewer than 3 steps" if family == "wan" else "the adapter changes the output by "  # its experts have two
-    assert [line for line in view.said if line.startswith(f"self-check: {judged}")], view.said
+    assert [line for line in view.lines if line.startswith(f"self-check: {judged}")], view.lines
     assert not [text for text in view.warnings if "self-check" in text]
     if kind == "lora":
         stored = json.loads(FILE.read_text())
         assert [loss for _, _, loss, _ in losses(config)] == pytest.approx(stored["losses"][family], rel=1e-4)
-    stages = ["high_noise", "low_noise"] if family == "wan" else [""]
+    experts = ["high_noise", "low_noise"] if family == "wan" else [""]
     states = [open_adapter(path, family).state() for path in result.files]
-    assert [state.stage for state in states] == stages
+    assert [state.expert for state in states] == experts
     for state in states:
         assert norms(state).largest > 0, "something was learnt"
     assert (Path(config.output_dir) / "report.html").is_file()
@@ -66,9 +66,9 @@ def test_a_full_finetune_leaves_a_model_folder_diffusers_can_load(tiny_model: Ti
         "flux", tiny_model, tmp_path, adapter={"kind": "full_finetune"}, training={"max_steps": 3},
         checkpoints={"save_dtype": "fp32"},
     )  # fmt: skip
-    view = Heard()
+    view = CollectingView()
     (folder,) = run(config, view).files
-    (line,) = [line for line in view.said if line.startswith("self-check: the weights have changed in ")]
+    (line,) = [line for line in view.lines if line.startswith("self-check: the weights have changed in ")]
     assert "tensors read back from the saved file are the trained ones (difference 0.0e+00)" in line
     loaded = FluxTransformer2DModel.from_pretrained(folder)
     before = load_file(tiny_model("flux", "dev") / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -76,7 +76,7 @@ def test_a_full_finetune_leaves_a_model_folder_diffusers_can_load(tiny_model: Ti
     assert len(changed) > len(before) / 2
 
 
-def test_an_adapter_the_files_format_cannot_hold_is_refused_before_the_first_step(
+def test_an_adapter_the_files_format_cannot_hold_is_rejected_before_the_first_step(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     config = config_for("stable_audio", tiny_model, tmp_path, adapter={"kind": "lokr", "rank": 4})
@@ -101,11 +101,11 @@ def test_half_precision_runs(precision: str, tiny_model: TinyModel, tmp_path: Pa
 def test_a_datasets_own_strength_holds_where_blocks_are_repeated_in_the_backward_pass(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    data = {"id": "weak", "path": str(pictures(tmp_path / "weak")), "resolution": 64.0, "adapter_strength": 0.5}
+    data = {"id": "weak", "path": str(images(tmp_path / "weak")), "resolution": 64.0, "adapter_strength": 0.5}
     found = []
-    for asked in ("off", "full"):
-        training = {"max_steps": 3, "gradient_checkpointing": asked}
-        config = config_for("flux", tiny_model, tmp_path / asked, datasets=[data], training=training)
+    for requested in ("off", "full"):
+        training = {"max_steps": 3, "gradient_checkpointing": requested}
+        config = config_for("flux", tiny_model, tmp_path / requested, datasets=[data], training=training)
         run(config)
         found.append(losses(config))
     for kept, repeated in zip(*found, strict=True):
@@ -118,8 +118,8 @@ def test_regularisation_data_draws_an_adapter_back_to_its_base(
     kind: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """From the first step on there is nothing to learn; after other data there is. Blocks are repeated in between."""
-    prior = {"id": "prior", "path": str(pictures(tmp_path / "prior")), "resolution": 64.0, "regularisation": True}
-    other = {"id": "other", "path": str(pictures(tmp_path / "other")), "resolution": 64.0, "end_step": 2}
+    prior = {"id": "prior", "path": str(images(tmp_path / "prior")), "resolution": 64.0, "regularisation": True}
+    other = {"id": "other", "path": str(images(tmp_path / "other")), "resolution": 64.0, "end_step": 2}
     sections: dict[str, Any] = {
         "adapter": {"kind": kind, "rank": 4}, "training": {"max_steps": 4, "gradient_checkpointing": "full"},
         "checkpoints": {"format": "lycoris" if kind == "lokr" else "diffusers"}, "optimizer": {"lr": 1e-2},
@@ -136,7 +136,7 @@ def test_regularisation_data_draws_an_adapter_back_to_its_base(
 def test_samples_that_look_different_at_every_visit_are_encoded_in_the_step(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    data = {"id": "live", "path": str(pictures(tmp_path / "live")), "resolution": 64.0, "cache_latents": "none"}
+    data = {"id": "live", "path": str(images(tmp_path / "live")), "resolution": 64.0, "cache_latents": "none"}
     config = config_for("flux", tiny_model, tmp_path, datasets=[data], training={"max_steps": 2})
     assert run(config).step == 2
 
@@ -144,11 +144,11 @@ def test_samples_that_look_different_at_every_visit_are_encoded_in_the_step(
 def test_entries_are_drawn_anew_for_each_epoch(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Six epochs of two batches; what past epochs had is gone from the cache."""
     data = {
-        "id": "crops", "path": str(pictures(tmp_path / "crops", 2, 96)), "resolution": 64.0,
+        "id": "crops", "path": str(images(tmp_path / "crops", 2, 96)), "resolution": 64.0,
         "crop": {"enabled": True, "style": "random"}, "augmentation": {"cache_mode": "refresh_each_epoch"},
     }  # fmt: skip
     config = config_for("flux", tiny_model, tmp_path, datasets=[data], training={"max_steps": None, "epochs": 3})
-    view = Heard()
+    view = CollectingView()
     result = run(config, view)
     assert (result.step, result.steps) == (6, 6)
     left = sorted(path.name for path in (tmp_path / "out" / "cache" / "epochs").iterdir())
@@ -171,13 +171,13 @@ def test_an_adapter_can_start_from_another_ones_files(tiny_model: TinyModel, tmp
 @pytest.mark.parametrize("refreshed", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_cache_that_is_not_to_stay_is_gone_at_the_end(refreshed: bool, tiny_model: TinyModel, tmp_path: Path) -> None:
     data = {
-        "id": "crops", "path": str(pictures(tmp_path / "crops", 2, 96)), "resolution": 64.0,
+        "id": "crops", "path": str(images(tmp_path / "crops", 2, 96)), "resolution": 64.0,
         "crop": {"enabled": True, "style": "random"},
         "augmentation": {"cache_mode": "refresh_each_epoch" if refreshed else "static"},
     }  # fmt: skip
     sections: dict[str, Any] = {"cache": {"persistent_cache": False}, "training": {"max_steps": 3}}
-    view = Heard()
+    view = CollectingView()
     run(config_for("flux", tiny_model, tmp_path, datasets=[data], **sections), view)
-    assert any("entries of this run removed" in line for line in view.said)
+    assert any("entries of this run removed" in line for line in view.lines)
     left = [path for path in (tmp_path / "out" / "cache").rglob("*.safetensors") if "shards" in path.parts]
     assert left == []

@@ -13,7 +13,7 @@ from gracetune.memory.sensors import Vitals
 from gracetune.memory.watchdog import Floors, Watchdog
 from gracetune.train.step import TrainStep
 from runs.launched import ROOT, start, write_config
-from runs.made_runs import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, images, run
 from runs.test_resume import assert_same_end, losses
 
 
@@ -28,18 +28,18 @@ def meet(fault: str, file: Path) -> tuple[Any, str]:
 
 
 @pytest.mark.full
-def test_memory_refused_at_the_first_batch_says_what_the_plan_was_and_what_to_change(
+def test_memory_rejected_at_the_first_batch_says_what_the_plan_was_and_what_to_change(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    data = {"id": "large", "path": str(pictures(tmp_path / "large", 2, 512)), "resolution": 512.0}
+    data = {"id": "large", "path": str(images(tmp_path / "large", 2, 512)), "resolution": 512.0}
     config = config_for("flux", tiny_model, tmp_path, datasets=[data], training={"batch_size": 2, "max_steps": 1})
-    said, _ = meet("memory", write_config(config, tmp_path / "c.yaml"))
+    stated, _ = meet("memory", write_config(config, tmp_path / "c.yaml"))
     for part in (
         "out of memory after 0 steps, at a micro-batch of 2",
         "the plan",
         "training.gradient_checkpointing=full",
     ):
-        assert part in said
+        assert part in stated
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
@@ -50,16 +50,16 @@ def test_a_disk_that_fills_up_while_checkpoints_are_written(tiny_model: TinyMode
         "flux", tiny_model, tmp_path, training={"max_steps": 40}, checkpoints={"every_steps": 1, "keep_last": 100},
         logging={"every_steps": 10, "trackers": []},
     )  # fmt: skip
-    told, errors = meet(str(3 << 20), write_config(config, tmp_path / "c.yaml"))
-    if "skip" in told:
-        pytest.skip(told["skip"])
-    assert told["codes"] == [1, 0], errors
+    message, errors = meet(str(3 << 20), write_config(config, tmp_path / "c.yaml"))
+    if "skip" in message:
+        pytest.skip(message["skip"])
+    assert message["codes"] == [1, 0], errors
     assert "Traceback" not in errors
     assert "No space left" in errors or "room for" in errors
-    assert [name for name in told["there"] if name.startswith("checkpoint-")]
-    assert not told["left"]
+    assert [name for name in message["there"] if name.startswith("checkpoint-")]
+    assert not message["left"]
     assert "torchvision" not in errors
-    assert '"outcome":"finished"' in told["ended"]
+    assert '"outcome":"finished"' in message["ended"]
 
 
 @pytest.mark.full
@@ -67,42 +67,42 @@ def test_no_room_for_a_checkpoint_is_said_before_the_first_step(tiny_model: Tiny
     config = config_for(
         "flux", tiny_model, tmp_path, training={"max_steps": 2}, cache={"cache_dir": str(tmp_path / "elsewhere")},
     )  # fmt: skip
-    told, errors = meet(str(64 << 10), write_config(config, tmp_path / "c.yaml"))
-    if "skip" in told:
-        pytest.skip(told["skip"])
-    assert told["codes"] == [1, 0], errors
+    message, errors = meet(str(64 << 10), write_config(config, tmp_path / "c.yaml"))
+    if "skip" in message:
+        pytest.skip(message["skip"])
+    assert message["codes"] == [1, 0], errors
     assert "Traceback" not in errors
     assert "room for" in errors
-    assert not [name for name in told["there"] if name.startswith("checkpoint-")]
-    assert '"outcome":"finished"' in told["ended"]
+    assert not [name for name in message["there"] if name.startswith("checkpoint-")]
+    assert '"outcome":"finished"' in message["ended"]
 
 
 @pytest.mark.full
 def test_samples_and_reports_that_find_no_room_are_said_and_the_run_goes_on(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    asked = {"every_steps": 1, "steps": 1, "width": 64, "height": 64, "prompts": [{"prompt": "a"}, {"prompt": "b"}]}
-    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 1}, validation=asked)
-    told, errors = meet("samples", write_config(config, tmp_path / "c.yaml"))
-    if "skip" in told:
-        pytest.skip(told["skip"])
-    assert told["code"] == 0, errors
+    requested = {"every_steps": 1, "steps": 1, "width": 64, "height": 64, "prompts": [{"prompt": "a"}, {"prompt": "b"}]}
+    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 1}, validation=requested)
+    message, errors = meet("samples", write_config(config, tmp_path / "c.yaml"))
+    if "skip" in message:
+        pytest.skip(message["skip"])
+    assert message["code"] == 0, errors
     assert "Traceback" not in errors
     assert "_seed3.png could not be written" in errors
     assert "_sheet.png could not be written" in errors
     assert "the report could not be written" in errors
-    assert "tiny.safetensors" in told["there"]
-    assert not [name for name in told["there"] if name.endswith((".png", ".tmp"))]
+    assert "tiny.safetensors" in message["there"]
+    assert not [name for name in message["there"] if name.endswith((".png", ".tmp"))]
 
 
 def test_memory_that_runs_out_inside_a_window_stops_the_run_before_the_next_micro_batch(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real watchdog, with a sensor that sees memory vanish. The window it is in leaves no trace."""
-    window = {"training": {"max_steps": 3, "gradient_accumulation_steps": 4}}
-    whole = config_for("flux", tiny_model, tmp_path / "whole", **window)
+    step = {"training": {"max_steps": 3, "gradient_accumulation_steps": 4}}
+    whole = config_for("flux", tiny_model, tmp_path / "whole", **step)
     run(whole)
-    stopped = config_for("flux", tiny_model, tmp_path / "stopped", **window)
+    stopped = config_for("flux", tiny_model, tmp_path / "stopped", **step)
     micro_batches, original = 0, TrainStep.__call__
     dog = Watchdog(
         lambda: Vitals(1 << 30 if micro_batches < 8 else 0, None), Floors(host=1 << 20), report=lambda event: None,

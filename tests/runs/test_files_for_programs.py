@@ -33,12 +33,12 @@ def test_a_dora_for_comfyui_and_for_lycoris(tiny_model: Callable[[str, str], Pat
         )
     )  # fmt: skip
     command = [sys.executable, "-m", "gracetune", "train", str(config)]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert refused.returncode == 1
-    said = " ".join(refused.stderr.split())
-    assert "norm of the base weight" in said
-    assert "--set checkpoints.for_program=lycoris" in said
-    assert "latent" not in said, "nothing is encoded"
+    rejected = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert rejected.returncode == 1
+    stated = " ".join(rejected.stderr.split())
+    assert "norm of the base weight" in stated
+    assert "--set checkpoints.for_program=lycoris" in stated
+    assert "latent" not in stated, "nothing is encoded"
     assert not (output / "x.safetensors").exists()
     command += ["--set", "checkpoints.for_program=lycoris"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

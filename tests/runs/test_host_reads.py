@@ -49,7 +49,7 @@ def test_no_number_is_read_in_a_window(
     family: str, optimizer: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With EMA, accumulation and clipping, in fp32 and where a loss scale is kept (fp16)."""
-    reading, original = Reading(), gracetune.train.loop.run_window
+    reading, original = Reading(), gracetune.train.loop.run_step
 
     def watched(job: Any) -> Any:
         # What is made once, with the first window, may be looked at.
@@ -58,7 +58,7 @@ def test_no_number_is_read_in_a_window(
         with reading:
             return original(job)
 
-    monkeypatch.setattr(gracetune.train.loop, "run_window", watched)
+    monkeypatch.setattr(gracetune.train.loop, "run_step", watched)
     monkeypatch.setattr(_Norm, "is_there", False)  # as from a GPU: the norm has not arrived
     training = {
         "max_steps": 4, "gradient_accumulation_steps": 2, "batch_size": 2,

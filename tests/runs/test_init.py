@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from runs.made_runs import TinyModel, pictures
+from runs.made_runs import TinyModel, images
 from runs.test_commands import gracetune
 
 
@@ -19,14 +19,14 @@ def adapter_of(
 ) -> Path:
     """The result of both commands, which has to change what diffusers generates."""
     model = tiny_model("sdxl", "base-1.0")
-    for file in pictures(folder / "photos", count, size).glob("*.txt"):
+    for file in images(folder / "photos", count, size).glob("*.txt"):
         file.write_text("coloured squares")  # one prompt
     assert gracetune("init", "photos", "--yes", "--model", str(model), "--json", *flags) == 0
     config = json.loads(capsys.readouterr().out)["config"]
     assert gracetune("train", config, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["outcome"] == "finished"
-    (file,) = map(Path, told["files"])
+    message = json.loads(capsys.readouterr().out)
+    assert message["outcome"] == "finished"
+    (file,) = map(Path, message["files"])
     pipeline = StableDiffusionXLPipeline.from_pretrained(model)
     pipeline.set_progress_bar_config(disable=True)
 

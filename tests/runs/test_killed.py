@@ -29,7 +29,7 @@ def test_killed_before_a_checkpoint_is_complete(tiny_model: TinyModel, tmp_path:
         if event == "os.rename" and str(details[1]).endswith("checkpoint-2"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    child = Child(lambda say: (sys.addaudithook(die), run(killed), None)[-1])
+    child = Child(lambda report: (sys.addaudithook(die), run(killed), None)[-1])
     while child.wait_for_word():
         pass
     assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == -signal.SIGKILL

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from gracetune.cli.train_flags import read_arguments
 from gracetune.config import Environment, load
 from runs.launched import ROOT
-from runs.made_runs import TinyModel, pictures
+from runs.made_runs import TinyModel, images
 from unit.docs import seeds
 from unit.docs.targets import text_of
 
@@ -207,11 +207,11 @@ def test_an_accelerate_line_trains(line: str, checkout: Path) -> None:
     your_config(checkout)
     rest = ""
     if "gh200_in_memory_example" in line:
-        here = {
-            "datasets[0].path": pictures(checkout / "data"), "datasets[0].resolution": 64.0, "training.max_steps": 2,
+        current = {
+            "datasets[0].path": images(checkout / "data"), "datasets[0].resolution": 64.0, "training.max_steps": 2,
             "schedule.warmup_steps": 1, "validation.width": 64, "validation.height": 64, "validation.steps": 2,
         }  # fmt: skip
-        rest = "".join(f" --set '{key}={value}'" for key, value in here.items())
+        rest = "".join(f" --set '{key}={value}'" for key, value in current.items())
     launcher = Path(sys.executable).with_name("accelerate")
     done = subprocess.run(
         ["bash", "-c", line.replace("accelerate", str(launcher), 1) + rest],

@@ -17,9 +17,9 @@ import pytest
 from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.events import RunEnded, StepDone
 from gracetune.telemetry.sinks.jsonl import read_log
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from runs.launched import COMMAND, ROOT, start, start_ranks, write_config
-from runs.made_runs import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, images, run
 
 pytestmark = pytest.mark.full
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -61,11 +61,11 @@ def last_checkpoint(config: RunConfig) -> Path:
     return max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
 
 
-def assert_named(said: str, config: RunConfig, rank: int, what: str) -> None:
-    assert "Traceback" not in said, said
-    assert f"error rank {rank} of 2 is lost: {what}" in said, said
-    assert f"the last checkpoint is {config.output_dir}/checkpoints/checkpoint-" in said
-    assert (ended(config).outcome, ended(config).reason.partition("\n")[0] in said) == ("failed", True)
+def assert_named(stated: str, config: RunConfig, rank: int, what: str) -> None:
+    assert "Traceback" not in stated, stated
+    assert f"error rank {rank} of 2 is lost: {what}" in stated, stated
+    assert f"the last checkpoint is {config.output_dir}/checkpoints/checkpoint-" in stated
+    assert (ended(config).outcome, ended(config).reason.partition("\n")[0] in stated) == ("failed", True)
     assert (Path(config.output_dir) / "report.html").is_file()
 
 
@@ -81,13 +81,13 @@ def test_a_killed_process_is_named_and_the_run_goes_on_with_one(
     ranks = start_ranks(2, command, **variables)
     wait_for_step(config, 5, ranks)
     ranks[lost].kill()
-    _, said = ranks[1 - lost].communicate(timeout=60)
+    _, stated = ranks[1 - lost].communicate(timeout=60)
     assert ranks[1 - lost].returncode == 1
     what = f"its process (pid {ranks[lost].pid} on "
-    assert_named(said, config, lost, what)
-    assert said.strip().endswith(f"train {file} --resume latest"), "the same command would begin anew"
+    assert_named(stated, config, lost, what)
+    assert stated.strip().endswith(f"train {file} --resume latest"), "the same command would begin anew"
     step = int(last_checkpoint(config).name.partition("-")[2])
-    view = Heard()
+    view = CollectingView()
     longer = {"max_steps": step + 1}
     result = run(config.model_copy(update={"training": config.training.model_copy(update=longer)}), view)
     assert result.step == step + 1
@@ -109,9 +109,9 @@ def test_under_a_launcher_the_command_that_was_typed_is_named(
     wait_for_step(config, 5, [process])
     ranks = {one.environ().get("RANK"): one for one in psutil.Process(process.pid).children()}
     ranks[str(lost)].kill()
-    _, said = process.communicate(timeout=120)
+    _, stated = process.communicate(timeout=120)
     assert process.returncode == 1
-    ours = said.partition("Traceback")[0]  # the launcher's own, below
+    ours = stated.partition("Traceback")[0]  # the launcher's own, below
     assert_named(ours, config, lost, f"its process (pid {ranks[str(lost)].pid} on ")
     command = next(line for line in ours.splitlines() if line.endswith(f"train.py --config {file}"))
     assert shlex.split(command) == [sys.executable, *words]
@@ -123,10 +123,10 @@ def test_a_process_that_fails_is_named_with_its_reason(tiny_model: TinyModel, tm
     ranks = start_ranks(2, ["-c", COMMAND, "train", str(write_config(config, tmp_path / "c.yaml"))])
     wait_for_step(config, 5, ranks)
     resource.prlimit(ranks[1].pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
-    _, said = ranks[0].communicate(timeout=60)
+    _, stated = ranks[0].communicate(timeout=60)
     ranks[1].communicate(timeout=60)
     assert [rank.returncode for rank in ranks] == [1, 1]
-    assert_named(said, config, 1, "it stopped: out of memory after")
+    assert_named(stated, config, 1, "it stopped: out of memory after")
 
 
 def test_a_process_that_hangs_ends_the_one_that_waits_for_it(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -136,32 +136,32 @@ def test_a_process_that_hangs_ends_the_one_that_waits_for_it(tiny_model: TinyMod
     ranks = start_ranks(2, ["-c", f"{QUICK}; {COMMAND}", "train", str(file)])
     wait_for_step(config, 5, ranks)
     ranks[0].send_signal(signal.SIGSTOP)  # it holds the store, too
-    _, said = ranks[1].communicate(timeout=60)
+    _, stated = ranks[1].communicate(timeout=60)
     ranks[0].kill()
     ranks[0].communicate()
     assert ranks[1].returncode == 1
-    assert "rank 1 has waited" in said
-    assert_named(said, config, 0, f"its process (pid {ranks[0].pid} on ")
-    assert "does not answer: it is stopped, or its machine is out of reach" in said
+    assert "rank 1 has waited" in stated
+    assert_named(stated, config, 0, f"its process (pid {ranks[0].pid} on ")
+    assert "does not answer: it is stopped, or its machine is out of reach" in stated
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "asked to stop"])
 def test_while_caching(number: signal.Signals, tiny_model: TinyModel, tmp_path: Path) -> None:
     """One of them is killed (a loss), or gets a signal (then both are interrupted)."""
-    data = {"id": "many", "path": str(pictures(tmp_path / "many", 200)), "resolution": 64.0}
+    data = {"id": "many", "path": str(images(tmp_path / "many", 200)), "resolution": 64.0}
     config = endless(tiny_model, tmp_path, datasets=[data], cache={"vae_batch_size": 1})
     ranks = start_ranks(2, ["-c", COMMAND, "train", str(write_config(config, tmp_path / "c.yaml"))])
     while not list((Path(config.output_dir) / "cache").rglob("*.safetensors")):
         assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
         time.sleep(0.01)
     ranks[1].send_signal(number)
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert "Traceback" not in said[0], said[0]
+    stated = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert "Traceback" not in stated[0], stated[0]
     if number == signal.SIGKILL:
         assert ranks[0].returncode == 1
-        assert f"error rank 1 of 2 is lost: its process (pid {ranks[1].pid} on " in said[0]
-        assert "there is no checkpoint yet; go on with" in said[0]
+        assert f"error rank 1 of 2 is lost: its process (pid {ranks[1].pid} on " in stated[0]
+        assert "there is no checkpoint yet; go on with" in stated[0]
     else:
         assert [rank.returncode for rank in ranks] == [3, 3]
-        assert "interrupted by SIGTERM (rank 1); what is staged is lost" in said[0]
-        assert "interrupted by SIGTERM; what is staged is lost" in said[1]
+        assert "interrupted by SIGTERM (rank 1); what is staged is lost" in stated[0]
+        assert "interrupted by SIGTERM; what is staged is lost" in stated[1]

@@ -16,8 +16,8 @@ from gracetune.models.experts import ExpertHost
 from gracetune.models.parking import InlineLane
 from gracetune.models.registry import spec_of
 from gracetune.train.planning import choose
-from gracetune.train.trained_model import Choices
-from gracetune.train.view import Heard
+from gracetune.train.trained_model import DenoiserChoices
+from gracetune.train.view import CollectingView
 from runs.made_runs import TinyModel, config_for, run
 from runs.test_resume import DUAL_EXPERT, assert_same_end, losses
 
@@ -28,7 +28,8 @@ def streaming() -> ExpertHost:
     """As `ExpertHost.open` makes it for a GPU with no room for both."""
     blocks = spec_of("wan").repeated_blocks
     return ExpertHost(
-        lambda module: StreamedParking(module, blocks, CPU, InlineLane()), "in turn", room=lambda *, here, away: 0
+        lambda module: StreamedParking(module, blocks, CPU, InlineLane()), "in turn", room=lambda *, on_device,
+        elsewhere: 0
     )  # fmt: skip
 
 
@@ -39,12 +40,14 @@ def test_experts_that_move_in_behind_each_other_learn_what_resident_ones_learn(
     run(one)
     host = streaming()
     monkeypatch.setattr("gracetune.train.load.open_host", lambda *_: host)
-    heard = Heard()
+    heard = CollectingView()
     run(two, heard)
     assert losses(two) == losses(one)
     assert_same_end(one, two)
     assert host.switches.followed_bytes > 0
-    assert any(line.startswith("experts: ") and "copied during the backward pass before" in line for line in heard.said)
+    assert any(
+        line.startswith("experts: ") and "copied during the backward pass before" in line for line in heard.lines
+    )
 
 
 @pytest.mark.full
@@ -59,15 +62,15 @@ def test_parked_inputs_change_nothing(
     new_home = partial(torch.empty, dtype=torch.uint8)
     parking = ActivationParking(CPU, InlineLane(), HostClock(), new_home, least=64)
     monkeypatch.setattr(ActivationParking, "on", lambda device: parking)
-    heard = Heard()
+    heard = CollectingView()
     run(two, heard)
     assert losses(two) == losses(one)
     assert_same_end(one, two)
     assert parking.stats.returned > 0
-    assert any(line.startswith("blocks' inputs: ") for line in heard.said)
+    assert any(line.startswith("blocks' inputs: ") for line in heard.lines)
 
 
-def _parking(*args: Any, **named: Any) -> tuple[Choices, tuple[str, ...]]:
+def _parking(*args: Any, **named: Any) -> tuple[DenoiserChoices, tuple[str, ...]]:
     """What a plan decides for a GPU that is too small; everything after that decision is real."""
     choices, lines = choose(*args, **named)
     return replace(choices, park_inputs=True), lines
@@ -81,10 +84,10 @@ def test_a_run_on_8_bit_weights_learns_samples_and_resumes(tiny_model: TinyModel
         "training": {"max_steps": 2, "mixed_precision": "bf16"},
         "validation": {"every_steps": 2, "prompts": [{"prompt": "a cat", "width": 64, "height": 64, "num_frames": 1}]},
     }
-    heard = Heard()
+    heard = CollectingView()
     config = config_for("wan", tiny_model, tmp_path, **sections)
     assert run(config, heard).step == 2
-    assert any(line.startswith(f"base weights: {held} for 20 layers") for line in heard.said)
+    assert any(line.startswith(f"base weights: {held} for 20 layers") for line in heard.lines)
     assert [*Path(config.output_dir).glob("**/*.png")], "samples"
     further = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 3})})
     assert run(further).step == 3
@@ -93,18 +96,20 @@ def test_a_run_on_8_bit_weights_learns_samples_and_resumes(tiny_model: TinyModel
 def test_a_run_on_int8_weights_learns_what_bf16_learns_nearly(tiny_model: TinyModel, tmp_path: Path) -> None:
     """`auto` is bf16 where that fits: the run is the same to the last bit."""
     found: dict[str, list[float]] = {}
-    said: dict[str, list[str]] = {}
+    stated: dict[str, list[str]] = {}
     for held in ("bf16", "auto", "int8"):
-        heard = Heard()
+        heard = CollectingView()
         training = {"max_steps": 2, "mixed_precision": "bf16"}
         config = config_for(
             "flux", tiny_model, tmp_path / held, model={"base_precision": held}, training=training
         )  # fmt: skip
         run(config, heard)
         found[held] = [loss for _, _, loss, _ in losses(config)]
-        said[held] = [line for line in heard.said if line.startswith("base weights")]
+        stated[held] = [line for line in heard.lines if line.startswith("base weights")]
     assert found["auto"] == found["bf16"] != found["int8"]
     assert found["int8"] == pytest.approx(found["bf16"], rel=0.02)
-    assert not said["bf16"]
-    assert said["auto"][0].startswith("base weights bf16: model.base_precision auto, without a plan for these weights")
-    assert said["int8"][0].startswith("base weights: int8 for ")
+    assert not stated["bf16"]
+    assert stated["auto"][0].startswith(
+        "base weights bf16: model.base_precision auto, without a plan for these weights"
+    )
+    assert stated["int8"][0].startswith("base weights: int8 for ")

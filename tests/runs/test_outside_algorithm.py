@@ -89,7 +89,7 @@ def test_it_is_checked_planned_trained_written_and_read(tmp_path: Path, tiny_mod
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     answers = (json.loads(text) for text in done.stdout.split("\0")[:6])
-    checked, planned, trained, inspected, converted, refused = answers
+    checked, planned, trained, inspected, converted, rejected = answers
     assert checked["files"][0]["problems"] == []
     assert planned["run"] == "sdxl base-1.0, outer, adamw"
     assert trained["outcome"] == "finished"
@@ -98,4 +98,4 @@ def test_it_is_checked_planned_trained_written_and_read(tmp_path: Path, tiny_mod
     assert [(one["algorithms"], one["unchanged_layers"]) for one in found["adapters"]] == [(["outer"], [])]
     assert converted["written"][0]["algorithms"] == ["lora"]
     assert converted["written"][0]["relative_error"] < 1e-6  # an outer product is a LoRA of rank 1
-    assert "ComfyUI does not know outer" in refused["problems"][0]["found"]
+    assert "ComfyUI does not know outer" in rejected["problems"][0]["found"]

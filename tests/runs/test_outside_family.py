@@ -69,8 +69,8 @@ def test_the_command_line_knows_it(installed: dict[str, str], tmp_path: Path) ->
     assert weights["bytes"] == 2 * 6_858_605_568
     upstream = tmp_path / "simpletuner.json"
     upstream.write_text(json.dumps({"model_family": "auraflow", "model_type": "lora", "output_dir": str(tmp_path)}))
-    told = gracetune("config", "check", "--no-paths", str(upstream))
-    assert "families we train" not in told.stdout + told.stderr, "SimpleTuner's name of it is ours too"
+    message = gracetune("config", "check", "--no-paths", str(upstream))
+    assert "families we train" not in message.stdout + message.stderr, "SimpleTuner's name of it is ours too"
 
 
 @pytest.mark.full
@@ -105,7 +105,7 @@ def test_a_copy_renamed_as_the_page_says_is_a_family_and_half_renamed_says_so(tm
         assert f"found     family='other' in {place}\n" in loaded.stderr
         (package / f"{module}.py").write_text(whole)
     (package / "__init__.py").write_text('FAMILY = "auraflow"\n')
-    refused = run(environment, "data", "show", "--no-sheets", str(config))
-    assert refused.returncode == 1
-    assert "family='auraflow' in gracetune_myfamily.names.NAMES" in refused.stdout + refused.stderr
-    assert "Traceback" not in refused.stderr
+    rejected = run(environment, "data", "show", "--no-sheets", str(config))
+    assert rejected.returncode == 1
+    assert "family='auraflow' in gracetune_myfamily.names.NAMES" in rejected.stdout + rejected.stderr
+    assert "Traceback" not in rejected.stderr

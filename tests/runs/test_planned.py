@@ -62,9 +62,9 @@ def test_the_layer_is_told_what_the_plan_manages_elsewhere(
     published = of_published_size(Path(config.model.path or ""), tmp_path / "published")
     file = write_config(config, tmp_path / "c.yaml")
     assert gracetune("train", str(file), "--set", f"model.path={published}") == 1
-    told = " ".join(capsys.readouterr().err.split())
-    assert "far enough" in told
-    assert "placement: idle expert" in told
+    message = " ".join(capsys.readouterr().err.split())
+    assert "far enough" in message
+    assert "placement: idle expert" in message
     experts = 2 * 2 * footprint_of(config.model)[0].parameters
     (given,) = handed_on
     assert experts < given["managed_elsewhere"] < experts * 1.01, "both experts, and the caches of four images"

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from gracetune.config.run_config import RunConfig
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from runs.launched import launch, write_config
-from runs.made_runs import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, images, run
 from runs.test_resume import losses, states
 
 STEPS = 3
@@ -64,20 +64,20 @@ def test_two_processes_learn_what_one_learns(tiny_model: TinyModel, tmp_path: Pa
 
     Two datasets name one folder: it is staged once, by the first process, for both datasets and both processes.
     """
-    staged = {"type": "in_memory", "path": str(pictures(tmp_path / "data"))}
+    staged = {"type": "in_memory", "path": str(images(tmp_path / "data"))}
     datasets = [{**staged, "id": name, "resolution": 64.0, "repeats": number} for number, name in enumerate(NAMES)]
     alone = config_for("wan", tiny_model, tmp_path, datasets=datasets, **SECTIONS)
     run(alone)
     replicas, sharded, parted = (half(alone, tmp_path / name) for name in ("replicas", "sharded", "parted"))
-    said = run_two([(replicas, {}, None), (sharded, FSDP, None), (parted, FSDP, 2), (parted, FSDP, None)], tmp_path)
-    assert said.count("spread over 2 processes") == 3
+    stated = run_two([(replicas, {}, None), (sharded, FSDP, None), (parted, FSDP, 2), (parted, FSDP, None)], tmp_path)
+    assert stated.count("spread over 2 processes") == 3
     # The plan is made for both: what each of them holds, and what this machine holds for the two.
-    assert said.count("2 processes: DDP, each holds a whole copy") == 1
-    assert said.count("2 processes: FSDP2, each holds 1/2 of the weights") == 3
-    assert said.count("Python, torch, CUDA; 2 processes, 4.00 GiB each") == 4
-    assert said.count(f"datasets small, large share {tmp_path / 'data'}: it is staged once") == 4
-    assert said.count("small: 8 files") == 4
-    assert "large: 8 files" not in said
+    assert stated.count("2 processes: DDP, each holds a whole copy") == 1
+    assert stated.count("2 processes: FSDP2, each holds 1/2 of the weights") == 3
+    assert stated.count("Python, torch, CUDA; 2 processes, 4.00 GiB each") == 4
+    assert stated.count(f"datasets small, large share {tmp_path / 'data'}: it is staged once") == 4
+    assert stated.count("small: 8 files") == 4
+    assert "large: 8 files" not in stated
     for config in (replicas, sharded, parted):
         assert_close(config, alone)
     assert losses(parted) == losses(sharded)
@@ -86,7 +86,7 @@ def test_two_processes_learn_what_one_learns(tiny_model: TinyModel, tmp_path: Pa
 @pytest.mark.full
 def test_a_file_that_turns_out_to_be_damaged_is_left_out_by_both(tiny_model: TinyModel, tmp_path: Path) -> None:
     """It is decoded by one of them in the middle of an epoch; the windows stay those of one process."""
-    folder = pictures(tmp_path / "data", 6)
+    folder = images(tmp_path / "data", 6)
     whole = (folder / "03.png").read_bytes()
     (folder / "03.png").write_bytes(whole[:200] + bytes(100) + whole[300:])  # its header is sound
     for number in range(6):
@@ -94,13 +94,13 @@ def test_a_file_that_turns_out_to_be_damaged_is_left_out_by_both(tiny_model: Tin
     data = {"id": "live", "path": str(folder), "resolution": 64.0, "cache_latents": "none", "corrupt_threshold": 0.5}
     training = {"max_steps": 4, "batch_size": 2}
     alone = config_for("flux", tiny_model, tmp_path, datasets=[data], training=training)
-    view = Heard()
+    view = CollectingView()
     run(alone, view)
     assert [text for text in view.warnings if "03.png" in text]
     shared = half(alone, tmp_path / "shared")
-    said = run_two([(shared, {}, None)], tmp_path)
-    assert "left out, unreadable: 03.png of live" in said
-    assert re.search(r"captions longer than 77 tokens, .*: 6 samples: ", said), "whichever process encoded them"
+    stated = run_two([(shared, {}, None)], tmp_path)
+    assert "left out, unreadable: 03.png of live" in stated
+    assert re.search(r"captions longer than 77 tokens, .*: 6 samples: ", stated), "whichever process encoded them"
     assert_close(shared, alone, 4)
 
 
@@ -128,22 +128,22 @@ def test_two_processes_write_the_dora_files_of_one_and_leave_out_what_one_of_the
 ) -> None:
     """Magnitudes for ComfyUI are measured against weights no process has whole, and half of the data asks the base.
     One expert, so that it gets the three steps after which a run proves its effect."""
-    folder = pictures(tmp_path / "others", 5)
+    folder = images(tmp_path / "others", 5)
     whole = (folder / "03.png").read_bytes()
     (folder / "03.png").write_bytes(whole[:200] + bytes(100) + whole[300:])  # its header is sound
     others = {
         "id": "others", "path": str(folder), "resolution": 64.0, "regularisation": True, "corrupt_threshold": 0.5,
     }  # fmt: skip
-    own = {"id": "own", "path": str(pictures(tmp_path / "own", 4)), "resolution": 64.0}
+    own = {"id": "own", "path": str(images(tmp_path / "own", 4)), "resolution": 64.0}
     dora = {"adapter": {"kind": "dora", "rank": 2}, "checkpoints": {"every_steps": None, "format": "comfyui"}}
     model = {"experts": "high"}
     alone = config_for("wan", tiny_model, tmp_path, datasets=[others, own], model=model, **{**SECTIONS, **dora})
     run(alone)
     replicas, sharded = half(alone, tmp_path / "replicas"), half(alone, tmp_path / "sharded")
-    said = run_two([(replicas, {}, None), (sharded, FSDP, None)], tmp_path)
-    assert said.count("left out, unreadable: 03.png of others") == 2
-    proven = [line for line in said.splitlines() if line.startswith("self-check: the adapter changes the output by")]
-    assert len(proven) == 2, said
+    stated = run_two([(replicas, {}, None), (sharded, FSDP, None)], tmp_path)
+    assert stated.count("left out, unreadable: 03.png of others") == 2
+    proven = [line for line in stated.splitlines() if line.startswith("self-check: the adapter changes the output by")]
+    assert len(proven) == 2, stated
     assert all("the saved file reproduces it" in line for line in proven)
     for config in (replicas, sharded):
         assert_close(config, alone)
@@ -157,9 +157,9 @@ def test_two_processes_write_the_dora_files_of_one_and_leave_out_what_one_of_the
 def test_gradients_that_are_no_numbers_end_both_processes_at_the_state_before(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    good = {"id": "good", "path": str(pictures(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
+    good = {"id": "good", "path": str(images(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
     bad = {
-        "id": "bad", "path": str(pictures(tmp_path / "bad", 2)), "resolution": 64.0, "start_step": 2,
+        "id": "bad", "path": str(images(tmp_path / "bad", 2)), "resolution": 64.0, "start_step": 2,
         "loss_weight": 1e38,
     }  # fmt: skip
     training = {"max_steps": 5, "batch_size": 2}
@@ -168,8 +168,8 @@ def test_gradients_that_are_no_numbers_end_both_processes_at_the_state_before(
     replicas, sharded = (half(alone, tmp_path / name) for name in ("replicas", "sharded"))
     run_two([(replicas, {}, None), (sharded, FSDP, None)], tmp_path)
     for config in (alone, replicas, sharded):
-        there = [path.name for path in (Path(config.output_dir) / "checkpoints").glob("checkpoint-*")]
-        assert there == ["checkpoint-2"]
+        existing = [path.name for path in (Path(config.output_dir) / "checkpoints").glob("checkpoint-*")]
+        assert existing == ["checkpoint-2"]
         one, two = (states(each, 2)["parameters.safetensors"] for each in (alone, config))
         for name in one:
             torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-6)
@@ -181,7 +181,7 @@ def test_gradients_that_are_no_numbers_end_both_processes_at_the_state_before(
 def test_entries_are_drawn_anew_for_each_epoch_by_both(tiny_model: TinyModel, tmp_path: Path) -> None:
     """They share the work and swap at the same batch: what two learn is what one learns. Nothing is left behind."""
     data = {
-        "id": "crops", "path": str(pictures(tmp_path / "crops", 4, 96)), "resolution": 64.0,
+        "id": "crops", "path": str(images(tmp_path / "crops", 4, 96)), "resolution": 64.0,
         "crop": {"enabled": True, "style": "random"}, "augmentation": {"cache_mode": "refresh_each_epoch"},
     }  # fmt: skip
     sections: dict[str, Any] = {
@@ -193,9 +193,9 @@ def test_entries_are_drawn_anew_for_each_epoch_by_both(tiny_model: TinyModel, tm
     alone = config_for("flux", tiny_model, tmp_path, **sections)
     assert run(alone).step == 6
     shared = half(alone, tmp_path / "shared")
-    said = run_two([(shared, {}, None)], tmp_path)
+    stated = run_two([(shared, {}, None)], tmp_path)
     assert_close(shared, alone, 6)
-    assert "entries of this run removed" in said
+    assert "entries of this run removed" in stated
     for config in (alone, shared):
         cache = Path(config.output_dir) / "cache"
         assert not list(cache.glob("epochs/*"))

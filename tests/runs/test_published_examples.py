@@ -31,8 +31,8 @@ from runs.made_runs import TinyModel, shrink_references
 from runs.test_commands import gracetune
 from runs.test_remote_data import files_of
 from servers.hub import HubServer
-from unit.data.copies.sample_sources import parquet, picture
-from unit.fidelity.published import REFUSED, Example, examples
+from unit.data.copies.sample_sources import encoded_image, parquet
+from unit.fidelity.published import REJECTED, Example, examples
 
 EXAMPLES = examples()
 EVERY_DAY = (
@@ -59,7 +59,7 @@ def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def each() -> Iterator[Any]:
     for name in EXAMPLES:
-        if name not in REFUSED:
+        if name not in REJECTED:
             yield pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.full)
 
 
@@ -83,10 +83,10 @@ def test_a_published_example_trains(
     code = gracetune("train", str(path), "--max-steps", "2", "--json", *settings)
     captured = capsys.readouterr()
     assert code == 0, captured.err
-    told = json.loads(captured.out)
-    assert (told["outcome"], told["step"]) == ("finished", 2)
+    message = json.loads(captured.out)
+    assert (message["outcome"], message["step"]) == ("finished", 2)
 
-    folder = Path(told["folder"])
+    folder = Path(message["folder"])
     assert folder.is_relative_to(tmp_path)
     (log,) = folder.glob("logs/*.jsonl")
     events = [json.loads(line) for line in log.read_text().splitlines()]
@@ -95,9 +95,9 @@ def test_a_published_example_trains(
     assert all(map(math.isfinite, losses))
     warned = [event["message"] for event in events if event["kind"] == "Warned"]
     assert checked["notes"] == warned[: len(checked["notes"])]
-    files = [Path(file) for file in told["files"]]
+    files = [Path(file) for file in message["files"]]
     assert len(files) == (2 if flavour_of(config).dual_expert and config.model.experts == "both" else 1)
-    assert any(has_learnt(load_file(file)) for file in files)  # experts take turns, ten steps each
+    assert any(has_learned(load_file(file)) for file in files)  # experts take turns, ten steps each
     last = [*folder.glob("samples/000000002_*_seed*")]
     assert len(last) == len(config.validation.prompts) * config.validation.images_per_prompt
     copies = [json.loads(file.read_text()) for file in tmp_path.rglob("copy.json")]
@@ -111,7 +111,7 @@ def flavour_of(config: RunConfig) -> Flavour:
     return found
 
 
-def has_learnt(tensors: dict[str, torch.Tensor]) -> bool:
+def has_learned(tensors: dict[str, torch.Tensor]) -> bool:
     """These are zero before the first step."""
     return any(bool(one.any()) for name, one in tensors.items() if name.endswith((".lora_B.weight", ".lokr_w2")))
 
@@ -203,7 +203,7 @@ def fill_folders(config: RunConfig) -> None:
 def fill_folder(folder: Path, *, captions: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for number, size in enumerate(SIZES):
-        (folder / f"{number}.png").write_bytes(picture(number, size))
+        (folder / f"{number}.png").write_bytes(encoded_image(number, size))
         if captions:
             (folder / f"{number}.txt").write_text(f"p3r5on, number {number}")
 
@@ -213,7 +213,10 @@ SIZES = ((160, 160), (200, 144), (144, 200))
 
 @cache
 def images() -> dict[str, bytes]:
-    rows = [{"image": {"bytes": picture(number, size), "path": None}, "text": "x"} for number, size in enumerate(SIZES)]
+    rows = [
+        {"image": {"bytes": encoded_image(number, size), "path": None}, "text": "x"}
+        for number, size in enumerate(SIZES)
+    ]
     return {"data/train-00000-of-00001.parquet": parquet(rows)}
 
 

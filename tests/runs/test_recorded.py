@@ -11,8 +11,8 @@ import pytest
 from gracetune.models.spec import ExpertName
 from gracetune.train.cuda_graphs import Replay
 from gracetune.train.gradients import FlatGradients
-from gracetune.train.trained_model import Trainee
-from gracetune.train.view import Heard
+from gracetune.train.trained_model import TrainedModel
+from gracetune.train.view import CollectingView
 from runs.made_runs import TinyModel, config_for, run
 from runs.test_resume import STEPS, assert_same_end, losses
 from runs.test_validation import held_out
@@ -46,21 +46,21 @@ def test_recorded_steps_learn_what_others_learn(
     """Two experts take turns, windows of two batches, averages, and captions of unlike length. Samples and a held-out
     loss in between let the recordings go."""
     data = held_out(tmp_path)
-    for number, picture in enumerate(sorted((tmp_path / "pictures").glob("*.txt"))):
-        picture.write_text("one more word " * (number + 1))
+    for number, image in enumerate(sorted((tmp_path / "pictures").glob("*.txt"))):
+        image.write_text("one more word " * (number + 1))
     plain, replayed = (
         config_for("wan", tiny_model, tmp_path / name, datasets=data, **SECTIONS) for name in ("plain", "replayed")
     )
     run(plain)
-    device, heard = Device(waits=True, error=None, free=1 << 50, synchronises=False), Heard()
+    device, heard = Device(waits=True, error=None, free=1 << 50, synchronises=False), CollectingView()
 
-    def replay(config: Any, trainee: Trainee, gradients: dict[ExpertName, FlatGradients], *_: Any) -> Replay:
-        flat = {trainee.host.module(name): one for name, one in gradients.items()}
-        return Replay(trainee.spec, flat, say=heard.say, gpu=device)
+    def replay(config: Any, trained_model: TrainedModel, gradients: dict[ExpertName, FlatGradients], *_: Any) -> Replay:
+        flat = {trained_model.host.module(name): one for name, one in gradients.items()}
+        return Replay(trained_model.spec, flat, report=heard.report, gpu=device)
 
     monkeypatch.setattr("gracetune.train.assembly._replay", replay)
     run(replayed, heard)
     assert losses(replayed) == losses(plain)
     assert_same_end(replayed, plain)
     assert (device.recorded, device.pools) == (5, 3), "each expert's, before and after samples; one after the loss"
-    assert sum(line.startswith("CUDA graph: on") for line in heard.said) == 1
+    assert sum(line.startswith("CUDA graph: on") for line in heard.lines) == 1

@@ -90,16 +90,16 @@ def test_from_a_hub_to_a_hub(
     assert TOKEN.encode() not in written + captured.err.encode() + captured.out.encode()
     # The captions are the columns'.
     shown = gracetune("data", "show", str(config), "--json", "--no-sheets")
-    told = json.loads(capsys.readouterr().out)
-    assert (shown, told["datasets"][0]["samples"]) == (0, 3)
+    message = json.loads(capsys.readouterr().out)
+    assert (shown, message["datasets"][0]["samples"]) == (0, 3)
     # A second start has everything.
     sent = hub.sent
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert gracetune("train", str(config), "--max-steps", "3") == 0
-    said = capsys.readouterr().err
+    stated = capsys.readouterr().err
     assert hub.sent == sent
-    assert "HF_HUB_OFFLINE=1 forbids access to the hub, so nothing is uploaded" in said
-    assert "hf upload" in said
+    assert "HF_HUB_OFFLINE=1 forbids access to the hub, so nothing is uploaded" in stated
+    assert "hf upload" in stated
 
 
 @pytest.mark.full
@@ -116,11 +116,11 @@ def test_a_failed_upload_stops_nothing(
     config = native(tmp_path, checkpoints={"push_to_hub": {"repo_id": "owner/results"}, "every_steps": None})
     assert gracetune("train", str(config), "--json") == 0
     captured = capsys.readouterr()
-    told = json.loads(captured.out)
-    assert told["outcome"] == "finished"
-    assert load_file(told["files"][0])
+    message = json.loads(captured.out)
+    assert message["outcome"] == "finished"
+    assert load_file(message["files"][0])
     assert "cannot be created on the hub" in captured.err
-    assert f"hf upload owner/results {told['files'][0]} tiny.safetensors" in captured.err
+    assert f"hf upload owner/results {message['files'][0]} tiny.safetensors" in captured.err
 
 
 @pytest.mark.full
@@ -201,8 +201,8 @@ def test_two_processes_of_one_run(hub: HubServer, tiny_model: TinyModel, tmp_pat
     processes = [
         start(command_line("train", str(config)), RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(2)
     ]
-    said = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    stated = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], stated
     repo = hub.repos["model", "owner/tiny-sdxl"]
     once = sum(len(file) for path, file in repo.files.items() if path.endswith(".safetensors"))
     tables = sum(map(len, data.values()))
@@ -223,7 +223,7 @@ BAD_DATA: dict[str, tuple[dict[str, bytes] | None, dict[str, Any], list[str]]] =
     ),
     "an image column that is missing": (
         TABLE, {"local_copy": {"media_column": "picture"}},
-        ["no column `picture` in train.parquet", "--set 'datasets[pets].local_copy.media_column=image'"],
+        ["no column `image` in train.parquet", "--set 'datasets[pets].local_copy.media_column=image'"],
     ),
     "a split that is missing": (
         TABLE, {"local_copy": {"split": "validation"}},
@@ -242,7 +242,7 @@ BAD_DATA: dict[str, tuple[dict[str, bytes] | None, dict[str, Any], list[str]]] =
 
 
 @pytest.mark.parametrize("what", BAD_DATA)
-def test_bad_remote_data_is_refused_before_anything_is_downloaded(
+def test_bad_remote_data_is_rejected_before_anything_is_downloaded(
     what: str, hub: HubServer, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files, options, expected = BAD_DATA[what]
@@ -253,10 +253,10 @@ def test_bad_remote_data_is_refused_before_anything_is_downloaded(
         hub.faults.claimed_sizes["train.tar"] = 10**16
     (dataset,) = yaml.safe_load(native(tmp_path).read_text())["datasets"]
     code = gracetune("train", str(native(tmp_path, datasets=[{**dataset, **options}])))
-    said = capsys.readouterr().err
+    stated = capsys.readouterr().err
     assert code == 1
-    assert "dataset pets\n" in said
-    assert all(words in said for words in ("found", "expected", "try", *expected)), said
+    assert "dataset pets\n" in stated
+    assert all(words in stated for words in ("found", "expected", "try", *expected)), stated
     assert hub.sent <= len(TABLE["train.parquet"])  # of tables, their columns
     assert not (tmp_path / "out").exists()
 
@@ -272,7 +272,7 @@ BROKEN = {**shard(4), "000002.png": b"\x89PNG\r\n\x1a\n and no image"}
     ],
     ids=["cut off", "a member that is no image"],
 )  # fmt: skip
-def test_a_broken_archive_is_refused_before_the_model_is_loaded(
+def test_a_broken_archive_is_rejected_before_the_model_is_loaded(
     archive: bytes, expected: list[str], hub: HubServer, tiny_model: TinyModel, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -280,8 +280,8 @@ def test_a_broken_archive_is_refused_before_the_model_is_loaded(
     data = {"id": "pets", "path": f"hf://datasets/{PETS}", "resolution": 64.0}
     model = {"path": str(tiny_model("sdxl", "base-1.0"))}
     code = gracetune("train", str(native(tmp_path, datasets=[data], model=model)))
-    said = capsys.readouterr().err
+    stated = capsys.readouterr().err
     assert code == 1
-    assert all(words in said for words in ("found", "expected", "try", *expected)), said
-    assert "loading the model" not in said
-    assert "latents" not in said
+    assert all(words in stated for words in ("found", "expected", "try", *expected)), stated
+    assert "loading the model" not in stated
+    assert "latents" not in stated

@@ -18,8 +18,8 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import OtherDataError
 from gracetune.telemetry.events import StepDone
 from gracetune.telemetry.sinks.jsonl import read_log
-from gracetune.train.view import Heard
-from runs.made_runs import TinyModel, changed, config_for, pictures, run
+from gracetune.train.view import CollectingView
+from runs.made_runs import TinyModel, changed, config_for, images, run
 
 STEPS = 8
 DUAL_EXPERT: dict[str, Any] = {
@@ -45,7 +45,7 @@ COSINE: dict[str, Any] = {
 }
 
 
-class Interrupting(Heard):
+class Interrupting(CollectingView):
     """Sends the process a signal after some step, as a user or a scheduler would."""
 
     def __init__(self, at: int, number: int = signal.SIGTERM) -> None:
@@ -125,7 +125,7 @@ def test_a_finished_run_can_be_made_longer(tiny_model: TinyModel, tmp_path: Path
     assert names == ["finished-tiny_000000002.safetensors", "tiny.safetensors"]
     assert (Path(config.output_dir) / names[0]).read_bytes() == first
     again = run(longer)
-    assert (again.step, again.files, again.dry) == (3, result.files, None)
+    assert (again.step, again.files, again.first_batch) == (3, result.files, None)
     assert run(config).step == 3  # fewer steps than are done
 
 
@@ -153,14 +153,14 @@ def test_a_dry_run_leaves_the_run_as_it_is(tiny_model: TinyModel, tmp_path: Path
     run(config, Interrupting(1))
     out = Path(config.output_dir)
 
-    def there() -> dict[Path, bytes]:
+    def existing() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "cache" not in path.parts}
 
-    before = there()
+    before = existing()
     other = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.1})})
     assert run(other, resume="none", dry_run=True).step == 0
     assert run(other, dry_run=True).step == 1
-    assert there() == before
+    assert existing() == before
 
 
 def change_a_byte(file: Path) -> None:
@@ -191,25 +191,25 @@ def test_a_run_goes_on_only_with_the_model_it_began_with(tiny_model: TinyModel, 
         "flux", tiny_model, tmp_path, model={"path": str(model)}, training={"max_steps": 1},
         cache={"cache_dir": str(tmp_path / "cache")},
     )  # fmt: skip
-    view = Heard()
+    view = CollectingView()
     run(config, view)
-    assert {"4 latents encoded: 4 new images", "4 text embeddings encoded: 4 new captions"} <= {*view.said}
+    assert {"4 latents encoded: 4 new images", "4 text embeddings encoded: 4 new captions"} <= {*view.lines}
     longer = changed(config, "training", max_steps=2)
     for words, (name, change) in PARTS.items():
         before = (model / name).read_bytes()
         change(model / name)
-        with pytest.raises(OtherRunError) as refused:
+        with pytest.raises(OtherRunError) as rejected:
             run(longer)
-        assert words in refused.value.problem.found
-        assert "--allow-other-run" in refused.value.problem.hint
+        assert words in rejected.value.problem.found
+        assert "--allow-other-run" in rejected.value.problem.hint
         (model / name).write_bytes(before)
     change_a_byte(model / "vae/diffusion_pytorch_model.safetensors")
     elsewhere = longer.model_copy(update={"output_dir": str(tmp_path / "elsewhere")})
-    view = Heard()
+    view = CollectingView()
     checkpoint = Path(config.output_dir) / "checkpoints" / "checkpoint-1"
     assert run(elsewhere, view, resume=str(checkpoint), allow_other_run=True).step == 2
-    assert "checkpoint-1 belongs to another run: part vae was" in "\n".join(view.said)
-    assert [line for line in view.said if " encoded" in line] == [
+    assert "checkpoint-1 belongs to another run: part vae was" in "\n".join(view.lines)
+    assert [line for line in view.lines if " encoded" in line] == [
         "4 latents encoded again: the VAE changed since they were cached"
     ]
 
@@ -223,25 +223,25 @@ def test_a_checkpoint_of_the_earlier_form_is_resumed_with_one_note(tiny_model: T
     assert len(known) == 3 < len(manifest.metadata.identity)
     earlier = replace(manifest, metadata=replace(manifest.metadata, identity=known))
     (folder / "checkpoint-1" / MANIFEST).write_bytes(earlier.as_bytes())
-    view = Heard()
+    view = CollectingView()
     assert run(changed(config, "training", max_steps=2), view).step == 2
-    assert len([line for line in view.said if "was written by an earlier release" in line]) == 1
+    assert len([line for line in view.lines if "was written by an earlier release" in line]) == 1
     assert not (folder / "checkpoint-1").exists(), "it is this run's own, and not kept any more"
     assert read_manifest(folder / "checkpoint-2").metadata.identity == manifest.metadata.identity
-    view = Heard()
+    view = CollectingView()
     assert run(changed(config, "training", max_steps=3), view).step == 3
-    assert not [line for line in view.said if "was written by an earlier release" in line]
+    assert not [line for line in view.lines if "was written by an earlier release" in line]
 
 
 def shards(config: RunConfig) -> set[str]:
     return {path.name for path in (Path(config.output_dir) / "cache").glob("*/shards/*")}
 
 
-def test_other_data_is_refused_before_any_of_it_is_encoded(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_other_data_is_rejected_before_any_of_it_is_encoded(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 2})
     run(config)
     before, folder = shards(config), Path(config.datasets[0].path)
-    shutil.copy(pictures(tmp_path / "more", 9) / "08.png", folder / "new.png")
+    shutil.copy(images(tmp_path / "more", 9) / "08.png", folder / "new.png")
     (folder / "new.txt").write_text("another caption")
     longer = changed(config, "training", max_steps=4)
     with pytest.raises(OtherDataError, match=r"\d samples then, \d now"):
@@ -255,7 +255,7 @@ def test_other_data_is_refused_before_any_of_it_is_encoded(tiny_model: TinyModel
 def test_a_file_that_was_left_out_when_it_was_encoded_is_no_other_data(
     tiny_model: TinyModel, tmp_path: Path, is_cached: bool
 ) -> None:
-    folder = pictures(tmp_path / "data", 6)
+    folder = images(tmp_path / "data", 6)
     whole = (folder / "03.png").read_bytes()
     (folder / "03.png").write_bytes(whole[:200] + bytes(100) + whole[300:])  # its header is sound
     data = {"id": "d", "path": str(folder), "resolution": 64.0, "corrupt_threshold": 0.5}

@@ -27,7 +27,7 @@ from gracetune.train.run import train
 from gracetune.train.run_options import RunOptions
 from gracetune.train.view import View
 from runs.launched import command_line, start, write_config
-from runs.made_runs import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, images, run
 
 PASSWORD, PATH, TOKEN, KEY, LOGIN = (f"S{number}cret-{uuid.uuid4().hex}" for number in range(5))
 HF = f"hf_{uuid.uuid4().hex}"
@@ -93,7 +93,7 @@ def test_a_whole_run(tiny_model: TinyModel, tmp_path: Path, webhook: HTTPServer)
     """In memory:// storage, whose address holds a password, with an environment that holds tokens."""
     bucket = f"memory://me:{PASSWORD}@{uuid.uuid4()}/pictures"
     storage = fsspec.filesystem("memory")
-    for path in pictures(tmp_path / "pictures").iterdir():
+    for path in images(tmp_path / "pictures").iterdir():
         if path.name != "00.txt":  # one has the caption that the config gives
             storage.pipe(f"{bucket.removeprefix('memory:/')}/{path.name}", path.read_bytes())
     config = secretive(tiny_model, tmp_path, webhook, {"type": "url", "path": bucket})
@@ -109,8 +109,8 @@ def test_a_whole_run(tiny_model: TinyModel, tmp_path: Path, webhook: HTTPServer)
     assert path == f"/services/{PATH}"
     assert login == f"Basic {base64.b64encode(f'me:{LOGIN}'.encode()).decode()}"
     assert not any(one.encode() in body for one in SECRETS)
-    (told,) = [line for line in view.lines if "webhook" in line]
-    assert "the webhook at 127.0.0.1 failed and is left out from here on: the answer 500" in told
+    (message,) = [line for line in view.lines if "webhook" in line]
+    assert "the webhook at 127.0.0.1 failed and is left out from here on: the answer 500" in message
     saved = folder / "config.yaml"
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
     assert load(saved, environment=environment).config == config
@@ -123,7 +123,7 @@ def test_a_whole_run(tiny_model: TinyModel, tmp_path: Path, webhook: HTTPServer)
 @pytest.mark.full
 def test_what_is_printed(tiny_model: TinyModel, tmp_path: Path, webhook: HTTPServer) -> None:
     """As it is typed: the run, once more to its end, and every command that reads the config, also with `--json`."""
-    config = secretive(tiny_model, tmp_path, webhook, {"path": str(pictures(tmp_path / "pictures"))})
+    config = secretive(tiny_model, tmp_path, webhook, {"path": str(images(tmp_path / "pictures"))})
     file = str(write_config(config, tmp_path / "config.yaml"))
     commands = [["train", file], ["train", file, "--json", "--log-level", "debug"], ["train", file, "--dry-run"],
                 ["config", "show", file], ["config", "show", file, "--json"], ["config", "check", file],
@@ -163,13 +163,13 @@ def test_a_traceback_is_redacted_too() -> None:
 
 @pytest.mark.parametrize("address", ["http://[::1/{}", "{}", "ftp://host/{}", "https:///{}", "https://host:port/{}",
                                      "https://host/{} x", "https://host/\u00e9{}"])  # fmt: skip
-def test_a_webhook_that_is_no_address_is_refused_without_it(
+def test_a_webhook_that_is_no_address_is_rejected_without_it(
     tiny_model: TinyModel, tmp_path: Path, address: str
 ) -> None:
     config = config_for("flux", tiny_model, tmp_path, logging={"webhook": address.format(PATH)})
-    with pytest.raises((ConfigError, TelemetryError), match=r"logging\.webhook") as refused:
+    with pytest.raises((ConfigError, TelemetryError), match=r"logging\.webhook") as rejected:
         run(config)
-    assert PATH not in str(refused.value)
+    assert PATH not in str(rejected.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -177,11 +177,11 @@ def test_who_may_look_into_a_run_folder(tiny_model: TinyModel, tmp_path: Path) -
     """`storage/folders.py`; its own test has the rest. What is above a run folder is none."""
     before = os.umask(0o022)
     try:
-        for name, there in (("new", False), ("old", True)):
+        for name, existing in (("new", False), ("old", True)):
             config = config_for("flux", tiny_model, tmp_path / name, training={"max_steps": 1})
-            if there:
+            if existing:
                 Path(config.output_dir).mkdir(mode=0o755)
-            run(config, dry_run=not there)
+            run(config, dry_run=not existing)
         modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new", "new/out", "old/out")]
         assert modes == [0o755, 0o700, 0o755]
     finally:

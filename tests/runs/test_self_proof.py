@@ -22,9 +22,9 @@ from gracetune.telemetry.events import RunEnded, SelfChecked
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.blocks import Preparation, prepare_blocks
 from gracetune.train.output import WrongFileError
-from gracetune.train.self_check import STEPS, SelfProof
+from gracetune.train.self_check import STEPS, SelfCheck
 from gracetune.train.step import TrainStep
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from runs.made_runs import TinyModel, config_for, run
 from runs.test_resume import assert_same_end, losses
 from unit.adapters.denoisers import ADAPTERS
@@ -33,12 +33,12 @@ PASSES = 1
 """Of the first batch through each expert, beside those of the dry batch and of training."""
 
 
-class Absent(SelfProof):
+class Absent(SelfCheck):
     """Looks at nothing."""
 
     def start(self, begun: Any) -> None: ...
 
-    def window(self, done: Any) -> None: ...
+    def step(self, done: Any) -> None: ...
 
     def check_saved(self, files: Any) -> None: ...
 
@@ -48,8 +48,8 @@ def events(config: RunConfig, kind: type[Any]) -> list[Any]:
     return [record.event for record in log.merged() if isinstance(record.event, kind)]
 
 
-def lines(view: Heard) -> list[str]:
-    return [line for line in view.said if line.startswith("self-check")]
+def lines(view: CollectingView) -> list[str]:
+    return [line for line in view.lines if line.startswith("self-check")]
 
 
 def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
@@ -69,7 +69,7 @@ def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
         passes.append(expert)
         return original(self, denoiser, batch, expert)
 
-    view = Heard()
+    view = CollectingView()
     with monkeypatch.context() as patch:
         patch.setattr(TrainStep, "__call__", counted)
         assert run(proven, view).step == 8
@@ -93,7 +93,7 @@ def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
         "Training has an effect, and the first saved file" in (tmp_path / "proven" / "out" / "report.html").read_text()
     )
 
-    monkeypatch.setattr("gracetune.train.callbacks.SelfProof", Absent)
+    monkeypatch.setattr("gracetune.train.callbacks.SelfCheck", Absent)
     run(plain)
     assert losses(proven) == losses(plain)
     assert_same_end(proven, plain, 8)
@@ -104,7 +104,7 @@ def test_an_adapter_that_has_learnt_before_is_compared_with_what_it_was(tiny_mod
     adapter = {"kind": "lora", "rank": 4, "dropout": 0.5}
     first = config_for("flux", tiny_model, tmp_path, adapter=adapter, training={"max_steps": 3})
     run(first)
-    view = Heard()
+    view = CollectingView()
     longer = config_for("flux", tiny_model, tmp_path, adapter=adapter, training={"max_steps": 6})
     assert run(longer, view).step == 6
     assert lines(view)[0].startswith("self-check: training changes the output by ")
@@ -114,7 +114,7 @@ def test_an_adapter_that_has_learnt_before_is_compared_with_what_it_was(tiny_mod
     still = config_for(
         "flux", tiny_model, tmp_path / "still", adapter=begun, training={"max_steps": 3}, optimizer={"lr": 1e-30}
     )
-    run(still, view := Heard())
+    run(still, view := CollectingView())
     assert lines(view)[0].startswith("self-check: training changes the output by ")
     assert events(still, SelfChecked)[0].amplified > 1
 
@@ -133,12 +133,12 @@ def test_of_a_compiled_denoiser_the_check_needs_no_graph_of_its_own(
     monkeypatch.setattr("gracetune.train.trained_model.prepare_blocks", compiled)
     sections: dict[str, Any] = {"training": {"max_steps": 5, "batch_size": 2}, "checkpoints": {"every_steps": 4}}
     configs = [config_for(family, tiny_model, tmp_path / name, **sections) for name in ("with", "without")]
-    view = Heard()
+    view = CollectingView()
     torch._dynamo.reset()
     run(configs[0], view)
     assert "the adapter changes the output by " in lines(view)[0]
     torch._dynamo.reset()
-    monkeypatch.setattr("gracetune.train.callbacks.SelfProof", Absent)
+    monkeypatch.setattr("gracetune.train.callbacks.SelfCheck", Absent)
     run(configs[1])
     first, second = (one.stats.graphs for one in prepared)
     assert first == second > 0
@@ -148,7 +148,7 @@ def test_of_a_compiled_denoiser_the_check_needs_no_graph_of_its_own(
 
 def test_magnitudes_in_comfyuis_terms_are_read_back_as_they_were_trained(tiny_model: TinyModel, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"adapter": {"kind": "dora", "rank": 4}, "checkpoints": {"format": "comfyui"}}
-    view = Heard()
+    view = CollectingView()
     run(config_for("sdxl", tiny_model, tmp_path, training={"max_steps": 3}, **sections), view)
     (line,) = lines(view)
     assert "changes the output by" in line
@@ -164,7 +164,7 @@ def test_what_is_less_than_the_models_precision_is_found_in_an_adapter_made_stro
         "optimizer": {"lr": 1e-8}, "checkpoints": {"save_dtype": "fp16"},
     }  # fmt: skip
     config = config_for("flux", tiny_model, tmp_path, **sections)
-    view = Heard()
+    view = CollectingView()
     assert run(config, view).step == 4
     first = events(config, SelfChecked)[0]
     assert first.amplified > 1
@@ -176,7 +176,7 @@ def test_what_is_less_than_the_models_precision_is_found_in_an_adapter_made_stro
 
 def stopped(config: RunConfig) -> str:
     """Why, at which step, and with its state saved."""
-    view = Heard()
+    view = CollectingView()
     result = run(config, view)
     assert result.stop is not None
     assert (result.stop.kind, result.step) == ("failed", STEPS)
@@ -224,7 +224,7 @@ def test_an_answer_that_is_not_finite_is_no_proof_against_the_adapter(
     """In fp16 one sample may overflow, and such steps are skipped: that ends no run."""
     original = TrainStep.answer
     monkeypatch.setattr(TrainStep, "answer", lambda *given: original(*given) * torch.nan)
-    view = Heard()
+    view = CollectingView()
     assert run(config_for("flux", tiny_model, tmp_path, training={"max_steps": STEPS}), view).files
     assert "the adapter changes the output by nan" in lines(view)[0]
 
@@ -235,7 +235,7 @@ def test_layers_that_no_gradient_reaches_are_named(
     """Qwen-Image's last caption stream, as if the family did not declare it."""
     monkeypatch.setattr("gracetune.models.qwen_image.load._NO_GRADIENT", ())
     config = config_for("qwen_image", tiny_model, tmp_path, training={"max_steps": 3})
-    view = Heard()
+    view = CollectingView()
     assert run(config, view).step == 3
     (warning,) = [text for text in view.warnings if "self-check" in text]
     assert "have learnt nothing after 3 steps" in warning
@@ -297,7 +297,7 @@ def test_every_kind_of_adapter_is_read_back_from_every_format_that_holds_it(
             family, tiny_model, tmp_path / family, adapter={"kind": kind, "rank": 4, "alpha": 3.0},
             training={"max_steps": 3}, model={"experts": "high"}, checkpoints=checkpoints,
         )  # fmt: skip
-        view = Heard()
+        view = CollectingView()
         try:
             run(config, view)
         except ConfigError as error:

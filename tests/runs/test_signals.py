@@ -11,40 +11,40 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.cache.pass_worker import Progress
+from gracetune.cache.pass_worker import PassProgress
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.events import RunEnded, ValidationDone
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.control import InterruptedBySignal
 from gracetune.train.run import RunOptions, train
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from runs.launched import command_line, start, start_ranks, write_config
-from runs.made_runs import TinyModel, config_for, pictures, run
+from runs.made_runs import TinyModel, config_for, images, run
 from runs.test_resume import Interrupting, assert_same_end, losses
 
-DRAWN = {"every_steps": 2, "steps": 1, "width": 64, "height": 64, "prompts": [{"prompt": str(n)} for n in range(3)]}
+GENERATED = {"every_steps": 2, "steps": 1, "width": 64, "height": 64, "prompts": [{"prompt": str(n)} for n in range(3)]}
 
 
-class Signalling(Heard):
+class Signalling(CollectingView):
     """Sends a signal when a line begins with this."""
 
     def __init__(self, line: str) -> None:
         super().__init__()
         self.line, self.encoded = line, 0
 
-    def say(self, text: str) -> None:
-        super().say(text)
+    def report(self, text: str) -> None:
+        super().report(text)
         if text.startswith(self.line):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Caching(Heard):
+class Caching(CollectingView):
     def __init__(self, at: int | None = None) -> None:
         super().__init__()
         self.at, self.encoded = at, 0
 
-    def on_latents(self, progress: Progress) -> None:
+    def on_latents(self, progress: PassProgress) -> None:
         self.encoded = max(self.encoded, progress.total)
         if progress.done == self.at:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -73,7 +73,7 @@ def test_while_training_the_step_is_completed_and_saved(
     result = train(config, environment=Environment(variables), options=RunOptions(), view=view)
     assert result.stop is not None
     assert (result.stop.kind, result.stop.reason, result.step) == ("interrupted", number.name, 2)
-    assert any(line.startswith(f"{number.name}: the step is completed") for line in view.said)
+    assert any(line.startswith(f"{number.name}: the step is completed") for line in view.lines)
     assert (Path(config.output_dir) / "checkpoints" / "checkpoint-2").is_dir()
     assert (ended(config).outcome, ended(config).reason) == ("interrupted", number.name)
 
@@ -94,16 +94,16 @@ def test_after_the_last_step_the_files_are_completed(tiny_model: TinyModel, tmp_
     result = run(config, view)
     assert result.stop is not None
     assert result.stop.kind == ended(config).outcome == "finished"
-    assert any(line.startswith("SIGTERM: the files of the run are completed first") for line in view.said)
+    assert any(line.startswith("SIGTERM: the files of the run are completed first") for line in view.lines)
     assert (Path(config.output_dir) / "report.html").is_file()
 
 
 @pytest.mark.full
 def test_samples_that_are_not_drawn_yet_are_left_out(tiny_model: TinyModel, tmp_path: Path) -> None:
-    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 4}, validation=DRAWN)
+    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 4}, validation=GENERATED)
     view = Interrupting(2)  # before that step's samples
     run(config, view)
-    assert "samples at step 2: 3 left out, the run is stopping" in view.said
+    assert "samples at step 2: 3 left out, the run is stopping" in view.lines
     records = read_log(Path(config.output_dir) / "logs" / "events.jsonl").records
     assert [record.event.files for record in records if isinstance(record.event, ValidationDone)] == [()]
 
@@ -111,7 +111,7 @@ def test_samples_that_are_not_drawn_yet_are_left_out(tiny_model: TinyModel, tmp_
 @pytest.mark.full
 def test_the_command_ends_while_it_caches(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Exit code 3 and one line, no traceback; the same command goes on."""
-    data = {"id": "many", "path": str(pictures(tmp_path / "many", 120)), "resolution": 64.0}
+    data = {"id": "many", "path": str(images(tmp_path / "many", 120)), "resolution": 64.0}
     sections = {"datasets": [data], "training": {"max_steps": 1}, "cache": {"vae_batch_size": 1}}
     config = config_for("flux", tiny_model, tmp_path, **sections)
     file = write_config(config, tmp_path / "c.yaml")
@@ -163,9 +163,9 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tiny_model: TinyMode
         assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
         time.sleep(0.02)
     ranks[1].send_signal(signal.SIGTERM)
-    said = [rank.communicate(timeout=60) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [3, 3], said
+    stated = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [3, 3], stated
     assert ended(config).reason == "rank 1: SIGTERM"
     saved = json.loads((Path(config.output_dir) / "report.json").read_text())
     assert saved["outcome"] == "interrupted"
-    assert not any("Traceback" in errors for _, errors in said)
+    assert not any("Traceback" in errors for _, errors in stated)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from gracetune.data.backends import in_memory
-from gracetune.train.view import Heard
-from runs.made_runs import TinyModel, config_for, pictures, run
+from gracetune.train.view import CollectingView
+from runs.made_runs import TinyModel, config_for, images, run
 from unit.data.backends.helpers import held
 
 
-class Staged(Heard):
+class Staged(CollectingView):
     """Counts how often each dataset was staged."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ def test_two_datasets_of_one_folder_are_staged_once(
         close(backend)
 
     monkeypatch.setattr(in_memory.InMemoryBackend, "close", closed)
-    folder = pictures(tmp_path / "data")
+    folder = images(tmp_path / "data")
     size = sum(file.stat().st_size for file in folder.iterdir())
     # Room for one copy, and not for two.
     staged = {"type": "in_memory", "path": str(folder), "in_memory": {"memory_limit_gb": 1.5 * size / 1e9}}
@@ -45,11 +45,11 @@ def test_two_datasets_of_one_folder_are_staged_once(
     view = Staged()
     assert run(config, view).step == 4
     assert view.files == {"small": 8}
-    assert [line for line in view.said if "share" in line] == [
+    assert [line for line in view.lines if "share" in line] == [
         f"datasets small, large share {folder}: it is staged once; memory_limit_gb {1.5 * size / 1e9:g}, the smallest "
         "of them, applies to all"
     ]
-    assert [line for line in view.said if re.match(r"small: 8 files, .* staged in", line)]
+    assert [line for line in view.lines if re.match(r"small: 8 files, .* staged in", line)]
     assert len(copies) == 1
     assert copies[0] < 2 * size + 2**20
     assert held() == (0, 0)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from gracetune.errors import ConfigError
 from gracetune.models.token_routing import RoutedBlock
-from gracetune.train.view import Heard
-from runs.made_runs import FLAVOURS, TinyModel, config_for, pictures, run
+from gracetune.train.view import CollectingView
+from runs.made_runs import FLAVOURS, TinyModel, config_for, images, run
 from runs.test_commands import gracetune
 from runs.test_dialects import trained
 from runs.test_resume import Interrupting, assert_same_end, losses
@@ -24,7 +24,7 @@ TOKENS = (SIDE // 16) ** 2
 
 
 def simpletuner_file(family: str, tiny_model: TinyModel, root: Path, **changes: Any) -> Path:
-    entries = [{"id": "cats", "type": "local", "instance_data_dir": str(pictures(root / "pictures")),
+    entries = [{"id": "cats", "type": "local", "instance_data_dir": str(images(root / "pictures")),
                 "caption_strategy": "textfile", "resolution": SIDE, "resolution_type": "pixel"}]  # fmt: skip
     (root / "data.json").write_text(json.dumps(entries))
     first, last = ROUTES[family]
@@ -61,8 +61,8 @@ def test_a_simpletuner_file_with_tread_config_trains(
     monkeypatch.setattr(RoutedBlock, "through", through)
     plain = ["--set", "model.vae_path=null", "--set", f"model.flavour={FLAVOURS[family]}", "--set",
              "model.base_precision=fp32", "--set", "logging.every_steps=1"]  # fmt: skip
-    told, events = trained(capsys, str(simpletuner_file(family, tiny_model, tmp_path)), *plain)
-    assert told["step"] == 3
+    message, events = trained(capsys, str(simpletuner_file(family, tiny_model, tmp_path)), *plain)
+    assert message["step"] == 3
     assert set(seen) == {(2, TOKENS // 2)}
     experts = 2 if family == "wan" else 1
     assert len(seen) == 2 * (2 * experts + 3), "two blocks, in each step and twice in the trial of each expert"
@@ -72,7 +72,7 @@ def test_a_simpletuner_file_with_tread_config_trains(
     whole = [event["loss"] for event in events if event["kind"] == "StepDone"]
     assert all(one != other for one, other in zip(routed, whole, strict=True))
     assert max(abs(one - other) / other for one, other in zip(routed, whole, strict=True)) < 0.5
-    assert any(bool(one.abs().max() > 0) for name, one in load_file(told["files"][0]).items() if "lora_B" in name)
+    assert any(bool(one.abs().max() > 0) for name, one in load_file(message["files"][0]).items() if "lora_B" in name)
 
 
 def routed(*routes: tuple[float, int, int]) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def test_a_ratio_of_0_is_the_plain_run_bit_for_bit_and_held_out_losses_are_never
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """Nothing is learnt, so that the held-out losses of all runs are about one model."""
-    own = {"id": "train", "path": str(pictures(tmp_path / "train")), "resolution": 64.0}
-    held_out = {"id": "held", "path": str(pictures(tmp_path / "held", 2)), "resolution": 64.0, "dataset_type": "eval"}
+    own = {"id": "train", "path": str(images(tmp_path / "train")), "resolution": 64.0}
+    held_out = {"id": "held", "path": str(images(tmp_path / "held", 2)), "resolution": 64.0, "dataset_type": "eval"}
     found = {}
     for name, routing in {"plain": {}, "zero": routed((0.0, 0, -1)), "half": routed((0.5, 0, -1))}.items():
         config = config_for(
@@ -108,7 +108,7 @@ def test_a_ratio_of_0_is_the_plain_run_bit_for_bit_and_held_out_losses_are_never
             training={"max_steps": 2, "token_routing": routing}, optimizer={"lr": 0.0},
             checkpoints={"every_steps": 2},
         )  # fmt: skip
-        view = Heard()
+        view = CollectingView()
         run(config, view)
         log = (Path(config.output_dir) / "logs" / "events.jsonl").read_text().splitlines()
         held = [event["losses"] for event in map(json.loads, log) if event["kind"] == "HeldOutLoss"]
@@ -126,7 +126,7 @@ def test_a_ratio_of_0_is_the_plain_run_bit_for_bit_and_held_out_losses_are_never
         ("wan", routed((0.5, 0, 1), (0.5, 1, 1)), "without overlaps"),
     ],
 )
-def test_routes_the_model_cannot_have_are_refused_before_anything_is_loaded(
+def test_routes_the_model_cannot_have_are_rejected_before_anything_is_loaded(
     family: str, routing: dict[str, Any], expected: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     config = config_for(family, tiny_model, tmp_path, training={"max_steps": 1, "token_routing": routing})
@@ -138,7 +138,7 @@ def test_routes_the_model_cannot_have_are_refused_before_anything_is_loaded(
     assert not [*(tmp_path / "out").rglob("shards")], "nothing was encoded"
 
 
-def test_a_family_without_routes_is_refused_by_the_check(
+def test_a_family_without_routes_is_rejected_by_the_check(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_for("sdxl", tiny_model, tmp_path)
@@ -147,8 +147,8 @@ def test_a_family_without_routes_is_refused_by_the_check(
     document["training"]["token_routing"] = routed((0.5, 0, 1))
     (tmp_path / "config.json").write_text(json.dumps(document))
     assert gracetune("config", "check", str(tmp_path / "config.json")) != 0
-    said = capsys.readouterr()
-    text = " ".join((said.out + said.err).split())
+    stated = capsys.readouterr()
+    text = " ".join((stated.out + stated.err).split())
     assert "training.token_routing.routes" in text
     assert "only tokens of wan, qwen_image, flux can skip blocks" in text
 
@@ -158,7 +158,7 @@ def test_masked_samples_keep_their_tokens_in_a_whole_run(tiny_model: TinyModel, 
     """Half of each image is masked: at a ratio of 0.9 that half goes through the blocks."""
     from PIL import Image
 
-    folder = pictures(tmp_path / "pictures")
+    folder = images(tmp_path / "pictures")
     (tmp_path / "masks").mkdir()
     for file in folder.glob("*.png"):
         mask = Image.new("L", (SIDE, SIDE), 0)
@@ -167,7 +167,7 @@ def test_masked_samples_keep_their_tokens_in_a_whole_run(tiny_model: TinyModel, 
     data = [{"id": "d", "path": str(folder), "resolution": 64.0, "mask": {"path": str(tmp_path / "masks")}}]
     training = {"max_steps": 2, "token_routing": routed((0.9, 0, -1))}
     config = config_for("flux", tiny_model, tmp_path, datasets=data, training=training)
-    view = Heard()
+    view = CollectingView()
     assert run(config, view).step == 2
     assert all(loss > 0 for _, _, loss, _ in losses(config))
 

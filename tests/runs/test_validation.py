@@ -18,8 +18,8 @@ from gracetune.errors import ConfigError
 from gracetune.telemetry.events import HeldOutLoss, ValidationDone, Warned
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.validation_request import ask_for_validation
-from gracetune.train.view import Heard
-from runs.made_runs import TinyModel, config_for, pictures, run
+from gracetune.train.view import CollectingView
+from runs.made_runs import TinyModel, config_for, images, run
 from runs.test_resume import DUAL_EXPERT, assert_same_end, losses, states
 
 PROMPTS: dict[str, Any] = {
@@ -30,7 +30,7 @@ PROMPTS: dict[str, Any] = {
 }
 
 
-class Asking(Heard):
+class Asking(CollectingView):
     """Asks for a validation as a user does: by the command, or by a signal."""
 
     def __init__(self, folder: Path, *, by_signal: bool) -> None:
@@ -44,7 +44,7 @@ class Asking(Heard):
             ask_for_validation(self.folder)
 
 
-class Falling(Heard):
+class Falling(CollectingView):
     """Falls over when samples are to be drawn, as no user's mistake would make it."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -53,7 +53,7 @@ class Falling(Heard):
         return super().phase(name)
 
 
-class Removing(Heard):
+class Removing(CollectingView):
     """Somebody removes a file while the run goes on."""
 
     def __init__(self, file: Path) -> None:
@@ -71,8 +71,8 @@ def events(config: RunConfig, kind: type) -> list[Any]:
 
 def held_out(tmp_path: Path) -> list[dict[str, Any]]:
     return [
-        {"id": "pictures", "path": str(pictures(tmp_path / "pictures")), "resolution": 64.0},
-        {"id": "held", "path": str(pictures(tmp_path / "held", 2)), "resolution": 64.0, "dataset_type": "eval"},
+        {"id": "pictures", "path": str(images(tmp_path / "pictures")), "resolution": 64.0},
+        {"id": "held", "path": str(images(tmp_path / "held", 2)), "resolution": 64.0, "dataset_type": "eval"},
     ]
 
 
@@ -82,8 +82,8 @@ def test_validating_changes_nothing_about_training(by_signal: bool, tiny_model: 
     data = held_out(tmp_path)
     plain = config_for("wan", tiny_model, tmp_path / "plain", datasets=data, **DUAL_EXPERT)
     run(plain)
-    asked = {**PROMPTS, "num_frames": 5, "at_start": True, "every_steps": 4, "loss_every_steps": 2}
-    watched = config_for("wan", tiny_model, tmp_path / "watched", datasets=data, validation=asked, **DUAL_EXPERT)
+    requested = {**PROMPTS, "num_frames": 5, "at_start": True, "every_steps": 4, "loss_every_steps": 2}
+    watched = config_for("wan", tiny_model, tmp_path / "watched", datasets=data, validation=requested, **DUAL_EXPERT)
     run(watched, Asking(Path(watched.output_dir), by_signal=by_signal))
     assert losses(watched) == losses(plain)
     assert_same_end(watched, plain)
@@ -100,11 +100,11 @@ def test_validating_changes_nothing_about_training(by_signal: bool, tiny_model: 
 
 
 def test_sound_is_drawn_as_wav(tiny_model: TinyModel, tmp_path: Path) -> None:
-    asked = {"steps": 2, "every_steps": 1, "prompts": [{"prompt": "rain"}]}
-    config = config_for("stable_audio", tiny_model, tmp_path, validation=asked, training={"max_steps": 1})
+    requested = {"steps": 2, "every_steps": 1, "prompts": [{"prompt": "rain"}]}
+    config = config_for("stable_audio", tiny_model, tmp_path, validation=requested, training={"max_steps": 1})
     run(config)
-    (drawn,) = events(config, ValidationDone)
-    sound, rate = soundfile.read(Path(config.output_dir) / drawn.files[0].path)
+    (generated,) = events(config, ValidationDone)
+    sound, rate = soundfile.read(Path(config.output_dir) / generated.files[0].path)
     assert rate == 44100
     assert sound.shape[1] == 2
 
@@ -125,7 +125,7 @@ def test_the_held_out_loss_falls_with_training_and_stays_without(tiny_model: Tin
 
 
 def test_prompts_that_are_missing_are_said(tiny_model: TinyModel, tmp_path: Path) -> None:
-    view = Heard()
+    view = CollectingView()
     config = config_for("flux", tiny_model, tmp_path, validation={"every_steps": 1}, training={"max_steps": 1})
     run(config, view)
     assert any("no prompts" in text for text in view.warnings)
@@ -142,8 +142,8 @@ def test_cached_prompts_are_given_in_the_denoisers_precision(
         validation={**PROMPTS, "every_steps": 1, "steps": 2}, training={"max_steps": 1, "mixed_precision": "fp32"},
     )  # fmt: skip
     run(config)
-    (drawn,) = events(config, ValidationDone)
-    assert drawn.files
+    (generated,) = events(config, ValidationDone)
+    assert generated.files
 
 
 def test_a_sample_that_cannot_be_drawn_is_said_before_anything_is_done(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -180,22 +180,22 @@ def test_samples_that_a_process_did_not_live_to_draw_are_drawn_by_the_next(
 
 def test_a_reference_that_is_gone_meanwhile_is_said_and_the_run_goes_on(tiny_model: TinyModel, tmp_path: Path) -> None:
     """The other samples of the round are drawn, and training is as without any."""
-    stays, goes = (pictures(tmp_path / name, 1) / "00.png" for name in ("stays", "goes"))
+    stays, goes = (images(tmp_path / name, 1) / "00.png" for name in ("stays", "goes"))
     prompts = [{"prompt": "one", "references": [str(goes)]}, {"prompt": "two", "references": [str(stays)]}]
     options: dict[str, Any] = {"flavour": "ti2v-5b-2.2", "training": {"max_steps": 2}}
     plain = config_for("wan", tiny_model, tmp_path / "plain", **options)
     run(plain)
-    asked = {**PROMPTS, "prompts": prompts, "every_steps": 1}
-    config = config_for("wan", tiny_model, tmp_path / "watched", validation=asked, **options)
+    requested = {**PROMPTS, "prompts": prompts, "every_steps": 1}
+    config = config_for("wan", tiny_model, tmp_path / "watched", validation=requested, **options)
     view = Removing(goes)
     assert run(config, view).step == 2
-    drawn = events(config, ValidationDone)
-    assert [[file.prompt for file in one.files] for one in drawn] == [["two"], ["two"]]
-    told = [text for text in view.warnings if "not drawn" in text]
-    assert len(told) == 2
-    assert told[0].startswith("validation.prompts[0]: not drawn, and training goes on: references")
-    assert str(goes) in told[0]
-    assert [one.message for one in events(config, Warned) if "not drawn" in one.message] == told
+    generated = events(config, ValidationDone)
+    assert [[file.prompt for file in one.files] for one in generated] == [["two"], ["two"]]
+    message = [text for text in view.warnings if "not drawn" in text]
+    assert len(message) == 2
+    assert message[0].startswith("validation.prompts[0]: not drawn, and training goes on: references")
+    assert str(goes) in message[0]
+    assert [one.message for one in events(config, Warned) if "not drawn" in one.message] == message
     assert losses(config) == losses(plain)
 
 
@@ -217,14 +217,14 @@ def test_what_a_pipeline_has_beside_the_denoiser_is_loaded_once_where_there_is_r
     monkeypatch.setattr(gracetune.models.flux.load, "load_vae", lambda *given: loaded.append(given) or original(*given))
     monkeypatch.setattr(gracetune.models.flux.load, "text_parts", lambda *_: pytest.fail("a text encoder was loaded"))
     monkeypatch.setattr("gracetune.train.callbacks.host_room", lambda *_: lambda: room)
-    asked = {**PROMPTS, "at_start": True, "every_steps": 1}
+    requested = {**PROMPTS, "at_start": True, "every_steps": 1}
     config = config_for(
-        "flux", tiny_model, tmp_path, validation=asked, training={"max_steps": 2}, optimizer={"lr": 0.0}
+        "flux", tiny_model, tmp_path, validation=requested, training={"max_steps": 2}, optimizer={"lr": 0.0}
     )
-    view = Heard()
+    view = CollectingView()
     run(config, view)
-    assert "samples: the embeddings of 3 texts are cached, so no text encoder is loaded for them" in view.said
-    drawn = [(Path(config.output_dir) / one.files[0].path).read_bytes() for one in events(config, ValidationDone)]
-    assert len(drawn) == 3
-    assert len(set(drawn)) == 1
+    assert "samples: the embeddings of 3 texts are cached, so no text encoder is loaded for them" in view.lines
+    generated = [(Path(config.output_dir) / one.files[0].path).read_bytes() for one in events(config, ValidationDone)]
+    assert len(generated) == 3
+    assert len(set(generated)) == 1
     assert len(loaded) == loads

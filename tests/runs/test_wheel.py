@@ -13,7 +13,7 @@ import pytest
 
 from gracetune.cli.examples import examples
 from runs.launched import ROOT
-from runs.made_runs import TinyModel, pictures
+from runs.made_runs import TinyModel, images
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -54,7 +54,7 @@ def test_what_runs_is_the_wheel(installed: Path, tmp_path: Path) -> None:
 
 
 def test_init_and_train(installed: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
-    pictures(tmp_path / "photos", 3)
+    images(tmp_path / "photos", 3)
     model = str(tiny_model("sdxl", "base-1.0"))
     run(installed, tmp_path, "-m", "gracetune", "init", "photos", "--yes", "--model", model, "--steps", "2")
     run(installed, tmp_path, "-m", "gracetune", "train", "photos.yaml")

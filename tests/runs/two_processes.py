@@ -12,16 +12,16 @@ from rich.console import Console
 from gracetune.cli.estimate_view import print_plan
 from gracetune.config import Environment, load
 from gracetune.hardware import Machine
-from gracetune.train.planning import Planned
+from gracetune.train.planning import PlannedRun
 from gracetune.train.run import RunOptions, train
 from gracetune.train.view import View
 
 
 class Printing(View):
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         print(text, flush=True)
 
-    def planned(self, planned: Planned, machine: Machine) -> None:
+    def planned(self, planned: PlannedRun, machine: Machine) -> None:
         print_plan(planned.demand, planned.plan, machine, planned.demand.assumptions, Console(width=200))
 
     def warn(self, text: str) -> None:

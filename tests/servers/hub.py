@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.note()
         self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
 
-    def refuse(self, status: int, code: str, message: str = "") -> None:
+    def reject(self, status: int, code: str, message: str = "") -> None:
         self.note()
         headers = {"X-Error-Code": code, "X-Error-Message": message or code, "Content-Type": "application/json"}
         self.answer(status, json.dumps({"error": message or code}).encode(), headers)
@@ -208,22 +208,22 @@ class _Handler(BaseHTTPRequestHandler):
         if found:
             start, end, code = int(found[1]), min(len(data), int(found[2] or len(data) - 1) + 1), 206
             extra["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
-        piece = bytearray(data[start:end])
-        if piece and self.hub.take_corrupt():
-            piece[len(piece) // 2] ^= 0xFF
+        chunk = bytearray(data[start:end])
+        if chunk and self.hub.take_corrupt():
+            chunk[len(chunk) // 2] ^= 0xFF
         self.send_response(code)
-        for name, value in {**headers, **extra, "Content-Length": str(len(piece))}.items():
+        for name, value in {**headers, **extra, "Content-Length": str(len(chunk))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "HEAD":
             self.note()
             return
         stop = self.hub.take(self.hub.faults.break_after)
-        sent = len(piece) if stop is None else min(stop, len(piece))
+        sent = len(chunk) if stop is None else min(stop, len(chunk))
         for at in range(0, sent, 1 << 16):
             if self.hub.faults.delay:
                 time.sleep(self.hub.faults.delay)
-            self.wfile.write(piece[at : min(sent, at + (1 << 16))])
+            self.wfile.write(chunk[at : min(sent, at + (1 << 16))])
         self.note(sent)
         if stop is not None:
             self.wfile.flush()
@@ -238,7 +238,7 @@ class _Content(_Handler):
         address = urlsplit(self.path)
         data = self.hub.objects.get(address.path.strip("/"))
         if data is None or "signature" not in parse_qs(address.query):
-            self.refuse(403, "", "no valid signature")
+            self.reject(403, "", "no valid signature")
             return
         self.content(data, {"ETag": f'"{address.path.strip("/")}"'})
 
@@ -250,7 +250,7 @@ class _Hub(_Handler):
         path = unquote(urlsplit(self.path).path)
         if path == "/api/whoami-v2":
             known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-            self.answer_json({"name": "owner", "type": "user"}) if known else self.refuse(401, "", "Invalid token")
+            self.answer_json({"name": "owner", "type": "user"}) if known else self.reject(401, "", "Invalid token")
             return
         found = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/(.+?))?", path)
         tree = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/tree/([^/]+)(?:/(.*))?", path)
@@ -262,7 +262,7 @@ class _Hub(_Handler):
         elif file:
             self._file("dataset" if file[1] else "model", file[2], file[3], file[4])
         else:
-            self.refuse(404, "", f"no such route {path}")
+            self.reject(404, "", f"no such route {path}")
 
     do_HEAD = do_GET  # noqa: N815 - http.server looks for this name
 
@@ -272,9 +272,9 @@ class _Hub(_Handler):
         if paths:
             self._paths(_TYPES[paths[1]], paths[2], paths[3], data)
         elif self.hub.faults.reject_uploads:
-            self.refuse(self.hub.faults.reject_uploads, "", "uploads are refused")
+            self.reject(self.hub.faults.reject_uploads, "", "uploads are refused")
         elif self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self.refuse(401, "", "Invalid credentials in Authorization header")
+            self.reject(401, "", "Invalid credentials in Authorization header")
         elif path == "/api/validate-yaml":
             self.answer_json({"warnings": [], "errors": []})
         elif path == "/api/repos/create":
@@ -286,12 +286,12 @@ class _Hub(_Handler):
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/(.+)", path):
             self._commit(found[1], data)
         else:
-            self.refuse(404, "", f"no such route {path}")
+            self.reject(404, "", f"no such route {path}")
 
     def do_PUT(self) -> None:
         data = self.body()
         if self.hub.faults.reject_uploads:
-            self.refuse(self.hub.faults.reject_uploads, "", "uploads are refused")
+            self.reject(self.hub.faults.reject_uploads, "", "uploads are refused")
             return
         self.hub.objects[urlsplit(self.path).path.rpartition("/")[2]] = data
         self.note()
@@ -304,10 +304,10 @@ class _Hub(_Handler):
         known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if repo is None or (repo.private and not known):
             # The hub does not say which of the two it is.
-            self.refuse(404 if known else 401, "RepoNotFound", "Repository not found")
+            self.reject(404 if known else 401, "RepoNotFound", "Repository not found")
             return None
         if repo.gated and not known:
-            self.refuse(401, "GatedRepo", "Access to this repository is restricted")
+            self.reject(401, "GatedRepo", "Access to this repository is restricted")
             return None
         return repo
 
@@ -317,7 +317,7 @@ class _Hub(_Handler):
             return None
         found = repo.at(revision)
         if found is None:
-            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            self.reject(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return found
 
     def _info(self, kind: str, name: str, revision: str) -> None:
@@ -333,7 +333,7 @@ class _Hub(_Handler):
             return
         inside = {path: data for path, data in found[1].items() if not folder or path.startswith(f"{folder}/")}
         if folder and not inside:
-            self.refuse(404, "EntryNotFound", f"{folder} does not exist")
+            self.reject(404, "EntryNotFound", f"{folder} does not exist")
             return
         query = parse_qs(urlsplit(self.path).query)
         entries = [self._entry(path, data) for path, data in sorted(inside.items())]
@@ -341,8 +341,8 @@ class _Hub(_Handler):
         page = entries[at : at + 1000]
         more = {}
         if at + 1000 < len(entries):
-            where = f"{self.hub.url}{quote(urlsplit(self.path).path)}?recursive=True&cursor={at + 1000}"
-            more["Link"] = f'<{where}>; rel="next"'
+            location = f"{self.hub.url}{quote(urlsplit(self.path).path)}?recursive=True&cursor={at + 1000}"
+            more["Link"] = f'<{location}>; rel="next"'
         self.answer_json(page, more)
 
     def _entry(self, path: str, data: bytes) -> dict[str, Any]:
@@ -357,8 +357,8 @@ class _Hub(_Handler):
     def _paths(self, kind: str, name: str, revision: str, data: bytes) -> None:
         found = self._files(kind, name, revision)
         if found is not None:
-            asked = [unquote(one) for one in parse_qs(data.decode()).get("paths", [])] or json.loads(data)["paths"]
-            self.answer_json([self._entry(path, found[1][path]) for path in asked if path in found[1]])
+            requested = [unquote(one) for one in parse_qs(data.decode()).get("paths", [])] or json.loads(data)["paths"]
+            self.answer_json([self._entry(path, found[1][path]) for path in requested if path in found[1]])
 
     def _file(self, kind: str, name: str, revision: str, path: str) -> None:
         found = self._files(kind, name, revision)
@@ -366,7 +366,7 @@ class _Hub(_Handler):
             return
         sha, files = found
         if path not in files:
-            self.refuse(404, "EntryNotFound", f"{path} does not exist")
+            self.reject(404, "EntryNotFound", f"{path} does not exist")
             return
         data = files[path]
         headers = {"X-Repo-Commit": sha}
@@ -396,7 +396,7 @@ class _Hub(_Handler):
 
     def _preupload(self, name: str, wanted: Mapping[str, Any]) -> None:
         if ("model", name) not in self.hub.repos:
-            self.refuse(404, "RepoNotFound")
+            self.reject(404, "RepoNotFound")
             return
         modes = [
             {"path": one["path"], "uploadMode": "lfs" if one["size"] >= LFS_FROM else "regular", "shouldIgnore": False}

@@ -78,13 +78,13 @@ class _Folder(SimpleHTTPRequestHandler):
         self.send_response(206 if found else 200)
         if found:
             self.send_header("Content-Range", f"bytes {start}-{min(end, len(data)) - 1}/{len(data)}")
-        piece = data[start:end]
+        chunk = data[start:end]
         if self._web.sizes:
-            self.send_header("Content-Length", str(len(piece)))
+            self.send_header("Content-Length", str(len(chunk)))
         self.send_header("ETag", f'"{len(data)}"')
         self.end_headers()
         if self.command == "HEAD":
             return
-        stop = self._web.break_after.pop(0) if self._web.break_after and len(piece) > 1 else None
-        self.wfile.write(piece if stop is None else piece[:stop])
-        self._web.sent += len(piece) if stop is None else stop
+        stop = self._web.break_after.pop(0) if self._web.break_after and len(chunk) > 1 else None
+        self.wfile.write(chunk if stop is None else chunk[:stop])
+        self._web.sent += len(chunk) if stop is None else stop

@@ -75,28 +75,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="a JSON file for the table")
     parser.add_argument("--keep", type=Path, help="a new folder, where runs that are wrong stay")
     parser.add_argument("--prepare", default="", help="module:function that breaks gracetune first (storm.sabotage)")
-    asked = parser.parse_args(arguments)
-    cases = asked.case or storm(asked.cases, asked.seed)
+    requested = parser.parse_args(arguments)
+    cases = requested.case or storm(requested.cases, requested.seed)
     began = time.monotonic()
     outcomes = []
     with ExitStack() as stack:
-        root = asked.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="gracetune-storm-"))
-        own = stack.enter_context(Storm(Path(root), workers=asked.workers))
-        for future in as_completed([own.submit(case, prepare=asked.prepare) for case in cases]):
+        root = requested.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="gracetune-storm-"))
+        own = stack.enter_context(Storm(Path(root), workers=requested.workers))
+        for future in as_completed([own.submit(case, prepare=requested.prepare) for case in cases]):
             outcomes.append(outcome := future.result())
-            if outcome.wrong or asked.case:
+            if outcome.wrong or requested.case:
                 print(outcome.describe(), flush=True)
             elif len(outcomes) % 25 == 0:
                 print(f"{len(outcomes)} of {len(cases)} cases, {time.monotonic() - began:.0f} s", flush=True)
     rows = rows_of(outcomes)
-    print(f"\n{table(rows)}\n\n{len(outcomes)} cases, {time.monotonic() - began:.0f} s with {asked.workers} workers")
+    print(
+        f"\n{table(rows)}\n\n{len(outcomes)} cases, {time.monotonic() - began:.0f} s with {requested.workers} workers"
+    )
     wrong = sorted(str(outcome.case) for outcome in outcomes if outcome.wrong)
     if wrong:
         print(f"wrong: {' '.join(wrong)}")
-    if asked.output:
+    if requested.output:
         result = result_of("storm", rows, probe())
-        command = f"make storm STORM_CASES={len(cases)} STORM_SEED={asked.seed}"
-        write_result(asked.output, {**result, "command": command, "wrong": wrong})
+        command = f"make storm STORM_CASES={len(cases)} STORM_SEED={requested.seed}"
+        write_result(requested.output, {**result, "command": command, "wrong": wrong})
     return int(bool(wrong))
 
 

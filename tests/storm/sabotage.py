@@ -13,8 +13,8 @@ def write_in_place() -> None:
 
     def write_file(path: Path, data: Iterable[bytes | memoryview], **_: Any) -> None:
         with path.open("wb", buffering=0) as file:
-            for piece in data:
-                file.write(piece)
+            for chunk in data:
+                file.write(chunk)
 
     vars(safetensors_files)["write_file"] = write_file
 
@@ -30,6 +30,6 @@ def keep_leftovers() -> None:
 
 def forget_optimizer() -> None:
     """A resumed run begins with a new optimizer's averages."""
-    from gracetune.train import state_parts as pieces
+    from gracetune.train import state_parts as chunks
 
-    vars(pieces)["load_named_state"] = lambda *_: None
+    vars(chunks)["load_named_state"] = lambda *_: None

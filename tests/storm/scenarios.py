@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from runs.launched import write_config
-from runs.made_runs import TinyModel, config_for, pictures
+from runs.made_runs import TinyModel, config_for, images
 
 SECRET = "storm-b7c1e5f20a"
 """Part of a webhook's address in two of the configs: it may be in `config.yaml` alone."""
@@ -44,7 +44,7 @@ def _simpletuner(**keys: Any) -> Callable[[TinyModel, Path], Path]:
     def write(tiny_model: TinyModel, root: Path) -> Path:
         datasets = [
             {"id": "pictures", "type": "local", "dataset_type": "image", "resolution": 64, "resolution_type": "pixel",
-             "instance_data_dir": str(pictures(root / "pictures")), "caption_strategy": "textfile",
+             "instance_data_dir": str(images(root / "pictures")), "caption_strategy": "textfile",
              "cache_dir_vae": str(root / "out" / "vae-cache")},
             {"id": "text", "dataset_type": "text_embeds", "default": True, "cache_dir": str(root / "out" / "text")},
         ]  # fmt: skip
@@ -73,7 +73,7 @@ def _placed(keys: dict[str, Any], root: Path) -> dict[str, Any]:
 
 def _aitoolkit(**sections: Any) -> Callable[[TinyModel, Path], Path]:
     def write(tiny_model: TinyModel, root: Path) -> Path:
-        data = {"folder_path": str(pictures(root / "pictures")), "resolution": [64], "cache_latents_to_disk": True}
+        data = {"folder_path": str(images(root / "pictures")), "resolution": [64], "cache_latents_to_disk": True}
         process = {
             "type": "sd_trainer", "training_folder": str(root / "out"),
             "network": {"type": "lora", "linear": 4, "linear_alpha": 4}, "datasets": [data],

@@ -67,31 +67,31 @@ FOUND = {
 
 class Judged(NamedTuple):
     storm: Storm
-    asked: dict[tuple[Case, bool], Future[Outcome]]
+    requested: dict[tuple[Case, bool], Future[Outcome]]
 
 
 @pytest.fixture(scope="module")
 def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judged]:
     """All cases of the tests that were chosen run at once, two at a time; each test waits for its own."""
     with Storm(tmp_path_factory.mktemp("storm") / "runs") as own:
-        asked: dict[tuple[Case, bool], Future[Outcome]] = {}
+        requested: dict[tuple[Case, bool], Future[Outcome]] = {}
         for item in request.session.items:
             values: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
             if item.path == request.path and "case" in values:
                 fresh = item.name.startswith("test_in_processes_that_a_shell_starts")
-                asked[values["case"], fresh] = own.submit(values["case"], fresh=fresh)
-        yield Judged(own, asked)
+                requested[values["case"], fresh] = own.submit(values["case"], fresh=fresh)
+        yield Judged(own, requested)
 
 
 @pytest.mark.parametrize("case", LANE, ids=str)
 def test_a_disturbed_run_ends_as_an_undisturbed_one(case: Case, judged: Judged) -> None:
-    outcome = judged.asked[case, False].result()
+    outcome = judged.requested[case, False].result()
     assert not outcome.wrong, outcome.describe()
 
 
 @pytest.mark.parametrize("case", FRESH, ids=str)
 def test_in_processes_that_a_shell_starts(case: Case, judged: Judged) -> None:
-    outcome = judged.asked[case, True].result()
+    outcome = judged.requested[case, True].result()
     assert outcome.was_met
     assert not outcome.wrong, outcome.describe()
 

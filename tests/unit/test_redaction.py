@@ -150,8 +150,8 @@ def test_no_secret_is_left_in_values(secret: str) -> None:
 
 @settings(deadline=None)
 @given(st.booleans().flatmap(lambda plain: st.tuples(SECRET if plain else AWKWARD, st.just(plain))), st.data())
-def test_what_was_learnt_is_hidden_wherever_it_turns_up(drawn: tuple[str, bool], data: st.DataObject) -> None:
-    secret, is_plain = drawn
+def test_what_was_learnt_is_hidden_wherever_it_turns_up(values: tuple[str, bool], data: st.DataObject) -> None:
+    secret, is_plain = values
     carrier = data.draw(st.sampled_from(values_with(secret) + (texts_with(secret) if is_plain else [])))
     before, after = data.draw(st.text(max_size=20)), data.draw(st.text(max_size=20))
     redactor = Redactor(carrier)
@@ -163,9 +163,9 @@ def test_what_was_learnt_is_hidden_wherever_it_turns_up(drawn: tuple[str, bool],
 
 @given(SECRET, st.integers(0, 20), st.integers(12, 40))
 def test_half_a_secret_is_hidden_too(secret: str, start: int, length: int) -> None:
-    piece = secret[start : start + length]
-    if len(piece) >= 12:
-        assert piece not in Redactor({"token": secret}).redact(f'found "{piece}..."')
+    part = secret[start : start + length]
+    if len(part) >= 12:
+        assert part not in Redactor({"token": secret}).redact(f'found "{part}..."')
 
 
 @given(st.text(max_size=300))

@@ -126,7 +126,7 @@ class TestLayers:
 
 class TestRuff:
     @pytest.mark.parametrize(
-        ("file", "source", "refused_by"),
+        ("file", "source", "rejected_by"),
         [
             ("src/gracetune/data/x.py", 'import os\n\nHOME = os.environ["HOME"]\n', "TID251"),
             ("src/gracetune/data/x.py", 'import os\n\nHOME = os.getenv("HOME")\n', "TID251"),
@@ -136,11 +136,11 @@ class TestRuff:
             ("src/gracetune/config/environment.py", 'import os\n\nHOME = os.environ["HOME"]\n', None),
         ],
     )
-    def test_refuses_what_the_rules_forbid(self, file: str, source: str, refused_by: str | None) -> None:
+    def test_rejects_what_the_rules_forbid(self, file: str, source: str, rejected_by: str | None) -> None:
         done = run(sys.executable, "-m", "ruff", "check", "--stdin-filename", file, "-", text=source)
-        assert done.returncode == (1 if refused_by else 0), done.stdout + done.stderr
-        if refused_by:
-            assert refused_by in done.stdout
+        assert done.returncode == (1 if rejected_by else 0), done.stdout + done.stderr
+        if rejected_by:
+            assert rejected_by in done.stdout
 
 
 class TestMarks:

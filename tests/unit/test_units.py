@@ -23,7 +23,7 @@ def test_parses_what_people_type(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "5.0x", "1e3", "12 parsecs", "inf", "1..2"])
-def test_refuses_everything_else_with_an_example(text: str) -> None:
+def test_rejects_everything_else_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="write for example"):
         parse_bytes(text)
 

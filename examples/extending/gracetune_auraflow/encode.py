@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gracetune.extension import (
-    CutTexts,
     EncodeOptions,
+    ImageCodec,
+    ImageLatents,
     LatentEncoder,
     ModelSource,
-    PictureCodec,
-    PictureLatents,
+    PartPlacement,
     PipelineText,
-    Placement,
     Prompt,
     TextEncoder,
+    TruncatedTexts,
     encoder_id,
     files_digest,
     padded_tokens,
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from gracetune.extension import Entry
 
 
-def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> LatentEncoder:
+def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: EncodeOptions) -> LatentEncoder:
     dtype = encoding_dtype(source, placement)
     vae: Any = load_vae(source, replace(placement, dtype=dtype))
     channels = vae.config.latent_channels
-    codec = PictureCodec((0.0,) * channels, (vae.config.scaling_factor,) * channels, placement.dtype)
+    codec = ImageCodec((0.0,) * channels, (vae.config.scaling_factor,) * channels, placement.dtype)
     settings = {
         "class": type(vae).__name__,
         "dtype": f"{dtype}, kept as {placement.dtype}",
         "posterior": options.posterior,
     }
-    return PictureLatents(vae, encoder_id("latent", source, ["vae"], settings), codec, options)
+    return ImageLatents(vae, encoder_id("latent", source, ["vae"], settings), codec, options)
 
 
-def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
+def load_text_encoder(source: ModelSource, placement: PartPlacement) -> TextEncoder:
     pipeline = around(source, {**text_part(source, placement), "vae": None, "scheduler": None, TRANSFORMER: None})
     settings = {
         "class": type(pipeline).__name__,
@@ -55,7 +55,7 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
     return PipelineText(pipeline, identity, _encode, device=placement.device)
 
 
-def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts) -> list[Entry]:
+def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: TruncatedTexts) -> list[Entry]:
     """Always all tokens: what stands behind the caption is zero, and the transformer was trained with it in sight.
 
     As the pipeline's `encode_prompt`, which makes tokens of every text twice to warn of long ones. `cut` collects them:

@@ -21,7 +21,7 @@ from gracetune.extension import (
     Flow,
     ModelFacts,
     ModelSource,
-    Placement,
+    PartPlacement,
     assemble_pipeline,
     build_component,
     load_component,
@@ -59,7 +59,7 @@ def inspect(source: ModelSource) -> ModelFacts:
     )
 
 
-def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
+def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
     return load_component(source, expert.component, AuraFlowTransformer2DModel, placement)
 
 
@@ -67,17 +67,17 @@ def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
     return build_component(source, expert.component, AuraFlowTransformer2DModel)
 
 
-def load_vae(source: ModelSource, placement: Placement) -> nn.Module:
+def load_vae(source: ModelSource, placement: PartPlacement) -> nn.Module:
     return load_component(source, "vae", AutoencoderKL, replace(placement, attention=None))
 
 
-def encoding_dtype(source: ModelSource, placement: Placement) -> torch.dtype:
+def encoding_dtype(source: ModelSource, placement: PartPlacement) -> torch.dtype:
     """float32 where the VAE's configuration asks for that: the published one overflows in half precision."""
     return torch.float32 if part_config(source, "vae", AutoencoderKL)["force_upcast"] else placement.dtype
 
 
 def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: PartPlacement, facts: ModelFacts | None = None
 ) -> Any:
     parts = {"vae": load_vae(source, placement), **text_part(source, placement), **denoisers}
     if TRANSFORMER not in denoisers:
@@ -85,7 +85,7 @@ def load_pipeline(
     return around(source, parts)
 
 
-def text_part(source: ModelSource, placement: Placement) -> dict[str, Any]:
+def text_part(source: ModelSource, placement: PartPlacement) -> dict[str, Any]:
     return {"text_encoder": load_text_model(source, "text_encoder", UMT5EncoderModel, placement)}
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from gracetune.extension import Sampled, SampleRequest, checked_size, refuse_references
+from gracetune.extension import Sampled, SampleRequest, checked_size, reject_references
 
 
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
-    refuse_references(request, "AuraFlow")
+    reject_references(request, "AuraFlow")
     width, height = checked_size(request, pipeline.transformer.config.patch_size * pipeline.vae_scale_factor)
     options: dict[str, Any] = {} if request.guidance is None else {"guidance_scale": request.guidance}
-    drawn = pipeline(
+    generated = pipeline(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt or None,
         width=width,
@@ -22,4 +22,4 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
         generator=torch.Generator().manual_seed(request.seed),
         **options,
     )
-    return Sampled(frames=tuple(drawn.images))
+    return Sampled(frames=tuple(generated.images))

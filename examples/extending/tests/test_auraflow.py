@@ -19,7 +19,7 @@ from PIL import Image
 from torch import nn
 
 from gracetune.extension import (
-    Augmentation,
+    AppliedAugmentation,
     Bucket,
     CaptionRef,
     ConfigError,
@@ -27,7 +27,7 @@ from gracetune.extension import (
     Environment,
     Fit,
     ModelSource,
-    Placement,
+    PartPlacement,
     Prompt,
     RunConfig,
     RunOptions,
@@ -42,7 +42,7 @@ from gracetune.extension import (
     train,
 )
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = PartPlacement(torch.device("cpu"), torch.float32)
 CAPTIONS = ["a red cat", "a blue dog with a longer story"]
 WIDTH, HEIGHT = 48, 32  # not square, so that exchanging them shows
 
@@ -56,14 +56,14 @@ def source(folder: Path) -> ModelSource:
     return ModelSource("tiny", folder)
 
 
-def picture(seed: int) -> Image.Image:
+def image(seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8))
 
 
 def sample_of(image: Image.Image) -> Sample:
     ref = SampleRef(
         dataset="d", path="a.png", digest="0" * 32, bucket=Bucket(*image.size), fit=Fit(image.size, image.size),
-        caption=CaptionRef(""), augmentation=Augmentation(), conditioning=(),
+        caption=CaptionRef(""), augmentation=AppliedAugmentation(), conditioning=(),
     )  # fmt: skip
     return Sample(ref, to_pixels([image])[:, 0], None, None, ())
 
@@ -71,9 +71,9 @@ def sample_of(image: Image.Image) -> Sample:
 def batch_of(folder: Path) -> dict[str, torch.Tensor]:
     texts = SPEC.load_text_encoder(source(folder), CPU).encode([Prompt(caption) for caption in CAPTIONS])
     latents = SPEC.load_latent_encoder(source(folder), CPU, EncodeOptions()).encode(
-        [sample_of(picture(seed)) for seed in range(len(CAPTIONS))]
+        [sample_of(image(seed)) for seed in range(len(CAPTIONS))]
     )
-    entries = [{**text, **picture} for text, picture in zip(texts, latents, strict=True)]
+    entries = [{**text, **image} for text, image in zip(texts, latents, strict=True)]
     return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
 
 
@@ -102,7 +102,7 @@ def test_predict_is_what_the_pipeline_asks_and_gets(folder: Path) -> None:
 def test_latents_are_those_the_pipeline_decodes(folder: Path) -> None:
     vae: Any = AuraFlowPipeline.from_pretrained(folder).vae
     for seed, latents in enumerate(batch_of(folder)["latents"]):
-        pixels = sample_of(picture(seed)).pixels
+        pixels = sample_of(image(seed)).pixels
         assert pixels is not None
         with torch.no_grad():
             mean = vae.encode(pixels[None]).latent_dist.mean
@@ -158,7 +158,7 @@ def test_every_layer_has_one_name_that_leads_back() -> None:
             assert place.paths == (name,), spelled
 
 
-def test_a_folder_of_another_family_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_family_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="AuraFlowPipeline"):
         SPEC.inspect(source(tiny_model("sdxl", "base-1.0", tmp_path)))
 
@@ -167,7 +167,7 @@ def test_a_lora_is_trained_by_the_trainer_itself(folder: Path, tmp_path: Path) -
     data = tmp_path / "pictures"
     data.mkdir()
     for seed in range(4):
-        picture(seed).resize((64, 64)).save(data / f"{seed}.png")
+        image(seed).resize((64, 64)).save(data / f"{seed}.png")
         (data / f"{seed}.txt").write_text(f"picture number {seed}")
     config = RunConfig.model_validate(
         {
@@ -186,5 +186,5 @@ def test_a_lora_is_trained_by_the_trainer_itself(folder: Path, tmp_path: Path) -
     assert adapter_norms(open_adapter(file).state()).largest > 0, "something was learnt"
     pipeline: Any = AuraFlowPipeline.from_pretrained(folder)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
-    drawn = SPEC.sample(pipeline, SampleRequest("a cat", width=WIDTH, height=HEIGHT, steps=2))
-    assert drawn.frames[0].size == (WIDTH, HEIGHT)
+    generated = SPEC.sample(pipeline, SampleRequest("a cat", width=WIDTH, height=HEIGHT, steps=2))
+    assert generated.frames[0].size == (WIDTH, HEIGHT)

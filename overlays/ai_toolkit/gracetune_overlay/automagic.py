@@ -17,11 +17,11 @@ from torch import Tensor
 from gracetune.extension import (
     Automagic,
     ConfigError,
+    ExpertStage,
     NamedState,
     Problem,
     RateGrid,
     RateLimits,
-    Stage,
     StateMismatchError,
     misspelt,
 )
@@ -30,9 +30,9 @@ from .hooks import Around, Function, argument
 from .points import OPTIMIZER, Point
 
 LIMITS: Final = ("lr_bump", "min_lr", "max_lr")
-STAGES: Final[tuple[Stage, ...]] = ("high_noise", "low_noise")
+EXPERTS: Final[tuple[ExpertStage, ...]] = ("high_noise", "low_noise")
 OPTIONS: Final = ("beta2", "clip_threshold", "eps", "weight_decay")
-_STAGE_LIMITS: Final = tuple(f"{stage}_{limit}" for stage in STAGES for limit in LIMITS)
+_STAGE_LIMITS: Final = tuple(f"{stage}_{limit}" for stage in EXPERTS for limit in LIMITS)
 _EXPERT: Final = re.compile(r"(?:^|[._])transformer_?(?P<number>[12])[._]")
 _TOO_HIGH: Final = 1e-3
 _UPSTREAM_START: Final = 1e-6
@@ -73,7 +73,7 @@ class StagedAutomagic(Automagic):
 class Trained:
     """Whose parameters these are, as far as the model tells."""
 
-    stages: tuple[Stage, ...]
+    experts: tuple[ExpertStage, ...]
     """The experts that are trained; none for a model that has no experts."""
     names: Mapping[int, str]
     """By `id`: the parameters of the network, named after their layer."""
@@ -86,30 +86,30 @@ class Trained:
             for module in network.get_all_modules():
                 for name, parameter in module.named_parameters():
                     names[id(parameter)] = f"{module.lora_name}.{name}".replace("$$", ".")
-        stages: tuple[Stage, ...] = ()
+        experts: tuple[ExpertStage, ...] = ()
         if getattr(model, "is_multistage", False):
-            trained = (getattr(model, f"train_{stage}", True) for stage in STAGES)
-            stages = tuple(stage for stage, asked in zip(STAGES, trained, strict=True) if asked)
-        return cls(stages, names)
+            trained = (getattr(model, f"train_{stage}", True) for stage in EXPERTS)
+            experts = tuple(stage for stage, requested in zip(EXPERTS, trained, strict=True) if requested)
+        return cls(experts, names)
 
-    def stage(self, name: str) -> Stage | None:
+    def stage(self, name: str) -> ExpertStage | None:
         """None where a name has to tell the expert and does not."""
-        if not self.stages:
+        if not self.experts:
             return ""
         marked = _EXPERT.search(name)
         if marked is not None:
-            return STAGES[int(marked["number"]) - 1]
-        return self.stages[0] if len(self.stages) == 1 else None
+            return EXPERTS[int(marked["number"]) - 1]
+        return self.experts[0] if len(self.experts) == 1 else None
 
 
 @dataclass
 class Group:
-    stage: Stage
+    stage: ExpertStage
     lr: float
     members: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
-def grouped(params: Iterable[Any], start: float, trained: Trained, where: str) -> list[Group]:
+def grouped(params: Iterable[Any], start: float, trained: Trained, location: str) -> list[Group]:
     """ai-toolkit's groups, parted by expert; what no layer owns (an embedding) belongs to none."""
     groups: list[Group] = []
     lost: list[str] = []
@@ -118,7 +118,7 @@ def grouped(params: Iterable[Any], start: float, trained: Trained, where: str) -
         entries = [{"params": entries}]
     for number, entry in enumerate(entries):
         lr = start if entry.get("lr") is None else float(entry["lr"])
-        parted: dict[Stage, Group] = {}
+        parted: dict[ExpertStage, Group] = {}
         for index, parameter in enumerate(entry["params"]):
             name = trained.names.get(id(parameter))
             stage = "" if name is None else trained.stage(name)
@@ -132,12 +132,12 @@ def grouped(params: Iterable[Any], start: float, trained: Trained, where: str) -
         found = f"{lost[0]}{f' and {len(lost) - 1} more' if lost[1:] else ''}, which tells no expert"
         hint = "write `automagic: false` in `gracetune:`, and tell us about this version"
         raise ConfigError(
-            [Problem(f"{where}.train.optimizer", found, "layers of transformer_1 or transformer_2", hint)]
+            [Problem(f"{location}.train.optimizer", found, "layers of transformer_1 or transformer_2", hint)]
         )
     return groups
 
 
-def limits_of(stage: Stage, options: Mapping[str, Any], where: str) -> RateLimits:
+def limits_of(stage: ExpertStage, options: Mapping[str, Any], location: str) -> RateLimits:
     """An expert's own limits, else those of all, else Automagic's."""
     default = RateLimits()
     chosen = {}
@@ -151,16 +151,16 @@ def limits_of(stage: Stage, options: Mapping[str, Any], where: str) -> RateLimit
     except ValueError as error:
         found = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
         expected = "all above 0, min_lr at most max_lr, and max_lr at most a billion bumps"
-        key = f"{where}.train.optimizer_params"
+        key = f"{location}.train.optimizer_params"
         raise ConfigError([Problem(key, f"{stage or 'all'}: {found}", expected, "change one of them")]) from error
     return limits
 
 
-def problems_of(options: Mapping[str, Any], trained: Trained, where: str) -> list[Problem]:
+def problems_of(options: Mapping[str, Any], trained: Trained, location: str) -> list[Problem]:
     known = (*LIMITS, *_STAGE_LIMITS, *OPTIONS)
     problems = []
     for name, value in options.items():
-        key = f"{where}.train.optimizer_params.{name}"
+        key = f"{location}.train.optimizer_params.{name}"
         if name in ("do_paramiter_swapping", "paramiter_swapping_factor"):
             if name == "do_paramiter_swapping" and value:
                 problems.append(
@@ -169,7 +169,7 @@ def problems_of(options: Mapping[str, Any], trained: Trained, where: str) -> lis
         elif name not in known:
             hint = misspelt(name, known, "remove it")
             problems.append(Problem(key, repr(value), f"one of {', '.join(known)}", hint))
-        elif name in _STAGE_LIMITS and not any(name.startswith(stage) for stage in trained.stages):
+        elif name in _STAGE_LIMITS and not any(name.startswith(stage) for stage in trained.experts):
             expert = "high_noise" if name.startswith("high_noise") else "low_noise"
             problems.append(Problem(key, repr(value), f"an option of what is trained; {expert} is not", "remove it"))
         elif not _is_number(value) and not (name == "eps" and _all_numbers(value)):
@@ -186,15 +186,15 @@ def _all_numbers(value: Any) -> bool:
 
 
 def build(
-    params: Iterable[Any], lr: float, options: Mapping[str, Any], trained: Trained, where: str
+    params: Iterable[Any], lr: float, options: Mapping[str, Any], trained: Trained, location: str
 ) -> StagedAutomagic:
-    problems = problems_of(options, trained, where)
+    problems = problems_of(options, trained, location)
     if problems:
         raise ConfigError(problems)
     start = _UPSTREAM_START if lr > _TOO_HIGH else lr
     members = []
-    for number, group in enumerate(grouped(params, start, trained, where)):
-        limits = limits_of(group.stage, options, where)
+    for number, group in enumerate(grouped(params, start, trained, location)):
+        limits = limits_of(group.stage, options, location)
         members.append(
             {
                 "params": group.members,
@@ -208,19 +208,21 @@ def build(
         )
     if not members:
         hint = "look at `network`: which layers does it choose?"
-        raise ConfigError([Problem(f"{where}.network", "nothing to train", "at least one trained layer", hint)])
+        raise ConfigError([Problem(f"{location}.network", "nothing to train", "at least one trained layer", hint)])
     rest = {name: options[name] for name in OPTIONS if options.get(name) is not None}
     try:
         return StagedAutomagic(members, lr=start, **rest)
     except ValueError as error:
         given = ", ".join(f"{name}={value}" for name, value in rest.items())
-        problem = Problem(f"{where}.train.optimizer_params", given, "values Automagic takes", f"change them: {error}")
+        problem = Problem(
+            f"{location}.train.optimizer_params", given, "values Automagic takes", f"change them: {error}"
+        )
         raise ConfigError([problem]) from error
 
 
 class AutomagicFeature:
-    def __init__(self, where: str, say: Callable[[str], None]) -> None:
-        self._where, self._say = where, say
+    def __init__(self, location: str, report: Callable[[str], None]) -> None:
+        self._location, self._report = location, report
         self._process: Any = None
         self._groups: list[dict[str, Any]] = []
 
@@ -231,21 +233,21 @@ class AutomagicFeature:
         return [(OPTIMIZER, self._get_optimizer)]
 
     def _get_optimizer(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        asked = {name: argument(original, name, args, kwargs) for name in OPTIMIZER.parameters}
-        if str(asked["optimizer_type"]).lower() != "automagic":
+        requested = {name: argument(original, name, args, kwargs) for name in OPTIMIZER.parameters}
+        if str(requested["optimizer_type"]).lower() != "automagic":
             return original(*args, **kwargs)  # a trainer that builds a second optimizer of its own
-        lr = float(asked["learning_rate"])
+        lr = float(requested["learning_rate"])
         trained = Trained.of(self._process)
-        optimizer = build(asked["params"], lr, asked["optimizer_params"] or {}, trained, self._where)
+        optimizer = build(requested["params"], lr, requested["optimizer_params"] or {}, trained, self._location)
         if lr > _TOO_HIGH:
-            self._say(f"train.lr: {lr:g} is too high a start for Automagic; it becomes 1e-06, as in ai-toolkit")
+            self._report(f"train.lr: {lr:g} is too high a start for Automagic; it becomes 1e-06, as in ai-toolkit")
         self._groups = [
             {name: group[name] for name in ("name", "stage", "lr", *LIMITS)} | {"parameters": len(group["params"])}
             for group in optimizer.param_groups
         ]
         for group in self._groups:
             rates = f"lr {group['lr']:g}, bump {group['lr_bump']:g}, from {group['min_lr']:g} to {group['max_lr']:g}"
-            self._say(f"automagic: {group['stage'] or 'all'}: {group['parameters']} tensors, {rates}")
+            self._report(f"automagic: {group['stage'] or 'all'}: {group['parameters']} tensors, {rates}")
         return optimizer
 
     def report(self) -> dict[str, Any]:

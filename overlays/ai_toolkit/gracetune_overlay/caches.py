@@ -31,35 +31,35 @@ TEXT_PATHS: Final = (
 class CacheFeature:
     def __init__(
         self,
-        asked: Caches,
+        requested: Caches,
         workers: int,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         managed: Callable[[], ManagedHeap | str] | None = None,
     ) -> None:
-        self._asked, self._workers, self._say, self._managed = asked, workers, say, managed
+        self._requested, self._workers, self._report, self._managed = requested, workers, report, managed
         self._latents: ResidentFiles | None = None
         self._text: ResidentFiles | None = None
         self._unserved = ""
 
     def open(self, process: Any) -> None:
-        asked, device = self._asked, process.device_torch
+        requested, device = self._requested, process.device_torch
         if self._workers and multiprocessing.get_start_method() != "fork":
             self._unserved = "loader processes are not copies of this one here (no fork): they read from disk"
-            self._say(f"caches: {self._unserved}; `num_workers: 0` serves from memory")
-        limit = None if asked.limit_gib is None else int(asked.limit_gib * GIB)
+            self._report(f"caches: {self._unserved}; `num_workers: 0` serves from memory")
+        limit = None if requested.limit_gib is None else int(requested.limit_gib * GIB)
         budget = Budget(probe(), limit)
         index = (device.index or 0) if device.type == "cuda" else None
 
         def files(role: Any, place: str) -> ResidentFiles:
-            found = ResidentFiles(role, place == "unified_memory", budget, self._say, index)
+            found = ResidentFiles(role, place == "unified_memory", budget, self._report, index)
             if self._managed is not None:
                 found.heap = self._managed()
             return found
 
-        if asked.latents != "disk":
-            self._latents = files("latent_cache", asked.latents)
-        if asked.text != "disk":
-            self._text = files("text_cache", asked.text)
+        if requested.latents != "disk":
+            self._latents = files("latent_cache", requested.latents)
+        if requested.text != "disk":
+            self._text = files("text_cache", requested.text)
 
     def hooks(self) -> list[tuple[Point, Around]]:
         wanted: list[tuple[Point, Around]] = []

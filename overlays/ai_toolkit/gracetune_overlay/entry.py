@@ -23,7 +23,7 @@ class NotAProcess:
         raise ConfigError([Problem(f"config.process[{process_id}].type", KEY, "a trainer of ai-toolkit", hint)])
 
 
-def say(line: str) -> None:
+def report(line: str) -> None:
     sys.stderr.write(f"gracetune: {line}\n")
     sys.stderr.flush()
 
@@ -34,7 +34,7 @@ def open_entry() -> None:
     try:
         (made,) = find_all((INIT,))
     except UpstreamChangedError as error:
-        say(f"the overlay is OFF and no `{KEY}:` block is read, {unknown}:\n{error}")
+        report(f"the overlay is OFF and no `{KEY}:` block is read, {unknown}:\n{error}")
         return
     if wrapped_by(made) is not None:
         return
@@ -42,7 +42,7 @@ def open_entry() -> None:
     try:
         (ran,) = find_all((RUN,))
     except UpstreamChangedError as error:
-        say(f"the overlay is OFF and a job with a `{KEY}:` block is refused, {unknown}:\n{error}")
+        report(f"the overlay is OFF and a job with a `{KEY}:` block is refused, {unknown}:\n{error}")
         return
     wrap(ran, _on_run)
 
@@ -52,15 +52,15 @@ def _on_init(original: Function, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(config, Mapping) or config.get(KEY) is None:
         return original(*args, **kwargs)
     process = args[0]
-    where = f"config.process[{argument(original, 'process_id', args, kwargs)}]"
+    location = f"config.process[{argument(original, 'process_id', args, kwargs)}]"
     trainer = find_all((RUN,))[0].owner
     if not isinstance(process, trainer):
         found, hint = f"a {type(process).__name__}", f"remove `{KEY}` from this process"
-        raise ConfigError([Problem(f"{where}.{KEY}", found, f"a process that trains, with `{KEY}:`", hint)])
+        raise ConfigError([Problem(f"{location}.{KEY}", found, f"a process that trains, with `{KEY}:`", hint)])
     from .options import read_job  # only now: a job without the block need not wait for any of this
     from .session import Session
 
-    session = Session(read_job(config, where), say)
+    session = Session(read_job(config, location), report)
     session.check()
     result = original(*args, **kwargs)
     setattr(process, _SESSION, session)

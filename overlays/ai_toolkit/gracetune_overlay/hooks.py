@@ -54,8 +54,8 @@ def _find(point: Point) -> Found | Problem:
             return _problem(point, f"no class {'.'.join(classes[: depth + 1])} in {point.module}")
     function = inspect.getattr_static(owner, name, None)
     if not isinstance(function, FunctionType):
-        there = "nothing" if function is None else f"a {type(function).__name__}"
-        return _problem(point, f"{there} called {'.'.join(point.path)} in {point.module}")
+        existing = "nothing" if function is None else f"a {type(function).__name__}"
+        return _problem(point, f"{existing} called {'.'.join(point.path)} in {point.module}")
     taken = inspect.signature(function).parameters
     gone = [parameter for parameter in point.parameters if parameter not in taken]
     if gone:

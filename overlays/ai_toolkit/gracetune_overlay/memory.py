@@ -46,11 +46,11 @@ class MemoryFeature:
         self,
         written: MemoryOptions,
         environment: Environment,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         opener: Opener = UnifiedMemory.open,
     ) -> None:
         self.options = merged_options(written, environment)
-        self._environment, self._say, self._opener = environment, say, opener
+        self._environment, self._report, self._opener = environment, report, opener
         self._layer: UnifiedMemory | None = None
         self._why = "not opened yet"
         self._samples = 0
@@ -58,12 +58,12 @@ class MemoryFeature:
 
     def open(self, process: Any) -> None:
         for line in claim_allocator_options(torch_takes_them=torch_accepts_uvm_options()):
-            self._say(line)
+            self._report(line)
         if "enable_uvm_hints" in self.options.model_fields_set:
             gh200.set_uvm_hint_override(self.options.enable_uvm_hints)
         device = process.device_torch
         if device.type != "cuda":
-            self._refused(_NO_GPU)
+            self._rejected(_NO_GPU)
             return
         allocator = next((text for name in ALLOCATOR_VARIABLES if (text := self._environment.get(name))), "")
         local_ranks = int(self._environment.get("LOCAL_WORLD_SIZE") or 1)
@@ -71,15 +71,15 @@ class MemoryFeature:
             self.options, probe(), device=device.index or 0, allocator_string=allocator, local_ranks=local_ranks
         )
         if isinstance(layer, Unavailable):
-            self._refused(str(layer))
+            self._rejected(str(layer))
             return
         self._layer, self._why = layer, ""
         gh200.attach(layer)
-        self._say(f"overflow arena: {layer.arena_size.reason}")
+        self._report(f"overflow arena: {layer.arena_size.reason}")
 
-    def _refused(self, why: str) -> None:
+    def _rejected(self, why: str) -> None:
         self._why = why
-        self._say(f"memory: {why}")
+        self._report(f"memory: {why}")
 
     def managed(self) -> ManagedHeap | str:
         """Managed memory, or why there is none."""
@@ -97,11 +97,11 @@ class MemoryFeature:
             decision = self._layer.step()
         except MemoryPressure:
             process = args[0]
-            self._say(f"main memory is nearly exhausted: saving step {process.step_num}, then stopping")
+            self._report(f"main memory is nearly exhausted: saving step {process.step_num}, then stopping")
             process.save(process.step_num)
             raise
         if self._layer.memory_is_tight != tight:
-            self._say(decision.reason)
+            self._report(decision.reason)
         return result
 
     def report(self) -> dict[str, Any]:
@@ -112,7 +112,9 @@ class MemoryFeature:
         if self._layer is None:
             return
         if not self._samples:
-            self._say("memory: the governor never ran: no step ended, or this trainer skips ai-toolkit's end_step_hook")
+            self._report(
+                "memory: the governor never ran: no step ended, or this trainer skips ai-toolkit's end_step_hook"
+            )
         self._stats = {name: value for name, value in self._layer.stats().items() if name.startswith("uvm.")}
         self._layer.close()
         self._layer = None

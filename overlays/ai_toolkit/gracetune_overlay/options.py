@@ -46,17 +46,17 @@ _SECTIONS: Mapping[str, type[Section]] = {"": Block, "memory": MemoryOptions, "c
 class Job:
     """One process of a job, as far as the overlay looks at it."""
 
-    where: str
+    key_path: str
     """`config.process[0]`: the key in the user's file."""
     block: Block
     workers: int
     """Loader processes: copies of this one, in which managed memory does not exist."""
 
 
-def read_job(config: Mapping[str, Any], where: str) -> Job:
+def read_job(config: Mapping[str, Any], key_path: str) -> Job:
     """Raises ConfigError with everything that is wrong."""
     raw = config[KEY]
-    key = f"{where}.{KEY}"
+    key = f"{key_path}.{KEY}"
     if not isinstance(raw, Mapping):
         hint = f"write `{KEY}:` with {', '.join(Block.model_fields)} under it, or remove it"
         raise ConfigError([Problem(key, repr(raw), "a block of keys", hint)])
@@ -65,10 +65,10 @@ def read_job(config: Mapping[str, Any], where: str) -> Job:
     except ValidationError as error:
         raise ConfigError([_problem(key, details) for details in error.errors()]) from None
     datasets = _datasets(config)
-    problems = [*_cache_problems(block, config, where), *_other_problems(block, config, where)]
+    problems = [*_cache_problems(block, config, key_path), *_other_problems(block, config, key_path)]
     if problems:
         raise ConfigError(problems)
-    return Job(where, block, max((_workers(dataset) for dataset in datasets), default=0))
+    return Job(key_path, block, max((_workers(dataset) for dataset in datasets), default=0))
 
 
 def _problem(key: str, details: ErrorDetails) -> Problem:
@@ -102,19 +102,19 @@ def _workers(dataset: Mapping[str, Any]) -> int:
     return found if isinstance(found, int) else 2
 
 
-def _cache_problems(block: Block, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+def _cache_problems(block: Block, config: Mapping[str, Any], key_path: str) -> Iterator[Problem]:
     """What ai-toolkit has to be told as well, so that there is a cache on disk to take from."""
     unified = "unified_memory" in (block.caches.latents, block.caches.text)
     if unified and block.memory is None:
         wanted = "`memory` beside unified_memory: its layer is where unified memory comes from"
-        yield Problem(f"{where}.{KEY}", "no `memory`", wanted, "write `memory: {}`, or `memory` for the caches")
+        yield Problem(f"{key_path}.{KEY}", "no `memory`", wanted, "write `memory: {}`, or `memory` for the caches")
     if not unified and block.memory is not None and block.memory.enable_uvm_hints:
         wanted = "false, or caches in unified_memory: nothing else could be hinted"
         hint = f"remove it, or write `latents: unified_memory` in `{KEY}.caches`"
-        yield Problem(f"{where}.{KEY}.memory.enable_uvm_hints", "true", wanted, hint)
+        yield Problem(f"{key_path}.{KEY}.memory.enable_uvm_hints", "true", wanted, hint)
     text_for_all = _part(config, "train").get("cache_text_embeddings") is True
     for number, dataset in enumerate(_datasets(config)):
-        at = f"{where}.datasets[{number}]"
+        at = f"{key_path}.datasets[{number}]"
         if block.caches.latents != "disk" and dataset.get("cache_latents_to_disk") is not True:
             found = f"cache_latents_to_disk: {dataset.get('cache_latents_to_disk', False)!r}"
             wanted = f"true, with {KEY}.caches.latents: {block.caches.latents}, which takes ai-toolkit's files"
@@ -129,16 +129,16 @@ def _cache_problems(block: Block, config: Mapping[str, Any], where: str) -> Iter
             yield Problem(at, found, wanted, "write `num_workers: 0` and `prefetch_factor: null`, or use `memory`")
 
 
-def _other_problems(block: Block, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+def _other_problems(block: Block, config: Mapping[str, Any], key_path: str) -> Iterator[Problem]:
     train, model = _part(config, "train"), _part(config, "model")
     optimizer = train.get("optimizer", "adamw")
     if block.automagic and str(optimizer).lower() != "automagic":
         hint = f"write `optimizer: automagic`, or `automagic: false` in `{KEY}`"
-        yield Problem(f"{where}.train.optimizer", repr(optimizer), f"automagic, with {KEY}.automagic", hint)
+        yield Problem(f"{key_path}.train.optimizer", repr(optimizer), f"automagic, with {KEY}.automagic", hint)
     if block.automagic and train.get("do_paramiter_swapping"):
         wanted = f"false, with {KEY}.automagic: every parameter is trained in every step"
-        yield Problem(f"{where}.train.do_paramiter_swapping", "true", wanted, "remove it")
+        yield Problem(f"{key_path}.train.do_paramiter_swapping", "true", wanted, "remove it")
     arch = str(model.get("arch", "")).partition(":")[0]
     if block.pair_files and not arch.startswith("wan22_14b"):
         wanted = f"wan22_14b or wan22_14b_i2v, with {KEY}.pair_files: only they have two experts"
-        yield Problem(f"{where}.model.arch", repr(arch), wanted, f"remove `pair_files` from `{KEY}`")
+        yield Problem(f"{key_path}.model.arch", repr(arch), wanted, f"remove `pair_files` from `{KEY}`")

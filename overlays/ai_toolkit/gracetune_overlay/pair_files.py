@@ -22,9 +22,9 @@ from gracetune.extension import (
     FORMATS,
     AdapterState,
     ConfigError,
+    ExpertStage,
     GracetuneError,
     Problem,
-    Stage,
     open_adapter,
     save_adapter,
     sync_folder,
@@ -35,43 +35,43 @@ from .hooks import Around, Function, argument
 from .points import LOAD_LORA, SAVE_LORA, Point
 
 FAMILY: Final = "wan"
-STAGES: Final[tuple[Stage, ...]] = ("high_noise", "low_noise")
+EXPERTS: Final[tuple[ExpertStage, ...]] = ("high_noise", "low_noise")
 _SUFFIX: Final = ".safetensors"
 _PREFIX: Final = "diffusion_model."
 _UP: Final = ("lora_B.weight", "lora_up.weight")
 
 
-def trained_stages(model: Any) -> tuple[Stage, ...]:
-    asked = zip(STAGES, (model.train_high_noise, model.train_low_noise), strict=True)
-    return tuple(stage for stage, trained in asked if trained)
+def trained_experts(model: Any) -> tuple[ExpertStage, ...]:
+    requested = zip(EXPERTS, (model.train_high_noise, model.train_low_noise), strict=True)
+    return tuple(stage for stage, trained in requested if trained)
 
 
-def pair_of(file: Path) -> dict[Stage, Path]:
+def pair_of(file: Path) -> dict[ExpertStage, Path]:
     """The names of both files, whichever of them, or the name without an expert, is given."""
     stem = file.name.removesuffix(_SUFFIX)
-    for stage in STAGES:
+    for stage in EXPERTS:
         stem = stem.removesuffix(f"_{stage}")
-    return {stage: file.with_name(f"{stem}_{stage}{_SUFFIX}") for stage in STAGES}
+    return {stage: file.with_name(f"{stem}_{stage}{_SUFFIX}") for stage in EXPERTS}
 
 
 def parted(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], trained: tuple[Stage, ...]
-) -> dict[Stage, AdapterState]:
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], trained: tuple[ExpertStage, ...]
+) -> dict[ExpertStage, AdapterState]:
     """By expert. Keys that tell none belong to the only one that is trained."""
     reading = FORMATS["comfyui"].read(tensors, metadata, FAMILY).checked()
-    states: dict[Stage, AdapterState] = {}
-    for told, state in reading.states.items():
-        if not told and len(trained) > 1:
+    states: dict[ExpertStage, AdapterState] = {}
+    for message, state in reading.states.items():
+        if not message and len(trained) > 1:
             found = f"{len(state.layers)} layers that tell no expert, such as {next(iter(state.layers))}"
             hint = "train one expert at a time (model_kwargs: train_low_noise: false), and tell us about this version"
             raise ConfigError([Problem("adapter", found, "layers of transformer_1 or transformer_2", hint)])
-        stage = told or trained[0]
+        stage = message or trained[0]
         states[stage] = replace(state, stage=stage)
     return states
 
 
 def write_pair(
-    tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str], trained: tuple[Stage, ...]
+    tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str], trained: tuple[ExpertStage, ...]
 ) -> list[Path]:
     """Files that are there already are replaced, as ai-toolkit does."""
     states = parted(tensors, metadata, trained)
@@ -98,7 +98,7 @@ def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     return floating.most_common(1)[0][0]
 
 
-def read_pair(file: Path, trained: tuple[Stage, ...]) -> dict[str, Tensor]:
+def read_pair(file: Path, trained: tuple[ExpertStage, ...]) -> dict[str, Tensor]:
     """In the spelling `Wan2214bModel.load_lora` gives: with the expert in the keys if both are trained."""
     names = pair_of(file)
     missing = [names[stage] for stage in trained if not names[stage].is_file()]
@@ -110,7 +110,7 @@ def read_pair(file: Path, trained: tuple[Stage, ...]) -> dict[str, Tensor]:
     for stage in trained:
         state = open_adapter(names[stage], FAMILY).state()
         tensors, _ = FORMATS["comfyui"].write(_folded(state), torch.float32)
-        expert = f"transformer_{STAGES.index(stage) + 1}." if len(trained) > 1 else ""
+        expert = f"transformer_{EXPERTS.index(stage) + 1}." if len(trained) > 1 else ""
         combined |= {key.replace(_PREFIX, f"{_PREFIX}{expert}", 1): tensor for key, tensor in tensors.items()}
     return combined
 
@@ -128,8 +128,8 @@ def _folded(state: AdapterState) -> AdapterState:
 
 
 class PairFeature:
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
         self._written: list[str] = []
         self._read: list[str] = []
         self._unparted: list[str] = []
@@ -142,22 +142,22 @@ class PairFeature:
         return [(SAVE_LORA, self._save), (LOAD_LORA, self._load)]
 
     def _save(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        asked = {name: argument(original, name, args, kwargs) for name in SAVE_LORA.parameters}
-        model, file = args[0], Path(asked["output_path"])
+        requested = {name: argument(original, name, args, kwargs) for name in SAVE_LORA.parameters}
+        model, file = args[0], Path(requested["output_path"])
         if not model.network.network_config.split_multistage_loras or file.suffix != _SUFFIX:
             if not self._left:
-                self._say(
+                self._report(
                     f"pair_files: {file.name} is left to ai-toolkit: it is no safetensors file, or "
                     "network.split_multistage_loras is false"
                 )
             self._left.append(file.name)
             return original(*args, **kwargs)
-        metadata = {str(name): str(value) for name, value in (asked["metadata"] or {}).items()}
+        metadata = {str(name): str(value) for name, value in (requested["metadata"] or {}).items()}
         try:
-            written = write_pair(asked["state_dict"], file, metadata, trained_stages(model))
+            written = write_pair(requested["state_dict"], file, metadata, trained_experts(model))
         except GracetuneError as error:  # hours of training are in this state: it is saved, whatever it is
-            written = [_write_whole(asked["state_dict"], file, metadata)]
-            self._say(f"pair_files: not parted by expert; every key as it is in {written[0].name}, because\n{error}")
+            written = [_write_whole(requested["state_dict"], file, metadata)]
+            self._report(f"pair_files: not parted by expert; every key as it is in {written[0].name}, because\n{error}")
             self._unparted.append(written[0].name)
             return None
         self._written += [path.name for path in written]
@@ -165,11 +165,11 @@ class PairFeature:
 
     def _load(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         file = Path(argument(original, "file", args, kwargs))
-        if not file.name.endswith(tuple(f"_{stage}{_SUFFIX}" for stage in STAGES)):
+        if not file.name.endswith(tuple(f"_{stage}{_SUFFIX}" for stage in EXPERTS)):
             self._left.append(file.name)
             return original(*args, **kwargs)
         self._read.append(file.name)
-        return read_pair(file, trained_stages(args[0]))
+        return read_pair(file, trained_experts(args[0]))
 
     def report(self) -> dict[str, Any]:
         return {

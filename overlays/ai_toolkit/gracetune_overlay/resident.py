@@ -35,11 +35,11 @@ from gracetune.extension import (
 )
 
 ALIGNMENT: Final = 512
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
+class _Part:
     """A tensor's bytes in a slab."""
 
     slab: Slab
@@ -86,14 +86,14 @@ class ResidentFiles:
     role: CacheRole
     unified: bool
     budget: Budget
-    say: Say
+    report: Report
     device: int | None = None
     """Of the GPU that trains; None without one."""
     heap: ManagedHeap | str = "gracetune.memory is not in the job's `gracetune:` block"
     """Managed memory, or why there is none."""
     counts: Counts = field(default_factory=Counts)
     notes: list[str] = field(default_factory=list)
-    _pieces: dict[str, dict[str, _Piece]] = field(default_factory=dict)
+    _chunks: dict[str, dict[str, _Part]] = field(default_factory=dict)
     _known: set[str] = field(default_factory=set)
     _slabs: list[Slab] = field(default_factory=list)
 
@@ -112,7 +112,7 @@ class ResidentFiles:
         slab.settle()
         if isinstance(slab, ManagedSlab):
             self._hint(slab)
-        self.say(
+        self.report(
             f"{self.role}: {self.counts.files} files, {format_bytes(self.counts.bytes)} in memory"
             + (f"; {self.counts.left_on_disk} left on disk" if self.counts.left_on_disk else "")
         )
@@ -148,7 +148,7 @@ class ResidentFiles:
 
     def _managed(self, size: int) -> Slab | None:
         machine, heap = self.budget.machine, self.heap
-        told: Residence = choose_residence(
+        message: Residence = choose_residence(
             "unified_memory",
             self.role,
             machine.profile.value if self.device is not None else "cpu",
@@ -156,20 +156,20 @@ class ResidentFiles:
             device_bytes=next((gpu.memory_total for gpu in machine.gpus if gpu.index == self.device), None),
             no_managed=heap if isinstance(heap, str) else None,
         )
-        for note in told.notes:
+        for note in message.notes:
             self._note(f"{self.role}: {note}")
-        if not told.is_managed or isinstance(heap, str):
+        if not message.is_managed or isinstance(heap, str):
             return None
         try:
-            return ManagedSlab(heap, size, "host" if told.place == "managed_host" else "device")
+            return ManagedSlab(heap, size, "host" if message.kind == "managed_host" else "device")
         except UnifiedMemoryError as error:
             self._note(f"{self.role}: unified memory was refused, plain main memory instead: {error}")
             return None
 
     def _hint(self, slab: ManagedSlab) -> None:
         """Its home is set already; this is what `enable_uvm_hints` adds, and whether the driver took it."""
-        wish = gh200.prefer_cpu_residency if self.role == "latent_cache" else gh200.prefer_gpu_residency
-        hint = wish(slab.view)
+        key_hint = gh200.prefer_cpu_residency if self.role == "latent_cache" else gh200.prefer_gpu_residency
+        hint = key_hint(slab.view)
         self._note(f"{self.role}: residency hint {'given' if hint else 'not given'}: {hint.reason}")
 
     def _load(self, file: str, slab: Slab, start: int) -> None:
@@ -178,23 +178,23 @@ class ResidentFiles:
         except (SafetensorError, OSError):
             self.counts.unreadable += 1
             return
-        pieces = {}
+        chunks = {}
         for name, tensor in tensors.items():
             raw = tensor.contiguous().reshape(-1).view(torch.uint8)
             slab.host[start : start + raw.numel()].copy_(raw)
-            pieces[name] = _Piece(slab, start, tensor.to("meta"))
+            chunks[name] = _Part(slab, start, tensor.to("meta"))
             start += _padded(raw.numel())
             self.counts.bytes += raw.numel()
-        self._pieces[file] = pieces
+        self._chunks[file] = chunks
         self.counts.files += 1
 
     def find(self, file: str, read: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """The tensors of a file: copies out of memory, or what `read` reads for a file that is not here."""
         name = _name(file)
-        pieces = self._pieces.get(name)
-        if pieces is not None:
+        chunks = self._chunks.get(name)
+        if chunks is not None:
             self.counts.hits += 1
-            return {key: piece.copy().to(self._home) for key, piece in pieces.items()}
+            return {key: chunk.copy().to(self._home) for key, chunk in chunks.items()}
         tensors = read()
         if name not in self._known:
             return tensors  # no file of this cache
@@ -208,10 +208,10 @@ class ResidentFiles:
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
-        self.say(text)
+        self.report(text)
 
     def close(self) -> None:
-        self._pieces.clear()
+        self._chunks.clear()
         while self._slabs:
             self._slabs.pop().close()
 

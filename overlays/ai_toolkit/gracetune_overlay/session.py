@@ -24,7 +24,7 @@ from .pair_files import PairFeature
 from .points import POINTS, Feature, Point
 
 REPORT_VERSION: Final = 1
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Part(Protocol):
@@ -39,8 +39,8 @@ class Part(Protocol):
 
 
 class Session:
-    def __init__(self, job: Job, say: Say) -> None:
-        self.job, self._say = job, say
+    def __init__(self, job: Job, report: Report) -> None:
+        self.job, self._report = job, report
 
     def check(self) -> None:
         """Everything the features need is in this ai-toolkit and its environment, or ConfigError."""
@@ -58,20 +58,20 @@ class Session:
             "automagic": block.automagic,
             "pair_files": block.pair_files,
         }
-        return {feature for feature, asked in wanted.items() if asked}
+        return {feature for feature, requested in wanted.items() if requested}
 
     def _parts(self) -> dict[str, Part]:
         block, parts = self.job.block, dict[str, Part]()
         memory = None
         if block.memory is not None:
-            memory = parts["memory"] = MemoryFeature(block.memory, Environment.capture(), self._say)
+            memory = parts["memory"] = MemoryFeature(block.memory, Environment.capture(), self._report)
         if (block.caches.latents, block.caches.text) != ("disk", "disk"):
             heap = memory.managed if memory is not None else None
-            parts["caches"] = CacheFeature(block.caches, self.job.workers, self._say, heap)
+            parts["caches"] = CacheFeature(block.caches, self.job.workers, self._report, heap)
         if block.automagic:
-            parts["automagic"] = AutomagicFeature(self.job.where, self._say)
+            parts["automagic"] = AutomagicFeature(self.job.key_path, self._report)
         if block.pair_files:
-            parts["pair_files"] = PairFeature(self._say)
+            parts["pair_files"] = PairFeature(self._report)
         return parts
 
     @contextmanager
@@ -103,4 +103,4 @@ class Session:
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder / name, f"{json.dumps(body, indent=2)}\n".encode())
         except OSError as error:  # a full disk must not hide what stopped the run
-            self._say(f"no {name}: {error.strerror or error}; what it would have said: {json.dumps(body)}")
+            self._report(f"no {name}: {error.strerror or error}; what it would have said: {json.dumps(body)}")

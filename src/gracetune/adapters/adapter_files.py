@@ -13,15 +13,15 @@ from gracetune.adapters import safetensors_file as files
 from gracetune.adapters.errors import (
     BrokenLayerError,
     CannotHoldError,
-    MixedStagesError,
+    MixedExpertsError,
     UnclearFamilyError,
 )
 from gracetune.adapters.formats.detection import Detected, detect
 from gracetune.adapters.formats.names import is_of_text_encoder, split
 from gracetune.adapters.formats.programs import readable
-from gracetune.adapters.formats.reading import Reading, dtype_of
+from gracetune.adapters.formats.reading import AdapterContents, dtype_of
 from gracetune.adapters.formats.registry import FORMATS
-from gracetune.adapters.state import AdapterState, Stage
+from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.config.export_formats import PROGRAMS, FormatName, Program
 from gracetune.errors import ConfigError, Problem, short
 
@@ -29,14 +29,14 @@ _OTHER_HASH = (
     "the header's sshs_model_hash is not the hash of the tensors in this file: it was changed after it was written, or "
     "the program that wrote it computes the hash by another rule"
 )
-_ORDER: tuple[Stage, ...] = ("", "high_noise", "low_noise")
+_ORDER: tuple[ExpertStage, ...] = ("", "high_noise", "low_noise")
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class OpenedAdapter:
     file: files.AdapterFile
     detected: Detected
-    reading: Reading
+    reading: AdapterContents
     left_out: tuple[str, ...] = ()
     """Layers of text encoders, where the caller wanted the file without them."""
 
@@ -47,7 +47,7 @@ class Opened:
             return (_OTHER_HASH,)
         return ()
 
-    def refuse_altered(self) -> None:
+    def reject_altered(self) -> None:
         if self.reading.altered:
             raise self.reading.errors(str(self.file.path))[0]
 
@@ -83,16 +83,16 @@ class Opened:
             hint = "check that it is the file of an adapter"
             problem = Problem("layers", "none", "at least one layer", hint, str(self.file.path))
             raise BrokenLayerError([problem])
-        return sorted(self.reading.states.values(), key=lambda state: _ORDER.index(state.stage))
+        return sorted(self.reading.states.values(), key=lambda state: _ORDER.index(state.expert))
 
     def state(self) -> AdapterState:
         """The one adapter in the file; a file of both experts is refused."""
         found = self.states()
         if len(found) > 1:
-            names = " and ".join(state.stage for state in found)
+            names = " and ".join(state.expert for state in found)
             hint = "gracetune adapter convert --split makes two files of it"
             problem = Problem("stages", f"layers of {names} in one file", "one expert", hint, str(self.file.path))
-            raise MixedStagesError([problem])
+            raise MixedExpertsError([problem])
         return found[0]
 
 
@@ -103,7 +103,7 @@ def open_adapter(
     without_text_encoders: bool = False,
     alpha: float | None = None,
     ignore_hash: bool = False,
-) -> Opened:
+) -> OpenedAdapter:
     """Reads a file in any of the known spellings; `family` is only needed where the keys fit two.
 
     `alpha` is that of all layers, of a file that does not tell it. `ignore_hash` takes a file of ours that was changed.
@@ -121,13 +121,13 @@ def open_adapter(
     if alpha is not None:
         file = _with_alpha(file, reading, alpha)
         reading = spelled.read(file.tensors, file.metadata, detected.family)
-    states = _with_stages(reading.states, detected, file)
+    states = _with_experts(reading.states, detected, file)
     altered = file.is_ours and file.hash_matches is False and not ignore_hash
     reading = replace(reading, states=states, contradictions=detected.contradictions, altered=altered)
-    return Opened(file, detected, reading, left_out)
+    return OpenedAdapter(file, detected, reading, left_out)
 
 
-def _with_alpha(file: files.AdapterFile, reading: Reading, alpha: float) -> files.AdapterFile:
+def _with_alpha(file: files.AdapterFile, reading: AdapterContents, alpha: float) -> files.AdapterFile:
     """The file as if it had an alpha for every layer. Refused where it tells its scale itself."""
     own = [key for key in file.tensors if (parts := split(key)) is not None and parts.tensor == "alpha"]
     if own or not reading.without_scale:
@@ -150,26 +150,26 @@ def _without_text_encoders(file: files.AdapterFile) -> tuple[files.AdapterFile, 
     return replace(file, tensors=kept), tuple(sorted(stems))
 
 
-def _with_stages(
-    states: Mapping[Stage, AdapterState], detected: Detected, file: files.AdapterFile
-) -> dict[Stage, AdapterState]:
+def _with_experts(
+    states: Mapping[ExpertStage, AdapterState], detected: Detected, file: files.AdapterFile
+) -> dict[ExpertStage, AdapterState]:
     """States without a stage in their keys get the one the header or the file's name tells."""
     if "" not in states:
         return dict(states)
     if len(states) == 1:
-        stage = detected.stages[0]
+        expert = detected.experts[0]
     elif set(states) == {"", "low_noise"}:  # diffusers' names: transformer and transformer_2
-        stage = "high_noise"
+        expert = "high_noise"
     else:
         problem = Problem(
             "stages",
-            f"layers of {', '.join(stage for stage in states if stage)} beside layers of no expert",
+            f"layers of {', '.join(expert for expert in states if expert)} beside layers of no expert",
             "every key with its expert, or none",
             "give each expert a file of its own where it was made",
             str(file.path),
         )
-        raise MixedStagesError([problem])
-    return {new: replace(state, stage=new) for old, state in states.items() for new in [old or stage]}
+        raise MixedExpertsError([problem])
+    return {new: replace(state, expert=new) for old, state in states.items() for new in [old or expert]}
 
 
 def save(

@@ -109,8 +109,8 @@ class AssistantFile:
 def as_assistant(path: Path, state: AdapterState, family: str) -> AssistantFile:
     """`state` is what the file holds."""
     problems = [_problem(f"made for {state.family}", f"one for {family}", path)] if state.family != family else []
-    if state.stage:
-        problems.append(_problem(f"of the {state.stage} expert", "one of a model with a single denoiser", path))
+    if state.expert:
+        problems.append(_problem(f"of the {state.expert} expert", "one of a model with a single denoiser", path))
     others = sorted({layer.algorithm for layer in state.layers.values() if _factors(layer) is None})
     if others:
         problems.append(_problem(f"layers of {', '.join(others)}", "LoRA of linear layers", path))

@@ -33,8 +33,8 @@ from gracetune.adapters.layer import AttachedLayer, local
 from gracetune.adapters.load_checks import fitted
 from gracetune.adapters.lycoris import Factors
 from gracetune.adapters.options import LayerOptions, resolver
-from gracetune.adapters.state import AdapterState, Stage
-from gracetune.adapters.targets import ADAPTABLE, Kind, ModuleInfo, Modules, Selection, select
+from gracetune.adapters.state import AdapterState, ExpertStage
+from gracetune.adapters.targets import ADAPTABLE, Kind, LayerSelection, ModuleInfo, Modules, select
 from gracetune.adapters.trainable import takes_convolutions, unused_conv_options
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
@@ -51,7 +51,7 @@ _WHOLE = "a full fine-tune has no adapter beside the model: "
 class Attached(ABC):
     """A denoiser with something to train in it."""
 
-    def __init__(self, selection: Selection | None, notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, selection: LayerSelection | None, notes: tuple[str, ...] = ()) -> None:
         self.selection = selection
         """What was chosen and why; None for a full fine-tune of everything."""
         self.notes = notes
@@ -125,7 +125,7 @@ def attach(
     adapter: Adapter,
     *,
     family: str,
-    stage: Stage = "",
+    expert: ExpertStage = "",
     default_targets: Sequence[str],
     conv_targets: Sequence[str] = (),
     untrained: Sequence[str] = (),
@@ -164,7 +164,7 @@ def attach(
         for module in [denoiser.get_submodule(path)]
     }
     return _LayersAttached(
-        denoiser, plan, ways, chosen, family=family, stage=stage, seed=seed, strength=adapter.strength, notes=notes
+        denoiser, plan, ways, chosen, family=family, expert=expert, seed=seed, strength=adapter.strength, notes=notes
     )  # fmt: skip
 
 
@@ -226,23 +226,23 @@ class _LayersAttached(Attached):
         model: nn.Module,
         plan: Mapping[str, LayerOptions],
         ways: Mapping[str, Computation],
-        selection: Selection,
+        selection: LayerSelection,
         *,
         family: str,
-        stage: Stage,
+        expert: ExpertStage,
         seed: int,
         strength: float,
         notes: tuple[str, ...],
     ) -> None:
         super().__init__(selection, notes)
-        self._family, self._stage = family, stage
+        self._family, self._expert = family, expert
         self._ways = ways
         self._strength, self._factor = strength, 1.0
         self._layers: dict[str, AttachedLayer] = {}
         with ExitStack() as undo:
             _frozen(model, undo)
             for path, options in plan.items():
-                with seeded(seed, stage, path):
+                with seeded(seed, expert, path):
                     layer = _made(model, path, options, ways[path])
                 undo.callback(layer.remove, model)
                 layer.set_strength(strength)
@@ -266,10 +266,10 @@ class _LayersAttached(Attached):
         return {path: layer.alpha for path, layer in self._layers.items() if layer.rank is not None}
 
     def state(self) -> AdapterState:
-        return AdapterState(self._family, self._stage, {path: layer.state() for path, layer in self._layers.items()})
+        return AdapterState(self._family, self._expert, {path: layer.state() for path, layer in self._layers.items()})
 
     def layout(self) -> AdapterState:
-        return AdapterState(self._family, self._stage, {path: layer.layout() for path, layer in self._layers.items()})
+        return AdapterState(self._family, self._expert, {path: layer.layout() for path, layer in self._layers.items()})
 
     def load(self, state: AdapterState) -> None:
         self._take(self.fitting(state))
@@ -279,7 +279,7 @@ class _LayersAttached(Attached):
             self._layers[path].load(tensors)
 
     def fitting(self, state: AdapterState) -> LayerTensors:
-        return fitted(state, self._family, self._stage, self._layers)
+        return fitted(state, self._family, self._expert, self._layers)
 
     @contextmanager
     def holding(self, values: LayerTensors) -> Iterator[dict[str, Tensor]]:
@@ -342,15 +342,15 @@ def _layers(count: int) -> str:
     return "1 layer" if count == 1 else f"{count:,} layers"
 
 
-def _made(model: nn.Module, path: str, options: LayerOptions, how: Computation) -> AttachedLayer:
+def _made(model: nn.Module, path: str, options: LayerOptions, computation: Computation) -> AttachedLayer:
     layer = model.get_submodule(path)
-    if how.form != LIBRARY and isinstance(layer, nn.Linear):
-        return FastLayer(path, layer, options, how, model)
+    if computation.form != LIBRARY and isinstance(layer, nn.Linear):
+        return FastLayer(path, layer, options, computation, model)
     return algorithm(options.algorithm).reference_layer(path, layer, options, model)
 
 
 class _FullAttached(Attached):
-    def __init__(self, model: nn.Module, selection: Selection | None) -> None:
+    def __init__(self, model: nn.Module, selection: LayerSelection | None) -> None:
         super().__init__(selection)
         self._model = model
         with ExitStack() as undo:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gracetune.adapters.state import Stage
+from gracetune.adapters.state import ExpertStage
 from gracetune.adapters.verification import Shapes, shapes_of
 from gracetune.config.families import Family
 from gracetune.config.run_config import Model
@@ -34,11 +34,11 @@ class Base:
             self._spec = spec_of(family)
         self.experts: tuple[Expert, ...] = self._spec.inspect(self.source).experts
 
-    def expert(self, stage: Stage) -> Expert:
+    def expert(self, name: ExpertStage) -> Expert:
         """The denoiser an adapter of that stage belongs to."""
         if len(self.experts) == 1:
             return self.experts[0]
-        found = next((expert for expert in self.experts if expert.name == stage), None)
+        found = next((expert for expert in self.experts if expert.name == name), None)
         if found is None:
             names = ", ".join(expert.name for expert in self.experts)
             hint = "name the file ..._high_noise.safetensors or ..._low_noise.safetensors"
@@ -49,18 +49,18 @@ class Base:
         """By stage, of every layer."""
         return {expert.name: shapes_of(self._spec.build_denoiser(self.source, expert)) for expert in self.experts}
 
-    def folder(self, stage: Stage) -> Path:
+    def folder(self, expert: ExpertStage) -> Path:
         """Of the expert's weights, under diffusers' names."""
         if self.source.single_file is not None:
             hint = "save it with diffusers' from_single_file and save_pretrained, and give that folder"
             found = f"{self.source.name}, one file with the original model's names"
             raise ConfigError([Problem("--model, --merge-into", found, "a folder in diffusers' layout", hint)])
-        return self.source.part(self.expert(stage).component)
+        return self.source.part(self.expert(expert).component)
 
-    def weight(self, stage: Stage) -> Weight:
+    def weight(self, expert: ExpertStage) -> Weight:
         """A layer's weight, read when it is asked for."""
-        self.folder(stage)
-        weights = open_weights(weight_file(self.source, self.expert(stage).component))
+        self.folder(expert)
+        weights = open_weights(weight_file(self.source, self.expert(expert).component))
 
         def read(path: str) -> Tensor:
             entry = weights.entries.get(f"{path}.weight")

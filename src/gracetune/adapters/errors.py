@@ -25,7 +25,7 @@ class UnclearFamilyError(AdapterFileError):
     """The keys fit no family, or more than one."""
 
 
-class MixedStagesError(AdapterFileError):
+class MixedExpertsError(AdapterFileError):
     """One file holds adapters of both noise experts."""
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gracetune.adapters.targets import Selection
+from gracetune.adapters.targets import LayerSelection
 
 
-def trained_parameters(model: nn.Module, selection: Selection | None) -> dict[str, nn.Parameter]:
+def trained_parameters(model: nn.Module, selection: LayerSelection | None) -> dict[str, nn.Parameter]:
     """By name, in the model's own order. None selects everything."""
     everything = dict(model.named_parameters())
     if selection is None:
@@ -33,7 +33,7 @@ def _names(model: nn.Module, path: str) -> Iterator[str]:
         yield f"{path}.{name}"
 
 
-def bridge(model: nn.Module, selection: Selection, undo: ExitStack) -> None:
+def bridge(model: nn.Module, selection: LayerSelection, undo: ExitStack) -> None:
     """Inputs of the trained modules become fp32, their outputs again what the rest of the model works in."""
     for path in selection.paths:
         parent, _, last = path.rpartition(".")

@@ -11,17 +11,17 @@ from gracetune.adapters.algorithms.record import Algorithm
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE
 from gracetune.adapters.layer import AttachedLayer
-from gracetune.adapters.state import AdapterState, Layer, Stage
+from gracetune.adapters.state import AdapterState, ExpertStage, Layer
 from gracetune.errors import ConfigError, Problem
 
 _SHOWN = 8
 
 
 def fitted(
-    state: AdapterState, family: str, stage: Stage, layers: Mapping[str, AttachedLayer]
+    state: AdapterState, family: str, expert: ExpertStage, layers: Mapping[str, AttachedLayer]
 ) -> dict[str, dict[str, Tensor]]:
     """Path -> tensors as the layers have them. A file's other alpha is multiplied in: the effect is the file's."""
-    problems = _of_the_whole(state, family, stage)
+    problems = _of_the_whole(state, family, expert)
     problems += _listed([path for path in layers if path not in state.layers], _missing)
     problems += _listed([path for path in state.layers if path not in layers], _unexpected)
     fitting: dict[str, dict[str, Tensor]] = {}
@@ -39,13 +39,13 @@ def fitted(
     return fitting
 
 
-def _of_the_whole(state: AdapterState, family: str, stage: Stage) -> list[Problem]:
+def _of_the_whole(state: AdapterState, family: str, expert: ExpertStage) -> list[Problem]:
     problems = []
     if state.family != family:
         problems.append(Problem("adapter", f"made for {state.family}", f"one for {family}", "give another file"))
-    if state.stage and stage and state.stage != stage:
-        hint = f"give the file of the {stage} expert"
-        problems.append(Problem("adapter", f"of the {state.stage} expert", f"one of the {stage} expert", hint))
+    if state.expert and expert and state.expert != expert:
+        hint = f"give the file of the {expert} expert"
+        problems.append(Problem("adapter", f"of the {state.expert} expert", f"one of the {expert} expert", hint))
     return problems
 
 

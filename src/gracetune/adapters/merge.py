@@ -29,7 +29,7 @@ from gracetune.storage.regular_files import open_regular, read_small_file
 from gracetune.storage.safetensors_files import tensor_bytes
 from gracetune.storage.safetensors_headers import (
     TensorEntry,
-    Weights,
+    WeightFiles,
     describe,
     open_weights,
     pack_header,
@@ -110,7 +110,7 @@ def _listed(adapters: Adapters) -> list[Weighted]:
     return [one if isinstance(one, Weighted) else Weighted(one) for one in several]
 
 
-def _changes(adapters: Sequence[Weighted], shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Change]:
+def _changes(adapters: Sequence[Weighted], shapes: Mapping[str, tuple[int, ...]], location: str) -> dict[str, Change]:
     """A misfit is found before anything is written."""
     changes: dict[str, Change] = {}
     problems: list[Problem] = []
@@ -121,9 +121,9 @@ def _changes(adapters: Sequence[Weighted], shapes: Mapping[str, tuple[int, ...]]
                 if is_bias and not biased:
                     continue
                 if name not in shapes:
-                    problems.append(_absent(name, where))
+                    problems.append(_absent(name, location))
                 elif not _fits(layer, shapes[name], is_bias):
-                    problems.append(_misfit(name, layer, shapes[name], where))
+                    problems.append(_misfit(name, layer, shapes[name], location))
                 changes.setdefault(name, []).append((layer, adapter.strength, is_bias))
     if problems:
         raise ConfigError(shortened(problems))
@@ -158,16 +158,16 @@ def _merged(name: str, tensor: Tensor, change: Change) -> Tensor:
     return result
 
 
-def _absent(name: str, where: str) -> Problem:
+def _absent(name: str, location: str) -> Problem:
     return Problem(
-        name, "the adapter changes it", "a tensor of this model", "merge into the model it was trained on", where
+        name, "the adapter changes it", "a tensor of this model", "merge into the model it was trained on", location
     )
 
 
-def _misfit(name: str, layer: Layer, shape: tuple[int, ...], where: str) -> Problem:
+def _misfit(name: str, layer: Layer, shape: tuple[int, ...], location: str) -> Problem:
     tensors = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in layer.tensors.items())
     return Problem(name, f"{layer.algorithm} ({tensors})", f"one for a tensor {list(shape)}",
-                   "merge into the model it was trained on", where)  # fmt: skip
+                   "merge into the model it was trained on", location)  # fmt: skip
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         ) from error
 
 
-def _write_shards(weights: Weights, changes: Mapping[str, Change], folder: Path, limit: int) -> tuple[str, ...]:
+def _write_shards(weights: WeightFiles, changes: Mapping[str, Change], folder: Path, limit: int) -> tuple[str, ...]:
     shards = _shards(list(weights.entries.values()), limit)
     names = [f"{STEM}.safetensors"]
     if len(shards) > 1:

@@ -20,7 +20,7 @@ from gracetune.adapters.formats.diffusers import HEADER_ENTRY
 from gracetune.adapters.formats.layers import algorithms, common_alpha, common_rank
 from gracetune.adapters.formats.writing import DORA_ENTRY
 from gracetune.adapters.safetensors_file import PEFT_CONFIG, SUFFIX, data_hash, legacy_hash
-from gracetune.adapters.state import AdapterState, Stage
+from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.models.key_maps import KEY_MAPS
 
 SPECIFICATION = "1.0.1"
@@ -68,7 +68,7 @@ def header(
 def _defaults(state: AdapterState) -> dict[str, str]:
     keys = KEY_MAPS[state.family]
     architecture, version = keys.architecture or keys.family, keys.base_version
-    if state.stage and keys.of_experts is not None:
+    if state.expert and keys.of_experts is not None:
         architecture, version = keys.of_experts
     return {
         "ss_base_model_version": version,
@@ -103,15 +103,15 @@ def _given(about: About) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def file_name(name: str, stage: Stage, step: int | None = None) -> str:
+def file_name(name: str, expert: ExpertStage, step: int | None = None) -> str:
     """`<name>[_<step>]_high_noise.safetensors`: nine digits, so that the names sort as the steps do."""
-    parts = [name, *([f"{step:09d}"] if step is not None else []), *([stage] if stage else [])]
+    parts = [name, *([f"{step:09d}"] if step is not None else []), *([expert] if expert else [])]
     return "_".join(parts) + SUFFIX
 
 
-def other_stage(path: Path) -> Path | None:
+def other_expert_file(path: Path) -> Path | None:
     """Where the other expert's file of a pair would be; None where the name tells no stage."""
-    for stage, other in (("high_noise", "low_noise"), ("low_noise", "high_noise")):
-        if path.stem.endswith(f"_{stage}"):
-            return path.with_name(f"{path.stem.removesuffix(stage)}{other}{path.suffix}")
+    for expert, other in (("high_noise", "low_noise"), ("low_noise", "high_noise")):
+        if path.stem.endswith(f"_{expert}"):
+            return path.with_name(f"{path.stem.removesuffix(expert)}{other}{path.suffix}")
     return None

@@ -21,13 +21,13 @@ from gracetune.storage.os_errors import FileError, problem_of
 from gracetune.storage.regular_files import open_regular, read_small_file
 from gracetune.storage.safetensors_files import (
     SafetensorError,
-    file_pieces,
+    file_chunks,
     in_file_order,
     read_tensors,
     tensor_bytes,
     write_tensors,
 )
-from gracetune.storage.safetensors_headers import Weights, open_weights
+from gracetune.storage.safetensors_headers import WeightFiles, open_weights
 from gracetune.units import format_bytes
 
 SUFFIX = ".safetensors"
@@ -65,7 +65,7 @@ def read(path: Path) -> AdapterFile:
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             path = _in_folder(path)
-        _refuse_pickle(path)
+        _reject_pickle(path)
         header = open_weights(path)
         _check_numbers(path, header)
         tensors = read_tensors(path)
@@ -90,7 +90,7 @@ def _in_folder(folder: Path) -> Path:
     raise _unreadable(folder, "a folder", "a safetensors file", hint)
 
 
-def _check_numbers(path: Path, header: Weights) -> None:
+def _check_numbers(path: Path, header: WeightFiles) -> None:
     """Before anything is read."""
     odd = sorted({entry.dtype for entry in header.entries.values()} - set(_DTYPES.values()))
     if odd:
@@ -143,15 +143,15 @@ def _alphas_in(path: Path, text: str) -> dict[str, Tensor]:
         ) from None
 
 
-def _hash_matches(header: Weights, tensors: Mapping[str, Tensor]) -> bool | None:
+def _hash_matches(header: WeightFiles, tensors: Mapping[str, Tensor]) -> bool | None:
     """In the order of this file, or in ours: a program that writes the same tensors anew may order them otherwise."""
-    said = header.metadata.get(HASH_ENTRY, "").strip().lower()
-    if not said:
+    stored_hash = header.metadata.get(HASH_ENTRY, "").strip().lower()
+    if not stored_hash:
         return None
-    return said == data_hash(tensors) or said == _digest(tensors[name] for name in header.entries)
+    return stored_hash == data_hash(tensors) or stored_hash == _digest(tensors[name] for name in header.entries)
 
 
-def _refuse_pickle(path: Path) -> None:
+def _reject_pickle(path: Path) -> None:
     with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(9)
     # The length of a safetensors header can begin with the same bytes as a pickle, but then a brace follows it.
@@ -195,11 +195,11 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 def legacy_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """The old A1111 hash: 64 KiB from the first MiB on, of the file with this header."""
     digest, position = hashlib.sha256(), 0
-    for piece in file_pieces(tensors, metadata):
+    for part in file_chunks(tensors, metadata):
         begin = max(0, _LEGACY_START - position)
         end = max(0, _LEGACY_START + _LEGACY_LENGTH - position)
-        digest.update(piece[begin:end])
-        position += len(piece)
+        digest.update(part[begin:end])
+        position += len(part)
         if position >= _LEGACY_START + _LEGACY_LENGTH:
             break
     return digest.hexdigest()[:8]

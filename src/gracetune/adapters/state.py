@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-Stage = Literal["", "high_noise", "low_noise"]
+ExpertStage = Literal["", "high_noise", "low_noise"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class AdapterState:
     """All layers of one adapter of one denoiser."""
 
     family: str
-    stage: Stage
+    expert: ExpertStage
     layers: Mapping[str, Layer]
     """By module path, in the model's own order."""
     metadata: Mapping[str, str] = field(default_factory=dict)

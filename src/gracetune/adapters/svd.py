@@ -53,7 +53,7 @@ def state_to_lora(
         layers[path], missed, norm = _converted(path, layer, rank, weight(path))
         errors[path] = missed / norm if norm else 0.0
         missed_all, norm_all = math.hypot(missed_all, missed), math.hypot(norm_all, norm)
-    converted = AdapterState(state.family, state.stage, layers, state.metadata)
+    converted = AdapterState(state.family, state.expert, layers, state.metadata)
     return Conversion(converted, errors, missed_all / norm_all if norm_all else 0.0)
 
 
@@ -81,18 +81,18 @@ def _decomposed(
     """Left vectors, values, right vectors; the norms of what they miss and of the whole change."""
     record, rank = algorithm(layer.algorithm), min(rank, shape.numel())
     vectors = min(rank, shape[0], shape[1:].numel()) * (shape[0] + shape[1:].numel())
-    _refuse_too_large(vectors, shape, layer.algorithm)
+    _reject_too_large(vectors, shape, layer.algorithm)
     exact = None if needs_weight(layer) else record.singular_vectors(layer.tensors, layer.scale, rank)
     if exact is not None:
         left, values, right, norm = exact
         return left, values, right, math.sqrt(max(0.0, norm**2 - float(values.square().sum()))), norm
-    _refuse_too_large(shape.numel(), shape, layer.algorithm)
+    _reject_too_large(shape.numel(), shape, layer.algorithm)
     change = _change(layer, weight, shape).flatten(1).double()
     left, values, right = _leading(change, rank)
     return left, values, right, float((change - (left * values) @ right).norm()), float(change.norm())
 
 
-def _refuse_too_large(numbers: int, shape: torch.Size, kind: str) -> None:
+def _reject_too_large(numbers: int, shape: torch.Size, kind: str) -> None:
     """A refusal instead of a process that the kernel kills. `numbers` are those of the largest matrices at work."""
     needed, free = numbers * _BYTES_OF_A_NUMBER, HostSensor().read().headroom
     if free is None or needed <= free:

@@ -47,7 +47,7 @@ Modules = Mapping[str, ModuleInfo]
 
 
 @dataclass(frozen=True)
-class Selection:
+class LayerSelection:
     paths: tuple[str, ...]
     """In the model's own order."""
     why: Mapping[str, str]
@@ -57,7 +57,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TargetChoice:
     """What patterns choose from a list of layers; a layer is its place in the list."""
 
     wanted: Mapping[int, str]
@@ -71,7 +71,7 @@ class Choice:
 
     @property
     def taken(self) -> dict[int, str]:
-        return {place: pattern for place, pattern in self.wanted.items() if place not in self.left_out}
+        return {index: pattern for index, pattern in self.wanted.items() if index not in self.left_out}
 
 
 def choose(
@@ -83,39 +83,41 @@ def choose(
     spatial: bool = True,
     untrained: Iterable[str] = (),
     kinds: Collection[Kind] = ADAPTABLE,
-) -> Choice:
+) -> TargetChoice:
     """Apply all patterns to layers given by path. `exclude` may also name what no target can.
 
     `within`: only layers with one of these runs of name parts in their path. `spatial`: also convolutions of more than
     one pixel.
     """
-    adaptable = [place for place, (_path, info) in enumerate(layers) if info.kind in kinds]
-    inside = {part: {place for place in adaptable if names(part, layers[place][0])} for part in within}
+    adaptable = [index for index, (_path, info) in enumerate(layers) if info.kind in kinds]
+    inside = {part: {index for index in adaptable if names(part, layers[index][0])} for part in within}
     candidates = [
-        place for place in adaptable
-        if (not within or any(place in some for some in inside.values())) and (spatial or not layers[place][1].spatial)
+        index for index in adaptable
+        if (not within or any(index in some for some in inside.values())) and (spatial or not layers[index][1].spatial)
     ]  # fmt: skip
     wanted, unmatched = _first_matches(targets, layers, candidates)
     unwanted, unmatched_exclude = _first_matches(exclude, layers, range(len(layers)))
     idle, _ = _first_matches(untrained, layers, candidates)
-    left_out = {place: f"excluded by `{unwanted[place]}`" for place in wanted if place in unwanted}
-    left_out |= {place: "no gradient ever reaches it" for place in wanted if place in idle and place not in unwanted}
-    return Choice(wanted, left_out, unmatched, unmatched_exclude, tuple(part for part in within if not inside[part]))
+    left_out = {index: f"excluded by `{unwanted[index]}`" for index in wanted if index in unwanted}
+    left_out |= {index: "no gradient ever reaches it" for index in wanted if index in idle and index not in unwanted}
+    return TargetChoice(
+        wanted, left_out, unmatched, unmatched_exclude, tuple(part for part in within if not inside[part])
+    )
 
 
 def _first_matches(
-    patterns: Iterable[str], layers: Sequence[tuple[str, ModuleInfo]], places: Sequence[int]
+    patterns: Iterable[str], layers: Sequence[tuple[str, ModuleInfo]], indices: Sequence[int]
 ) -> tuple[dict[int, str], tuple[str, ...]]:
     """The first pattern that matches each layer, and the patterns that match none."""
     found: dict[int, str] = {}
     unmatched = []
     for pattern in patterns:
-        matched = [place for place in places if _matches(pattern, *layers[place])]
-        matched = matched or [place for place in places if renamed(pattern, layers[place][1].classes) is not None]
+        matched = [index for index in indices if _matches(pattern, *layers[index])]
+        matched = matched or [index for index in indices if renamed(pattern, layers[index][1].classes) is not None]
         if not matched:
             unmatched.append(pattern)
-        for place in matched:
-            found.setdefault(place, pattern)
+        for index in matched:
+            found.setdefault(index, pattern)
     return found, tuple(unmatched)
 
 
@@ -132,7 +134,7 @@ def select(
     spatial: bool = True,
     untrained: Iterable[str] = (),
     kinds: Collection[Kind] = ADAPTABLE,
-) -> Selection:
+) -> LayerSelection:
     """Apply all patterns. One that matches nothing is an error that names what comes near it; all come together.
 
     `untrained` are a family's own patterns of layers no gradient reaches: they may match nothing, and win over targets.
@@ -147,19 +149,19 @@ def select(
     problems += [_unmatched("adapter.exclude", pattern, modules, modules) for pattern in choice.unmatched_exclude]
     if problems:
         raise ConfigError(problems)
-    left_out = {layers[place][0]: reason for place, reason in choice.left_out.items()}
+    left_out = {layers[index][0]: reason for index, reason in choice.left_out.items()}
     taken = choice.taken
-    why = {path: _reason(taken[place], path) for place, (path, _info) in enumerate(layers) if place in taken}
+    why = {path: _reason(taken[index], path) for index, (path, _info) in enumerate(layers) if index in taken}
     if not why:
         raise ConfigError([_nothing_left(len(choice.wanted), left_out)])
-    return Selection(tuple(why), why, left_out)
+    return LayerSelection(tuple(why), why, left_out)
 
 
 def matching(pattern: str, modules: Modules) -> tuple[str, ...]:
     """Every path one pattern stands for."""
     layers = list(modules.items())
     found, _unmatched_patterns = _first_matches((pattern,), layers, range(len(layers)))
-    return tuple(layers[place][0] for place in found)
+    return tuple(layers[index][0] for index in found)
 
 
 def names(pattern: str, path: str) -> bool:

@@ -21,7 +21,7 @@ from gracetune.adapters.options import FIELDS, kind_of
 from gracetune.adapters.targets import ModuleInfo, choose, options_for
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.footprint import Block, Footprint, Linear
+from gracetune.models.footprint import Footprint, FootprintBlock, FootprintLinear
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Tensors:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetLayers:
     """One kind of matrix that is trained or carries an adapter, with the options that hold for it."""
 
-    block: Block
-    linear: Linear
+    block: FootprintBlock
+    linear: FootprintLinear
     adapter: Adapter
     count: int
     """In how many of the blocks."""
@@ -63,14 +63,14 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Selection:
+class TrainableSelection:
     """The targets of one denoiser; `unmatched` are patterns that select nothing this footprint knows."""
 
-    targets: tuple[Target, ...]
+    targets: tuple[TargetLayers, ...]
     unmatched: tuple[str, ...] = ()
 
 
-def select(footprint: Footprint, adapter: Adapter) -> Selection:
+def select(footprint: Footprint, adapter: Adapter) -> TrainableSelection:
     """Apply `adapter.targets`, `exclude`, `within` and `by_module`. Without targets a full fine-tune selects every
     matrix."""
     pairs = [(block, linear) for block in footprint.blocks for linear in block.linears]
@@ -83,17 +83,17 @@ def select(footprint: Footprint, adapter: Adapter) -> Selection:
         [(path, info) for path, info, _pair in layers], adapter.targets or ("*",), adapter.exclude,
         within=within, spatial=takes_convolutions(adapter),
     )  # fmt: skip
-    counts = Counter(layers[place][2] for place in choice.taken)
+    counts = Counter(layers[index][2] for index in choice.taken)
     present = {name for _path, info, _pair in layers for name in info.classes}
     targets = tuple(
-        Target(
+        TargetLayers(
             block, linear, _options(adapter, _module(linear), linear, present),
             counts[pair] * block.count // len(_paths(block, linear)),
         )
         for pair, (block, linear) in enumerate(pairs)
         if counts[pair]
     )  # fmt: skip
-    return Selection(targets, (*choice.unmatched_within, *(choice.unmatched if adapter.targets else ())))
+    return TrainableSelection(targets, (*choice.unmatched_within, *(choice.unmatched if adapter.targets else ())))
 
 
 def takes_convolutions(adapter: Adapter) -> bool:
@@ -101,18 +101,18 @@ def takes_convolutions(adapter: Adapter) -> bool:
     return not adapter.within or adapter.conv_rank is not None or adapter.kind == "full_finetune"
 
 
-def _paths(block: Block, linear: Linear) -> list[str]:
+def _paths(block: FootprintBlock, linear: FootprintLinear) -> list[str]:
     """Of the layer in each block, or one for all where a footprint does not know which blocks these are."""
     if block.name.endswith(".*") and "*" not in block.name[:-1]:
         return [f"{block.name[:-1]}{number}.{linear.name}" for number in range(block.count)]
     return [f"{block.name}.{linear.name}"]
 
 
-def _is_default(linear: Linear, adapter: Adapter) -> bool:
+def _is_default(linear: FootprintLinear, adapter: Adapter) -> bool:
     return linear.default or (linear.conv_default and adapter.conv_rank is not None)
 
 
-def _module(linear: Linear) -> ModuleInfo:
+def _module(linear: FootprintLinear) -> ModuleInfo:
     """As far as a footprint knows it."""
     owners = (linear.owner,) if linear.owner else ()
     if linear.kernel:
@@ -138,7 +138,7 @@ _SIZES = ("rank", "factor", "full_rank", "decompose_both")
 """The options of one layer that decide what is counted here."""
 
 
-def _options(adapter: Adapter, info: ModuleInfo, linear: Linear, present: Collection[str]) -> Adapter:
+def _options(adapter: Adapter, info: ModuleInfo, linear: FootprintLinear, present: Collection[str]) -> Adapter:
     entry = options_for(info, adapter.by_module, present)
     own: Mapping[str, Any] = {} if entry is None else adapter.by_module[entry]
     changes: dict[str, Any] = {"rank": adapter.conv_rank} if linear.is_spatial and adapter.conv_rank else {}
@@ -156,7 +156,7 @@ def _options(adapter: Adapter, info: ModuleInfo, linear: Linear, present: Collec
         ) from error  # fmt: skip
 
 
-def trainable(footprint: Footprint, selection: Selection, adapter: Adapter) -> tuple[Tensors, ...]:
+def trainable(footprint: Footprint, selection: TrainableSelection, adapter: Adapter) -> tuple[Tensors, ...]:
     """Every trained tensor of one denoiser."""
     tensors = [tensor for target in selection.targets for tensor in target.tensors()]
     if adapter.kind == "full_finetune" and not adapter.targets:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gracetune.adapters.formats.reading import Reading
+from gracetune.adapters.formats.reading import AdapterContents
 from gracetune.adapters.shapes import misfit
-from gracetune.adapters.state import Stage
+from gracetune.adapters.state import ExpertStage
 
 Shapes = Mapping[str, Sequence[int]]
 """Weight shapes of a model's layers, by path."""
@@ -22,7 +22,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Verified:
-    stage: Stage
+    expert: ExpertStage
     matched: tuple[str, ...]
     missing: tuple[str, ...]
     """Layers some of whose tensors are missing or do not belong together, with the reason."""
@@ -39,17 +39,17 @@ class Verified:
         return bool(self.matched) and not (self.missing or self.unexpected or self.mismatched or self.not_finite)
 
 
-def verify(reading: Reading, models: Mapping[Stage, Shapes]) -> list[Verified]:
+def verify(reading: AdapterContents, models: Mapping[ExpertStage, Shapes]) -> list[Verified]:
     """One report per expert in the file. `models` has the experts' shapes; `""` stands for any that is not named."""
     broken = tuple(f"{layer}: {why}" for layer, why in reading.broken.items())
     reports = []
-    for stage, state in sorted(reading.states.items()):
-        shapes = models.get(stage) or models.get("") or next(iter(models.values()))
+    for expert, state in sorted(reading.states.items()):
+        shapes = models.get(expert) or models.get("") or next(iter(models.values()))
         misfits = {path: misfit(layer, shapes[path]) for path, layer in state.layers.items() if path in shapes}
         matched = tuple(path for path, why in misfits.items() if why is None)
         reports.append(
             Verified(
-                stage=stage,
+                expert=expert,
                 matched=matched,
                 missing=broken,
                 unexpected=(*(path for path in state.layers if path not in shapes), *reading.unknown),

@@ -48,11 +48,11 @@ class Hardware(_Part):
     def differences(self, other: Hardware) -> tuple[str, ...]:
         mine, theirs = self.model_dump(), other.model_dump()
         return tuple(
-            f"{name}: {_said(mine[name])} -> {_said(theirs[name])}" for name in mine if mine[name] != theirs[name]
+            f"{name}: {_quoted(mine[name])} -> {_quoted(theirs[name])}" for name in mine if mine[name] != theirs[name]
         )
 
 
-def _said(value: object) -> str:
+def _quoted(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
     return "unknown" if value is None else str(value)
@@ -185,10 +185,10 @@ def _parsed(path: Path, value: Any) -> Baseline:
         return Baseline.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the whole"
+        location = ".".join(str(part) for part in first["loc"]) or "the whole"
         again = "capture it again: gracetune baseline capture CONFIG"
         raise _unreadable(
-            path, f"{where}: {first['msg']}", expected="what docs/baselines.md says", hint=again
+            path, f"{location}: {first['msg']}", expected="what docs/baselines.md says", hint=again
         ) from None
 
 

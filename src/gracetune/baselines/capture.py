@@ -51,12 +51,12 @@ _NOT_THE_WORK = ("name", "output_dir", "schedule", "validation", "checkpoints", 
 """Sections of a config that a capture sets itself, or that say where results go."""
 
 
-class CaptureError(GracetuneError):
+class BaselineCaptureError(GracetuneError):
     """The run did not get to its end: there is nothing to keep."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class CaptureOptions:
     """What is said about a capture and not about the config."""
 
     steps: int
@@ -70,7 +70,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CaptureResult:
     folder: Path
     baseline: Baseline
 
@@ -81,42 +81,44 @@ def warm_up_steps(steps: int) -> int:
 
 
 def capture(
-    config: RunConfig, asked: Asked, *, environment: Environment, view: View,
+    config: RunConfig, options: CaptureOptions, *, environment: Environment, view: View,
     on_memory: Callable[[UnifiedMemory], None] = lambda memory: None,
-) -> Captured:  # fmt: skip
-    _refuse_several(environment)
+) -> CaptureResult:  # fmt: skip
+    _reject_several(environment)
     machine = probe()
-    with _folder_of_its_own(asked.output) as folder:
-        measured = measured_config(config, folder / "run", asked)
+    with _folder_of_its_own(options.output) as folder:
+        measured = measured_config(config, folder / "run", options)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         smi = SmiLog(folder, environment)
         before = measure_probe(device)
         smi.start()
         try:
-            result = _trained(measured, asked, environment, view, on_memory)
+            result = _trained(measured, options, environment, view, on_memory)
         finally:
-            said = smi.stop()
-        assert result.dry is not None, "a folder of its own: the run had everything left to do"
+            smi_lines = smi.stop()
+        assert result.first_batch is not None, "a folder of its own: the run had everything left to do"
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         probed = both(before, measure_probe(device))
-        seen = _Seen(_events(measured), result.dry.once_ms / 1000, peak, probed, said, tuple(view.warnings))
-        baseline = _baseline(measured, asked, machine, environment, seen)
+        seen = _Seen(
+            _events(measured), result.first_batch.once_ms / 1000, peak, probed, smi_lines, tuple(view.warnings)
+        )
+        baseline = _baseline(measured, options, machine, environment, seen)
         shutil.rmtree(folder / "run")
         write_new(folder / FILE, [baseline.to_json().encode()])
         write_new(folder / REPORT, [report(baseline).encode()])
-        final = _named(asked.output, config.name, baseline.date)
+        final = _named(options.output, config.name, baseline.date)
         publish_folder(folder, final)
-    return Captured(final, baseline)
+    return CaptureResult(final, baseline)
 
 
-def measured_config(config: RunConfig, run_folder: Path, asked: Asked) -> RunConfig:
+def measured_config(config: RunConfig, run_folder: Path, options: CaptureOptions) -> RunConfig:
     """The same work step by step; what happens between steps, and where results go, is ours."""
     own = config.cache.cache_dir or str(RunFolder.of(config).path / "cache")
-    places = {"cache_dir": own} if asked.use_caches else dict.fromkeys(_CACHE_PLACES)
+    places = {"cache_dir": own} if options.use_caches else dict.fromkeys(_CACHE_PLACES)
     datasets = config.datasets
-    if not asked.use_caches:
+    if not options.use_caches:
         datasets = tuple(dataset.model_copy(update={"cache_dir": None}) for dataset in datasets)
-    training = config.training.model_copy(update={"max_steps": asked.steps, "epochs": None})
+    training = config.training.model_copy(update={"max_steps": options.steps, "epochs": None})
     saving = {"every_steps": None, "every_epochs": None, "resume": "none"}
     logging = {"every_steps": 1, "trackers": (), "webhook": None}
     return config.model_copy(
@@ -136,7 +138,7 @@ def measured_config(config: RunConfig, run_folder: Path, asked: Asked) -> RunCon
 _CACHE_PLACES = ("cache_dir", "text_cache_dir", "vae_cache_dir")
 
 
-def _refuse_several(environment: Environment) -> None:
+def _reject_several(environment: Environment) -> None:
     count = environment.get("WORLD_SIZE")
     if count not in (None, "", "1"):
         found = f"{count} processes"
@@ -146,15 +148,17 @@ def _refuse_several(environment: Environment) -> None:
 
 
 def _trained(
-    config: RunConfig, asked: Asked, environment: Environment, view: View,
+    config: RunConfig, capture_options: CaptureOptions, environment: Environment, view: View,
     on_memory: Callable[[UnifiedMemory], None],
 ) -> Result:  # fmt: skip
-    options = RunOptions(resume="none", allow_misfit=asked.allow_misfit, report=False)  # its folder does not stay
+    options = RunOptions(
+        resume="none", allow_misfit=capture_options.allow_misfit, report=False
+    )  # its folder does not stay
     result = train(config, environment=environment, options=options, view=view, on_memory=on_memory)
-    if result.stop is None or result.stop.kind != "finished" or result.step < asked.steps:
+    if result.stop is None or result.stop.kind != "finished" or result.step < capture_options.steps:
         why = "it ended early" if result.stop is None else result.stop.reason
-        raise CaptureError(
-            f"the run ended at step {result.step} of {asked.steps} ({why}): nothing is kept. "
+        raise BaselineCaptureError(
+            f"the run ended at step {result.step} of {capture_options.steps} ({why}): nothing is kept. "
             "Type the same command again"
         )
     return result
@@ -182,7 +186,7 @@ class _Seen:
 
 
 def _baseline(
-    config: RunConfig, asked: Asked, machine: Machine, environment: Environment, seen: _Seen
+    config: RunConfig, options: CaptureOptions, machine: Machine, environment: Environment, seen: _Seen
 ) -> Baseline:  # fmt: skip
     done = [event for event in seen.events if isinstance(event, StepDone)]
     sampled = [event for event in seen.events if isinstance(event, MemorySampled)]
@@ -192,8 +196,8 @@ def _baseline(
     return Baseline(
         name=config.name,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=asked.command,
-        git_commit=asked.git_commit,
+        command=options.command,
+        git_commit=options.git_commit,
         versions=_versions(started, machine),
         environment=_variables(environment),
         hardware=hardware_of(machine),

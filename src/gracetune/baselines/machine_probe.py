@@ -90,10 +90,10 @@ class SmiLog:
         if self._process is not None:
             code = _ended(self._process)
             self._process = None
-            told = self._file.read_text(errors="replace").strip().splitlines()
-            if code <= 0 and told:  # ended by us
+            lines = self._file.read_text(errors="replace").strip().splitlines()
+            if code <= 0 and lines:  # ended by us
                 return SMI_LOG
-            self._reason = f"nvidia-smi ended with {code}: {told[-1] if told else 'without a word'}"
+            self._reason = f"nvidia-smi ended with {code}: {lines[-1] if lines else 'without a word'}"
         self._file.unlink(missing_ok=True)
         return f"not available: {self._reason}"
 

@@ -32,7 +32,7 @@ Measured = Mapping[int, tuple[float, int]]
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     name: str
     unit: Unit
     before: float
@@ -48,18 +48,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     relative: bool
     """Times were measured in units of each machine's own probe."""
     tolerance: float
     notes: tuple[str, ...]
 
     @property
-    def regressions(self) -> tuple[Row, ...]:
+    def regressions(self) -> tuple[ComparisonRow, ...]:
         return tuple(row for row in self.rows if row.verdict == "regression")
 
     @property
-    def unclear(self) -> tuple[Row, ...]:
+    def unclear(self) -> tuple[ComparisonRow, ...]:
         return tuple(row for row in self.rows if row.verdict == "unclear")
 
     def as_json(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def compare(before: Baseline, after: Baseline, tolerance: float, *, allow_other_
     rows = (
         *_time_rows(before, after, tolerance, relative=relative),
         *_memory_rows(before, after, tolerance, other_machine=relative),
-        *_told_rows(before, after),
+        *_information_rows(before, after),
     )
     return Comparison(rows, relative, tolerance, tuple(notes))
 
@@ -204,7 +204,7 @@ def _probe_notes(before: Baseline, after: Baseline, tolerance: float, *, relativ
     ]
 
 
-def _time_rows(before: Baseline, after: Baseline, tolerance: float, *, relative: bool) -> list[Row]:
+def _time_rows(before: Baseline, after: Baseline, tolerance: float, *, relative: bool) -> list[ComparisonRow]:
     one, two = _by_step(before), _by_step(after)
     common = sorted(one.keys() & two.keys())
     if not common:
@@ -239,16 +239,20 @@ def _by_step(baseline: Baseline) -> Measured:
     return dict(enumerate(zip(steps.ms, steps.samples, strict=True), steps.warm_up + 1))
 
 
-def _step_row(one: Measured, two: Measured, steps: Sequence[int], units: Units, tolerance: float) -> Row:
+def _step_row(one: Measured, two: Measured, steps: Sequence[int], units: Units, tolerance: float) -> ComparisonRow:
     ratio = _in_units(bounds_of([two[step][0] / one[step][0] for step in steps]), units)
     before, after = (
         median(each[step][0] for step in steps) / unit.middle for each, unit in zip((one, two), units, strict=True)
     )
     unit: Unit = "ms" if units == (_AS_MEASURED, _AS_MEASURED) else "x probe"
-    return Row("step time", unit, before, after, ratio.middle, ratio.low, ratio.high, *judge(ratio, tolerance))
+    return ComparisonRow(
+        "step time", unit, before, after, ratio.middle, ratio.low, ratio.high, *judge(ratio, tolerance)
+    )
 
 
-def _throughput_row(one: Measured, two: Measured, steps: Sequence[int], units: Units, tolerance: float) -> Row:
+def _throughput_row(
+    one: Measured, two: Measured, steps: Sequence[int], units: Units, tolerance: float
+) -> ComparisonRow:
     """Judged by what a sample costs, told as what is gained."""
     costs = zip(_block_costs(one, steps), _block_costs(two, steps), strict=True)
     cost = _in_units(bounds_of([later / earlier for earlier, later in costs]), units)
@@ -256,8 +260,8 @@ def _throughput_row(one: Measured, two: Measured, steps: Sequence[int], units: U
     before, after = (_rate(each, steps) * unit.middle for each, unit in zip((one, two), units, strict=True))
     verdict = _as_gain(judge(cost, tolerance), speed)
     if units == (_AS_MEASURED, _AS_MEASURED):
-        return Row("throughput", "samples/s", before, after, speed.middle, speed.low, speed.high, *verdict)
-    return Row(
+        return ComparisonRow("throughput", "samples/s", before, after, speed.middle, speed.low, speed.high, *verdict)
+    return ComparisonRow(
         "throughput", "samples/probe", before / 1000, after / 1000, speed.middle, speed.low, speed.high, *verdict
     )
 
@@ -290,7 +294,7 @@ def _as_gain(verdict: tuple[Verdict, str], speed: Bounds) -> tuple[Verdict, str]
     return verdict[0], f"{speed.low - 1:+.1%} at least"
 
 
-def _memory_rows(before: Baseline, after: Baseline, tolerance: float, *, other_machine: bool) -> list[Row]:
+def _memory_rows(before: Baseline, after: Baseline, tolerance: float, *, other_machine: bool) -> list[ComparisonRow]:
     one, two = before.memory.peak_bytes, after.memory.peak_bytes
     return [
         _memory_row(tier, one.get(tier, 0), two.get(tier, 0), tolerance, judged=tier != "host" or not other_machine)
@@ -298,7 +302,7 @@ def _memory_rows(before: Baseline, after: Baseline, tolerance: float, *, other_m
     ]
 
 
-def _memory_row(tier: str, before: int, after: int, tolerance: float, *, judged: bool) -> Row:
+def _memory_row(tier: str, before: int, after: int, tolerance: float, *, judged: bool) -> ComparisonRow:
     ratio = after / before if before else None
     noise = HOST_NOISE_BYTES if tier == "host" else 0
     more = after > before * (1 + tolerance) and after - before > noise
@@ -307,20 +311,22 @@ def _memory_row(tier: str, before: int, after: int, tolerance: float, *, judged:
     reason = f"{after - before:+,} bytes" if more or less else ""
     if not judged:
         verdict, reason = "not judged", "another machine"
-    return Row(f"peak memory, {tier}", "bytes", before, after, ratio, ratio, ratio, verdict, reason)
+    return ComparisonRow(f"peak memory, {tier}", "bytes", before, after, ratio, ratio, ratio, verdict, reason)
 
 
-def _told_rows(before: Baseline, after: Baseline) -> list[Row]:
+def _information_rows(before: Baseline, after: Baseline) -> list[ComparisonRow]:
     """For the reader: these depend on caches, disks and luck, and are no verdict."""
-    stages = sorted(before.final_losses.keys() & after.final_losses.keys())
+    experts = sorted(before.final_losses.keys() & after.final_losses.keys())
     last = f"at steps {_last(before)} and {_last(after)}" if _last(before) != _last(after) else ""
     return [
-        _told("waiting for data", "ms", _wait(before), _wait(after)),
-        _told("first batch, once", "s", before.compile_s, after.compile_s),
-        _told("probe", "ms", before.gemm_ms, after.gemm_ms),
+        _information_row("waiting for data", "ms", _wait(before), _wait(after)),
+        _information_row("first batch, once", "s", before.compile_s, after.compile_s),
+        _information_row("probe", "ms", before.gemm_ms, after.gemm_ms),
         *(
-            _told(f"final loss {stage}".strip(), "", before.final_losses[stage], after.final_losses[stage], last)
-            for stage in stages
+            _information_row(
+                f"final loss {expert}".strip(), "", before.final_losses[expert], after.final_losses[expert], last
+            )
+            for expert in experts
         ),
     ]
 
@@ -334,5 +340,7 @@ def _last(baseline: Baseline) -> int:
     return baseline.steps.warm_up + len(baseline.steps.ms)
 
 
-def _told(name: str, unit: Unit, before: float, after: float, reason: str = "") -> Row:
-    return Row(name, unit, before, after, after / before if before else None, None, None, "not judged", reason)
+def _information_row(name: str, unit: Unit, before: float, after: float, reason: str = "") -> ComparisonRow:
+    return ComparisonRow(
+        name, unit, before, after, after / before if before else None, None, None, "not judged", reason
+    )

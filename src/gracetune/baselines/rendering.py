@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import quantiles
 
 from gracetune.baselines.baseline import Baseline
-from gracetune.baselines.regression import Comparison, Row
+from gracetune.baselines.regression import Comparison, ComparisonRow
 from gracetune.telemetry.number_format import duration, number, size
 
 _COLUMNS = ("", "before", "after", "change", "verdict")
@@ -47,8 +47,8 @@ def _times(baseline: Baseline) -> Iterator[str]:
     yield f"  once       {duration(baseline.compile_s)} in the first batch (compiling, choosing kernels)"
     yield f"  all steps  {duration(baseline.duration_s)}"
     yield f"  probe      {number(baseline.gemm_ms)} ms: {baseline.probe.what}"
-    for stage, loss in baseline.final_losses.items():
-        yield f"  loss       {number(loss)} at the last step{f', {stage}' if stage else ''}"
+    for expert, loss in baseline.final_losses.items():
+        yield f"  loss       {number(loss)} at the last step{f', {expert}' if expert else ''}"
 
 
 def _memory(baseline: Baseline) -> Iterator[str]:
@@ -82,13 +82,13 @@ def table(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Row) -> tuple[str, str, str, str, str]:
+def _cells(row: ComparisonRow) -> tuple[str, str, str, str, str]:
     change = "" if row.ratio is None else f"{row.ratio - 1:+.1%}"
     verdict = f"{row.verdict}: {row.reason}" if row.reason else row.verdict
     return row.name, _value(row, row.before), _value(row, row.after), change, verdict
 
 
-def _value(row: Row, value: float) -> str:
+def _value(row: ComparisonRow, value: float) -> str:
     return size(value) if row.unit == "bytes" else f"{number(value)} {row.unit}".rstrip()
 
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from gracetune.bench.row import Row
-from gracetune.cache.batches import BatchSource, Keys
+from gracetune.bench.row import BenchRow
+from gracetune.cache.batches import BatchSource, SampleKeys
 from gracetune.cache.encoder import EncoderId
-from gracetune.cache.folder_layout import Places
-from gracetune.cache.keys import Key, Origin, latent_origin, text_key, text_origin
+from gracetune.cache.folder_layout import CacheFolders
+from gracetune.cache.keys import EntryOrigin, Key, latent_origin, text_key, text_origin
 from gracetune.cache.required_entries import visits_of, wanted_latents, wanted_texts
-from gracetune.cache.residence import CacheRole, CacheType, Visits, Where
+from gracetune.cache.residence import CacheResources, CacheRole, CacheType, Visits
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.shards import pack
 from gracetune.cache.store import MAX_THREADS, DiskStore
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
 
 BATCH: Final = 4
-PIECE: Final = 8 * MIB
-KEYS: Final = Keys(EncoderId("latent", "bench", ()), EncoderId("text", "bench", ()))
+CHUNK: Final = 8 * MIB
+KEYS: Final = SampleKeys(EncoderId("latent", "bench", ()), EncoderId("text", "bench", ()))
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CacheBenchSizes:
     """Of the experiments; tests take smaller ones."""
 
     samples: int = 512
@@ -63,11 +63,11 @@ class Sizes:
     rounds: int = 5
 
 
-def run(machine: Machine, sizes: Sizes | None = None) -> list[Row]:
+def run(machine: Machine, sizes: CacheBenchSizes | None = None) -> list[BenchRow]:
     """Every row: reading a cache, loading it, finding in a large one, and on a GPU waiting for it."""
     import torch
 
-    sizes = sizes or Sizes()
+    sizes = sizes or CacheBenchSizes()
     with tempfile.TemporaryDirectory(prefix="gracetune-bench-") as name:
         folder = Path(name)
         with filled(folder / "epoch", index_of(sizes.samples)) as disk:
@@ -94,51 +94,51 @@ def index_of(samples: int) -> DataIndex:
     return DataIndex(0, Geometry("image", side_multiple=16), (DatasetIndex(0, dataset, items),), (), {})
 
 
-def latent_entry(draw: torch.Generator) -> Entry:
+def latent_entry(generator: torch.Generator) -> Entry:
     """Of a picture of 512x512 in 16 channels: 128 KiB."""
     import torch
 
-    return {"latents": torch.randn(16, 64, 64, generator=draw).to(torch.bfloat16)}
+    return {"latents": torch.randn(16, 64, 64, generator=generator).to(torch.bfloat16)}
 
 
-def text_entry(draw: torch.Generator) -> Entry:
+def text_entry(generator: torch.Generator) -> Entry:
     """Of a caption of 200 tokens: 200 KiB."""
     import torch
 
-    return {"prompt_embeds": torch.randn(200, 512, generator=draw).to(torch.bfloat16)}
+    return {"prompt_embeds": torch.randn(200, 512, generator=generator).to(torch.bfloat16)}
 
 
 @contextmanager
 def filled(folder: Path, index: DataIndex) -> Iterator[DiskStore]:
     import torch
 
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     with DiskStore.open(folder, writable=True) as disk:
         with disk.writer() as writer:
             for ref in index.cacheable():
-                writer.add(latent_origin(ref, KEYS.latent), latent_entry(draw))
+                writer.add(latent_origin(ref, KEYS.latent), latent_entry(generator))
             for text in index.captions():
-                writer.add(text_origin(text, KEYS.text), text_entry(draw))
+                writer.add(text_origin(text, KEYS.text), text_entry(generator))
         yield disk
 
 
 def visits_in(index: DataIndex, role: CacheRole) -> dict[Key, Visits]:
-    anywhere = Places(Path(), Path(), {})
+    anywhere = CacheFolders(Path(), Path(), {})
     if role == "latent_cache":
         return visits_of(wanted_latents(index, KEYS.latent, anywhere))
     return visits_of(wanted_texts(index, KEYS.text, anywhere))
 
 
 def in_memory(
-    disk: DiskStore, visits: dict[Key, Visits], where: Where, role: CacheRole, kind: CacheType = "memory"
+    disk: DiskStore, visits: dict[Key, Visits], resources: CacheResources, role: CacheRole, kind: CacheType = "memory"
 ) -> ResidentStore:
-    return load_resident([disk], visits, name=role, role=role, kind=kind, where=where)
+    return load_resident([disk], visits, name=role, role=role, kind=kind, resources=resources)
 
 
 # -- an epoch ---------------------------------------------------------------------------------------------------------
 
 
-def epoch_rows(disk: DiskStore, folder: Path, machine: Machine, sizes: Sizes) -> Iterator[Row]:
+def epoch_rows(disk: DiskStore, folder: Path, machine: Machine, sizes: CacheBenchSizes) -> Iterator[BenchRow]:
     """Batches from the resident store against `torch.load` of the same tensors, all warm, all from the same loader.
 
     Two files for each sample are the way SimpleTuner keeps them (latents, caption), so that has the bar; one file with
@@ -147,12 +147,12 @@ def epoch_rows(disk: DiskStore, folder: Path, machine: Machine, sizes: Sizes) ->
     """
     import torch
 
-    index, where = index_of(sizes.samples), Where(machine)
+    index, resources = index_of(sizes.samples), CacheResources(machine)
     files = _as_files(disk, index, folder)
     with (
         _one_thread(),
-        in_memory(disk, visits_in(index, "latent_cache"), where, "latent_cache") as latents,
-        in_memory(disk, visits_in(index, "text_cache"), where, "text_cache") as texts,
+        in_memory(disk, visits_in(index, "latent_cache"), resources, "latent_cache") as latents,
+        in_memory(disk, visits_in(index, "text_cache"), resources, "text_cache") as texts,
         BatchSource(
             Loader(index, batch_size=BATCH),
             latents=latents,
@@ -174,9 +174,9 @@ def epoch_rows(disk: DiskStore, folder: Path, machine: Machine, sizes: Sizes) ->
     least = [min(times) for times in zip(*rounds, strict=True)]
     ours = f"{least[0]:.0f} us of processor time a sample from the cache ({first:.0f} in the first epoch)"
     ratio, single = (median(one[column] / one[0] for one in rounds) for column in (1, 2))
-    told = f"{ours}, {least[1]:.0f} from two files; 328 KiB each, warm"
-    yield Row("epoch_over_torch_load", ratio, "ratio", ">= 5", ratio >= 5, told)
-    yield Row("epoch_over_one_file", single, "ratio", detail=f"{least[2]:.0f} us from one file with both")
+    detail = f"{ours}, {least[1]:.0f} from two files; 328 KiB each, warm"
+    yield BenchRow("epoch_over_torch_load", ratio, "ratio", ">= 5", ratio >= 5, detail)
+    yield BenchRow("epoch_over_one_file", single, "ratio", detail=f"{least[2]:.0f} us from one file with both")
 
 
 @contextmanager
@@ -250,35 +250,35 @@ def _as_files(disk: DiskStore, index: DataIndex, folder: Path) -> dict[str, _Fil
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def loading_rows(folder: Path, machine: Machine, sizes: Sizes) -> Iterator[Row]:
+def loading_rows(folder: Path, machine: Machine, sizes: CacheBenchSizes) -> Iterator[BenchRow]:
     """Entries into the resident store, every one checked, against plain reads of the same files by as many threads."""
     import torch
 
-    draw = torch.Generator().manual_seed(0)
-    entry = latent_entry(draw)
+    generator = torch.Generator().manual_seed(0)
+    entry = latent_entry(generator)
     with DiskStore.open(folder, writable=True) as disk:
         with disk.writer() as writer:
             for number in range(sizes.loaded):
-                entry["latents"][0, 0, :32] = torch.randn(32, generator=draw)
-                writer.add(Origin("latent", f"{number:032x}", ()), entry)
+                entry["latents"][0, 0, :32] = torch.randn(32, generator=generator)
+                writer.add(EntryOrigin("latent", f"{number:032x}", ()), entry)
         visits = dict.fromkeys(disk.keys(), Visits(1.0))
         files = sorted(disk.shards_folder.iterdir())
         size = sum(path.stat().st_size for path in files)
         threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         # In turns, and the best of each: what else runs on the machine slows both down alike.
         rounds = range(3 * sizes.rounds)
-        times = [(_plain_reads(files, threads), _loading(disk, visits, Where(machine))) for _ in rounds]
+        times = [(_plain_reads(files, threads), _loading(disk, visits, CacheResources(machine))) for _ in rounds]
     plain, loaded = (min(some) for some in zip(*times, strict=True))
-    told = (
+    detail = (
         f"{sizes.loaded:,} entries, {size / 1e9:.2f} GB: {size / loaded / 1e9:.2f} GB/s loaded and checked, "
         f"{size / plain / 1e9:.2f} GB/s read; {threads} threads, warm files"
     )
-    yield Row("loading_over_reads", plain / loaded, "ratio", ">= 0.7", plain / loaded >= 0.7, told)
+    yield BenchRow("loading_over_reads", plain / loaded, "ratio", ">= 0.7", plain / loaded >= 0.7, detail)
 
 
-def _loading(disk: DiskStore, visits: dict[Key, Visits], where: Where) -> float:
+def _loading(disk: DiskStore, visits: dict[Key, Visits], resources: CacheResources) -> float:
     started = time.perf_counter()
-    with in_memory(disk, visits, where, "latent_cache") as store:
+    with in_memory(disk, visits, resources, "latent_cache") as store:
         taken = time.perf_counter() - started
         if store.report.entries != len(visits):
             raise ValueError(f"{store.report.entries} of {len(visits)} entries: {store.report.lines()}")
@@ -289,9 +289,9 @@ def _plain_reads(files: Sequence[Path], threads: int) -> float:
     sizes = [path.stat().st_size for path in files]
     begins = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     jobs = [
-        (path, offset, begin + offset, min(PIECE, size - offset))
+        (path, offset, begin + offset, min(CHUNK, size - offset))
         for path, size, begin in zip(files, sizes, begins, strict=False)
-        for offset in range(0, size, PIECE)
+        for offset in range(0, size, CHUNK)
     ]
     started = time.perf_counter()
     memory = np.empty(begins[-1], np.uint8)
@@ -310,16 +310,16 @@ def _plain_reads(files: Sequence[Path], threads: int) -> float:
 # -- a large cache ----------------------------------------------------------------------------------------------------
 
 
-def million_rows(folder: Path, sizes: Sizes) -> Iterator[Row]:
+def million_rows(folder: Path, sizes: CacheBenchSizes) -> Iterator[BenchRow]:
     """Opening, finding and planning must not grow with the cache to more than a moment."""
     import torch
 
-    first_origin = Origin("latent", "", ())
+    first_origin = EntryOrigin("latent", "", ())
     one = pack(first_origin.key, first_origin, {"latents": torch.zeros(8, dtype=torch.bfloat16)})
     with DiskStore.open(folder, writable=True) as disk:
         each = min(20_000, sizes.known)
         for first in range(0, sizes.known, each):
-            origins = (Origin("latent", f"{number:032x}", ()) for number in range(first, first + each))
+            origins = (EntryOrigin("latent", f"{number:032x}", ()) for number in range(first, first + each))
             disk.add_shard([replace(one, key=origin.key, origin=origin) for origin in origins])
         disk.save_index()
     started = time.perf_counter()
@@ -335,7 +335,7 @@ def million_rows(folder: Path, sizes: Sizes) -> Iterator[Row]:
         together = time.perf_counter() - started
     if found != len(probes) or present != sizes.known:
         raise ValueError(f"{found} of {len(probes)} and {present} of {sizes.known} keys found")
-    told = f"{sizes.known:,} entries"
-    yield Row("large_cache_open", opened, "s", "<= 2", opened <= 2, told)
-    yield Row("large_cache_find_one", single, "us", "<= 200", single <= 200, told)
-    yield Row("large_cache_find_all", together, "s", "<= 10", together <= 10, told)
+    detail = f"{sizes.known:,} entries"
+    yield BenchRow("large_cache_open", opened, "s", "<= 2", opened <= 2, detail)
+    yield BenchRow("large_cache_find_one", single, "us", "<= 200", single <= 200, detail)
+    yield BenchRow("large_cache_find_all", together, "s", "<= 10", together <= 10, detail)

@@ -14,9 +14,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from gracetune.bench.cache import KEYS, visits_in
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.cache.batches import Batch, BatchSource
-from gracetune.cache.residence import CacheRole, Residence, Where
+from gracetune.cache.residence import CacheResources, CacheRole, Residence
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
 from gracetune.data.index import DataIndex
@@ -25,7 +25,7 @@ from gracetune.hardware.machine import Machine
 from gracetune.memory.experiment_tools import synchronize, timed_ms, torch_device
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Unavailable, load
-from gracetune.memory.placement import place
+from gracetune.memory.placement import choose_placement
 from gracetune.memory.transport import matmul_step
 from gracetune.units import GIB, MIB
 
@@ -48,41 +48,50 @@ _PINNED: Final = Residence("pinned_host", "measured here")
 _MANAGED: Final = Residence("managed_host", "measured here")
 
 
-def waiting_rows(disk: DiskStore, index: DataIndex, machine: Machine, device: int = 0) -> Iterator[Row]:
+def waiting_rows(disk: DiskStore, index: DataIndex, machine: Machine, device: int = 0) -> Iterator[BenchRow]:
     step = matmul_step(STEP_MS, device, SIDE)
-    yield from _both_ways("pinned", disk, index, Where(machine, device), _PINNED, step)
+    yield from _both_ways("pinned", disk, index, CacheResources(machine, device), _PINNED, step)
     uvm = load()
     if isinstance(uvm, Unavailable):
-        yield Row("wait_managed", 0.0, "", detail=f"not measured: managed memory is {uvm}")
+        yield BenchRow("wait_managed", 0.0, "", detail=f"not measured: managed memory is {uvm}")
         return
     uvm.set_managed_cap(4 * GIB)
     heap = ManagedHeap(uvm, device, lambda: synchronize(device))
-    yield from _both_ways("managed", disk, index, Where(machine, device, heap), _MANAGED, step)
+    yield from _both_ways("managed", disk, index, CacheResources(machine, device, heap), _MANAGED, step)
 
 
 def _both_ways(
-    name: str, disk: DiskStore, index: DataIndex, where: Where, residence: Residence, step: Callable[[], None]
-) -> Iterator[Row]:
+    name: str,
+    disk: DiskStore,
+    index: DataIndex,
+    resources: CacheResources,
+    residence: Residence,
+    step: Callable[[], None],
+) -> Iterator[BenchRow]:
     with (
-        _loaded(disk, index, "latent_cache", where, residence) as latents,
-        _loaded(disk, index, "text_cache", where, residence) as texts,
+        _loaded(disk, index, "latent_cache", resources, residence) as latents,
+        _loaded(disk, index, "text_cache", resources, residence) as texts,
     ):
-        if latents.report.residence.place != residence.place:
-            yield Row(f"wait_{name}", 0.0, "", detail="not measured: " + "; ".join(latents.report.lines()))
+        if latents.report.residence.kind != residence.kind:
+            yield BenchRow(f"wait_{name}", 0.0, "", detail="not measured: " + "; ".join(latents.report.lines()))
             return
-        ahead, behind = (_waited(index, latents, texts, where, step, depth) for depth in (2, 0))
+        ahead, behind = (_waited(index, latents, texts, resources, step, depth) for depth in (2, 0))
     # Where managed memory is not what caches are kept in, its loss is shown and nothing more.
-    chosen = place("latent_cache", where.profile).place == residence.place
-    yield Row(f"wait_{name}", ahead.share, "% of a step", "< 1", ahead.share < 1, ahead.told)
-    yield Row(f"wait_{name}_no_look_ahead", behind.share, "% of a step", detail=behind.told)
+    chosen = choose_placement("latent_cache", resources.profile).kind == residence.kind
+    yield BenchRow(f"wait_{name}", ahead.share, "% of a step", "< 1", ahead.share < 1, ahead.detail)
+    yield BenchRow(f"wait_{name}_no_look_ahead", behind.share, "% of a step", detail=behind.detail)
     ok = ahead.loss < 1 if chosen else None
-    yield Row(f"loss_{name}", ahead.loss, "% of a step", "< 1" if chosen else "", ok, ahead.loop)
-    yield Row(f"loss_{name}_no_look_ahead", behind.loss, "% of a step", detail=behind.loop)
+    yield BenchRow(f"loss_{name}", ahead.loss, "% of a step", "< 1" if chosen else "", ok, ahead.loop)
+    yield BenchRow(f"loss_{name}_no_look_ahead", behind.loss, "% of a step", detail=behind.loop)
 
 
-def _loaded(disk: DiskStore, index: DataIndex, role: CacheRole, where: Where, residence: Residence) -> ResidentStore:
+def _loaded(
+    disk: DiskStore, index: DataIndex, role: CacheRole, resources: CacheResources, residence: Residence
+) -> ResidentStore:
     visits = visits_in(index, role)
-    return load_resident([disk], visits, name=role, role=role, kind="unified_memory", where=where, residence=residence)
+    return load_resident(
+        [disk], visits, name=role, role=role, kind="unified_memory", resources=resources, residence=residence
+    )
 
 
 @dataclass(frozen=True)
@@ -91,16 +100,21 @@ class _Waited:
     """Percent of the loop's time."""
     loss: float
     """Percent by which the loop is longer than its steps alone."""
-    told: str
+    detail: str
     loop: str
 
 
 def _waited(
-    index: DataIndex, latents: ResidentStore, texts: ResidentStore, where: Where, step: Callable[[], None], depth: int
+    index: DataIndex,
+    latents: ResidentStore,
+    texts: ResidentStore,
+    resources: CacheResources,
+    step: Callable[[], None],
+    depth: int,
 ) -> _Waited:
     """Rounds of the loop and of the steps alone in turns: a GPU's clock drifts by more than what is measured here."""
-    assert where.device is not None
-    device = where.device
+    assert resources.device is not None
+    device = resources.device
     loader = Loader(index, batch_size=BATCH)
     with BatchSource(
         loader, latents=latents, texts=texts, keys=KEYS, device=torch_device(device), depth=depth
@@ -124,11 +138,11 @@ def _waited(
     share = 100 * (after.wait_ms - before.wait_ms) / (STEPS * sum(loops))
     loss = 100 * (median(one / other for one, other in zip(loops, alone, strict=True)) - 1)
     size = sum(tensor.nbytes for tensor in same.values())
-    told = f"batches of {size / MIB:.1f} MiB; host {(after.host_ms - before.host_ms) / STEPS / ROUNDS:.2f} ms a batch"
+    detail = f"batches of {size / MIB:.1f} MiB; host {(after.host_ms - before.host_ms) / STEPS / ROUNDS:.2f} ms a batch"
     return _Waited(
         share,
         loss,
-        told,
+        detail,
         f"loop {median(loops):.2f} ms a step, {median(alone):.2f} the steps alone, {ROUNDS} rounds in turns; "
         f"starting a step takes the host {started:.2f} ms",
     )

@@ -20,7 +20,7 @@ from typing import IO, Final
 
 import xxhash
 
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.data.backend import Backend
 from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend
@@ -36,7 +36,7 @@ ROUNDS: Final = 5
 WORKERS: Final = 4
 
 
-def run(machine: Machine) -> list[Row]:
+def run(machine: Machine) -> list[BenchRow]:
     """Every row: what staging costs first, then what it is worth; then how a run's start grows with its data."""
     # These bring the decoders, which the worker processes do not need.
     from gracetune.bench.loader import loader_rows
@@ -61,12 +61,12 @@ def _make(folder: Path, content: Callable[[int], bytes]) -> None:
 
 def _compressible(number: int) -> bytes:
     """Half noise, half smooth: uncompressed pictures and sounds shrink to something like that."""
-    piece = 64 * 1024
-    smooth = bytes((number + position // 512) % 256 for position in range(piece))
-    return b"".join(os.urandom(piece) + smooth for _ in range(FILE_BYTES // (2 * piece)))
+    chunk = 64 * 1024
+    smooth = bytes((number + position // 512) % 256 for position in range(chunk))
+    return b"".join(os.urandom(chunk) + smooth for _ in range(FILE_BYTES // (2 * chunk)))
 
 
-def raw_staging_row(folder: Path, machine: Machine) -> Row:
+def raw_staging_row(folder: Path, machine: Machine) -> BenchRow:
     """Staging against reading the same warm files into memory with as many threads."""
     threads = threads_for(machine, None)
     # In turns, and the best of each: what else runs on the machine slows both down alike.
@@ -75,27 +75,27 @@ def raw_staging_row(folder: Path, machine: Machine) -> Row:
     plain, staged = min(one for one, _ in times), min(two for _, two in times)
     size = _bytes_in(folder)
     detail = f"{size / staged / 1e9:.2f} GB/s staged, {size / plain / 1e9:.2f} GB/s read; {threads} threads, warm files"
-    return Row("staging_raw_over_reads", plain / staged, "ratio", ">= 0.8", plain / staged >= 0.8, detail)
+    return BenchRow("staging_raw_over_reads", plain / staged, "ratio", ">= 0.8", plain / staged >= 0.8, detail)
 
 
-def lz4_staging_rows(folder: Path, machine: Machine) -> Iterator[Row]:
+def lz4_staging_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
     """How fast lz4 staging takes files in, against how fast the disk gives them out when nothing is cached."""
     threads = threads_for(machine, None)
     size = _bytes_in(folder)
     with GH200InMemoryBackend(folder, compression="lz4", machine=machine) as backend:
-        yield Row("lz4_stored_over_size", backend.stored / size, "ratio", detail="of files that are half noise")
+        yield BenchRow("lz4_stored_over_size", backend.stored / size, "ratio", detail="of files that are half noise")
     staged = min(in_new_process("stage lz4", folder, machine) for _ in range(ROUNDS))
     filesystem = _filesystem(folder)
     if filesystem == "tmpfs":
-        told = f"{folder} is in memory, so there is no disk to compare with; set TMPDIR to a folder on a disk"
-        yield Row("staging_lz4_over_disk", size / staged / 1e9, "GB/s", detail=told)
+        detail = f"{folder} is in memory, so there is no disk to compare with; set TMPDIR to a folder on a disk"
+        yield BenchRow("staging_lz4_over_disk", size / staged / 1e9, "GB/s", detail=detail)
         return
     cold = median(in_new_process(f"cold-reads {threads}", folder, machine) for _ in range(ROUNDS))
-    told = f"{size / staged / 1e9:.2f} GB/s staged, {size / cold / 1e9:.2f} GB/s from disk ({filesystem})"
-    yield Row("staging_lz4_over_disk", cold / staged, "ratio", ">= 1", cold / staged >= 1, told)
+    detail = f"{size / staged / 1e9:.2f} GB/s staged, {size / cold / 1e9:.2f} GB/s from disk ({filesystem})"
+    yield BenchRow("staging_lz4_over_disk", cold / staged, "ratio", ">= 1", cold / staged >= 1, detail)
 
 
-def shared_memory_row(folder: Path, machine: Machine) -> Row:
+def shared_memory_row(folder: Path, machine: Machine) -> BenchRow:
     """What worker processes that read every staged file add to the memory in use. Their interpreters do not count."""
     with GH200InMemoryBackend(folder, machine=machine) as backend, ExitStack() as stack:
         touch(backend)
@@ -105,13 +105,13 @@ def shared_memory_row(folder: Path, machine: Machine) -> Row:
         everyone = [os.getpid(), *(worker.pid for worker in workers)]
         before = sum(map(proportional_set_size, everyone))
         for worker in workers:
-            _tell(worker, to_json(backend.handle()))
+            _send(worker, to_json(backend.handle()))
         for worker in workers:
             _hear(worker, "read")
         added = sum(map(proportional_set_size, everyone)) - before
         share = added / backend.stored
-        told = f"{WORKERS} workers that read all of {format_bytes(backend.stored)} add {format_bytes(added)} (PSS)"
-    return Row("workers_add", share, "of staged data", "< 0.10", share < 0.10, told)
+        detail = f"{WORKERS} workers that read all of {format_bytes(backend.stored)} add {format_bytes(added)} (PSS)"
+    return BenchRow("workers_add", share, "of staged data", "< 0.10", share < 0.10, detail)
 
 
 def in_new_process(task: str, folder: Path, machine: Machine) -> float:
@@ -204,7 +204,7 @@ def work() -> None:
     backend.close()
 
 
-def _tell(worker: subprocess.Popen[str], line: str) -> None:
+def _send(worker: subprocess.Popen[str], line: str) -> None:
     pipe = _pipe(worker.stdin)
     pipe.write(line + "\n")
     pipe.flush()

@@ -13,7 +13,7 @@ from typing import Final, Literal
 import numpy as np
 from PIL import Image
 
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.pool import BackendPool
 from gracetune.data.geometry import Geometry
@@ -23,7 +23,7 @@ from gracetune.data.loader import Exhausted, Loader
 from gracetune.data.refs import BatchRef
 from gracetune.hardware.machine import Machine
 
-PICTURES: Final = 32
+IMAGES: Final = 32
 SIDE: Final = 512
 BATCH: Final = 4
 ROUNDS: Final = 40
@@ -37,23 +37,23 @@ class Epoch:
     cpu_seconds: float
 
 
-def loader_rows(folder: Path, machine: Machine) -> Iterator[Row]:
+def loader_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
     """Staged against local, and staged with its folder taken away against staged.
 
     The ratios are of processor time. Decoding from memory or a warm cache never waits, so batches per second follow
     from it; and unlike the clock it does not tell of whatever else runs on the machine.
     """
-    make_pictures(folder)
+    make_images(folder)
     with BackendPool(machine=machine) as pool:
         local, staged = (_index(folder, kind, pool) for kind in ("local", "in_memory"))
         rounds = [(run_epoch(local), run_epoch(staged), _without(folder, staged)) for _ in range(ROUNDS)]
     warm, memory, alone = zip(*rounds, strict=True)
-    told = f"{_rate(memory)} batches/s from memory, {_rate(warm)} from the warm folder; {BATCH} x {SIDE}x{SIDE}"
+    detail = f"{_rate(memory)} batches/s from memory, {_rate(warm)} from the warm folder; {BATCH} x {SIDE}x{SIDE}"
     ratio = _ratio(warm, memory)
-    yield Row("batches_over_local", ratio, "ratio", ">= 1", ratio >= 1, told)
-    told = f"{_rate(alone)} batches/s with the folder gone, {_rate(memory)} with it there"
+    yield BenchRow("batches_over_local", ratio, "ratio", ">= 1", ratio >= 1, detail)
+    detail = f"{_rate(alone)} batches/s with the folder gone, {_rate(memory)} with it there"
     ratio = _ratio(memory, alone)
-    yield Row("batches_without_source", ratio, "ratio", ">= 0.95", ratio >= 0.95, told)
+    yield BenchRow("batches_without_source", ratio, "ratio", ">= 0.95", ratio >= 0.95, detail)
 
 
 def _ratio(slower: Sequence[Epoch], faster: Sequence[Epoch]) -> float:
@@ -63,7 +63,7 @@ def _ratio(slower: Sequence[Epoch], faster: Sequence[Epoch]) -> float:
 
 def _rate(epochs: Sequence[Epoch]) -> str:
     """By the clock, at best."""
-    return f"{PICTURES / BATCH / min(epoch.seconds for epoch in epochs):.1f}"
+    return f"{IMAGES / BATCH / min(epoch.seconds for epoch in epochs):.1f}"
 
 
 def _without(folder: Path, staged: DataIndex) -> Epoch:
@@ -74,12 +74,12 @@ def _without(folder: Path, staged: DataIndex) -> Epoch:
         away.rename(folder)
 
 
-def make_pictures(folder: Path) -> None:
+def make_images(folder: Path) -> None:
     """Uncompressed, so that it is the storage that is measured and not a decoder."""
     folder.mkdir()
-    draw = np.random.default_rng(0)
-    for number in range(PICTURES):
-        noise = draw.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    generator = np.random.default_rng(0)
+    for number in range(IMAGES):
+        noise = generator.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
         Image.fromarray(noise).save(folder / f"{number:04}.bmp")
         (folder / f"{number:04}.txt").write_text("a generated picture")
 
@@ -92,8 +92,8 @@ def run_epoch(index: DataIndex) -> Epoch:
         while not isinstance(outcome := loader.next_batch(), Exhausted):
             if isinstance(outcome, BatchRef):
                 samples += len([*threads.map(index.load, outcome.samples)])
-    if samples != PICTURES:
-        raise ValueError(f"{samples} samples in an epoch of {PICTURES}")
+    if samples != IMAGES:
+        raise ValueError(f"{samples} samples in an epoch of {IMAGES}")
     return Epoch(time.perf_counter() - started, time.process_time() - cpu)
 
 

@@ -26,13 +26,13 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine
 from gracetune.memory.weights.loading import CHUNK, MAX_THREADS, open_weights
 from gracetune.models.loading import load_component
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 from gracetune.storage.atomic import sync_file
 from gracetune.storage.safetensors_files import open_tensors, write_tensors
 from gracetune.units import GIB, MIB, format_bytes
@@ -46,7 +46,7 @@ _SAMPLE_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
-class Size:
+class DenoiserSize:
     """Of the transformer; as published unless told otherwise."""
 
     layers: int = 40
@@ -63,18 +63,18 @@ class Size:
         return 2 * sum(parameter.numel() for parameter in model.parameters())
 
 
-SMALL: Final = Size(layers=2, heads=4, ffn=2048, shard_bytes=16 * MIB)
+SMALL: Final = DenoiserSize(layers=2, heads=4, ffn=2048, shard_bytes=16 * MIB)
 """For a machine without a GPU, in seconds."""
 
 
-def run(machine: Machine) -> list[Row]:
+def run(machine: Machine) -> list[BenchRow]:
     """Real size where a GPU holds it, else small and said so."""
     if not torch.cuda.is_available():
         return measure(torch.device("cpu"), SMALL, Path(tempfile.gettempdir()))
-    return measure(torch.device("cuda", 0), Size(), Path(tempfile.gettempdir()))
+    return measure(torch.device("cuda", 0), DenoiserSize(), Path(tempfile.gettempdir()))
 
 
-def measure(device: torch.device, size: Size, below: Path) -> list[Row]:
+def measure(device: torch.device, size: DenoiserSize, below: Path) -> list[BenchRow]:
     """`below`: a folder on the disk to measure, with room for the weights."""
     _check_room(device, size, below)
     folder = Path(tempfile.mkdtemp(prefix="gracetune-bench-", dir=below))
@@ -85,7 +85,7 @@ def measure(device: torch.device, size: Size, below: Path) -> list[Row]:
         shutil.rmtree(folder)
 
 
-def _check_room(device: torch.device, size: Size, below: Path) -> None:
+def _check_room(device: torch.device, size: DenoiserSize, below: Path) -> None:
     if not below.is_dir():
         raise MachineError(f"bench loading needs a folder to write into; {below} is none\n  try  mkdir -p {below}")
     needed = size.weight_bytes
@@ -106,7 +106,7 @@ def _check_room(device: torch.device, size: Size, below: Path) -> None:
 # -- weights to load --------------------------------------------------------------------------------------------------
 
 
-def write_weights(folder: Path, size: Size, device: torch.device) -> list[Path]:
+def write_weights(folder: Path, size: DenoiserSize, device: torch.device) -> list[Path]:
     """A folder as diffusers saves it, shard by shard; the files, in order. Values are drawn on `device`."""
     model = _on_meta(size)
     part = folder / _COMPONENT
@@ -121,7 +121,7 @@ def write_weights(folder: Path, size: Size, device: torch.device) -> list[Path]:
     for index, names in enumerate(shards, 1):
         file = part / f"{_STEM}-{index:05}-of-{len(shards):05}.safetensors"
         shapes = {name: model.get_parameter(name).shape for name in names}
-        write_tensors(file, {name: _drawn(shape, generator) for name, shape in shapes.items()})
+        write_tensors(file, {name: _random_tensor(shape, generator) for name, shape in shapes.items()})
         weight_map |= dict.fromkeys(names, file.name)
         files.append(file)
     index_file = part / f"{_STEM}.safetensors.index.json"
@@ -129,7 +129,7 @@ def write_weights(folder: Path, size: Size, device: torch.device) -> list[Path]:
     return files
 
 
-def _on_meta(size: Size) -> Any:
+def _on_meta(size: DenoiserSize) -> Any:
     with torch.device("meta"):
         return WanTransformer3DModel(**size.config())
 
@@ -147,15 +147,15 @@ def _shards(model: nn.Module, limit: int) -> list[list[str]]:
     return shards
 
 
-def _drawn(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    drawn = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
-    return drawn.normal_(std=0.02, generator=generator).cpu()
+def _random_tensor(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    values = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+    return values.normal_(std=0.02, generator=generator).cpu()
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _rows(device: torch.device, size: Size, folder: Path, files: list[Path]) -> Iterator[Row]:
+def _rows(device: torch.device, size: DenoiserSize, folder: Path, files: list[Path]) -> Iterator[BenchRow]:
     stored = sum(file.stat().st_size for file in files)
     largest = max(file.stat().st_size for file in files)
     source = ModelSource("bench", folder)
@@ -166,7 +166,9 @@ def _rows(device: torch.device, size: Size, folder: Path, files: list[Path]) -> 
 
     def load() -> None:
         with peak.watched():
-            loaded.append(load_component(source, _COMPONENT, WanTransformer3DModel, Placement(device, torch.bfloat16)))
+            loaded.append(
+                load_component(source, _COMPONENT, WanTransformer3DModel, PartPlacement(device, torch.bfloat16))
+            )
 
     seconds = _timed(files, load, device)
     reads.append(_timed(files, lambda: _read_plainly(files), device))
@@ -175,18 +177,18 @@ def _rows(device: torch.device, size: Size, folder: Path, files: list[Path]) -> 
     extra = max(0, peak.above_baseline - held)
     ratio = extra / largest
     beyond = " beyond the weights themselves, which are there to stay" if held else ""
-    yield Row("weights", stored / 1e9, "GB", detail=f"{len(files)} shards, the largest {format_bytes(largest)}")
-    yield Row(
+    yield BenchRow("weights", stored / 1e9, "GB", detail=f"{len(files)} shards, the largest {format_bytes(largest)}")
+    yield BenchRow(
         "host_peak_over_shard", ratio, "ratio", f"<= {BAR}", ratio <= BAR,
         f"{format_bytes(extra)} above the baseline of {format_bytes(peak.baseline)}{beyond}",
     )  # fmt: skip
-    yield Row("load", stored / seconds / 1e9, "GB/s", detail=f"{seconds:.2f} s onto {device}")
-    yield Row("plain_read", stored / min(reads) / 1e9, "GB/s", detail=_told(reads))
-    yield Row("load_over_plain_read", seconds / min(reads), "of the time")
-    yield Row("wrong_tensors", float(wrong), "tensors", "== 0", wrong == 0, "every 25th compared with the file")
+    yield BenchRow("load", stored / seconds / 1e9, "GB/s", detail=f"{seconds:.2f} s onto {device}")
+    yield BenchRow("plain_read", stored / min(reads) / 1e9, "GB/s", detail=_rates_text(reads))
+    yield BenchRow("load_over_plain_read", seconds / min(reads), "of the time")
+    yield BenchRow("wrong_tensors", float(wrong), "tensors", "== 0", wrong == 0, "every 25th compared with the file")
 
 
-def _told(reads: list[float]) -> str:
+def _rates_text(reads: list[float]) -> str:
     each = " and ".join(f"{read:.2f}" for read in reads)
     return f"{each} s before and after, {_threads()} threads; the page cache is dropped before each measurement"
 
@@ -217,13 +219,13 @@ def _threads() -> int:
 
 def _read_plainly(files: list[Path]) -> None:
     """Every byte once, into buffers that are used over and over: the most that could be hoped for."""
-    pieces = [(file, offset) for file in files for offset in range(0, file.stat().st_size, CHUNK)]
+    chunks = [(file, offset) for file in files for offset in range(0, file.stat().st_size, CHUNK)]
     local = threading.local()
 
-    def read(piece: tuple[Path, int]) -> None:
+    def read(chunk: tuple[Path, int]) -> None:
         if not hasattr(local, "buffer"):
             local.buffer = bytearray(CHUNK)
-        file, offset = piece
+        file, offset = chunk
         descriptor = os.open(file, os.O_RDONLY)
         try:
             os.preadv(descriptor, [local.buffer], offset)
@@ -231,7 +233,7 @@ def _read_plainly(files: list[Path]) -> None:
             os.close(descriptor)
 
     with ThreadPoolExecutor(_threads()) as pool:
-        for _ in pool.map(read, pieces):
+        for _ in pool.map(read, chunks):
             pass
 
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from gracetune.bench.overflow import overhead_rows, spill_rows
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine
 from gracetune.memory.experiment_tools import synchronize, timed_ms, torch_device
@@ -33,7 +33,7 @@ BATCHES: Final = 8
 ROUNDS: Final = 8
 
 
-def run(machine: Machine, device: int = 0) -> list[Row]:
+def run(machine: Machine, device: int = 0) -> list[BenchRow]:
     """Every row, in the order in which the layer is explained."""
     uvm = load()
     if isinstance(uvm, Unavailable):
@@ -46,7 +46,7 @@ def run(machine: Machine, device: int = 0) -> list[Row]:
     return [*rows, *spill_rows(machine, device), *overhead_rows(machine, device)]
 
 
-def _link_rows(choice: TransportChoice, speeds: LinkSpeeds) -> Iterator[Row]:
+def _link_rows(choice: TransportChoice, speeds: LinkSpeeds) -> Iterator[BenchRow]:
     managed = speeds.managed
     assert managed is not None, "measured with a heap"
     for name, way in (
@@ -54,15 +54,17 @@ def _link_rows(choice: TransportChoice, speeds: LinkSpeeds) -> Iterator[Row]:
         ("managed_gather", managed.gather),
         ("managed_prefetch", managed.prefetch),
     ):
-        yield Row(f"{name}_h2d", way.rate, "GB/s", detail=f"{way.hidden:.0%} hidden behind a step of the same length")
-    yield Row("pinned_copy_d2h", speeds.pinned_copy_to_host, "GB/s")
-    yield Row("managed_prefetch_d2h", managed.prefetch_to_host, "GB/s")
+        yield BenchRow(
+            f"{name}_h2d", way.rate, "GB/s", detail=f"{way.hidden:.0%} hidden behind a step of the same length"
+        )
+    yield BenchRow("pinned_copy_d2h", speeds.pinned_copy_to_host, "GB/s")
+    yield BenchRow("managed_prefetch_d2h", managed.prefetch_to_host, "GB/s")
     ratio = managed.prefetch.rate / speeds.pinned_copy.rate
-    yield Row("prefetch_over_pinned", ratio, "ratio", ">= 0.85", ratio >= 0.85)
-    yield Row("transport", 0.0, "", detail=f"{choice.transport}: {choice.reason}")
+    yield BenchRow("prefetch_over_pinned", ratio, "ratio", ">= 0.85", ratio >= 0.85)
+    yield BenchRow("transport", 0.0, "", detail=f"{choice.transport}: {choice.reason}")
 
 
-def _look_ahead_rows(heap: ManagedHeap, choice: TransportChoice, speeds: LinkSpeeds) -> Iterator[Row]:
+def _look_ahead_rows(heap: ManagedHeap, choice: TransportChoice, speeds: LinkSpeeds) -> Iterator[BenchRow]:
     """The look-ahead as a training loop uses it, over cached batches, by the transport chosen for this machine."""
     import torch
 
@@ -76,11 +78,11 @@ def _look_ahead_rows(heap: ManagedHeap, choice: TransportChoice, speeds: LinkSpe
         yield _hidden(way.rate, sources, heap.device)
         del rows, sources
     faults = _fault_rate(heap)
-    yield Row("page_faults_h2d", faults, "GB/s", detail="the GPU reads managed pages nobody mapped or prefetched")
-    yield Row("look_ahead_over_faults", way.rate / faults, "ratio", ">= 4", way.rate / faults >= 4)
+    yield BenchRow("page_faults_h2d", faults, "GB/s", detail="the GPU reads managed pages nobody mapped or prefetched")
+    yield BenchRow("look_ahead_over_faults", way.rate / faults, "ratio", ">= 4", way.rate / faults >= 4)
 
 
-def _hidden(rate: float, sources: list[torch.Tensor], device: int) -> Row:
+def _hidden(rate: float, sources: list[torch.Tensor], device: int) -> BenchRow:
     """Time beside a step of the same length. The loop without look-ahead copies on the step's own stream."""
     transfer = BATCH_BYTES / rate / 1e6
     products = _as_long_as(transfer, len(sources), device)
@@ -109,18 +111,18 @@ def _hidden(rate: float, sources: list[torch.Tensor], device: int) -> Row:
     each = {work.__name__: median(timed_ms(work, device) for _ in range(5)) for work in (alone, ahead, behind)}
     per_step = {name: total / len(sources) for name, total in each.items()}
     hidden = 1 - (per_step["ahead"] - per_step["alone"]) / transfer
-    told = (
+    detail = (
         f"transfer {transfer:.2f} ms, step {per_step['alone']:.2f} ms; both with look-ahead {per_step['ahead']:.2f}, "
         f"without {per_step['behind']:.2f}"
     )
-    return Row("hidden_by_look_ahead", hidden, "of transfer", ">= 0.90", hidden >= 0.90, told)
+    return BenchRow("hidden_by_look_ahead", hidden, "of transfer", ">= 0.90", hidden >= 0.90, detail)
 
 
 def _as_long_as(milliseconds: float, steps: int, device: int) -> Callable[[], None]:
     """A step of that length within a loop: one alone runs at another clock than many in a row."""
-    asked = milliseconds
+    target_ms = milliseconds
     for _ in range(4):
-        step = matmul_step(asked, device)
+        step = matmul_step(target_ms, device)
 
         def loop(step: Callable[[], None] = step) -> None:
             for _ in range(steps):
@@ -129,7 +131,7 @@ def _as_long_as(milliseconds: float, steps: int, device: int) -> Callable[[], No
         taken = timed_ms(loop, device) / steps
         if 1.0 <= taken / milliseconds <= 1.03:
             break
-        asked *= milliseconds / taken * 1.01
+        target_ms *= milliseconds / taken * 1.01
     return step
 
 

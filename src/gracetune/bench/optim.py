@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.hardware.machine import Machine
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _BLOCK: Final = (*((5120, 5120),) * 8, (5120, 13824), (13824, 5120))
 
 
 @dataclass(frozen=True)
-class Sizes:
+class OptimBenchSizes:
     """Of the experiment; tests take smaller ones."""
 
     parameters: int
@@ -35,11 +35,11 @@ class Sizes:
     warmup: int = 5
 
 
-def run(machine: Machine, sizes: Sizes | None = None) -> list[Row]:
+def run(machine: Machine, sizes: OptimBenchSizes | None = None) -> list[BenchRow]:
     import torch
 
     on_gpu = bool(machine.gpus) and torch.cuda.is_available()
-    sizes = sizes or (Sizes(100_000_000) if on_gpu else Sizes(4_000_000, rounds=5, warmup=2))
+    sizes = sizes or (OptimBenchSizes(100_000_000) if on_gpu else OptimBenchSizes(4_000_000, rounds=5, warmup=2))
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     return [*rows(device, sizes)]
 
@@ -56,19 +56,19 @@ def lora_shapes(parameters: int) -> Iterator[tuple[int, int]]:
                 yield shape
 
 
-def rows(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+def rows(device: torch.device, sizes: OptimBenchSizes) -> Iterator[BenchRow]:
     import torch
 
     from gracetune.optim.automagic import Automagic
 
-    draw = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     parameters = [
-        torch.randn(shape, device=device, generator=draw).mul_(0.02).requires_grad_()
+        torch.randn(shape, device=device, generator=generator).mul_(0.02).requires_grad_()
         for shape in lora_shapes(sizes.parameters)
     ]
     count = sum(parameter.numel() for parameter in parameters)
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, device=device, generator=draw).mul_(1e-3)
+        parameter.grad = torch.randn(parameter.shape, device=device, generator=generator).mul_(1e-3)
     adamw = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     automagic = Automagic([(str(at), parameter) for at, parameter in enumerate(parameters)])
     first = [_first_ms(optimizer, device) for optimizer in (adamw, automagic)]
@@ -76,20 +76,25 @@ def rows(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     times = _in_turns(adamw, automagic, parameters, device, sizes)
     theirs, ours = (median(some) for some in zip(*times, strict=True))
     ratio = median(own / other for other, own in times)
-    told = (
+    detail = (
         f"Automagic {ours:.2f} ms, fused AdamW {theirs:.2f} ms; {count / 1e6:.1f} M elements in {len(parameters)} "
         f"tensors of rank {RANK}, fp32; torch {torch.__version__}; first steps {first[1]:.0f} and {first[0]:.0f} ms"
     )
     on_gpu = device.type == "cuda"
-    yield Row(
-        "automagic_over_adamw", ratio, "ratio", f"<= {BAR:g}" if on_gpu else "", ratio <= BAR if on_gpu else None, told
+    yield BenchRow(
+        "automagic_over_adamw",
+        ratio,
+        "ratio",
+        f"<= {BAR:g}" if on_gpu else "",
+        ratio <= BAR if on_gpu else None,
+        detail,
     )
     if on_gpu:
-        yield Row("extra_memory", (_peak(device) - before) / 2**20, "MiB", detail="at the peak of both steps")
+        yield BenchRow("extra_memory", (_peak(device) - before) / 2**20, "MiB", detail="at the peak of both steps")
 
 
 def _in_turns(
-    adamw: Optimizer, automagic: Optimizer, parameters: list[Tensor], device: torch.device, sizes: Sizes
+    adamw: Optimizer, automagic: Optimizer, parameters: list[Tensor], device: torch.device, sizes: OptimBenchSizes
 ) -> list[tuple[float, float]]:
     """Both a round, so that what else runs on the machine slows both down alike."""
     times = []

@@ -9,7 +9,7 @@ from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine
@@ -28,14 +28,14 @@ BATCH_SIZES: Final = (SMALL,) * 4 + (LARGE,) * 6 + (SMALL,) * 8
 
 
 @dataclass(frozen=True)
-class Trace:
+class SpillTrace:
     losses: tuple[float, ...]
-    stages: tuple[int, ...]
+    memory_stages: tuple[int, ...]
     peak: int
     """Bytes, model and optimizer included."""
 
 
-class _Trainee:
+class _TrainedModel:
     """A small transformer, AdamW, and batches that depend only on their number."""
 
     def __init__(self, device: int) -> None:
@@ -63,7 +63,7 @@ class _Trainee:
         return loss.detach()
 
 
-def spill_rows(machine: Machine, device: int) -> Iterator[Row]:
+def spill_rows(machine: Machine, device: int) -> Iterator[BenchRow]:
     """The same training twice, once on a GPU made too small for its large batches."""
     import torch
 
@@ -82,25 +82,27 @@ def spill_rows(machine: Machine, device: int) -> Iterator[Row]:
     leaked = tidy(device) - before + layer.managed_bytes
     same = sum(mine == theirs for mine, theirs in zip(spilled.losses, free.losses, strict=True))
     sizes = f"peak of the unlimited run {format_bytes(free.peak)}, GPU limited to {format_bytes(room)}"
-    yield Row("spilled_losses_equal", same, f"of {len(free.losses)}", "all", same == len(free.losses), sizes)
-    seen = [stage for stage, _ in groupby(spilled.stages)]
-    told = f"{' '.join(map(str, spilled.stages))}; {stats.light_reclamations} light, {stats.hard_reclamations} hard"
+    yield BenchRow("spilled_losses_equal", same, f"of {len(free.losses)}", "all", same == len(free.losses), sizes)
+    seen = [memory_stage for memory_stage, _ in groupby(spilled.memory_stages)]
+    detail = (
+        f"{' '.join(map(str, spilled.memory_stages))}; {stats.light_reclamations} light, {stats.hard_reclamations} hard"
+    )
     counted = seen == [1, 2, 1] and (stats.transitions, stats.light_reclamations) == (2, 1)
-    yield Row("stages", stats.transitions, "transitions", "1 -> 2 -> 1", counted, told)
+    yield BenchRow("stages", stats.transitions, "transitions", "1 -> 2 -> 1", counted, detail)
     peak = stats.arena_peak_bytes
-    yield Row("arena_peak", peak / MIB, "MiB", "> 0", peak > 0, f"{stats.refused} allocations refused")
-    yield Row("leaked", leaked / MIB, "MiB", "0", leaked == 0)
+    yield BenchRow("arena_peak", peak / MIB, "MiB", "> 0", peak > 0, f"{stats.refused} allocations refused")
+    yield BenchRow("leaked", leaked / MIB, "MiB", "0", leaked == 0)
 
 
-def overhead_rows(machine: Machine, device: int) -> Iterator[Row]:
+def overhead_rows(machine: Machine, device: int) -> Iterator[BenchRow]:
     """Step time with and without a sample at each boundary, in turns, so that the clocks drift alike."""
     layer = _open(machine, device, most_arena_bytes=256 * MIB)
-    trainee = _Trainee(device)
+    trained_model = _TrainedModel(device)
     steps = 12
 
     def epoch(governed: bool) -> None:
         for _ in range(steps):
-            trainee.step(2 * LARGE)  # long enough that the GPU, not Python, sets the pace
+            trained_model.step(2 * LARGE)  # long enough that the GPU, not Python, sets the pace
             if governed:
                 layer.step()
 
@@ -113,8 +115,8 @@ def overhead_rows(machine: Machine, device: int) -> Iterator[Row]:
     sample = (time.perf_counter() - start) * 10
     layer.close()
     cost = governed / plain - 1
-    told = f"step {plain:.2f} ms, with the layer {governed:.2f} ms; one sample takes {sample:.3f} ms of the host"
-    yield Row("overhead_when_idle", cost * 100, "% of step", "< 1", cost < 0.01, told)
+    detail = f"step {plain:.2f} ms, with the layer {governed:.2f} ms; one sample takes {sample:.3f} ms of the host"
+    yield BenchRow("overhead_when_idle", cost * 100, "% of step", "< 1", cost < 0.01, detail)
 
 
 def _open(machine: Machine, device: int, *, most_arena_bytes: int) -> UnifiedMemory:
@@ -124,18 +126,18 @@ def _open(machine: Machine, device: int, *, most_arena_bytes: int) -> UnifiedMem
     return layer
 
 
-def _train(device: int, layer: UnifiedMemory | None, sizes: tuple[int, ...]) -> Trace:
+def _train(device: int, layer: UnifiedMemory | None, sizes: tuple[int, ...]) -> SpillTrace:
     import torch
 
     base = tidy(device)
     torch.cuda.reset_peak_memory_stats(device)
-    trainee = _Trainee(device)
+    trained_model = _TrainedModel(device)
     losses: list[torch.Tensor] = []
-    stages: list[int] = []
+    memory_stages: list[int] = []
     for size in sizes:
-        losses.append(trainee.step(size))
+        losses.append(trained_model.step(size))
         if layer is not None:
             layer.step()
-            stages.append(layer.uvm_stats().stage)
+            memory_stages.append(layer.uvm_stats().stage)
     peak = torch.cuda.max_memory_reserved(device) - base
-    return Trace(tuple(torch.stack(losses).tolist()), tuple(stages), peak)
+    return SpillTrace(tuple(torch.stack(losses).tolist()), tuple(memory_stages), peak)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One figure. `ok` is None where there is no bar to hold it against."""
 
     name: str

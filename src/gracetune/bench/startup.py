@@ -21,10 +21,10 @@ import torch
 from PIL import Image
 
 from gracetune.bench.cache import KEYS
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
-from gracetune.cache.folder_layout import places_of
-from gracetune.cache.residence import Where
+from gracetune.cache.folder_layout import cache_folders
+from gracetune.cache.residence import CacheResources
 from gracetune.cache.session import Caches, build, needs
 from gracetune.config.run_config import RunConfig, Validation
 from gracetune.data.geometry import Geometry
@@ -42,31 +42,31 @@ _SIZES: Final = ((64, 64), (96, 64), (64, 96), (80, 64))
 _GEOMETRY: Final = Geometry("image", side_multiple=32)
 
 
-def starting_rows(folder: Path, machine: Machine, *, images: int = IMAGES, rounds: int = ROUNDS) -> Iterator[Row]:
+def starting_rows(folder: Path, machine: Machine, *, images: int = IMAGES, rounds: int = ROUNDS) -> Iterator[BenchRow]:
     make_images(folder / "images", images)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        yield Row("scan_two_cores", 1.0, "ratio", detail="this process has one core")
+        yield BenchRow("scan_two_cores", 1.0, "ratio", detail="this process has one core")
     else:
         # In turns, and the best of each: what else runs on the machine slows both down alike.
         times = [(_seconds("scan", folder, machine, cores[:1]), _seconds("scan", folder, machine, cores[:2]))
                  for _ in range(rounds)]  # fmt: skip
         one, two = min(alone for alone, _ in times), min(both for _, both in times)
-        told = f"{images:,} small files with captions: {one:.2f} s on one core, {two:.2f} s on two; warm files"
-        yield Row("scan_two_cores", one / two, "ratio", "> 1", one > two, told)
+        detail = f"{images:,} small files with captions: {one:.2f} s on one core, {two:.2f} s on two; warm files"
+        yield BenchRow("scan_two_cores", one / two, "ratio", "> 1", one > two, detail)
     fill_caches(folder)
     spent = [_seconds("warm", folder, machine, cores) for _ in range(rounds)]
-    told = f"{images:,} samples: index, wanted entries, order, first batch; {min(spent):.2f} to {max(spent):.2f} s"
-    yield Row("warm_start_seconds", min(spent), "s", f"< {MOST_SECONDS:g}", min(spent) < MOST_SECONDS, told)
+    detail = f"{images:,} samples: index, wanted entries, order, first batch; {min(spent):.2f} to {max(spent):.2f} s"
+    yield BenchRow("warm_start_seconds", min(spent), "s", f"< {MOST_SECONDS:g}", min(spent) < MOST_SECONDS, detail)
 
 
 def make_images(folder: Path, count: int) -> None:
-    draw = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     for number in range(count):
         inside = folder / f"{number // 1000:03}"
         inside.mkdir(parents=True, exist_ok=True)
         width, height = _SIZES[number % len(_SIZES)]
-        blocks = draw.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+        blocks = generator.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
         kind = "png" if number % 5 == 4 else "jpg"
         Image.fromarray(blocks.repeat(8, 0).repeat(8, 1)).save(inside / f"{number:06}.{kind}")
         (inside / f"{number:06}.txt").write_text(f"generated image {number}, tag {number % 17}")
@@ -82,7 +82,7 @@ class _KnownEncoders:
     def latent_id(self) -> EncoderId:
         return KEYS.latent
 
-    def reads_pictures(self) -> bool:
+    def reads_images(self) -> bool:
         return False
 
     def prompts(self, validation: Validation) -> list[str]:
@@ -119,8 +119,8 @@ def fill_caches(folder: Path) -> None:
     """The scan, and a small entry for everything the run wants: what a start finds after the first one."""
     config = _config(folder)
     index = build_index(config, _GEOMETRY, memory=scan_folder(config))
-    with Caches(places_of(config), writable=True) as caches:
-        wanted = needs(config, index, _KnownEncoders(), caches.places)
+    with Caches(cache_folders(config), writable=True) as caches:
+        wanted = needs(config, index, _KnownEncoders(), caches.folders)
         for items in (wanted.latents, wanted.texts):
             with caches.store(items[0].folder).writer() as writer:
                 for item in items:
@@ -156,9 +156,9 @@ def _start_warm(config: RunConfig, machine: Machine) -> None:
     """What `train.load` does, without a model."""
     index = build_index(config, _GEOMETRY, memory=scan_folder(config))
     with ExitStack() as stack:
-        caches = stack.enter_context(Caches(places_of(config), writable=True))
+        caches = stack.enter_context(Caches(cache_folders(config), writable=True))
         built = build(config, index, _KnownEncoders(), caches)
-        load_caches(config, built.wanted, caches, Where(machine), stack, name="0")
+        load_caches(config, built.wanted, caches, CacheResources(machine), stack, name="0")
         loader = Loader(built.index, batch_size=4)
         loader.state_dict()
         loader.next_batch()

@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from gracetune.cache.keys import Origin
+from gracetune.cache.keys import EntryOrigin
 from gracetune.cache.writer import Writer
 from gracetune.data.refs import SampleRef
 from gracetune.storage.errors import WeightFileError
-from gracetune.storage.safetensors_headers import Weights, open_weights
+from gracetune.storage.safetensors_headers import WeightFiles, open_weights
 
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
@@ -55,27 +55,27 @@ _CLOSE_TEXT = 0.05
 
 
 @dataclass(frozen=True)
-class LatentWish:
+class LatentRequest:
     """A missing entry and its image file."""
 
-    origin: Origin
+    origin: EntryOrigin
     ref: SampleRef
-    picture: Path
+    image: Path
 
 
 @dataclass(frozen=True)
-class TextWish:
+class TextRequest:
     """A missing embedding and an image that has this caption."""
 
-    origin: Origin
+    origin: EntryOrigin
     text: str
-    picture: Path
+    image: Path
     """ai-toolkit stores one embedding file per image."""
-    reads_pictures: bool = False
+    reads_images: bool = False
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RejectedFile:
     """A file that was not imported, and why."""
 
     file: Path
@@ -89,14 +89,14 @@ class ImportReport:
     imported: int
     compared: int
     """Number of imported entries that were also encoded again and compared."""
-    refused: tuple[Refusal, ...]
+    rejected: tuple[RejectedFile, ...]
     without_file: int
     """Number of missing entries without a file of ai-toolkit."""
 
 
 def import_latents(
     writer: Writer,
-    wishes: Sequence[LatentWish],
+    requests: Sequence[LatentRequest],
     *,
     spaces: Collection[str],
     encode: Callable[[SampleRef], Entry],
@@ -109,57 +109,59 @@ def import_latents(
     `encode`: encodes a sample with gracetune's encoder. `beside`: makes the tensors of an entry that need no encoder
     (SDXL's `time_ids`).
     """
-    found: _Search[LatentWish] = _Search()
+    found: _Search[LatentRequest] = _Search()
     files = _Files("_latent_cache")
-    for wish in wishes:
-        found.look(wish, files.of(wish.picture), partial(_latent_flaw, wish=wish, spaces=spaces))
+    for request in requests:
+        found.look(request, files.of(request.image), partial(_latent_flaw, request=request, spaces=spaces))
 
-    def read(wish: LatentWish, file: Path) -> Entry:
-        return {**_tensors(file, {"latent": "latents"}), **({} if beside is None else beside(wish.ref))}
+    def read(request: LatentRequest, file: Path) -> Entry:
+        return {**_tensors(file, {"latent": "latents"}), **({} if beside is None else beside(request.ref))}
 
-    return _take(writer, found, read, lambda wish: encode(wish.ref), _Check(compare, _CLOSE_LATENTS, _same_latents))
+    return _take(
+        writer, found, read, lambda request: encode(request.ref), _Check(compare, _CLOSE_LATENTS, _same_latents)
+    )
 
 
 def import_text(
-    writer: Writer, wishes: Sequence[TextWish], *, archs: Collection[str], encode: Callable[[str], Entry],
+    writer: Writer, requests: Sequence[TextRequest], *, archs: Collection[str], encode: Callable[[str], Entry],
     compare: int = 4,
 ) -> ImportReport:  # fmt: skip
     """Import text embeddings. If a compared entry differs, nothing is imported.
 
     `archs`: possible values of ai-toolkit's `model.arch`. `encode`: encodes a caption with gracetune's encoder.
     """
-    found: _Search[TextWish] = _Search()
+    found: _Search[TextRequest] = _Search()
     files = _Files("_t_e_cache")
-    for wish in wishes:
-        found.look(wish, files.of(wish.picture), partial(_text_flaw, wish=wish, archs=archs))
+    for request in requests:
+        found.look(request, files.of(request.image), partial(_text_flaw, request=request, archs=archs))
 
-    def read(wish: TextWish, file: Path) -> Entry:
+    def read(request: TextRequest, file: Path) -> Entry:
         return {name: tensor[0] for name, tensor in _tensors(file, _TEXT_NAMES).items()}
 
-    return _take(writer, found, read, lambda wish: encode(wish.text), _Check(compare, _CLOSE_TEXT, _same_text))
+    return _take(writer, found, read, lambda request: encode(request.text), _Check(compare, _CLOSE_TEXT, _same_text))
 
 
 # -- finding ----------------------------------------------------------------------------------------------------------
 
-W = TypeVar("W", LatentWish, TextWish)
+W = TypeVar("W", LatentRequest, TextRequest)
 
 
 @dataclass
 class _Search(Generic[W]):
     chosen: list[tuple[W, Path]] = field(default_factory=list)
-    refused: list[Refusal] = field(default_factory=list)
+    rejected: list[RejectedFile] = field(default_factory=list)
     without_file: int = 0
 
-    def look(self, wish: W, files: Sequence[Path], flaw: Callable[[Path], str | None]) -> None:
+    def look(self, request: W, files: Sequence[Path], flaw: Callable[[Path], str | None]) -> None:
         """Choose the first valid file for a missing entry. If none is valid, reject all of them."""
-        refused = []
+        rejected = []
         for file in files:
             reason = flaw(file)
             if reason is None:
-                self.chosen.append((wish, file))
+                self.chosen.append((request, file))
                 return
-            refused.append(Refusal(file, reason))
-        self.refused += refused
+            rejected.append(RejectedFile(file, reason))
+        self.rejected += rejected
         self.without_file += not files
 
 
@@ -187,16 +189,16 @@ class _Files:
         return found
 
 
-def _opened(file: Path) -> Weights | str:
+def _opened(file: Path) -> WeightFiles | str:
     try:
         return open_weights(file)
     except WeightFileError as error:
         return f"it cannot be read: {error.problems[0].found}"
 
 
-def _latent_flaw(file: Path, *, wish: LatentWish, spaces: Collection[str]) -> str | None:
+def _latent_flaw(file: Path, *, request: LatentRequest, spaces: Collection[str]) -> str | None:
     """Why a latent file must not be imported; None if it may be, subject to the comparison."""
-    special = _more_than_latents(wish.ref)
+    special = _more_than_latents(request.ref)
     if special is not None:
         return f"{special}; ai-toolkit's file contains only the latents of a plain image"
     weights = _opened(file)
@@ -212,13 +214,13 @@ def _latent_flaw(file: Path, *, wish: LatentWish, spaces: Collection[str]) -> st
     space = metadata["latent_space_version"]
     if space not in spaces:
         return f"latent_space_version is {space!r}, but this configuration needs {' or '.join(map(repr, spaces))}"
-    expected = _expected(wish.ref, wish.picture.name)
+    expected = _expected(request.ref, request.image.name)
     for name in sorted(expected):
         if metadata.get(name, False) != expected[name]:
             return f"{name} is {metadata.get(name, False)!r}, but this configuration needs {expected[name]!r}"
     if [*weights.entries] != ["latent"]:
         return f"it contains {', '.join(sorted(weights.entries)) or 'nothing'} instead of `latent` only"
-    if wish.picture.stat().st_mtime > file.stat().st_mtime:
+    if request.image.stat().st_mtime > file.stat().st_mtime:
         return "the image was modified after the file was written"
     return None
 
@@ -266,11 +268,11 @@ def _parsed(value: str) -> object:
         return value
 
 
-def _text_flaw(file: Path, *, wish: TextWish, archs: Collection[str]) -> str | None:
+def _text_flaw(file: Path, *, request: TextRequest, archs: Collection[str]) -> str | None:
     """Why an embedding file must not be imported; None if it may be, subject to the comparison."""
-    if wish.reads_pictures:
+    if request.reads_images:
         return "the embedding depends on the sample's references, and the file does not identify their content"
-    if not any(file.stem.endswith(f"_{text_hash(wish.text, arch)}") for arch in archs):
+    if not any(file.stem.endswith(f"_{text_hash(request.text, arch)}") for arch in archs):
         known = " or ".join(map(repr, archs))
         return f"its name does not match this caption for {known}: other text, a control image or another model"
     weights = _opened(file)
@@ -317,26 +319,26 @@ def _take(
 ) -> ImportReport:
     chosen = found.chosen
     if not chosen:
-        return ImportReport(0, 0, tuple(found.refused), found.without_file)
+        return ImportReport(0, 0, tuple(found.rejected), found.without_file)
     step = max(1, len(chosen) // max(1, check.count))
     compared = chosen[::step][: max(1, check.count)]
-    for wish, file in compared:
-        reference = encode(wish)
-        flaw = _unlike(read(wish, file), reference, check.close)
+    for request, file in compared:
+        reference = encode(request)
+        flaw = _unlike(read(request, file), reference, check.close)
         if flaw is not None:
             reason = f"{file.name} was encoded again for comparison: {flaw}"
-            found.refused += [Refusal(other, reason) for _, other in chosen]
-            return ImportReport(0, 0, tuple(found.refused), found.without_file)
+            found.rejected += [RejectedFile(other, reason) for _, other in chosen]
+            return ImportReport(0, 0, tuple(found.rejected), found.without_file)
     imported = 0
     for other, file in chosen:
         entry = read(other, file)
-        if not check.same_kind(wish, reference, other, entry):
+        if not check.same_kind(request, reference, other, entry):
             shapes = {name: tuple(tensor.shape) for name, tensor in entry.items()}
-            found.refused.append(Refusal(file, f"its shapes {shapes} do not match those of the compared files"))
+            found.rejected.append(RejectedFile(file, f"its shapes {shapes} do not match those of the compared files"))
             continue
         writer.add(other.origin, {name: tensor.to(reference[name].dtype) for name, tensor in entry.items()}, NOTE)
         imported += 1
-    return ImportReport(imported, len(compared), tuple(found.refused), found.without_file)
+    return ImportReport(imported, len(compared), tuple(found.rejected), found.without_file)
 
 
 def _tensors(file: Path, names: Mapping[str, str]) -> Entry:
@@ -359,16 +361,16 @@ def _unlike(found: Entry, reference: Entry, close: float) -> str | None:
     return None
 
 
-def _same_latents(wish: LatentWish, reference: Entry, other: LatentWish, entry: Entry) -> bool:
+def _same_latents(request: LatentRequest, reference: Entry, other: LatentRequest, entry: Entry) -> bool:
     """Whether latents [..., H, W] have the same channels and the same ratio of latent to pixel size."""
     ours, theirs = reference["latents"].shape, entry["latents"].shape
-    pixels, other_pixels = wish.ref.bucket, other.ref.bucket
+    pixels, other_pixels = request.ref.bucket, other.ref.bucket
     same_height = ours[-2] * other_pixels.height == theirs[-2] * pixels.height
     same_width = ours[-1] * other_pixels.width == theirs[-1] * pixels.width
     return len(ours) == len(theirs) and ours[:-2] == theirs[:-2] and same_height and same_width
 
 
-def _same_text(wish: TextWish, reference: Entry, other: TextWish, entry: Entry) -> bool:
+def _same_text(request: TextRequest, reference: Entry, other: TextRequest, entry: Entry) -> bool:
     """Whether embeddings [T, D] have the same width; captions differ in length."""
     same_names = reference.keys() == entry.keys()
     return same_names and reference["prompt_embeds"].shape[-1] == entry["prompt_embeds"].shape[-1]

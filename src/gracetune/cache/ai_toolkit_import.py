@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cache.ai_toolkit_files import ImportReport, LatentWish, TextWish, import_latents, import_text
-from gracetune.cache.encoder import KnowsMore, LatentEncoder, Prompt, TextEncoder
+from gracetune.cache.ai_toolkit_files import ImportReport, LatentRequest, TextRequest, import_latents, import_text
+from gracetune.cache.encoder import DescribesEntries, LatentEncoder, Prompt, TextEncoder
 from gracetune.cache.required_entries import LatentItem, TextItem, by_folder
 from gracetune.cache.store import DiskStore
 from gracetune.config.families import names_of
@@ -29,7 +29,7 @@ FOLDERS = ("_latent_cache", "_t_e_cache")
 StoreOf = Callable[[Path], DiskStore]
 
 
-def folders_there(index: DataIndex) -> list[Path]:
+def cache_folders_found(index: DataIndex) -> list[Path]:
     """Cache folders of ai-toolkit beside the images. Their contents are not examined."""
     roots = _roots(index)
     parents = dict.fromkeys((roots[one.id] / item.path).parent for one in _datasets(index) for item in one.items)
@@ -45,12 +45,12 @@ def take_latents(
         return encoder.encode([index.load(ref)])[0]
 
     spaces = [arch.latent_space or name for name, arch in names_of(model.family).aitoolkit.archs.items()]
-    beside = encoder.beside if isinstance(encoder, KnowsMore) else None
+    beside = encoder.beside if isinstance(encoder, DescribesEntries) else None
     roots, reports = _roots(index), []
     for folder, items in by_folder(missing).items():
-        wishes = [LatentWish(item.origin, item.ref, roots[item.ref.dataset] / item.ref.path) for item in items]
+        requests = [LatentRequest(item.origin, item.ref, roots[item.ref.dataset] / item.ref.path) for item in items]
         with store_of(folder).writer() as writer:
-            reports.append(import_latents(writer, wishes, spaces=spaces, encode=encode, beside=beside))
+            reports.append(import_latents(writer, requests, spaces=spaces, encode=encode, beside=beside))
     return _joined(reports)
 
 
@@ -61,13 +61,15 @@ def take_texts(
     image_of = dict(_captioned_images(index))
     reports = []
     for folder, items in by_folder(missing).items():
-        wishes = [
-            TextWish(item.origin, item.text, image_of[item.text], reads_pictures=bool(item.pictures))
+        requests = [
+            TextRequest(item.origin, item.text, image_of[item.text], reads_images=bool(item.images))
             for item in items if item.text in image_of
         ]  # fmt: skip
         with store_of(folder).writer() as writer:
             reports.append(
-                import_text(writer, wishes, archs=_archs(model), encode=lambda text: encoder.encode([Prompt(text)])[0])
+                import_text(
+                    writer, requests, archs=_archs(model), encode=lambda text: encoder.encode([Prompt(text)])[0]
+                )
             )
     return _joined(reports)
 
@@ -98,6 +100,6 @@ def _joined(reports: Sequence[ImportReport]) -> ImportReport:
     return ImportReport(
         sum(one.imported for one in reports),
         sum(one.compared for one in reports),
-        tuple(refusal for one in reports for refusal in one.refused),
+        tuple(rejection for one in reports for rejection in one.rejected),
         sum(one.without_file for one in reports),
     )

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gracetune.cache.keys import Key, Origin
-from gracetune.cache.maintenance import Removal, leave_out_damaged, remove
-from gracetune.cache.manifest import Place
+from gracetune.cache.keys import EntryOrigin, Key
+from gracetune.cache.maintenance import EntryRemoval, leave_out_damaged, remove
+from gracetune.cache.manifest import EntryCopy
 from gracetune.cache.shards import StoredEntry
 from gracetune.cache.store import DamagedShard, DiskStore
 
@@ -26,16 +26,16 @@ _ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequiredEntry:
     """An entry that the configuration needs."""
 
-    origin: Origin
+    origin: EntryOrigin
     what: str
     """A description for users: the file, or the beginning of the caption."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class OriginDifference:
     """A part that differs between two origins. A value is None if that origin lacks the part."""
 
     part: str
@@ -44,17 +44,17 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Stale:
+class StaleEntry:
     """A stale entry, with its differences from the most similar wanted entry of the same source."""
 
     key: Key
     what: str
     """Description of that wanted entry."""
-    differences: tuple[Difference, ...]
+    differences: tuple[OriginDifference, ...]
 
 
 @dataclass(frozen=True)
-class Group:
+class EntryGroup:
     """A set of entries: number, bytes on disk (None if unknown), and keys."""
 
     entries: int
@@ -71,19 +71,19 @@ class Audit:
 
     wanted: int
     """Number of distinct wanted entries."""
-    present: Group
-    missing: Group
+    present: EntryGroup
+    missing: EntryGroup
     missing_examples: tuple[str, ...]
-    corrupt: Group
+    corrupt: EntryGroup
     corrupt_examples: tuple[str, ...]
     """Descriptions of wanted entries only; those of the others are unknown."""
     damaged_shards: tuple[DamagedShard, ...]
-    stale: Group
+    stale: EntryGroup
     stale_parts: dict[str, int]
     """Number of stale entries that differ, by part."""
-    stale_examples: tuple[Stale, ...]
-    orphaned: Group
-    extra_copies: Group
+    stale_examples: tuple[StaleEntry, ...]
+    orphaned: EntryGroup
+    extra_copies: EntryGroup
     """Duplicates of stored entries. They are harmless but take space."""
     imported: int
     """Number of present entries that were imported from another program."""
@@ -118,13 +118,13 @@ class _Pile:
         self.keys.append(entry.key)
         self.size += entry.layout.size
 
-    def group(self) -> Group:
-        return Group(len(self.keys), self.size, tuple(self.keys))
+    def group(self) -> EntryGroup:
+        return EntryGroup(len(self.keys), self.size, tuple(self.keys))
 
 
 def audit(
     store: DiskStore,
-    wanted: Iterable[Wanted],
+    wanted: Iterable[RequiredEntry],
     *,
     check: bool = True,
     on_checked: Callable[[int, int], None] = lambda done, total: None,
@@ -151,7 +151,7 @@ def audit(
     return Audit(
         wanted=len(by_key),
         present=scan.present.group(),
-        missing=Group(len(missing), None if missing else 0, missing),
+        missing=EntryGroup(len(missing), None if missing else 0, missing),
         missing_examples=tuple(by_key[key].what for key in missing[:_EXAMPLES]),
         corrupt=corrupt.group(),
         corrupt_examples=tuple(by_key[key].what for key in bad if key in by_key)[:_EXAMPLES],
@@ -166,7 +166,9 @@ def audit(
     )
 
 
-def _scan(store: DiskStore, wanted: dict[Key, Wanted], *, check: bool, on_checked: Callable[[int, int], None]) -> _Scan:
+def _scan(
+    store: DiskStore, wanted: dict[Key, RequiredEntry], *, check: bool, on_checked: Callable[[int, int], None]
+) -> _Scan:
     scan = _Scan(store, wanted, check=check)
     total, done = sum(store.catalogue.sizes.values()), 0
     for shard, entry in store.stored():
@@ -177,7 +179,7 @@ def _scan(store: DiskStore, wanted: dict[Key, Wanted], *, check: bool, on_checke
     return scan
 
 
-def clear(store: DiskStore, keys: Iterable[Key]) -> Removal:
+def clear(store: DiskStore, keys: Iterable[Key]) -> EntryRemoval:
     """Remove these entries and nothing else. Raises CacheBusyError if another process uses the cache."""
     return remove(store, keys)
 
@@ -185,16 +187,16 @@ def clear(store: DiskStore, keys: Iterable[Key]) -> Removal:
 class _Scan:
     """Sorts all stored entries into the groups of an audit."""
 
-    def __init__(self, store: DiskStore, wanted: dict[Key, Wanted], *, check: bool) -> None:
+    def __init__(self, store: DiskStore, wanted: dict[Key, RequiredEntry], *, check: bool) -> None:
         self._store, self._wanted, self._check = store, wanted, check
-        self._by_source: dict[tuple[str, str], list[Wanted]] = {}
+        self._by_source: dict[tuple[str, str], list[RequiredEntry]] = {}
         for one in wanted.values():
             self._by_source.setdefault((one.origin.kind, one.origin.source), []).append(one)
         self.seen: set[Key] = set()
         self.bad: dict[Key, StoredEntry] = {}
         self.present, self.stale, self.orphaned, self.copies = _Pile(), _Pile(), _Pile(), _Pile()
         self.parts: Counter[str] = Counter()
-        self.examples: list[Stale] = []
+        self.examples: list[StaleEntry] = []
         self.imported = 0
 
     def add(self, shard: str, entry: StoredEntry) -> None:
@@ -217,22 +219,22 @@ class _Scan:
         self._explain(entry, related)
 
     def _is_intact(self, shard: str, entry: StoredEntry) -> bool:
-        place = Place(shard, entry.layout, entry.start, entry.checksum)
+        copy = EntryCopy(shard, entry.layout, entry.start, entry.checksum)
         # A key that is not the hash of its origin was computed differently, by another release.
-        return entry.origin.key == entry.key and self._store.read_copy(place) is not None
+        return entry.origin.key == entry.key and self._store.read_copy(copy) is not None
 
-    def _explain(self, entry: StoredEntry, related: list[Wanted]) -> None:
+    def _explain(self, entry: StoredEntry, related: list[RequiredEntry]) -> None:
         candidates = ((one, differences(entry.origin, one.origin)) for one in related)
         nearest, found = min(candidates, key=lambda pair: len(pair[1]))
         self.parts.update(difference.part for difference in found)
         if len(self.examples) < _EXAMPLES:
-            self.examples.append(Stale(entry.key, nearest.what, found))
+            self.examples.append(StaleEntry(entry.key, nearest.what, found))
 
 
-def differences(stored: Origin, wanted: Origin) -> tuple[Difference, ...]:
+def differences(stored: EntryOrigin, wanted: EntryOrigin) -> tuple[OriginDifference, ...]:
     """The parts in which two origins differ. Their kind and source are not compared."""
     before, now = dict(stored.parts), dict(wanted.parts)
     names = sorted({*before, *now})
     return tuple(
-        Difference(name, before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)
+        OriginDifference(name, before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)
     )

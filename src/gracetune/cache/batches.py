@@ -32,7 +32,7 @@ from gracetune.data.media.load import Sample
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.errors import Problem
 from gracetune.memory.lookahead import InPlace, LookAhead, Mover, OnDepth, RingMover
-from gracetune.memory.placement import Waits, rehome
+from gracetune.memory.placement import StepWaits, rehome
 from gracetune.memory.stacked import Stacked
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 V = TypeVar("V")
 
-MOST_KNOWN = 1 << 15
+MOST_KEPT_KEYS = 1 << 15
 """Keys to memoize, about 1 KB each."""
 JUDGED = 32
 """Number of batches between two checks of how long steps wait for data."""
@@ -55,7 +55,7 @@ BEYOND = 2
 """Batches beyond the look-ahead whose entries are already being read from disk or decoded."""
 
 
-class Entries(Protocol):
+class EntrySource(Protocol):
     """The interface that a batch source needs from a cache. `ResidentStore` implements it."""
 
     @property
@@ -69,12 +69,12 @@ class Entries(Protocol):
 
 
 @dataclass(frozen=True)
-class Keys:
+class SampleKeys:
     """Computes the cache keys of a sample."""
 
     latent: EncoderId
     text: EncoderId
-    reads_pictures: bool = False
+    reads_images: bool = False
     """Whether text embeddings also depend on the sample's reference images."""
     per_use: PerUse | None = None
     """Makes tensors that replace cached ones each time a sample is used."""
@@ -84,7 +84,7 @@ class Keys:
 
     def of_text(self, ref: SampleRef) -> Key:
         """The key of the caption. A dropped caption has one too: the text `captions.dropped_caption` is also cached."""
-        return text_key(ref.caption.text, self.text, ref.conditioning if self.reads_pictures else ())
+        return text_key(ref.caption.text, self.text, ref.conditioning if self.reads_images else ())
 
     def used(self, entry: Mapping[str, Tensor], ref: SampleRef) -> Mapping[str, Tensor]:
         """The entry with the tensors that `per_use` replaces."""
@@ -94,7 +94,7 @@ class Keys:
 class _KeyMemo:
     """Memoizes keys. The index returns the same reference object whenever a sample looks the same."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: SampleKeys) -> None:
         self._keys = keys
         self._latent: dict[int, tuple[SampleRef, Key]] = {}
         """By id() of the reference. The value keeps the reference alive, so its id() is not reused."""
@@ -115,13 +115,13 @@ class _KeyMemo:
 
 
 def _bounded(memo: dict[K, V]) -> dict[K, V]:
-    if len(memo) >= MOST_KNOWN:
+    if len(memo) >= MOST_KEPT_KEYS:
         memo.clear()
     return memo
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveEncoder:
     """Encoders for samples that are not cached because they look different at every visit."""
 
     latents: LatentEncoder | None = None
@@ -146,14 +146,14 @@ class BatchSource:
         self,
         loader: Loader,
         *,
-        latents: Entries,
-        texts: Entries,
-        keys: Keys,
+        latents: EntrySource,
+        texts: EntrySource,
+        keys: SampleKeys,
         device: torch.device,
         mover: Mover | None = None,
         depth: int = 2,
         workers: int = 2,
-        live: Live | None = None,
+        live: LiveEncoder | None = None,
         per_step: int | None = None,
         memory: UnifiedMemory | None = None,
         on_decision: Callable[[str], None] = lambda text: None,
@@ -167,10 +167,10 @@ class BatchSource:
         """
         if mover is None:
             mover = RingMover(device) if device.type == "cuda" else InPlace(device)
-        check_live(loader, keys, live or Live())
+        check_live(loader, keys, live or LiveEncoder())
         self._loader = loader
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="gracetune-batches")
-        fetcher = _Fetcher(loader, latents, texts, keys, live or Live(), self._pool)
+        fetcher = _Fetcher(loader, latents, texts, keys, live or LiveEncoder(), self._pool)
         self._feed = _Feed(loader, fetcher, beyond=BEYOND if depth else 0, per_step=per_step)
         if memory is None:
             self._ahead = LookAhead(self._feed, mover, depth=depth)
@@ -218,7 +218,7 @@ class BatchSource:
         self._ahead.discard()
         self._feed.forget()
 
-    def use(self, *, latents: Entries | None = None, texts: Entries | None = None) -> None:
+    def use(self, *, latents: EntrySource | None = None, texts: EntrySource | None = None) -> None:
         """Replace stores, starting with the next batch. A run does this when an epoch's entries were refreshed.
 
         The old stores can be closed when this returns.
@@ -295,7 +295,7 @@ class _Homes:
         """Check the waiting time since the last check, and move caches if that helps. Small caches move first."""
         ahead.catch_up()
         totals = (ahead.stats.wait_ms, ahead.stats.step_ms)
-        waits = Waits(totals[0] - self._last_totals[0], totals[1] - self._last_totals[1], ahead.is_deepest)
+        waits = StepWaits(totals[0] - self._last_totals[0], totals[1] - self._last_totals[1], ahead.is_deepest)
         self._last_totals = totals
         by_role = {"texts": fetcher.texts, "latents": fetcher.latents}
         stores = {role: one for role, one in by_role.items() if isinstance(one, ResidentStore)}
@@ -306,13 +306,13 @@ class _Homes:
             why = _why_not_nearer([*stores.values()])
             self._on_decision(f"batches: {waits}, with the deepest look-ahead; no cache can move to the GPU: {why}")
 
-    def _judge_one(self, role: str, store: ResidentStore, waits: Waits) -> bool:
+    def _judge_one(self, role: str, store: ResidentStore, waits: StepWaits) -> bool:
         slab, memory = store.managed, self._memory
         if slab is None or memory is None:
             return False
         name, size = store.report.name, store.report.size
         # A cache that was placed on the GPU from the start is small and stays there.
-        if slab.home == "device" and store.report.residence.place == "managed_device":
+        if slab.home == "device" and store.report.residence.kind == "managed_device":
             return False
         room = memory.device_room() if waits.are_long and slab.home == "host" else None
         decision = rehome(
@@ -327,9 +327,9 @@ class _Homes:
         else:
             self._moved.discard(role)
             self._sent_back.add(role)
-        where = "the GPU" if decision.home == "device" else "host memory"
+        location = "the GPU" if decision.home == "device" else "host memory"
         self._on_decision(
-            f"{name}: moves to {where}: {decision.reason}" if hint else f"{name}: is not moved: {hint.reason}"
+            f"{name}: moves to {location}: {decision.reason}" if hint else f"{name}: is not moved: {hint.reason}"
         )
         return bool(hint)
 
@@ -448,7 +448,13 @@ class _Fetcher:
     """Gets the entries of samples: from memory, from disk, or by encoding them now."""
 
     def __init__(
-        self, loader: Loader, latents: Entries, texts: Entries, keys: Keys, live: Live, pool: ThreadPoolExecutor
+        self,
+        loader: Loader,
+        latents: EntrySource,
+        texts: EntrySource,
+        keys: SampleKeys,
+        live: LiveEncoder,
+        pool: ThreadPoolExecutor,
     ) -> None:
         self.latents, self.texts = latents, texts
         self.live_samples, self.live_seconds, self.waited_seconds = 0, 0.0, 0.0
@@ -466,7 +472,7 @@ class _Fetcher:
                 latents.append(self._cached(self.latents, self._memo.of_latent(sample), futures))
             else:
                 latents.append(partial(self._encode_latents, decoding))
-            if decoding is not None and self._keys.reads_pictures and sample.conditioning:
+            if decoding is not None and self._keys.reads_images and sample.conditioning:
                 texts.append(partial(self._encode_text, decoding))
             else:
                 texts.append(self._cached(self.texts, self._memo.of_text(sample), futures))
@@ -479,7 +485,7 @@ class _Fetcher:
         futures.append(future := self._pool.submit(self._load, sample))
         return future
 
-    def _cached(self, store: Entries, key: Key, futures: list[Future[Any]]) -> Fetch:
+    def _cached(self, store: EntrySource, key: Key, futures: list[Future[Any]]) -> Fetch:
         entry = store.look_up(key)
         if entry is not None:
             return entry
@@ -532,14 +538,14 @@ def _joined(latent: Mapping[str, Tensor], text: Mapping[str, Tensor], name: str)
     return {**latent, **text}
 
 
-def check_live(loader: Loader, keys: Keys, live: Live) -> None:
+def check_live(loader: Loader, keys: SampleKeys, live: LiveEncoder) -> None:
     """Check early that each dataset without a cache has an encoder, before the first of its samples is needed."""
     for one in loader.index.datasets:
         if freshness(one.dataset) != "visit":
             continue
         if live.latents is None:
             raise _not_cached(one.id, "latents", "a latent encoder")
-        if live.texts is None and keys.reads_pictures and any(item.references for item in one.items):
+        if live.texts is None and keys.reads_images and any(item.references for item in one.items):
             raise _not_cached(one.id, "text embeddings with reference images", "a text encoder")
 
 

@@ -36,10 +36,10 @@ def prepare(folder: Path) -> None:
         (folder / SHARDS).mkdir(exist_ok=True)
     except OSError as error:
         raise unwritable(error, folder, needed=0, free=None) from error
-    for place in (folder, folder / SHARDS):
-        if not os.access(place, os.W_OK | os.X_OK):
+    for path in (folder, folder / SHARDS):
+        if not os.access(path, os.W_OK | os.X_OK):
             found, expected = "a folder without write permission", "a writable folder"
-            hint = f"check `ls -ld {place}` and `findmnt -T {place}`, or set cache.cache_dir to a folder you own"
+            hint = f"check `ls -ld {path}` and `findmnt -T {path}`, or set cache.cache_dir to a folder you own"
             raise ReadOnlyCacheError(Problem("cache", found, expected, hint, str(folder)))
 
 

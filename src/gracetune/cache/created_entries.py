@@ -26,7 +26,7 @@ Made = Mapping[Path, Collection[Key]]
 """Keys by store."""
 
 
-class MadeEntries:
+class CreatedEntries:
     """The record of one run, as one of its ranks writes it."""
 
     def __init__(self, folder: Path, rank: int) -> None:

@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cache.encoder import CutsTexts, EncoderId, LatentEncoder, MeasuresTexts, Prompt, TextEncoder
+from gracetune.cache.encoder import EncoderId, LatentEncoder, MeasuresTexts, Prompt, ReportsTruncation, TextEncoder
 from gracetune.cache.errors import CacheError
-from gracetune.cache.pass_worker import Damaged, Progress, Share, Tally, Work
+from gracetune.cache.pass_worker import DamagedItem, PassCounts, PassProgress, PassWorker, Share
 from gracetune.cache.required_entries import LatentItem, TextItem
 from gracetune.cache.store import DiskStore
 from gracetune.cache.writer import Flush
@@ -37,10 +37,19 @@ from gracetune.errors import Problem
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
 
-__all__ = ["Damaged", "EncodeMemoryError", "How", "Outcome", "Progress", "Share", "encode_latents", "encode_texts"]
+__all__ = [
+    "DamagedItem",
+    "EncodeMemoryError",
+    "PassOptions",
+    "PassOutcome",
+    "PassProgress",
+    "Share",
+    "encode_latents",
+    "encode_texts",
+]
 
 StoreOf = Callable[[Path], DiskStore]
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[PassProgress], None]
 
 
 class EncodeMemoryError(CacheError):
@@ -48,7 +57,7 @@ class EncodeMemoryError(CacheError):
 
 
 @dataclass(frozen=True)
-class How:
+class PassOptions:
     """Options of a pass."""
 
     batch_size: int = 1
@@ -66,7 +75,7 @@ class How:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PassOutcome:
     """The result of a pass."""
 
     encoder: EncoderId
@@ -76,17 +85,17 @@ class Outcome:
     encoded_bytes: int
     by_others: int
     """Entries that were missing when the pass started and that other processes made."""
-    there_before: int
+    found_before: int
     index: DataIndex
     """The index without files that turned out to be damaged."""
-    damaged: tuple[Damaged, ...] = ()
+    damaged: tuple[DamagedItem, ...] = ()
     batch_size: int = 0
     """The smallest batch size used."""
     seconds: float = 0.0
     complete: bool = True
     """False if the pass was stopped."""
     cut: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Truncated texts; see `CutsTexts`."""
+    """Truncated texts; see `ReportsTruncation`."""
     tiled_because: str = ""
     """Why the encoder switched to tiling; empty if it did not."""
     notes: tuple[str, ...] = ()
@@ -99,24 +108,25 @@ def encode_latents(
     store_of: StoreOf,
     wanted_anew: Callable[[DataIndex, EncoderId], list[LatentItem]],
     *,
-    how: How | None = None,
-) -> Outcome:
+    options: PassOptions | None = None,
+) -> PassOutcome:
     """Encode the missing latents among `items`, which must be for the encoder's current id.
 
     `wanted_anew` returns the items for another id; it is called if the encoder switches to tiling.
     Raises EncodeMemoryError, CacheFullError, UnreadableFilesError (more damaged files than the threshold), ...
     """
-    how = how or How()
-    tally = Tally()
-    relief = _Relief(encoder, may_tile=how.may_tile)
+    options = options or PassOptions()
+    tally = PassCounts()
+    relief = _Relief(encoder, may_tile=options.may_tile)
     while True:
         identity = encoder.id
         _check_id(identity, items)
-        work: Work[LatentItem, Sample] = Work(
+        work: PassWorker[LatentItem, Sample] = PassWorker(
             items, store_of, index, tally,
             decode=_decode_latent, encode=partial(_encode_latents, encoder), relieve=relief.ask,
-            batch_size=how.batch_size, limits=relief.limits, workers=how.workers, share=how.share, flush=how.flush,
-            on_progress=how.on_progress, stop=how.stop,
+            batch_size=options.batch_size, limits=relief.limits, workers=options.workers, share=options.share,
+            flush=options.flush,
+            on_progress=options.on_progress, stop=options.stop,
         )  # fmt: skip
         try:
             complete = work.run()
@@ -134,11 +144,11 @@ def encode_texts(
     index: DataIndex,
     store_of: StoreOf,
     *,
-    how: How | None = None,
-) -> Outcome:
+    options: PassOptions | None = None,
+) -> PassOutcome:
     """Encode the missing embeddings among `items`."""
-    how = how or How()
-    tally = Tally()
+    options = options or PassOptions()
+    tally = PassCounts()
     _check_id(encoder.id, items)
 
     def lengths(missing: Sequence[TextItem]) -> Sequence[int]:
@@ -146,14 +156,16 @@ def encode_texts(
             return [0] * len(missing)
         return encoder.lengths([item.text for item in missing])
 
-    work: Work[TextItem, Prompt] = Work(
+    work: PassWorker[TextItem, Prompt] = PassWorker(
         items, store_of, index, tally,
         decode=_decode_text, encode=encoder.encode, relieve=_no_text_relief, lengths=lengths,
-        batch_size=how.batch_size, limits=[], workers=how.workers, share=how.share, flush=how.flush,
-        on_progress=how.on_progress, stop=how.stop,
+        batch_size=options.batch_size, limits=[], workers=options.workers, share=options.share, flush=options.flush,
+        on_progress=options.on_progress, stop=options.stop,
     )  # fmt: skip
     complete = work.run()
-    cut = {limit: tuple(texts) for limit, texts in encoder.cut.items()} if isinstance(encoder, CutsTexts) else {}
+    cut = (
+        {limit: tuple(texts) for limit, texts in encoder.cut.items()} if isinstance(encoder, ReportsTruncation) else {}
+    )
     return replace(_outcome(encoder.id, len(items), work.index, tally, complete=complete), cut=cut)
 
 
@@ -177,8 +189,8 @@ def _check_id(encoder: EncoderId, items: Sequence[LatentItem | TextItem]) -> Non
 
 
 def _outcome(
-    encoder: EncoderId, wanted: int, index: DataIndex, tally: Tally, *, complete: bool, notes: Iterable[str] = ()
-) -> Outcome:
+    encoder: EncoderId, wanted: int, index: DataIndex, tally: PassCounts, *, complete: bool, notes: Iterable[str] = ()
+) -> PassOutcome:
     all_notes = [*notes]
     if tally.smallest < tally.largest:
         all_notes.append(
@@ -186,13 +198,13 @@ def _outcome(
             "a smaller cache.vae_batch_size or text_encoder_batch_size avoids the failed attempts"
         )
     all_notes += [f"left out, unreadable: {one.path} of {one.dataset}: {one.reason}" for one in tally.damaged.values()]
-    return Outcome(
+    return PassOutcome(
         encoder,
         wanted,
         tally.encoded,
         tally.encoded_bytes,
         tally.by_others,
-        tally.there_before,
+        tally.found_before,
         index,
         damaged=tuple(tally.damaged.values()),
         batch_size=tally.smallest,
@@ -211,7 +223,7 @@ def _encode_latents(encoder: LatentEncoder, samples: list[Sample]) -> list[Entry
 
 
 def _decode_text(index: DataIndex, item: TextItem) -> Prompt:
-    return Prompt(item.text, tuple(index.load(image) for image in item.pictures))
+    return Prompt(item.text, tuple(index.load(image) for image in item.images))
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
@@ -250,7 +262,7 @@ class _Relief:
 
 
 def _no_text_relief(item: TextItem) -> None:
-    images = f" with images of {_shape_text(item.shape)}" if item.pictures else ""
+    images = f" with images of {_shape_text(item.shape)}" if item.images else ""
     raise EncodeMemoryError(_no_memory(f"one text{images} ({item.what})", tiled=False))
 
 
@@ -285,10 +297,10 @@ def _bucket_text(bucket: Bucket) -> str:
     return f"bucket {bucket.width}x{bucket.height}{frames}"
 
 
-def nothing_to_do(encoder: EncoderId, wanted: int, index: DataIndex) -> Outcome:
+def nothing_to_do(encoder: EncoderId, wanted: int, index: DataIndex) -> PassOutcome:
     """The outcome of a pass without missing entries."""
-    return Outcome(encoder, wanted, 0, 0, 0, wanted, index)
+    return PassOutcome(encoder, wanted, 0, 0, 0, wanted, index)
 
 
-def with_notes(outcome: Outcome, notes: Iterable[str]) -> Outcome:
+def with_notes(outcome: PassOutcome, notes: Iterable[str]) -> PassOutcome:
     return replace(outcome, notes=(*outcome.notes, *notes))

@@ -51,7 +51,7 @@ class Prompt:
     """One caption, with its reference images if the embedding depends on them."""
 
     text: str
-    pictures: tuple[Sample, ...] = ()
+    images: tuple[Sample, ...] = ()
 
 
 class LatentEncoder(Protocol):
@@ -74,14 +74,14 @@ class LatentEncoder(Protocol):
 
 
 @runtime_checkable
-class KnowsMore(Protocol):
+class DescribesEntries(Protocol):
     """A latent encoder that can compute the parts of an entry that need no pixels (`time_ids`)."""
 
     def beside(self, ref: SampleRef) -> Entry: ...
 
 
 @runtime_checkable
-class CutsTexts(Protocol):
+class ReportsTruncation(Protocol):
     """A text encoder that reports which texts it truncated."""
 
     @property
@@ -104,7 +104,7 @@ class TextEncoder(Protocol):
     def id(self) -> EncoderId: ...
 
     @property
-    def reads_pictures(self) -> bool:
+    def reads_images(self) -> bool:
         """Whether embeddings also depend on the sample's reference images (edit models)."""
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"0|[1-9][0-9]*")
 
 
 @dataclass(frozen=True)
-class Places:
+class CacheFolders:
     """The cache folders of a run."""
 
     base: Path
@@ -58,10 +58,10 @@ class Places:
                 yield int(path.name), path
 
 
-def places_of(config: RunConfig) -> Places:
+def cache_folders(config: RunConfig) -> CacheFolders:
     cache = config.cache
     base = _folder(cache.cache_dir) if cache.cache_dir else _folder(config.output_dir) / "cache"
-    return Places(
+    return CacheFolders(
         base,
         _folder(cache.text_cache_dir) if cache.text_cache_dir else base,
         {

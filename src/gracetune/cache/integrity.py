@@ -13,7 +13,7 @@ from gracetune.cache.keys import Key
 from gracetune.cache.maintenance import leave_out_damaged
 from gracetune.cache.required_entries import LatentItem, TextItem, by_folder
 from gracetune.cache.shards import DamagedFileError, read_shard
-from gracetune.cache.store import DiskStore, Located
+from gracetune.cache.store import DiskStore, LocatedEntries
 from gracetune.units import MIB
 
 OnChecked = Callable[[int, int], None]
@@ -29,7 +29,7 @@ def forget_damaged(
 ) -> int:
     """Read all items that are stored. Damaged ones count as missing from now on. Returns their number."""
     found = 0
-    plans: list[tuple[DiskStore, Located]] = []
+    plans: list[tuple[DiskStore, LocatedEntries]] = []
     for folder, some in by_folder(items).items():
         store, keys = store_of(folder), [item.key for item in some]
         before = len(store.find(keys).present)
@@ -70,7 +70,7 @@ def recheck_suspects(store: DiskStore) -> bool:
     return bool(suspects)
 
 
-def _chunks(plan: Located) -> Iterator[tuple[tuple[Key, ...], int]]:
+def _chunks(plan: LocatedEntries) -> Iterator[tuple[tuple[Key, ...], int]]:
     """Consecutive keys whose entries fit into a buffer (at least one key), with their size in bytes."""
     first = size = 0
     for at, one in enumerate(plan.sizes.tolist()):

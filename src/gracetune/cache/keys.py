@@ -1,6 +1,6 @@
 """Cache keys: a hash of everything that determines the content of an entry, and of nothing else.
 
-An `Origin` lists these inputs as named text values, its parts. The key is the BLAKE2b-128 hash of the origin. File
+An `EntryOrigin` lists these inputs as named text values, its parts. The key is the BLAKE2b-128 hash of the origin. File
 name, dataset, loss weight and (for latents) caption are not parts, so a renamed file keeps its entries. Origins are
 stored with the entries, so an audit can report *which* part of a stale entry differs.
 
@@ -19,7 +19,7 @@ from hashlib import blake2b
 from typing import Any, Literal, NewType
 
 from gracetune.cache.encoder import EncoderId
-from gracetune.data.refs import Augmentation, Bucket, Clip, Fit, MaskRef, SampleRef
+from gracetune.data.refs import AppliedAugmentation, Bucket, Clip, Fit, MaskRef, SampleRef
 
 KEY_VERSION = 1
 """Part of every key. Increase it when the same parts produce a different entry."""
@@ -36,7 +36,7 @@ Key = NewType("Key", str)
 
 
 @dataclass(frozen=True)
-class Origin:
+class EntryOrigin:
     """All inputs of an entry. Entries with equal origins are equal."""
 
     kind: Literal["latent", "text"]
@@ -53,7 +53,7 @@ class Origin:
         return Key(blake2b(b"".join(strings), digest_size=16).hexdigest())
 
 
-def latent_origin(ref: SampleRef, encoder: EncoderId) -> Origin:
+def latent_origin(ref: SampleRef, encoder: EncoderId) -> EntryOrigin:
     if encoder.kind != "latent":
         raise ValueError(f"latents made by an encoder of kind {encoder.kind!r}")
     own = (
@@ -65,28 +65,28 @@ def latent_origin(ref: SampleRef, encoder: EncoderId) -> Origin:
         ("mask", "null" if ref.mask is None else _text(_mask(ref.mask))),
         *((name, _text(value)) for name, value in _edges(ref).items()),
     )
-    return Origin("latent", ref.digest, tuple(sorted((*own, *_encoder_parts(encoder)))))
+    return EntryOrigin("latent", ref.digest, tuple(sorted((*own, *_encoder_parts(encoder)))))
 
 
 def latent_key(ref: SampleRef, encoder: EncoderId) -> Key:
     return latent_origin(ref, encoder).key
 
 
-def text_origin(text: str, encoder: EncoderId, pictures: Sequence[SampleRef] = ()) -> Origin:
+def text_origin(text: str, encoder: EncoderId, images: Sequence[SampleRef] = ()) -> EntryOrigin:
     """The origin of a text embedding.
 
-    `text` is the caption as the encoder receives it. `pictures` are the reference images that the embedding also
-    depends on (edit models). Pass none for an encoder whose `reads_pictures` is False: all samples with the same
+    `text` is the caption as the encoder receives it. `images` are the reference images that the embedding also
+    depends on (edit models). Pass none for an encoder whose `reads_images` is False: all samples with the same
     caption then share one embedding.
     """
     if encoder.kind != "text":
         raise ValueError(f"a text embedding made by an encoder of kind {encoder.kind!r}")
-    own = ("pictures", _text([_content(image) for image in pictures])) if pictures else _NO_IMAGES
-    return Origin("text", _digest(text), _sorted_parts(own, encoder))
+    own = ("pictures", _text([_content(image) for image in images])) if images else _NO_IMAGES
+    return EntryOrigin("text", _digest(text), _sorted_parts(own, encoder))
 
 
-def text_key(text: str, encoder: EncoderId, pictures: Sequence[SampleRef] = ()) -> Key:
-    return text_origin(text, encoder, pictures).key
+def text_key(text: str, encoder: EncoderId, images: Sequence[SampleRef] = ()) -> Key:
+    return text_origin(text, encoder, images).key
 
 
 def _digest(text: str) -> str:
@@ -144,7 +144,7 @@ def _bucket_text(bucket: Bucket) -> str:
     return _text(_bucket(bucket))
 
 
-def _augmentation_text(augmentation: Augmentation, digest: str) -> str:
+def _augmentation_text(augmentation: AppliedAugmentation, digest: str) -> str:
     if augmentation.seed is None or not augmentation.transforms:
         return _flips_text(augmentation.flip_x, augmentation.flip_y)
     return _text(_augmentation(augmentation, digest))
@@ -152,7 +152,7 @@ def _augmentation_text(augmentation: Augmentation, digest: str) -> str:
 
 @lru_cache(maxsize=4)
 def _flips_text(flip_x: bool, flip_y: bool) -> str:
-    return _text(_augmentation(Augmentation(flip_x, flip_y), ""))
+    return _text(_augmentation(AppliedAugmentation(flip_x, flip_y), ""))
 
 
 def _bucket(bucket: Bucket) -> list[int]:
@@ -173,7 +173,7 @@ def _mask(mask: MaskRef) -> list[Any]:
     return [mask.digest, mask.from_alpha, _number(mask.min_weight), mask.invert]
 
 
-def _augmentation(augmentation: Augmentation, digest: str) -> dict[str, Any]:
+def _augmentation(augmentation: AppliedAugmentation, digest: str) -> dict[str, Any]:
     """Flips always count. Seed, epoch and the digest that seeds the generator count only with random transforms."""
     flips = {"flip_x": augmentation.flip_x, "flip_y": augmentation.flip_y}
     if augmentation.seed is None or not augmentation.transforms:

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from gracetune.cache.errors import CacheError, CorruptEntryError, listed
 from gracetune.cache.keys import Key
-from gracetune.cache.manifest import Table, empty_table, merge
-from gracetune.cache.reading import Located
+from gracetune.cache.manifest import EntryTable, empty_table, merge
+from gracetune.cache.reading import LocatedEntries
 from gracetune.cache.residence import Residence, Visits
-from gracetune.cache.shards import ALIGNMENT, Layout, layout_as_json, layout_from_json
+from gracetune.cache.shards import ALIGNMENT, EntryLayout, layout_as_json, layout_from_json
 from gracetune.cache.store import DiskStore
 from gracetune.errors import Problem
-from gracetune.memory.batch_hints import wish_of
+from gracetune.memory.batch_hints import hint_of
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _COLUMNS = ("high", "low", "shard", "layout", "start", "checksum")
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class CacheLoadReport:
     """What was loaded, and where it is."""
 
     name: str
@@ -62,7 +62,7 @@ class LoadReport:
 
     def lines(self) -> list[str]:
         """The report as text: first the place of the cache, then everything unusual."""
-        summary = f"{self.name}: {self.entries:,} entries, {format_bytes(self.size)}, in {self.residence.place}"
+        summary = f"{self.name}: {self.entries:,} entries, {format_bytes(self.size)}, in {self.residence.kind}"
         lines = [f"{summary} ({self.residence.reason})", *(f"{self.name}: {note}" for note in self.residence.notes)]
         if self.on_gpu:
             lines.append(
@@ -83,24 +83,24 @@ class LoadReport:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> LoadReport:
+    def from_json(cls, value: Mapping[str, Any]) -> CacheLoadReport:
         residence = value["residence"]
         values = {**value, "residence": Residence(**{**residence, "notes": tuple(residence["notes"])})}
         return cls(**{**values, "damaged": tuple(value["damaged"]), "on_gpu": tuple(value["on_gpu"])})
 
 
 @dataclass(frozen=True, eq=False)
-class Selection:
+class EntrySelection:
     """The entries to load, by store, and those that stay on disk or are missing."""
 
-    chosen: tuple[tuple[DiskStore, Located], ...]
+    chosen: tuple[tuple[DiskStore, LocatedEntries], ...]
     size: int
     left: tuple[Key, ...]
     left_size: int
     missing: tuple[Key, ...]
 
 
-def select(stores: Sequence[DiskStore], visits: Mapping[Key, Visits], budget: int | None) -> Selection:
+def select(stores: Sequence[DiskStore], visits: Mapping[Key, Visits], budget: int | None) -> EntrySelection:
     """Choose the hottest entries that fit the budget. Ties are broken by the order in the files."""
     plans, missing = [], tuple(visits)
     for store in stores:  # an entry in several stores is taken from the first of them
@@ -108,7 +108,7 @@ def select(stores: Sequence[DiskStore], visits: Mapping[Key, Visits], budget: in
         plans.append((store, plan))
     total = sum(plan.total for _, plan in plans)
     if budget is None or total <= budget:
-        return Selection(tuple(one for one in plans if len(one[1])), total, (), 0, missing)
+        return EntrySelection(tuple(one for one in plans if len(one[1])), total, (), 0, missing)
     sizes = np.concatenate([np.empty(0, np.int64), *(plan.sizes for _, plan in plans)])
     order = _hottest_first([visits[key] for _, plan in plans for key in plan.keys])
     taken = np.zeros(len(order), np.bool_)
@@ -120,7 +120,7 @@ def select(stores: Sequence[DiskStore], visits: Mapping[Key, Visits], budget: in
         left += [plan.keys[at] for at in np.flatnonzero(~mask).tolist()]
         if mask.any():
             chosen.append((store, plan.part(mask)))
-    return Selection(tuple(chosen), int(sizes[taken].sum()), tuple(left), int(sizes[~taken].sum()), missing)
+    return EntrySelection(tuple(chosen), int(sizes[taken].sum()), tuple(left), int(sizes[~taken].sum()), missing)
 
 
 def _hottest_first(visits: Sequence[Visits]) -> NDArray[np.intp]:
@@ -133,9 +133,9 @@ def _hottest_first(visits: Sequence[Visits]) -> NDArray[np.intp]:
 class Contents:
     """The index of a slab."""
 
-    table: Table
+    table: EntryTable
     """Its column `start` holds offsets in the slab."""
-    layouts: tuple[Layout, ...]
+    layouts: tuple[EntryLayout, ...]
 
     @cached_property
     def _columns(self) -> tuple[memoryview, memoryview, memoryview, memoryview]:
@@ -143,12 +143,12 @@ class Contents:
         table = self.table
         return table.high.data, table.low.data, table.start.data, table.layout.data
 
-    def find(self, key: Key) -> tuple[int, Layout] | None:
+    def find(self, key: Key) -> tuple[int, EntryLayout] | None:
         """The offset of the entry in the slab, and its layout; None if it is absent."""
         row = self.row_of(key)
         return None if row is None else self.at(row)
 
-    def at(self, row: int) -> tuple[int, Layout]:
+    def at(self, row: int) -> tuple[int, EntryLayout]:
         _, _, starts, layouts = self._columns
         return starts[row], self.layouts[layouts[row]]
 
@@ -174,7 +174,7 @@ class SmallTensors:
     names: tuple[str, ...]
     starts: NDArray[np.int64]
     """Start of each entry's small tensors in the second slab, by row of the contents' table."""
-    offsets: Mapping[Layout, Mapping[str, int]]
+    offsets: Mapping[EntryLayout, Mapping[str, int]]
     """Offset of each tensor relative to `starts`."""
     size: int
 
@@ -215,7 +215,7 @@ def choose_small(contents: Contents, limit: int) -> SmallTensors | None:
     totals: dict[str, int] = {}
     for layout, count in zip(contents.layouts, counts, strict=True):
         for one in layout.tensors:
-            hint = wish_of(one.name)
+            hint = hint_of(one.name)
             if count and hint is not None and hint.home == "device":
                 totals[one.name] = totals.get(one.name, 0) + count * _aligned(one.size)
     names, size = [], 0
@@ -226,7 +226,7 @@ def choose_small(contents: Contents, limit: int) -> SmallTensors | None:
         size += total
     if not size:
         return None
-    offsets: dict[Layout, dict[str, int]] = {}
+    offsets: dict[EntryLayout, dict[str, int]] = {}
     widths = []
     for layout in contents.layouts:
         of_layout = offsets[layout] = {}
@@ -260,7 +260,7 @@ class Views:
         def by_dtype(slab: Tensor) -> dict[str, Tensor]:
             return {name: slab[: len(slab) // 8 * 8].view(TORCH_DTYPES[name]) for name in dtypes}
 
-        def specs(typed: Mapping[str, Tensor], layout: Layout, offsets: Mapping[str, int]) -> list[_ViewSpec]:
+        def specs(typed: Mapping[str, Tensor], layout: EntryLayout, offsets: Mapping[str, int]) -> list[_ViewSpec]:
             return [
                 (one.name, typed[one.dtype], TORCH_DTYPES[one.dtype].itemsize, offsets[one.name], one.shape,
                  _strides(one.shape))
@@ -303,7 +303,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def load_into(slab: Tensor, selection: Selection, threads: int | None) -> tuple[Contents, tuple[Key, ...]]:
+def load_into(slab: Tensor, selection: EntrySelection, threads: int | None) -> tuple[Contents, tuple[Key, ...]]:
     """Read and verify the selected entries. Returns the index of the slab, and the keys of damaged entries."""
     plans, damaged, base = [], set[Key](), 0
     for store, plan in selection.chosen:
@@ -317,14 +317,14 @@ def load_into(slab: Tensor, selection: Selection, threads: int | None) -> tuple[
     return _contents(plans, damaged), tuple(sorted(damaged))
 
 
-def _contents(plans: Sequence[tuple[Located, NDArray[np.int64]]], damaged: set[Key]) -> Contents:
+def _contents(plans: Sequence[tuple[LocatedEntries, NDArray[np.int64]]], damaged: set[Key]) -> Contents:
     """Merge the tables of several stores into one, with common layout numbers and offsets in the slab."""
-    numbers: dict[Layout, int] = {}
+    numbers: dict[EntryLayout, int] = {}
     tables = [empty_table()]
     for plan, offsets in plans:
         renumbered = np.array([numbers.setdefault(layout, len(numbers)) for layout in plan.kinds], np.uint32)
         old, zeros = plan.table, np.zeros(len(plan), np.uint32)
-        table = Table(old.high, old.low, zeros, renumbered[old.layout], offsets.astype(np.uint64), old.checksum)
+        table = EntryTable(old.high, old.low, zeros, renumbered[old.layout], offsets.astype(np.uint64), old.checksum)
         chosen = plan.by_key
         if damaged:
             chosen = chosen[[plan.keys[row] not in damaged for row in chosen.tolist()]]
@@ -332,7 +332,7 @@ def _contents(plans: Sequence[tuple[Located, NDArray[np.int64]]], damaged: set[K
     return Contents(merge(tables), tuple(numbers))
 
 
-def pack_index(contents: Contents, report: LoadReport) -> bytes:
+def pack_index(contents: Contents, report: CacheLoadReport) -> bytes:
     """Serialize the index for other ranks; the format is described at the top of this file."""
     header = {
         "format": INDEX_FORMAT,
@@ -345,17 +345,17 @@ def pack_index(contents: Contents, report: LoadReport) -> bytes:
     return len(text).to_bytes(8, "little") + text + b"".join(columns[name].tobytes() for name in _COLUMNS)
 
 
-def unpack_index(raw: bytes) -> tuple[Contents, LoadReport]:
+def unpack_index(raw: bytes) -> tuple[Contents, CacheLoadReport]:
     end = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:end])
     if header["format"] != INDEX_FORMAT:
         found, hint = f"format {header['format']}", "run the same version of gracetune in all processes"
         raise CacheError(Problem("index of rank 0", found, f"format {INDEX_FORMAT}", hint))
     columns = {}
-    for one in fields(Table):
+    for one in fields(EntryTable):
         dtype = np.dtype(np.uint32 if one.name in ("shard", "layout") else np.uint64)
         size = header["rows"] * dtype.itemsize
         columns[one.name] = np.frombuffer(raw[end : end + size], dtype).copy()  # the copy is aligned
         end += size
     layouts = tuple(layout_from_json(one) for one in header["layouts"])
-    return Contents(Table(**columns), layouts), LoadReport.from_json(header["report"])
+    return Contents(EntryTable(**columns), layouts), CacheLoadReport.from_json(header["report"])

@@ -16,7 +16,7 @@ from pathlib import Path
 from gracetune.cache.cache_folder import FORMAT_FILE, INDEX_FILE, SHARDS
 from gracetune.cache.errors import CacheBusyError, ReadOnlyCacheError, unreadable, unwritable
 from gracetune.cache.keys import Key
-from gracetune.cache.manifest import Place
+from gracetune.cache.manifest import EntryCopy
 from gracetune.cache.shards import DamagedFileError, Packed, StoredEntry, read_shard
 from gracetune.cache.store import DamagedShard, DiskStore
 from gracetune.errors import Problem
@@ -51,7 +51,7 @@ class Compaction:
 
 
 @dataclass(frozen=True)
-class Removal:
+class EntryRemoval:
     """The entries that were removed."""
 
     entries: int
@@ -86,7 +86,7 @@ def compact(store: DiskStore, target: ShardSize | None = None) -> Compaction:
         return Compaction(before, after, merge.copies, merge.damaged, f"{len(small)} small shards were merged")
 
 
-def remove(store: DiskStore, keys: Iterable[Key]) -> Removal:
+def remove(store: DiskStore, keys: Iterable[Key]) -> EntryRemoval:
     """Remove all copies of these entries, and nothing else. Raises CacheBusyError if another process uses the cache.
 
     For `persistent_cache: false`, pass the store's `created` keys. With several ranks, gather the keys of all ranks;
@@ -109,7 +109,7 @@ def remove(store: DiskStore, keys: Iterable[Key]) -> Removal:
         store.forget_created(unwanted)
         store.save_index()
     gone = [entry for one in affected.values() for entry in one.gone]
-    return Removal(len({entry.key for entry in gone}), sum(entry.layout.size for entry in gone))
+    return EntryRemoval(len({entry.key for entry in gone}), sum(entry.layout.size for entry in gone))
 
 
 def remove_if_empty(store: DiskStore) -> None:
@@ -222,8 +222,8 @@ class _Merge:
 
     def _is_elsewhere(self, key: Key) -> bool:
         """Whether a shard that is kept has an intact copy."""
-        copies = [place for place in self._store.catalogue.copies(key) if place.shard not in self._shards]
-        return any(self._store.read_copy(place) is not None for place in copies)
+        copies = [copy for copy in self._store.catalogue.copies(key) if copy.shard not in self._shards]
+        return any(self._store.read_copy(copy) is not None for copy in copies)
 
 
 def _small(store: DiskStore, target: ShardSize) -> list[str]:
@@ -250,7 +250,7 @@ def _affected(store: DiskStore, keys: Collection[Key]) -> dict[str, _Affected]:
 
 
 def _holding(store: DiskStore, keys: Collection[Key]) -> set[str]:
-    return {place.shard for key in keys for place in store.catalogue.copies(key)}
+    return {copy.shard for key in keys for copy in store.catalogue.copies(key)}
 
 
 def _entries(store: DiskStore, name: str) -> tuple[StoredEntry, ...]:
@@ -262,7 +262,7 @@ def _entries(store: DiskStore, name: str) -> tuple[StoredEntry, ...]:
 
 
 def _packed(store: DiskStore, shard: str, entry: StoredEntry) -> Packed | None:
-    raw = store.read_copy(Place(shard, entry.layout, entry.start, entry.checksum))
+    raw = store.read_copy(EntryCopy(shard, entry.layout, entry.start, entry.checksum))
     if raw is None:
         return None
     return Packed(entry.key, entry.origin, entry.layout, raw, entry.checksum, entry.note)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gracetune.cache.keys import Key
 from gracetune.cache.shards import (
     DamagedFileError,
-    Layout,
+    EntryLayout,
     Shard,
     layout_as_json,
     layout_from_json,
@@ -39,7 +39,7 @@ U32 = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class EntryTable:
     """One row per entry, sorted by key.
 
     Stored as columns (a structure of arrays), because a binary search reads only `high` and `low`.
@@ -60,8 +60,8 @@ class Table:
     def columns(self) -> dict[str, U64 | U32]:
         return {one.name: self.__dict__[one.name] for one in fields(self)}
 
-    def rows(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> Table:
-        return Table(**{name: column[chosen] for name, column in self.columns().items()})  # type: ignore[arg-type]
+    def rows(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> EntryTable:
+        return EntryTable(**{name: column[chosen] for name, column in self.columns().items()})  # type: ignore[arg-type]
 
     def copies(self, high: int, low: int) -> list[int]:
         """The rows that have this key."""
@@ -93,17 +93,17 @@ def split_keys(keys: Sequence[Key]) -> tuple[U64, U64]:
     return np.ascontiguousarray(halves[:, 0]), np.ascontiguousarray(halves[:, 1])
 
 
-def join_keys(table: Table) -> list[Key]:
+def join_keys(table: EntryTable) -> list[Key]:
     raw = np.stack([table.high, table.low], axis=1).astype(">u8").tobytes().hex()
     return [Key(raw[at : at + 32]) for at in range(0, len(raw), 32)]
 
 
-def merge(tables: Sequence[Table]) -> Table:
+def merge(tables: Sequence[EntryTable]) -> EntryTable:
     filled = [table for table in tables if len(table)]
     if len(filled) < 2:
         return filled[0] if filled else empty_table()
     columns = empty_table().columns()
-    joined = Table(**{name: np.concatenate([table.columns()[name] for table in filled]) for name in columns})
+    joined = EntryTable(**{name: np.concatenate([table.columns()[name] for table in filled]) for name in columns})
     return joined.rows(by_key(joined.high, joined.low))
 
 
@@ -117,8 +117,9 @@ def by_key(high: U64, low: U64) -> NDArray[np.intp]:
     return np.lexsort((low, high)) if np.any(ordered[1:] == ordered[:-1]) else order
 
 
-def empty_table() -> Table:
-    return Table(*(np.empty(0, kind) for kind in (np.uint64, np.uint64, np.uint32, np.uint32, np.uint64, np.uint64)))  # type: ignore[arg-type]
+def empty_table() -> EntryTable:
+    kinds = (np.uint64, np.uint64, np.uint32, np.uint32, np.uint64, np.uint64)
+    return EntryTable(*(np.empty(0, kind) for kind in kinds))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,11 +148,11 @@ def _numbers(summaries: Sequence[str]) -> U64:
 
 
 @dataclass(frozen=True)
-class Place:
+class EntryCopy:
     """One copy of an entry."""
 
     shard: str
-    layout: Layout
+    layout: EntryLayout
     start: int
     checksum: int
 
@@ -164,12 +165,12 @@ class Catalogue:
         """Names by shard number. Numbers are never reused, so the names of removed shards stay in the list."""
         self.sizes: dict[str, int] = {}
         """File sizes of the shards that exist."""
-        self.layouts: list[Layout] = []
+        self.layouts: list[EntryLayout] = []
         self.runs: dict[str, Runs] = {}
         """Runs of the shards that exist."""
         self._numbers: dict[str, int] = {}
-        self._layout_numbers: dict[Layout, int] = {}
-        self._tables: list[Table] = []
+        self._layout_numbers: dict[EntryLayout, int] = {}
+        self._tables: list[EntryTable] = []
 
     def __len__(self) -> int:
         """The number of entries, duplicates included."""
@@ -182,7 +183,7 @@ class Catalogue:
         number = self._number(shard.name, shard.size)
         layouts = np.array([self._layout_number(layout) for layout in shard.layouts], np.uint32)
         high, low = split_keys(shard.keys)
-        table = Table(
+        table = EntryTable(
             high,
             low,
             np.full(len(rows), number, np.uint32),
@@ -193,7 +194,7 @@ class Catalogue:
         self.runs[shard.name] = Runs.of(shard)
         self._append(table.rows(by_key(high, low)))
 
-    def _append(self, table: Table) -> None:
+    def _append(self, table: EntryTable) -> None:
         """Add a table, then merge until each table is at most half as long as the one before.
 
         As in a log-structured merge tree, n entries need O(log n) tables and a row is merged O(log n) times.
@@ -208,7 +209,7 @@ class Catalogue:
         self.shards.append(name)
         return self._numbers[name]
 
-    def _layout_number(self, layout: Layout) -> int:
+    def _layout_number(self, layout: EntryLayout) -> int:
         number = self._layout_numbers.setdefault(layout, len(self.layouts))
         if number == len(self.layouts):
             self.layouts.append(layout)
@@ -221,22 +222,22 @@ class Catalogue:
         if gone:
             self._keep(lambda table: ~np.isin(table.shard, np.array(gone, np.uint32)))
 
-    def drop_copy(self, place: Place) -> None:
+    def drop_copy(self, copy: EntryCopy) -> None:
         """Forget a damaged copy, so that it is no longer counted, found or read."""
-        number = self._numbers.get(place.shard, -1)
-        self._keep(lambda table: ~((table.shard == number) & (table.start == np.uint64(place.start))))
+        number = self._numbers.get(copy.shard, -1)
+        self._keep(lambda table: ~((table.shard == number) & (table.start == np.uint64(copy.start))))
 
-    def _keep(self, chosen: Callable[[Table], NDArray[np.bool_]]) -> None:
+    def _keep(self, chosen: Callable[[EntryTable], NDArray[np.bool_]]) -> None:
         kept = [table.rows(chosen(table)) for table in self._tables]
         self._tables = [table for table in kept if len(table)]
 
-    def copies(self, key: Key) -> list[Place]:
+    def copies(self, key: Key) -> list[EntryCopy]:
         high, low = int(key[:16], 16), int(key[16:], 16)
-        return [self._place(table, row) for table in self._tables for row in table.copies(high, low)]
+        return [self._copy_at(table, row) for table in self._tables for row in table.copies(high, low)]
 
-    def _place(self, table: Table, row: int) -> Place:
+    def _copy_at(self, table: EntryTable, row: int) -> EntryCopy:
         layout = self.layouts[int(table.layout[row])]
-        return Place(self.shards[int(table.shard[row])], layout, int(table.start[row]), int(table.checksum[row]))
+        return EntryCopy(self.shards[int(table.shard[row])], layout, int(table.start[row]), int(table.checksum[row]))
 
     def present(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         high, low = split_keys(keys)
@@ -245,7 +246,7 @@ class Catalogue:
             found |= table.find(high, low) >= 0
         return found
 
-    def rows(self, keys: Sequence[Key]) -> tuple[Table, NDArray[np.bool_]]:
+    def rows(self, keys: Sequence[Key]) -> tuple[EntryTable, NDArray[np.bool_]]:
         """One copy of each key that is present, and a mask over `keys` that tells which ones are."""
         high, low = split_keys(keys)
         order = by_key(high, low)  # sorted queries access each table from start to end, which caches well
@@ -274,7 +275,7 @@ class Catalogue:
             counted += np.bincount(table.shard, minlength=len(self.shards))
         return {name: int(counted[number]) for name, number in self._numbers.items()}
 
-    def _merged(self) -> Table:
+    def _merged(self) -> EntryTable:
         if len(self._tables) > 1:
             self._tables = [merge(self._tables)]
         return self._tables[0] if self._tables else empty_table()
@@ -338,12 +339,12 @@ class Catalogue:
             end = begin + length * kind.itemsize
             columns.append(data[begin:end].view(kind))
             begin = end
-        own, first = len(fields(Table)), 0
+        own, first = len(fields(EntryTable)), 0
         for (name, size), count in zip(json.loads(metadata["shards"]), counts, strict=True):
             self._number(name, size)
             self.runs[name] = Runs(*(column[first : first + count] for column in columns[own:]))
             first += count
         for one in json.loads(metadata["layouts"]):
             self._layout_number(layout_from_json(one))
-        self._tables = [Table(*columns[:own])] if rows else []
+        self._tables = [EntryTable(*columns[:own])] if rows else []
         return self

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from gracetune.cache.audit import differences
-from gracetune.cache.keys import Origin
+from gracetune.cache.keys import EntryOrigin
 from gracetune.cache.required_entries import LatentItem, TextItem, by_folder
 from gracetune.cache.store import DiskStore
 from gracetune.data.text_format import counted
@@ -60,7 +60,7 @@ def _nearest(store: DiskStore, items: Sequence[LatentItem | TextItem]) -> dict[s
 
     Keys without a stored entry of the same content are absent.
     """
-    wanted: dict[tuple[str, ...], list[tuple[str, Origin]]] = {}
+    wanted: dict[tuple[str, ...], list[tuple[str, EntryOrigin]]] = {}
     for item in items:
         origin = item.origin
         wanted.setdefault(_content(origin), []).append((item.key, origin))
@@ -78,7 +78,7 @@ def _nearest(store: DiskStore, items: Sequence[LatentItem | TextItem]) -> dict[s
     return found
 
 
-def _content(origin: Origin) -> tuple[str, ...]:
+def _content(origin: EntryOrigin) -> tuple[str, ...]:
     """The source content of an entry, regardless of how it was encoded.
 
     The references count as content, because thousands of edit pairs often have the same instruction.
@@ -109,7 +109,7 @@ def _counted(kind: str, count: int) -> str:
 
 def _named(new: Sequence[LatentItem | TextItem]) -> str:
     files = {(item.ref.dataset, item.ref.path): item.ref.bucket for item in new if isinstance(item, LatentItem)}
-    if any(isinstance(item, TextItem) and item.pictures for item in new):
+    if any(isinstance(item, TextItem) and item.images for item in new):
         return "new captions or references"
     if not files:
         return counted(len({item.text for item in new if isinstance(item, TextItem)}), "new caption")

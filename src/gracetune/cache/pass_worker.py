@@ -46,7 +46,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PassProgress:
     """The progress of a pass."""
 
     done: int
@@ -58,7 +58,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Damaged:
+class DamagedItem:
     """A media file that cannot be decoded."""
 
     dataset: str
@@ -67,17 +67,17 @@ class Damaged:
 
 
 @dataclass
-class Tally:
+class PassCounts:
     """The counters of a pass, over all attempts."""
 
     encoded: int = 0
     encoded_bytes: int = 0
     by_others: int = 0
-    there_before: int = 0
+    found_before: int = 0
     largest: int = 0
     smallest: int = 0
     seconds: float = 0.0
-    damaged: dict[tuple[str, str], Damaged] = field(default_factory=dict)
+    damaged: dict[tuple[str, str], DamagedItem] = field(default_factory=dict)
 
     def batch(self, limit: int) -> None:
         """Count a batch by its allowed size. The actual size says nothing: the last batch of a shape is smaller."""
@@ -85,7 +85,7 @@ class Tally:
         self.smallest = min(self.smallest or limit, limit)
 
 
-class Work(Generic[CacheItem, Decoded]):
+class PassWorker(Generic[CacheItem, Decoded]):
     """One pass over the missing items."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Work(Generic[CacheItem, Decoded]):
         items: Sequence[CacheItem],
         store_of: Callable[[Path], DiskStore],
         index: DataIndex,
-        tally: Tally,
+        tally: PassCounts,
         *,
         decode: Callable[[DataIndex, CacheItem], Decoded],
         encode: Callable[[list[Decoded]], list[Entry]],
@@ -103,7 +103,7 @@ class Work(Generic[CacheItem, Decoded]):
         workers: int,
         share: Share,
         flush: Flush,
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[PassProgress], None],
         stop: threading.Event,
         lengths: Callable[[Sequence[CacheItem]], Sequence[int]] = lambda items: [0] * len(items),
     ) -> None:
@@ -125,7 +125,7 @@ class Work(Generic[CacheItem, Decoded]):
         first = len(missing) * share.rank // share.world_size
         self._missing = [*missing[first:], *missing[:first]]
         self._total = len(missing)
-        tally.there_before = len(items) - len(missing)
+        tally.found_before = len(items) - len(missing)
         self._volume = sum(item.volume for item in missing)
         self._done = self._done_volume = 0
         self._checked_room = False
@@ -299,7 +299,7 @@ class Work(Generic[CacheItem, Decoded]):
 
     def _exclude(self, item: CacheItem, error: UnreadableMediaError) -> None:
         dataset = error.dataset or ""
-        self.tally.damaged[dataset, error.path] = Damaged(dataset, error.path, error.reason)
+        self.tally.damaged[dataset, error.path] = DamagedItem(dataset, error.path, error.reason)
         self._excluded.add(dataset, error.path, error.reason)
         self._targets[item.folder].claims.release([item.key])
         self._count([item])
@@ -311,7 +311,7 @@ class Work(Generic[CacheItem, Decoded]):
         rate = self._done / spent if self._done and spent else None
         # By volume, not by number of items: large items come first and take longer.
         left = spent * (self._volume / self._done_volume - 1) if self._done_volume else None
-        self._on_progress(Progress(self._done, self._total, rate, left))
+        self._on_progress(PassProgress(self._done, self._total, rate, left))
 
 
 class _Target:

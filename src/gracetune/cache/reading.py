@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gracetune.cache.keys import Key
-from gracetune.cache.manifest import Place, Runs, Table, join_keys
-from gracetune.cache.shards import RUN, Layout, checksum
+from gracetune.cache.manifest import EntryCopy, EntryTable, Runs, join_keys
+from gracetune.cache.shards import RUN, EntryLayout, checksum
 from gracetune.storage.safetensors_headers import read_fully
 
 MAX_OPEN = 64
@@ -29,25 +29,27 @@ _OFFSET_BITS: Final = np.uint64(40)
 
 
 @dataclass(frozen=True, eq=False)
-class Located:
+class LocatedEntries:
     """Locations of entries, in the order that reads fastest: by shard, then by offset.
 
     A cache may have a million entries, so this holds columns. The lists `keys` and `layouts` are created on demand.
     """
 
-    table: Table
+    table: EntryTable
     """`shard` and `layout` are indices into `files` and `kinds`; `start` is the offset in the file."""
     by_key: NDArray[np.intp]
     """Row numbers of `table`, sorted by key."""
     files: Sequence[str]
-    kinds: Sequence[Layout]
+    kinds: Sequence[EntryLayout]
     sizes: NDArray[np.int64]
     """Bytes of each entry, multiples of 64."""
     runs: Mapping[str, Runs]
     """Runs by file name."""
 
     @classmethod
-    def of(cls, table: Table, files: Sequence[str], kinds: Sequence[Layout], runs: Mapping[str, Runs]) -> Located:
+    def of(
+        cls, table: EntryTable, files: Sequence[str], kinds: Sequence[EntryLayout], runs: Mapping[str, Runs]
+    ) -> LocatedEntries:
         """Create the plan from a table that is sorted by key."""
         order = np.argsort(_positions(table.shard, table.start))
         by_key = np.empty(len(order), np.intp)
@@ -59,7 +61,7 @@ class Located:
     def __len__(self) -> int:
         return len(self.table)
 
-    def part(self, chosen: NDArray[np.bool_]) -> Located:
+    def part(self, chosen: NDArray[np.bool_]) -> LocatedEntries:
         """The entries that the mask selects."""
         new_row = np.cumsum(chosen) - 1  # of each chosen old row
         by_key = new_row[self.by_key[chosen[self.by_key]]]
@@ -74,7 +76,7 @@ class Located:
         return tuple(join_keys(self.table))
 
     @cached_property
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[EntryLayout, ...]:
         return tuple([self.kinds[number] for number in self.table.layout.tolist()])
 
 
@@ -131,7 +133,7 @@ class PageCache:
                 os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class Job(NamedTuple):
+class ReadJob(NamedTuple):
     """One read: entries that are adjacent in a file and in the slab."""
 
     first: int
@@ -147,17 +149,17 @@ class Job(NamedTuple):
     """Checksum of all bytes, if the job is a complete run. None: verify each entry separately."""
 
 
-class Reading:
+class EntryRead:
     """A bulk read of a plan's entries into a slab: entry `i` goes to `offsets[i]`."""
 
-    def __init__(self, files: OpenFiles, plan: Located, offsets: NDArray[np.int64], slab: memoryview) -> None:
+    def __init__(self, files: OpenFiles, plan: LocatedEntries, offsets: NDArray[np.int64], slab: memoryview) -> None:
         self.jobs = jobs(plan, offsets)
         self._files, self._plan, self._offsets, self._slab = files, plan, offsets, slab
 
-    def shard(self, job: Job) -> str:
+    def shard(self, job: ReadJob) -> str:
         return self._plan.files[job.shard]
 
-    def carry_out(self, job: Job) -> list[int]:
+    def carry_out(self, job: ReadJob) -> list[int]:
         """Read and verify one job. Returns the plan indices of entries that failed."""
         target = self._slab[job.begin : job.begin + job.size]
         try:
@@ -175,13 +177,13 @@ class Reading:
         return end <= read_to and checksum(self._slab[begin:end]) == int(self._plan.table.checksum[at])
 
 
-def stretches(some: Sequence[Job], threads: int) -> deque[Sequence[Job]]:
+def stretches(some: Sequence[ReadJob], threads: int) -> deque[Sequence[ReadJob]]:
     """Group jobs into the portions that a thread takes at a time: at least four per thread, to balance the load."""
     each = max(1, min(STRETCH, len(some) // (4 * threads)))
     return deque(some[at : at + each] for at in range(0, len(some), each))
 
 
-def jobs(plan: Located, offsets: NDArray[np.int64]) -> list[Job]:
+def jobs(plan: LocatedEntries, offsets: NDArray[np.int64]) -> list[ReadJob]:
     """Divide a plan into reads: one per complete run, and about `RUN` bytes each for all other entries."""
     if not len(plan):
         return []
@@ -202,7 +204,7 @@ def jobs(plan: Located, offsets: NDArray[np.int64]) -> list[Job]:
     # Convert to Python lists once: single values come out of them many times faster than out of arrays.
     lists = [column.tolist() for column in columns]
     run_checksums = dict(zip(first.tolist(), checksums.tolist(), strict=True))
-    return [*map(Job._make, zip(*lists, map(run_checksums.get, lists[0]), strict=True))]
+    return [*map(ReadJob._make, zip(*lists, map(run_checksums.get, lists[0]), strict=True))]
 
 
 def _positions(shard: NDArray[np.uint32], start: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -211,7 +213,7 @@ def _positions(shard: NDArray[np.uint32], start: NDArray[np.uint64]) -> NDArray[
 
 
 def _whole_runs(
-    plan: Located, positions: NDArray[np.uint64], joined: NDArray[np.bool_]
+    plan: LocatedEntries, positions: NDArray[np.uint64], joined: NDArray[np.bool_]
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.uint64]]:
     """First entry, end and checksum of each run that is completely in the plan and contiguous in the slab."""
     shards = plan.table.shard
@@ -232,12 +234,12 @@ def _whole_runs(
     return first[whole], end[whole], checksums[whole]
 
 
-def read_place(files: OpenFiles, place: Place) -> NDArray[np.uint8] | None:
+def read_entry_copy(files: OpenFiles, copy: EntryCopy) -> NDArray[np.uint8] | None:
     """Read one entry. Returns None if it is unreadable or does not match its checksum."""
-    raw = np.empty(place.layout.size, np.uint8)
+    raw = np.empty(copy.layout.size, np.uint8)
     try:
-        file = files.get(place.shard)
-        got = read_fully(file.descriptor, raw.data, place.start)
+        file = files.get(copy.shard)
+        got = read_fully(file.descriptor, raw.data, copy.start)
     except OSError:
         return None
-    return raw if got == len(raw) and checksum(raw.data) == place.checksum else None
+    return raw if got == len(raw) and checksum(raw.data) == copy.checksum else None

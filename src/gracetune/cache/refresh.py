@@ -25,21 +25,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cache.created_entries import MadeEntries
-from gracetune.cache.encode_passes import How
+from gracetune.cache.created_entries import CreatedEntries
+from gracetune.cache.encode_passes import PassOptions
 from gracetune.cache.errors import CacheBusyError
-from gracetune.cache.folder_layout import Places
+from gracetune.cache.folder_layout import CacheFolders
 from gracetune.cache.keys import Key
-from gracetune.cache.maintenance import Removal, remove, remove_if_empty, sweep_removed
+from gracetune.cache.maintenance import EntryRemoval, remove, remove_if_empty, sweep_removed
 from gracetune.cache.required_entries import LatentItem, TextItem, is_refreshed
-from gracetune.cache.session import Built, Caches, Encoders, build, is_cache, needs, open_store
+from gracetune.cache.session import Caches, Encoders, FilledCaches, build, is_cache, needs, open_store
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex, Unreadable
 
 if TYPE_CHECKING:
     import torch
 
-_Make = Callable[[int], Built]
+_Make = Callable[[int], FilledCaches]
 
 NICENESS = 10
 """Priority of the encoding thread and the threads it starts (decoders, torch), so that training steps come first."""
@@ -51,7 +51,7 @@ class Swap:
 
     epoch: int
     """The new current epoch."""
-    built: Built
+    built: FilledCaches
     """`built.index` lacks files that turned out to be damaged. The loader must exclude them too."""
     waited: float
     """Seconds that the caller waited because encoding took longer than the epoch."""
@@ -75,23 +75,23 @@ class Refresher:
         config: RunConfig,
         index: DataIndex,
         encoders: Encoders,
-        places: Places,
+        folders: CacheFolders,
         *,
         epoch: int = 0,
         device: torch.device | None = None,
-        how: How | None = None,
-        made: MadeEntries | None = None,
+        options: PassOptions | None = None,
+        made: CreatedEntries | None = None,
     ) -> None:
         """`epoch` is the current one, whose entries exist. On a CUDA `device`, encoding uses a separate stream."""
         if not is_refreshed(index):
             raise ValueError("no dataset of this run has cache_mode: refresh_each_epoch")
         self.current = epoch
-        self._config, self._index, self._encoders, self._places = config, index, encoders, places
+        self._config, self._index, self._encoders, self._folders = config, index, encoders, folders
         self._device = device
         self._before_writing = None if made is None else made.note
         self._stop = threading.Event()
         # A switch to tiling would store the entries under another id, which this run does not look up.
-        self._how = replace(how or How(), stop=self._stop, may_tile=False)
+        self._options = replace(options or PassOptions(), stop=self._stop, may_tile=False)
         self._created: dict[Path, set[Key]] = {}
         self._job: _Job | None = None
 
@@ -122,7 +122,7 @@ class Refresher:
 
     def collect(self) -> Collected:
         """Remove entries of this configuration for epochs before the current one, unless a process uses them."""
-        return collect_before(self.current, self._config, self._index, self._encoders, self._places)
+        return collect_before(self.current, self._config, self._index, self._encoders, self._folders)
 
     def close(self) -> None:
         """Stop a preparation in progress. The entries it has made are kept."""
@@ -131,12 +131,12 @@ class Refresher:
             self._job.join()
             self._job = None
 
-    def _make(self, epoch: int) -> Built:
-        open_caches = Caches(self._places, writable=True, before_writing=self._before_writing)
+    def _make(self, epoch: int) -> FilledCaches:
+        open_caches = Caches(self._folders, writable=True, before_writing=self._before_writing)
         with _in_the_background(self._device), open_caches as caches:
             try:
                 return build(
-                    self._config, self._index, self._encoders, caches, epoch=epoch, part="epoch", how=self._how
+                    self._config, self._index, self._encoders, caches, epoch=epoch, part="epoch", options=self._options
                 )
             finally:
                 for store in caches.stores:
@@ -148,7 +148,7 @@ class _Job:
 
     def __init__(self, make: _Make, epoch: int) -> None:
         self.epoch = epoch
-        self._built: Built | None = None
+        self._built: FilledCaches | None = None
         self._error: BaseException | None = None
         # A daemon thread: a run that fails must not wait for a pass, which can be continued at any time.
         self._thread = threading.Thread(target=self._run, args=(make,), name=f"gracetune-epoch-{epoch}", daemon=True)
@@ -167,7 +167,7 @@ class _Job:
     def join(self) -> None:
         self._thread.join()
 
-    def result(self) -> Built:
+    def result(self) -> FilledCaches:
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -176,17 +176,17 @@ class _Job:
 
 
 def collect_before(
-    epoch: int, config: RunConfig, index: DataIndex, encoders: Encoders, places: Places
+    epoch: int, config: RunConfig, index: DataIndex, encoders: Encoders, folders: CacheFolders
 ) -> Collected:  # fmt: skip
     """Remove entries of this configuration from the stores of earlier epochs, and leftovers of killed runs."""
     entries = size = 0
     in_use: list[Path] = []
-    for parent in places.epoch_folders():
+    for parent in folders.epoch_folders():
         sweep_removed(parent)
-    for old, folder in places.epochs():
+    for old, folder in folders.epochs():
         if old >= epoch:
             continue
-        wanted = needs(config, index, encoders, places, epoch=old, part="epoch").all
+        wanted = needs(config, index, encoders, folders, epoch=old, part="epoch").all
         try:
             removal = remove_items(folder, [item for item in wanted if item.folder == folder])
         except CacheBusyError:
@@ -196,21 +196,21 @@ def collect_before(
     return Collected(entries, size, tuple(in_use))
 
 
-def remove_epochs(created: Mapping[Path, Iterable[Key]]) -> Removal:
+def remove_epochs(created: Mapping[Path, Iterable[Key]]) -> EntryRemoval:
     """Remove the entries a run made for epochs, and stores that become empty, for `persistent_cache: false`.
 
     Raises CacheBusyError if a store is open; the caller must close its own first.
     """
     removals = [_without_empty(folder, keys) for folder, keys in created.items() if is_cache(folder)]
-    return Removal(sum(one.entries for one in removals), sum(one.size for one in removals))
+    return EntryRemoval(sum(one.entries for one in removals), sum(one.size for one in removals))
 
 
-def remove_items(folder: Path, items: Sequence[LatentItem | TextItem]) -> Removal:
+def remove_items(folder: Path, items: Sequence[LatentItem | TextItem]) -> EntryRemoval:
     """Remove items from the store of an epoch, and the store if it becomes empty. Raises CacheBusyError."""
     return _without_empty(folder, [item.key for item in items])
 
 
-def _without_empty(folder: Path, keys: Iterable[Key]) -> Removal:
+def _without_empty(folder: Path, keys: Iterable[Key]) -> EntryRemoval:
     with open_store(folder) as store:
         removal = remove(store, keys)
         if not store.keys() and not store.damaged:

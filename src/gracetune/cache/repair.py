@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from gracetune.cache.encode_passes import EncodeMemoryError, How, Share
+from gracetune.cache.encode_passes import EncodeMemoryError, PassOptions, Share
 from gracetune.cache.errors import EntriesError
 from gracetune.cache.integrity import recheck_suspects
 from gracetune.cache.keys import Key
-from gracetune.cache.session import Built, Caches, Encoders, build
+from gracetune.cache.session import Caches, Encoders, FilledCaches, build
 from gracetune.config.run_config import RunConfig
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.index import DataIndex
@@ -53,21 +53,21 @@ class EntryRepair:
     def _are_present(self, error: EntriesError) -> bool:
         return all(any(Key(key) in store for store in self.caches.stores) for key in error.keys)
 
-    def _build(self, index: DataIndex, epoch: int) -> Built:
+    def _build(self, index: DataIndex, epoch: int) -> FilledCaches:
         """Encode what is missing, and preserve the random state, so later steps are unaffected."""
         import torch
 
-        how = How(share=self.share, may_tile=False)  # tiling would make entries under another id
+        options = PassOptions(share=self.share, may_tile=False)  # tiling would make entries under another id
         with torch.random.fork_rng():
             try:
-                return build(self.config, index, self.encoders, self.caches, epoch=epoch, how=how)
+                return build(self.config, index, self.encoders, self.caches, epoch=epoch, options=options)
             except (torch.OutOfMemoryError, EncodeMemoryError):
                 if self.on_host is None:
                     raise
-            return build(self.config, index, self.on_host, self.caches, epoch=epoch, how=how)
+            return build(self.config, index, self.on_host, self.caches, epoch=epoch, options=options)
 
 
-def _raise(error: EntriesError, built: Built) -> NoReturn:
+def _raise(error: EntriesError, built: FilledCaches) -> NoReturn:
     for damaged in (*built.texts.damaged, *built.latents.damaged):
         raise UnreadableMediaError(damaged.path, damaged.reason, damaged.dataset) from error
     raise error

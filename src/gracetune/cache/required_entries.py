@@ -15,10 +15,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from gracetune.cache.audit import Wanted
+from gracetune.cache.audit import RequiredEntry
 from gracetune.cache.encoder import EncoderId
-from gracetune.cache.folder_layout import Places
-from gracetune.cache.keys import Key, Origin, latent_key, latent_origin, text_key, text_origin
+from gracetune.cache.folder_layout import CacheFolders
+from gracetune.cache.keys import EntryOrigin, Key, latent_key, latent_origin, text_key, text_origin
 from gracetune.cache.residence import Visits
 from gracetune.config.run_config import Validation
 from gracetune.data.index import NO_CAPTION, DataIndex, Turn, freshness
@@ -58,7 +58,7 @@ class LatentItem:
         return self.index.describe(self.dataset, self.item, self.turn, NO_CAPTION)
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> EntryOrigin:
         return latent_origin(self.ref, self.encoder)
 
     @property
@@ -93,21 +93,21 @@ class TextItem:
     uses: Uses
     encoder: EncoderId
     text: str
-    pictures: tuple[SampleRef, ...]
+    images: tuple[SampleRef, ...]
 
     @property
-    def origin(self) -> Origin:
-        return text_origin(self.text, self.encoder, self.pictures)
+    def origin(self) -> EntryOrigin:
+        return text_origin(self.text, self.encoder, self.images)
 
     @property
     def what(self) -> str:
         text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
-        images = ", ".join(image.path for image in self.pictures)
+        images = ", ".join(image.path for image in self.images)
         return f"{text!r} with {images}" if images else repr(text)
 
     @property
     def shape(self) -> tuple[Bucket, ...]:
-        return tuple(image.bucket for image in self.pictures)
+        return tuple(image.bucket for image in self.images)
 
     @property
     def volume(self) -> int:
@@ -122,13 +122,13 @@ CacheItem = TypeVar("CacheItem", bound=LatentItem | TextItem)
 
 
 def wanted_latents(
-    index: DataIndex, encoder: EncoderId, places: Places, *, epoch: int = 0, part: Part = "all"
+    index: DataIndex, encoder: EncoderId, folders: CacheFolders, *, epoch: int = 0, part: Part = "all"
 ) -> list[LatentItem]:
     """The latents of an epoch. Datasets whose samples look different at every visit are not cached; see `left_out`."""
     found: dict[Path, dict[Key, LatentItem]] = {}
     with rare_collections():
         for dataset, is_trained, when in _cached(index, epoch, part):
-            folder = places.latents(dataset.id, when)
+            folder = folders.latents(dataset.id, when)
             by_key, uses_of = found.setdefault(folder, {}), _Uses(dataset, is_trained)
             for item in dataset.items:
                 turns = _turns(when or 0, index.appearances(dataset, item))
@@ -145,9 +145,9 @@ def wanted_latents(
 def wanted_texts(
     index: DataIndex,
     encoder: EncoderId,
-    places: Places,
+    folders: CacheFolders,
     *,
-    reads_pictures: bool = False,
+    reads_images: bool = False,
     prompts: Iterable[str] = (),
     epoch: int = 0,
     part: Part = "all",
@@ -168,10 +168,10 @@ def wanted_texts(
         else:
             by_key[key] = TextItem(key, folder, uses, encoder, text, images)
 
-    lasting, of_epoch = places.text(), places.text(epoch)
+    lasting, of_epoch = folders.text(), folders.text(epoch)
     with rare_collections():
         for dataset, is_trained in _datasets(index):
-            has_images = reads_pictures and any(item.references for item in dataset.items)
+            has_images = reads_images and any(item.references for item in dataset.items)
             if has_images and freshness(dataset.dataset) == "visit":
                 continue  # the images change at every visit, and so do the embeddings
             uses_of = _Uses(dataset, is_trained)
@@ -182,7 +182,7 @@ def wanted_texts(
                         for text, share in _texts(dataset, item):
                             uses = uses_of(item.visits / len(appearances) * share)
                             add(text, images, lasting if when is None else of_epoch, uses)
-        if not reads_pictures and part != "epoch":
+        if not reads_images and part != "epoch":
             for text in prompts:
                 add(text, (), lasting, ())
     return [item for items in found.values() for item in items.values()]
@@ -227,14 +227,15 @@ def _joined(one: Uses, other: Uses) -> Uses:
     return (*found.items(),)
 
 
-def validation_texts(validation: Validation, *, no_wish: str = "") -> list[str]:
-    """The distinct texts for the validation samples of a run. `no_wish` stands in for an absent negative prompt."""
+def validation_texts(validation: Validation, *, default_negative: str = "") -> list[str]:
+    """The distinct texts for the validation samples of a run. `default_negative` stands in for an absent negative
+    prompt."""
     if not validation.enabled:
         return []
     texts: dict[str, None] = {}
     for prompt in validation.prompts:
         negative = validation.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
-        texts |= {prompt.prompt: None, negative or no_wish: None}
+        texts |= {prompt.prompt: None, negative or default_negative: None}
     return [*texts]
 
 
@@ -268,8 +269,8 @@ def by_folder(items: Iterable[CacheItem]) -> dict[Path, list[CacheItem]]:
     return found
 
 
-def for_audit(items: Iterable[LatentItem | TextItem]) -> list[Wanted]:
-    return [Wanted(item.origin, item.what) for item in items]
+def for_audit(items: Iterable[LatentItem | TextItem]) -> list[RequiredEntry]:
+    return [RequiredEntry(item.origin, item.what) for item in items]
 
 
 _WITHOUT_IMAGES: list[tuple[tuple[SampleRef, ...], int | None]] = [((), None)]

@@ -12,7 +12,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.hardware.machine import Machine, ProfileName
 from gracetune.hostmem.sharing import LocalRanks
 from gracetune.memory.managed import ManagedHeap
-from gracetune.memory.placement import FOLLOW_CACHES, Hints, Place, hints_of, place
+from gracetune.memory.placement import FOLLOW_CACHES, Hints, MemoryKind, choose_placement, hints_of
 from gracetune.memory.transport import TransportChoice, choose_transport
 
 CacheType = Literal["unified_memory", "memory", "disk"]
@@ -34,7 +34,7 @@ class Visits:
 
 
 @dataclass(frozen=True)
-class Where:
+class CacheResources:
     """The memory that a machine and a process offer to a cache."""
 
     machine: Machine
@@ -75,17 +75,17 @@ class Where:
 class Residence:
     """The memory that holds a cache during a run, and the reason. `notes` list requests that were not followed."""
 
-    place: Place | Literal["disk"]
+    kind: MemoryKind | Literal["disk"]
     reason: str
     notes: tuple[str, ...] = ()
 
     @property
     def is_managed(self) -> bool:
-        return self.place in ("managed_host", "managed_device")
+        return self.kind in ("managed_host", "managed_device")
 
-    def instead(self, place: Place, reason: str, note: str) -> Residence:
+    def instead(self, kind: MemoryKind, reason: str, note: str) -> Residence:
         """Another place, with a note on why."""
-        return replace(self, place=place, reason=reason, notes=(*self.notes, note))
+        return replace(self, kind=kind, reason=reason, notes=(*self.notes, note))
 
 
 def choose_residence(
@@ -107,10 +107,10 @@ def choose_residence(
         chosen = Residence("shared_host", f"no GPU: one copy in main memory for {local_ranks} ranks")
     else:
         # An explicit request for managed memory on a discrete GPU uses the placement rules of a superchip.
-        insists = kind == "unified_memory" and hints.asked and profile == "discrete"
+        insists = kind == "unified_memory" and hints.requested and profile == "discrete"
         table: ProfileName = "superchip" if insists else profile
-        placement = place(role, table, size=size, device_bytes=device_bytes, local_ranks=local_ranks)
-        chosen = Residence(placement.place, placement.reason)
+        placement = choose_placement(role, table, size=size, device_bytes=device_bytes, local_ranks=local_ranks)
+        chosen = Residence(placement.kind, placement.reason)
     if kind == "memory" and chosen.is_managed:
         reason = "as configured: page-locked main memory; cache type unified_memory would use managed memory"
         return Residence("pinned_host", reason)
@@ -130,15 +130,15 @@ def _unified(
         return replace(chosen, notes=(note,))
     if not chosen.is_managed:
         note = f"cache type unified_memory is not used on this machine: {chosen.reason}"
-        if profile == "discrete" and chosen.place == "pinned_host":
+        if profile == "discrete" and chosen.kind == "pinned_host":
             note += f"; {_INSIST}"
         return replace(chosen, notes=(note,))
     if no_managed is not None:
         note = f"cache type unified_memory is not available: {no_managed}"
         return chosen.instead("pinned_host", "page-locked main memory", note)
-    if hints.asked:
+    if hints.requested:
         return replace(chosen, reason=f"{chosen.reason}; {hints.reason}")
-    if chosen.place == "managed_host" and transport is not None and transport.prefers_pinned:
+    if chosen.kind == "managed_host" and transport is not None and transport.prefers_pinned:
         note = f"cache type unified_memory is slower on this machine: {transport.reason}; {_INSIST}"
         return chosen.instead("pinned_host", "page-locked main memory", note)
     return chosen
@@ -165,14 +165,14 @@ def placement_lines(
 
     latents = residence_of("latent_cache", cache.vae_cache_type, latent_bytes)
     texts = residence_of("text_cache", cache.text_cache_type, text_bytes)
-    places = f"latents: {latents.place}; text: {texts.place}"
-    if "managed_host" in (latents.place, texts.place):
-        places += "; masks, small tensors: GPU"
+    summary = f"latents: {latents.kind}; text: {texts.kind}"
+    if "managed_host" in (latents.kind, texts.kind):
+        summary += "; masks, small tensors: GPU"
     notes = dict.fromkeys((*latents.notes, *texts.notes))
     way = choose_transport(profile, None)
     batches = way.reason if way.transport == "in_place" else "the fastest transport is measured when the run starts"
     state = "on" if latents.is_managed or texts.is_managed else "on, with no managed cache" if hints.on else "off"
-    return [f"residency hints {state}: {hints.reason}", places, *notes, f"batches: {batches}"]
+    return [f"residency hints {state}: {hints.reason}", summary, *notes, f"batches: {batches}"]
 
 
 _INSIST: Final = "set memory.enable_uvm_hints: true to use managed memory anyway"

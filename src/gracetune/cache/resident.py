@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from gracetune.cache.errors import CacheError, MissingEntryError
 from gracetune.cache.keys import Key
 from gracetune.cache.loading import (
+    CacheLoadReport,
     Contents,
-    LoadReport,
-    Selection,
+    EntrySelection,
     SmallTensors,
     Views,
     choose_small,
@@ -34,7 +34,7 @@ from gracetune.cache.loading import (
     select,
     unpack_index,
 )
-from gracetune.cache.residence import CacheRole, CacheType, Residence, Visits, Where, choose_residence
+from gracetune.cache.residence import CacheResources, CacheRole, CacheType, Residence, Visits, choose_residence
 from gracetune.cache.stats import StoreCounter, StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.errors import Problem
@@ -66,7 +66,7 @@ class ResidentStore:
         stores: Sequence[DiskStore],
         slab: Slab | None,
         contents: Contents | None,
-        report: LoadReport,
+        report: CacheLoadReport,
         *,
         pin: bool,
         offer: Offer | None = None,
@@ -153,7 +153,7 @@ def load_resident(
     name: str,
     role: CacheRole,
     kind: CacheType,
-    where: Where,
+    resources: CacheResources,
     budget: int | None = None,
     threads: int | None = None,
     residence: Residence | None = None,
@@ -166,8 +166,8 @@ def load_resident(
     """
     if not stores:
         raise ValueError("a resident store without a disk store")
-    job = _Job(tuple(stores), visits, name, role, kind, where, budget, threads, residence)
-    ranks = where.ranks
+    job = _Job(tuple(stores), visits, name, role, kind, resources, budget, threads, residence)
+    ranks = resources.ranks
     if kind == "disk" or ranks is None or ranks.count == 1:
         return job.load()
     if ranks.rank > 0:
@@ -188,26 +188,26 @@ class _Job:
     name: str
     role: CacheRole
     kind: CacheType
-    where: Where
+    resources: CacheResources
     budget: int | None
     threads: int | None
     residence: Residence | None
 
     def load(self) -> ResidentStore:
         began = time.perf_counter()
-        pin = self.where.device is not None
-        limit, why = (0, "as configured") if self.kind == "disk" else _limit(self.where, self.budget)
+        pin = self.resources.device is not None
+        limit, why = (0, "as configured") if self.kind == "disk" else _limit(self.resources, self.budget)
         selection = select(self.stores, self.visits, limit)
         residence = self.residence or self._choose(selection.size)
-        if residence.place == "disk":
+        if residence.kind == "disk":
             return ResidentStore(self.stores, None, None, _report(self.name, residence, selection, why), pin=pin)
-        slab, residence = _slab(residence, selection.size, self.where)
+        slab, residence = _slab(residence, selection.size, self.resources)
         small = None
         try:
             contents, damaged = load_into(slab.host, selection, self.threads)
             slab.settle()
-            if residence.place == "managed_host":
-                small = _small_on_gpu(slab, contents, self.where)
+            if residence.kind == "managed_host":
+                small = _small_on_gpu(slab, contents, self.resources)
         except BaseException:
             slab.close()
             raise
@@ -225,22 +225,22 @@ class _Job:
         return ResidentStore(self.stores, slab, contents, report, pin=pin, small=small)
 
     def _choose(self, size: int) -> Residence:
-        where = self.where
+        resources = self.resources
         return choose_residence(
             self.kind,
             self.role,
-            where.profile,
+            resources.profile,
             size=size,
-            device_bytes=where.device_bytes,
-            local_ranks=where.local_ranks,
-            no_managed=where.no_heap if where.heap is None else None,
-            hints=where.hints,
-            transport=where.transport,
+            device_bytes=resources.device_bytes,
+            local_ranks=resources.local_ranks,
+            no_managed=resources.no_heap if resources.heap is None else None,
+            hints=resources.hints,
+            transport=resources.transport,
         )
 
 
-def _report(name: str, residence: Residence, selection: Selection, why: str) -> LoadReport:
-    return LoadReport(
+def _report(name: str, residence: Residence, selection: EntrySelection, why: str) -> CacheLoadReport:
+    return CacheLoadReport(
         name,
         residence,
         size=selection.size,
@@ -251,45 +251,49 @@ def _report(name: str, residence: Residence, selection: Selection, why: str) -> 
     )
 
 
-def _limit(where: Where, budget: int | None) -> tuple[int | None, str]:
+def _limit(resources: CacheResources, budget: int | None) -> tuple[int | None, str]:
     """The number of bytes the cache may use, and what limits it. If the headroom is unknown, the budget decides."""
-    headroom = HostSensor(nodes=where.machine.host.numa_nodes).read().headroom
-    free = None if headroom is None else max(0, headroom - host_reserve(where.machine))
+    headroom = HostSensor(nodes=resources.machine.host.numa_nodes).read().headroom
+    free = None if headroom is None else max(0, headroom - host_reserve(resources.machine))
     if free is not None and (budget is None or free < budget):
         return free, f"{format_bytes(free)} of main memory are available"
     return budget, "" if budget is None else f"the plan allows {format_bytes(budget)} for this cache"
 
 
-def _slab(residence: Residence, size: int, where: Where) -> tuple[Slab, Residence]:
-    if residence.is_managed and where.heap is not None:
+def _slab(residence: Residence, size: int, resources: CacheResources) -> tuple[Slab, Residence]:
+    if residence.is_managed and resources.heap is not None:
         try:
-            return ManagedSlab(where.heap, size, "host" if residence.place == "managed_host" else "device"), residence
+            return ManagedSlab(
+                resources.heap, size, "host" if residence.kind == "managed_host" else "device"
+            ), residence
         except UnifiedMemoryError as error:
             note = f"cache type unified_memory is not available: {str(error).splitlines()[0]}"
             residence = residence.instead("pinned_host", "page-locked main memory", note)
-    nodes = choose_nodes(where.machine)
+    nodes = choose_nodes(resources.machine)
     try:
-        if where.local_ranks > 1 or nodes.nodes:
-            return MemorySlab.shared(size, nodes, where.device, in_place=where.reads_in_place), residence
-        return MemorySlab.own(size, where.device, in_place=where.reads_in_place), residence
+        if resources.local_ranks > 1 or nodes.nodes:
+            return MemorySlab.shared(size, nodes, resources.device, in_place=resources.reads_in_place), residence
+        return MemorySlab.own(size, resources.device, in_place=resources.reads_in_place), residence
     except HostMemoryError as error:
         hint = "set cache.vae_cache_type and text_cache_type to disk"
         raise CacheError(replace(error.problem, key="cache in memory", hint=hint)) from error
 
 
-def _small_on_gpu(slab: Slab, contents: Contents, where: Where) -> tuple[ManagedSlab, SmallTensors] | str | None:
+def _small_on_gpu(
+    slab: Slab, contents: Contents, resources: CacheResources
+) -> tuple[ManagedSlab, SmallTensors] | str | None:
     """Place the small tensors of a host cache on the GPU.
 
     Returns None if there are none, or a note if their memory cannot be allocated.
     """
-    device_bytes = where.device_bytes
-    if where.heap is None or device_bytes is None:
+    device_bytes = resources.device_bytes
+    if resources.heap is None or device_bytes is None:
         return None
     chosen = choose_small(contents, int(device_bytes * TEXT_ON_DEVICE_SHARE))
     if chosen is None:
         return None
     try:
-        target = ManagedSlab(where.heap, chosen.size, "device")
+        target = ManagedSlab(resources.heap, chosen.size, "device")
     except UnifiedMemoryError as error:
         return f"{', '.join(chosen.names)} stay in host memory: {str(error).splitlines()[0]}"
     chosen.fill(target.host, slab.host, contents)
@@ -337,11 +341,11 @@ def _join(job: _Job, ranks: LocalRanks) -> ResidentStore:
     with index:
         raw = os.pread(index.fileno(), os.fstat(index.fileno()).st_size, 0)
     try:
-        slab = MemorySlab.join(data, job.where.device, in_place=job.where.reads_in_place)
+        slab = MemorySlab.join(data, job.resources.device, in_place=job.resources.reads_in_place)
     except HostMemoryError as error:
         raise CacheError(replace(error.problem, key="cache in memory")) from error
     slab.settle()
     contents, report = unpack_index(raw)
     residence = replace(report.residence, notes=(*report.residence.notes, *slab.notes))
     report = replace(report, residence=residence)
-    return ResidentStore(job.stores, slab, contents, report, pin=job.where.device is not None)
+    return ResidentStore(job.stores, slab, contents, report, pin=job.resources.device is not None)

@@ -21,9 +21,9 @@ from typing import Protocol, TypeVar
 from gracetune.cache.ai_toolkit_files import ImportReport
 from gracetune.cache.ai_toolkit_import import take_latents, take_texts
 from gracetune.cache.encode_passes import (
-    How,
     OnProgress,
-    Outcome,
+    PassOptions,
+    PassOutcome,
     about_cut_texts,
     encode_latents,
     encode_texts,
@@ -32,10 +32,10 @@ from gracetune.cache.encode_passes import (
 )
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
 from gracetune.cache.errors import CacheError, unreadable
-from gracetune.cache.folder_layout import Places
+from gracetune.cache.folder_layout import CacheFolders
 from gracetune.cache.integrity import OnChecked, forget_damaged
 from gracetune.cache.keys import Key
-from gracetune.cache.maintenance import Removal, compact, remove
+from gracetune.cache.maintenance import EntryRemoval, compact, remove
 from gracetune.cache.required_entries import (
     CacheItem,
     LatentItem,
@@ -68,7 +68,7 @@ class Encoders(Protocol):
     def text_id(self) -> EncoderId:
         """The id of the text encoder. No weights are loaded by this method and the three that follow."""
 
-    def reads_pictures(self) -> bool:
+    def reads_images(self) -> bool:
         """Whether text embeddings also depend on the sample's reference images."""
 
     def latent_id(self) -> EncoderId:
@@ -98,10 +98,14 @@ class Caches:
     """The stores of a run, each opened at its first use."""
 
     def __init__(
-        self, places: Places, *, writable: bool, before_writing: Callable[[Path, Collection[Key]], None] | None = None
+        self,
+        folders: CacheFolders,
+        *,
+        writable: bool,
+        before_writing: Callable[[Path, Collection[Key]], None] | None = None,
     ) -> None:
         """`before_writing`: see `DiskStore.before_writing`."""
-        self.places = places
+        self.folders = folders
         self._before_writing = before_writing
         self._writable = writable
         self._open: dict[Path, DiskStore] = {}
@@ -168,13 +172,13 @@ def open_store(folder: Path) -> DiskStore:
     return DiskStore.open(folder, writable=True)
 
 
-def remove_entries(created: Mapping[Path, Collection[Key]]) -> Removal:
+def remove_entries(created: Mapping[Path, Collection[Key]]) -> EntryRemoval:
     """Remove entries. Raises CacheBusyError if a store is still open."""
     removals = []
     for folder, keys in created.items():
         with open_store(folder) as store:
             removals.append(remove(store, keys))
-    return Removal(sum(one.entries for one in removals), sum(one.size for one in removals))
+    return EntryRemoval(sum(one.entries for one in removals), sum(one.size for one in removals))
 
 
 @dataclass(frozen=True)
@@ -194,11 +198,11 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Built:
+class FilledCaches:
     """The result of `build`."""
 
-    texts: Outcome
-    latents: Outcome
+    texts: PassOutcome
+    latents: PassOutcome
     index: DataIndex
     """The index without files that turned out to be damaged."""
     wanted: Needs
@@ -230,7 +234,13 @@ class Built:
 
 
 def needs(
-    config: RunConfig, index: DataIndex, encoders: Encoders, places: Places, *, epoch: int = 0, part: Part = "all"
+    config: RunConfig,
+    index: DataIndex,
+    encoders: Encoders,
+    folders: CacheFolders,
+    *,
+    epoch: int = 0,
+    part: Part = "all",
 ) -> Needs:
     """Compute the entries of a run. Loads no weights."""
     text, latent = encoders.text_id(), encoders.latent_id()
@@ -238,10 +248,10 @@ def needs(
         text,
         latent,
         wanted_texts(
-            index, text, places, reads_pictures=encoders.reads_pictures(), prompts=encoders.prompts(config.validation),
+            index, text, folders, reads_images=encoders.reads_images(), prompts=encoders.prompts(config.validation),
             epoch=epoch, part=part,
         ),
-        wanted_latents(index, latent, places, epoch=epoch, part=part),
+        wanted_latents(index, latent, folders, epoch=epoch, part=part),
         index,
     )  # fmt: skip
 
@@ -257,12 +267,12 @@ def build(
     wanted: Needs | None = None,
     check: bool = False,
     take_over: bool = False,
-    how: How | None = None,
+    options: PassOptions | None = None,
     on_text: OnProgress = lambda progress: None,
     on_latents: OnProgress = lambda progress: None,
     on_checked: OnChecked = lambda done, total: None,
     on_missing: Callable[[Sequence[LatentItem] | Sequence[TextItem]], None] = lambda items: None,
-) -> Built:
+) -> FilledCaches:
     """Encode all missing entries. An encoder is loaded only if some of its entries are missing, and freed after use.
 
     `wanted`: the result of `needs` for the same arguments, if the caller has it. Computing it takes seconds for a large
@@ -271,12 +281,12 @@ def build(
     that does so needs no `check`.
     `take_over`: first import caches that ai-toolkit left beside the data (see takeover.py).
     `on_missing`: called twice before anything is encoded, with all missing texts and with all missing latents.
-    The batch sizes of the config and the callbacks given here replace those of `how`.
+    The batch sizes of the config and the callbacks given here replace those of `options`.
     """
-    how, given = how or How(), index
+    options, given = options or PassOptions(), index
 
     def needs_of(index: DataIndex) -> Needs:
-        return needs(config, index, encoders, caches.places, epoch=epoch, part=part)
+        return needs(config, index, encoders, caches.folders, epoch=epoch, part=part)
 
     wanted = wanted or needs_of(index)
     damaged = forget_damaged(caches.store, wanted.all, on_checked) if check else 0
@@ -287,30 +297,31 @@ def build(
     on_missing(missing_latents)
     texts = nothing_to_do(wanted.text_encoder, len(wanted.texts), index)
     if missing_texts:
-        text_how = replace(how, batch_size=config.cache.text_encoder_batch_size, on_progress=on_text)
+        text_options = replace(options, batch_size=config.cache.text_encoder_batch_size, on_progress=on_text)
         with _loaded(encoders.load_text) as encoder:
             if take_over:
                 imported_texts = take_texts(encoder, index, config.model, missing_texts, caches.store)
-            texts = encode_texts(encoder, wanted.texts, index, caches.store, how=text_how)
+            texts = encode_texts(encoder, wanted.texts, index, caches.store, options=text_options)
     index = texts.index
     if index is not wanted.index:  # damaged files were excluded
         wanted = needs_of(index)
         missing_latents = missing_among(caches, wanted.latents)
     latents = nothing_to_do(wanted.latent_encoder, len(wanted.latents), index)
     if missing_latents and texts.complete:
-        latent_how = replace(how, batch_size=config.cache.vae_batch_size, on_progress=on_latents)
+        latent_options = replace(options, batch_size=config.cache.vae_batch_size, on_progress=on_latents)
         with _loaded(encoders.load_latents) as vae:
             if take_over:
                 imported_latents = take_latents(vae, index, config.model, missing_latents, caches.store)
             latents = encode_latents(
                 vae, wanted.latents, index, caches.store,
-                lambda index, id_: wanted_latents(index, id_, caches.places, epoch=epoch, part=part), how=latent_how,
+                lambda index, id_: wanted_latents(index, id_, caches.folders, epoch=epoch, part=part),
+                options=latent_options,
             )  # fmt: skip
     if latents.tiled_because:
         encoders.tile(latents.tiled_because)
     if latents.index is not wanted.index or latents.encoder != wanted.latent_encoder:
         wanted = needs_of(latents.index)
-    if how.share.rank == 0:
+    if options.share.rank == 0:
         _compact_stores(caches)
     latents = with_notes(latents, [] if part == "epoch" else left_out(latents.index))
     tiling_note = None if latents.tiled_because else encoders.tiling_note()
@@ -319,18 +330,18 @@ def build(
         entries = "1 damaged entry was" if damaged == 1 else f"{damaged} damaged entries were"
         notes.append(f"{entries} encoded again; check the disk (`dmesg`, `smartctl -a`)")
     unique_notes = tuple(dict.fromkeys(notes))
-    return Built(texts, latents, latents.index, wanted, given, unique_notes, imported_texts, imported_latents)
+    return FilledCaches(texts, latents, latents.index, wanted, given, unique_notes, imported_texts, imported_latents)
 
 
-def current_epoch(config: RunConfig, index: DataIndex, encoders: Encoders, places: Places) -> int:
+def current_epoch(config: RunConfig, index: DataIndex, encoders: Encoders, folders: CacheFolders) -> int:
     """The epoch that commands should build while no run is training.
 
     That is the first complete epoch, else the first one with any entries, else 0.
     """
-    started = sorted({epoch for epoch, _ in places.epochs()}) if is_refreshed(index) else []
-    with Caches(places, writable=False) as caches:
+    started = sorted({epoch for epoch, _ in folders.epochs()}) if is_refreshed(index) else []
+    with Caches(folders, writable=False) as caches:
         for epoch in started:
-            items = needs(config, index, encoders, places, epoch=epoch, part="epoch").all
+            items = needs(config, index, encoders, folders, epoch=epoch, part="epoch").all
             have_stores = all(is_cache(folder) for folder in by_folder(items))
             if have_stores and not missing_among(caches, items):
                 return epoch

@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from gracetune.cache.keys import Key, Origin
+from gracetune.cache.keys import EntryOrigin, Key
 from gracetune.storage import safetensors_headers
 from gracetune.storage.atomic import write_file
 from gracetune.storage.safetensors_headers import MAX_HEADER, describe, read_fully
@@ -74,7 +74,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Layout:
+class EntryLayout:
     """The tensors of an entry and their offsets. Entries of one bucket usually share one layout."""
 
     tensors: tuple[TensorSpec, ...]
@@ -96,8 +96,8 @@ class Packed:
     """An entry, serialized."""
 
     key: Key
-    origin: Origin
-    layout: Layout
+    origin: EntryOrigin
+    layout: EntryLayout
     raw: NDArray[np.uint8]
     checksum: int
     note: str = ""
@@ -108,8 +108,8 @@ class StoredEntry:
     """One entry of a shard, as its header describes it."""
 
     key: Key
-    origin: Origin
-    layout: Layout
+    origin: EntryOrigin
+    layout: EntryLayout
     start: int
     """Bytes from the start of the file."""
     checksum: int
@@ -124,7 +124,7 @@ class Shard:
     name: str
     size: int
     data_start: int
-    layouts: tuple[Layout, ...]
+    layouts: tuple[EntryLayout, ...]
     parts: tuple[tuple[str, str], ...]
     rows: Sequence[Sequence[Any]]
     """The header's `entries`."""
@@ -137,7 +137,7 @@ class Shard:
 
     def entries(self) -> Iterator[StoredEntry]:
         for key, offset, layout, digest, kind, source, numbers, note in self.rows:
-            origin = Origin(kind, source, tuple([self.parts[number] for number in numbers]))
+            origin = EntryOrigin(kind, source, tuple([self.parts[number] for number in numbers]))
             start = self.data_start + offset
             yield StoredEntry(key, origin, self.layouts[layout], start, int(digest, 16), note)
 
@@ -146,7 +146,7 @@ def is_shard(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def pack(key: Key, origin: Origin, entry: Entry, note: str = "") -> Packed:
+def pack(key: Key, origin: EntryOrigin, entry: Entry, note: str = "") -> Packed:
     """Serialize an entry. `key` must be `origin.key`. The tensors are copied, so the caller may reuse them."""
     import torch
 
@@ -164,7 +164,7 @@ def checksum(raw: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(raw)
 
 
-def _layout(entry: Mapping[str, Tensor]) -> Layout:
+def _layout(entry: Mapping[str, Tensor]) -> EntryLayout:
     from gracetune.storage.safetensors_files import DTYPE_NAMES
 
     specs: list[TensorSpec] = []
@@ -175,7 +175,7 @@ def _layout(entry: Mapping[str, Tensor]) -> Layout:
         size = tensor.numel() * tensor.element_size()
         specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), end, size))
         end += size
-    return Layout(tuple(specs), max(1, -(-end // ALIGNMENT)) * ALIGNMENT)
+    return EntryLayout(tuple(specs), max(1, -(-end // ALIGNMENT)) * ALIGNMENT)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def _layout(entry: Mapping[str, Tensor]) -> Layout:
 def write_shard(folder: Path, entries: Sequence[Packed]) -> Shard:
     """Write a new shard. It is durable when this function returns. An OSError leaves no file behind."""
     name = f"{secrets.token_hex(16)}.safetensors"
-    layouts: dict[Layout, int] = {}
+    layouts: dict[EntryLayout, int] = {}
     parts: dict[tuple[str, str], int] = {}
     rows: list[list[Any]] = []
     tensors: dict[str, Any] = {}
@@ -220,14 +220,14 @@ def _runs(entries: Sequence[Packed]) -> list[tuple[int, str]]:
     return runs
 
 
-def layout_as_json(layout: Layout) -> list[Any]:
+def layout_as_json(layout: EntryLayout) -> list[Any]:
     return [[one.name, one.dtype, one.shape, one.offset, one.size] for one in layout.tensors]
 
 
-def layout_from_json(value: Sequence[Any]) -> Layout:
+def layout_from_json(value: Sequence[Any]) -> EntryLayout:
     tensors = tuple(TensorSpec(name, dtype, tuple(shape), offset, size) for name, dtype, shape, offset, size in value)
     end = tensors[-1].offset + tensors[-1].size
-    return Layout(tensors, max(1, -(-end // ALIGNMENT)) * ALIGNMENT)
+    return EntryLayout(tensors, max(1, -(-end // ALIGNMENT)) * ALIGNMENT)
 
 
 def _describe(entry: Packed, start: int, tensors: dict[str, Any]) -> None:

@@ -44,11 +44,11 @@ from gracetune.cache.errors import (
     unwritable,
 )
 from gracetune.cache.keys import Key
-from gracetune.cache.manifest import Catalogue, Place
-from gracetune.cache.reading import Job, Located, OpenFiles, PageCache, Reading, read_place, stretches
+from gracetune.cache.manifest import Catalogue, EntryCopy
+from gracetune.cache.reading import EntryRead, LocatedEntries, OpenFiles, PageCache, ReadJob, read_entry_copy, stretches
 from gracetune.cache.shards import (
     DamagedFileError,
-    Layout,
+    EntryLayout,
     Packed,
     Shard,
     StoredEntry,
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
     from gracetune.cache.encoder import Entry
 
-__all__ = ["DamagedShard", "DiskStore", "Flush", "Found", "Layout", "Located", "Writer"]
+__all__ = ["DamagedShard", "DiskStore", "EntryLayout", "Flush", "FoundEntries", "LocatedEntries", "Writer"]
 
 MAX_THREADS = 16
 """Enough to saturate a fast disk or the memory bus. More threads would contend for Python's interpreter lock."""
@@ -76,7 +76,7 @@ _WORTH_INDEXING = 16
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundEntries:
     present: tuple[Key, ...]
     missing: tuple[Key, ...]
     """Both in the order of the query."""
@@ -189,30 +189,30 @@ class DiskStore:
         with self.mutex:
             return self.catalogue.keys()
 
-    def find(self, keys: Sequence[Key]) -> Found:
+    def find(self, keys: Sequence[Key]) -> FoundEntries:
         """Split `keys` into present and missing ones, as far as this process knows. `refresh` updates its knowledge."""
         with self.mutex:
             is_present = self.catalogue.present(keys).tolist()
-        return Found(
+        return FoundEntries(
             tuple(key for key, known in zip(keys, is_present, strict=True) if known),
             tuple(key for key, known in zip(keys, is_present, strict=True) if not known),
         )
 
-    def locate(self, keys: Sequence[Key]) -> Located:
+    def locate(self, keys: Sequence[Key]) -> LocatedEntries:
         """Locations of all keys. Duplicates count once. Raises MissingEntryError with all keys that are missing."""
         plan, missing = self.locate_present(tuple(dict.fromkeys(keys)))
         if missing:
             raise MissingEntryError(missing, self.folder)
         return plan
 
-    def locate_present(self, keys: Sequence[Key]) -> tuple[Located, tuple[Key, ...]]:
+    def locate_present(self, keys: Sequence[Key]) -> tuple[LocatedEntries, tuple[Key, ...]]:
         """Locations of the keys that are present, and the missing keys. `keys` must be distinct."""
         with self.mutex:
             table, found = self.catalogue.rows(keys)
             shards, layouts = tuple(self.catalogue.shards), tuple(self.catalogue.layouts)
             runs = dict(self.catalogue.runs)
         missing = tuple([keys[at] for at in np.flatnonzero(~found).tolist()])
-        return Located.of(table, shards, layouts, runs), missing
+        return LocatedEntries.of(table, shards, layouts, runs), missing
 
     def refresh(self) -> int:
         """List the folder again to find shards that were added or removed. Returns the number of changes."""
@@ -264,7 +264,7 @@ class DiskStore:
 
     def read_into(
         self,
-        plan: Located,
+        plan: LocatedEntries,
         slab: Tensor,
         offsets: NDArray[np.int64],
         *,
@@ -284,7 +284,7 @@ class DiskStore:
             raise ValueError(f"expected a contiguous one-dimensional uint8 tensor, found {found}")
         if len(offsets) != len(plan) or np.any(offsets < 0) or np.any(offsets + plan.sizes > len(slab)):
             raise ValueError(f"{len(offsets)} offsets do not place {len(plan)} entries in {len(slab)} bytes")
-        reading = Reading(self._files, plan, offsets, view)
+        reading = EntryRead(self._files, plan, offsets, view)
         count = min(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))), max(1, len(reading.jobs)))
         pages = None if keep_page_cache else PageCache(self._files, [reading.shard(job) for job in reading.jobs])
         queue = stretches(reading.jobs, count)
@@ -307,7 +307,7 @@ class DiskStore:
         if bad:
             raise CorruptEntryError(bad, self.folder)
 
-    def _second_try(self, plan: Located, at: int, view: memoryview, offset: int) -> bool:
+    def _second_try(self, plan: LocatedEntries, at: int, view: memoryview, offset: int) -> bool:
         """Read another copy of the entry, or the same one from the shard that a merge moved it to."""
         try:
             raw, layout = self._read_any(plan.keys[at])
@@ -318,7 +318,7 @@ class DiskStore:
         view[offset : offset + layout.size] = raw.data
         return True
 
-    def _read_any(self, key: Key) -> tuple[NDArray[np.uint8], Layout]:
+    def _read_any(self, key: Key) -> tuple[NDArray[np.uint8], EntryLayout]:
         """Try the copies one by one. Damaged ones leave the catalogue; their shards are rechecked later."""
         refreshed = damaged = False
         while True:
@@ -345,9 +345,9 @@ class DiskStore:
             found, self._suspects = frozenset(self._suspects), set()
         return found
 
-    def read_copy(self, place: Place) -> NDArray[np.uint8] | None:
+    def read_copy(self, copy: EntryCopy) -> NDArray[np.uint8] | None:
         """The bytes of one copy, or None if they do not match the checksum or cannot be read."""
-        return read_place(self._files, place)
+        return read_entry_copy(self._files, copy)
 
     def stored(self) -> Iterator[tuple[str, StoredEntry]]:
         """Each entry, duplicates included, with the name of its shard. Reads all shard headers."""
@@ -421,7 +421,7 @@ class DiskStore:
 # -- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _jobs_from(queue: deque[Sequence[Job]]) -> Iterator[Job]:
+def _jobs_from(queue: deque[Sequence[ReadJob]]) -> Iterator[ReadJob]:
     """Jobs of one thread, taken from the common queue several at a time.
 
     Submitting each job to a thread pool would take as long as reading it.

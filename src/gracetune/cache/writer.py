@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from gracetune.cache.errors import CacheError
-from gracetune.cache.keys import Key, Origin
+from gracetune.cache.keys import EntryOrigin, Key
 from gracetune.cache.shards import Packed, pack
 from gracetune.units import MIB
 
@@ -44,7 +44,7 @@ class Writer:
         self.added = 0
         """Number of entries accepted. Entries that already existed do not count."""
 
-    def add(self, origin: Origin, entry: Entry, note: str = "", *, key: Key | None = None) -> Key:
+    def add(self, origin: EntryOrigin, entry: Entry, note: str = "", *, key: Key | None = None) -> Key:
         """Add a copy of `entry`. An existing entry with the same key is kept. Raises CacheFullError, CacheError.
 
         `note` names the source of an imported entry; audits count such entries. `key` saves computing `origin.key`

@@ -41,7 +41,7 @@ class ResumeError(CheckpointError):
     """The value of `resume` does not name a checkpoint."""
 
 
-class MissingPieceError(CheckpointError):
+class MissingStateError(CheckpointError):
     """The checkpoint lacks state that this run needs."""
 
 

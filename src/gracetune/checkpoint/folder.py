@@ -20,7 +20,7 @@ from gracetune.checkpoint.journal import Journal
 from gracetune.checkpoint.manifest import (
     MANIFEST,
     BadManifestError,
-    Manifest,
+    CheckpointManifest,
     identity_differences,
     read_manifest,
     step_of,
@@ -35,14 +35,14 @@ _ASIDE = "set-aside-"
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointFolder:
     """A folder with the name of a checkpoint. Its content was not read."""
 
     step: int
     path: Path
 
 
-def checkpoints(folder: Path) -> list[Found]:
+def checkpoints(folder: Path) -> list[CheckpointFolder]:
     """All checkpoints in a folder, the oldest first. Empty if the folder does not exist."""
     try:
         found = [(step_of(path.name), path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
@@ -50,10 +50,10 @@ def checkpoints(folder: Path) -> list[Found]:
         return []
     except OSError as error:
         raise unreadable(error, folder) from error
-    return sorted((Found(step, path) for step, path in found if step is not None), key=lambda one: one.step)
+    return sorted((CheckpointFolder(step, path) for step, path in found if step is not None), key=lambda one: one.step)
 
 
-def manifest_if_ours(path: Path, identity: Mapping[str, str]) -> Manifest | None:
+def manifest_if_ours(path: Path, identity: Mapping[str, str]) -> CheckpointManifest | None:
     """The manifest; None if it is damaged or unreadable, of another run, or contradicts the folder's name."""
     try:
         return _manifest_of_run(path, identity)
@@ -61,7 +61,7 @@ def manifest_if_ours(path: Path, identity: Mapping[str, str]) -> Manifest | None
         return None
 
 
-def _manifest_of_run(path: Path, identity: Mapping[str, str]) -> Manifest | None:
+def _manifest_of_run(path: Path, identity: Mapping[str, str]) -> CheckpointManifest | None:
     """The same, but an unreadable manifest raises OSError."""
     try:
         manifest = read_manifest(path)
@@ -132,7 +132,7 @@ def superfluous(steps: Iterable[int], keep_last: int, keep_every: int | None) ->
 
 
 @dataclass(frozen=True)
-class Removal:
+class CheckpointRemoval:
     """The names of deleted checkpoints, and notes for the user."""
 
     removed: tuple[str, ...] = ()
@@ -142,12 +142,12 @@ class Removal:
 def remove_superfluous(
     folder: Path, identity: Mapping[str, str], keep_last: int, keep_every: int | None, protected: Sequence[int],
     journal: Journal,
-) -> Removal:  # fmt: skip
+) -> CheckpointRemoval:  # fmt: skip
     """Delete checkpoints of this run according to the retention rules. Failures to delete are reported as notes.
 
     Deleted steps stay in the journal as `retiring` until their weights are deleted too.
     """
-    ours: dict[int, tuple[Path, Manifest]] = {}
+    ours: dict[int, tuple[Path, CheckpointManifest]] = {}
     for one in checkpoints(folder):
         try:
             manifest = _manifest_of_run(one.path, identity)
@@ -173,7 +173,7 @@ def remove_superfluous(
             notes.append(f"{path} could not be deleted: {explain(error, path).found}")
             continue
         removed.append(path.name)
-    return Removal(tuple(removed), tuple(notes))
+    return CheckpointRemoval(tuple(removed), tuple(notes))
 
 
 def _delete(folder: Path, path: Path) -> None:
@@ -185,7 +185,7 @@ def _delete(folder: Path, path: Path) -> None:
         shutil.rmtree(trash)
 
 
-def set_aside(folder: Path, later: Sequence[Found]) -> tuple[str, ...]:
+def set_aside(folder: Path, later: Sequence[CheckpointFolder]) -> tuple[str, ...]:
     """Rename later checkpoints, so that `latest` never selects one of an abandoned branch. Returns notes."""
     notes = []
     for one in later:

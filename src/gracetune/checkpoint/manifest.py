@@ -9,7 +9,7 @@ A folder `checkpoint-<step>` of plain files:
 
 The keys of `manifest.json`: `format` ("gracetune-checkpoint"), `version` (1), `step` (optimizer steps done), `created`
 (ISO 8601, UTC), `world_size`, `identity` (names and values that identify the run), `config_digest`, `data` (fingerprint
-of the data), `versions` (of libraries), `pieces` and `per_rank_pieces` (names of the state parts), `files` (name ->
+of the data), `versions` (of libraries), `parts` and `per_rank_parts` (names of the state parts), `files` (name ->
 `size` and `checksum`, an xxh3-128), and `checksum`: the xxh3-128 of all other keys as JSON with sorted keys and without
 spaces.
 
@@ -60,15 +60,15 @@ class Metadata:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """The content of `manifest.json`, without the constants."""
 
     step: int
     created: str
     world_size: int
     metadata: Metadata
-    pieces: tuple[str, ...]
-    per_rank_pieces: tuple[str, ...]
+    parts: tuple[str, ...]
+    per_rank_parts: tuple[str, ...]
     files: Mapping[str, Fact]
 
     def as_bytes(self) -> bytes:
@@ -79,8 +79,8 @@ class Manifest:
             "created": self.created,
             "world_size": self.world_size,
             **asdict(self.metadata),
-            "pieces": self.pieces,
-            "per_rank_pieces": self.per_rank_pieces,
+            "pieces": self.parts,
+            "per_rank_pieces": self.per_rank_parts,
             "files": {name: asdict(fact) for name, fact in self.files.items()},
         }
         return (json.dumps({**body, "checksum": _checksum(body)}, indent=1, ensure_ascii=False) + "\n").encode()
@@ -96,11 +96,11 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def file_stem(piece: str, rank: int | None) -> str:
-    return piece if rank is None else f"{piece}.rank-{rank:05d}"
+def file_stem(part: str, rank: int | None) -> str:
+    return part if rank is None else f"{part}.rank-{rank:05d}"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Read and verify a manifest. BadManifestError: invalid content. OSError: unreadable."""
     try:
         value = json.loads(read_small_file(folder / MANIFEST))
@@ -119,15 +119,15 @@ def read_manifest(folder: Path) -> Manifest:
     return _from_json(value)
 
 
-def _from_json(value: Mapping[str, Any]) -> Manifest:
+def _from_json(value: Mapping[str, Any]) -> CheckpointManifest:
     # The checksum is correct, so the content is what was written and has all keys of this version.
-    return Manifest(
+    return CheckpointManifest(
         step=value["step"],
         created=value["created"],
         world_size=value["world_size"],
         metadata=Metadata(value["identity"], value["config_digest"], value["data"], value["versions"]),
-        pieces=tuple(value["pieces"]),
-        per_rank_pieces=tuple(value["per_rank_pieces"]),
+        parts=tuple(value["pieces"]),
+        per_rank_parts=tuple(value["per_rank_pieces"]),
         files={name: Fact(**fact) for name, fact in value["files"].items()},
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gracetune.checkpoint.errors import CheckpointError
-from gracetune.checkpoint.state_parts import Saved
+from gracetune.checkpoint.state_parts import SavedState
 from gracetune.errors import Problem
 
 VERSION = 1
@@ -26,7 +26,7 @@ class RandomState:
         """`device` is the device of the process. Only a CUDA device has a generator of its own."""
         self._cuda = device if device is not None and device.type == "cuda" else None
 
-    def save(self) -> Saved:
+    def save(self) -> SavedState:
         version, words, gauss = random.getstate()
         # legacy=False returns a dictionary with names; the legacy form is a tuple.
         state: Any = np.random.get_state(legacy=False)
@@ -47,14 +47,14 @@ class RandomState:
                 "gauss": float(state["gauss"]).hex(),
             },
         }
-        return Saved(value, tensors)
+        return SavedState(value, tensors)
 
     def load(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         if json["version"] != VERSION:
-            raise _refused(f"version {json['version']}", f"version {VERSION}")
+            raise _rejected(f"version {json['version']}", f"version {VERSION}")
         ours, theirs = random.getstate()[0], json["python"]["version"]
         if ours != theirs:
-            raise _refused(f"Python's generator of version {theirs}", f"version {ours}")
+            raise _rejected(f"Python's generator of version {theirs}", f"version {ours}")
         random.setstate((theirs, tuple(tensors["python"].tolist()), _number(json["python"]["gauss"])))
         legacy = json["numpy"]
         np.random.set_state(  # the global one: libraries draw from it
@@ -80,6 +80,6 @@ def _number(text: str | None) -> float | None:
     return None if text is None else float.fromhex(text)
 
 
-def _refused(found: str, expected: str) -> CheckpointError:
+def _rejected(found: str, expected: str) -> CheckpointError:
     hint = "resume with the release that saved it, or start anew with --resume none"
     return CheckpointError(Problem("state of the random number generators", found, expected, hint))

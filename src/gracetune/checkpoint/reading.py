@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gracetune.checkpoint.errors import CheckpointError, MissingPieceError, OtherRunError, listed, unreadable
+from gracetune.checkpoint.errors import CheckpointError, MissingStateError, OtherRunError, listed, unreadable
 from gracetune.checkpoint.manifest import (
     MANIFEST,
     BadManifestError,
-    Manifest,
+    CheckpointManifest,
     NewerFormatError,
     file_stem,
     identity_differences,
     read_manifest,
 )
-from gracetune.checkpoint.state_parts import Piece, Saved
+from gracetune.checkpoint.state_parts import CheckpointPart, SavedState
 from gracetune.errors import Problem
 from gracetune.storage.checksums import difference
 from gracetune.storage.safetensors_files import read_tensors
@@ -37,65 +37,72 @@ class Checkpoint:
     """A verified checkpoint."""
 
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
 
     @property
     def step(self) -> int:
         """The number of optimizer steps done when it was written."""
         return self.manifest.step
 
-    def saved(self, piece: str, rank: int | None = None) -> Saved:
+    def saved(self, part: str, rank: int | None = None) -> SavedState:
         """The content of a state part. Pass `rank` for a part that each process saves separately."""
-        stem = file_stem(piece, rank)
+        stem = file_stem(part, rank)
         try:
             value: dict[str, Any] = json.loads((self.path / f"{stem}.json").read_bytes())
         except OSError as error:
             raise unreadable(error, self.path) from error
         tensors = f"{stem}.safetensors"
         if tensors not in self.manifest.files:
-            return Saved(value)
+            return SavedState(value)
         # Clone, because safetensors may return tensors in a mapping of the file, which is deleted at some time.
-        return Saved(value, {name: tensor.clone() for name, tensor in read_tensors(self.path / tensors).items()})
+        return SavedState(value, {name: tensor.clone() for name, tensor in read_tensors(self.path / tensors).items()})
 
     def load(
-        self, pieces: Sequence[Piece], *, per_rank: Sequence[Piece] = (), rank: int = 0, world_size: int = 1
+        self,
+        parts: Sequence[CheckpointPart],
+        *,
+        per_rank: Sequence[CheckpointPart] = (),
+        rank: int = 0,
+        world_size: int = 1,
     ) -> tuple[str, ...]:
         """Load the state of all parts. Returns notes for the user.
 
         Raises MissingPieceError before anything is loaded. If the number of processes has grown, per-rank parts of new
         ranks keep their initial state.
         """
-        shared, own = self.manifest.pieces, self.manifest.per_rank_pieces
-        lacking = _without(pieces, shared) + _without(per_rank, own)
+        shared, own = self.manifest.parts, self.manifest.per_rank_parts
+        lacking = _without(parts, shared) + _without(per_rank, own)
         if lacking:
             raise self._missing(lacking)
-        for piece in pieces:
-            _load(piece, self.saved(piece.name))
+        for part in parts:
+            _load(part, self.saved(part.name))
         if rank < self.manifest.world_size:
-            for piece in per_rank:
-                _load(piece, self.saved(piece.name, rank))
-        return self._notes(pieces, per_rank, world_size)
+            for part in per_rank:
+                _load(part, self.saved(part.name, rank))
+        return self._notes(parts, per_rank, world_size)
 
-    def _notes(self, pieces: Sequence[Piece], per_rank: Sequence[Piece], world_size: int) -> tuple[str, ...]:
+    def _notes(
+        self, parts: Sequence[CheckpointPart], per_rank: Sequence[CheckpointPart], world_size: int
+    ) -> tuple[str, ...]:
         notes = []
-        used = {piece.name for piece in (*pieces, *per_rank)}
-        unused = [name for name in (*self.manifest.pieces, *self.manifest.per_rank_pieces) if name not in used]
+        used = {part.name for part in (*parts, *per_rank)}
+        unused = [name for name in (*self.manifest.parts, *self.manifest.per_rank_parts) if name not in used]
         if unused:
             notes.append(f"{self.path.name} also contains {listed(unused)}, which this run does not use")
         before = self.manifest.world_size
         if before != world_size and per_rank:
-            names = listed(piece.name for piece in per_rank)
+            names = listed(part.name for part in per_rank)
             notes.append(
                 f"{self.path.name} was written by {before} processes and is resumed by {world_size}: "
                 f"the state of {names} is restored for ranks that existed then and is new for others"
             )
         return tuple(notes)
 
-    def _missing(self, lacking: list[str]) -> MissingPieceError:
-        return MissingPieceError(
+    def _missing(self, lacking: list[str]) -> MissingStateError:
+        return MissingStateError(
             Problem(
                 f"no saved state of {listed(lacking)}",
-                f"state of {listed((*self.manifest.pieces, *self.manifest.per_rank_pieces))}",
+                f"state of {listed((*self.manifest.parts, *self.manifest.per_rank_parts))}",
                 "the state of everything that this run uses",
                 "resume with the configuration that wrote the checkpoint, or start from step 0 with --resume none",
                 str(self.path),
@@ -106,19 +113,19 @@ class Checkpoint:
         """Differences between the run that wrote the checkpoint and this run."""
         return identity_differences(self.manifest.metadata.identity, identity)
 
-    def refuse_other_run(self, identity: Mapping[str, str]) -> None:
+    def reject_other_run(self, identity: Mapping[str, str]) -> None:
         """Raise OtherRunError if another run wrote the checkpoint."""
         different = self.differences(identity)
         if different:
             raise other_run(self.path, different)
 
 
-def _without(pieces: Iterable[Piece], names: Sequence[str]) -> list[str]:
-    return [piece.name for piece in pieces if piece.name not in names]
+def _without(parts: Iterable[CheckpointPart], names: Sequence[str]) -> list[str]:
+    return [part.name for part in parts if part.name not in names]
 
 
-def _load(piece: Piece, saved: Saved) -> None:
-    piece.load(saved.json, saved.tensors)
+def _load(part: CheckpointPart, saved: SavedState) -> None:
+    part.load(saved.json, saved.tensors)
 
 
 def other_run(path: Path, different: Sequence[str]) -> OtherRunError:

@@ -20,7 +20,7 @@ _UNKNOWN_PARTS = (
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumeStart:
     """The start of a run, and why."""
 
     checkpoint: Checkpoint | None
@@ -37,14 +37,19 @@ class Start:
 
 
 def begin(
-    asked: str, store: CheckpointStore, identity: Mapping[str, str], *, allow_other_run: bool = False, take: bool = True
-) -> Start:
+    requested: str,
+    store: CheckpointStore,
+    identity: Mapping[str, str],
+    *,
+    allow_other_run: bool = False,
+    take: bool = True,
+) -> ResumeStart:
     """Find and open the requested checkpoint, and claim the folder for this run. All ranks call this.
 
     With `allow_other_run`, the checkpoint may be of another run, but the folder must still belong to this run. Without
     `take`, nothing in the folder is locked, renamed or created; use that for inspection only.
     """
-    path, reason = resolve(asked, store)
+    path, reason = resolve(requested, store)
     latest = store.latest()
     newest = 0 if latest is None else step_of(latest.name) or 0
     checkpoint: Checkpoint | None = None
@@ -53,35 +58,35 @@ def begin(
         checkpoint = store.open(path)
         different = checkpoint.differences(identity)
         if different and not allow_other_run:
-            checkpoint.refuse_other_run(identity)
+            checkpoint.reject_other_run(identity)
         notes = tuple(f"{path.name} belongs to another run: {line}" for line in different)
         if has_unknown_parts(checkpoint.manifest.metadata.identity, identity):
             notes += (f"{path.name} {_UNKNOWN_PARTS}",)
     if take:
-        return Start(checkpoint, reason, notes + store.begin(identity, checkpoint), newest)
-    store.refuse_others(identity)
-    return Start(checkpoint, reason, notes, newest)
+        return ResumeStart(checkpoint, reason, notes + store.begin(identity, checkpoint), newest)
+    store.reject_others(identity)
+    return ResumeStart(checkpoint, reason, notes, newest)
 
 
-def resolve(asked: str, store: CheckpointStore) -> tuple[Path | None, str]:
+def resolve(requested: str, store: CheckpointStore) -> tuple[Path | None, str]:
     """The folder of the requested checkpoint, and why. The checkpoint itself is not read."""
-    if asked == "none":
+    if requested == "none":
         return None, "starts at step 0, as requested"
-    if asked == "latest":
+    if requested == "latest":
         path = store.latest()
         if path is None:
             return None, f"starts at step 0: no checkpoint in {store.folder}"
         return path, f"resumes from {path.name}, the latest"
-    path = Path(asked).expanduser().absolute()
+    path = Path(requested).expanduser().absolute()
     try:
         if (path / MANIFEST).is_file() or (path.is_dir() and step_of(path.name) is not None):
             return path, f"resumes from {path}, as requested"
-        raise _no_checkpoint(asked, path, store)
+        raise _no_checkpoint(requested, path, store)
     except OSError as error:
         raise unreadable(error, path) from error
 
 
-def _no_checkpoint(asked: str, path: Path, store: CheckpointStore) -> ResumeError:
+def _no_checkpoint(requested: str, path: Path, store: CheckpointStore) -> ResumeError:
     found = "a file" if path.is_file() else "a folder that is not a checkpoint" if path.is_dir() else "no such folder"
     for folder in (path, path / "checkpoints", path.parent, store.folder):
         existing = checkpoints(folder) if folder.is_dir() else []
@@ -93,5 +98,5 @@ def _no_checkpoint(asked: str, path: Path, store: CheckpointStore) -> ResumeErro
     else:
         hint = "--resume latest (which starts at step 0 if there is no checkpoint), or --resume none"
     return ResumeError(
-        Problem(f"resume {asked!r}", found, "latest, none, or the folder of a checkpoint", hint, str(path))
+        Problem(f"resume {requested!r}", found, "latest, none, or the folder of a checkpoint", hint, str(path))
     )

@@ -22,21 +22,21 @@ _RESERVED = ("manifest",)
 
 
 @dataclass(frozen=True, eq=False)
-class Saved:
+class SavedState:
     """The state of a part. JSON cannot represent NaN, so such values must be tensors."""
 
     json: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Piece(Protocol):
+class CheckpointPart(Protocol):
     """A component with state to save."""
 
     @property
     def name(self) -> str:
         """The name of its files: lower-case letters, digits and underscores."""
 
-    def save(self) -> Saved:
+    def save(self) -> SavedState:
         """Return the state. All ranks call this in the same order, so it may gather sharded state. Only the result of
         rank 0 is written.
 
@@ -48,7 +48,7 @@ class Piece(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class StateSnapshot:
     """A copy of the state of one part, in host memory."""
 
     json: bytes
@@ -63,16 +63,16 @@ class Snapshot:
         return sum(_blocks(size) for size in (len(self.json), header + data))
 
 
-def snapshot(name: str, saved: Saved) -> Snapshot:
+def snapshot(name: str, saved: SavedState) -> StateSnapshot:
     """Copy the state, so that the run can modify its tensors afterwards."""
     if "__metadata__" in saved.tensors:
         raise ValueError(f"{name!r} has a tensor called __metadata__, a name that safetensors reserves")
-    return Snapshot(encoded_json(name, saved.json), {key: _host_copy(one) for key, one in saved.tensors.items()})
+    return StateSnapshot(encoded_json(name, saved.json), {key: _host_copy(one) for key, one in saved.tensors.items()})
 
 
-def saved_size(name: str, saved: Saved) -> int:
+def saved_size(name: str, saved: SavedState) -> int:
     """The size of the files of a snapshot, without copying tensors."""
-    return Snapshot(encoded_json(name, saved.json), saved.tensors).size
+    return StateSnapshot(encoded_json(name, saved.json), saved.tensors).size
 
 
 def check_names(names: Sequence[str]) -> None:

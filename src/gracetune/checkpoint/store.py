@@ -27,7 +27,7 @@ from gracetune.checkpoint.journal import Journal, Work, read_journal
 from gracetune.checkpoint.manifest import (
     MANIFEST,
     BadManifestError,
-    Manifest,
+    CheckpointManifest,
     Metadata,
     file_stem,
     folder_name,
@@ -38,9 +38,9 @@ from gracetune.checkpoint.manifest import (
 from gracetune.checkpoint.ranks import OneProcess, Ranks
 from gracetune.checkpoint.reading import Checkpoint, Damage, other_run, verify
 from gracetune.checkpoint.state_parts import (
-    Piece,
-    Saved,
-    Snapshot,
+    CheckpointPart,
+    SavedState,
+    StateSnapshot,
     check_names,
     saved_size,
     snapshot,
@@ -48,7 +48,7 @@ from gracetune.checkpoint.state_parts import (
 from gracetune.errors import Problem
 from gracetune.storage.atomic import left_bytes, new_folder, sweep_folders
 from gracetune.storage.checksums import Fact, write_checksummed
-from gracetune.storage.safetensors_files import file_pieces
+from gracetune.storage.safetensors_files import file_chunks
 from gracetune.units import MIB
 
 _MARGIN = MIB
@@ -56,7 +56,7 @@ _MARGIN = MIB
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCheckpoint:
     """A checkpoint that is completely on the disk."""
 
     step: int
@@ -77,16 +77,16 @@ class _Job:
 
     step: int
     metadata: Metadata
-    shared: Mapping[str, Snapshot]
+    shared: Mapping[str, StateSnapshot]
     per_rank: Mapping[str, Sequence[bytes]]
     needed: int
     snapshot_ms: float
 
     def files(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
-        for name, piece in self.shared.items():
-            yield f"{name}.json", iter([memoryview(piece.json)])
-            if piece.tensors:
-                yield f"{name}.safetensors", file_pieces(piece.tensors)
+        for name, part in self.shared.items():
+            yield f"{name}.json", iter([memoryview(part.json)])
+            if part.tensors:
+                yield f"{name}.safetensors", file_chunks(part.tensors)
         for name, ranks in self.per_rank.items():
             for rank, packed in enumerate(ranks):
                 stem, (json, tensors) = file_stem(name, rank), _unpacked(packed)
@@ -110,8 +110,8 @@ class CheckpointStore:
         self._keep_last, self._keep_every = keep_last, keep_every
         self._ranks = OneProcess() if ranks is None else ranks
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
-        self._future: concurrent.futures.Future[Written] | None = None
-        self._finished: list[Written] = []
+        self._future: concurrent.futures.Future[WrittenCheckpoint] | None = None
+        self._finished: list[WrittenCheckpoint] = []
         self._lock: int | None = None
         self._journal: Journal | None = None
         self._identity: dict[str, str] | None = None
@@ -158,7 +158,7 @@ class CheckpointStore:
             if different:
                 raise ValueError(f"one store cannot serve two runs: {'; '.join(different)}")
             return
-        self.refuse_others(identity)
+        self.reject_others(identity)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock, locked = take_lock(self.folder)
@@ -179,7 +179,7 @@ class CheckpointStore:
         except OSError as error:
             raise unwritable(error, self.folder, needed=0, free=None, last=self.latest()) from error
 
-    def refuse_others(self, identity: Mapping[str, str]) -> None:
+    def reject_others(self, identity: Mapping[str, str]) -> None:
         """Raise OtherRunError if the folder contains checkpoints of another run. Changes nothing."""
         for one in checkpoints(self.folder):
             try:
@@ -250,15 +250,17 @@ class CheckpointStore:
             return self._journal.steps(work)
         return tuple(sorted(read_journal(self.folder / LOCK_FILE)[work]))
 
-    def write(self, step: int, pieces: Sequence[Piece], *, metadata: Metadata, per_rank: Sequence[Piece] = ()) -> Path:
+    def write(
+        self, step: int, parts: Sequence[CheckpointPart], *, metadata: Metadata, per_rank: Sequence[CheckpointPart] = ()
+    ) -> Path:
         """Copy the state of all parts and write it in the background. Call it on all ranks, between optimizer steps.
 
         Waits for the previous write. Returns the path of the checkpoint. Use `finished` or `wait` for its completion.
         """
-        check_names([piece.name for piece in (*pieces, *per_rank)])
+        check_names([part.name for part in (*parts, *per_rank)])
         # Saving and gathering are collective, so they come before anything that can fail on rank 0 only.
-        saved = {piece.name: piece.save() for piece in pieces}
-        gathered = {piece.name: self._ranks.gather(_packed(piece.name, piece.save())) for piece in per_rank}
+        saved = {part.name: part.save() for part in parts}
+        gathered = {part.name: self._ranks.gather(_packed(part.name, part.save())) for part in per_rank}
         target = self.folder / folder_name(step)
         if self._ranks.rank != 0:
             return target
@@ -307,7 +309,7 @@ class CheckpointStore:
         future, self._future = self._future, None
         self._finished.append(future.result())
 
-    def finished(self) -> tuple[Written, ...]:
+    def finished(self) -> tuple[WrittenCheckpoint, ...]:
         """The checkpoints completed since the last call. Does not wait."""
         if self._future is not None and self._future.done():
             self.wait()
@@ -343,7 +345,7 @@ class CheckpointStore:
 
     # -- in the background --------------------------------------------------------------------------------------------
 
-    def _run(self, job: _Job) -> Written:
+    def _run(self, job: _Job) -> WrittenCheckpoint:
         begin = time.perf_counter()
         target = self.folder / folder_name(job.step)
         try:
@@ -359,18 +361,18 @@ class CheckpointStore:
         )  # fmt: skip
         # Last, so that after a kill before this point the next process completes the deletion.
         self._journal.end("saving", job.step)
-        return Written(job.step, target, size, job.snapshot_ms, write_ms, removal.removed, removal.notes)
+        return WrittenCheckpoint(job.step, target, size, job.snapshot_ms, write_ms, removal.removed, removal.notes)
 
     def _write_folder(self, job: _Job, target: Path) -> int:
         with new_folder(target, files_synced=True) as temporary:
             facts: dict[str, Fact] = {name: write_checksummed(temporary / name, parts) for name, parts in job.files()}
-            manifest = Manifest(
+            manifest = CheckpointManifest(
                 step=job.step,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 world_size=self._ranks.world_size,
                 metadata=job.metadata,
-                pieces=tuple(job.shared),
-                per_rank_pieces=tuple(job.per_rank),
+                parts=tuple(job.shared),
+                per_rank_parts=tuple(job.per_rank),
                 files=facts,
             )
             last = write_checksummed(temporary / MANIFEST, [memoryview(manifest.as_bytes())])
@@ -379,8 +381,8 @@ class CheckpointStore:
     def _free(self) -> int | None:
         """Free bytes on the disk. If the folder does not exist yet, its nearest existing parent is used."""
         try:
-            place = next((path for path in (self.folder, *self.folder.parents) if path.is_dir()), self.folder)
-            return shutil.disk_usage(place).free
+            existing = next((path for path in (self.folder, *self.folder.parents) if path.is_dir()), self.folder)
+            return shutil.disk_usage(existing).free
         except OSError:
             return None
 
@@ -417,10 +419,10 @@ def _occupied(target: Path) -> CheckpointError:
 # -- the state of one rank, as bytes for rank 0: length of the JSON (8 bytes), the JSON, a safetensors file
 
 
-def _packed(name: str, saved: Saved) -> bytes:
-    piece = snapshot(name, saved)
-    tensors = b"".join(file_pieces(piece.tensors)) if piece.tensors else b""
-    return len(piece.json).to_bytes(8, "little") + piece.json + tensors
+def _packed(name: str, saved: SavedState) -> bytes:
+    part = snapshot(name, saved)
+    tensors = b"".join(file_chunks(part.tensors)) if part.tensors else b""
+    return len(part.json).to_bytes(8, "little") + part.json + tensors
 
 
 def _unpacked(packed: bytes) -> tuple[memoryview, memoryview]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from gracetune.cli.config import AsJson
-from gracetune.cli.console import out, print_json, say_error
+from gracetune.cli.console import out, print_error, print_json
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config.export_formats import FORMAT_NAMES, PROGRAMS
 from gracetune.config.families import FAMILIES, flavours
@@ -21,9 +21,9 @@ from gracetune.errors import ConfigError, GracetuneError, Problem
 if TYPE_CHECKING:  # torch and diffusers are loaded by the command that needs them, not by every `--help`
     import torch
 
-    from gracetune.adapters.adapter_files import Opened
+    from gracetune.adapters.adapter_files import OpenedAdapter
     from gracetune.adapters.base_model import Base
-    from gracetune.adapters.state import AdapterState, Stage
+    from gracetune.adapters.state import AdapterState, ExpertStage
     from gracetune.cli.adapter_view import Converted
 
 _LARGEST_ALPHA = 1e6
@@ -68,7 +68,7 @@ def inspect(
             failed = True
             reports.append({"file": str(path), "error": str(error)})
             if not as_json:
-                say_error(error)
+                print_error(error)
             continue
         failed = failed or not report["usable"]
         reports.append(report)
@@ -127,7 +127,7 @@ def convert(
         "--dtype": dtype,
         "--split": split or None,
     }
-    _refuse_contradictions(merge_into, output, others)
+    _reject_contradictions(merge_into, output, others)
     opened = open_adapter(
         file,
         _family(family),
@@ -172,15 +172,15 @@ def verify(
         found = "neither" if model is None else "both"
         raise ConfigError([Problem("--model, --flavour", found, "one of them", "--model FOLDER")])
     opened = open_adapter(file, _family(family))
-    opened.refuse_altered()
+    opened.reject_altered()
     found = opened.detected.family
     if model is not None:
         against, shapes = model, Base(found, model).shapes()
     else:
         assert flavour is not None
-        _refuse_other_family(found, flavour)
+        _reject_other_family(found, flavour)
         against, shapes = f"{found} {flavour}", published_shapes(found, flavour)
-    reports = verify_reading(opened.reading, cast("dict[Stage, dict[str, tuple[int, ...]]]", shapes))
+    reports = verify_reading(opened.reading, cast("dict[ExpertStage, dict[str, tuple[int, ...]]]", shapes))
     if as_json:
         print_json(verified_json(opened, against, reports))
     else:
@@ -200,12 +200,12 @@ class _Wanted:
 
     def chosen(self, state: AdapterState) -> str:
         """The format to write. Raises where it would be read wrongly."""
-        from gracetune.adapters.formats.programs import format_for, refuse_misread
+        from gracetune.adapters.formats.programs import format_for, reject_misread
 
         if self.format is None:
             assert self.program is not None
             return format_for(state, self.program)
-        refuse_misread(state, self.format, self.program)
+        reject_misread(state, self.format, self.program)
         return self.format
 
     def is_comfyui(self) -> bool:
@@ -213,7 +213,7 @@ class _Wanted:
 
 
 def _converted(
-    opened: Opened,
+    opened: OpenedAdapter,
     states: list[AdapterState],
     wanted: _Wanted,
     output: Path | None,
@@ -252,7 +252,7 @@ def _as_lora(state: AdapterState, rank: int, base: Base | None) -> tuple[Adapter
     from gracetune.adapters.svd import state_to_lora
 
     if base is not None:
-        conversion = state_to_lora(state, rank, base.weight(state.stage))
+        conversion = state_to_lora(state, rank, base.weight(state.expert))
         return conversion.state, conversion.error
     shapes = {path: flat_shape(layer) for path, layer in state.layers.items() if not needs_weight(layer)}
     unknown = [path for path in state.layers if shapes.get(path) is None]
@@ -272,7 +272,7 @@ def _measured_by_base(state: AdapterState, base: Base) -> AdapterState:
     from gracetune.adapters.delta import measured_by_base
     from gracetune.adapters.shapes import misfit
 
-    weight, layers = base.weight(state.stage), {}
+    weight, layers = base.weight(state.expert), {}
     for path, layer in state.layers.items():
         found = weight(path)
         unfit = misfit(layer, found.shape)
@@ -287,12 +287,12 @@ def _merged(states: list[AdapterState], model: str, output: Path) -> list[Conver
     from gracetune.cli.adapter_view import Converted
 
     base = _base(states[0].family, model)
-    targets = [output / base.expert(state.stage).component for state in states]
+    targets = [output / base.expert(state.expert).component for state in states]
     taken = [target for target in targets if target.exists()]
     if taken:  # seen before the first of two is written for minutes
         raise ConfigError([Problem("--output", f"{taken[0]} exists", "a folder without it", "another --output")])
     for state, target in zip(states, targets, strict=True):
-        merge_into(state, base.folder(state.stage), target)
+        merge_into(state, base.folder(state.expert), target)
     return [Converted(state, str(target), "merged", None, {}) for state, target in zip(states, targets, strict=True)]
 
 
@@ -306,19 +306,19 @@ def _target(file: Path, state: AdapterState, to: str, output: Path | None, *, se
     """Beside the file, unless said otherwise; each expert's name ends in its stage."""
     from gracetune.adapters.safetensors_file import SUFFIX
 
-    chosen = output or file.with_name(f"{_without_stage(file.stem)}_{to}{SUFFIX}")
+    chosen = output or file.with_name(f"{_without_expert(file.stem)}_{to}{SUFFIX}")
     if chosen.suffix != SUFFIX:
         raise ConfigError([Problem("--output", str(chosen), f"a name ending in {SUFFIX}", f"{chosen}{SUFFIX}")])
-    if not state.stage or (output is not None and not several):
+    if not state.expert or (output is not None and not several):
         return chosen
-    return chosen.with_name(f"{_without_stage(chosen.stem)}_{state.stage}{SUFFIX}")
+    return chosen.with_name(f"{_without_expert(chosen.stem)}_{state.expert}{SUFFIX}")
 
 
-def _without_stage(stem: str) -> str:
+def _without_expert(stem: str) -> str:
     return stem.removesuffix("_high_noise").removesuffix("_low_noise")
 
 
-def _precision(opened: Opened, dtype: Precision | None) -> torch.dtype:
+def _precision(opened: OpenedAdapter, dtype: Precision | None) -> torch.dtype:
     import torch
 
     from gracetune.adapters.formats.reading import dtype_of
@@ -343,14 +343,14 @@ def _positive(alpha: float) -> float:
     return alpha
 
 
-def _refuse_other_family(found: str, flavour: str) -> None:
+def _reject_other_family(found: str, flavour: str) -> None:
     owners = [family for family in FAMILIES if any(known.name == flavour for known in flavours(family))]
     if owners and found not in owners:
         hint = "give the file of that model, or another --flavour"
         raise ConfigError([Problem("--flavour", f"{flavour} is of {owners[0]}", f"a flavour of {found}", hint)])
 
 
-def _refuse_contradictions(merge_into: str | None, output: Path | None, others: Mapping[str, object]) -> None:
+def _reject_contradictions(merge_into: str | None, output: Path | None, others: Mapping[str, object]) -> None:
     """Options that would be asked for and not followed."""
     given = [name for name, value in others.items() if value is not None]
     if merge_into is None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gracetune.adapters.adapter_files import Opened
+from gracetune.adapters.adapter_files import OpenedAdapter
 from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.formats.reading import dtype_of
 from gracetune.adapters.state import AdapterState
@@ -41,14 +41,14 @@ class Converted:
     """Why a program reads the file wrongly; None where it reads it right."""
 
 
-def inspected(opened: Opened) -> dict[str, Any]:
+def inspected(opened: OpenedAdapter) -> dict[str, Any]:
     tensors, detected = opened.file.tensors, opened.detected
     problems = [str(error) for error in opened.reading.errors()]
     return {
         "file": str(opened.file.path),
         "usable": not problems,
         "family": detected.family,
-        "stages": [stage for stage in detected.stages if stage],
+        "stages": [expert for expert in detected.experts if expert],
         "algorithm": detected.algorithm,
         "format": detected.format,
         "evidence": list(detected.evidence),
@@ -70,7 +70,7 @@ def inspected(opened: Opened) -> dict[str, Any]:
 def _state(state: AdapterState) -> dict[str, Any]:
     found = norms(state)
     return {
-        "stage": state.stage or None,
+        "stage": state.expert or None,
         "algorithms": list(algorithms(state)),
         "layers": len(state.layers),
         "ranks": _counted(layer.rank for layer in state.layers.values()),
@@ -99,8 +99,8 @@ def _finite(value: float) -> float | None:
 def print_inspected(report: dict[str, Any], console: Console) -> None:
     console.print(f"{mark(console, ok=report['usable'])} [bold]{shown(report['file'])}[/]")
     table = _table()
-    stages = f", {' and '.join(report['stages'])}" if report["stages"] else ""
-    table.add_row("family", _plain(report["family"] + stages))
+    experts = f", {' and '.join(report['stages'])}" if report["stages"] else ""
+    table.add_row("family", _plain(report["family"] + experts))
     table.add_row("algorithm", _plain(f"{report['algorithm']}, format {report['format']}"))
     size = f"{report['parameters']:,} parameters in {report['tensors']:,} tensors"
     table.add_row("size", _plain(f"{size}, {report['dtype']}, {format_bytes(report['bytes'])}"))
@@ -157,7 +157,7 @@ def conversions_json(done: Sequence[Converted], left_out: Sequence[str], notes: 
                 "path": one.path,
                 "format": one.format,
                 "family": one.state.family,
-                "stage": one.state.stage or None,
+                "stage": one.state.expert or None,
                 "algorithms": list(algorithms(one.state)),
                 "layers": len(one.state.layers),
                 "relative_error": one.error,
@@ -171,9 +171,9 @@ def conversions_json(done: Sequence[Converted], left_out: Sequence[str], notes: 
 def print_conversions(done: Sequence[Converted], console: Console) -> None:
     for one in done:
         what = f"{'+'.join(algorithms(one.state))} for {one.state.family}"
-        stage = f", {one.state.stage}" if one.state.stage else ""
+        expert = f", {one.state.expert}" if one.state.expert else ""
         console.print(f"{mark(console, ok=True)} [bold]{shown(one.path)}[/]")
-        console.print(f"    {what}{stage}, {len(one.state.layers)} layers, {one.format}")
+        console.print(f"    {what}{expert}, {len(one.state.layers)} layers, {one.format}")
         if one.programs:
             console.print(f"    {shown(_right_in(one.programs))}")
         if one.error is not None:
@@ -183,7 +183,7 @@ def print_conversions(done: Sequence[Converted], console: Console) -> None:
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
-def verified_json(opened: Opened, against: str, reports: Sequence[Verified]) -> dict[str, Any]:
+def verified_json(opened: OpenedAdapter, against: str, reports: Sequence[Verified]) -> dict[str, Any]:
     return {
         "file": str(opened.file.path),
         "model": against,
@@ -192,7 +192,7 @@ def verified_json(opened: Opened, against: str, reports: Sequence[Verified]) -> 
         "programs": opened.programs(),
         "adapters": [
             {
-                "stage": report.stage or None,
+                "stage": report.expert or None,
                 "ok": report.ok,
                 "matched": len(report.matched),
                 "missing": list(report.missing),
@@ -206,10 +206,10 @@ def verified_json(opened: Opened, against: str, reports: Sequence[Verified]) -> 
     }
 
 
-def print_verified(opened: Opened, against: str, reports: Sequence[Verified], console: Console) -> None:
+def print_verified(opened: OpenedAdapter, against: str, reports: Sequence[Verified], console: Console) -> None:
     for report in reports:
-        stage = f" ({report.stage})" if report.stage else ""
-        name = shown(str(opened.file.path)) + stage
+        expert = f" ({report.expert})" if report.expert else ""
+        name = shown(str(opened.file.path)) + expert
         console.print(f"{mark(console, ok=report.ok)} [bold]{name}[/] on {shown(against)}")
         table = _table()
         table.add_row("matched", _plain(f"{len(report.matched)} layers"))

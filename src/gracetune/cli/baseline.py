@@ -58,11 +58,11 @@ def capture(
     # Libraries print as they like; stdout is for results.
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet():
         from gracetune import gh200
-        from gracetune.baselines.capture import Asked
+        from gracetune.baselines.capture import CaptureOptions
         from gracetune.baselines.capture import capture as captured
         from gracetune.cli.train_view import QuietView, TerminalView
 
-        asked = Asked(
+        options = CaptureOptions(
             steps,
             output.absolute(),
             use_caches=use_caches,
@@ -74,7 +74,7 @@ def capture(
         for note in resolved.notes:
             view.warn(note)
         with view:
-            done = captured(resolved.config, asked, environment=environment, view=view, on_memory=gh200.attach)
+            done = captured(resolved.config, options, environment=environment, view=view, on_memory=gh200.attach)
     if as_json:
         print_json({"folder": str(done.folder), **json.loads(done.baseline.to_json())})
         return

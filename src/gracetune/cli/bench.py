@@ -15,7 +15,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from gracetune.bench.results import result_of, write_result
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.cli.console import out, print_json
 from gracetune.config.environment import make_cublas_deterministic
 from gracetune.config.spelling import nearest
@@ -24,37 +24,37 @@ from gracetune.hardware import Machine, probe
 
 
 # Imported when they run: no other command should wait for numpy and the decoders.
-def _cache(machine: Machine) -> list[Row]:
+def _cache(machine: Machine) -> list[BenchRow]:
     from gracetune.bench import cache
 
     return cache.run(machine)
 
 
-def _data(machine: Machine) -> list[Row]:
+def _data(machine: Machine) -> list[BenchRow]:
     from gracetune.bench import data
 
     return data.run(machine)
 
 
-def _loading(machine: Machine) -> list[Row]:
+def _loading(machine: Machine) -> list[BenchRow]:
     from gracetune.bench import loading
 
     return loading.run(machine)
 
 
-def _memory(machine: Machine) -> list[Row]:
+def _memory(machine: Machine) -> list[BenchRow]:
     from gracetune.bench import memory
 
     return memory.run(machine)
 
 
-def _optim(machine: Machine) -> list[Row]:
+def _optim(machine: Machine) -> list[BenchRow]:
     from gracetune.bench import optim
 
     return optim.run(machine)
 
 
-BENCHES: Final[dict[str, Callable[[Machine], list[Row]]]] = {
+BENCHES: Final[dict[str, Callable[[Machine], list[BenchRow]]]] = {
     "cache": _cache,
     "data": _data,
     "loading": _loading,
@@ -110,7 +110,7 @@ for _name, _help in _HELP.items():
     _add(_name, _help)
 
 
-def print_rows(console: Console, rows: list[Row]) -> None:
+def print_rows(console: Console, rows: list[BenchRow]) -> None:
     marks = {True: "[green]ok  [/]", False: "[bold red]MISS[/]", None: "    "}
     for row in rows:
         value = f"{row.value:.4g} {row.unit}" if row.unit else ""

@@ -109,7 +109,7 @@ def suite(
             if output is not None:
                 write_result(output, result_of("suite", rows, machine))
             print_step(console, row)
-    _finish("suite", rows, machine, output, as_json=as_json, told=True)
+    _finish("suite", rows, machine, output, as_json=as_json, was_printed=True)
 
 
 @contextlib.contextmanager
@@ -120,23 +120,23 @@ def _opened() -> Iterator[tuple[Bench, Machine]]:
     machine = probe()
     stamp = Stamp(command_line(), git_commit(), versions_of(machine, __version__))
     # Libraries print to stdout, which is the result's.
-    with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), opened(machine, stamp, _say) as bench:
+    with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), opened(machine, stamp, _print) as bench:
         yield bench, machine
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def _finish(
-    name: str, rows: list[StepRow], machine: Machine, output: Path | None, *, as_json: bool, told: bool = False
+    name: str, rows: list[StepRow], machine: Machine, output: Path | None, *, as_json: bool, was_printed: bool = False
 ) -> None:
     result = result_of(name, rows, machine)
     if output is not None:
         write_result(output, result)
     if as_json:
         print_json(result)
-    elif not told:
+    elif not was_printed:
         for row in rows:
             print_step(out(), row)
     raise typer.Exit(1 if any(row.ok is False for row in rows) else 0)

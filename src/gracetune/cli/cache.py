@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # torch and the models' code are loaded by the command that n
     import torch
 
     from gracetune.cache.audit import Audit
-    from gracetune.cache.folder_layout import Places
+    from gracetune.cache.folder_layout import CacheFolders
     from gracetune.cache.session import Caches, Encoders, Needs
-    from gracetune.cli.cache_view import Bars, Cleared
+    from gracetune.cli.cache_view import Cleared, ProgressBars
     from gracetune.data.index import DataIndex
 
 app = typer.Typer(help="Build, check and clear the caches of a run.", no_args_is_help=True)
@@ -49,13 +49,13 @@ INTERRUPTED = 3
 
 
 @dataclass(frozen=True)
-class Job:
+class CacheCommand:
     """What every command here begins with."""
 
     config: RunConfig
     index: DataIndex
     encoders: Encoders
-    places: Places
+    folders: CacheFolders
     epoch: int
     """Whose entries count, where some are drawn anew for each."""
     notes: tuple[str, ...]
@@ -65,7 +65,7 @@ class Job:
         """Made once: for a large dataset that takes seconds."""
         from gracetune.cache.session import needs
 
-        return needs(self.config, self.index, self.encoders, self.places, epoch=self.epoch)
+        return needs(self.config, self.index, self.encoders, self.folders, epoch=self.epoch)
 
 
 @app.callback()
@@ -83,7 +83,7 @@ def build(
     json_output: AsJson = False,
 ) -> None:
     """Encode what the caches lack: captions, then latents. Nothing but the encoders is loaded, one after the other."""
-    from gracetune.cache.encode_passes import How
+    from gracetune.cache.encode_passes import PassOptions
     from gracetune.cache.session import Caches
     from gracetune.cache.session import build as build_caches
     from gracetune.cli.cache_view import BuiltView, bars
@@ -94,13 +94,13 @@ def build(
     try:
         with listening(control), libraries_quiet(), bars(quiet=json_output) as progress:
             job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
-            with Caches(job.places, writable=True) as caches:
+            with Caches(job.folders, writable=True) as caches:
                 if not take_over:
-                    _tell_of_others(job, caches)
+                    _report_other_stores(job, caches)
                 try:
                     built = build_caches(
                         job.config, job.index, job.encoders, caches, epoch=job.epoch, wanted=job.wanted, check=True,
-                        take_over=take_over, how=How(workers=_workers()), on_text=progress.on_text,
+                        take_over=take_over, options=PassOptions(workers=_workers()), on_text=progress.on_text,
                         on_latents=progress.on_latents, on_checked=progress.on_checked,
                     )  # fmt: skip
                 finally:
@@ -170,9 +170,14 @@ def clear(
 
 
 def _open(
-    context: typer.Context, config_file: Path, overrides: list[str] | None, progress: Bars, *, allow_unsupported: bool
-) -> Job:
-    from gracetune.cache.folder_layout import places_of
+    context: typer.Context,
+    config_file: Path,
+    overrides: list[str] | None,
+    progress: ProgressBars,
+    *,
+    allow_unsupported: bool,
+) -> CacheCommand:
+    from gracetune.cache.folder_layout import cache_folders
     from gracetune.cache.session import current_epoch
     from gracetune.data.copies.local import Copies
     from gracetune.data.index_builder import build_index, scan_folder
@@ -186,16 +191,16 @@ def _open(
     access = HubAccess.of(session(context).environment)
     config = Copies(resolved.config, access).localized()
     geometry, assumption = geometry_of(config.model)
-    encoders = encoders_of(config, _device(), fetch=HubFetcher(access, _say))
+    encoders = encoders_of(config, _device(), fetch=HubFetcher(access, _print))
     with private_if_new(Path(config.output_dir).expanduser()):  # where caches and scans are, unless put elsewhere
         index = build_index(config, geometry, memory=scan_folder(config), on_scanned=progress.on_scanned)
-    places = places_of(config)
-    epoch = current_epoch(config, index, encoders, places)
+    folders = cache_folders(config)
+    epoch = current_epoch(config, index, encoders, folders)
     notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes]
-    return Job(config, index, encoders, places, epoch, tuple(notes))
+    return CacheCommand(config, index, encoders, folders, epoch, tuple(notes))
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr)
 
 
@@ -222,11 +227,11 @@ def _workers() -> int:
     return max(1, min(16, len(os.sched_getaffinity(0))))
 
 
-def _without_unreadable(job: Job) -> Job:
+def _without_unreadable(job: CacheCommand) -> CacheCommand:
     """Files that no build could encode are not missing; they are named instead."""
     from gracetune.cache.session import Caches, missing_among, without_unreadable
 
-    with Caches(job.places, writable=False) as caches:
+    with Caches(job.folders, writable=False) as caches:
         missing = missing_among(caches, job.wanted.latents)
     index = without_unreadable(job.index, missing)
     if index is job.index:
@@ -241,14 +246,14 @@ def _without_unreadable(job: Job) -> Job:
     return replace(job, index=index, notes=(*job.notes, *notes))
 
 
-def _tell_of_others(job: Job, caches: Caches) -> None:
+def _report_other_stores(job: CacheCommand, caches: Caches) -> None:
     """Before hours are spent on what may be there already."""
-    from gracetune.cache.ai_toolkit_import import folders_there
+    from gracetune.cache.ai_toolkit_import import cache_folders_found
     from gracetune.cache.session import missing_among
 
-    if job.encoders.reads_pictures() or not missing_among(caches, job.wanted.latents):
+    if job.encoders.reads_images() or not missing_among(caches, job.wanted.latents):
         return
-    found = folders_there(job.index)
+    found = cache_folders_found(job.index)
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         typer.echo(
@@ -256,25 +261,25 @@ def _tell_of_others(job: Job, caches: Caches) -> None:
         )
 
 
-def _audits(wanted: Needs, progress: Bars) -> dict[Path, Audit]:
+def _audits(wanted: Needs, progress: ProgressBars) -> dict[Path, Audit]:
     from gracetune.cache.audit import audit as audit_store
     from gracetune.cache.required_entries import by_folder, for_audit
     from gracetune.cache.session import is_cache
     from gracetune.cache.store import DiskStore
-    from gracetune.cli.cache_view import nothing_there
+    from gracetune.cli.cache_view import empty_audit
 
     found: dict[Path, Audit] = {}
     for folder, items in by_folder(wanted.all).items():
-        asked = for_audit(items)
+        requested = for_audit(items)
         if not is_cache(folder):
-            found[folder] = nothing_there(asked)
+            found[folder] = empty_audit(requested)
             continue
         with DiskStore.open(folder, writable=False) as store:
-            found[folder] = audit_store(store, asked, on_checked=progress.on_checked)
+            found[folder] = audit_store(store, requested, on_checked=progress.on_checked)
     return found
 
 
-def _cleared(job: Job) -> list[Cleared]:
+def _cleared(job: CacheCommand) -> list[Cleared]:
     from gracetune.cache.audit import clear as clear_store
     from gracetune.cache.maintenance import remove_damaged
     from gracetune.cache.refresh import remove_items
@@ -284,23 +289,23 @@ def _cleared(job: Job) -> list[Cleared]:
     from gracetune.cli.cache_view import Cleared
 
     found = []
-    lasting = needs(job.config, job.index, job.encoders, job.places, part="lasting").all
+    lasting = needs(job.config, job.index, job.encoders, job.folders, part="lasting").all
     for folder, items in by_folder(lasting).items():
         if is_cache(folder):
             with DiskStore.open(folder, writable=True) as store:
                 removal = clear_store(store, [item.key for item in items])
                 damaged = remove_damaged(store)
                 found.append(Cleared(folder, removal.entries, removal.size, len(store.keys()), damaged, store.damaged))
-    for epoch, folder in [*job.places.epochs()]:
-        drawn = needs(job.config, job.index, job.encoders, job.places, epoch=epoch, part="epoch").all
+    for epoch, folder in [*job.folders.epochs()]:
+        of_epoch = needs(job.config, job.index, job.encoders, job.folders, epoch=epoch, part="epoch").all
         if is_cache(folder):
-            removal = remove_items(folder, [item for item in drawn if item.folder == folder])
+            removal = remove_items(folder, [item for item in of_epoch if item.folder == folder])
             found.append(Cleared(folder, removal.entries, removal.size, left=_left(folder)))
     job.encoders.forget_tiling()
     return found
 
 
-def _without_damaged(job: Job) -> list[Cleared]:
+def _without_damaged(job: CacheCommand) -> list[Cleared]:
     """Encoding takes hours, so every entry stays; those inside damaged files count as missing already."""
     from gracetune.cache.maintenance import leave_out_damaged, remove_damaged
     from gracetune.cache.required_entries import by_folder
@@ -309,8 +314,8 @@ def _without_damaged(job: Job) -> list[Cleared]:
     from gracetune.cli.cache_view import Cleared
 
     found = []
-    lasting = needs(job.config, job.index, job.encoders, job.places, part="lasting").all
-    for folder in [*by_folder(lasting), *(folder for _, folder in job.places.epochs())]:
+    lasting = needs(job.config, job.index, job.encoders, job.folders, part="lasting").all
+    for folder in [*by_folder(lasting), *(folder for _, folder in job.folders.epochs())]:
         if is_cache(folder):
             with DiskStore.open(folder, writable=True) as store:
                 leave_out_damaged(store)

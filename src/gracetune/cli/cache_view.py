@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from gracetune.cache.ai_toolkit_files import ImportReport
-from gracetune.cache.audit import Audit, Group, Wanted
-from gracetune.cache.encode_passes import Outcome
-from gracetune.cache.pass_worker import Progress as PassProgress
-from gracetune.cache.session import Built, Caches, Needs
+from gracetune.cache.audit import Audit, EntryGroup, RequiredEntry
+from gracetune.cache.encode_passes import PassOutcome
+from gracetune.cache.pass_worker import PassProgress as PassProgress
+from gracetune.cache.session import Caches, FilledCaches, Needs
 from gracetune.cache.store import DamagedShard
 from gracetune.cli.console import mark, shown
 from gracetune.data.text_format import counted
@@ -30,25 +30,25 @@ _REASONS = 8
 # -- while it works ---------------------------------------------------------------------------------------------------
 
 
-class Lines:
+class ProgressLines:
     """A line every half minute, of what takes that long."""
 
     EVERY = 30.0
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
+    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._print, self._clock = report, clock
         self._last = clock()
 
     def show(self, what: str, done: int, total: int, pace: str) -> None:
         if self._clock() - self._last >= self.EVERY:
             self._last = self._clock()
-            self._say(f"{what}: {done} of {total}" + (f", {pace}" if pace else ""))
+            self._print(f"{what}: {done} of {total}" + (f", {pace}" if pace else ""))
 
 
-class Bars:
+class ProgressBars:
     """Bars on stderr; where that is a file or a pipe, a line now and then, so that a log tells how it goes."""
 
-    def __init__(self, progress: Progress, lines: Lines | None = None) -> None:
+    def __init__(self, progress: Progress, lines: ProgressLines | None = None) -> None:
         self._progress, self._lines = progress, lines
         self._tasks: dict[str, Any] = {}
 
@@ -80,7 +80,7 @@ class Bars:
 
 
 @contextmanager
-def bars(*, quiet: bool) -> Iterator[Bars]:
+def bars(*, quiet: bool) -> Iterator[ProgressBars]:
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -89,9 +89,9 @@ def bars(*, quiet: bool) -> Iterator[Bars]:
         TextColumn("{task.fields[pace]}", markup=False),
     )
     on_terminal = console.is_terminal
-    lines = None if on_terminal else Lines(lambda line: print(line, file=sys.stderr, flush=True))
+    lines = None if on_terminal else ProgressLines(lambda line: print(line, file=sys.stderr, flush=True))
     with Progress(*columns, console=console, transient=True, disable=quiet or not on_terminal) as progress:
-        yield Bars(progress, lines)
+        yield ProgressBars(progress, lines)
 
 
 # -- build ------------------------------------------------------------------------------------------------------------
@@ -107,12 +107,12 @@ class StoreView:
 
 @dataclass(frozen=True)
 class BuiltView:
-    built: Built
+    built: FilledCaches
     stores: tuple[StoreView, ...]
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, built: Built, caches: Caches, notes: tuple[str, ...]) -> BuiltView:
+    def of(cls, built: FilledCaches, caches: Caches, notes: tuple[str, ...]) -> BuiltView:
         stores = [
             StoreView(str(store.folder), len(store.keys()), sum(store.catalogue.sizes.values()))
             for store in caches.stores
@@ -147,7 +147,7 @@ class BuiltView:
         _print_notes(console, self.notes)
 
 
-def _outcome_json(outcome: Outcome) -> dict[str, Any]:
+def _outcome_json(outcome: PassOutcome) -> dict[str, Any]:
     return {
         "wanted": outcome.wanted,
         "encoded": outcome.encoded,
@@ -161,9 +161,9 @@ def _outcome_json(outcome: Outcome) -> dict[str, Any]:
 def _import_json(report: ImportReport | None) -> dict[str, Any] | None:
     if report is None:
         return None
-    refused = [{"file": str(one.file), "reason": one.reason} for one in report.refused]
+    rejected = [{"file": str(one.file), "reason": one.reason} for one in report.rejected]
     return {"entries": report.imported, "compared": report.compared, "without_file": report.without_file,
-            "refused": refused}  # fmt: skip
+            "refused": rejected}  # fmt: skip
 
 
 def _print_import(console: Console, report: ImportReport | None) -> None:
@@ -171,11 +171,11 @@ def _print_import(console: Console, report: ImportReport | None) -> None:
     if report is None:
         return
     reasons: dict[str, list[str]] = {}
-    for one in report.refused:
+    for one in report.rejected:
         reasons.setdefault(one.reason, []).append(str(one.file))
     console.print(
         f"          from ai-toolkit: {_entries(report.imported)} taken over, {report.compared} of them encoded anew "
-        f"to compare, {counted(len(report.refused), 'file')} refused, {report.without_file} wanted without a file"
+        f"to compare, {counted(len(report.rejected), 'file')} refused, {report.without_file} wanted without a file"
     )
     for reason, files in [*reasons.items()][:_REASONS]:
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
@@ -184,7 +184,7 @@ def _print_import(console: Console, report: ImportReport | None) -> None:
         console.print(f"          refused for {len(reasons) - _REASONS} more reasons: --json lists all")
 
 
-def _outcome_words(outcome: Outcome, imported: int = 0) -> str:
+def _outcome_words(outcome: PassOutcome, imported: int = 0) -> str:
     words = [f"{outcome.wanted} wanted"]
     if imported:
         words.append(f"{imported} imported")
@@ -193,20 +193,20 @@ def _outcome_words(outcome: Outcome, imported: int = 0) -> str:
         words.append(f"{outcome.encoded} encoded ({format_bytes(outcome.encoded_bytes)}) in {seconds}")
     if outcome.by_others:
         words.append(f"{outcome.by_others} encoded by other processes meanwhile")
-    there = outcome.there_before - imported
-    if there > 0:
-        words.append(f"{there} there before")
+    unchanged = outcome.found_before - imported
+    if unchanged > 0:
+        words.append(f"{unchanged} there before")
     return ", ".join(words)
 
 
 # -- audit ------------------------------------------------------------------------------------------------------------
 
 
-def nothing_there(wanted: list[Wanted]) -> Audit:
+def empty_audit(wanted: list[RequiredEntry]) -> Audit:
     """Of a cache that does not exist yet."""
     keys = {one.origin.key: one.what for one in wanted}
-    none = Group(0, 0, ())
-    missing = Group(len(keys), None if keys else 0, tuple(keys))
+    none = EntryGroup(0, 0, ())
+    missing = EntryGroup(len(keys), None if keys else 0, tuple(keys))
     return Audit(
         len(keys), none, missing, tuple([*keys.values()][:20]), none, (), (), none, {}, (), none, none, 0, True
     )
@@ -248,7 +248,7 @@ class AuditView:
             console.print("gracetune cache build CONFIG encodes what is missing or corrupt")
 
 
-def _print_group(console: Console, name: str, group: Group) -> None:
+def _print_group(console: Console, name: str, group: EntryGroup) -> None:
     size = "" if group.size is None else f"  {format_bytes(group.size)}"
     if group.entries or name in ("present", "missing", "stale", "corrupt", "orphaned"):
         console.print(f"    {name:13} {group.entries:8}{size}")

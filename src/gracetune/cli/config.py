@@ -12,7 +12,7 @@ from rich.console import Console
 from gracetune.cli.console import mark, out, print_json, print_problems, problem_json, session, shown
 from gracetune.config import Environment, Resolved, UnresolvedError, load, native
 from gracetune.config.machine_checks import limits_memory, path_problems, size_warnings
-from gracetune.config.path_status import look
+from gracetune.config.path_status import inspect_path
 from gracetune.config.pydantic_errors import schema as config_schema
 from gracetune.errors import ConfigError, Problem, visible
 from gracetune.hardware import probe
@@ -92,7 +92,7 @@ def check(
 
 def _files(paths: list[Path]) -> list[Path]:
     """A shell's `examples/*` also names the folders that hold sidecar files: said, and left out."""
-    folders = [path for path in paths if look(path).kind == "folder"]
+    folders = [path for path in paths if inspect_path(path).kind == "folder"]
     if len(folders) == len(paths):
         return paths
     for folder in folders:

@@ -91,7 +91,7 @@ def _guarded(run: _Action, *, as_json: bool) -> int:
         return code
     if lost.errno == errno.EPIPE:  # the reader has all it wants
         return CLOSED_PIPE if gone else code or CLOSED_PIPE
-    say_error(GracetuneError(f"the output is incomplete: stdout cannot be written: {lost.strerror}"))
+    print_error(GracetuneError(f"the output is incomplete: stdout cannot be written: {lost.strerror}"))
     return 1
 
 
@@ -109,7 +109,7 @@ def _run(run: _Action, streams: StandardStreams, redactor: Redactor, *, as_json:
             ours = GracetuneError("no space left on the disk: make room and run the same command again")
         else:
             raise
-    say_error(ours)
+    print_error(ours)
     if as_json:
         problems = ours.problems if isinstance(ours, ConfigError) else ()
         with suppress(OutputLostError):
@@ -154,7 +154,7 @@ def mark(console: Console, *, ok: bool) -> str:
     return f"[bold green]{good}[/]" if ok else f"[bold red]{bad}[/]"
 
 
-def say_error(error: GracetuneError) -> None:
+def print_error(error: GracetuneError) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if isinstance(error, ConfigError):
         print_problems(console, error.problems)
@@ -172,8 +172,8 @@ def problem_json(problem: Problem) -> dict[str, Any]:
 def print_problems(console: Console, problems: tuple[Problem, ...], file: str | None = None) -> None:
     """`file` is the one already named above the list."""
     for problem in problems:
-        where = f"{problem.file}: " if problem.file and problem.file != file else ""
-        console.print(f"{mark(console, ok=False)} {shown(where)}[bold]{escape(short(problem.key))}[/]")
+        location = f"{problem.file}: " if problem.file and problem.file != file else ""
+        console.print(f"{mark(console, ok=False)} {shown(location)}[bold]{escape(short(problem.key))}[/]")
         console.print(f"    found     {shown(problem.found)}")
         console.print(f"    expected  {shown(problem.expected)}")
         console.print(f"    try       {shown(problem.hint)}")

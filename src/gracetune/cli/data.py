@@ -23,7 +23,7 @@ from gracetune.storage.folders import private_if_new
 if TYPE_CHECKING:  # numpy, Pillow and FFmpeg are loaded by the command that needs them, not by every `--help`
     from gracetune.data.index import DataIndex
     from gracetune.data.index_builder import OnDataset
-    from gracetune.data.sampler import Group, Order
+    from gracetune.data.sampler import Order, SampleGroup
 
 app = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
 
@@ -57,7 +57,7 @@ def show(
     """Print buckets, what is dropped and why, and captions; draw a contact sheet of every bucket."""
     from gracetune.cli.data_view import Shown, as_json, print_data
     from gracetune.data.index_builder import build_index, scan_folder
-    from gracetune.data.staging.staging_check import Rehearsal
+    from gracetune.data.staging.staging_check import StagingCheck
     from gracetune.data.text_format import counted
     from gracetune.models.registry import geometry_of
 
@@ -65,14 +65,14 @@ def show(
     _check_folders(resolved)
     config = _with_copies(context, resolved.config, download=download, quiet=json_output)
     geometry, assumption = geometry_of(config.model)
-    rehearsal = Rehearsal(config.datasets)
+    rehearsal = StagingCheck(config.datasets)
     with _progress(quiet=json_output) as on_scanned, private_if_new(Path(config.output_dir).expanduser()):
         index = build_index(
             config, geometry, open_backend=rehearsal.open, memory=scan_folder(config), on_scanned=on_scanned
         )
     order = index.order(config.training.batch_size)
     folder = output or Path(config.output_dir).expanduser() / "data_show"
-    sheets, damaged = ({}, []) if no_sheets else draw_sheets(index, order, folder)
+    sheets, damaged = ({}, []) if no_sheets else make_sheets(index, order, folder)
     notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes, *rehearsal.notes, *damaged]
     if not order.whole_epoch(0, order.batch_size, 0, 1).batches:
         periods = "; ".join(source.period for source in order.sources)
@@ -97,7 +97,7 @@ def _with_copies(context: typer.Context, config: RunConfig, *, download: bool, q
     copies = Copies(config, HubAccess.of(session(context).environment))
     if download:
         with QuietView(first=True) if quiet else TerminalView() as view:
-            copies.make(say=view.say, warn=view.warn, on_fetched=view.on_download)
+            copies.make(report=view.report, warn=view.warn, on_fetched=view.on_download)
     elif not quiet:
         for plan in copies.plans():
             for line in plan.lines():
@@ -151,7 +151,7 @@ def _progress(*, quiet: bool) -> Iterator[OnDataset]:
         yield show_files
 
 
-def draw_sheets(index: DataIndex, order: Order, folder: Path) -> tuple[dict[tuple[int, str], str], list[str]]:
+def make_sheets(index: DataIndex, order: Order, folder: Path) -> tuple[dict[tuple[int, str], str], list[str]]:
     """The sheet of every group, and a sentence for every file that could not be decoded for one."""
     from gracetune.storage.atomic import write_file
 
@@ -161,12 +161,12 @@ def draw_sheets(index: DataIndex, order: Order, folder: Path) -> tuple[dict[tupl
     sheets: dict[tuple[int, str], str] = {}
     damaged: list[str] = []
 
-    def draw(group: Group) -> tuple[bytes, list[str]]:
+    def make(group: SampleGroup) -> tuple[bytes, list[str]]:
         return sheet_of(index, order, group, each)
 
     # Pillow works without the interpreter's lock, so threads draw side by side.
     with ThreadPoolExecutor(4, thread_name_prefix="sheets") as pool:
-        for group, (png, found) in zip(order.groups, pool.map(draw, order.groups), strict=True):
+        for group, (png, found) in zip(order.groups, pool.map(make, order.groups), strict=True):
             name = sheet_name(index, group)
             with _writing_to(folder):
                 write_file(folder / name, png)
@@ -185,7 +185,7 @@ def _writing_to(folder: Path) -> Iterator[None]:
         raise ConfigError([problem]) from error
 
 
-def sheet_of(index: DataIndex, order: Order, group: Group, most: int) -> tuple[bytes, list[str]]:
+def sheet_of(index: DataIndex, order: Order, group: SampleGroup, most: int) -> tuple[bytes, list[str]]:
     """PNG of the samples spread over a group, and what could not be decoded."""
     import io
 
@@ -220,7 +220,7 @@ def sheet_of(index: DataIndex, order: Order, group: Group, most: int) -> tuple[b
     return buffer.getvalue(), damaged
 
 
-def sheet_name(index: DataIndex, group: Group) -> str:
+def sheet_name(index: DataIndex, group: SampleGroup) -> str:
     """`photos_1024x768.png`: readable, and another for every group."""
     own, *others = group.shape
     shape = f"{own.audio_samples}x{own.audio_channels}" if own.audio_samples else f"{own.width}x{own.height}"

@@ -14,7 +14,7 @@ from rich.table import Table
 from gracetune.data.index import DataIndex
 from gracetune.data.items import DatasetIndex, Dropped
 from gracetune.data.refs import Bucket
-from gracetune.data.sampler import Group, Order
+from gracetune.data.sampler import Order, SampleGroup
 from gracetune.data.staging.estimate import Estimate, decimal
 from gracetune.data.text_format import counted, some
 
@@ -63,7 +63,7 @@ def by_reason(dropped: tuple[Dropped, ...]) -> list[tuple[str, list[Dropped]]]:
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
 
 
-def batches_of(order: Order, group: Group) -> int:
+def batches_of(order: Order, group: SampleGroup) -> int:
     return -(-group.total // order.size(group.source, order.batch_size))
 
 
@@ -115,7 +115,7 @@ def _dataset_json(shown: Shown, position: int, found: DatasetIndex) -> dict[str,
     }  # fmt: skip
 
 
-def _bucket_json(shown: Shown, position: int, group: Group) -> dict[str, Any]:
+def _bucket_json(shown: Shown, position: int, group: SampleGroup) -> dict[str, Any]:
     own, *others = ({"width": b.width, "height": b.height, "frames": b.frames, "audio_samples": b.audio_samples,
                      "audio_channels": b.audio_channels} for b in group.shape)  # fmt: skip
     return {

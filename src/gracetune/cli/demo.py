@@ -43,15 +43,15 @@ def demo(
 
 
 def _train(console: Console, folder: Path) -> bool:
-    def say(text: str) -> None:
+    def show(text: str) -> None:
         console.print(f"  {shown(text)}")
 
     console.print(f"a tiny Wan 2.2 with two experts, a LoKr each, in {shown(str(folder))}")
     with contextlib.redirect_stdout(sys.stderr):  # libraries print as they like
         from gracetune.train.demo import FALL, demonstrate
     with libraries_quiet():
-        done = demonstrate(folder, say)
-    least = min(one.fall for one in done.learnt)
+        done = demonstrate(folder, show)
+    least = min(one.fall for one in done.learned)
     console.print(
         f"{mark(console, ok=least >= FALL)} held-out loss fell by {least:.0%} or more for every seed and expert"
     )

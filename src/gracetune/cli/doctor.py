@@ -15,7 +15,7 @@ import typer
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.doctor_view import print_diagnosis
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment, memory_settings
-from gracetune.config.path_status import look
+from gracetune.config.path_status import inspect_path
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware.allocation import (
     DEFAULT_SCALE,
@@ -92,7 +92,7 @@ def doctor(
 def run_doctor(options: DoctorOptions, environment: Environment) -> int:
     """The whole command; returns its exit code."""
     if options.output is not None:
-        refuse_unwritable(options.output)
+        reject_unwritable(options.output)
     diagnosis = examine(options, environment)
     report = diagnosis.to_json()
     if options.output is not None:
@@ -101,12 +101,12 @@ def run_doctor(options: DoctorOptions, environment: Environment) -> int:
         print_json(report)
     else:
         print_diagnosis(diagnosis, out())
-    _say_where(options)
+    _print_output_path(options)
     return 0 if diagnosis.healthy else 1
 
 
 def examine(options: DoctorOptions, environment: Environment) -> Diagnosis:
-    _refuse_contradictions(options)
+    _reject_contradictions(options)
     if options.from_recording is not None:
         machine = load_recording(options.from_recording)
         allocation = skipped(options.scale, "this is a recording, not the machine itself")
@@ -136,7 +136,7 @@ def _examination(
     )
 
 
-def _refuse_contradictions(options: DoctorOptions) -> None:
+def _reject_contradictions(options: DoctorOptions) -> None:
     check_scale(options.scale)
     if options.record is not None and options.from_recording is not None:
         problem = Problem("--record", "together with --from-recording", "one of the two", "copy the folder instead")
@@ -174,13 +174,13 @@ def uvm_report(environment: Environment) -> UvmReport:
     )
 
 
-def refuse_unwritable(path: Path) -> None:
+def reject_unwritable(path: Path) -> None:
     """Now, rather than when minutes of examination are over."""
-    place = look(path)
-    if place.kind in ("folder", "unreachable"):
-        raise _unwritable(path, place.words)
+    status = inspect_path(path)
+    if status.kind in ("folder", "unreachable"):
+        raise _unwritable(path, status.words)
     try:
-        check_writable(place.path.parent)
+        check_writable(status.path.parent)
     except OSError as error:
         raise _unwritable(path, error.strerror) from error
 
@@ -192,12 +192,12 @@ def _unwritable(path: Path, why: str | None) -> ConfigError:
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Complete or absent."""
     try:
-        write_file(look(path).path, f"{json.dumps(report, indent=2)}\n".encode())
+        write_file(inspect_path(path).path, f"{json.dumps(report, indent=2)}\n".encode())
     except OSError as error:
         raise _unwritable(path, error.strerror) from error
 
 
-def _say_where(options: DoctorOptions) -> None:
+def _print_output_path(options: DoctorOptions) -> None:
     """On stderr, so that --json leaves one object and nothing else on stdout."""
     if options.record is not None:
         typer.echo(f"Recording written to {options.record} (docs/doctor.md says how to send it)", err=True)

@@ -78,8 +78,8 @@ def estimate(
     result = plan(demand, machine, disk_free=disk_free)
     result = replace(result, notes=(*result.notes, *_hints(resolved.config, machine, demand)))
     result = replace(result, notes=(*result.notes, *remote.lines))
-    if remote.refused is not None and machine_file is None:
-        result = replace(result, verdict="does not fit", summary=remote.refused)
+    if remote.rejected is not None and machine_file is None:
+        result = replace(result, verdict="does not fit", summary=remote.rejected)
     if machine_file is None and not machine.gpus:
         hint = "this machine has no GPU; plan for another one with --machine and its doctor report"
         result = replace(result, notes=(*result.notes, hint))
@@ -97,7 +97,7 @@ class RemoteData:
 
     facts: dict[str, DatasetFacts]
     lines: tuple[str, ...] = ()
-    refused: str | None = None
+    rejected: str | None = None
     """Why they cannot be made on this machine."""
 
 
@@ -107,7 +107,7 @@ def look_at_copies(config: RunConfig, environment: Environment, machine: Machine
     facts: dict[str, DatasetFacts] = {}
     lines: list[str] = []
     plans = []
-    refused = None
+    rejected = None
     for dataset, manifest in copies.complete():
         facts[dataset.id] = DatasetFacts(dataset.id, manifest.samples, manifest.bytes)
     try:
@@ -116,13 +116,13 @@ def look_at_copies(config: RunConfig, environment: Environment, machine: Machine
     except DataError as error:
         found = str(error).splitlines()
         if plans:
-            refused = " ".join(line.strip() for line in found)
+            rejected = " ".join(line.strip() for line in found)
         lines += [f"its size is not known: {found[0]}", *(line.strip() for line in found[1:])] if not plans else []
     for one in plans:
         lines += one.lines()
         if one.samples is not None:
             facts[one.dataset.id] = DatasetFacts(one.dataset.id, one.samples, one.layout.size)
-    return RemoteData(facts, tuple(lines), refused)
+    return RemoteData(facts, tuple(lines), rejected)
 
 
 def _hints(config: RunConfig, machine: Machine, demand: Demand) -> list[str]:
@@ -140,19 +140,19 @@ def read_machine(path: Path) -> Machine:
     data = _read_json(path)
     if isinstance(data, dict) and "machine" in data:
         if len(data) > 1 and "checks" not in data:  # a benchmark's result names a machine too
-            raise _refusal(path, f"another kind of file, with {', '.join([*data][:4])}")
+            raise _rejection(path, f"another kind of file, with {', '.join([*data][:4])}")
         if data.get("format", REPORT_FORMAT) != REPORT_FORMAT:
-            raise _refusal(path, f"format {data['format']!r}; this release reads format {REPORT_FORMAT}")
+            raise _rejection(path, f"format {data['format']!r}; this release reads format {REPORT_FORMAT}")
         data = data["machine"]
     try:
         machine = Machine.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the whole file"
-        raise _refusal(path, f"{where}: {first['msg']}") from error
-    for where, amount in _amounts(machine).items():
+        location = ".".join(str(part) for part in first["loc"]) or "the whole file"
+        raise _rejection(path, f"{location}: {first['msg']}") from error
+    for location, amount in _amounts(machine).items():
         if amount is not None and amount < 0:
-            raise _refusal(path, f"{where}: {amount} bytes, less than nothing")
+            raise _rejection(path, f"{location}: {amount} bytes, less than nothing")
     return machine
 
 
@@ -176,12 +176,12 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise _refusal(path, error.strerror or type(error).__name__) from error
+        raise _rejection(path, error.strerror or type(error).__name__) from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise _refusal(path, f"not JSON: {error}") from error
+        raise _rejection(path, f"not JSON: {error}") from error
 
 
-def _refusal(path: Path, found: str) -> ConfigError:
+def _rejection(path: Path, found: str) -> ConfigError:
     expected = "a report of gracetune doctor"
     hint = "make one on that machine: gracetune doctor --output machine.json"
     return ConfigError([Problem("--machine", found, expected, hint, str(path))])

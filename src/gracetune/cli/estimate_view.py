@@ -12,7 +12,7 @@ from rich.text import Text
 
 from gracetune.hardware import Machine
 from gracetune.planning.demand import Demand
-from gracetune.planning.layout import Line
+from gracetune.planning.layout import MemoryLine
 from gracetune.planning.plan import Change, Plan, TierUse
 from gracetune.units import GIB, MIB, format_bytes
 
@@ -66,7 +66,7 @@ def _tier(use: TierUse) -> dict[str, Any]:
     }
 
 
-def _line(line: Line) -> dict[str, Any]:
+def _line(line: MemoryLine) -> dict[str, Any]:
     return {
         "name": line.name,
         "role": line.role,

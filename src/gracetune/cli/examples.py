@@ -12,7 +12,7 @@ import typer
 import gracetune
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import mark, out, print_json, shown
-from gracetune.config.path_status import look
+from gracetune.config.path_status import inspect_path
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, MachineError, Problem
 from gracetune.storage.atomic import write_file
@@ -71,7 +71,7 @@ def copy(
         raise ConfigError([Problem("NAME", name, ", ".join(found), f"gracetune examples copy {near}")])
     files = sorted({file for part in found[name].files for file in _files(checkout() / part)})
     copies = {file: destination.expanduser() / file.relative_to(checkout()) for file in files}
-    taken = [path for path in copies.values() if look(path).kind != "nothing"]
+    taken = [path for path in copies.values() if inspect_path(path).kind != "nothing"]
     if taken:
         hint = f"another folder: gracetune examples copy {name} DEST"
         raise ConfigError([Problem("DEST", f"{taken[0]}, which is there", "a folder without these files", hint)])

@@ -18,7 +18,7 @@ from gracetune.cli.config import AsJson
 from gracetune.cli.console import Session, mark, out, print_json, session, shown
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import load
-from gracetune.config.path_status import look
+from gracetune.config.path_status import inspect_path
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.proposal.contents import Contents, look_at
@@ -103,9 +103,9 @@ def run_init(request: InitRequest, started: Session, *, may_ask: bool = True) ->
     path = _output(request)
     asking = _Asking(request, on_terminal=may_ask and sys.stdin.isatty() and sys.stderr.isatty())
     contents = look_at(request.folder)
-    _say(f"{request.folder}: {contents.words}")
+    _report(f"{request.folder}: {contents.words}")
     if contents.passed_over:
-        _say(f"passed over: {contents.passed_over} files of other kinds than most")
+        _report(f"passed over: {contents.passed_over} files of other kinds than most")
     machine = probe()
     answers = asking.answers(slug(path.stem), contents, machine)
     proposal = propose(contents, answers, machine)
@@ -124,7 +124,7 @@ def _output(request: InitRequest) -> Path:
     path = request.output.expanduser() if request.output is not None else default_output(request.folder)
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError([Problem("--output", str(path), "a file ending in .yaml", f"--output {path}.yaml")])
-    if look(path).kind != "nothing":
+    if inspect_path(path).kind != "nothing":
         raise ConfigError([_taken(path)])
     return path
 
@@ -138,7 +138,9 @@ def default_output(folder: Path) -> Path:
 
 def _taken(path: Path) -> Problem:
     number = next(
-        number for number in range(2, 1 << 20) if look(path.with_stem(f"{path.stem}-{number}")).kind == "nothing"
+        number
+        for number in range(2, 1 << 20)
+        if inspect_path(path.with_stem(f"{path.stem}-{number}")).kind == "nothing"
     )
     hint = (
         f"train with it: gracetune train {path}; or write another: --output {path.with_stem(f'{path.stem}-{number}')}"
@@ -155,7 +157,7 @@ class _Asking:
 
     def answers(self, name: str, contents: Contents, machine: Machine) -> Answers:
         request = self.request
-        self._refuse_silence(contents)
+        self._reject_silence(contents)
         preset = self._preset(contents)
         model = self._model(contents, preset, machine)
         answers = Answers(name, model, preset, None, request.steps)
@@ -172,7 +174,7 @@ class _Asking:
         steps = request.steps or self._steps(preset.steps.of(len(contents.files)))
         return replace(answers, trigger=None if trigger.strip() in ("", "-") else trigger.strip(), steps=steps)
 
-    def _refuse_silence(self, contents: Contents) -> None:
+    def _reject_silence(self, contents: Contents) -> None:
         """Where nobody can be asked, flags have to say everything."""
         request = self.request
         if request.yes or self.on_terminal:
@@ -209,7 +211,7 @@ class _Asking:
 
     def _tell(self, text: str) -> None:
         if not self.request.yes:
-            _say(text)
+            _report(text)
 
     def _ask(self, question: str, default: str) -> str:
         if self.request.yes:
@@ -225,15 +227,15 @@ class _Asking:
                 if self.request.yes:
                     raise
                 for problem in error.problems:
-                    _say(f"  {problem.found}: expected {problem.expected}; {problem.hint}")
+                    _report(f"  {problem.found}: expected {problem.expected}; {problem.hint}")
 
 
 def _model(text: str) -> ChosenModel:
     from gracetune.cli.library_output import libraries_quiet
 
-    if look(text.rpartition(":")[2]).kind != "folder":
+    if inspect_path(text.rpartition(":")[2]).kind != "folder":
         return model_named(text)
-    _say(f"looking at {text}")
+    _report(f"looking at {text}")
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet():
         return model_named(text)
 
@@ -244,7 +246,7 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(shown(text))
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from gracetune.models.progress_bars import without_bars
 
-_NOT_TOLD = ("requires torchvision (not installed)",)
+_HIDDEN = ("requires torchvision (not installed)",)
 """We decode and resize ourselves; what falls back there is what we ask for."""
 _DEPRECATED = r"`torch\.nn\.utils\.weight_norm` is deprecated"
 """How diffusers builds Stable Audio's VAE."""
@@ -25,13 +25,13 @@ def libraries_quiet(warn: Callable[[str], None] | None = None) -> Iterator[None]
     from transformers.utils import logging as of_transformers
 
     def wanted(record: logging.LogRecord) -> bool:
-        return not any(text in record.getMessage() for text in _NOT_TOLD)
+        return not any(text in record.getMessage() for text in _HIDDEN)
 
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", _DEPRECATED, FutureWarning)
         if warn is not None:
-            warnings.showwarning = lambda message, *_where, **_how: warn(" ".join(str(message).split()))
+            warnings.showwarning = lambda message, *_device, **_options: warn(" ".join(str(message).split()))
         for library in (of_transformers, of_diffusers):
             stack.enter_context(without_bars(library))
         for handler in of_transformers.get_logger().handlers:

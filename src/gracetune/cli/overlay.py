@@ -13,7 +13,7 @@ from gracetune.cli.config import AsJson
 from gracetune.cli.console import mark, out, print_json, session, shown
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.data.text_format import counted
-from gracetune.integrations.check import Finding, Report, Status
+from gracetune.integrations.check import Finding, Status, UpstreamReport
 from gracetune.integrations.check import check as check_points
 from gracetune.integrations.facts import FactsError, read_facts
 from gracetune.integrations.points import Upstream
@@ -24,12 +24,12 @@ from gracetune.integrations.upstreams import UPSTREAMS
 app = typer.Typer(help="Attach to an installed, unmodified upstream.", no_args_is_help=True)
 
 
-class Name(StrEnum):
+class OverlayName(StrEnum):
     SIMPLETUNER = "simpletuner"
     AI_TOOLKIT = "ai-toolkit"
 
 
-UpstreamName = Annotated[Name, typer.Argument(metavar="UPSTREAM", help="simpletuner or ai-toolkit.")]
+UpstreamName = Annotated[OverlayName, typer.Argument(metavar="UPSTREAM", help="simpletuner or ai-toolkit.")]
 
 
 @app.callback()
@@ -78,7 +78,7 @@ def run(
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _report(upstream: Upstream, source: Path | None) -> Report:
+def _report(upstream: Upstream, source: Path | None) -> UpstreamReport:
     if source is not None and source.suffix == ".json":
         facts = read_facts(source)
         if facts.upstream != upstream.name:
@@ -89,7 +89,7 @@ def _report(upstream: Upstream, source: Path | None) -> Report:
     return check_points(facts, upstream.points)
 
 
-def _print(console: Console, report: Report, upstream: Upstream) -> None:
+def _print(console: Console, report: UpstreamReport, upstream: Upstream) -> None:
     console.print(
         f"[bold]{upstream.title}[/] {shown(report.version or 'of unknown version')} in {shown(report.origin)}"
     )
@@ -102,19 +102,19 @@ def _print(console: Console, report: Report, upstream: Upstream) -> None:
 
 
 def _print_finding(console: Console, one: Finding, width: int) -> None:
-    where = "" if one.file is None else one.file if one.line is None else f"{one.file}:{one.line}"
+    location = "" if one.file is None else one.file if one.line is None else f"{one.file}:{one.line}"
     to_be_had = one.status is Status.PRESENT or (one.status is Status.MOVED and one.reachable)
     needed = "" if one.point.needed else " (not needed)"
     status = "" if one.status is Status.PRESENT else f"[bold]{one.status}[/]{needed} "
     sign = mark(console, ok=to_be_had) if to_be_had or one.breaks else "-"
-    console.print(f"{sign} {one.point.name:{width}}  {status}{shown(where)}")
+    console.print(f"{sign} {one.point.name:{width}}  {status}{shown(location)}")
     if one.status is not Status.PRESENT:
         console.print(f"    for       {shown(one.point.needed_for)}")
-        console.print(f"    expected  {shown(one.point.where)}")
+        console.print(f"    expected  {shown(one.point.location)}")
         console.print(f"    found     {shown(one.detail)}")
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: UpstreamReport) -> str:
     broken = sum(one.breaks for one in report.findings)
     counts = ", ".join(f"{report.count(status)} {status}" for status in Status if report.count(status))
     if broken:

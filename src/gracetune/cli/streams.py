@@ -116,7 +116,7 @@ class GuardedOutput(io.RawIOBase):
             except BlockingIOError:
                 if not self._has_room(patience):
                     self._left_out = _lines(view)
-                    self._say_stuck()
+                    self._report_stuck()
                     return
 
     @property
@@ -129,7 +129,7 @@ class GuardedOutput(io.RawIOBase):
         poll.register(self._target, select.POLLOUT)
         return bool(poll.poll(None if self._unblocked is None else patience_s * 1000))
 
-    def _say_stuck(self) -> None:
+    def _report_stuck(self) -> None:
         if not self._has_been_stuck:
             self._has_been_stuck = True
             self.on_lost(f"{self.name} took nothing for {PATIENCE_S:.0f} s: output is left out until it does")
@@ -198,9 +198,9 @@ def open_streams(redactor: Redactor) -> StandardStreams:
 
 def ignore_lost_stdout() -> None:
     """For a command that writes files or acts on a run: stdout only says so, and its exit code is about the work."""
-    there: object = sys.stdout.buffer if isinstance(sys.stdout, io.TextIOWrapper) else None
-    if isinstance(there, GuardedOutput):
-        there.carries_result = False
+    buffer: object = sys.stdout.buffer if isinstance(sys.stdout, io.TextIOWrapper) else None
+    if isinstance(buffer, GuardedOutput):
+        buffer.carries_result = False
 
 
 def _fill_closed_descriptors() -> None:
@@ -221,9 +221,9 @@ def _guarded(stream: TextIO | None, name: str, number: int) -> tuple[TextIO, Gua
         return _text(raw, "utf-8"), raw
     if not isinstance(stream, io.TextIOWrapper):
         return stream, None
-    there: object = stream.buffer
-    if isinstance(there, GuardedOutput):
-        return stream, there
+    buffer: object = stream.buffer
+    if isinstance(buffer, GuardedOutput):
+        return stream, buffer
     # A terminal that cannot show a character gets its escape, not a traceback.
     stream.reconfigure(errors="backslashreplace")
     if not _writes_to(stream, number):

@@ -18,7 +18,7 @@ from gracetune.cli.log_level import LogLevel, logging_at
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import Resolved
 from gracetune.config.machine_checks import named_path_problems
-from gracetune.config.path_status import look
+from gracetune.config.path_status import inspect_path
 from gracetune.errors import ConfigError, Problem, visible
 from gracetune.memory.reclaim import rare_collections
 from gracetune.redaction import redact
@@ -88,7 +88,7 @@ def train(
     json_output: AsJson = False,
 ) -> None:
     """Train: stage data, build caches, train, validate, save. Exit code 3: interrupted, with its state saved."""
-    if look(config_file).kind == "folder" and not json_output:
+    if inspect_path(config_file).kind == "folder" and not json_output:
         config_file = _config_for(config_file, session(context))
     request = TrainRequest(
         config_file,
@@ -109,13 +109,13 @@ def train(
 
 def _config_for(folder: Path, started: Session) -> Path:
     """On a terminal a folder of images gets a config, if that is wanted; elsewhere the error names the command."""
-    place = look(folder).path
+    place = inspect_path(folder).path
     if (place / "config.yaml").is_file() or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return folder
     from gracetune.cli.init import InitRequest, default_output, run_init
 
     beside = default_output(place)
-    if look(beside).kind == "file":
+    if inspect_path(beside).kind == "file":
         if typer.confirm(f"{folder} is a folder. Train with {beside}?", default=True, err=True):
             return beside
     elif typer.confirm(f"{folder} is a folder. Write a config for it and train?", default=True, err=True):

@@ -60,12 +60,12 @@ def main(arguments: Sequence[str], *, help: str | None) -> int:
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchLine:
     request: TrainRequest
     notes: tuple[str, ...]
 
 
-def read_arguments(arguments: Sequence[str]) -> Launch:
+def read_arguments(arguments: Sequence[str]) -> LaunchLine:
     """Every flag that cannot be understood is listed at once."""
     problems: list[Problem] = []
     ours: dict[str, str] = {}
@@ -82,8 +82,8 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
         elif (found := _override(name, value)) is not None:
             sets += found
         else:
-            known = [*_SWITCHES, *_VALUES, "max_train_steps", "attention_mechanism", *_OTHERS, *_ROWS, *_ALWAYS]
-            hint = misspelt(flag, known, "--set KEY=VALUE sets any value of the configuration")
+            supported = [*_SWITCHES, *_VALUES, "max_train_steps", "attention_mechanism", *_OTHERS, *_ROWS, *_ALWAYS]
+            hint = misspelt(flag, supported, "--set KEY=VALUE sets any value of the configuration")
             problems.append(Problem(f"--{flag}", value or "a switch", "a flag train.py knows", hint))
     if "config" not in ours:
         problems.append(Problem("--config", "nothing", "a configuration file", "--config config.json"))
@@ -109,7 +109,7 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
         log_level=level,
         json="json" in ours,
     )
-    return Launch(request, tuple(notes))
+    return LaunchLine(request, tuple(notes))
 
 
 def find_config(path: Path) -> tuple[Path, str | None]:
@@ -171,8 +171,8 @@ def _log_level(text: str, problems: list[Problem]) -> LogLevel:
     try:
         return LogLevel(text)
     except ValueError:
-        known = ", ".join(LogLevel)
-        problems.append(Problem("--log-level", text or "nothing", f"one of {known}", "--log-level debug"))
+        supported = ", ".join(LogLevel)
+        problems.append(Problem("--log-level", text or "nothing", f"one of {supported}", "--log-level debug"))
         return LogLevel.WARNING
 
 

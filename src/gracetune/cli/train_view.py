@@ -15,17 +15,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column
 from rich.text import Text
 
-from gracetune.cache.pass_worker import Progress as PassProgress
+from gracetune.cache.pass_worker import PassProgress as PassProgress
 from gracetune.cli.console import mark, shown
 from gracetune.cli.estimate_view import print_plan
 from gracetune.config.run_config import RunConfig
 from gracetune.data.staging.progress import OnProgress, StagingProgress
 from gracetune.hardware import Machine
 from gracetune.storage.transfer import OnFetched
-from gracetune.telemetry.progress import Standing
-from gracetune.train.first_batch import DryBatch
+from gracetune.telemetry.progress import RunStatus
+from gracetune.train.first_batch import FirstBatch
 from gracetune.train.output import RunFolder
-from gracetune.train.planning import Planned
+from gracetune.train.planning import PlannedRun
 from gracetune.train.run import Result
 from gracetune.train.view import View
 from gracetune.units import MIB, format_bytes, format_duration
@@ -79,16 +79,16 @@ class TerminalView(View):
         self._progress = bars(self._console)
         self._tasks: dict[str, TaskID] = {}
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         self._console.print(shown(text))
 
     def warn(self, text: str) -> None:
         super().warn(text)
         self._console.print(f"[yellow]warning[/] {shown(text)}")
 
-    def planned(self, planned: Planned, machine: Machine) -> None:
+    def planned(self, planned: PlannedRun, machine: Machine) -> None:
         if planned.not_ours is not None:
-            self.say(planned.not_ours)
+            self.report(planned.not_ours)
             return
         print_plan(planned.demand, planned.plan, machine, planned.demand.assumptions, self._console)
 
@@ -106,7 +106,7 @@ class TerminalView(View):
     def on_download(self, name: str) -> OnFetched:
         began = time.monotonic()
         first: list[int] = []
-        told = [began]
+        last_shown = [began]
 
         def show(done: int, total: int) -> None:
             first[:1] = first[:1] or [done]
@@ -114,9 +114,9 @@ class TerminalView(View):
             left = format_duration((total - done) / pace) if pace > 0 else "unknown"
             more = f"{format_bytes(done)} of {format_bytes(total)}, {format_bytes(int(pace))}/s, {left} left"
             self._bar(f"downloading {name}", done // MIB, -(-total // MIB), more)
-            if self._progress.disable and time.monotonic() - told[0] > _LINE_EVERY:
-                told[0] = time.monotonic()
-                self.say(f"downloading {name}: {more}")
+            if self._progress.disable and time.monotonic() - last_shown[0] > _LINE_EVERY:
+                last_shown[0] = time.monotonic()
+                self.report(f"downloading {name}: {more}")
 
         return show
 
@@ -143,8 +143,8 @@ class TerminalView(View):
         else:
             self._progress.update(task, completed=step)
 
-    def on_standing(self, standing: Standing) -> None:
-        line = standing.line()
+    def on_status(self, status: RunStatus) -> None:
+        line = status.line()
         if self._progress.disable:
             self._console.print(shown(line))
         elif "training" in self._tasks:
@@ -184,7 +184,7 @@ def as_json(result: Result, config: RunConfig, price: float | None) -> dict[str,
             "applies": planned.not_ours is None,
             "note": planned.not_ours,
         },
-        "first_batch": None if result.dry is None else asdict(result.dry),
+        "first_batch": None if result.first_batch is None else asdict(result.first_batch),
         "notes": list(result.notes),
     }
     if result.stop is None:
@@ -197,8 +197,8 @@ def as_json(result: Result, config: RunConfig, price: float | None) -> dict[str,
 
 
 def print_result(console: Console, result: Result, config: RunConfig, price: float | None) -> None:
-    if result.stop is None and result.dry is not None:
-        _print_dry_run(console, result, result.dry, price)
+    if result.stop is None and result.first_batch is not None:
+        _print_dry_run(console, result, result.first_batch, price)
     if result.stop is None:
         return
     good = result.stop.kind == "finished"
@@ -206,7 +206,7 @@ def print_result(console: Console, result: Result, config: RunConfig, price: flo
     words = {"finished": "finished", "interrupted": f"interrupted{saved}", "failed": f"stopped{saved}"}
     end = f"of {result.steps}" if result.step <= result.steps else f"already, past the {result.steps} asked for"
     console.print(f"{mark(console, ok=good)} [bold]{words[result.stop.kind]}[/] at step {result.step} {end}")
-    if result.dry is None:
+    if result.first_batch is None:
         console.print(f"    {shown(result.stop.reason)}")
     if not good:
         console.print(f"    {shown(result.stop.reason)}")
@@ -216,9 +216,9 @@ def print_result(console: Console, result: Result, config: RunConfig, price: flo
         console.print(f"    {shown(str(path))}")
 
 
-def _print_dry_run(console: Console, result: Result, dry: DryBatch, price: float | None) -> None:
-    peak = "" if dry.peak_bytes is None else f", peak {format_bytes(dry.peak_bytes)}"
-    console.print(f"one batch of {dry.samples}: {dry.seconds:.3g} s forward and backward{peak}")
+def _print_dry_run(console: Console, result: Result, first_batch: FirstBatch, price: float | None) -> None:
+    peak = "" if first_batch.peak_bytes is None else f", peak {format_bytes(first_batch.peak_bytes)}"
+    console.print(f"one batch of {first_batch.samples}: {first_batch.seconds:.3g} s forward and backward{peak}")
     console.print(
         f"{result.seconds_per_step:.3g} s/it x {result.steps - result.step} steps = {result.hours:.3g} hours "
         "(without caching, validation and checkpoints)"

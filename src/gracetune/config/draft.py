@@ -23,11 +23,11 @@ class Origin:
     kind: Kind
     key: str = ""
     """The key as the user wrote it, which is rarely our own name for it."""
-    where: str = ""
+    location: str = ""
     """The file it stands in, or for a default whose default it is."""
 
     def __str__(self) -> str:
-        return " ".join(part for part in (self.kind, self.where, self.key) if part)
+        return " ".join(part for part in (self.kind, self.location, self.key) if part)
 
 
 OUR_DEFAULT = Origin("default")
@@ -38,7 +38,7 @@ def too_many_problems(file: str | None) -> Problem:
     return Problem("(file)", f"more than {MOST_PROBLEMS} problems", "a configuration of one dialect", hint, file)
 
 
-class Said(str):
+class UnquotedText(str):
     """Our own words about what was found, which are shown without the quotes a user's text gets."""
 
     __slots__ = ()
@@ -86,7 +86,7 @@ class Draft:
     """Where a stand-in is, put by a reader that has said why; no rule is held against it."""
     entries: list[tuple[int, ...]] | None = None
     """Which datasets each entry of the file's own list became, where that is not one each."""
-    refused: set[Path] = field(default_factory=set)
+    rejected: set[Path] = field(default_factory=set)
     """What a refused key would have given; only who passes it with `--allow-unsupported` is asked for it."""
     redactor: Redactor = field(default_factory=Redactor)
     """Knows the secrets of every file that is read."""
@@ -132,14 +132,14 @@ class Draft:
                 return self.origins[path[:length]]
         return None
 
-    def place(self, path: Path) -> tuple[str, str | None]:
+    def written_key(self, path: Path) -> tuple[str, str | None]:
         """The key and file to name when the value at a path is wrong. Flags and variables stand in no file."""
         for length in range(len(path), 0, -1):
             origin = self.origins.get(path[:length])
             if origin is not None and origin.key:
                 inside = dotted(path[length:])
                 key = f"{origin.key}.{inside}" if inside and not inside.startswith("[") else f"{origin.key}{inside}"
-                return key, (self.file if origin.kind == "default" else origin.where or None)
+                return key, (self.file if origin.kind == "default" else origin.location or None)
             if origin is not None:
                 break
         return dotted(path), self.file
@@ -161,7 +161,7 @@ class Draft:
         self.problems.append(problem_with(key or '""', found, expected, hint, file or self.file))
         self._stop_at_too_many()
 
-    def refuse(self, key: str, found: Any, why: str, hint: str = "", file: str | None = None) -> None:
+    def reject(self, key: str, found: Any, why: str, hint: str = "", file: str | None = None) -> None:
         """A key that is known and would change the result, but that we do not do. `--allow-unsupported` passes it."""
         hint = hint or f"remove `{key}`, or train without it: --allow-unsupported"
         self.unsupported.append(problem_with(key, found, why, hint, file or self.file))
@@ -183,7 +183,7 @@ class Draft:
 
 def _below(origin: Origin, step: str | int) -> Origin:
     key = f"{origin.key}[{step}]" if isinstance(step, int) else f"{origin.key}.{step}".removeprefix(".")
-    return Origin(origin.kind, key, origin.where)
+    return Origin(origin.kind, key, origin.location)
 
 
 def _insert(tree: dict[str, Any], path: Path, value: Any) -> None:
@@ -228,7 +228,7 @@ def describe(value: Any, key: str = "") -> str:
 
     `key` is where it was found: what its name calls a secret is not shown.
     """
-    if isinstance(value, Said):
+    if isinstance(value, UnquotedText):
         return str(value)
     if isinstance(value, bool):
         return "true" if value else "false"

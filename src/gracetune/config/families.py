@@ -23,7 +23,7 @@ from gracetune.config.family_names import FamilyNames, Flavour
 from gracetune.errors import ConfigError, Problem
 
 __all__ = ["FAMILIES", "GROUP", "PACKAGES", "Family", "FamilyPackages", "Flavour", "find_flavour", "flavours",
-           "names_of", "readable_names", "refuse_another_name"]  # fmt: skip
+           "names_of", "readable_names", "reject_another_name"]  # fmt: skip
 
 GROUP = "gracetune.families"
 _OURS = ("wan", "qwen_image", "flux", "sdxl", "stable_audio")
@@ -31,7 +31,7 @@ _OURS = ("wan", "qwen_image", "flux", "sdxl", "stable_audio")
 
 
 @runtime_checkable
-class SaysItsFamily(Protocol):
+class HasFamily(Protocol):
     """A part that says whose it is: `NAMES`, `SPEC`, `KEYS`, a footprint."""
 
     @property
@@ -56,19 +56,19 @@ class FamilyPackages:
 
     def part(self, family: str, module: str, name: str) -> Any:
         """One name of one module of a family's package; refused if it says another family's name."""
-        place = f"{self._package(family)}.{module}"
+        module_name = f"{self._package(family)}.{module}"
         if not self.is_installed(family):
-            return getattr(importlib.import_module(place), name)
+            return getattr(importlib.import_module(module_name), name)
         try:
-            found = importlib.import_module(place)
+            found = importlib.import_module(module_name)
         except Exception as error:  # the code of others, run for the first time: whatever it raises, they have to mend
-            raise _unimportable(family, place, module, error) from error
+            raise _unimportable(family, module_name, module, error) from error
         if not hasattr(found, name):
-            raise refused(family, f"{place} without {name}", f"{name} in it")
+            raise rejected(family, f"{module_name} without {name}", f"{name} in it")
         part = getattr(found, name)
         for one in part if isinstance(part, tuple | list) else (part,):
-            if isinstance(one, SaysItsFamily):
-                refuse_another_name(family, f"{place}.{name}", one)
+            if isinstance(one, HasFamily):
+                reject_another_name(family, f"{module_name}.{name}", one)
         return part
 
     def has_module(self, family: str, module: str) -> bool:
@@ -93,22 +93,22 @@ class FamilyPackages:
             for point in self.installed
             if point.name == family
         ]
-        where = ", ".join([*(["gracetune itself"] if taken else []), *by])
-        raise refused(family, f"two families of this name: {where}", "one")
+        location = ", ".join([*(["gracetune itself"] if taken else []), *by])
+        raise rejected(family, f"two families of this name: {location}", "one")
 
 
-def _unimportable(family: str, place: str, module: str, error: Exception) -> ConfigError:
-    why = f"{place} cannot be imported: {type(error).__name__}: {error}"
-    return refused(family, why, f"a package with a module {module}")
+def _unimportable(family: str, module_name: str, module: str, error: Exception) -> ConfigError:
+    why = f"{module_name} cannot be imported: {type(error).__name__}: {error}"
+    return rejected(family, why, f"a package with a module {module}")
 
 
-def refuse_another_name(family: str, place: str, part: SaysItsFamily) -> None:
+def reject_another_name(family: str, module_name: str, part: HasFamily) -> None:
     if part.family != family:
         expected = f"family={family!r} there, or an entry point called {part.family}"
-        raise refused(family, f"family={part.family!r} in {place}", expected)
+        raise rejected(family, f"family={part.family!r} in {module_name}", expected)
 
 
-def refused(family: str, found: str, expected: str) -> ConfigError:
+def rejected(family: str, found: str, expected: str) -> ConfigError:
     hint = f"mend or `pip uninstall` the package whose entry point in {GROUP} is called {family} (docs/extending.md)"
     return ConfigError([Problem(f"the installed family {family}", found, expected, hint)])
 
@@ -129,7 +129,7 @@ def names_of(family: str) -> FamilyNames:
         return FamilyNames(family, _flavours_alone(family))
     names: FamilyNames = PACKAGES.part(family, "names", "NAMES")
     if not isinstance(names, FamilyNames):
-        raise refused(family, f"NAMES = {names!r}", "a FamilyNames")
+        raise rejected(family, f"NAMES = {names!r}", "a FamilyNames")
     _check_flavours(family, "NAMES.flavours", names.flavours)
     return names
 
@@ -143,7 +143,7 @@ def _flavours_alone(family: str) -> tuple[Flavour, ...]:
 
 def _check_flavours(family: str, name: str, found: Any) -> None:
     if not (isinstance(found, tuple) and found and all(isinstance(one, Flavour) for one in found)):
-        raise refused(family, f"{name} = {found!r}", "a tuple of Flavour, at least one")
+        raise rejected(family, f"{name} = {found!r}", "a tuple of Flavour, at least one")
 
 
 def readable_names() -> Iterator[FamilyNames]:

@@ -24,7 +24,7 @@ class Flavour:
     makes: Modality
     dual_expert: bool = False
     edits: bool = False
-    from_picture: bool = False
+    from_image: bool = False
     """Clips go on from a first frame, and only so."""
 
 
@@ -50,7 +50,7 @@ class ShiftPoints:
 
 
 @dataclass(frozen=True)
-class RefusedFlavour:
+class RejectedFlavour:
     """A flavour of ours that SimpleTuner trains in a way that is not supported here."""
 
     unless: str
@@ -106,7 +106,7 @@ class SimpleTunerNames:
     assistants: Mapping[str, str] = field(default_factory=dict)
     """Our flavours that it trains adapters for under an assistant adapter -> the one it takes where a file names
     none."""
-    refused_flavours: Mapping[str, RefusedFlavour] = field(default_factory=dict)
+    rejected_flavours: Mapping[str, RejectedFlavour] = field(default_factory=dict)
     """By our names."""
     expert_shifts: Mapping[str, float] = field(default_factory=dict)
     """Flavour -> the flow shift it sets for a single expert, whatever the file says."""
@@ -202,7 +202,7 @@ class FamilyNames:
     options. None: unknown; timesteps are uniform then, and the other noise options have no effect."""
     spaces_count: bool = False
     """Its tokenizer tells one space from two; the others take them for one."""
-    told_sizes: bool = False
+    explicit_sizes: bool = False
     """The denoiser is told an image's size and crop (`model.size_conditioning`)."""
     routed_blocks: tuple[str, ...] = ()
     """The denoiser's lists of blocks that tokens can skip, in the order of their numbers in `training.token_routing`;

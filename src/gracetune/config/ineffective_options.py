@@ -24,7 +24,7 @@ class Switch:
     """Keys of one section, and what decides whether they count."""
 
     off: bool
-    where: str
+    location: str
     section: Section
     keys: str
     why: str
@@ -37,7 +37,7 @@ def without_effect(config: RunConfig, draft: Draft) -> list[str]:
     """One note for each reason, however many datasets it holds for."""
     found: dict[str, tuple[list[str], list[str]]] = {}
     for switch in switches(config, draft):
-        keys = _asked_for(switch, draft) if switch.off else []
+        keys = _requested_options(switch, draft) if switch.off else []
         if keys:
             named, remedies = found.setdefault(switch.why, ([], []))
             named += keys
@@ -65,12 +65,16 @@ def _chosen(config: RunConfig) -> list[AdapterAlgorithm]:
     return [one for one in algorithms() if one.name in kinds or one.lycoris_name in kinds]
 
 
-def _asked_for(switch: Switch, draft: Draft) -> list[str]:
+def _requested_options(switch: Switch, draft: Draft) -> list[str]:
     """In the words of whoever set them to something else than the default."""
     changed = switch.section.model_dump(exclude_defaults=True)
-    paths = [(*parse_path(switch.where), key) for key in switch.keys.split() if key in changed]
+    paths = [(*parse_path(switch.location), key) for key in switch.keys.split() if key in changed]
     origins = {path: draft.origin(path) for path in paths}
-    return [draft.place(path)[0] for path, origin in origins.items() if origin is not None and origin.kind != "default"]
+    return [
+        draft.written_key(path)[0]
+        for path, origin in origins.items()
+        if origin is not None and origin.kind != "default"
+    ]
 
 
 def switches(config: RunConfig, draft: Draft) -> Iterator[Switch]:
@@ -89,7 +93,7 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
     yield Switch(model.experts != "both", "model", model, "switch_experts_every",
                  f"model.experts is {model.experts}, and a single expert takes no turns",
                  "--set model.experts=both")  # fmt: skip
-    yield Switch(not names_of(model.family).told_sizes, "model", model, "size_conditioning drop_size_conditioning",
+    yield Switch(not names_of(model.family).explicit_sizes, "model", model, "size_conditioning drop_size_conditioning",
                  f"model.family is {model.family}, which is told no sizes", "remove them")  # fmt: skip
     chosen = _chosen(config)
     read = {key for one in chosen for key in one.own_options}
@@ -155,34 +159,35 @@ def _of_memory(config: RunConfig) -> Iterator[Switch]:
                  "nothing asks for unified memory", "--set memory.use_uvm=true")  # fmt: skip
 
 
-def _of_a_dataset(dataset: Dataset, where: str, named: str) -> Iterator[Switch]:
+def _of_a_dataset(dataset: Dataset, location: str, named: str) -> Iterator[Switch]:
     """`named`: what it is called in `--set`."""
     crop, captions = dataset.crop, dataset.captions
-    yield Switch(dataset.dataset_type in ("conditioning", "eval"), where, dataset, "held_out",
+    yield Switch(dataset.dataset_type in ("conditioning", "eval"), location, dataset, "held_out",
                  f"the dataset's type is {dataset.dataset_type}, which is not trained on", "remove it")  # fmt: skip
-    yield Switch(dataset.type != "in_memory", f"{where}.in_memory", dataset.in_memory,
+    yield Switch(dataset.type != "in_memory", f"{location}.in_memory", dataset.in_memory,
                  "compression num_workers memory_limit_gb file_extensions",
                  f"the dataset's type is {dataset.type}", f"--set {named}.type=in_memory")  # fmt: skip
     if dataset.local_copy is not None:
-        yield Switch(not dataset.path.startswith("hf://"), f"{where}.local_copy", dataset.local_copy, "subset",
+        yield Switch(not dataset.path.startswith("hf://"), f"{location}.local_copy", dataset.local_copy, "subset",
                      "only datasets of the hub have subsets", "remove it")  # fmt: skip
     # Without a crop a picture keeps its shape and its middle: who asks for `preserve` or `center` gets that.
     anyway = {"style": crop.style == "center", "aspect": crop.aspect == "preserve", "aspect_buckets": False}
-    yield Switch(not crop.enabled, f"{where}.crop", crop, " ".join(name for name, same in anyway.items() if not same),
+    yield Switch(not crop.enabled, f"{location}.crop", crop, " ".join(name for name,
+    same in anyway.items() if not same),
                  "the dataset's crop.enabled is false", f"--set {named}.crop.enabled=true")  # fmt: skip
-    yield Switch(not dataset.has_masks, f"{where}.mask", dataset.mask, "min_weight invert normalise",
+    yield Switch(not dataset.has_masks, f"{location}.mask", dataset.mask, "min_weight invert normalise",
                  "the dataset names no mask (a dataset of masks has its own options)",
                  f"--set {named}.mask.path=FOLDER")  # fmt: skip
-    yield Switch(captions.dropout == 0, f"{where}.captions", captions, "dropped_caption",
+    yield Switch(captions.dropout == 0, f"{location}.captions", captions, "dropped_caption",
                  "the dataset's captions.dropout is 0", f"--set {named}.captions.dropout=0.1")  # fmt: skip
-    yield Switch(captions.default is None, f"{where}.captions", captions, "default_for_empty",
+    yield Switch(captions.default is None, f"{location}.captions", captions, "default_for_empty",
                  "the dataset has no captions.default", f"--set {named}.captions.default=TEXT")  # fmt: skip
-    yield Switch(not captions.trigger_word, f"{where}.captions", captions, "add_trigger",
+    yield Switch(not captions.trigger_word, f"{location}.captions", captions, "add_trigger",
                  "the dataset has no captions.trigger_word", f"--set {named}.captions.trigger_word=WORD")  # fmt: skip
-    yield Switch(not captions.shuffle_tags, f"{where}.captions", captions,
+    yield Switch(not captions.shuffle_tags, f"{location}.captions", captions,
                  "keep_tags shuffle_variants shuffle_written shuffle_trigger tag_separator",
                  "the dataset's captions.shuffle_tags is false",
                  f"--set {named}.captions.shuffle_tags=true")  # fmt: skip
     yield Switch(captions.strategy != "instanceprompt" and not captions.prepend_instance_prompt,
-                 f"{where}.captions", captions, "instance_prompt", f"captions come from {captions.strategy}",
+                 f"{location}.captions", captions, "instance_prompt", f"captions come from {captions.strategy}",
                  f"--set {named}.captions.prepend_instance_prompt=true")  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from gracetune.config.draft import Draft, Path
 from gracetune.config.native import VERSION_KEY
-from gracetune.config.path_status import look
+from gracetune.config.path_status import inspect_path
 
 
 def find_beside(draft: Draft) -> None:
@@ -20,7 +20,7 @@ def find_beside(draft: Draft) -> None:
         origin, value = draft.origins.get(path), draft.get(path)
         if origin is None or origin.kind != "file" or VERSION_KEY in origin.key.replace("[", ".").split("."):
             continue
-        folders = dict.fromkeys(FilePath(file).parent for file in (origin.where, draft.file) if file)
+        folders = dict.fromkeys(FilePath(file).parent for file in (origin.location, draft.file) if file)
         draft.put(path, _beside(value, [*folders]), origin)
 
 
@@ -29,8 +29,8 @@ def _beside(value: Any, folders: list[FilePath]) -> Any:
         return [_beside(one, folders) for one in value]
     if not isinstance(value, str) or not is_relative(value):
         return value
-    places = (folder / value for folder in folders if folder != FilePath())
-    return next((str(place) for place in places if look(place).kind in ("file", "folder")), value)
+    paths = (folder / value for folder in folders if folder != FilePath())
+    return next((str(candidate) for candidate in paths if inspect_path(candidate).kind in ("file", "folder")), value)
 
 
 def is_relative(name: str) -> bool:

@@ -84,10 +84,10 @@ def replaced(text: str, old: str, new: str) -> str:
 
 def substituted(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str) -> str:
     """`Pattern.sub`, except that the result is no longer than a value may be."""
-    return joined(_pieces(pattern, replace, text), max(len(text), LONGEST_TEXT))
+    return joined(_parts(pattern, replace, text), max(len(text), LONGEST_TEXT))
 
 
-def _pieces(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str) -> Iterable[str]:
+def _parts(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str) -> Iterable[str]:
     end = 0
     for match in pattern.finditer(text):
         yield text[end : match.start()]
@@ -96,13 +96,13 @@ def _pieces(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], t
     yield text[end:]
 
 
-def joined(pieces: Iterable[str], most: int = LARGEST_FILE) -> str:
+def joined(parts: Iterable[str], most: int = LARGEST_FILE) -> str:
     """The pieces one after the other; NotPlainError as soon as they are longer than `most`."""
     kept: list[str] = []
     length = 0
-    for piece in pieces:
-        length += len(piece)
+    for part in parts:
+        length += len(part)
         if length > most:
             raise too_long() if most < LARGEST_FILE else too_large()
-        kept.append(piece)
+        kept.append(part)
     return "".join(kept)

@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import OUR_DEFAULT, Path, dotted
 from gracetune.config.optimizers import reads_key
-from gracetune.config.path_status import Place, look
+from gracetune.config.path_status import PathStatus, inspect_path
 from gracetune.config.resolve import Resolved
 from gracetune.errors import Problem
 from gracetune.units import format_bytes
@@ -50,7 +50,7 @@ def size_warnings(resolved: Resolved, host_bytes: int | None) -> list[str]:
 
 def _problem(resolved: Resolved, path: Path, found: str, expected: str, hint: str) -> Problem:
     origin = resolved.origins.get(path, OUR_DEFAULT)
-    return Problem(origin.key or dotted(path), found, expected, hint, origin.where or str(resolved.file))
+    return Problem(origin.key or dotted(path), found, expected, hint, origin.location or str(resolved.file))
 
 
 def _wrong_paths(resolved: Resolved) -> Iterator[Wrong]:
@@ -80,16 +80,16 @@ def _wrong_paths(resolved: Resolved) -> Iterator[Wrong]:
 
 
 def _unless(kinds: tuple[str, ...], path: Path, name: str, expected: str, hint: str = CHECK) -> Iterator[Wrong]:
-    place = look(name)
-    if place.kind not in kinds:
-        missing = place.kind == "nothing" and hint == CHECK
-        yield path, f"{name}, {place.words}", expected, f"{hint}: {missing_part(place)}" if missing else hint
+    status = inspect_path(name)
+    if status.kind not in kinds:
+        missing = status.kind == "nothing" and hint == CHECK
+        yield path, f"{name}, {status.words}", expected, f"{hint}: {missing_part(status)}" if missing else hint
 
 
 def _dataset_paths(dataset: Dataset, path: Path) -> Iterator[Wrong]:
     if dataset.type not in ("local", "in_memory") or "://" in dataset.path:
         return
-    folder = look(dataset.path)
+    folder = inspect_path(dataset.path)
     if folder.kind == "file" and dataset.has_local_copy:
         return
     if folder.kind != "folder":
@@ -97,11 +97,11 @@ def _dataset_paths(dataset: Dataset, path: Path) -> Iterator[Wrong]:
     if dataset.mask.path is not None:
         yield from _unless(("folder", "file"), (*path, "mask", "path"), dataset.mask.path, "a folder of masks")
     table = dataset.captions.table
-    if table is not None and not dataset.has_local_copy and look(table.path, below=folder.path).kind != "file":
+    if table is not None and not dataset.has_local_copy and inspect_path(table.path, below=folder.path).kind != "file":
         yield from _unless(("file",), (*path, "captions", "table", "path"), table.path, "a table")
 
 
-def _folder_hint(folder: Place) -> str:
+def _folder_hint(folder: PathStatus) -> str:
     if folder.kind == "file":
         return f"name the folder the file lies in: {folder.path.parent}"
     if folder.kind == "unreachable":
@@ -109,10 +109,10 @@ def _folder_hint(folder: Place) -> str:
     return f"{CHECK}: {missing_part(folder)}; or check without folders: --no-paths"
 
 
-def missing_part(place: Place) -> str:
+def missing_part(status: PathStatus) -> str:
     """The first part of a path that is not there, and the folder it is not in."""
-    missing = place.path
-    while missing.parent != missing and look(missing.parent).kind == "nothing":
+    missing = status.path
+    while missing.parent != missing and inspect_path(missing.parent).kind == "nothing":
         missing = missing.parent
     relative = missing.parent == FilePath()
     return f"there is no `{missing.name or missing}` in {'the working folder' if relative else missing.parent}"

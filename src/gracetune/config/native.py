@@ -121,21 +121,21 @@ def _write_mapping(
     origins: Mapping[Path, Origin] | None,
 ) -> None:
     for key, value in mapping.items():
-        here = (*path, key)
+        inner = (*path, key)
         label = f"{indent}{one_line_yaml(key)}:"
         if _is_section(value):
             lines.append((label, ""))
-            _write_mapping(value, here, f"{indent}  ", lines, origins)
+            _write_mapping(value, inner, f"{indent}  ", lines, origins)
         elif isinstance(value, list) and value and all(_is_section(item) for item in value):
             lines.append((label, ""))
             for index, item in enumerate(value):
                 start = len(lines)
-                _write_mapping(item, (*here, index), f"{indent}  ", lines, origins)
+                _write_mapping(item, (*inner, index), f"{indent}  ", lines, origins)
                 text, origin = lines[start]
                 lines[start] = (f"{indent}- {text[len(indent) + 2 :]}", origin)
         else:
             # Keys and file names may hold line breaks; a comment must not.
-            origin = visible(str(_origin(here, origins))) if origins is not None else ""
+            origin = visible(str(_origin(inner, origins))) if origins is not None else ""
             lines.append((f"{label} {one_line_yaml(value)}", origin))
 
 
@@ -166,4 +166,4 @@ def _flatten(value: Any, path: Path, origins: Mapping[Path, Origin], out: dict[s
             _flatten(item, (*path, index), origins, out)
     else:
         origin = _origin(path, origins)
-        out[dotted(path)] = {"kind": origin.kind, "where": origin.where, "key": origin.key}
+        out[dotted(path)] = {"kind": origin.kind, "where": origin.location, "key": origin.key}

@@ -9,7 +9,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Place:
+class PathStatus:
     """What a path leads to."""
 
     kind: Literal["file", "folder", "nothing", "unreachable"]
@@ -28,16 +28,16 @@ class Place:
         }[self.kind]
 
 
-def look(name: str | Path, *, below: Path | None = None) -> Place:
+def inspect_path(name: str | Path, *, below: Path | None = None) -> PathStatus:
     """What `name` leads to, `~` included, from the working folder or from `below`."""
     path = Path(name)
     try:
         path = path.expanduser() if below is None else below / path.expanduser()
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return Place("nothing", path)
+        return PathStatus("nothing", path)
     except OSError as error:
-        return Place("unreachable", path, error.strerror or type(error).__name__)
+        return PathStatus("unreachable", path, error.strerror or type(error).__name__)
     except (RuntimeError, ValueError) as error:  # no such user behind a `~`; a NUL byte
-        return Place("unreachable", path, str(error).rstrip("."))
-    return Place("folder" if stat.S_ISDIR(mode) else "file", path)
+        return PathStatus("unreachable", path, str(error).rstrip("."))
+    return PathStatus("folder" if stat.S_ISDIR(mode) else "file", path)

@@ -19,7 +19,7 @@ def settle_samples(draft: Draft) -> None:
         for root in (("validation",), *((*_PROMPTS, index) for index in range(count))):
             _round_frames(draft, (*root, "num_frames"))
     flavour = _flavour(draft, family)
-    if count and flavour is not None and (flavour.edits or flavour.from_picture):
+    if count and flavour is not None and (flavour.edits or flavour.from_image):
         _leave_out_pictureless(draft, prompts, flavour)
 
 
@@ -32,14 +32,14 @@ def _round_frames(draft: Draft, path: Path) -> None:
     frames, origin = draft.get(path), draft.origins.get(path)
     if type(frames) is not int or frames < 1 or frames % 4 == 1 or origin is None or origin.kind != "file":
         return
-    drawn = frames // 4 * 4 + 1
-    draft.put(path, drawn, origin)
-    draft.note(f"{origin.key}: {frames} frames are drawn as {drawn}, as diffusers does: clips have 4 k + 1")
+    generated_frames = frames // 4 * 4 + 1
+    draft.put(path, generated_frames, origin)
+    draft.note(f"{origin.key}: {frames} frames are drawn as {generated_frames}, as diffusers does: clips have 4 k + 1")
 
 
 def _leave_out_pictureless(draft: Draft, prompts: list[Any], flavour: Flavour) -> None:
     kept = [index for index, item in enumerate(prompts) if not isinstance(item, dict) or item.get("references")]
-    gone = [draft.place((*_PROMPTS, index, "prompt"))[0] for index in range(len(prompts)) if index not in kept]
+    gone = [draft.written_key((*_PROMPTS, index, "prompt"))[0] for index in range(len(prompts)) if index not in kept]
     if not gone:
         return
     origins = {

@@ -29,7 +29,7 @@ from gracetune.config.limits import (
 
 
 @dataclass(frozen=True)
-class Oddity:
+class NonPlainValue:
     """One value that is not plain; it has been taken out, and the rest can be used."""
 
     path: Path
@@ -38,7 +38,7 @@ class Oddity:
     hint: str
 
 
-def plain(data: Any) -> tuple[Any, list[Oddity]]:
+def plain(data: Any) -> tuple[Any, list[NonPlainValue]]:
     """A copy with nothing shared in it, in which odd values are None, and what was odd about each.
 
     Dates become their text (2025-01-01). Raises `NotPlainError` where the shape itself is wrong.
@@ -49,7 +49,7 @@ def plain(data: Any) -> tuple[Any, list[Oddity]]:
 
 @dataclass
 class _Gate:
-    oddities: list[Oddity] = field(default_factory=list)
+    oddities: list[NonPlainValue] = field(default_factory=list)
     seen: int = 0
     around: list[int] = field(default_factory=list)
     """Ids of the containers that the present value stands in."""
@@ -65,7 +65,7 @@ class _Gate:
         odd = _odd(value)
         if odd is None:
             return value
-        self.oddities.append(Oddity(path, *odd))
+        self.oddities.append(NonPlainValue(path, *odd))
         return None
 
     def _container(self, value: Any, path: Path) -> Any:
@@ -90,7 +90,7 @@ class _Gate:
             name = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
             odd = _odd_key(name) or (_TWICE if name in copied else None)
             if odd is not None:
-                self.oddities.append(Oddity((*path, str(name)[:LONGEST_KEY]), *odd))
+                self.oddities.append(NonPlainValue((*path, str(name)[:LONGEST_KEY]), *odd))
             else:
                 copied[name] = self.copy(item, (*path, name))
         return copied

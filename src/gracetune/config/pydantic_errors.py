@@ -52,7 +52,7 @@ def known_path(loc: tuple[int | str, ...], error_type: str) -> Path:
 
 
 def _problem(path: Path, error: ErrorDetails, draft: Draft) -> Problem:
-    key, file = draft.place(path)
+    key, file = draft.written_key(path)
     if error["type"] == "extra_forbidden":
         return _unknown_key(path, key, error["input"], draft)
     expected = expectation(path)
@@ -76,7 +76,7 @@ def _unknown_key(path: Path, key: str, value: Any, draft: Draft) -> Problem:
         hint = f"write `--set {dotted(ours)}=…`, which is our name for it"
     else:
         hint = misspelt(str(path[-1]), names, f"remove it; known here: {', '.join(names)}" if names else "remove it")
-    file = draft.place(path)[1]
+    file = draft.written_key(path)[1]
     return problem_with(key, value, "a key of the configuration", hint, file, sentence="an unknown key (value {})")
 
 

@@ -62,8 +62,8 @@ class Registry:
         points = self._points(name)
         if len(points) + (name in self.ours) > 1:
             by = [f"{point.value} ({point.dist.name if point.dist else 'unknown distribution'})" for point in points]
-            where = ", ".join([*(["gracetune itself"] if name in self.ours else []), *by])
-            raise self.rejected(name, f"several called {name}: {where}", "one")
+            location = ", ".join([*(["gracetune itself"] if name in self.ours else []), *by])
+            raise self.rejected(name, f"several called {name}: {location}", "one")
 
     def _points(self, name: str) -> list[EntryPoint]:
         return [point for point in self.installed if point.name == name]

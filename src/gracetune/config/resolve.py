@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from gracetune.config.dialects import DIALECTS
 from gracetune.config.dialects.table import Dialect
-from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path, too_many_problems
+from gracetune.config.draft import Draft, Origin, Path, UnquotedText, dotted, parse_path, too_many_problems
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.families import FAMILIES
 from gracetune.config.ineffective_options import loaded_by_no_program, without_effect
@@ -21,7 +21,7 @@ from gracetune.config.input_paths import find_beside
 from gracetune.config.limits import DEEPEST, LONGEST_TEXT, MOST_PROBLEMS, NotPlainError
 from gracetune.config.plain_data import plain
 from gracetune.config.pydantic_errors import known_path, problems_of, required_names
-from gracetune.config.rules import Broken, broken_rules
+from gracetune.config.rules import BrokenRule, broken_rules
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document, open_document
@@ -164,12 +164,14 @@ def _read_overrides(draft: Draft, overrides: Sequence[str]) -> None:
         except ValueError:
             path = ()
         if len(text) > LONGEST_TEXT:
-            found = Said(f"a text of {len(text):,} characters")
+            found = UnquotedText(f"a text of {len(text):,} characters")
             draft.problem("--set", found, f"at most {LONGEST_TEXT:,}", "write long values into the file")
         elif not equals or not path:
             draft.problem("--set", text, "KEY=VALUE", "for example --set training.batch_size=2")
         elif len(path) > DEEPEST:
-            draft.problem("--set", Said(f"a key of {len(path)} parts"), f"at most {DEEPEST} parts", "shorten it")
+            draft.problem(
+                "--set", UnquotedText(f"a key of {len(path)} parts"), f"at most {DEEPEST} parts", "shorten it"
+            )
         elif not (targets := _targets(draft, path)):
             ids = [str(one.get("id")) for one in _datasets(draft)]
             hint = misspelt(path[1], ids, "`gracetune config show` lists the ids", write="--set 'datasets[{}]...'")
@@ -246,7 +248,7 @@ def _overrule_hints_variable(draft: Draft) -> None:
         if cause is not None and draft.get(("cache", name)) == "unified_memory":
             draft.put(path, None, cause)
             draft.note(
-                f"{found.key}: overruled by {draft.place(('cache', name))[0]}: unified_memory; "
+                f"{found.key}: overruled by {draft.written_key(('cache', name))[0]}: unified_memory; "
                 "to switch hints off set memory.enable_uvm_hints to false"
             )
             return
@@ -255,17 +257,17 @@ def _overrule_hints_variable(draft: Draft) -> None:
 def _build(draft: Draft, dialect: str, file: FilePath, allow_unsupported: bool) -> Resolved:
     problems = list(draft.problems)
     if allow_unsupported:
-        for refused in draft.unsupported:
-            draft.note(f"{refused.key}: {refused.found} is not supported and was left out ({refused.expected})")
+        for rejected in draft.unsupported:
+            draft.note(f"{rejected.key}: {rejected.found} is not supported and was left out ({rejected.expected})")
     else:
         problems += draft.unsupported
     config, unknown, schema_problems = _validate(draft)
-    unknown |= draft.unread | (set() if allow_unsupported else draft.refused)
+    unknown |= draft.unread | (set() if allow_unsupported else draft.rejected)
     problems += schema_problems
     for broken in broken_rules(config) if config is not None else ():
         if not _rests_on(broken, unknown):
-            key, where = draft.place(broken.path)
-            problems.append(Problem(key, broken.found, broken.expected, broken.hint, where))
+            key, location = draft.written_key(broken.path)
+            problems.append(Problem(key, broken.found, broken.expected, broken.hint, location))
     if problems or config is None:
         raise UnresolvedError(_once(problems), dialect, draft.notes)
     for note in (*without_effect(config, draft), *loaded_by_no_program(config)):
@@ -273,10 +275,10 @@ def _build(draft: Draft, dialect: str, file: FilePath, allow_unsupported: bool) 
     return Resolved(config, dialect, file, dict(draft.origins), tuple(draft.notes))
 
 
-def _rests_on(broken: Broken, unknown: set[Path]) -> bool:
+def _rests_on(broken: BrokenRule, unknown: set[Path]) -> bool:
     """Whether a rule was broken by a value that is not the user's own."""
     concerned = (broken.path, *broken.because)
-    return any(place[: len(path)] == path for path in unknown for place in concerned)
+    return any(known_path[: len(path)] == path for path in unknown for known_path in concerned)
 
 
 def _once(problems: Sequence[Problem]) -> list[Problem]:
@@ -284,10 +286,10 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
     gone: set[tuple[str, str | None]] = set()
     kept: list[Problem] = []
     for problem in dict.fromkeys(problems):
-        place = (problem.key, problem.file)
-        if problem.found in _MISSED and place in gone:
+        identity = (problem.key, problem.file)
+        if problem.found in _MISSED and identity in gone:
             continue
-        gone.add(place)
+        gone.add(identity)
         kept.append(problem)
         if len(kept) == MOST_PROBLEMS:
             return [*kept, too_many_problems(problem.file)]

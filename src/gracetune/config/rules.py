@@ -21,7 +21,7 @@ from gracetune.redaction import HIDDEN, redact_webhook
 
 
 @dataclass(frozen=True)
-class Broken:
+class BrokenRule:
     """A rule that does not hold, and the value to change."""
 
     path: Path
@@ -35,47 +35,49 @@ class Broken:
 _MODEL: tuple[Path, ...] = (("model", "family"), ("model", "flavour"), ("model", "path"))
 
 
-def broken_rules(config: RunConfig) -> list[Broken]:
+def broken_rules(config: RunConfig) -> list[BrokenRule]:
     """No more than a list of problems shows: each may have taken a search for what was meant."""
     return list(islice(chain.from_iterable(rule(config) for rule in RULES), MOST_PROBLEMS + 1))
 
 
-def _length(config: RunConfig) -> Iterator[Broken]:
+def _length(config: RunConfig) -> Iterator[BrokenRule]:
     steps, epochs = config.training.max_steps, config.training.epochs
     if steps is None and epochs is None:
-        yield Broken(("training", "max_steps"), "neither steps nor epochs", "one of the two",
+        yield BrokenRule(("training", "max_steps"), "neither steps nor epochs", "one of the two",
                      "set training.max_steps, for example 2000", (("training", "epochs"),))  # fmt: skip
     if steps is not None and epochs is not None:
-        yield Broken(("training", "epochs"), f"{steps} steps and {epochs} epochs", "one of the two",
+        yield BrokenRule(("training", "epochs"), f"{steps} steps and {epochs} epochs", "one of the two",
                      "remove training.epochs or training.max_steps")  # fmt: skip
 
 
-def _ramp(config: RunConfig) -> Iterator[Broken]:
+def _ramp(config: RunConfig) -> Iterator[BrokenRule]:
     ramp = config.training.ramp
     if not ramp.enabled:
         return
     for name in ("initial_effective_batch_size", "target_effective_batch_size", "batch_rampup_steps"):
         if ramp.model_dump()[name] is None:
-            yield Broken(("training", "ramp", name), "nothing", "a whole number >= 1",
+            yield BrokenRule(("training", "ramp", name), "nothing", "a whole number >= 1",
                          f"the batch ramp is enabled: set {name}")  # fmt: skip
     first, last = ramp.initial_effective_batch_size, ramp.target_effective_batch_size
     if first is not None and last is not None and first > last:
-        yield Broken(("training", "ramp", "initial_effective_batch_size"), str(first), f"at most the target, {last}",
+        yield BrokenRule(("training", "ramp", "initial_effective_batch_size"), str(first),
+        f"at most the target, {last}",
                      "a ramp rises: swap the two")  # fmt: skip
 
 
-def _determinism(config: RunConfig) -> Iterator[Broken]:
+def _determinism(config: RunConfig) -> Iterator[BrokenRule]:
     training = config.training
     if training.deterministic and training.attention in ("flash_attn_2", "flash_attn_3"):
-        yield Broken(("training", "attention"), training.attention, "one of torch's own, with training.deterministic",
+        yield BrokenRule(("training", "attention"), training.attention,
+        "one of torch's own, with training.deterministic",
                      "write `auto`, or turn training.deterministic off", (("training", "deterministic"),))  # fmt: skip
 
 
-def _token_routing(config: RunConfig) -> Iterator[Broken]:
+def _token_routing(config: RunConfig) -> Iterator[BrokenRule]:
     routes, family = config.training.token_routing.routes, config.model.family
     if routes and not names_of(family).routed_blocks:
         able = ", ".join(name for name in FAMILIES if names_of(name).routed_blocks)
-        yield Broken(("training", "token_routing", "routes"), f"{len(routes)} with model.family {family}",
+        yield BrokenRule(("training", "token_routing", "routes"), f"{len(routes)} with model.family {family}",
                      f"none: only tokens of {able} can skip blocks", "--set 'training.token_routing.routes=[]'",
                      (("model", "family"),))  # fmt: skip
 
@@ -88,83 +90,84 @@ def known_flavour(config: RunConfig) -> Flavour | None:
     return flavours(model.family)[0] if model.path is None else None
 
 
-def _model(config: RunConfig) -> Iterator[Broken]:
+def _model(config: RunConfig) -> Iterator[BrokenRule]:
     model, flavour = config.model, known_flavour(config)
     if model.flavour is not None and flavour is None:
         names = [known.name for known in flavours(model.family)]
         hint = misspelt(model.flavour, names, "choose one of them, or give model.path instead")
-        yield Broken(("model", "flavour"), describe(model.flavour), f"one of {', '.join(names)}", hint, _MODEL)
+        yield BrokenRule(("model", "flavour"), describe(model.flavour), f"one of {', '.join(names)}", hint, _MODEL)
     if model.assistant_adapter is not None and flavour is not None and flavour.dual_expert:
-        yield Broken(("model", "assistant_adapter"), f"one for {flavour.name}, which has two denoisers",
+        yield BrokenRule(("model", "assistant_adapter"), f"one for {flavour.name}, which has two denoisers",
                      "a model with one denoiser", "remove model.assistant_adapter", _MODEL)  # fmt: skip
     if model.experts != "both" and flavour is not None and not flavour.dual_expert:
-        yield Broken(("model", "experts"), model.experts, f"both: {flavour.name} has a single expert",
+        yield BrokenRule(("model", "experts"), model.experts, f"both: {flavour.name} has a single expert",
                      "remove model.experts", _MODEL)  # fmt: skip
 
 
-def _adapter(config: RunConfig) -> Iterator[Broken]:
+def _adapter(config: RunConfig) -> Iterator[BrokenRule]:
     adapter = config.adapter
     if adapter.kind == "full_finetune" and config.model.assistant_adapter is not None:
-        yield Broken(("model", "assistant_adapter"), "one for full_finetune", "an adapter to train beside it",
+        yield BrokenRule(("model", "assistant_adapter"), "one for full_finetune", "an adapter to train beside it",
                      "remove model.assistant_adapter, or choose lora", (("adapter", "kind"),))  # fmt: skip
     if adapter.kind == "full_finetune" and (adapter.targets or adapter.init_from):
-        yield Broken(("adapter", "kind"), "full_finetune with targets or init_from", "an adapter for those",
+        yield BrokenRule(("adapter", "kind"), "full_finetune with targets or init_from", "an adapter for those",
                      "remove adapter.targets and adapter.init_from, or choose lora")  # fmt: skip
 
 
-def _precision(config: RunConfig) -> Iterator[Broken]:
+def _precision(config: RunConfig) -> Iterator[BrokenRule]:
     held = config.model.base_precision
     if held in ("auto", "fp8", "int8") and config.adapter.kind == "full_finetune":
-        yield Broken(("model", "base_precision"), f"{held} with full_finetune", f"bf16, fp16 or fp32: {held} is for "
+        yield BrokenRule(("model", "base_precision"), f"{held} with full_finetune",
+        f"bf16, fp16 or fp32: {held} is for "
                      "weights that stay as they are", "--set model.base_precision=bf16, or train an adapter",
                      (("adapter", "kind"),))  # fmt: skip
 
 
-def _automagic(config: RunConfig) -> Iterator[Broken]:
+def _automagic(config: RunConfig) -> Iterator[BrokenRule]:
     optimizer = config.optimizer
     for name, limits in (
         ("limits", optimizer.limits), ("high_noise", optimizer.high_noise), ("low_noise", optimizer.low_noise)
     ):  # fmt: skip
         if not reads_key(optimizer.name, name) and limits != type(limits)():
-            yield Broken(("optimizer", name), f"limits for {optimizer.name}", "the automagic optimizer",
+            yield BrokenRule(("optimizer", name), f"limits for {optimizer.name}", "the automagic optimizer",
                          f"set optimizer.name to automagic or remove optimizer.{name}",
                          (("optimizer", "name"),))  # fmt: skip
         if limits.min_lr is not None and limits.max_lr is not None and limits.min_lr > limits.max_lr:
-            yield Broken(("optimizer", name, "min_lr"), f"{limits.min_lr:g}", f"at most max_lr, {limits.max_lr:g}",
+            yield BrokenRule(("optimizer", name, "min_lr"), f"{limits.min_lr:g}", f"at most max_lr, {limits.max_lr:g}",
                          "swap the two")  # fmt: skip
 
 
-def _objective(config: RunConfig) -> Iterator[Broken]:
+def _objective(config: RunConfig) -> Iterator[BrokenRule]:
     objective = config.objective
     if objective.min_timestep >= objective.max_timestep:
-        yield Broken(("objective", "min_timestep"), str(objective.min_timestep),
+        yield BrokenRule(("objective", "min_timestep"), str(objective.min_timestep),
                      f"below max_timestep, {objective.max_timestep}", "widen the window",
                      (("objective", "max_timestep"),))  # fmt: skip
     line = objective.resolution_shift
     if line is not None and line.base_image_seq_len >= line.max_image_seq_len:
         path = ("objective", "resolution_shift")
-        yield Broken((*path, "base_image_seq_len"), str(line.base_image_seq_len),
+        yield BrokenRule((*path, "base_image_seq_len"), str(line.base_image_seq_len),
                      f"below max_image_seq_len, {line.max_image_seq_len}", "write 256 and 4096, for example",
                      ((*path, "max_image_seq_len"),))  # fmt: skip
 
 
-def _dataset_ids(config: RunConfig) -> Iterator[Broken]:
+def _dataset_ids(config: RunConfig) -> Iterator[BrokenRule]:
     seen: dict[str, int] = {}
     for index, dataset in enumerate(config.datasets):
         if dataset.id in seen:
-            yield Broken(("datasets", index, "id"), f"{describe(dataset.id)} again", "an id of its own",
+            yield BrokenRule(("datasets", index, "id"), f"{describe(dataset.id)} again", "an id of its own",
                          f"datasets[{seen[dataset.id]}] has this id: rename one of the two")  # fmt: skip
         seen.setdefault(dataset.id, index)
 
 
-def _something_to_train_on(config: RunConfig) -> Iterator[Broken]:
+def _something_to_train_on(config: RunConfig) -> Iterator[BrokenRule]:
     trainable = [d for d in config.datasets if not d.disabled and d.dataset_type in ("image", "video", "audio")]
     if not trainable:
-        yield Broken(("datasets",), f"{len(config.datasets)} datasets, none to train on",
+        yield BrokenRule(("datasets",), f"{len(config.datasets)} datasets, none to train on",
                      "an enabled image, video or audio dataset", "add one, or remove its `disabled`")  # fmt: skip
 
 
-def _datasets(config: RunConfig) -> Iterator[Broken]:
+def _datasets(config: RunConfig) -> Iterator[BrokenRule]:
     ids = [dataset.id for dataset in config.datasets]
     flavour = known_flavour(config)
     for index, dataset in enumerate(config.datasets):
@@ -176,131 +179,136 @@ def _datasets(config: RunConfig) -> Iterator[Broken]:
             yield from _modality(dataset, ("datasets", index), flavour)
 
 
-def _backend(dataset: Dataset, path: Path) -> Iterator[Broken]:
+def _backend(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
     """An installed backend can be imported, and its own model takes its options."""
     given = dict(dataset)
     for name in BACKEND_SECTIONS:
         if name != dataset.type and given[name]:
             expected = f"no options of {name} in a dataset of type {dataset.type}"
             hint = f"write type: {name}, or remove them"
-            yield Broken((*path, name), describe(given[name]), expected, hint, ((*path, "type"),))
+            yield BrokenRule((*path, name), describe(given[name]), expected, hint, ((*path, "type"),))
     if not is_installed(dataset.type):
         return
     if dataset.type not in BACKEND_SECTIONS:
         expected = "a backend whose name is no other key of a dataset"
-        yield Broken((*path, "type"), dataset.type, expected, "rename the entry point of the package that brings it")
+        yield BrokenRule(
+            (*path, "type"), dataset.type, expected, "rename the entry point of the package that brings it"
+        )
         return
     try:
         _, invalid = validated(dataset.type, given[dataset.type])
     except ConfigError as error:
         for one in error.problems:
-            yield Broken((*path, "type"), f"{dataset.type}: {one.found}", one.expected, one.hint)
+            yield BrokenRule((*path, "type"), f"{dataset.type}: {one.found}", one.expected, one.hint)
         return
     for option in invalid:
         hint = f"look at the documentation of the package that brings {dataset.type}"
-        yield Broken((*path, dataset.type, *option.path), describe(option.found), option.expected, hint)
+        yield BrokenRule((*path, dataset.type, *option.path), describe(option.found), option.expected, hint)
 
 
-def _storage(dataset: Dataset, path: Path) -> Iterator[Broken]:
+def _storage(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
     protocol = dataset.path.partition("://")[0] if "://" in dataset.path else None
     if dataset.storage is not None and protocol not in ACCESS_PROTOCOLS:
         found = f"options for {'a folder' if protocol is None else f'{protocol}://'}"
         hint = "remove datasets[].storage: other libraries read environment variables"
-        yield Broken((*path, "storage"), found, f"them for {', '.join(f'{name}://' for name in ACCESS_PROTOCOLS)}",
+        yield BrokenRule((*path, "storage"), found, f"them for {', '.join(f'{name}://' for name in ACCESS_PROTOCOLS)}",
                      hint, ((*path, "path"),))  # fmt: skip
     if protocol == "hf" and dataset.path.removeprefix("hf://").removeprefix("datasets/").count("/") == 0:
-        yield Broken((*path, "path"), dataset.path, "hf://datasets/OWNER/NAME", "name the owner too")
+        yield BrokenRule((*path, "path"), dataset.path, "hf://datasets/OWNER/NAME", "name the owner too")
 
 
-def _local_copy(dataset: Dataset, path: Path) -> Iterator[Broken]:
+def _local_copy(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
     copy = dataset.local_copy
     if copy is None:
         return
-    here = (*path, "local_copy")
+    local_copy_path = (*path, "local_copy")
     if dataset.type not in ("local", "in_memory"):
-        yield Broken((*path, "type"), f"{dataset.type} with local_copy", "local or in_memory: a copy is read from disk",
-                     "write type: local, or remove local_copy", (here,))  # fmt: skip
+        yield BrokenRule((*path, "type"), f"{dataset.type} with local_copy",
+        "local or in_memory: a copy is read from disk",
+                     "write type: local, or remove local_copy", (local_copy_path,))  # fmt: skip
     if copy.index is not None and copy.format not in ("auto", "archives"):
-        yield Broken((*here, "index"), f"an index for format {copy.format}", "format archives",
-                     "remove local_copy.index", ((*here, "format"),))  # fmt: skip
+        yield BrokenRule((*local_copy_path, "index"), f"an index for format {copy.format}", "format archives",
+                     "remove local_copy.index", ((*local_copy_path, "format"),))  # fmt: skip
     if copy.tile is not None and copy.tile.index >= copy.tile.count:
-        yield Broken((*here, "tile", "index"), str(copy.tile.index), f"below count, {copy.tile.count}",
+        yield BrokenRule((*local_copy_path, "tile", "index"), str(copy.tile.index), f"below count, {copy.tile.count}",
                      f"write {copy.tile.count - 1} for the last")  # fmt: skip
     if copy.tile is not None and dataset.dataset_type in ("video", "audio"):
-        yield Broken((*here, "tile"), f"tiles of {dataset.dataset_type}", "pictures", "remove local_copy.tile",
+        yield BrokenRule((*local_copy_path, "tile"), f"tiles of {dataset.dataset_type}", "pictures",
+        "remove local_copy.tile",
                      ((*path, "dataset_type"),))  # fmt: skip
     for index, one in enumerate(copy.filter):
         if one.minimum is None and not one.one_of:
-            yield Broken((*here, "filter", index), "neither minimum nor one_of", "one of the two",
+            yield BrokenRule((*local_copy_path, "filter", index), "neither minimum nor one_of", "one of the two",
                          "add minimum: 0.5, for example")  # fmt: skip
 
 
-def _sizes(dataset: Dataset, path: Path) -> Iterator[Broken]:
+def _sizes(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
     if dataset.maximum_size is not None and dataset.downsample_to is None:
-        yield Broken((*path, "downsample_to"), "nothing", "a size that images above maximum_size are scaled to",
+        yield BrokenRule((*path, "downsample_to"), "nothing", "a size that images above maximum_size are scaled to",
                      "set downsample_to, or remove maximum_size")  # fmt: skip
     low, high = dataset.minimum_aspect_ratio, dataset.maximum_aspect_ratio
     if low is not None and high is not None and low > high:
-        yield Broken((*path, "minimum_aspect_ratio"), f"{low:g}", f"at most {high:g}", "swap the two")
+        yield BrokenRule((*path, "minimum_aspect_ratio"), f"{low:g}", f"at most {high:g}", "swap the two")
     crop = dataset.crop
     if crop.enabled and crop.aspect in ("closest", "random") and not crop.aspect_buckets:
-        yield Broken((*path, "crop", "aspect_buckets"), "nothing", f"a list of ratios for aspect {crop.aspect}",
+        yield BrokenRule((*path, "crop", "aspect_buckets"), "nothing", f"a list of ratios for aspect {crop.aspect}",
                      "for example [1.0, 0.75, 1.33]")  # fmt: skip
 
 
-def _frames(dataset: Dataset, path: Path) -> Iterator[Broken]:
+def _frames(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
     frames = dataset.video.num_frames
     if dataset.dataset_type == "video" and frames is not None and frames % 4 != 1:
         lower, upper = frames - (frames - 1) % 4, frames - (frames - 1) % 4 + 4
-        yield Broken((*path, "video", "num_frames"), str(frames), "a multiple of 4 plus 1",
+        yield BrokenRule((*path, "video", "num_frames"), str(frames), "a multiple of 4 plus 1",
                      f"write {lower} or {upper}" if lower > 0 else f"write {upper}")  # fmt: skip
 
 
-def _canny(dataset: Dataset, path: Path, flavour: Flavour | None) -> Iterator[Broken]:
-    edges, here = dataset.canny_reference, (*path, "canny_reference")
+def _canny(dataset: Dataset, path: Path, flavour: Flavour | None) -> Iterator[BrokenRule]:
+    edges, local_copy_path = dataset.canny_reference, (*path, "canny_reference")
     if edges is None:
         return
     if edges.low_threshold > edges.high_threshold:
-        yield Broken((*here, "low_threshold"), f"{edges.low_threshold:g}",
+        yield BrokenRule((*local_copy_path, "low_threshold"), f"{edges.low_threshold:g}",
                      f"at most high_threshold, {edges.high_threshold:g}", "swap the two",
-                     ((*here, "high_threshold"),))  # fmt: skip
+                     ((*local_copy_path, "high_threshold"),))  # fmt: skip
     if dataset.dataset_type not in ("image", "eval"):
-        yield Broken(here, f"it for a dataset of type {dataset.dataset_type}", "it for images that are trained on",
+        yield BrokenRule(local_copy_path, f"it for a dataset of type {dataset.dataset_type}",
+        "it for images that are trained on",
                      "remove it", ((*path, "dataset_type"),))  # fmt: skip
     if flavour is not None and not flavour.edits:
-        yield Broken(here, f"references for {flavour.name}", "a model that edits, such as kontext",
+        yield BrokenRule(local_copy_path, f"references for {flavour.name}", "a model that edits, such as kontext",
                      "remove canny_reference or choose a model that edits", _MODEL)  # fmt: skip
 
 
-def _periods(dataset: Dataset, path: Path) -> Iterator[Broken]:
+def _periods(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
     if dataset.end_epoch is not None and dataset.end_epoch < dataset.start_epoch:
-        yield Broken((*path, "end_epoch"), str(dataset.end_epoch), f"at least start_epoch, {dataset.start_epoch}",
+        yield BrokenRule((*path, "end_epoch"), str(dataset.end_epoch), f"at least start_epoch, {dataset.start_epoch}",
                      "swap the two")  # fmt: skip
     if dataset.end_step is not None and dataset.end_step <= dataset.start_step:
-        yield Broken((*path, "end_step"), str(dataset.end_step), f"above start_step, {dataset.start_step}",
+        yield BrokenRule((*path, "end_step"), str(dataset.end_step), f"above start_step, {dataset.start_step}",
                      "swap the two")  # fmt: skip
 
 
-def _references(dataset: Dataset, path: Path, ids: list[str]) -> Iterator[Broken]:
+def _references(dataset: Dataset, path: Path, ids: list[str]) -> Iterator[BrokenRule]:
     wanted = [*dataset.conditioning, *([dataset.source_dataset_id] if dataset.source_dataset_id else [])]
     for name in wanted:
         if name not in ids or name == dataset.id:
             field = "conditioning" if name in dataset.conditioning else "source_dataset_id"
             hint = misspelt(name, [known for known in ids if known != dataset.id], "add that dataset")
             others = tuple(("datasets", index, "id") for index in range(len(ids)))
-            yield Broken((*path, field), describe(name), "the id of another dataset of this config", hint, others)
+            yield BrokenRule((*path, field), describe(name), "the id of another dataset of this config", hint, others)
 
 
-def _modality(dataset: Dataset, path: Path, flavour: Flavour) -> Iterator[Broken]:
+def _modality(dataset: Dataset, path: Path, flavour: Flavour) -> Iterator[BrokenRule]:
     """Video models learn from single images too; nothing else mixes."""
     readable = {"video": ("video", "image"), "image": ("image",), "audio": ("audio",)}[flavour.makes]
     if dataset.dataset_type in ("image", "video", "audio") and dataset.dataset_type not in readable:
         expected = f"{' or '.join(readable)}, which {flavour.name} learns from"
-        yield Broken((*path, "dataset_type"), dataset.dataset_type, expected,
+        yield BrokenRule((*path, "dataset_type"), dataset.dataset_type, expected,
                      "remove the dataset or choose a model for it", _MODEL)  # fmt: skip
 
 
-def _edit_sources(config: RunConfig) -> Iterator[Broken]:
+def _edit_sources(config: RunConfig) -> Iterator[BrokenRule]:
     """A model that edits learns from pairs: what the picture was, and what it became."""
     flavour = known_flavour(config)
     if flavour is None or not flavour.edits:
@@ -315,14 +323,14 @@ def _edit_sources(config: RunConfig) -> Iterator[Broken]:
         index, dataset = trained[0]
         fields = ("conditioning", "conditioning_type", "source_dataset_id", "dataset_type")
         others = tuple(("datasets", other, field) for other in range(len(config.datasets)) for field in fields)
-        yield Broken(("datasets", index, "conditioning"), f"no edit sources for {describe(dataset.id)}",
+        yield BrokenRule(("datasets", index, "conditioning"), f"no edit sources for {describe(dataset.id)}",
                      f"a dataset of the pictures before the edit: {flavour.name} learns from pairs",
                      "give their folder: `control_path` in ai-toolkit; elsewhere a dataset with `dataset_type: "
                      "conditioning`, named in `conditioning` (SimpleTuner: `conditioning_data`)",
                      (*_MODEL, *others))  # fmt: skip
 
 
-def _ranks(config: RunConfig) -> Iterator[Broken]:
+def _ranks(config: RunConfig) -> Iterator[BrokenRule]:
     adapter = config.adapter
     ranks: list[tuple[Path, Any, Any]] = [
         (("adapter", "rank"), adapter.kind, adapter.rank),
@@ -335,23 +343,23 @@ def _ranks(config: RunConfig) -> Iterator[Broken]:
     limited = [*(one.name for one in wide), *(one.lycoris_name for one in wide if one.lycoris_name is not None)]
     for path, kind, rank in ranks:
         if kind in limited and isinstance(rank, int | float) and rank > LARGEST_RANK:
-            yield Broken(path, str(rank), f"at most {LARGEST_RANK:,} for {kind}",
+            yield BrokenRule(path, str(rank), f"at most {LARGEST_RANK:,} for {kind}",
                          "write 16, for example; whole matrices are learnt by full_delta, or by lokr with "
                          "`full_rank: true`", (("adapter", "kind"),))  # fmt: skip
 
 
-def _megapixels(dataset: Dataset, path: Path) -> Iterator[Broken]:
+def _megapixels(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
     if dataset.resolution_type != "area":
         return
     for name, size in (("resolution", dataset.resolution), ("downsample_to", dataset.downsample_to)):
         if size is not None and size > MOST_MEGAPIXELS:
-            yield Broken((*path, name), f"{size:g} megapixels",
+            yield BrokenRule((*path, name), f"{size:g} megapixels",
                          f"at most {MOST_MEGAPIXELS:g} with resolution_type area",
                          f"if {size:g} is in pixels, write `resolution_type: pixel_area`, or {size * size / 1e6:.2g} "
                          "for as many megapixels", ((*path, "resolution_type"),))  # fmt: skip
 
 
-def _webhook(config: RunConfig) -> Iterator[Broken]:
+def _webhook(config: RunConfig) -> Iterator[BrokenRule]:
     if config.logging.webhook is None:
         return
     # Here, because most configs have none and the import takes 40 ms.
@@ -359,11 +367,11 @@ def _webhook(config: RunConfig) -> Iterator[Broken]:
 
     _, wrong = check_address(config.logging.webhook)
     if wrong is not None and not _is_hidden(config.logging.webhook):
-        yield Broken(("logging", "webhook"), f"{redact_webhook(config.logging.webhook)}, {wrong}", EXPECTED_ADDRESS,
+        yield BrokenRule(("logging", "webhook"), f"{redact_webhook(config.logging.webhook)}, {wrong}", EXPECTED_ADDRESS,
                      ADDRESS_HINT)  # fmt: skip
 
 
-def _written_folders(config: RunConfig) -> Iterator[Broken]:
+def _written_folders(config: RunConfig) -> Iterator[BrokenRule]:
     """A URL taken for a path makes a folder called `https:`, and in it one whose name is the login."""
     cache = config.cache
     folders: list[tuple[Path, str | None]] = [
@@ -375,7 +383,7 @@ def _written_folders(config: RunConfig) -> Iterator[Broken]:
     ]
     for path, folder in folders:
         if folder is not None and "://" in folder and not _is_hidden(folder):
-            yield Broken(path, describe(folder), "a folder of this machine",
+            yield BrokenRule(path, describe(folder), "a folder of this machine",
                          "write the path of a folder; storage of another machine has to be mounted")  # fmt: skip
 
 
@@ -384,11 +392,11 @@ def _is_hidden(text: str) -> bool:
     return text == HIDDEN or ("://" in text and HIDDEN in text.partition("://")[2])
 
 
-def _hidden(config: RunConfig) -> Iterator[Broken]:
+def _hidden(config: RunConfig) -> Iterator[BrokenRule]:
     """What `config show` and a checkpoint hide cannot be used."""
     for path, text in _texts(config.model_dump(mode="json"), ()):
         if _is_hidden(text):
-            yield Broken(path, f"{describe(text)}, which was hidden where it was shown", "the value itself",
+            yield BrokenRule(path, f"{describe(text)}, which was hidden where it was shown", "the value itself",
                          "write the whole value; the config.yaml in a run's folder has it")  # fmt: skip
 
 
@@ -403,7 +411,7 @@ def _texts(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
             yield from _texts(item, (*path, index))
 
 
-RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
+RULES: tuple[Callable[[RunConfig], Iterator[BrokenRule]], ...] = (
     _length,
     _ramp,
     _determinism,

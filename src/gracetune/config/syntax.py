@@ -138,9 +138,9 @@ def _shapeless(file: str, error: NotPlainError) -> ConfigError:
     return ConfigError([Problem("(file)", error.found, error.expected, error.hint, file)])
 
 
-def _broken(file: str, file_format: str, where: str, found: str, hint: str = "") -> Problem:
-    hint = hint or (f"mend the {file_format} there" if where else f"mend the {file_format}")
-    return Problem(where or "(file)", found, f"valid {file_format}", hint, file)
+def _broken(file: str, file_format: str, location: str, found: str, hint: str = "") -> Problem:
+    hint = hint or (f"mend the {file_format} there" if location else f"mend the {file_format}")
+    return Problem(location or "(file)", found, f"valid {file_format}", hint, file)
 
 
 def _unreadable_value(file: str, file_format: str, error: Exception) -> Problem:
@@ -150,7 +150,7 @@ def _unreadable_value(file: str, file_format: str, error: Exception) -> Problem:
     return _broken(file, file_format, "", f"a value that cannot be read ({error})")
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
@@ -169,9 +169,9 @@ def _strict_json(text: str) -> str:
     """Comments and trailing commas become blanks, so that line and column of everything else stay."""
 
     def blank(match: re.Match[str]) -> str:
-        piece = match[0]
-        is_open = piece.startswith("/*") and not piece.endswith("*/")
-        return piece if piece.startswith('"') or is_open else re.sub(r"[^\n]", " ", piece)
+        text_part = match[0]
+        is_open = text_part.startswith("/*") and not text_part.endswith("*/")
+        return text_part if text_part.startswith('"') or is_open else re.sub(r"[^\n]", " ", text_part)
 
     return _STRING_OR_TRAILING_COMMA.sub(blank, _STRING_OR_COMMENT.sub(blank, text))
 
@@ -181,10 +181,10 @@ def _parse_json(text: str, file: str) -> Any:
         return None
     strict = _strict_json(text)
     try:
-        return json.loads(strict, object_pairs_hook=_refuse_duplicates)
+        return json.loads(strict, object_pairs_hook=_reject_duplicates)
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError([_broken(file, "JSON", where, error.msg)]) from None
+        location = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError([_broken(file, "JSON", location, error.msg)]) from None
     except DuplicateKeyError as error:
         raise ConfigError([_twice(file, error.key, _json_line(strict))]) from None
     except ValueError as error:  # a number of more digits than Python converts
@@ -220,9 +220,9 @@ def _parse_yaml(text: str, file: str) -> Any:
         return parse_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        location = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         found = (error.problem or "unreadable text").removeprefix("found ")
-        raise ConfigError([_broken(file, "YAML", where, found, _yaml_hint(found))]) from None
+        raise ConfigError([_broken(file, "YAML", location, found, _yaml_hint(found))]) from None
     except NotPlainError:
         raise
     except DuplicateKeyError as error:
@@ -247,7 +247,7 @@ _TOML_KEY = re.compile(
 """Text and comments, and between them dots and what ends a key."""
 
 
-def _refuse_long_toml_keys(text: str) -> None:
+def _reject_long_toml_keys(text: str) -> None:
     """A key with many dots is as many tables, and the parser keeps the whole key for each of them."""
     dots = 0
     for token in _TOML_KEY.finditer(text):
@@ -257,13 +257,13 @@ def _refuse_long_toml_keys(text: str) -> None:
 
 
 def _parse_toml(text: str, file: str) -> Any:
-    _refuse_long_toml_keys(text)
+    _reject_long_toml_keys(text)
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        place = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
-        where = f"line {place[1]}, column {place[2]}" if place and place[1] else "end of file"
-        raise ConfigError([_broken(file, "TOML", where, str(error).split(" (at ")[0])]) from None
+        position = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
+        location = f"line {position[1]}, column {position[2]}" if position and position[1] else "end of file"
+        raise ConfigError([_broken(file, "TOML", location, str(error).split(" (at ")[0])]) from None
     except ValueError as error:  # a number of more digits than Python converts, an impossible date
         raise ConfigError([_unreadable_value(file, "TOML", error)]) from None
 
@@ -280,7 +280,7 @@ def parse_env(text: str, file: str, variable: Callable[[str], str | None] | None
     values: dict[str, str] = {}
     assignments = 0
 
-    def known(found: re.Match[str]) -> str:
+    def supported(found: re.Match[str]) -> str:
         name = found[1] or found[2]
         return found[0] if variable is None else values.get(name, variable(name) or "")
 
@@ -292,7 +292,7 @@ def parse_env(text: str, file: str, variable: Callable[[str], str | None] | None
             value = " ".join(shlex.split(written, comments=True))
         except ValueError as error:
             raise ConfigError([_broken(file, "env", f"line {number}, column {column}", str(error))]) from None
-        value = value if written.lstrip().startswith("'") else substituted(_REFERENCE, known, value)
+        value = value if written.lstrip().startswith("'") else substituted(_REFERENCE, supported, value)
         values[name] = joined([values.get(name, ""), value], LONGEST_TEXT) if adds else value
         assignments += 1
         if assignments > MOST_VALUES:

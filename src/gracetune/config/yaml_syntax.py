@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
         """
         if id(node) not in self._checked:
             self._checked.add(id(node))
-            _refuse_duplicates(node)
+            _reject_duplicates(node)
         merges = [value for key, value in node.value if key.tag == _MERGE]
         node.value = [pair for pair in node.value if pair[0].tag != _MERGE]
         for key, _ in node.value:
@@ -76,7 +76,7 @@ class _Loader(yaml.SafeLoader):
         return list(node.value)
 
 
-def _refuse_duplicates(node: yaml.MappingNode) -> None:
+def _reject_duplicates(node: yaml.MappingNode) -> None:
     seen: set[tuple[str, str]] = set()
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:

@@ -28,7 +28,7 @@ _TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class Wanted:
+class BucketRequest:
     """The input of a bucket rule."""
 
     size: Size
@@ -46,18 +46,18 @@ class Wanted:
         return self.dataset.crop.enabled and self.dataset.crop.aspect == "square"
 
     @classmethod
-    def of(cls, size: Size, aspect: float, dataset: Dataset, geometry: Geometry) -> Wanted:
+    def of(cls, size: Size, aspect: float, dataset: Dataset, geometry: Geometry) -> BucketRequest:
         multiple = dataset.buckets.multiple or geometry.side_multiple
         return cls(size, aspect, dataset, multiple, geometry.least_multiple)
 
 
 @dataclass(frozen=True)
 class BucketRule:
-    bucket: Callable[[Wanted], Size]
+    bucket: Callable[[BucketRequest], Size]
     """The image's bucket."""
-    scaled: Callable[[Wanted, Size], Size]
+    scaled: Callable[[BucketRequest, Size], Size]
     """The size the image is scaled to so that it covers the given bucket."""
-    downsampled: Callable[[Wanted, float], Size]
+    downsampled: Callable[[BucketRequest, float], Size]
     """The size an image is scaled to by `downsample_to`."""
 
 
@@ -107,7 +107,7 @@ def measure(size: Size, resolution_type: str) -> float:
     return width * height / 1e6
 
 
-def _scaled_to(wanted: Wanted, target: float) -> Size:
+def _scaled_to(wanted: BucketRequest, target: float) -> Size:
     """The image scaled to `target` in the unit of `resolution_type`."""
     scale = target / measure(wanted.size, wanted.dataset.resolution_type)
     scale = math.sqrt(scale) if wanted.dataset.resolution_type == "area" else scale  # area grows with the square
@@ -117,7 +117,7 @@ def _scaled_to(wanted: Wanted, target: float) -> Size:
 # -- at_most -----------------------------------------------------------------------------------------------------------
 
 
-def _at_most(wanted: Wanted) -> Size:
+def _at_most(wanted: BucketRequest) -> Size:
     if wanted.is_square:
         edge = round(math.sqrt(_target_area(wanted)))
         return (nearest_multiple(edge, wanted.least),) * 2
@@ -138,7 +138,7 @@ def _at_most(wanted: Wanted) -> Size:
     return min(candidates, key=lambda found: abs(found[0] * found[1] - area))
 
 
-def _target_area(wanted: Wanted) -> float:
+def _target_area(wanted: BucketRequest) -> float:
     """The area in pixels of the dataset's resolution. With `pixel` it is that of the shorter side."""
     dataset, (width, height) = wanted.dataset, wanted.size
     if dataset.resolution_type == "area":
@@ -148,7 +148,7 @@ def _target_area(wanted: Wanted) -> float:
     return area * aspect if dataset.resolution_type == "pixel" and not wanted.is_square else area
 
 
-def _cut_to_aspect(wanted: Wanted) -> tuple[float, float]:
+def _cut_to_aspect(wanted: BucketRequest) -> tuple[float, float]:
     """The size of the image, or of its largest part with the aspect ratio of the crop."""
     (width, height), crop = wanted.size, wanted.dataset.crop
     if not crop.enabled or crop.aspect == "preserve":
@@ -156,7 +156,7 @@ def _cut_to_aspect(wanted: Wanted) -> tuple[float, float]:
     return min(width, height * wanted.aspect), min(height, width / wanted.aspect)
 
 
-def _scaled_up(wanted: Wanted, bucket: Size) -> Size:
+def _scaled_up(wanted: BucketRequest, bucket: Size) -> Size:
     """The image scaled to cover the bucket, with both sides rounded up."""
     (width, height), (wide, high) = wanted.size, bucket
     scale = max(wide / width, high / height)
@@ -166,7 +166,7 @@ def _scaled_up(wanted: Wanted, bucket: Size) -> Size:
 # -- rounded_edge ------------------------------------------------------------------------------------------------------
 
 
-def _rounded_edge(wanted: Wanted) -> Size:
+def _rounded_edge(wanted: BucketRequest) -> Size:
     sides, _ = _edges(wanted, wanted.aspect, wanted.dataset.resolution)
     decimals = wanted.dataset.buckets.aspect_decimals
     if wanted.is_square or round(sides[0] / sides[1], decimals) == 1.0:
@@ -174,7 +174,7 @@ def _rounded_edge(wanted: Wanted) -> Size:
     return sides
 
 
-def _square_edge(wanted: Wanted) -> int:
+def _square_edge(wanted: BucketRequest) -> int:
     dataset = wanted.dataset
     if dataset.resolution_type == "pixel":
         return int(dataset.resolution)
@@ -192,7 +192,7 @@ def _to_multiple(value: float, multiple: int) -> int:
     return max(multiple, round(value / multiple) * multiple)
 
 
-def _edges(wanted: Wanted, aspect: float, resolution: float) -> tuple[Size, Size]:
+def _edges(wanted: BucketRequest, aspect: float, resolution: float) -> tuple[Size, Size]:
     """The sides of the bucket, and the size the image is scaled to for it.
 
     The order of roundings follows SimpleTuner, whose configs use this rule: other rounding would move images to other
@@ -219,7 +219,7 @@ def _edges(wanted: Wanted, aspect: float, resolution: float) -> tuple[Size, Size
     return sides, scaled
 
 
-def _edges_by_side(wanted: Wanted, aspect: float, shorter: int) -> tuple[Size, Size]:
+def _edges_by_side(wanted: BucketRequest, aspect: float, shorter: int) -> tuple[Size, Size]:
     """The same when the resolution is the length of the shorter side."""
     width, height = wanted.size
     exact = (shorter, int(shorter / aspect)) if width < height else (int(shorter * aspect), shorter)
@@ -234,13 +234,13 @@ def _edges_by_side(wanted: Wanted, aspect: float, shorter: int) -> tuple[Size, S
     return sides, scaled if scaled[1] >= sides[1] else (int(sides[1] * own_aspect), sides[1])
 
 
-def _scaled_by_edge(wanted: Wanted, bucket: Size) -> Size:
+def _scaled_by_edge(wanted: BucketRequest, bucket: Size) -> Size:
     aspect = 1.0 if wanted.is_square else wanted.aspect
     _, scaled = _edges(wanted, aspect, wanted.dataset.resolution)
     return _covering(scaled, wanted, bucket)
 
 
-def _covering(scaled: Size, wanted: Wanted, bucket: Size) -> Size:
+def _covering(scaled: Size, wanted: BucketRequest, bucket: Size) -> Size:
     """The scaled size, enlarged if it does not cover the bucket.
 
     Rounding can leave an image one pixel short, and squares of a round edge are larger than the other buckets.
@@ -249,7 +249,7 @@ def _covering(scaled: Size, wanted: Wanted, bucket: Size) -> Size:
     return scaled if covers else cover(wanted.size, bucket)
 
 
-def _downsampled_by_edge(wanted: Wanted, target: float) -> Size:
+def _downsampled_by_edge(wanted: BucketRequest, target: float) -> Size:
     own_aspect = round(wanted.size[0] / wanted.size[1], wanted.dataset.buckets.aspect_decimals)
     # A very narrow strip rounds to 0, which would divide by zero.
     return _edges(wanted, own_aspect or 10.0**-wanted.dataset.buckets.aspect_decimals, target)[1]

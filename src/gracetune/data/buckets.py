@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from gracetune.config.dataset_config import Audio, Dataset, Video
-from gracetune.data.bucket_rules import RULES, Size, Wanted, measure
+from gracetune.data.bucket_rules import RULES, BucketRequest, Size, measure
 from gracetune.data.geometry import Geometry
 from gracetune.data.refs import Bucket, Fit
 from gracetune.seeded_random import below
@@ -21,7 +21,7 @@ need too much memory."""
 
 
 @dataclass(frozen=True)
-class Unfit:
+class UnfitFile:
     """Why a file is not trained on."""
 
     reason: str
@@ -35,32 +35,36 @@ def rounded_aspect(size: Size, decimals: int) -> float:
     return max(10.0**-decimals, round(size[0] / size[1], decimals))
 
 
-def unfit_picture(size: Size, dataset: Dataset) -> Unfit | None:
+def unfit_image(size: Size, dataset: Dataset) -> UnfitFile | None:
     """Why the dataset's filters reject an image of this size; None if they accept it."""
     found = measure(size, dataset.resolution_type)
     shown = f"{size[0]}x{size[1]}"
     if found < dataset.minimum_size:
         unit = {"pixel": " on its shorter side", "pixel_area": " on the side of a square", "area": " megapixels"}
-        return Unfit(
+        return UnfitFile(
             f"smaller than minimum_size {dataset.minimum_size:g}",
             f"{shown} is {found:.4g}{unit[dataset.resolution_type]}",
         )
     if min(size) < dataset.minimum_edge:
-        return Unfit(f"a side below minimum_edge {dataset.minimum_edge:g}", shown)
+        return UnfitFile(f"a side below minimum_edge {dataset.minimum_edge:g}", shown)
     aspect = size[0] / size[1]
     if dataset.buckets.rule != "rounded_edge" and (unfit := _unfit_aspect(aspect, dataset, shown)) is not None:
         return unfit
     keeps_shape = not dataset.crop.enabled or dataset.crop.aspect == "preserve"
     if keeps_shape and max(aspect, 1 / aspect) > MOST_EXTREME_ASPECT:
-        return Unfit(f"an aspect ratio beyond {MOST_EXTREME_ASPECT:g}:1", f"{shown}; crop it, or set crop.enabled")
+        return UnfitFile(f"an aspect ratio beyond {MOST_EXTREME_ASPECT:g}:1", f"{shown}; crop it, or set crop.enabled")
     return None
 
 
-def _unfit_aspect(aspect: float, dataset: Dataset, shown: str) -> Unfit | None:
+def _unfit_aspect(aspect: float, dataset: Dataset, shown: str) -> UnfitFile | None:
     if dataset.minimum_aspect_ratio is not None and aspect < dataset.minimum_aspect_ratio:
-        return Unfit(f"narrower than minimum_aspect_ratio {dataset.minimum_aspect_ratio:g}", f"{shown} is {aspect:.3g}")
+        return UnfitFile(
+            f"narrower than minimum_aspect_ratio {dataset.minimum_aspect_ratio:g}", f"{shown} is {aspect:.3g}"
+        )
     if dataset.maximum_aspect_ratio is not None and aspect > dataset.maximum_aspect_ratio:
-        return Unfit(f"wider than maximum_aspect_ratio {dataset.maximum_aspect_ratio:g}", f"{shown} is {aspect:.3g}")
+        return UnfitFile(
+            f"wider than maximum_aspect_ratio {dataset.maximum_aspect_ratio:g}", f"{shown} is {aspect:.3g}"
+        )
     return None
 
 
@@ -79,12 +83,12 @@ def trained_aspect(size: Size, dataset: Dataset, *, seed: int, digest: str) -> f
     return crop.aspect_buckets[below(len(crop.aspect_buckets), seed, "aspect", digest)]
 
 
-def picture_bucket(size: Size, dataset: Dataset, geometry: Geometry, *, seed: int, digest: str) -> Size | Unfit:
+def image_bucket(size: Size, dataset: Dataset, geometry: Geometry, *, seed: int, digest: str) -> Size | UnfitFile:
     """The size an image is trained at. It depends only on the content and the settings, and caches rely on that."""
-    unfit = unfit_picture(size, dataset)
+    unfit = unfit_image(size, dataset)
     if unfit is not None:
         return unfit
-    wanted = Wanted.of(size, trained_aspect(size, dataset, seed=seed, digest=digest), dataset, geometry)
+    wanted = BucketRequest.of(size, trained_aspect(size, dataset, seed=seed, digest=digest), dataset, geometry)
     bucket = RULES[dataset.buckets.rule].bucket(wanted)
     if dataset.buckets.rule == "rounded_edge":
         aspect = rounded_aspect(bucket, dataset.buckets.aspect_decimals)
@@ -92,7 +96,7 @@ def picture_bucket(size: Size, dataset: Dataset, geometry: Geometry, *, seed: in
     return bucket
 
 
-def resized(wanted: Wanted, target: Size) -> Size:
+def resized(wanted: BucketRequest, target: Size) -> Size:
     """The size an image is scaled to before it is cropped.
 
     By default a crop shows as much of the scene as fits. With `downsample_to`, a cropped image is scaled to that size,
@@ -107,11 +111,11 @@ def resized(wanted: Wanted, target: Size) -> Size:
     return size if size[0] >= smallest[0] and size[1] >= smallest[1] else smallest
 
 
-def fit_picture(
+def fit_image(
     original: Size, bucket: Bucket, dataset: Dataset, geometry: Geometry, *, seed: int, digest: str, variant: int
 ) -> Fit:
     """The scaled size and crop of an image. `variant` moves a random crop; it stays 0 if latents are cached once."""
-    wanted = Wanted.of(original, trained_aspect(original, dataset, seed=seed, digest=digest), dataset, geometry)
+    wanted = BucketRequest.of(original, trained_aspect(original, dataset, seed=seed, digest=digest), dataset, geometry)
     scaled = resized(wanted, (bucket.width, bucket.height))
     spare = scaled[0] - bucket.width, scaled[1] - bucket.height  # the pixels to crop, horizontally and vertically
     style = dataset.crop.style if dataset.crop.enabled else "center"
@@ -130,37 +134,37 @@ def fitting_frames(frames: int, step: int) -> int:
     return frames - (frames - 1) % step
 
 
-def clip_frames(available: int, video: Video, geometry: Geometry) -> int | Unfit:
+def clip_frames(available: int, video: Video, geometry: Geometry) -> int | UnfitFile:
     """The length in frames of the clip taken from a video with `available` frames at the sampled frame rate."""
     if video.frame_step is not None:
         available = fitting_frames(available, video.frame_step)
     if video.max_frames is not None and available > video.max_frames:
-        return Unfit(f"longer than video.max_frames {video.max_frames}", f"{available} frames")
+        return UnfitFile(f"longer than video.max_frames {video.max_frames}", f"{available} frames")
     if video.from_length or (video.bucket_strategy == "resolution_frames" and video.num_frames is None):
         interval = video.frame_interval or 1
         whole = available - available % interval
         if whole < 1:
-            return Unfit(f"shorter than video.frame_interval {interval}", f"{available} frames")
+            return UnfitFile(f"shorter than video.frame_interval {interval}", f"{available} frames")
         wanted = fitting_frames(whole, geometry.frame_step)
     else:
         wanted = video.num_frames or geometry.default_frames
         if available < wanted and video.allow_shorter:
             wanted = available = fitting_frames(available, geometry.frame_step)
         elif available < wanted and video.frame_choice != "numbers":
-            return Unfit(f"shorter than a clip of {wanted} frames", f"{available} frames")
+            return UnfitFile(f"shorter than a clip of {wanted} frames", f"{available} frames")
     length = wanted if video.from_length else available
     if video.min_frames is not None and length < video.min_frames:
-        return Unfit(f"shorter than video.min_frames {video.min_frames}", f"{available} frames")
+        return UnfitFile(f"shorter than video.min_frames {video.min_frames}", f"{available} frames")
     return wanted
 
 
-def audio_length(seconds: float, audio: Audio, geometry: Geometry, rate: int) -> int | Unfit:
+def audio_length(seconds: float, audio: Audio, geometry: Geometry, rate: int) -> int | UnfitFile:
     """The length in samples of the clip taken from an audio file: whole intervals, and whole columns of the latents.
 
     Audio shorter than one interval is padded with silence to one interval.
     """
     if audio.max_duration_seconds is not None and seconds > audio.max_duration_seconds:
-        return Unfit(f"longer than audio.max_duration_seconds {audio.max_duration_seconds:g}", f"{seconds:.1f} s")
+        return UnfitFile(f"longer than audio.max_duration_seconds {audio.max_duration_seconds:g}", f"{seconds:.1f} s")
     # The tolerance keeps a file of exactly 3 intervals from losing the third to a rounding error.
     intervals = max(1, math.floor(seconds / audio.duration_interval + 1e-6))
     taken = intervals * audio.duration_interval

@@ -31,7 +31,7 @@ Row = tuple[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class CaptionEntry:
     """The table's data about one file."""
 
     captions: tuple[str, ...]
@@ -39,50 +39,50 @@ class Entry:
     """Width and height, if the table has columns for them."""
 
 
-class Table:
+class CaptionEntries:
     """The entries of one table, looked up by a file's path below the dataset's root."""
 
-    def __init__(self, entries: Mapping[str, Entry], options: CaptionTable) -> None:
+    def __init__(self, entries: Mapping[str, CaptionEntry], options: CaptionTable) -> None:
         self._entries, self._options = entries, options
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, path: str) -> Entry | None:
+    def find(self, path: str) -> CaptionEntry | None:
         """Look up the whole path first, then the file name alone, which matches entries without a folder."""
         whole = path if self._options.identifier_includes_extension else split_suffix(path)[0]
         return self._entries.get(whole) or self._entries.get(whole.rpartition("/")[2])
 
 
-def load_table(kind: TableKind, options: CaptionTable, backend: Backend) -> Table:
+def load_table(kind: TableKind, options: CaptionTable, backend: Backend) -> CaptionEntries:
     """Read a table from the dataset's folder, or else from any path on this machine."""
     return read_table(_bytes(options.path, backend), kind, options, backend.root)
 
 
-def read_table(data: bytes | memoryview, kind: TableKind, options: CaptionTable, root: str) -> Table:
+def read_table(data: bytes | memoryview, kind: TableKind, options: CaptionTable, root: str) -> CaptionEntries:
     """Parse a table. Raises DataError with the row and the reason."""
     roots = _spellings(root)
     captions: dict[str, list[str]] = {}
     sizes: dict[str, tuple[int, int]] = {}
-    for where, row in _rows(data, kind, options):
-        name = _cell(row, options.filename_column, where)
+    for location, row in _rows(data, kind, options):
+        name = _cell(row, options.filename_column, location)
         if not isinstance(name, str) or not name.strip():
-            raise DataError(f"{where}: `{options.filename_column}` is {_shown(name)}, expected a file name")
+            raise DataError(f"{location}: `{options.filename_column}` is {_shown(name)}, expected a file name")
         key = _below(name, roots)
         columns = options.caption_column if isinstance(options.caption_column, tuple) else (options.caption_column,)
-        own = [text for column in columns for text in _captions(_cell(row, column, where), where)]
+        own = [text for column in columns for text in _captions(_cell(row, column, location), location)]
         if not own and options.fallback_caption_column is not None:
-            own = _captions(_cell(row, options.fallback_caption_column, where), where)
+            own = _captions(_cell(row, options.fallback_caption_column, location), location)
         captions.setdefault(key, []).extend(own)
         wrong = why_no_captions(captions[key])
         if wrong is not None:
-            raise DataError(f"{where}: {wrong}")
-        size = _size(row, options, where)
+            raise DataError(f"{location}: {wrong}")
+        size = _size(row, options, location)
         if size is not None:
             sizes[key] = size
     if not captions:
         raise DataError(f"{options.path}: the table has no rows; correct captions.table.path")
-    return Table({key: Entry(tuple(found), sizes.get(key)) for key, found in captions.items()}, options)
+    return CaptionEntries({key: CaptionEntry(tuple(found), sizes.get(key)) for key, found in captions.items()}, options)
 
 
 def read_rows(data: bytes | memoryview, kind: TableKind, path: str) -> Iterator[Row]:
@@ -153,8 +153,8 @@ def _bytes(path: str, backend: Backend) -> bytes | memoryview:
 
 def _spellings(root: str) -> tuple[str, ...]:
     """The root as written, as an absolute path, and with symbolic links resolved. Rows may use any of these."""
-    here = Path(root)
-    return (root,) if "://" in root else (root, str(here.absolute()), str(here.resolve()))
+    root_path = Path(root)
+    return (root,) if "://" in root else (root, str(root_path.absolute()), str(root_path.resolve()))
 
 
 def _below(name: str, roots: tuple[str, ...]) -> str:
@@ -168,41 +168,41 @@ def _below(name: str, roots: tuple[str, ...]) -> str:
     return str(PurePosixPath(name))
 
 
-def _captions(value: Any, where: str) -> list[str]:
+def _captions(value: Any, location: str) -> list[str]:
     if value is None or (isinstance(value, float) and value != value):  # NaN: a missing text in some Parquet files
         return []
     if isinstance(value, str):
         if any("\ud800" <= letter <= "\udfff" for letter in value):  # JSON escapes can encode a lone surrogate
             found = f"the caption {_shown(value)} contains a lone surrogate (half a character)"
-            raise DataError(f"{where}: {found}; correct its \\u escapes")
+            raise DataError(f"{location}: {found}; correct its \\u escapes")
         return [value.strip()] if value.strip() else []
     if isinstance(value, list | tuple):
         if any(isinstance(item, list | tuple) for item in value):
-            raise DataError(f"{where}: the caption is a list of lists, expected text or a list of texts")
-        return [text for item in value for text in _captions(item, where)]
-    raise DataError(f"{where}: the caption is {_shown(value)}, expected text or a list of texts")
+            raise DataError(f"{location}: the caption is a list of lists, expected text or a list of texts")
+        return [text for item in value for text in _captions(item, location)]
+    raise DataError(f"{location}: the caption is {_shown(value)}, expected text or a list of texts")
 
 
-def _size(row: Mapping[str, Any], options: CaptionTable, where: str) -> tuple[int, int] | None:
+def _size(row: Mapping[str, Any], options: CaptionTable, location: str) -> tuple[int, int] | None:
     if options.width_column is None or options.height_column is None:
         return None
     columns = (options.width_column, options.height_column)
-    sides = [_cell(row, column, where) for column in columns]
+    sides = [_cell(row, column, location) for column in columns]
     try:
         width, height = (int(side) for side in sides)
     except (TypeError, ValueError, OverflowError) as error:
         found = f"the size is {_shown(sides[0])} x {_shown(sides[1])}"
-        raise DataError(f"{where}: {found}, expected whole numbers") from error
+        raise DataError(f"{location}: {found}, expected whole numbers") from error
     return width, height
 
 
-def _cell(row: Mapping[str, Any], column: str, where: str) -> Any:
+def _cell(row: Mapping[str, Any], column: str, location: str) -> Any:
     if column in row or column.partition(".")[0] in row:
         return value_at(row, column)
     near = nearest(column, [str(name) for name in row])
     hint = f"write `{near}`" if near else "name one of them in captions.table"
     columns = some([str(name)[:80] for name in row], 20)
-    raise DataError(f"{where}: no column `{column}`; the columns are {columns}. {hint}")
+    raise DataError(f"{location}: no column `{column}`; the columns are {columns}. {hint}")
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:
@@ -233,10 +233,10 @@ def _csv_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
         if len(columns) > MOST_COLUMNS:
             raise DataError(f"{options.path}: {len(columns):,} columns; expected at most {MOST_COLUMNS:,}")
         for row in reader:
-            where = f"{options.path}, line {reader.line_num}"
+            location = f"{options.path}, line {reader.line_num}"
             if None in row:
-                raise DataError(f"{where}: more cells than columns; put captions with commas in quotes")
-            yield where, row
+                raise DataError(f"{location}: more cells than columns; put captions with commas in quotes")
+            yield location, row
     except csv.Error as error:
         raise DataError(f"{options.path}, after line {reader.line_num}: {error}") from error
 
@@ -245,8 +245,8 @@ def _jsonl_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row
     # Split at \n only: splitlines() also splits at characters that a caption may contain.
     for number, line in enumerate(_text(data, options.path).split("\n"), start=1):
         if line.strip():
-            where = f"{options.path}, line {number}"
-            yield where, _object(_parsed(line, where), where)
+            location = f"{options.path}, line {number}"
+            yield location, _object(_parsed(line, location), location)
 
 
 def _json_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
@@ -254,8 +254,8 @@ def _json_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]
     content = _parsed(_text(data, options.path), options.path)
     if isinstance(content, list):
         for number, row in enumerate(content):
-            where = f"{options.path}, entry {number}"
-            yield where, _object(row, where)
+            location = f"{options.path}, entry {number}"
+            yield location, _object(row, location)
         return
     for name, value in _object(content, options.path).items():
         column = options.caption_column if isinstance(options.caption_column, str) else options.caption_column[0]
@@ -291,16 +291,16 @@ def _parquet_rows(data: bytes | memoryview, options: CaptionTable, *, everything
         raise DataError(f"{options.path}: the Parquet file is damaged: {error}") from error
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parsed(text: str, location: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:  # also raised for integers with more digits than Python converts
-        raise DataError(f"{where}: invalid JSON: {error}") from error
+        raise DataError(f"{location}: invalid JSON: {error}") from error
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
+def _object(value: Any, location: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{where}: a {type(value).__name__}, expected an object with columns as keys")
+        raise DataError(f"{location}: a {type(value).__name__}, expected an object with columns as keys")
     return value
 
 

@@ -5,8 +5,8 @@ here holds state. Shuffling is a function of (seed, caption). The choice of a va
 (seed, global sample index). With `shuffle_variants: visits` the visits of a sample cycle through its variants.
 
 A text file that is not UTF-8 raises UnreadableMediaError, and the sample is counted and left out like a damaged image:
-the model would learn a wrongly decoded caption as it is. A missing caption is not an error; `Found.origin` records it
-so that missing captions can be counted.
+the model would learn a wrongly decoded caption as it is. A missing caption is not an error; `WrittenCaption.origin`
+records it so that missing captions can be counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gracetune.config.limits import LARGEST_FILE, LONGEST_KEY
 from gracetune.config.run_config import Training
 from gracetune.data.backend import Backend
 from gracetune.data.backends.paths import split_suffix
-from gracetune.data.caption_tables import Table, load_table, why_no_captions
+from gracetune.data.caption_tables import CaptionEntries, load_table, why_no_captions
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.refs import CaptionRef
 from gracetune.errors import ConfigError, Problem
@@ -38,7 +38,7 @@ Origin = Literal["own", "empty", "default", "folder", "missing"]
 
 
 @dataclass(frozen=True)
-class Found:
+class WrittenCaption:
     """The captions of one file as written, before shuffling and trigger words."""
 
     texts: tuple[str, ...]
@@ -60,7 +60,11 @@ class CaptionBook:
     """Looks up the captions of one dataset. A caption table is read once, when the book is opened."""
 
     def __init__(
-        self, options: Captions, backend: Backend, table: Table | None = None, withheld: Mapping[str, str] | None = None
+        self,
+        options: Captions,
+        backend: Backend,
+        table: CaptionEntries | None = None,
+        withheld: Mapping[str, str] | None = None,
     ) -> None:
         """`withheld` maps files that exist but must not be read to the reason: a link out of the folder, or too large.
 
@@ -71,25 +75,25 @@ class CaptionBook:
         extension = options.extension
         self._spellings = tuple(dict.fromkeys([extension, extension.lower(), extension.upper()]))
 
-    def find(self, path: str, folder_name: str | None = None) -> Found:
+    def find(self, path: str, folder_name: str | None = None) -> WrittenCaption:
         """The captions of a file. A missing one is replaced by the dataset's default, then by `folder_name`."""
         if self.options.strategy == "instanceprompt":
-            return Found((self.options.instance_prompt or "",), "own")
+            return WrittenCaption((self.options.instance_prompt or "",), "own")
         own = self._own(path)
         if own is not None and any(own):
-            return Found(own, "own")
+            return WrittenCaption(own, "own")
         if own is not None and not (self.options.default_for_empty and self.options.default):
-            return Found(("",), "empty")
+            return WrittenCaption(("",), "empty")
         if self.options.default is not None:
-            return Found((self.options.default,), "default")
-        return Found(("",), "missing") if folder_name is None else Found((folder_name,), "folder")
+            return WrittenCaption((self.options.default,), "default")
+        return WrittenCaption(("",), "missing") if folder_name is None else WrittenCaption((folder_name,), "folder")
 
     def size_of(self, path: str) -> tuple[int, int] | None:
         """Width and height according to the table, if it has them."""
         entry = self.table.find(path) if self.table is not None else None
         return None if entry is None else entry.size
 
-    def variants(self, found: Found, seed: int, visits: int = 1) -> tuple[str, ...]:
+    def variants(self, found: WrittenCaption, seed: int, visits: int = 1) -> tuple[str, ...]:
         """All distinct captions the file can be trained with. The caption as written comes first if it is one of them.
 
         `visits` is how often the run visits the file, for `shuffle_variants: visits`.
@@ -146,10 +150,10 @@ def too_large(size: int) -> str:
 
 
 def open_captions(
-    options: Captions, backend: Backend, where: str, withheld: Mapping[str, str] | None = None
+    options: Captions, backend: Backend, location: str, withheld: Mapping[str, str] | None = None
 ) -> CaptionBook:
-    """Check the options and open the captions of a dataset. `where` names the section: `datasets[0].captions`."""
-    problems = list(_problems(options, where))
+    """Check the options and open the captions of a dataset. `location` names the section: `datasets[0].captions`."""
+    problems = list(_problems(options, location))
     if problems:
         raise ConfigError(problems)
     if options.strategy in ("parquet", "csv", "jsonl", "json") and options.table is not None:
@@ -305,29 +309,29 @@ def _orders(tags: list[str], most: int) -> int:
 
     This is the multinomial coefficient n! / (c1! c2! ...), built up so that it can stop at `most`.
     """
-    orders, placed = 1, 0
+    orders, visits = 1, 0
     for count in Counter(tags).values():
         for number in range(1, count + 1):
-            placed += 1
-            orders = orders * placed // number
+            visits += 1
+            orders = orders * visits // number
             if orders >= most:
                 return most
     return orders
 
 
-def _problems(options: Captions, where: str) -> Iterator[Problem]:
+def _problems(options: Captions, location: str) -> Iterator[Problem]:
     strategy = options.strategy
     if strategy == "instanceprompt" and options.instance_prompt is None:
-        yield Problem(f"{where}.instance_prompt", "nothing", "a prompt, because strategy is instanceprompt",
+        yield Problem(f"{location}.instance_prompt", "nothing", "a prompt, because strategy is instanceprompt",
                       'set instance_prompt, for example "a photo of sks dog"')  # fmt: skip
     if options.prepend_instance_prompt and not options.instance_prompt:
-        yield Problem(f"{where}.instance_prompt", "nothing", "a prompt, because prepend_instance_prompt is set",
+        yield Problem(f"{location}.instance_prompt", "nothing", "a prompt, because prepend_instance_prompt is set",
                       "set instance_prompt, or remove prepend_instance_prompt")  # fmt: skip
     if strategy in ("parquet", "csv", "jsonl", "json") and options.table is None:
-        yield Problem(f"{where}.table", "nothing", f"the caption file, because strategy is {strategy}",
+        yield Problem(f"{location}.table", "nothing", f"the caption file, because strategy is {strategy}",
                       f'add table: {{path: "captions.{strategy}"}}')  # fmt: skip
     if len(options.trigger_word or "") > LONGEST_KEY:
-        yield Problem(f"{where}.trigger_word", f"a text of {len(options.trigger_word or ''):,} characters",
+        yield Problem(f"{location}.trigger_word", f"a text of {len(options.trigger_word or ''):,} characters",
                       f"at most {LONGEST_KEY:,}: it is inserted into captions", "shorten it")  # fmt: skip
     if options.shuffle_tags and not options.tag_separator:
-        yield Problem(f"{where}.tag_separator", '""', "the text between two tags", 'write ","')
+        yield Problem(f"{location}.tag_separator", '""', "the text between two tags", 'write ","')

@@ -25,7 +25,7 @@ def available_frames(facts: VideoFacts, video: Video) -> int:
     return max(1, math.ceil((facts.duration - _TOLERANCE) * video.fps))
 
 
-def pieces(facts: VideoFacts, video: Video, frames: int) -> int:
+def clip_count(facts: VideoFacts, video: Video, frames: int) -> int:
     """The number of clips of `frames` frames that fit in a file, for `clip: uniform`; otherwise 1."""
     if video.clip != "uniform" or video.whole_clip:
         return 1
@@ -33,11 +33,12 @@ def pieces(facts: VideoFacts, video: Video, frames: int) -> int:
 
 
 def video_clip(
-    facts: VideoFacts, video: Video, frames: int, *, piece: int, seed: int, digest: str, variant: int
+    facts: VideoFacts, video: Video, frames: int, *, clip_number: int, seed: int, digest: str, variant: int
 ) -> Clip:
-    """The clip to train on. `piece` selects one of the clips of `clip: uniform`; `variant` moves a random clip."""
+    """The clip to train on. `clip_number` selects one of the clips of `clip: uniform`; `variant` moves a random
+    clip."""
     if video.frame_choice == "numbers":
-        return _numbered_clip(facts, video, frames, piece=piece, seed=seed, digest=digest, variant=variant)
+        return _numbered_clip(facts, video, frames, clip_number=clip_number, seed=seed, digest=digest, variant=variant)
     if video.whole_clip:
         return Clip(0.0, facts.duration, spread=True)
     # A single frame is looked up by its time, so it always needs a rate, even where clips take frames as they come.
@@ -47,15 +48,15 @@ def video_clip(
     if video.clip == "random":
         start = spare * uniform(seed, "clip", digest, variant)
     elif video.clip == "uniform":
-        count = pieces(facts, video, frames)
-        start = spare / 2 if count == 1 else spare * piece / (count - 1)
+        count = clip_count(facts, video, frames)
+        start = spare / 2 if count == 1 else spare * clip_number / (count - 1)
     else:
         start = 0.0
     return Clip(start, length, rate)
 
 
 def _numbered_clip(
-    facts: VideoFacts, video: Video, frames: int, *, piece: int, seed: int, digest: str, variant: int
+    facts: VideoFacts, video: Video, frames: int, *, clip_number: int, seed: int, digest: str, variant: int
 ) -> Clip:
     """A clip given by frame numbers, for `video.frame_choice: numbers`. ai-toolkit selects frames this way."""
     last, interval = facts.frames - 1, _interval(facts, video)
@@ -70,8 +71,8 @@ def _numbered_clip(
         if video.clip == "random":
             start = below(max(0, spare) + 1, seed, "clip", digest, variant)
         elif video.clip == "uniform":
-            count = pieces(facts, video, frames)
-            start = spare // 2 if count == 1 else spare * piece // (count - 1)
+            count = clip_count(facts, video, frames)
+            start = spare // 2 if count == 1 else spare * clip_number // (count - 1)
         else:
             start = 0
         numbers = tuple(start + number * interval for number in range(frames))

@@ -38,16 +38,16 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 @dataclass(frozen=True)
-class Cell:
+class SheetCell:
     """One sample: its images side by side, and the text below them."""
 
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
     name: str
     caption: str
 
     @property
     def width(self) -> int:
-        return sum(picture.width for picture in self.pictures) + 4 * (len(self.pictures) - 1)
+        return sum(image.width for image in self.images) + 4 * (len(self.images) - 1)
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,15 @@ class Sheet:
 
 
 def contact_sheet(index: DataIndex, refs: Sequence[SampleRef], title: str, subtitle: str) -> Sheet:
-    cells: list[Cell] = []
+    cells: list[SheetCell] = []
     damaged: list[LeftOut] = []
     for ref in refs:
         try:
-            pictures = thumbnails(index, ref)
+            images = thumbnails(index, ref)
         except UnreadableMediaError as error:
             damaged.append(LeftOut(error.path, error.reason))
-            pictures = (_placard(error.reason),)
-        cells.append(Cell(pictures, ref.path, _caption(ref)))
+            images = (_placard(error.reason),)
+        cells.append(SheetCell(images, ref.path, _caption(ref)))
     return Sheet(_draw(cells, title, subtitle), tuple(damaged))
 
 
@@ -81,12 +81,12 @@ def thumbnails(index: DataIndex, ref: SampleRef) -> tuple[Image.Image, ...]:
     if ref.fit is None:
         return (_waveform(index, ref),)
     fit, bucket = reduced(ref.fit, ref.bucket)
-    picture = _picture(index, replace(ref, bucket=bucket), fit)
+    image = _image(index, replace(ref, bucket=bucket), fit)
     if ref.mask is not None:
         mask = decode_mask(index.backend_of(ref.mask.dataset).read(ref.mask.path), ref.mask, fit, bucket)
-        picture = _masked(picture, weights(augmented_mask(mask, ref.augmentation, ref.digest), ref.mask))
+        image = _masked(image, weights(augmented_mask(mask, ref.augmentation, ref.digest), ref.mask))
     others = (thumbnails(index, other)[0] for other in ref.conditioning)
-    return _small(picture), *others
+    return _small(image), *others
 
 
 def reduced(fit: Fit, bucket: Bucket) -> tuple[Fit, Bucket]:
@@ -98,17 +98,17 @@ def reduced(fit: Fit, bucket: Bucket) -> tuple[Fit, Bucket]:
     return Fit(fit.original, scaled, left, top), replace(bucket, width=width, height=height)
 
 
-def _picture(index: DataIndex, ref: SampleRef, fit: Fit) -> Image.Image:
+def _image(index: DataIndex, ref: SampleRef, fit: Fit) -> Image.Image:
     backend = index.backend_of(ref.dataset)
     if ref.clip is None:
         own_colours = ref.mask is not None and ref.mask.from_alpha
         data = backend.read(ref.path)
-        pictures = [decode_image(data, ref.path, fit, ref.bucket, own_colours=own_colours, canny=ref.canny)]
+        images = [decode_image(data, ref.path, fit, ref.bucket, own_colours=own_colours, canny=ref.canny)]
     else:
         with backend.open(ref.path) as stream:
-            pictures = decode_video(stream, ref.path, _first(ref.clip, ref.bucket.frames), fit,
+            images = decode_video(stream, ref.path, _first(ref.clip, ref.bucket.frames), fit,
                                     replace(ref.bucket, frames=1))  # fmt: skip
-    return augmented(pictures, ref.augmentation, ref.digest)[0]
+    return augmented(images, ref.augmentation, ref.digest)[0]
 
 
 def _first(clip: Clip, frames: int) -> Clip:
@@ -116,16 +116,16 @@ def _first(clip: Clip, frames: int) -> Clip:
     return replace(clip, duration=clip.duration / frames, fps=None if clip.spread else frames / clip.duration)
 
 
-def _masked(picture: Image.Image, share: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> Image.Image:
+def _masked(image: Image.Image, share: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> Image.Image:
     """The image with areas of less loss weight darkened, down to a fifth of their brightness."""
     light = Image.fromarray(np.asarray(255 * (0.2 + 0.8 * share), np.uint8))
-    return Image.composite(picture, Image.new("RGB", picture.size), light)
+    return Image.composite(image, Image.new("RGB", image.size), light)
 
 
-def _small(picture: Image.Image) -> Image.Image:
-    scale = min(HEIGHT / picture.height, WIDEST / picture.width)
-    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-    return picture.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
+def _small(image: Image.Image) -> Image.Image:
+    scale = min(HEIGHT / image.height, WIDEST / image.width)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
 def _waveform(index: DataIndex, ref: SampleRef) -> Image.Image:
@@ -147,8 +147,8 @@ def draw_waveform(sound: Sound) -> Image.Image:
         middle, reach = band * (number + 0.5), band * 0.46
         pen.line((0, middle, width, middle), fill=_LINE)
         for column in range(width):
-            piece = channel[edges[column] : max(edges[column] + 1, edges[column + 1])]
-            top, bottom = middle - reach * float(piece.max()), middle - reach * float(piece.min())
+            samples = channel[edges[column] : max(edges[column] + 1, edges[column + 1])]
+            top, bottom = middle - reach * float(samples.max()), middle - reach * float(samples.min())
             pen.line((column, top, column, bottom), fill=_WAVE)
     return strip
 
@@ -163,7 +163,7 @@ def _placard(reason: str) -> Image.Image:
     return placard
 
 
-def _draw(cells: Sequence[Cell], title: str, subtitle: str) -> Image.Image:
+def _draw(cells: Sequence[SheetCell], title: str, subtitle: str) -> Image.Image:
     column = max([cell.width for cell in cells], default=WIDEST)
     columns = max(1, min(len(cells), (SHEET_WIDTH - 2 * _MARGIN + _GAP) // (column + _GAP)))
     rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
@@ -177,33 +177,33 @@ def _draw(cells: Sequence[Cell], title: str, subtitle: str) -> Image.Image:
     top = _HEADER
     for row, height in zip(rows, heights, strict=True):
         for number, cell in enumerate(row):
-            place = _MARGIN + number * (column + _GAP), top
-            _draw_cell(sheet, pen, cell, place, (column, _tallest(row)))
+            position = _MARGIN + number * (column + _GAP), top
+            _draw_cell(sheet, pen, cell, position, (column, _tallest(row)))
         top += height
     return sheet
 
 
-def _row_height(row: Sequence[Cell], column: int) -> int:
+def _row_height(row: Sequence[SheetCell], column: int) -> int:
     lines = max(len(wrapped(cell.caption, _font(12), column, _CAPTION_LINES)) for cell in row)
     return _tallest(row) + 10 + 18 * (1 + lines) + _GAP
 
 
-def _tallest(row: Sequence[Cell]) -> int:
-    return max(picture.height for cell in row for picture in cell.pictures)
+def _tallest(row: Sequence[SheetCell]) -> int:
+    return max(image.height for cell in row for image in cell.images)
 
 
 def _draw_cell(
-    sheet: Image.Image, pen: ImageDraw.ImageDraw, cell: Cell, place: tuple[int, int], room: tuple[int, int]
+    sheet: Image.Image, pen: ImageDraw.ImageDraw, cell: SheetCell, position: tuple[int, int], room: tuple[int, int]
 ) -> None:
-    left, top = place
-    for picture in cell.pictures:
-        sheet.paste(picture, (left, top + room[1] - picture.height))
-        left += picture.width + 4
+    left, top = position
+    for image in cell.images:
+        sheet.paste(image, (left, top + room[1] - image.height))
+        left += image.width + 4
     text = top + room[1] + 10
     name = wrapped(cell.name, _font(13), room[0], 1)[0]
-    pen.text((place[0], text), name, fill=_INK, font=_font(13))
+    pen.text((position[0], text), name, fill=_INK, font=_font(13))
     for number, line in enumerate(wrapped(cell.caption, _font(12), room[0], _CAPTION_LINES), start=1):
-        pen.text((place[0], text + 18 * number), line, fill=_FAINT, font=_font(12))
+        pen.text((position[0], text + 18 * number), line, fill=_FAINT, font=_font(12))
 
 
 def _font(size: int) -> Font:

@@ -22,17 +22,17 @@ from gracetune.data.backend import Backend
 from gracetune.data.backends.errors import UnreadableFilesError, too_many
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.bucket_rules import Size
-from gracetune.data.buckets import fit_picture
+from gracetune.data.buckets import fit_image
 from gracetune.data.captions import caption_ref
-from gracetune.data.clips import audio_clip, pieces, video_clip
+from gracetune.data.clips import audio_clip, clip_count, video_clip
 from gracetune.data.fingerprint import Fingerprint, fingerprint
 from gracetune.data.geometry import Geometry
 from gracetune.data.items import DatasetIndex, Item, Reference, audio_rate, size_of
 from gracetune.data.media.load import DecodeLimits, Sample, load
 from gracetune.data.media.probe import AudioFacts, VideoFacts
-from gracetune.data.refs import Augmentation, Bucket, CaptionRef, Clip, Fit, SampleRef
-from gracetune.data.sampler import MIXED_BY_SIZE, Drawn, Group, Mixing, Order, Source
-from gracetune.seeded_random import below, draw
+from gracetune.data.refs import AppliedAugmentation, Bucket, CaptionRef, Clip, Fit, SampleRef
+from gracetune.data.sampler import MIXED_BY_SIZE, BatchMixing, GlobalBatch, Order, OrderSource, SampleGroup
+from gracetune.seeded_random import below, random_bits
 
 Freshness = Literal["once", "epoch", "visit"]
 """How long a random crop, clip or transform stays the same: for the whole run, for an epoch, or for one visit."""
@@ -70,7 +70,7 @@ class DataIndex:
     backends: Mapping[str, Backend]
     """By dataset id. The mask folder of a dataset is listed under `masks_id`."""
     notes: tuple[str, ...] = ()
-    mixing: Mixing = MIXED_BY_SIZE
+    mixing: BatchMixing = MIXED_BY_SIZE
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -78,35 +78,35 @@ class DataIndex:
 
     def order(self, batch_size: int) -> Order:
         """The order in which the trained datasets' samples are visited."""
-        groups: list[Group] = []
+        groups: list[SampleGroup] = []
         for position, index in enumerate(self.datasets):
             shapes: dict[tuple[object, ...], list[int]] = {}  # shape -> positions of its items
             for number, item in enumerate(index.items):
                 shapes.setdefault(item.shape, []).append(number)
             groups += [
-                Group(position, index.items[members[0]].shape, tuple(members),
+                SampleGroup(position, index.items[members[0]].shape, tuple(members),
                       tuple(index.items[member].visits for member in members),
-                      tuple(draw(0, index.items[member].path) for member in members))
+                      tuple(random_bits(0, index.items[member].path) for member in members))
                 for members in shapes.values()
             ]  # fmt: skip
         groups.sort(key=lambda group: (group.source, group.shape))
         sources = [_source(index.dataset) for index in self.datasets]
         return Order(sources, groups, seed=self.seed, batch_size=batch_size, mixing=self.mixing)
 
-    def ref(self, drawn: Drawn, number: int, epoch: int) -> SampleRef:
+    def ref(self, batch: GlobalBatch, number: int, epoch: int) -> SampleRef:
         """Describe one sample of a batch."""
-        index = self.datasets[drawn.source]
-        visit = drawn.visits[number]
+        index = self.datasets[batch.source]
+        visit = batch.visits[number]
         item = index.items[visit.sample]
-        passes = epoch if drawn.passed is None else drawn.passed
+        passes = epoch if batch.passed is None else batch.passed
         turn = self.turn(index, item, epoch, visit.round, passes)
         caption = caption_ref(
-            item.captions, index.dataset.captions, self.seed, drawn.first_index + number,
+            item.captions, index.dataset.captions, self.seed, batch.first_index + number,
             visit=passes * item.visits + visit.round,
         )  # fmt: skip
         if freshness(index.dataset) == "visit":
             return self.describe(index, item, turn, caption)
-        key = (drawn.source, visit.sample, turn.variant, turn.count, caption.variant, caption.dropped)
+        key = (batch.source, visit.sample, turn.variant, turn.count, caption.variant, caption.dropped)
         ref = self._refs.get(key)
         if ref is None:
             if len(self._refs) >= MOST_MADE:
@@ -131,7 +131,7 @@ class DataIndex:
 
     def appearances(self, index: DatasetIndex, item: Item) -> int:
         """The number of combinations of flip and clip that a sample rotates through."""
-        return len(flips(index.dataset)) * self._pieces(index, item)
+        return len(flips(index.dataset)) * self._clip_count(index, item)
 
     def cacheable(self, epoch: int = 0) -> Iterator[SampleRef]:
         """Every sample the latent cache needs for an epoch, each once, without captions."""
@@ -159,7 +159,7 @@ class DataIndex:
         dataset, file = index.dataset, item.file
         all_flips = flips(dataset)
         flip_x, flip_y = all_flips[turn.count % len(all_flips)]
-        augmentation = Augmentation(
+        augmentation = AppliedAugmentation(
             flip_x,
             flip_y,
             self.seed if index.transforms else None,
@@ -189,20 +189,20 @@ class DataIndex:
         )
 
     def _fit(self, size: Size, bucket: Bucket, dataset: Dataset, digest: str, turn: Turn) -> Fit:
-        return fit_picture(
+        return fit_image(
             size, bucket, dataset, self.geometry, seed=self.seed, digest=digest, variant=turn.variant
         )  # fmt: skip
 
-    def _pieces(self, index: DatasetIndex, item: Item) -> int:
+    def _clip_count(self, index: DatasetIndex, item: Item) -> int:
         facts = item.file.facts
-        return pieces(facts, index.dataset.video, item.bucket.frames) if isinstance(facts, VideoFacts) else 1
+        return clip_count(facts, index.dataset.video, item.bucket.frames) if isinstance(facts, VideoFacts) else 1
 
     def _clip(self, index: DatasetIndex, item: Item, turn: Turn) -> Clip | None:
         dataset, facts, digest = index.dataset, item.file.facts, item.file.digest
         if isinstance(facts, VideoFacts):
-            piece = turn.count // len(flips(dataset)) % self._pieces(index, item)
+            clip_number = turn.count // len(flips(dataset)) % self._clip_count(index, item)
             return video_clip(
-                facts, dataset.video, item.bucket.frames, piece=piece, seed=self.seed, digest=digest,
+                facts, dataset.video, item.bucket.frames, clip_number=clip_number, seed=self.seed, digest=digest,
                 variant=turn.variant,
             )  # fmt: skip
         if isinstance(facts, AudioFacts):
@@ -213,7 +213,9 @@ class DataIndex:
             )  # fmt: skip
         return None
 
-    def _reference(self, reference: Reference, target: Fit | None, augmentation: Augmentation, turn: Turn) -> SampleRef:
+    def _reference(
+        self, reference: Reference, target: Fit | None, augmentation: AppliedAugmentation, turn: Turn
+    ) -> SampleRef:
         dataset, file, bucket = reference.dataset, reference.file, reference.bucket
         size = size_of(file)
         if reference.strict and target is not None:
@@ -365,8 +367,8 @@ def masks_id(dataset_id: str) -> str:
     return f"{dataset_id}:masks"
 
 
-def _source(dataset: Dataset) -> Source:
-    return Source(
+def _source(dataset: Dataset) -> OrderSource:
+    return OrderSource(
         dataset.id,
         dataset.probability,
         dataset.batch_size,

@@ -10,7 +10,7 @@ from pathlib import Path
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backend import Backend
-from gracetune.data.backends.errors import told
+from gracetune.data.backends.errors import problem_text
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.open import open_unstaged
 from gracetune.data.captions import PLACEHOLDER, CaptionBook, KohyaFolder, most_epochs, open_captions, too_large
@@ -25,7 +25,7 @@ from gracetune.data.media_files import MediaFile
 from gracetune.data.notes import notes_on
 from gracetune.data.pairs import Paired, linked, with_alpha_masks, with_canny_references, with_masks, with_references
 from gracetune.data.refs import Canny
-from gracetune.data.sampler import Mixing
+from gracetune.data.sampler import BatchMixing
 from gracetune.data.scan import Scan, ScanMemory, scan
 from gracetune.data.scan_workers import Threads
 from gracetune.data.staging.file_selection import reasons
@@ -57,23 +57,23 @@ def build_index(
 
     By default files are read from their source and nothing is staged. Pass `open_backend` to change that.
     """
-    refuse_unsupported(config, geometry)
+    reject_unsupported(config, geometry)
     with rare_collections():
         return _Builder(config, geometry, open_backend, memory, workers, on_scanned).build()
 
 
-def mixing_of(config: RunConfig) -> Mixing:
+def mixing_of(config: RunConfig) -> BatchMixing:
     """The config's rules for composing batches."""
     training, validation = config.training, config.validation
     intervals = (config.checkpoints.every_steps, validation.every_steps if validation.enabled else None)
-    return Mixing(
+    return BatchMixing(
         fill=training.fill_batches,
         equal=training.dataset_weights == "equal",
         other_steps=tuple(steps for steps in intervals if steps is not None),
     )
 
 
-def refuse_unsupported(config: RunConfig, geometry: Geometry) -> None:
+def reject_unsupported(config: RunConfig, geometry: Geometry) -> None:
     """Raise ConfigError with every data setting that is valid in a config but unsupported here."""
     problems = [*_unsupported(config), *_unfit_multiples(config, geometry)]
     if problems:
@@ -83,18 +83,18 @@ def refuse_unsupported(config: RunConfig, geometry: Geometry) -> None:
 def _unsupported(config: RunConfig) -> Iterator[Problem]:
     enabled = {dataset.id: dataset for dataset in config.datasets if not dataset.disabled}
     for position, dataset in enumerate(config.datasets):
-        where = f"datasets[{position}]"
+        location = f"datasets[{position}]"
         if dataset.disabled:
             continue
         if dataset.crop.enabled and dataset.crop.style == "face":
-            yield Problem(f"{where}.crop.style", "face", "random, center or corner: face detection is not supported",
+            yield Problem(f"{location}.crop.style", "face", "random, center or corner: face detection is not supported",
                           "write center, or crop the images beforehand")  # fmt: skip
         for name in dataset.conditioning:
             if name not in enabled:
-                yield Problem(f"{where}.conditioning", f"{name}, which is disabled", "an enabled dataset",
+                yield Problem(f"{location}.conditioning", f"{name}, which is disabled", "an enabled dataset",
                               f"enable {name}, or remove it here")  # fmt: skip
         if dataset.mask.path is not None and dataset.mask.from_alpha:
-            yield Problem(f"{where}.mask", "path and from_alpha", "one of the two", "remove one of them")
+            yield Problem(f"{location}.mask", "path and from_alpha", "one of the two", "remove one of them")
 
 
 def _unfit_multiples(config: RunConfig, geometry: Geometry) -> Iterator[Problem]:
@@ -158,20 +158,20 @@ class _Builder:
         )  # fmt: skip
 
     def index(self, position: int, dataset: Dataset) -> DatasetIndex:
-        where = f"datasets[{position}]"
-        transforms = read_transforms(dataset.augmentation.transforms, f"{where}.augmentation.transforms")
+        location = f"datasets[{position}]"
+        transforms = read_transforms(dataset.augmentation.transforms, f"{location}.augmentation.transforms")
         found = self.scan(dataset, self.kind(dataset))
         items, dropped = sort_into_buckets(found.files, dataset, self.geometry, self.seed)
         folders = kohya_folders([file.path for file in found.files]) if dataset.kohya_folders else {}
         items, skipped = _folder_visits(items, dataset, folders)
         paired = self.pair(dataset, items)
         items, beyond = limited(paired.items, dataset)
-        items, uncaptioned, other_sizes = self.caption(dataset, where, items, folders, found)
+        items, uncaptioned, other_sizes = self.caption(dataset, location, items, folders, found)
         unreadable = (*found.unreadable, *uncaptioned)
         check_unreadable(dataset, unreadable, found.total)
         dropped = [*dropped, *skipped, *paired.dropped, *beyond]
         if not items:
-            raise _nothing_left(dataset, where, dropped, unreadable)
+            raise _nothing_left(dataset, location, dropped, unreadable)
         index = DatasetIndex(
             position, dataset, tuple(items), transforms, tuple(dropped), unreadable, found.left_out, found.others
         )
@@ -240,20 +240,20 @@ class _Builder:
     def caption(
         self,
         dataset: Dataset,
-        where: str,
+        location: str,
         items: list[Item],
         folders: dict[str, KohyaFolder],
-        found_there: Scan,
+        scan: Scan,
     ) -> tuple[list[Item], list[LeftOut], list[str]]:
         """Attach captions to all items. Returns the captioned items, the unreadable captions, and notes.
 
         An unreadable caption counts as an unreadable file. The notes are about captions with an unused placeholder, and
         about files whose size differs from the one in their caption table.
         """
-        withheld = {path: too_large(size) for path, size in found_there.large.items()}
-        withheld |= {file.path: f"a caption that cannot be read: {file.reason}" for file in found_there.left_out}
+        withheld = {path: too_large(size) for path, size in scan.large.items()}
+        withheld |= {file.path: f"a caption that cannot be read: {file.reason}" for file in scan.left_out}
         epochs = most_epochs(self.config.training, dataset, sum(item.visits for item in items))
-        book = open_captions(dataset.captions, self.backends[dataset.id], f"{where}.captions", withheld)
+        book = open_captions(dataset.captions, self.backends[dataset.id], f"{location}.captions", withheld)
 
         unfilled: list[str] = []
 
@@ -305,8 +305,8 @@ def _without_held_out(index: DatasetIndex) -> tuple[DatasetIndex, DatasetIndex]:
     if not trained:
         found = f"{index.dataset.held_out} of {counted(len(index.items), 'sample')}"
         expected = "fewer than the dataset has: the others are trained on"
-        where = f"datasets[{index.position}].held_out"
-        raise ConfigError([Problem(where, found, expected, f"write {len(index.items) // 10}")])
+        location = f"datasets[{index.position}].held_out"
+        raise ConfigError([Problem(location, found, expected, f"write {len(index.items) // 10}")])
     return replace(index, items=tuple(trained)), replace(
         index, items=tuple(apart), dropped=(), unreadable=(), left_out=(), others=None, notes=()
     )
@@ -349,26 +349,28 @@ def _top(path: str) -> str:
 def _empty(dataset: Dataset, kind: Kind, found: Scan) -> DataError:
     others = ", ".join(f"{count} x {name}" for name, count in list(found.others.items())[:5])
     withheld = "; ".join(f"{counted(count, 'file')} left out: {reason}" for reason, count in reasons(found.left_out))
-    there = "; ".join(filter(None, [others and f"it holds {others}", withheld])) or "the folder is empty"
+    contents = "; ".join(filter(None, [others and f"it holds {others}", withheld])) or "the folder is empty"
     readable = ", ".join(sorted(EXTENSIONS[kind]))
     return DataError(
-        told(
+        problem_text(
             f"dataset {dataset.id}",
-            found=f"no {kind} in {dataset.path}: {there}",
+            found=f"no {kind} in {dataset.path}: {contents}",
             expected=f"at least one {kind} file ({readable})",
             hint="check the dataset's path and its dataset_type",
         )
     )
 
 
-def _nothing_left(dataset: Dataset, where: str, dropped: list[Dropped], unreadable: tuple[LeftOut, ...]) -> DataError:
+def _nothing_left(
+    dataset: Dataset, location: str, dropped: list[Dropped], unreadable: tuple[LeftOut, ...]
+) -> DataError:
     counts = Counter(one.reason for one in dropped)
     counts.update("unreadable" for _ in unreadable)
     lines = "".join(f"\n    {count} x {reason}" for reason, count in counts.most_common())
     first = f", for example {dropped[0].path}: {dropped[0].detail}" if dropped else ""
     return DataError(
-        told(
-            f"dataset {dataset.id} ({where})",
+        problem_text(
+            f"dataset {dataset.id} ({location})",
             found=f"no file of {dataset.path} is left to train on{first}",
             expected="at least one",
             hint="change the settings that exclude the files:",

@@ -9,7 +9,7 @@ from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.paths import split_suffix
 from gracetune.data.bucket_rules import Size
-from gracetune.data.buckets import Unfit, audio_length, clip_frames, fit_picture, picture_bucket
+from gracetune.data.buckets import UnfitFile, audio_length, clip_frames, fit_image, image_bucket
 from gracetune.data.captions import KohyaFolder, Origin, kohya_folder
 from gracetune.data.clips import available_frames
 from gracetune.data.geometry import Geometry
@@ -17,7 +17,7 @@ from gracetune.data.media.image import MAX_PIXELS
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts
 from gracetune.data.media_files import MediaFile
 from gracetune.data.refs import Bucket, Canny, MaskRef, Transform
-from gracetune.seeded_random import draw
+from gracetune.seeded_random import random_bits
 
 MOST_FOLDER_VISITS = 500
 """A larger number at the start of a folder name is a year or a date, not a repeat count for kohya's scripts."""
@@ -108,27 +108,27 @@ def size_of(file: MediaFile) -> Size:
     return facts.width, facts.height
 
 
-def bucket_of(file: MediaFile, dataset: Dataset, geometry: Geometry, seed: int) -> Bucket | Unfit:
+def bucket_of(file: MediaFile, dataset: Dataset, geometry: Geometry, seed: int) -> Bucket | UnfitFile:
     """The shape a file is trained in. It depends only on the content and the settings, and caches rely on that."""
     facts = file.facts
     if isinstance(facts, AudioFacts):
         return _audio_bucket(facts, dataset, geometry)
     size = size_of(file)
-    found = picture_bucket(size, dataset, geometry, seed=seed, digest=file.digest)
-    if isinstance(found, Unfit):
+    found = image_bucket(size, dataset, geometry, seed=seed, digest=file.digest)
+    if isinstance(found, UnfitFile):
         return found
     bucket = Bucket(*found)
-    scaled = fit_picture(size, bucket, dataset, geometry, seed=seed, digest=file.digest, variant=0).resized
+    scaled = fit_image(size, bucket, dataset, geometry, seed=seed, digest=file.digest, variant=0).resized
     if scaled[0] * scaled[1] > MAX_PIXELS:
         detail = f"{size[0]}x{size[1]} would be scaled to {scaled[0]}x{scaled[1]}; lower the resolution"
-        return Unfit(f"more than {MAX_PIXELS / 1e6:.0f} megapixels when scaled", detail)
+        return UnfitFile(f"more than {MAX_PIXELS / 1e6:.0f} megapixels when scaled", detail)
     if isinstance(facts, ImageFacts):
         return bucket
     frames = _frames(facts, dataset, geometry)
-    return frames if isinstance(frames, Unfit) else replace(bucket, frames=frames)
+    return frames if isinstance(frames, UnfitFile) else replace(bucket, frames=frames)
 
 
-def _frames(facts: VideoFacts, dataset: Dataset, geometry: Geometry) -> int | Unfit:
+def _frames(facts: VideoFacts, dataset: Dataset, geometry: Geometry) -> int | UnfitFile:
     return clip_frames(available_frames(facts, dataset.video), dataset.video, geometry)
 
 
@@ -137,10 +137,10 @@ def audio_rate(dataset: Dataset, geometry: Geometry, facts: AudioFacts) -> int:
     return dataset.audio.sample_rate or geometry.sample_rate or facts.sample_rate
 
 
-def _audio_bucket(facts: AudioFacts, dataset: Dataset, geometry: Geometry) -> Bucket | Unfit:
+def _audio_bucket(facts: AudioFacts, dataset: Dataset, geometry: Geometry) -> Bucket | UnfitFile:
     rate = audio_rate(dataset, geometry, facts)
     samples = audio_length(facts.duration, dataset.audio, geometry, rate)
-    if isinstance(samples, Unfit):
+    if isinstance(samples, UnfitFile):
         return samples
     channels = dataset.audio.channels or geometry.channels or facts.channels
     return Bucket(audio_samples=samples, audio_channels=channels)
@@ -155,7 +155,7 @@ def sort_into_buckets(
     buckets: dict[Bucket, Bucket] = {}
     for file in files:
         bucket = bucket_of(file, dataset, geometry, seed)
-        if isinstance(bucket, Unfit):
+        if isinstance(bucket, UnfitFile):
             dropped.append(Dropped(file.path, bucket.reason, bucket.detail))
         else:
             # Share one Bucket object between files: the garbage collector traverses every object of the index.
@@ -169,7 +169,7 @@ def limited(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Dropp
     if limit is None or len(items) <= limit:
         return items, []
     # Sort by a hash of the content, which does not depend on the other files.
-    chosen = sorted(items, key=lambda item: (draw(0, dataset.id, item.file.digest), item.path))[:limit]
+    chosen = sorted(items, key=lambda item: (random_bits(0, dataset.id, item.file.digest), item.path))[:limit]
     kept = {item.path for item in chosen}
     dropped = [
         Dropped(item.path, f"beyond max_samples {limit}", "not among the files selected at random")
@@ -181,7 +181,9 @@ def limited(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Dropp
 
 def split_held_out(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Item]]:
     """The items to train on, and the `held_out` ones."""
-    chosen = sorted(items, key=lambda item: (draw(0, "held out", item.file.digest), item.path))[: dataset.held_out]
+    chosen = sorted(items, key=lambda item: (random_bits(0, "held out", item.file.digest), item.path))[
+        : dataset.held_out
+    ]
     paths = {item.path for item in chosen}
     return [item for item in items if item.path not in paths], [item for item in items if item.path in paths]
 

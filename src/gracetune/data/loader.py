@@ -15,7 +15,7 @@ from gracetune.data.fingerprint import Fingerprint, differences
 from gracetune.data.index import DataIndex, Unreadable
 from gracetune.data.items import DatasetIndex
 from gracetune.data.refs import BatchRef, SampleRef
-from gracetune.data.sampler import Cursor, Drawn, Group, Order
+from gracetune.data.sampler import Cursor, GlobalBatch, Order, SampleGroup
 
 STATE_VERSION = 2
 
@@ -231,9 +231,9 @@ class Loader:
         """Compute the result of a call at `cursor`. None if no dataset is active at the start of an epoch."""
         if self._epochs is not None and cursor.epoch >= self._epochs:
             return _Forecast(request, Exhausted(self._epochs, cursor.consumed), cursor)
-        drawn = self._order.draw(cursor, request[0], step, self._world_size)
-        if drawn is not None:
-            batch, after = drawn
+        batch = self._order.next_batch(cursor, request[0], step, self._world_size)
+        if batch is not None:
+            batch, after = batch
             return _Forecast(request, self._share(batch, cursor.epoch), after)
         if not cursor.batches:
             return None
@@ -247,22 +247,22 @@ class Loader:
             + "\nChange a start or an end so that at least one dataset is always active"
         )
 
-    def _share(self, drawn: Drawn, epoch: int) -> BatchRef:
+    def _share(self, batch: GlobalBatch, epoch: int) -> BatchRef:
         """This rank's contiguous part of the batch. The parts of the ranks differ by at most one sample.
 
         If there are fewer samples than ranks, some parts are empty. Such a rank gets a sample of another rank with loss
         weight 0, because all ranks must take part in every step.
         """
-        count = len(drawn.visits)
+        count = len(batch.visits)
         begin = count * self._rank // self._world_size
         end = count * (self._rank + 1) // self._world_size
         padding = begin == end
         mine = range(begin, begin + 1) if padding else range(begin, end)
-        samples = tuple(self._index.ref(drawn, number, epoch) for number in mine)
+        samples = tuple(self._index.ref(batch, number, epoch) for number in mine)
         if padding:
             samples = tuple(without_weight(sample) for sample in samples)
-        indexes = tuple(drawn.first_index + number for number in mine)
-        return BatchRef(samples, drawn.shape[0], indexes, epoch, count, padding)
+        indexes = tuple(batch.first_index + number for number in mine)
+        return BatchRef(samples, batch.shape[0], indexes, epoch, count, padding)
 
 
 def _removed(before: Sequence[DatasetIndex], after: Sequence[DatasetIndex]) -> dict[int, list[int]]:
@@ -275,7 +275,7 @@ def _removed(before: Sequence[DatasetIndex], after: Sequence[DatasetIndex]) -> d
     return found
 
 
-def _known_taken(taken: int, group: Group, order: Order) -> int:
+def _known_taken(taken: int, group: SampleGroup, order: Order) -> int:
     """A group's saved count, limited to its present size: the data may have fewer samples now.
 
     The count of a dataset with its own epochs goes on across them and has no limit.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gracetune.data.bucket_rules import Wanted
+from gracetune.data.bucket_rules import BucketRequest
 from gracetune.data.buckets import resized
 from gracetune.data.captions import KohyaFolder
 from gracetune.data.clips import is_padded
@@ -87,7 +87,7 @@ def _enlarged(index: DatasetIndex, geometry: Geometry) -> Iterator[str]:
 
 def _scale(item: Item, index: DatasetIndex, geometry: Geometry) -> float:
     """The factor by which an item is scaled; above 1 it is enlarged."""
-    wanted = Wanted.of(item.size, item.bucket.width / item.bucket.height, index.dataset, geometry)
+    wanted = BucketRequest.of(item.size, item.bucket.width / item.bucket.height, index.dataset, geometry)
     return resized(wanted, (item.bucket.width, item.bucket.height))[0] / item.size[0]
 
 

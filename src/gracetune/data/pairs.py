@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from gracetune.config.dataset_config import Dataset, Mask
 from gracetune.data.backends.errors import SHOWN, leave_out, too_many
 from gracetune.data.bucket_rules import Size
-from gracetune.data.buckets import Unfit
+from gracetune.data.buckets import UnfitFile
 from gracetune.data.errors import DataError
 from gracetune.data.geometry import Geometry
 from gracetune.data.items import Dropped, Item, Reference, bucket_of, same_stem, size_of, stem_of
@@ -115,7 +115,7 @@ def _reference(item: Item, source: Dataset, lookup: ByStem, geometry: Geometry, 
             return Dropped(item.path, f"its reference in {source.id} has a different shape", _shapes(file, item))
         return Reference(source, file, Bucket(item.bucket.width, item.bucket.height), strict=True)
     bucket = bucket_of(file, source, geometry, seed)
-    if isinstance(bucket, Unfit):
+    if isinstance(bucket, UnfitFile):
         return Dropped(item.path, f"its reference in {source.id} is {bucket.reason}", f"{file.path}: {bucket.detail}")
     return Reference(source, file, bucket, strict=False)
 

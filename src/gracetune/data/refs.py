@@ -61,7 +61,7 @@ class Transform:
 
 
 @dataclass(frozen=True)
-class Augmentation:
+class AppliedAugmentation:
     flip_x: bool = False
     flip_y: bool = False
     seed: int | None = None
@@ -105,7 +105,7 @@ class SampleRef:
     """None for audio."""
     caption: CaptionRef
     clip: Clip | None = None
-    augmentation: Augmentation = field(default_factory=Augmentation)
+    augmentation: AppliedAugmentation = field(default_factory=AppliedAugmentation)
     conditioning: tuple[SampleRef, ...] = ()
     """Edit sources and references, in the order of the dataset's `conditioning`."""
     mask: MaskRef | None = None

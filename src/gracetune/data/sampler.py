@@ -29,7 +29,7 @@ from gracetune.seeded_random import below, ordered, uniform
 
 
 @dataclass(frozen=True)
-class Source:
+class OrderSource:
     """The settings of a dataset that affect the order."""
 
     id: str
@@ -63,7 +63,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Mixing:
+class BatchMixing:
     """How batches are composed in a run."""
 
     fill: bool = False
@@ -78,11 +78,11 @@ class Mixing:
         return step % 2 == 0 and all(step % every for every in self.other_steps)
 
 
-MIXED_BY_SIZE = Mixing()
+MIXED_BY_SIZE = BatchMixing()
 
 
 @dataclass(frozen=True)
-class Group:
+class SampleGroup:
     """The samples of one dataset that can share a batch."""
 
     source: int
@@ -137,7 +137,7 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class GlobalBatch:
     """A batch for all ranks together."""
 
     source: int
@@ -154,12 +154,12 @@ class Order:
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        groups: Iterable[Group],
+        sources: Sequence[OrderSource],
+        groups: Iterable[SampleGroup],
         *,
         seed: int,
         batch_size: int,
-        mixing: Mixing = MIXED_BY_SIZE,
+        mixing: BatchMixing = MIXED_BY_SIZE,
     ) -> None:
         self.sources = tuple(sources)
         self.groups = tuple(groups)
@@ -207,7 +207,7 @@ class Order:
             active and source.even_steps == turn for active, source in zip(within, self.sources, strict=True)
         )  # fmt: skip
 
-    def draw(self, cursor: Cursor, size: int, step: int, world_size: int) -> tuple[Drawn, Cursor] | None:
+    def next_batch(self, cursor: Cursor, size: int, step: int, world_size: int) -> tuple[GlobalBatch, Cursor] | None:
         """The next batch and the cursor after it; None if the epoch has no samples left."""
         taken_in_epoch, passed = self._in_epoch(cursor)
         left = [total - taken for total, taken in zip(self._totals, taken_in_epoch, strict=True)]
@@ -218,9 +218,9 @@ class Order:
         ]
         if not candidates:
             return None
-        place = sum(cursor.taken)
-        position = self._choose_source(self._in_turn(candidates, cursor.batches), cursor.epoch, place)
-        number = self._choose_group(position, left, cursor.epoch, place)
+        index = sum(cursor.taken)
+        position = self._choose_source(self._in_turn(candidates, cursor.batches), cursor.epoch, index)
+        number = self._choose_group(position, left, cursor.epoch, index)
         wanted = self.size(position, size) * world_size
         count, begin, passes = min(wanted, left[number]), taken_in_epoch[number], passed[position]
         epoch = cursor.epoch if passes is None else passes
@@ -232,7 +232,7 @@ class Order:
             cursor, taken=taken, consumed=cursor.consumed + len(visits), batches=cursor.batches + 1,
             short=cursor.short + (len(visits) < wanted),
         )  # fmt: skip
-        return Drawn(position, self.groups[number].shape, visits, cursor.consumed, passes), after
+        return GlobalBatch(position, self.groups[number].shape, visits, cursor.consumed, passes), after
 
     def _in_epoch(self, cursor: Cursor) -> tuple[Sequence[int], Sequence[int | None]]:
         """The visits taken from each group in its current epoch, and the completed passes over each dataset.
@@ -299,7 +299,7 @@ class Order:
         `gone` maps the position of a dataset to the sorted positions of its excluded samples. The positions of later
         samples move up.
         """
-        groups: list[Group] = []
+        groups: list[SampleGroup] = []
         taken: list[int] = []
         for number, group in enumerate(self.groups):
             lost = np.array(gone.get(group.source, ()), np.int64)
@@ -348,25 +348,25 @@ class Order:
     def _walk_epoch(self, epoch: int, size: int, step: int, world_size: int) -> Cursor:
         """The same by simulation, for datasets that alternate by step, assuming one batch per step."""
         cursor = replace(self.start(), epoch=epoch)
-        while (drawn := self.draw(cursor, size, step + cursor.batches, world_size)) is not None:
-            cursor = drawn[1]
+        while (batch := self.next_batch(cursor, size, step + cursor.batches, world_size)) is not None:
+            cursor = batch[1]
         return cursor
 
-    def _choose_source(self, candidates: list[int], epoch: int, place: int) -> int:
-        """Choose a dataset at random by weight. `place` counts visits, so the choice differs for every batch."""
+    def _choose_source(self, candidates: list[int], epoch: int, index: int) -> int:
+        """Choose a dataset at random by weight. `index` counts visits, so the choice differs for every batch."""
         if len(candidates) == 1:
             return candidates[0]
-        ticket = uniform(self.seed, "dataset", epoch, place) * sum(self._weights[position] for position in candidates)
+        ticket = uniform(self.seed, "dataset", epoch, index) * sum(self._weights[position] for position in candidates)
         for position in candidates:
             ticket -= self._weights[position]
             if ticket < 0:
                 return position
         return candidates[-1]  # reached only if the sum of the weights was rounded up
 
-    def _choose_group(self, position: int, left: list[int], epoch: int, place: int) -> int:
+    def _choose_group(self, position: int, left: list[int], epoch: int, index: int) -> int:
         """Choose a group of the dataset at random, weighted by the visits left."""
         members = [number for number in self._members[position] if left[number]]
-        ticket = below(sum(left[number] for number in members), self.seed, "group", epoch, place)
+        ticket = below(sum(left[number] for number in members), self.seed, "group", epoch, index)
         for number in members:
             ticket -= left[number]
             if ticket < 0:
@@ -393,7 +393,7 @@ class Order:
         return np.array(group.samples, np.int64)[among][order]
 
 
-def _round_ends(group: Group) -> Sequence[int]:
+def _round_ends(group: SampleGroup) -> Sequence[int]:
     """The cumulative number of visits at the end of each round. Equal rounds (`repeats`) use a `range`, not a list."""
     count, most = len(group.visits), max(group.visits, default=0)
     if count and most == min(group.visits):

@@ -32,7 +32,7 @@ from gracetune.data.backends.in_memory import InMemoryBackend, attach
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.shared import Storage
 from gracetune.data.media import Kind
-from gracetune.data.media.image import BOMBS_UNSAID
+from gracetune.data.media.image import NO_BOMB_WARNINGS
 from gracetune.data.media_files import MediaFile, examine, facts_as_json, facts_from_json
 
 Given = TypeVar("Given")
@@ -105,7 +105,7 @@ def examine_files(
             # While the storage is slow, join batches so that the threads stay busy.
             while own.waits and len(batch) < ALONE + WAITING and (more := _take(batches)):
                 batch += more
-            with BOMBS_UNSAID:  # once per batch, because changing the warning filters takes time
+            with NO_BOMB_WARNINGS:  # once per batch, because changing the warning filters takes time
                 results.update(zip((path for path, _ in batch), own.map(batch), strict=True))
             on_done(len(results))
             if not has_started_workers and not own.waits:
@@ -227,7 +227,7 @@ def answer_lines() -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps library output out of the answers
         handle, kind, threads = json.loads(lines.readline())
-        with _open(from_json(handle)) as backend, BOMBS_UNSAID:
+        with _open(from_json(handle)) as backend, NO_BOMB_WARNINGS:
             workers = Threads[File, Examined](lambda file: examine(backend, file[0], kind, file[1]), threads)
             for line in lines:
                 found = [_answer(one) for one in workers.map(json.loads(line))]

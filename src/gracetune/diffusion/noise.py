@@ -19,13 +19,13 @@ from gracetune.seeded_random import normals, uniform
 class Noise:
     """float32 noise, shaped like the latents [B, C, ...]."""
 
-    asked: Tensor
+    perturbed: Tensor
     """The noise in the training target."""
     seen: Tensor
-    """The noise added to the latents. Differs from `asked` only with input perturbation."""
+    """The noise added to the latents. Differs from `perturbed` only with input perturbation."""
 
 
-def draw_noise(latents: Tensor, objective: Objective, seed: int, indices: Sequence[int]) -> Noise:
+def sample_noise(latents: Tensor, objective: Objective, seed: int, indices: Sequence[int]) -> Noise:
     """`indices` are the global indices of the batch's samples."""
     target = normal_like(latents, seed, "noise", indices)
     if objective.noise_offset > 0:

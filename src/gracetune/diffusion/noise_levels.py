@@ -37,7 +37,7 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.seeded_random import uniform
 
 FloatArray = npt.NDArray[np.float64]
-Window = tuple[float, float]
+NoiseRange = tuple[float, float]
 """A noise range: lowest level, and the first one above it. An upper end of 1 is included."""
 
 Bias = Literal["balanced", "content", "style"]
@@ -149,19 +149,19 @@ class LevelSampler:
     bias: Bias = "balanced"
     shift: float | ShiftRule = 1.0
     """A number, or a rule that computes it from an image's tokens."""
-    window: Window = (0.0, 1.0)
+    noise_range: NoiseRange = (0.0, 1.0)
     """The noise range to train."""
     steps: int | None = None
     """Number of discrete steps of a DDPM model; None for continuous levels."""
     always: float | None = None
     """A fixed level for every sample, which overrides everything else."""
-    biased_window: bool = False
+    biased_range: bool = False
     """Whether the bias applies within the noise range instead of to the whole distribution."""
     terminal: float = 0.0
     """The lowest level after the shift."""
     stratified: bool = False
-    span: Window = (0.0, 1.0)
-    """The noise range of the expert. `window` is all or part of it."""
+    span: NoiseRange = (0.0, 1.0)
+    """The noise range of the expert. `noise_range` is all or part of it."""
 
     @classmethod
     def from_config(
@@ -171,21 +171,21 @@ class LevelSampler:
         *,
         shift: float = 1.0,
         rule: ShiftRule | None = None,
-        window: Window = (0.0, 1.0),
+        noise_range: NoiseRange = (0.0, 1.0),
     ) -> LevelSampler:
-        """`shift` and `rule` are the model's own (`ModelFacts.shift`, `details["resolution_shift"]`). `window` is the
-        noise range of the trained expert."""
+        """`shift` and `rule` are the model's own (`ModelFacts.shift`, `details["resolution_shift"]`). `noise_range` is
+        the noise range of the trained expert."""
         sampler = cls(
             _distribution(objective),
             objective.timestep_bias,
             _shift(objective, schedule, shift, rule),
-            _narrowed(objective, window),
+            _narrowed(objective, noise_range),
             len(schedule.alphas_cumprod) if isinstance(schedule, Ddpm) else None,
             1.0 if objective.timesteps == "one_step" else None,
             objective.timestep_bias_over == "noise_range",
             objective.shift_terminal,
             objective.stratified,
-            window,
+            noise_range,
         )
         sampler._check()
         return sampler
@@ -208,10 +208,10 @@ class LevelSampler:
         if self.always is not None:
             return self.always
         shift = self._shift_for(tokens)
-        first, last = (self._share_below(bound, shift) for bound in self.window)
+        first, last = (self._share_below(bound, shift) for bound in self.noise_range)
         if self._picks_random:
             share = self._pick(share, first, last, shift)
-        elif self.biased_window and self.bias != "balanced":
+        elif self.biased_range and self.bias != "balanced":
             share = self._step(first + (last - first) * biased(share, self.bias))
         else:
             share = biased(_open_interval(first + (last - first) * share), self.bias)
@@ -220,7 +220,7 @@ class LevelSampler:
 
     @property
     def _picks_random(self) -> bool:
-        return self.biased_window and self.bias != "balanced" and not isinstance(self.distribution, Uniform)
+        return self.biased_range and self.bias != "balanced" and not isinstance(self.distribution, Uniform)
 
     def _step(self, share: float) -> float:
         """Round up to one of 1000 steps (to its middle for models with discrete steps, so that it stays inside)."""
@@ -258,11 +258,11 @@ class LevelSampler:
             return min(1.0, max(0.0, level))
         level = unstretched(level, self.terminal) if self.terminal else level
         share = self.distribution.share_below(unshifted(level, shift))
-        return share if self.biased_window and self.bias != "balanced" else unbiased(share, self.bias)
+        return share if self.biased_range and self.bias != "balanced" else unbiased(share, self.bias)
 
     def _in_range(self, level: float) -> float:
         """Round to float32, or to a step, without leaving the noise range."""
-        lowest, highest = self.window
+        lowest, highest = self.noise_range
         if self.steps is not None:
             # A step belongs to the range if its start does: [0, 1) has the steps 0 … T - 1.
             first = math.ceil(lowest * self.steps - 1e-6)
@@ -275,16 +275,16 @@ class LevelSampler:
 
     def _check(self) -> None:
         """Reject a noise range that the distribution does not reach, before it produces wrong levels."""
-        lowest, highest = self.window
+        lowest, highest = self.noise_range
         if self.always is not None:
             if not lowest <= self.always or (self.always >= highest and highest < 1):
-                raise _no_levels(self.window, f"every level is {self.always:g}", "objective.timesteps")
+                raise _no_levels(self.noise_range, f"every level is {self.always:g}", "objective.timesteps")
             return
         # A resolution-dependent shift moves the distribution, so check it for the smallest and largest usual images.
         shifts = [self._shift_for(tokens) for tokens in (256, 16384)]
         held = min(self._share_below(highest, shift) - self._share_below(lowest, shift) for shift in shifts)
         if held < _LEAST_MASS:
-            raise _no_levels(self.window, f"{max(0.0, held):.1g} of all samples fall there", "objective.timesteps")
+            raise _no_levels(self.noise_range, f"{max(0.0, held):.1g} of all samples fall there", "objective.timesteps")
 
 
 @lru_cache(maxsize=32)
@@ -306,7 +306,7 @@ def _picked(count: int, begin: int, end: int, bias: Bias) -> tuple[FloatArray, F
     return positions, below
 
 
-def _no_levels(noise_range: Window, found: str, key: str) -> ConfigError:
+def _no_levels(noise_range: NoiseRange, found: str, key: str) -> ConfigError:
     expected = f"a distribution that reaches noise levels from {noise_range[0]:g} to {noise_range[1]:g}"
     return ConfigError([Problem(key, found, expected, "--set objective.timesteps=uniform")])
 
@@ -344,7 +344,7 @@ def _shift(objective: Objective, schedule: NoiseSchedule, family: float, rule: S
     return 1.0 if objective.timesteps == "weighted" or objective.timestep_weights is not None else family
 
 
-def _narrowed(objective: Objective, noise_range: Window) -> Window:
+def _narrowed(objective: Objective, noise_range: NoiseRange) -> NoiseRange:
     """The part of the expert's noise range between the config's timesteps."""
     lowest = max(noise_range[0], objective.min_timestep / 1000)
     highest = min(noise_range[1], objective.max_timestep / 1000)

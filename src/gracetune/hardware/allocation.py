@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gracetune.errors import ConfigError, Problem
-from gracetune.hardware.driver import DriverError
+from gracetune.hardware.driver import DriverCallError
 from gracetune.hardware.machine import Gpu, Machine
 from gracetune.hardware.managed import ManagedDriver, ManagedMemory
 from gracetune.units import GIB, MIB, format_bytes
@@ -176,7 +176,7 @@ def run_allocation(
     try:
         with driver.open(0) as memory:
             return _take_fill_check(plan, memory, headroom, reserve, chunk)
-    except DriverError as error:
+    except DriverCallError as error:
         return AllocationResult(plan.scale, "failed", plan.reason, error=str(error))
     except OSError as error:  # libcuda was removed after the probe
         return AllocationResult(plan.scale, "failed", plan.reason, error=str(error))

@@ -123,11 +123,11 @@ def parse_mounts(text: str) -> dict[int, tuple[str, str]]:
         fields, source = left.split(" "), right.split(" ")
         if not separator or len(fields) < 5 or len(source) < 3:
             continue
-        place = (_unescape(fields[4]), _unescape(fields[3]))
+        mount = (_unescape(fields[4]), _unescape(fields[3]))
         if source[0] == "cgroup2":
-            found.setdefault(2, place)
+            found.setdefault(2, mount)
         elif source[0] == "cgroup" and "memory" in source[2].split(","):
-            found.setdefault(1, place)
+            found.setdefault(1, mount)
     return found
 
 

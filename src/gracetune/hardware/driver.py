@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from pydantic import Field
 
 from gracetune.errors import MachineError
-from gracetune.hardware.machine import Facts
+from gracetune.hardware.machine import FrozenFacts
 
 LIBRARY = "libcuda.so.1"
 CUDA_ERROR_NO_DEVICE = 100
@@ -44,7 +44,7 @@ class Attribute(IntEnum):
     CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID = 134
 
 
-class DeviceFacts(Facts):
+class DeviceFacts(FrozenFacts):
     """The driver's description of one GPU."""
 
     name: str | None = None
@@ -58,7 +58,7 @@ class DeviceFacts(Facts):
         return self.attributes.get(which.name)
 
 
-class DriverFacts(Facts):
+class DriverFacts(FrozenFacts):
     """The driver's description of itself and its GPUs. Also the format of a recording's `driver.json`."""
 
     status: Literal["ok", "absent", "failed"]
@@ -80,7 +80,7 @@ class Driver(Protocol):
         ...
 
 
-class DriverError(MachineError):
+class DriverCallError(MachineError):
     """A driver call returned an error."""
 
     def __init__(self, call: str, code: int | None, name: str) -> None:
@@ -96,15 +96,15 @@ class CudaLibrary:
         self._library = ctypes.CDLL(name)
 
     def call(self, function: str, *arguments: object) -> None:
-        """Call `function` and raise `DriverError` unless it returns CUDA_SUCCESS."""
+        """Call `function` and raise `DriverCallError` unless it returns CUDA_SUCCESS."""
         try:
             entry = self._library[function]
         except AttributeError:
-            raise DriverError(function, None, "not in this version of libcuda") from None
+            raise DriverCallError(function, None, "not in this version of libcuda") from None
         entry.restype = ctypes.c_int
         code: int = entry(*arguments)
         if code != 0:
-            raise DriverError(function, code, self._error_name(code))
+            raise DriverCallError(function, code, self._error_name(code))
 
     def _error_name(self, code: int) -> str:
         text = ctypes.c_char_p()
@@ -148,7 +148,7 @@ class CudaDriver:
             library.call("cuInit", 0)
             count = ctypes.c_int()
             library.call("cuDeviceGetCount", ctypes.byref(count))
-        except DriverError as error:
+        except DriverCallError as error:
             return DriverFacts(status="failed", detail=str(error), error_code=error.code, cuda_version=version)
         devices = tuple(_device(library, index, free_memory=free_memory) for index in range(count.value))
         return DriverFacts(status="ok", detail="ok", cuda_version=version, devices=devices)
@@ -159,7 +159,7 @@ def _driver_version(library: CudaLibrary) -> int | None:
     try:
         # This works before cuInit, and even if cuInit fails, when the version is most useful.
         library.call("cuDriverGetVersion", ctypes.byref(version))
-    except DriverError:
+    except DriverCallError:
         return None
     return version.value
 
@@ -168,7 +168,7 @@ def _device(library: CudaLibrary, index: int, *, free_memory: bool) -> DeviceFac
     device = ctypes.c_int()
     try:
         library.call("cuDeviceGet", ctypes.byref(device), index)
-    except DriverError as error:
+    except DriverCallError as error:
         return DeviceFacts(context_error=str(error))
     attributes = {which.name: value for which in Attribute if (value := _attribute(library, which, device)) is not None}
     free, context_error = None, None
@@ -189,7 +189,7 @@ def _attribute(library: CudaLibrary, which: Attribute, device: ctypes.c_int) -> 
     value = ctypes.c_int()
     try:
         library.call("cuDeviceGetAttribute", ctypes.byref(value), int(which), device)
-    except DriverError:
+    except DriverCallError:
         return None  # an older driver returns CUDA_ERROR_INVALID_VALUE for attributes that it does not know
     return value.value
 
@@ -198,7 +198,7 @@ def _device_name(library: CudaLibrary, device: ctypes.c_int) -> str | None:
     text = ctypes.create_string_buffer(256)
     try:
         library.call("cuDeviceGetName", text, len(text), device)
-    except DriverError:
+    except DriverCallError:
         return None
     return text.value.decode(errors="replace")
 
@@ -207,7 +207,7 @@ def _total_memory(library: CudaLibrary, device: ctypes.c_int) -> int | None:
     total = ctypes.c_size_t()
     try:
         library.call("cuDeviceTotalMem_v2", ctypes.byref(total), device)
-    except DriverError:
+    except DriverCallError:
         return None
     return total.value
 
@@ -217,6 +217,6 @@ def _free_memory(library: CudaLibrary, device: int) -> tuple[int | None, str | N
     try:
         with library.context(device):
             library.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-    except DriverError as error:
+    except DriverCallError as error:
         return None, str(error)
     return free.value, None

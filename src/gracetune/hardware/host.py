@@ -11,7 +11,7 @@ from typing import Literal
 
 from gracetune.hardware.cgroup import read_cgroup
 from gracetune.hardware.files import HostFiles, parse_colon_lines, parse_integer
-from gracetune.hardware.machine import Facts, Host, NumaNode, PcieLink
+from gracetune.hardware.machine import FrozenFacts, Host, NumaNode, PcieLink
 
 NODES = "/sys/devices/system/node"
 PCI_DEVICES = "/sys/bus/pci/devices"
@@ -39,7 +39,7 @@ _ARM_CORES = {
 }
 
 
-class ProcessFacts(Facts):
+class ProcessFacts(FrozenFacts):
     """Facts that come from system calls.
 
     The page size is in `/proc/self/smaps` too. But that file contains the paths of all mapped files, which a recording

@@ -15,13 +15,13 @@ ProfileName = Literal["superchip", "integrated", "discrete", "cpu"]
 MemoryModeName = Literal["coherent NUMA", "coherent CDMM", "integrated one-pool", "discrete", "none", "unknown"]
 
 
-class Facts(BaseModel):
+class FrozenFacts(BaseModel):
     """Base class: frozen, and rejects unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class NumaNode(Facts):
+class NumaNode(FrozenFacts):
     """One NUMA node of the kernel. On a GH200 in NUMA mode, the GPU's memory is a node without CPUs."""
 
     id: int
@@ -33,7 +33,7 @@ class NumaNode(Facts):
     is_gpu_memory: bool | None = None
 
 
-class Cgroup(Facts):
+class Cgroup(FrozenFacts):
     """The memory limit of this process: the lowest one between its control group and the root."""
 
     version: Literal[1, 2]
@@ -47,7 +47,7 @@ class Cgroup(Facts):
     """Bytes that this process can still allocate; reclaimable page cache counts as free. None without a limit."""
 
 
-class Host(Facts):
+class Host(FrozenFacts):
     """CPU, operating system and main memory."""
 
     architecture: str | None = None
@@ -92,7 +92,7 @@ class Host(Facts):
         return min((value for value in known if value is not None), default=None)
 
 
-class GpuAttributes(Facts):
+class GpuAttributes(FrozenFacts):
     """The GPU's memory capabilities according to the driver. The names follow `CUdevice_attribute`."""
 
     managed_memory: bool | None = None
@@ -105,7 +105,7 @@ class GpuAttributes(Facts):
     can_map_host_memory: bool | None = None
 
 
-class PcieLink(Facts):
+class PcieLink(FrozenFacts):
     """The PCIe link according to sysfs. The speed is lower while a GPU is idle; the width is not."""
 
     speed_gts: float | None = None
@@ -114,7 +114,7 @@ class PcieLink(Facts):
     max_width: int | None = None
 
 
-class Gpu(Facts):
+class Gpu(FrozenFacts):
     """One GPU. The order is that of the driver, which applies `CUDA_VISIBLE_DEVICES`."""
 
     index: int
@@ -136,7 +136,7 @@ class Gpu(Facts):
     """Why the driver could not open this GPU; None if it could or was not tried."""
 
 
-class DriverReport(Facts):
+class DriverReport(FrozenFacts):
     """The CUDA user-space driver (libcuda)."""
 
     status: Literal["ok", "absent", "failed"]
@@ -146,7 +146,7 @@ class DriverReport(Facts):
     cuda_version: str | None = None
 
 
-class Software(Facts):
+class Software(FrozenFacts):
     """Versions, read without importing anything heavy."""
 
     python: str | None = None
@@ -158,21 +158,21 @@ class Software(Facts):
     """Versions by distribution name; None if not installed."""
 
 
-class MemoryMode(Facts):
+class MemoryMode(FrozenFacts):
     """The relation between CPU and GPU memory, and the evidence for it."""
 
     value: MemoryModeName
     reason: str
 
 
-class Profile(Facts):
+class Profile(FrozenFacts):
     """The kind of machine, and the evidence for it."""
 
     value: ProfileName
     reason: str
 
 
-class Machine(Facts):
+class Machine(FrozenFacts):
     """The complete description of a machine. The rest of gracetune uses only this."""
 
     format: Literal[1] = 1

@@ -89,8 +89,8 @@ def _coherent_mode(host: Host, gpu: Gpu) -> MemoryMode:
     CDMM is the default without a parameter; then EnableUserNUMAManagement = 0 indicates it.
     """
     if gpu.is_numa_node:
-        where = "" if gpu.numa_node is None else f" (node {gpu.numa_node})"
-        return MemoryMode(value="coherent NUMA", reason=f"the kernel manages the GPU's memory as a NUMA node{where}")
+        location = "" if gpu.numa_node is None else f" (node {gpu.numa_node})"
+        return MemoryMode(value="coherent NUMA", reason=f"the kernel manages the GPU's memory as a NUMA node{location}")
     if gpu.is_numa_node is False:
         return MemoryMode(value="coherent CDMM", reason="the driver keeps the GPU's memory, it is no NUMA node")
     if host.coherent_memory_parameter == "driver":

@@ -22,19 +22,19 @@ from typing import Literal, TypeVar
 from pydantic import ValidationError
 
 from gracetune import __version__
-from gracetune.config.path_status import look
+from gracetune.config.path_status import inspect_path
 from gracetune.errors import MachineError
 from gracetune.hardware import cgroup, host
 from gracetune.hardware.driver import CudaDriver, Driver, DriverFacts
 from gracetune.hardware.files import HostFiles
 from gracetune.hardware.host import ProcessFacts
-from gracetune.hardware.machine import Facts, Machine, Software
+from gracetune.hardware.machine import FrozenFacts, Machine, Software
 from gracetune.hardware.probe import assemble
 from gracetune.hardware.software import read_software
 from gracetune.storage.atomic import new_folder, write_new
 
 
-class RecordingHeader(Facts):
+class MachineRecordingHeader(FrozenFacts):
     """`recording.json`."""
 
     format: Literal[1]
@@ -45,24 +45,24 @@ class RecordingHeader(Facts):
 
 def load_recording(folder: Path) -> Machine:
     """The Machine that a recording describes. Raises `MachineError` if the recording is invalid."""
-    place = look(folder)
-    if place.kind != "folder":
-        found = {"nothing": "nothing", "file": "a file"}.get(place.kind, place.why)
-        raise MachineError(f"{folder}: found {found}, expected a recording's folder. {_HOW}")
-    folder = place.path
-    header = _read_json(folder / "recording.json", RecordingHeader)
+    status = inspect_path(folder)
+    if status.kind != "folder":
+        found = {"nothing": "nothing", "file": "a file"}.get(status.kind, status.why)
+        raise MachineError(f"{folder}: found {found}, expected a recording's folder. {_COMMAND}")
+    folder = status.path
+    header = _read_json(folder / "recording.json", MachineRecordingHeader)
     driver = _read_json(folder / "driver.json", DriverFacts)
     software = _read_json(folder / "software.json", Software)
-    if look(folder / "proc").kind != "folder":
-        raise MachineError(f"{folder}: the folder proc is missing, so this recording is not complete. {_HOW}")
+    if inspect_path(folder / "proc").kind != "folder":
+        raise MachineError(f"{folder}: the folder proc is missing, so this recording is not complete. {_COMMAND}")
     process = ProcessFacts(architecture=header.architecture, page_size=header.page_size)
     return assemble(HostFiles(folder), driver, process, software)
 
 
-_HOW = "Make one with: gracetune doctor --record DIR"
+_COMMAND = "Make one with: gracetune doctor --record DIR"
 
 
-_Model = TypeVar("_Model", bound=Facts)
+_Model = TypeVar("_Model", bound=FrozenFacts)
 
 
 def _read_json(path: Path, model: type[_Model]) -> _Model:
@@ -70,13 +70,13 @@ def _read_json(path: Path, model: type[_Model]) -> _Model:
         return model.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise MachineError(f"{path}: {reason}; every recording has this file. {_HOW}") from error
+        raise MachineError(f"{path}: {reason}; every recording has this file. {_COMMAND}") from error
     except UnicodeDecodeError as error:
-        raise MachineError(f"{path}: not UTF-8 text, at byte {error.start}. {_HOW}") from error
+        raise MachineError(f"{path}: not UTF-8 text, at byte {error.start}. {_COMMAND}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise MachineError(f"{path}: {where}: {first['msg']}. {_HOW}") from error
+        location = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise MachineError(f"{path}: {location}: {first['msg']}. {_COMMAND}") from error
 
 
 def record(
@@ -88,14 +88,16 @@ def record(
     software: Software | None = None,
 ) -> Machine:
     """Write a recording of this machine and return its Machine. The folder must not exist or must be empty."""
-    folder = _free_place(folder)
+    folder = _free_path(folder)
     files = _ObservedFiles(root)
     facts = (driver or CudaDriver()).facts(free_memory=True)
     process = process or ProcessFacts.of_this_process()
     software = software or read_software()
     assemble(files, facts, process, software)
     texts = _redact(files)
-    header = RecordingHeader(format=1, kind="recorded", architecture=process.architecture, page_size=process.page_size)
+    header = MachineRecordingHeader(
+        format=1, kind="recorded", architecture=process.architecture, page_size=process.page_size
+    )
     texts |= {
         "recording.json": _pretty(header),
         "driver.json": _pretty(_redact_driver(facts)),
@@ -106,18 +108,18 @@ def record(
     return load_recording(folder)
 
 
-def _free_place(folder: Path) -> Path:
+def _free_path(folder: Path) -> Path:
     """The path for the recording, after checking that it is free."""
-    place = look(folder)
-    if place.kind == "unreachable":
-        raise MachineError(f"{folder}: cannot be accessed: {place.why}; choose another folder: --record NEW_DIR")
-    occupied = place.kind == "file" or (place.kind == "folder" and HostFiles(place.path).names("/") != ())
+    status = inspect_path(folder)
+    if status.kind == "unreachable":
+        raise MachineError(f"{folder}: cannot be accessed: {status.why}; choose another folder: --record NEW_DIR")
+    occupied = status.kind == "file" or (status.kind == "folder" and HostFiles(status.path).names("/") != ())
     if occupied:
         raise MachineError(f"{folder}: exists and is not an empty folder; choose a new one: --record NEW_DIR")
-    return place.path
+    return status.path
 
 
-def _pretty(model: Facts) -> str:
+def _pretty(model: FrozenFacts) -> str:
     return json.dumps(model.model_dump(mode="json"), indent=2) + "\n"
 
 

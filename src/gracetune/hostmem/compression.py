@@ -32,7 +32,7 @@ _UNCOMPRESSED: Final = 1 << 31
 
 
 @dataclass(frozen=True)
-class Codec:
+class CompressionCodec:
     name: Compression
     number: int
     """The number stored in the index. Never reuse it for another codec."""
@@ -82,20 +82,20 @@ def _chunks(stored: memoryview) -> Iterator[tuple[memoryview, bool]]:
 
 
 # The fastest useful levels: staging should run at disk speed, and media files hardly shrink at any level.
-CODECS: Final[Mapping[Compression, Codec]] = {
-    "lz4": Codec(
+CODECS: Final[Mapping[Compression, CompressionCodec]] = {
+    "lz4": CompressionCodec(
         "lz4",
         1,
         lambda data: cramjam.lz4.compress_block(data, store_size=False),
         lambda data, out: cramjam.lz4.decompress_block_into(data, out, output_len=len(out)),
     ),
-    "zlib": Codec("zlib", 2, lambda data: cramjam.zlib.compress(data, 1), cramjam.zlib.decompress_into),
-    "snappy": Codec("snappy", 3, cramjam.snappy.compress_raw, cramjam.snappy.decompress_raw_into),
-    "zstd": Codec("zstd", 4, lambda data: cramjam.zstd.compress(data, 3), cramjam.zstd.decompress_into),
+    "zlib": CompressionCodec("zlib", 2, lambda data: cramjam.zlib.compress(data, 1), cramjam.zlib.decompress_into),
+    "snappy": CompressionCodec("snappy", 3, cramjam.snappy.compress_raw, cramjam.snappy.decompress_raw_into),
+    "zstd": CompressionCodec("zstd", 4, lambda data: cramjam.zstd.compress(data, 3), cramjam.zstd.decompress_into),
 }
-BY_NUMBER: Final[Mapping[int, Codec]] = {codec.number: codec for codec in CODECS.values()}
+BY_NUMBER: Final[Mapping[int, CompressionCodec]] = {codec.number: codec for codec in CODECS.values()}
 
 
-def codec_for(compression: Compression) -> Codec | None:
+def codec_for(compression: Compression) -> CompressionCodec | None:
     """The codec of a config value; None for `none`."""
     return None if compression == "none" else CODECS[compression]

@@ -26,7 +26,7 @@ from gracetune.hostmem.segment_writer import (
     RECORD,
     SEALS,
     VERSION,
-    Entry,
+    SegmentEntry,
     checksum,
 )
 
@@ -95,20 +95,20 @@ class Segment:
     def fileno(self) -> int:
         return self._file.fileno()
 
-    def find(self, path: str) -> Entry | None:
+    def find(self, path: str) -> SegmentEntry | None:
         name = path.encode()
         position = bisect_left(range(self.count), name, key=self._name)
         if position == self.count or self._name(position) != name:
             return None
         return self.entry(position)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[SegmentEntry]:
         """All entries, sorted by path. Sorting by UTF-8 bytes or by code points gives the same order."""
         return (self.entry(position) for position in range(self.count))
 
-    def entry(self, position: int) -> Entry:
+    def entry(self, position: int) -> SegmentEntry:
         _, _, codec, _, offset, stored, size, modified, digest = self._record(position)
-        return Entry(str(self._name(position), "utf-8"), codec, offset, stored, size, modified, digest)
+        return SegmentEntry(str(self._name(position), "utf-8"), codec, offset, stored, size, modified, digest)
 
     def _record(self, position: int) -> tuple[int, int, int, int, int, int, int, int, bytes]:
         return RECORD.unpack_from(self._view, self._records + position * RECORD.size)
@@ -117,7 +117,7 @@ class Segment:
         start, length = self._record(position)[:2]
         return bytes(self._view[self._names + start : self._names + start + length])
 
-    def read(self, entry: Entry) -> memoryview:
+    def read(self, entry: SegmentEntry) -> memoryview:
         """The file's bytes: a view of the segment if they are stored uncompressed, otherwise a decompressed copy."""
         stored = self._stored(entry)
         if entry.codec == RAW:
@@ -127,11 +127,11 @@ class Segment:
         except (KeyError, ValueError, cramjam.DecompressionError) as error:
             raise StagingError(f"{entry.path} is damaged in memory\n  try  restart the run: it stages again") from error
 
-    def reason(self, entry: Entry) -> str:
+    def reason(self, entry: SegmentEntry) -> str:
         """Why the file could not be read during staging. Only for entries that are `unreadable`."""
         return str(self._stored(entry), "utf-8")
 
-    def _stored(self, entry: Entry) -> memoryview:
+    def _stored(self, entry: SegmentEntry) -> memoryview:
         if not DATA_AT <= entry.offset <= entry.offset + entry.stored <= self._records:
             raise StagingError(f"{entry.path} lies outside the staged data")
         return self._view[entry.offset : entry.offset + entry.stored]

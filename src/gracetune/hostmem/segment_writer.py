@@ -57,7 +57,7 @@ _PUNCH_HOLE_KEEP_SIZE: Final = 0x02 | 0x01
 
 
 @dataclass(frozen=True)
-class Entry:
+class SegmentEntry:
     """One staged file."""
 
     path: str
@@ -145,7 +145,7 @@ class ArenaWriter:
             code = ctypes.get_errno()
             raise StagingError(f"memory of an unread file cannot be released: {errno.errorcode.get(code, code)}")
 
-    def finish(self, entries: Iterable[Entry]) -> io.FileIO:
+    def finish(self, entries: Iterable[SegmentEntry]) -> io.FileIO:
         """Write the index, seal the segment and return its read-only file. The writer cannot be used afterwards."""
         ordered = sorted(((entry.path.encode(), entry) for entry in entries), key=lambda pair: pair[0])
         records, names = bytearray(), bytearray()

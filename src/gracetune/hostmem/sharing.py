@@ -55,7 +55,7 @@ class LocalRanks:
 
 
 class Offer:
-    """Rank 0's side: a server thread. Open it before anything that can fail, then call `publish` or `refuse`.
+    """Rank 0's side: a server thread. Open it before anything that can fail, then call `publish` or `reject`.
 
     The thread ends once every other rank has its answer, or at `close`.
     """
@@ -88,7 +88,7 @@ class Offer:
         self._descriptors = [os.dup(descriptor) for descriptor in descriptors]
         self._answer({"handle": dict(handle)})
 
-    def refuse(self, reason: str, *, linger: float = _LINGER_SECONDS) -> None:
+    def reject(self, reason: str, *, linger: float = _LINGER_SECONDS) -> None:
         """Send the reason to every rank, also to those that connect within `linger` seconds, and release the name."""
         self._answer({"error": reason})
         self._thread.join(linger)
@@ -100,7 +100,7 @@ class Offer:
         try:
             yield
         except Exception as error:
-            self.refuse(str(error) or type(error).__name__)
+            self.reject(str(error) or type(error).__name__)
             raise
         except BaseException:
             self.close()  # interrupted: the other ranks see the connection close

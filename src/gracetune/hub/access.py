@@ -85,7 +85,7 @@ def why(error: Exception) -> str:
     return redact(text)
 
 
-def refusal(key: str, repo: Repo, error: HfHubHTTPError) -> Problem:
+def rejection(key: str, repo: Repo, error: HfHubHTTPError) -> Problem:
     """Explain an HTTP error of the hub. `key` is the setting that names the repository."""
     from huggingface_hub.errors import DisabledRepoError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -38,11 +38,11 @@ class HubUploads:
     """
 
     def __init__(
-        self, repo: str, folder: Path, access: HubAccess, *, private: bool, card: str, say: Report, warn: Report
+        self, repo: str, folder: Path, access: HubAccess, *, private: bool, card: str, report: Report, warn: Report
     ) -> None:
         """`folder` is the run folder, where files are pinned. `card` becomes the README of a repository without one."""
         self._repo, self._folder, self._access, self._private, self._card = repo, folder, access, private, card
-        self._say, self._warn = say, warn
+        self._report, self._warn = report, warn
         self._waiting: queue.Queue[Upload | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._count = 0
@@ -60,7 +60,7 @@ class HubUploads:
             self._warn(f"push_to_hub: {self._repo} cannot be created on the hub ({why(error)}); the first upload "
                        "tries again. To log in again: hf auth login")  # fmt: skip
         else:
-            self._say(f"push_to_hub: results are uploaded to {self._repo}")
+            self._report(f"push_to_hub: results are uploaded to {self._repo}")
 
     def add(self, files: Sequence[Path], *, below: str = "", message: str) -> None:
         """Queue files or folders for upload. `below` is the target folder in the repository."""
@@ -82,7 +82,7 @@ class HubUploads:
         """Wait until every queued upload has succeeded or failed."""
         if self._thread is not None:
             if not self._waiting.empty():
-                self._say(f"waiting for uploads to {self._repo}")
+                self._report(f"waiting for uploads to {self._repo}")
             self._waiting.put(None)
             self._thread.join()
             self._thread = None
@@ -93,7 +93,7 @@ class HubUploads:
             failed = self._attempt(upload)
             names = ", ".join(upload.files)
             if failed is None:
-                self._say(f"uploaded to {self._repo}: {names}")
+                self._report(f"uploaded to {self._repo}: {names}")
             else:
                 command = self._command(upload.originals[0], next(iter(upload.files)))
                 self._warn(f"push_to_hub: {names} could not be uploaded to {self._repo} ({failed}); by hand: {command}")

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from gracetune.integrations.facts import LAZY, Definition, Facts, FactsError, Kind, file_names, same_name
+from gracetune.integrations.facts import (
+    LAZY,
+    Definition,
+    DefinitionKind,
+    FactsError,
+    UpstreamFacts,
+    file_names,
+    same_name,
+)
 from gracetune.integrations.points import Point
 from gracetune.integrations.signatures import differences
 
@@ -44,14 +52,14 @@ class Finding:
             "line": self.line,
             "needed_for": self.point.needed_for,
             "needed": self.point.needed,
-            "expected": self.point.where,
+            "expected": self.point.location,
             "reachable": self.reachable,
             "detail": self.detail,
         }
 
 
 @dataclass(frozen=True)
-class Report:
+class UpstreamReport:
     upstream: str
     version: str | None
     origin: str
@@ -76,24 +84,26 @@ class Report:
         }
 
 
-def check(facts: Facts, points: Iterable[Point]) -> Report:
+def check(facts: UpstreamFacts, points: Iterable[Point]) -> UpstreamReport:
     """Where every point is in that upstream."""
     points = tuple(points)
     if facts.looked_for is not None:
-        unknown = [point.where for point in points if point.where not in facts.looked_for]
+        unknown = [point.location for point in points if point.location not in facts.looked_for]
         if unknown:
             raise FactsError(
                 f"{facts.origin}: recorded before these were looked for: {', '.join(unknown)}; record it again"
             )
     findings = tuple(_finding(facts, point) for point in points)
-    return Report(facts.upstream, facts.version, facts.origin, findings, tuple(sorted(facts.unreadable.items())))
+    return UpstreamReport(
+        facts.upstream, facts.version, facts.origin, findings, tuple(sorted(facts.unreadable.items()))
+    )
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Location:
     file: str
     name: str
     definition: Definition
@@ -102,7 +112,7 @@ class _Place:
         return f"{self.name} in {self.file}"
 
 
-def _finding(facts: Facts, point: Point) -> Finding:
+def _finding(facts: UpstreamFacts, point: Point) -> Finding:
     broken = [file for file in file_names(point.module) if file in facts.unreadable]
     if broken:
         reason = facts.unreadable[broken[0]]
@@ -112,26 +122,26 @@ def _finding(facts: Facts, point: Point) -> Finding:
     home = _home(facts, point)
     if point.imported:
         return _import_finding(facts, point, home)
-    places = list(_places(facts, point, home))
-    if not places:
+    locations = list(_locations(facts, point, home))
+    if not locations:
         return Finding(
             point, Status.MISSING, home, _owner_line(facts, point, home), _what_is_left(facts, point, home), False
         )
-    place = places[0]
-    moved = place.file != home or place.name != point.target
-    reachable = not moved or _reachable(facts, point, home, place)
-    where = _moved_to(place, places[1:], home, reachable=reachable) if moved else ""
-    changes = _changes(point, place.definition)
+    location_found = locations[0]
+    moved = location_found.file != home or location_found.name != point.target
+    reachable = not moved or _reachable(facts, point, home, location_found)
+    location = _moved_to(location_found, locations[1:], home, reachable=reachable) if moved else ""
+    changes = _changes(point, location_found.definition)
     if changes:
-        detail = "; ".join([*changes, where] if where else changes)
-        return Finding(point, Status.CHANGED, place.file, place.definition.line, detail, reachable)
+        detail = "; ".join([*changes, location] if location else changes)
+        return Finding(point, Status.CHANGED, location_found.file, location_found.definition.line, detail, reachable)
     if point.calls:
-        return _call_finding(facts, point, place, where, reachable=reachable)
+        return _call_finding(facts, point, location_found, location, reachable=reachable)
     status = Status.MOVED if moved else Status.PRESENT
-    return Finding(point, status, place.file, place.definition.line, where, reachable)
+    return Finding(point, status, location_found.file, location_found.definition.line, location, reachable)
 
 
-def _module_finding(facts: Facts, point: Point) -> Finding:
+def _module_finding(facts: UpstreamFacts, point: Point) -> Finding:
     home = _home(facts, point)
     if home is not None:
         return Finding(point, Status.PRESENT, home, 1)
@@ -141,7 +151,7 @@ def _module_finding(facts: Facts, point: Point) -> Finding:
     return Finding(point, Status.MOVED, others[0], 1, f"a module of that name is {', '.join(others)}", False)
 
 
-def _import_finding(facts: Facts, point: Point, home: str | None) -> Finding:
+def _import_finding(facts: UpstreamFacts, point: Point, home: str | None) -> Finding:
     if home is None:
         return Finding(point, Status.MISSING, None, None, f"no module {point.module}", False)
     module = facts.modules[home]
@@ -157,27 +167,27 @@ def _import_finding(facts: Facts, point: Point, home: str | None) -> Finding:
     return Finding(point, Status.MISSING, home, None, f"the module has no {point.target}", False)
 
 
-def _home(facts: Facts, point: Point) -> str | None:
+def _home(facts: UpstreamFacts, point: Point) -> str | None:
     """The file of the point's own module, if it is there."""
     return next((file for file in file_names(point.module) if file in facts.modules), None)
 
 
-def _places(facts: Facts, point: Point, home: str | None) -> Iterator[_Place]:
+def _locations(facts: UpstreamFacts, point: Point, home: str | None) -> Iterator[_Location]:
     """Where the target is, the likeliest first: its module, what its class inherits, then any other module."""
     files = [*([home] if home is not None else []), *(file for file in _by_likeness(facts, point) if file != home)]
     for file in files:
         definitions = facts.modules[file].definitions
         if point.target in definitions:
-            yield _Place(file, point.target, definitions[point.target])
+            yield _Location(file, point.target, definitions[point.target])
         elif point.owner in definitions:
             yield from _inherited(facts, file, point)
 
 
-def _by_likeness(facts: Facts, point: Point) -> list[str]:
+def _by_likeness(facts: UpstreamFacts, point: Point) -> list[str]:
     return sorted(facts.modules, key=lambda file: (not same_name(file, point.module), file))
 
 
-def _inherited(facts: Facts, file: str, point: Point) -> Iterator[_Place]:
+def _inherited(facts: UpstreamFacts, file: str, point: Point) -> Iterator[_Location]:
     """Through the classes a class is made of, nearest first; each is looked for in the same file before any other."""
     leaf = point.target.rpartition(".")[2]
     waiting = [(file, base) for base in facts.modules[file].definitions[point.owner].bases]
@@ -193,13 +203,13 @@ def _inherited(facts: Facts, file: str, point: Point) -> Iterator[_Place]:
                 continue
             name = f"{base}.{leaf}"
             if name in definitions:
-                yield _Place(one, name, definitions[name])
+                yield _Location(one, name, definitions[name])
                 return
             waiting += [(one, more) for more in definitions[base].bases]
             break
 
 
-def _reachable(facts: Facts, point: Point, home: str | None, place: _Place) -> bool:
+def _reachable(facts: UpstreamFacts, point: Point, home: str | None, location_found: _Location) -> bool:
     """A name inherited or imported where we expect it is still got from there; one of a namesake elsewhere is not."""
     if home is None:
         return False
@@ -208,13 +218,13 @@ def _reachable(facts: Facts, point: Point, home: str | None, place: _Place) -> b
         return True
     if first not in module.definitions:
         return False
-    if module.definitions[first].kind is Kind.VALUE:  # another name for what was moved
+    if module.definitions[first].kind is DefinitionKind.VALUE:  # another name for what was moved
         return True
-    return point.owner in module.definitions and place in _inherited(facts, home, point)
+    return point.owner in module.definitions and location_found in _inherited(facts, home, point)
 
 
-def _moved_to(place: _Place, others: list[_Place], home: str | None, *, reachable: bool) -> str:
-    text = f"now {place}"
+def _moved_to(location_found: _Location, others: list[_Location], home: str | None, *, reachable: bool) -> str:
+    text = f"now {location_found}"
     if others:
         text += f" (also {', '.join(str(one) for one in others)})"
     if reachable:
@@ -225,41 +235,45 @@ def _moved_to(place: _Place, others: list[_Place], home: str | None, *, reachabl
 def _changes(point: Point, found: Definition) -> list[str]:
     if point.signature is None:
         return []
-    if found.kind is not Kind.FUNCTION or found.signature is None:
+    if found.kind is not DefinitionKind.FUNCTION or found.signature is None:
         return [f"is {_article(found.kind)} now"]
     return list(differences(point.signature, found.signature))
 
 
-def _article(kind: Kind) -> str:
-    return f"an {kind}" if kind is Kind.ASYNC_FUNCTION else f"a {kind}"
+def _article(kind: DefinitionKind) -> str:
+    return f"an {kind}" if kind is DefinitionKind.ASYNC_FUNCTION else f"a {kind}"
 
 
-def _call_finding(facts: Facts, point: Point, place: _Place, where: str, *, reachable: bool) -> Finding:
-    made = place.definition.calls
+def _call_finding(
+    facts: UpstreamFacts, point: Point, location_found: _Location, location: str, *, reachable: bool
+) -> Finding:
+    made = location_found.definition.calls
     if all(call in made for call in point.calls):
         line = made[point.calls[-1]]
         lines = [made[call] for call in point.calls]
         if lines != sorted(lines):
-            said = ", ".join(f"{call} on line {at}" for call, at in zip(point.calls, lines, strict=True))
-            detail = f"the calls come in another order: {said}"
-            return Finding(point, Status.CHANGED, place.file, line, detail, reachable)
-        return Finding(point, Status.MOVED if where else Status.PRESENT, place.file, line, where, reachable)
+            calls = ", ".join(f"{call} on line {at}" for call, at in zip(point.calls, lines, strict=True))
+            detail = f"the calls come in another order: {calls}"
+            return Finding(point, Status.CHANGED, location_found.file, line, detail, reachable)
+        return Finding(
+            point, Status.MOVED if location else Status.PRESENT, location_found.file, line, location, reachable
+        )
     gone = ", ".join(call for call in point.calls if call not in made)
-    for name, other in facts.modules[place.file].definitions.items():
+    for name, other in facts.modules[location_found.file].definitions.items():
         if name.rpartition(".")[0] == point.owner and all(call in other.calls for call in point.calls):
             line = other.calls[point.calls[-1]]
-            return Finding(point, Status.MOVED, place.file, line, f"{name} calls {gone} now", reachable)
+            return Finding(point, Status.MOVED, location_found.file, line, f"{name} calls {gone} now", reachable)
     detail = f"{point.target} is there and does not call {gone}"
-    return Finding(point, Status.MISSING, place.file, place.definition.line, detail, False)
+    return Finding(point, Status.MISSING, location_found.file, location_found.definition.line, detail, False)
 
 
-def _owner_line(facts: Facts, point: Point, home: str | None) -> int | None:
+def _owner_line(facts: UpstreamFacts, point: Point, home: str | None) -> int | None:
     if home is None or point.owner not in facts.modules[home].definitions:
         return None
     return facts.modules[home].definitions[point.owner].line
 
 
-def _what_is_left(facts: Facts, point: Point, home: str | None) -> str:
+def _what_is_left(facts: UpstreamFacts, point: Point, home: str | None) -> str:
     if home is None:
         return f"no module {point.module}, and no {point.target} anywhere else"
     if point.owner in facts.modules[home].definitions:

@@ -29,7 +29,7 @@ class FactsError(GracetuneError):
     """A facts file cannot be used."""
 
 
-class Kind(StrEnum):
+class DefinitionKind(StrEnum):
     CLASS = "class"
     FUNCTION = "function"
     ASYNC_FUNCTION = "async function"
@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Definition:
-    kind: Kind
+    kind: DefinitionKind
     line: int | None
     """None where the file could be read but not counted."""
     signature: Signature | None = None
@@ -50,7 +50,7 @@ class Definition:
 
 
 @dataclass(frozen=True)
-class Module:
+class UpstreamModule:
     definitions: Mapping[str, Definition]
     """By qualified name."""
     imports: Mapping[str, int | None] = field(default_factory=dict)
@@ -60,15 +60,15 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Facts:
+class UpstreamFacts:
     upstream: str
     version: str | None
     origin: str
-    modules: Mapping[str, Module]
+    modules: Mapping[str, UpstreamModule]
     """By file, relative to upstream's root, with slashes."""
     unreadable: Mapping[str, str] = field(default_factory=dict)
     looked_for: frozenset[str] | None = None
-    """`Point.where` of all it answers for; None when it was made from the whole code just now."""
+    """`Point.location` of all it answers for; None when it was made from the whole code just now."""
 
 
 def file_names(module: str) -> tuple[str, str]:
@@ -82,11 +82,11 @@ def same_name(file: str, module: str) -> bool:
     return file.rpartition("/")[2] == f"{module.rpartition('.')[2]}.py"
 
 
-def write_facts(facts: Facts, file: Path) -> None:
+def write_facts(facts: UpstreamFacts, file: Path) -> None:
     write_file(file, f"{json.dumps(as_json(facts), indent=1, ensure_ascii=False)}\n".encode())
 
 
-def read_facts(file: Path) -> Facts:
+def read_facts(file: Path) -> UpstreamFacts:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -103,7 +103,7 @@ def read_facts(file: Path) -> Facts:
         raise FactsError(f"{file}: damaged facts: {type(error).__name__}: {error}") from error
 
 
-def as_json(facts: Facts) -> dict[str, Any]:
+def as_json(facts: UpstreamFacts) -> dict[str, Any]:
     return {
         "facts": FORMAT,
         "upstream": facts.upstream,
@@ -115,7 +115,7 @@ def as_json(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _module_json(module: Module) -> dict[str, Any]:
+def _module_json(module: UpstreamModule) -> dict[str, Any]:
     value: dict[str, Any] = {
         "definitions": {name: _definition_json(one) for name, one in sorted(module.definitions.items())}
     }
@@ -137,8 +137,8 @@ def _definition_json(one: Definition) -> dict[str, Any]:
     return value
 
 
-def _from_json(value: dict[str, Any]) -> Facts:
-    return Facts(
+def _from_json(value: dict[str, Any]) -> UpstreamFacts:
+    return UpstreamFacts(
         upstream=str(value["upstream"]),
         version=None if value["version"] is None else str(value["version"]),
         origin=str(value["origin"]),
@@ -148,8 +148,8 @@ def _from_json(value: dict[str, Any]) -> Facts:
     )
 
 
-def _module(value: dict[str, Any]) -> Module:
-    return Module(
+def _module(value: dict[str, Any]) -> UpstreamModule:
+    return UpstreamModule(
         {str(name): _definition(one) for name, one in value["definitions"].items()},
         {str(name): _line(at) for name, at in value.get("imports", {}).items()},
         value.get("commit"),
@@ -158,7 +158,7 @@ def _module(value: dict[str, Any]) -> Module:
 
 def _definition(value: dict[str, Any]) -> Definition:
     return Definition(
-        kind=Kind(value["kind"]),
+        kind=DefinitionKind(value["kind"]),
         line=_line(value["line"]),
         signature=parse(value["parameters"]) if "parameters" in value else None,
         bases=tuple(str(one) for one in value.get("bases", ())),

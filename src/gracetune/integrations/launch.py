@@ -71,7 +71,7 @@ def with_overlay(arguments: Sequence[str], variables: Mapping[str, str]) -> tupl
         raise ConfigError([Problem("overlay run simpletuner", found, "train", hint)])
     rest, given = _without_extra(arguments)
     if given is None:
-        _refuse_env_files(rest, variables)
+        _reject_env_files(rest, variables)
     extra = f"{variables.get(_EXTRA_VARIABLE, '') if given is None else given} -m {OVERLAY}".strip()
     return [*rest, f"{_EXTRA}={extra}"], {**variables, _EXTRA_VARIABLE: extra}
 
@@ -93,7 +93,7 @@ def _without_extra(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     return rest, given
 
 
-def _refuse_env_files(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+def _reject_env_files(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     """Upstream sources these after us, and the argument we add would win over what they say."""
     named = [argument.partition("=")[2] for argument in arguments if argument.lstrip("-").startswith("env=")]
     environment = named[-1] if named else variables.get("ENV", "")

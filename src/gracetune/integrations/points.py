@@ -29,10 +29,10 @@ class Point:
     """Whether the overlay cannot do without; the others are only worth knowing about."""
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """As a hook names its target, and with the calls where they are the point."""
-        place = f"{self.module}:{self.target}" if self.target else self.module
-        return f"{place} -> {', '.join(self.calls)}" if self.calls else place
+        target_path = f"{self.module}:{self.target}" if self.target else self.module
+        return f"{target_path} -> {', '.join(self.calls)}" if self.calls else target_path
 
     @cached_property
     def signature(self) -> Signature | None:

@@ -81,20 +81,20 @@ def differences(expected: Signature, found: Signature) -> tuple[str, ...]:
     for one in expected.parameters.values():
         if one.kind in (REST, KEYWORDS):
             continue
-        there = theirs.get(one.name)
-        named = there is not None and there.kind not in (REST, KEYWORDS)
+        current = theirs.get(one.name)
+        named = current is not None and current.kind not in (REST, KEYWORDS)
         if one.kind in (POSITIONAL_ONLY, NORMAL):
             at += 1
             by_position = positions[at] == one.name if at < len(positions) else takes_rest and not named
             if not by_position:
-                reasons.append(_misplaced(one.name, there if named else None))
+                reasons.append(_misplaced(one.name, current if named else None))
                 continue
         if one.kind in (NORMAL, KEYWORD_ONLY):
-            by_keyword = named and there is not None and there.kind in (NORMAL, KEYWORD_ONLY)
+            by_keyword = named and current is not None and current.kind in (NORMAL, KEYWORD_ONLY)
             if not by_keyword and not (takes_keywords and not named):
                 reasons.append(f"{one.name} cannot be given by name" if named else f"{one.name} is gone")
                 continue
-        if named and there is not None and _required(there) and not _required(one):
+        if named and current is not None and _required(current) and not _required(one):
             reasons.append(f"{one.name} is required now")
     reasons += [
         f"{one.name} is new and required"
@@ -133,7 +133,7 @@ def _lost_rests(expected: Signature, found: Signature) -> list[str]:
     return lost
 
 
-def _misplaced(name: str, there: Parameter | None) -> str:
-    if there is None:
+def _misplaced(name: str, current: Parameter | None) -> str:
+    if current is None:
         return f"{name} is gone"
-    return f"{name} is keyword-only now" if there.kind is KEYWORD_ONLY else f"{name} has another position"
+    return f"{name} is keyword-only now" if current.kind is KEYWORD_ONLY else f"{name} has another position"

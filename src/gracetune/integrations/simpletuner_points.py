@@ -20,7 +20,7 @@ _CLI_UTILS: Final = "simpletuner.helpers.configuration.cli_utils"
 _ARGUMENTS: Final = "simpletuner.helpers.configuration.cmd_args"
 _FACTORY: Final = "simpletuner.helpers.data_backend.factory"
 _LOCAL: Final = "simpletuner.helpers.data_backend.local"
-_PICTURES: Final = "simpletuner.helpers.image_manipulation.load"
+_IMAGES: Final = "simpletuner.helpers.image_manipulation.load"
 _BUILDERS: Final = "simpletuner.helpers.data_backend.builders"
 _BACKEND_CONFIG: Final = "simpletuner.helpers.data_backend.config"
 _FETCHER: Final = "simpletuner.helpers.data_backend.runtime.batch_fetcher"
@@ -216,8 +216,8 @@ DATA: Final = (
     Point("data.class", "the class our backend is made of", _LOCAL, "LocalDataBackend"),
     Point("data.load_image", "pictures decoded from memory", _LOCAL, "load_image", imported=True),
     Point("data.load_video", "clips decoded from memory", _LOCAL, "load_video", imported=True),
-    Point("data.image_decoder", "pictures decoded from memory", _PICTURES, "load_image", "img_data", needed=False),
-    Point("data.video_decoder", "clips decoded from memory", _PICTURES, "load_video", "vid_data", needed=False),
+    Point("data.image_decoder", "pictures decoded from memory", _IMAGES, "load_image", "img_data", needed=False),
+    Point("data.video_decoder", "clips decoded from memory", _IMAGES, "load_video", "vid_data", needed=False),
     Point(
         "data.from_representation", "`type: in_memory` datasets in a worker process", _LOCAL,
         "LocalDataBackend.from_instance_representation", "representation",

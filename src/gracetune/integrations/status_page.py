@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gracetune.integrations.check import Finding, Report, Status, check
-from gracetune.integrations.facts import Facts, read_facts
+from gracetune.integrations.check import Finding, Status, UpstreamReport, check
+from gracetune.integrations.facts import UpstreamFacts, read_facts
 from gracetune.integrations.points import Upstream
 from gracetune.integrations.upstreams import UPSTREAMS
 
@@ -47,18 +47,18 @@ def _is_facts(file: Path) -> bool:
     return isinstance(value, dict) and "facts" in value
 
 
-def _age(facts: Facts) -> tuple[int, ...]:
+def _age(facts: UpstreamFacts) -> tuple[int, ...]:
     """Versions in their order; what has none was read from the newest files there were."""
     if facts.version is None:
         return (1 << 30,)
     return tuple(int(part) for part in facts.version.split(".") if part.isdigit())
 
 
-def _label(report: Report) -> str:
+def _label(report: UpstreamReport) -> str:
     return report.version or "public files"
 
 
-def _section(upstream: Upstream, facts: Sequence[Facts]) -> str:
+def _section(upstream: Upstream, facts: Sequence[UpstreamFacts]) -> str:
     reports = [check(one, upstream.points) for one in facts]
     lines = [f"## {upstream.title}", ""]
     lines += _table(
@@ -78,21 +78,21 @@ def _section(upstream: Upstream, facts: Sequence[Facts]) -> str:
 
 def _row(findings: tuple[Finding, ...]) -> list[str]:
     newest = findings[0]
-    where = newest.file or newest.point.module
+    location = newest.file or newest.point.module
     line = "" if newest.line is None else f":{newest.line}"
     return [
         f"`{newest.point.name}`",
         "yes" if newest.point.needed else "",
         newest.point.needed_for,
         *(SHORT[one.status] for one in findings),
-        f"`{where}{line}`",
+        f"`{location}{line}`",
     ]
 
 
-def _notes(report: Report) -> Iterable[str]:
+def _notes(report: UpstreamReport) -> Iterable[str]:
     for one in report.findings:
         if one.status is not Status.PRESENT:
-            yield f"- {_label(report)}, `{one.point.where}`: {one.status}: {one.detail}"
+            yield f"- {_label(report)}, `{one.point.location}`: {one.status}: {one.detail}"
 
 
 def _table(header: list[str], rows: Iterable[list[str]]) -> list[str]:

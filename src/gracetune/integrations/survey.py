@@ -7,7 +7,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from gracetune.integrations.facts import LAZY, Definition, Facts, Kind, Module, file_names, same_name
+from gracetune.integrations.facts import (
+    LAZY,
+    Definition,
+    DefinitionKind,
+    UpstreamFacts,
+    UpstreamModule,
+    file_names,
+    same_name,
+)
 from gracetune.integrations.points import Point, Upstream
 from gracetune.integrations.signatures import of_arguments
 from gracetune.integrations.trees import Tree, version_of
@@ -18,7 +26,7 @@ NOT_A_DEFINITION = frozenset({"overload", "setter", "deleter"})
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SurveyRequest:
     """What is read of a function beside its name and line; reading it of all would take several times as long."""
 
     names: frozenset[str]
@@ -29,7 +37,7 @@ class Wanted:
     """Dotted endings of the calls."""
 
     @classmethod
-    def by(cls, points: Iterable[Point]) -> Wanted:
+    def by(cls, points: Iterable[Point]) -> SurveyRequest:
         points = tuple(points)
         return cls(
             names=frozenset(point.target.rpartition(".")[2] for point in points),
@@ -38,10 +46,10 @@ class Wanted:
         )
 
 
-def survey(tree: Tree, upstream: Upstream, origin: str) -> Facts:
+def survey(tree: Tree, upstream: Upstream, origin: str) -> UpstreamFacts:
     """Everything upstream's code defines. A file that is no Python is listed with the reason, not skipped."""
-    wanted = Wanted.by(upstream.points)
-    modules: dict[str, Module] = {}
+    wanted = SurveyRequest.by(upstream.points)
+    modules: dict[str, UpstreamModule] = {}
     unreadable: dict[str, str] = {}
     for file in _python_files(tree, upstream):
         try:
@@ -49,20 +57,20 @@ def survey(tree: Tree, upstream: Upstream, origin: str) -> Facts:
         except OSError as error:
             unreadable[file] = str(error.strerror or error)
         except SyntaxError as error:
-            unreadable[file] = _said(error)
+            unreadable[file] = _syntax_error(error)
         except (ValueError, RecursionError) as error:
             unreadable[file] = str(error)
-    return Facts(upstream.name, version_of(tree, upstream), origin, modules, unreadable)
+    return UpstreamFacts(upstream.name, version_of(tree, upstream), origin, modules, unreadable)
 
 
-def read_module(source: bytes, wanted: Wanted) -> Module:
+def read_module(source: bytes, wanted: SurveyRequest) -> UpstreamModule:
     """May raise what `ast.parse` raises."""
     body = ast.parse(source).body
     definitions = dict(_definitions(body, "", wanted))
-    return Module(definitions, dict(_imported(body)))
+    return UpstreamModule(definitions, dict(_imported(body)))
 
 
-def narrowed(facts: Facts, points: Iterable[Point]) -> Facts:
+def narrowed(facts: UpstreamFacts, points: Iterable[Point]) -> UpstreamFacts:
     """Only what a check of these points looks at: small enough to keep."""
     points = tuple(points)
     names = _names(facts, points)
@@ -78,21 +86,21 @@ def narrowed(facts: Facts, points: Iterable[Point]) -> Facts:
         bound = {point.target.partition(".")[0] for point in points if file in file_names(point.module)}
         imports = {name: at for name, at in module.imports.items() if name in bound}
         if kept or any(_counts(file, point) for point in points):
-            modules[file] = Module(kept, imports, module.commit)
+            modules[file] = UpstreamModule(kept, imports, module.commit)
     unreadable = {
         file: reason for file, reason in facts.unreadable.items() if any(_counts(file, point) for point in points)
     }
-    looked_for = frozenset(point.where for point in points)
+    looked_for = frozenset(point.location for point in points)
     return replace(facts, modules=modules, unreadable=unreadable, looked_for=looked_for)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _said(error: SyntaxError) -> str:
+def _syntax_error(error: SyntaxError) -> str:
     """Upstream may be written for a newer Python than the one that reads it here."""
-    where = f"line {error.lineno}: " if error.lineno else ""
-    return f"{where}{error.msg} (to Python {sys.version_info.major}.{sys.version_info.minor})"
+    location = f"line {error.lineno}: " if error.lineno else ""
+    return f"{location}{error.msg} (to Python {sys.version_info.major}.{sys.version_info.minor})"
 
 
 def _python_files(tree: Tree, upstream: Upstream) -> Iterator[str]:
@@ -100,7 +108,7 @@ def _python_files(tree: Tree, upstream: Upstream) -> Iterator[str]:
         yield from (file for file in tree.files(folder) if file.endswith(".py"))
 
 
-def _definitions(body: Iterable[ast.stmt], prefix: str, wanted: Wanted) -> Iterator[tuple[str, Definition]]:
+def _definitions(body: Iterable[ast.stmt], prefix: str, wanted: SurveyRequest) -> Iterator[tuple[str, Definition]]:
     """In the order of the file, so that a later one of the same name wins, as it does when the file runs."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -109,24 +117,24 @@ def _definitions(body: Iterable[ast.stmt], prefix: str, wanted: Wanted) -> Itera
                 yield prefix + statement.name, _function(statement, decorators, prefix, wanted)
         elif isinstance(statement, ast.ClassDef):
             bases = tuple(_last_name(base) for base in statement.bases)
-            yield prefix + statement.name, Definition(Kind.CLASS, statement.lineno, bases=bases)
+            yield prefix + statement.name, Definition(DefinitionKind.CLASS, statement.lineno, bases=bases)
             yield from _definitions(statement.body, f"{prefix}{statement.name}.", wanted)
         elif isinstance(statement, ast.Assign | ast.AnnAssign):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             for target in targets:
                 if isinstance(target, ast.Name):
-                    yield prefix + target.id, Definition(Kind.VALUE, statement.lineno)
+                    yield prefix + target.id, Definition(DefinitionKind.VALUE, statement.lineno)
         else:
             for inner in _blocks(statement):
                 yield from _definitions(inner, prefix, wanted)
 
 
 def _function(
-    statement: ast.FunctionDef | ast.AsyncFunctionDef, decorators: set[str], prefix: str, wanted: Wanted
+    statement: ast.FunctionDef | ast.AsyncFunctionDef, decorators: set[str], prefix: str, wanted: SurveyRequest
 ) -> Definition:
-    kind = Kind.ASYNC_FUNCTION if isinstance(statement, ast.AsyncFunctionDef) else Kind.FUNCTION
+    kind = DefinitionKind.ASYNC_FUNCTION if isinstance(statement, ast.AsyncFunctionDef) else DefinitionKind.FUNCTION
     if decorators & PROPERTIES:
-        kind = Kind.PROPERTY
+        kind = DefinitionKind.PROPERTY
     made: dict[str, int] = {}
     if wanted.calls and prefix.removesuffix(".") in wanted.callers:
         for node in ast.walk(statement):
@@ -187,7 +195,7 @@ def _counts(file: str, point: Point) -> bool:
     return file in file_names(point.module) or (not point.target and same_name(file, point.module))
 
 
-def _names(facts: Facts, points: tuple[Point, ...]) -> frozenset[str]:
+def _names(facts: UpstreamFacts, points: tuple[Point, ...]) -> frozenset[str]:
     """The points' names, their classes, and where those may have them from."""
     bases: dict[str, set[str]] = {}
     for module in facts.modules.values():

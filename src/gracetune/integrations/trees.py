@@ -119,9 +119,9 @@ def opened(upstream: Upstream, source: Path | None) -> Iterator[tuple[Tree, str]
 def version_of(tree: Tree, upstream: Upstream) -> str | None:
     """What the code says of itself, else its metadata, else its project file; None when nothing does."""
     for file, variable in upstream.version_in:
-        said = _assigned(tree, file, variable)
-        if said is not None:
-            return said
+        version = _assigned(tree, file, variable)
+        if version is not None:
+            return version
     try:
         metadata = tree.metadata(upstream.distribution)
     except OSError:
@@ -178,7 +178,7 @@ def _folder(upstream: Upstream, given: Path, *, key: str) -> Folder:
     for root in _roots(upstream, given):
         if _is_root(upstream, root):
             return Folder(root)
-    raise UpstreamError(key=key, found=_what_is_there(given), expected=_expected(upstream), hint=_hint(upstream))
+    raise UpstreamError(key=key, found=_folder_contents(given), expected=_expected(upstream), hint=_hint(upstream))
 
 
 def _is_root(upstream: Upstream, folder: Path) -> bool:
@@ -206,15 +206,15 @@ def _wheel(upstream: Upstream, source: Path, archive: zipfile.ZipFile) -> Wheel:
         root = f"{inside}/" if inside else ""
         if all(f"{root}{mark}" in names for mark in upstream.marks):
             return Wheel(archive, names, root)
-    there = sorted({name.partition("/")[0] for name in names})
-    raise _unusable(upstream, source, f"an archive with {_few(there)}")
+    names_found = sorted({name.partition("/")[0] for name in names})
+    raise _unusable(upstream, source, f"an archive with {_few(names_found)}")
 
 
 def _unusable(upstream: Upstream, source: Path, found: str) -> UpstreamError:
     return UpstreamError(key=f"--source {source}", found=found, expected=_expected(upstream), hint=_hint(upstream))
 
 
-def _what_is_there(folder: Path) -> str:
+def _folder_contents(folder: Path) -> str:
     try:
         names = sorted(one.name for one in folder.iterdir())
     except OSError as error:

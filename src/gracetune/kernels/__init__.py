@@ -14,7 +14,7 @@ from torch import Tensor
 
 HAS_TRITON: Final = find_spec("triton") is not None
 """Whether triton is installed, which only torch's builds for GPUs do."""
-HALVES: Final = (torch.bfloat16, torch.float16)
+HALF_DTYPES: Final = (torch.bfloat16, torch.float16)
 
 
 def pay(x: Tensor) -> bool:
@@ -26,9 +26,9 @@ def pay(x: Tensor) -> bool:
     return x.device.type == "cuda" and HAS_TRITON and torch.compiler.is_compiling()
 
 
-def pays_in_halves(x: Tensor) -> bool:
+def use_half_kernels(x: Tensor) -> bool:
     """The same for kernels that only support half precision."""
-    return x.dtype in HALVES and pay(x)
+    return x.dtype in HALF_DTYPES and pay(x)
 
 
 def shared_bytes(device: torch.device) -> int:

@@ -1,9 +1,9 @@
 """The kernels of `optim.automagic_cuda`. Importing this module needs triton.
 
-Each works on M matrices of R x C at once; a tensor has `lead` matrices. `gradients` and `places` are tables of tensor
-addresses. `slots` maps a tensor to its place in the stacked optimizer state. A program works on one of the `blocks` of
-one matrix. Programs are counted in the grid's first dimension alone, because the others are limited to 65,535. `bad` is
-one number: if it is not 0 (a non-finite gradient), nothing is written.
+Each works on M matrices of R x C at once; a tensor has `lead` matrices. `gradients` and `addresses` are tables of
+tensor addresses. `slots` maps a tensor to its place in the stacked optimizer state. A program works on one of the
+`blocks` of one matrix. Programs are counted in the grid's first dimension alone, because the others are limited to
+65,535. `bad` is one number: if it is not 0 (a non-finite gradient), nothing is written.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -24,7 +24,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 
 @dataclass(frozen=True)
-class Shape:
+class KernelShape:
     """Sizes for the kernels. `matrices` counts those of all parameters with a gradient."""
 
     tensors: int
@@ -35,7 +35,7 @@ class Shape:
     """Whether every matrix starts at an address that allows 16-byte loads."""
 
     @classmethod
-    def of(cls, shape: torch.Size, tensors: int, *, aligned: bool) -> Shape:
+    def of(cls, shape: torch.Size, tensors: int, *, aligned: bool) -> KernelShape:
         return cls(tensors, shape[:-2].numel(), shape[-2], shape[-1], aligned)
 
     @property
@@ -140,7 +140,7 @@ def _squares_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _move_kernel(
-    places, gradients, slots, by_row, by_col, damping, bad, stored, signs,
+    addresses, gradients, slots, by_row, by_col, damping, bad, stored, signs,
     lead, rows, columns, blocks, unit, bump, lowest, highest, bias, min_lr, max_lr, decay,
     dtype: tl.constexpr, aligned: tl.constexpr, none_yet: tl.constexpr, flat: tl.constexpr,
 ):  # fmt: skip
@@ -169,10 +169,10 @@ def _move_kernel(
     rate = units.to(tl.float32) * unit
     rate = tl.where(units <= lowest, min_lr, rate)
     rate = tl.where(units >= highest, max_lr, rate)
-    place = _matrix(places, matrix, lead, rows, columns, dtype, aligned) + i
-    p = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    index = _matrix(addresses, matrix, lead, rows, columns, dtype, aligned) + i
+    p = tl.load(index, mask=inside, other=0.0).to(tl.float32)
     damped = u * tl.load(damping + matrix // lead)
-    tl.store(place, (p - (damped + p * decay) * rate).to(dtype), mask=kept)
+    tl.store(index, (p - (damped + p * decay) * rate).to(dtype), mask=kept)
 
 
 # -- launching --------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def _power(size: int, most: int) -> int:
 
 
 def average_rows(
-    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: Shape, dtype: torch.dtype,
+    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: KernelShape, dtype: torch.dtype,
     *, beta2: float, eps: float,
 ) -> None:  # fmt: skip
     """Update the row moments in `moment` from the gradients."""
@@ -197,7 +197,7 @@ def average_rows(
 
 
 def average_columns(
-    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: Shape, dtype: torch.dtype,
+    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: KernelShape, dtype: torch.dtype,
     *, beta2: float, eps: float,
 ) -> None:  # fmt: skip
     """Update the column moments in `moment` from the gradients."""
@@ -210,7 +210,7 @@ def average_columns(
     )  # fmt: skip
 
 
-def square_sums(gradients: Tensor, by_row: Tensor, by_col: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+def square_sums(gradients: Tensor, by_row: Tensor, by_col: Tensor, shape: KernelShape, dtype: torch.dtype) -> Tensor:
     """Partial sums of squares of the normalized gradients, [tensors, blocks], to be summed for each tensor."""
     flat = _power(shape.rows * shape.columns, _FLAT)
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
@@ -223,7 +223,7 @@ def square_sums(gradients: Tensor, by_row: Tensor, by_col: Tensor, shape: Shape,
 
 
 def move(
-    places: Tensor,
+    addresses: Tensor,
     gradients: Tensor,
     slots: Tensor,
     by_row: Tensor,
@@ -232,7 +232,7 @@ def move(
     bad: Tensor,
     rates: Tensor,
     signs: Tensor,
-    shape: Shape,
+    shape: KernelShape,
     dtype: torch.dtype,
     *,
     unit: float,
@@ -252,7 +252,7 @@ def move(
     flat = _power(shape.rows * shape.columns, _FLAT)
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
     _move_kernel[(shape.matrices * blocks,)](
-        places, gradients, slots, by_row, by_col, damping, bad, rates, signs,
+        addresses, gradients, slots, by_row, by_col, damping, bad, rates, signs,
         shape.lead, shape.rows, shape.columns, blocks, unit, bump, lowest, highest, bias, min_lr, max_lr, weight_decay,
         dtype=_DTYPES[dtype], aligned=shape.aligned, none_yet=no_sign, flat=flat,
     )  # fmt: skip

@@ -62,8 +62,8 @@ def _add_and_norm(
         at = tile * TILE + column
         factors = read_tile(scale + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
         offsets = read_tile(shift + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
-        normed = (held[tile].to(tl.float32) - middle) * inverse
-        write_tile(n + first, at, normed * factors + offsets, WIDTH, TILE)
+        normalized = (held[tile].to(tl.float32) - middle) * inverse
+        write_tile(n + first, at, normalized * factors + offsets, WIDTH, TILE)
 
 
 @triton.jit
@@ -101,8 +101,8 @@ def _add_and_norm_backward(
     share = tl.sum(along, 0) / WIDTH
     for tile in tl.static_range(TILES):
         at = tile * TILE + column
-        normed = (held[tile].to(tl.float32) - middle) * inverse
-        result = inverse * (gradients[tile] - level - normed * share)
+        normalized = (held[tile].to(tl.float32) - middle) * inverse
+        result = inverse * (gradients[tile] - level - normalized * share)
         if ADDED:
             result += onto[tile].to(tl.float32)
         write_tile(dx + first, at, result, WIDTH, TILE)
@@ -152,7 +152,7 @@ def _backward(
     return dx, da
 
 
-class _AddedNormed(torch.autograd.Function):
+class _AddNorm(torch.autograd.Function):
     """Saves h, two numbers per row, the gate and the scale.
 
     torch passes zeros for a missing gradient. None is missing here, because the block uses both outputs.
@@ -175,7 +175,7 @@ class _AddedNormed(torch.autograd.Function):
         return dx, dx if gate is None else da, None, None, None, None
 
 
-class _Normed(torch.autograd.Function):
+class _ModulatedNorm(torch.autograd.Function):
     """Saves x, two numbers per row, and the scale. Returns x too, so that the kernel adds both of its gradients."""
 
     @staticmethod
@@ -192,7 +192,7 @@ class _Normed(torch.autograd.Function):
         return results[0], None, None, None
 
 
-def added_and_normed(
+def add_norm(
     x: Tensor, a: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """h = x + a gate, and its layer norm times scale plus shift. x and a are [batch, tokens, width].
@@ -200,11 +200,11 @@ def added_and_normed(
     The gate is [batch, width] (None: 1); scale and shift are [batch, width] or [1, width]. Only x and a get gradients.
     """
     result: tuple[Tensor, Tensor]
-    result = _AddedNormed.apply(x, a.to(x.dtype), gate, scale, shift, eps)  # type: ignore[no-untyped-call]
+    result = _AddNorm.apply(x, a.to(x.dtype), gate, scale, shift, eps)  # type: ignore[no-untyped-call]
     return result
 
 
-def normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [batch, tokens, width] itself, and its layer norm times scale plus shift. Use the returned x from here on."""
-    result: tuple[Tensor, Tensor] = _Normed.apply(x, scale, shift, eps)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _ModulatedNorm.apply(x, scale, shift, eps)  # type: ignore[no-untyped-call]
     return result

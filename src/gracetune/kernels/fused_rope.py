@@ -88,12 +88,12 @@ def _norm_and_rope(
     for tile in tl.static_range(TILES):
         at = tile * TILE + column
         factors = read_tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
-        normed = held[tile].to(tl.float32) * scale * factors
+        normalized = held[tile].to(tl.float32) * scale * factors
         if HEAD > 0:
             if TILE % HEAD != 0:  # otherwise all tiles use the same angles
                 c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
-            normed = _rotate(normed, c, s, TILE)
-        write_tile(out + first, at, normed, WIDTH, TILE)
+            normalized = _rotate(normalized, c, s, TILE)
+        write_tile(out + first, at, normalized, WIDTH, TILE)
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def _angle_tables(cos: Tensor | None, sin: Tensor | None, unread: Tensor) -> tup
     return (cos.contiguous(), sin.contiguous()), cos.shape[0] * cos.shape[1], cos.shape[-1]
 
 
-class _NormedTurned(torch.autograd.Function):
+class _NormRope(torch.autograd.Function):
     """Saves x and one number per row."""
 
     @staticmethod
@@ -192,12 +192,12 @@ class _NormedTurned(torch.autograd.Function):
         return _backward(gradient, *ctx.saved_tensors), None, None, None, None
 
 
-def normed_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """RMS norm of x [batch, tokens, width] with a weight [width], then RoPE by cos and sin, [1, tokens, 1, head] or
     [batch, tokens, 1, head].
 
     The width is a multiple of the head size. Only x gets a gradient: the weight is frozen. Without cos and sin only the
     norm is computed.
     """
-    result: Tensor = _NormedTurned.apply(x, weight, eps, cos, sin)  # type: ignore[no-untyped-call]
+    result: Tensor = _NormRope.apply(x, weight, eps, cos, sin)  # type: ignore[no-untyped-call]
     return result

@@ -31,12 +31,12 @@ def _mix(
     token = tl.program_id(0).to(tl.int64) * TOKENS + column // K_TILE
     within = tl.program_id(1) * K_TILE + column % K_TILE
     p, q = tl.arange(0, P_TILE), tl.arange(0, Q_TILE)
-    there = (token < tokens) & (within < K)
+    inside = (token < tokens) & (within < K)
     factor = tl.load(
         small + p[:, None] * small_row + q[None, :] * small_column, mask=(p[:, None] < P) & (q[None, :] < Q), other=0.0
     )
     given = tl.load(
-        rows + (token * (Q * K) + within)[None, :] + q[:, None] * K, mask=there[None, :] & (q[:, None] < Q), other=0.0
+        rows + (token * (Q * K) + within)[None, :] + q[:, None] * K, mask=inside[None, :] & (q[:, None] < Q), other=0.0
     )
     mixed = tl.dot(factor, given, input_precision="ieee")
     if BIASED:
@@ -45,7 +45,7 @@ def _mix(
         ).to(tl.float32)
     tl.store(
         out + (token * (P * K) + within)[None, :] + p[:, None] * K, mixed.to(out.dtype.element_ty),
-        mask=there[None, :] & (p[:, None] < P),
+        mask=inside[None, :] & (p[:, None] < P),
     )  # fmt: skip
 
 

@@ -70,14 +70,14 @@ def _gather(
     total = tl.zeros([ROWS, R_TILE], tl.float32)
     for start in tl.range(0, K, COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, COLUMNS)
-        places = factor + column[:, None] * FACTOR_ROW + rank[None, :] * FACTOR_COLUMN
+        addresses = factor + column[:, None] * FACTOR_ROW + rank[None, :] * FACTOR_COLUMN
         if K % COLUMNS == 0:
-            here = tl.load(first + column[None, :], mask=row[:, None] < n, other=0.0)
-            there = tl.load(places, mask=rank[None, :] < R, other=0.0)
+            column_values = tl.load(first + column[None, :], mask=row[:, None] < n, other=0.0)
+            rank_values = tl.load(addresses, mask=rank[None, :] < R, other=0.0)
         else:
-            here = tl.load(first + column[None, :], mask=(row[:, None] < n) & (column[None, :] < K), other=0.0)
-            there = tl.load(places, mask=(column[:, None] < K) & (rank[None, :] < R), other=0.0)
-        total = tl.dot(here, there, total, input_precision="ieee")
+            column_values = tl.load(first + column[None, :], mask=(row[:, None] < n) & (column[None, :] < K), other=0.0)
+            rank_values = tl.load(addresses, mask=(column[:, None] < K) & (rank[None, :] < R), other=0.0)
+        total = tl.dot(column_values, rank_values, total, input_precision="ieee")
     tl.store(
         out + row.to(tl.int64)[:, None] * R + rank[None, :], total.to(out.dtype.element_ty),
         mask=(row[:, None] < n) & (rank[None, :] < R),

@@ -16,7 +16,7 @@ Clamp = Literal["none", "MemAvailable", "cgroup", "managed cap", "unknown"]
 
 
 @dataclass(frozen=True)
-class Room:
+class ArenaRoom:
     """The memory of a machine: of the GPU that overflows, and of the host that takes the overflow."""
 
     device_total: int | None
@@ -34,7 +34,7 @@ class Room:
     """The number of processes on this machine that reserve an arena."""
 
     @classmethod
-    def of(cls, machine: Machine, device: int = 0) -> Room:
+    def of(cls, machine: Machine, device: int = 0) -> ArenaRoom:
         gpu = machine.gpus[device] if device < len(machine.gpus) else None
         group = machine.host.cgroup
         # If a cgroup limit exists but its usage is unknown, the available memory is unknown too.
@@ -49,7 +49,7 @@ class Room:
         )
 
     @classmethod
-    def for_arena(cls, machine: Machine, device: int = 0, *, sharers: int = 1) -> Room:
+    def for_arena(cls, machine: Machine, device: int = 0, *, sharers: int = 1) -> ArenaRoom:
         """The memory that determines the size of a run's arena; the planner uses it too.
 
         The reserve is larger than the host's own, so that a full arena stays above the level at which the governor
@@ -79,7 +79,7 @@ class ArenaSize:
     reason: str
 
 
-def arena_size(room: Room, ratio: float, *, other_managed: int = 0, force: bool = False) -> ArenaSize:
+def arena_size(room: ArenaRoom, ratio: float, *, other_managed: int = 0, force: bool = False) -> ArenaSize:
     """(ratio - 1) x the GPU's memory, limited by what this machine can provide.
 
     `other_managed`: bytes planned for other managed buffers. They reduce main memory and the cap.
@@ -90,29 +90,31 @@ def arena_size(room: Room, ratio: float, *, other_managed: int = 0, force: bool 
     if room.device_total is None:
         return ArenaSize(0, 0, "unknown", "no arena: it is unknown how much memory the GPU has")
     requested = int((ratio - 1.0) * room.device_total)
-    asked = f"({ratio:g} - 1) x {format_bytes(room.device_total)} of GPU memory = {format_bytes(requested)}"
+    formula = f"({ratio:g} - 1) x {format_bytes(room.device_total)} of GPU memory = {format_bytes(requested)}"
     if room.host_available is None:
-        return ArenaSize(0, requested, "unknown", f"no arena: {asked}, but it is unknown how much main memory is free")
+        return ArenaSize(
+            0, requested, "unknown", f"no arena: {formula}, but it is unknown how much main memory is free"
+        )
     clamps = _clamps(room, other_managed, force=force)
     # min returns the first of equal limits, so the order in _clamps decides which one is reported.
     clamp, most, why = min(clamps, key=lambda entry: entry[1])
     size = min(requested, most) // GRANULE * GRANULE
     if requested <= most:
-        return _whole(size, requested, asked, other_managed)
+        return _whole(size, requested, formula, other_managed)
     if size == 0:
-        return ArenaSize(0, requested, clamp, f"no arena: {asked} was requested, but {why}")
-    return ArenaSize(size, requested, clamp, f"{format_bytes(size)} instead of {asked}: {why}")
+        return ArenaSize(0, requested, clamp, f"no arena: {formula} was requested, but {why}")
+    return ArenaSize(size, requested, clamp, f"{format_bytes(size)} instead of {formula}: {why}")
 
 
-def _whole(size: int, requested: int, asked: str, other_managed: int) -> ArenaSize:
+def _whole(size: int, requested: int, formula: str, other_managed: int) -> ArenaSize:
     if size == 0:
         less = f"less than one block of {format_bytes(GRANULE)}"
-        return ArenaSize(0, requested, "none", f"no arena: {asked} is {less}")
+        return ArenaSize(0, requested, "none", f"no arena: {formula} is {less}")
     others = f"; in addition {format_bytes(other_managed)} for {OTHERS}" if other_managed else ""
-    return ArenaSize(size, requested, "none", f"as requested: {asked}{others}")
+    return ArenaSize(size, requested, "none", f"as requested: {formula}{others}")
 
 
-def _clamps(room: Room, other_managed: int, *, force: bool) -> list[tuple[Clamp, int, str]]:
+def _clamps(room: ArenaRoom, other_managed: int, *, force: bool) -> list[tuple[Clamp, int, str]]:
     """The limits of the arena: name, the bytes that remain, and an explanation."""
     kept = f"a reserve of {format_bytes(room.reserve)}"
     if room.sharers > 1:

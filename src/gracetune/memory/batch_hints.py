@@ -10,19 +10,19 @@ from gracetune.memory.managed import Home
 
 
 @dataclass(frozen=True)
-class Wish:
+class KeyHint:
     """The hint for a key: the preferred location, and whether to prefetch."""
 
     home: Home
     prefetch: bool
 
 
-_LATENTS = Wish("host", prefetch=False)
-_TEXT = Wish("device", prefetch=True)
-_SMALL = Wish("device", prefetch=True)
-_AUDIO = Wish("host", prefetch=True)
+_LATENTS = KeyHint("host", prefetch=False)
+_TEXT = KeyHint("device", prefetch=True)
+_SMALL = KeyHint("device", prefetch=True)
+_AUDIO = KeyHint("host", prefetch=True)
 
-WISHES: Final[Mapping[str, Wish]] = {
+KEY_HINTS: Final[Mapping[str, KeyHint]] = {
     "latents": _LATENTS,
     "unconditional_latents": _LATENTS,
     "encoder_hidden_states": _TEXT,
@@ -47,29 +47,29 @@ EMBEDS_ATTRIBUTES: Final = ("text_embeds", "pooled_embeds", "attention_mask")
 """Attributes that hold the tensors of prompt embeddings which are objects and not mappings."""
 
 
-def tensors_with_wishes(batch: Any) -> Iterator[tuple[str, Any, Wish]]:
+def tensors_with_hints(batch: Any) -> Iterator[tuple[str, Any, KeyHint]]:
     """All tensors of a nested batch whose key or an enclosing key has a hint: (dotted name, tensor, hint)."""
     yield from _walk(batch, "", None, set())
 
 
-def _walk(value: Any, name: str, wish: Wish | None, seen: set[int]) -> Iterator[tuple[str, Any, Wish]]:
+def _walk(value: Any, name: str, key_hint: KeyHint | None, seen: set[int]) -> Iterator[tuple[str, Any, KeyHint]]:
     import torch
 
     if isinstance(value, torch.Tensor):
-        if wish is not None and id(value) not in seen:
+        if key_hint is not None and id(value) not in seen:
             seen.add(id(value))
-            yield name, value, wish
+            yield name, value, key_hint
         return
     for key, item in _children(value):
         # The innermost key decides: pooled embeddings inside `latents` are still text.
-        yield from _walk(item, f"{name}.{key}".removeprefix("."), wish_of(key) or wish, seen)
+        yield from _walk(item, f"{name}.{key}".removeprefix("."), hint_of(key) or key_hint, seen)
 
 
-def wish_of(key: str) -> Wish | None:
+def hint_of(key: str) -> KeyHint | None:
     """The hint for a key, or None. An attention mask gets that of text, because it is read with its text."""
     if key.startswith("conditioning_latents_"):
         return _LATENTS
-    return _TEXT if key.endswith(("attention_mask", "attn_mask")) else WISHES.get(key)
+    return _TEXT if key.endswith(("attention_mask", "attn_mask")) else KEY_HINTS.get(key)
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:

@@ -40,10 +40,11 @@ class DriverError(UnifiedMemoryError):
 class ManagedCapError(UnifiedMemoryError):
     """The allocation would exceed the process-wide cap on managed bytes. Nothing was allocated."""
 
-    def __init__(self, *, asked: int, live: int, cap: int) -> None:
-        self.asked, self.live, self.cap = asked, live, cap
+    def __init__(self, *, requested: int, live: int, cap: int) -> None:
+        self.requested, self.live, self.cap = requested, live, cap
         super().__init__(
-            f"{format_bytes(asked)} of managed memory refused: {format_bytes(live)} of the cap of {format_bytes(cap)} "
+            f"{format_bytes(requested)} of managed memory refused: {format_bytes(live)} of the cap of "
+            f"{format_bytes(cap)} "
             "are in use\n  try  free managed buffers, or raise the cap; on a machine without coherent memory that "
             "requires --force-oversubscription"
         )

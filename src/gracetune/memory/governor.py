@@ -21,10 +21,10 @@ from typing import Literal, Protocol
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.errors import ConfigError, Problem
 from gracetune.memory.errors import MemoryPressure
-from gracetune.memory.sensors import Reading
+from gracetune.memory.sensors import MemoryReading
 from gracetune.units import format_bytes
 
-Stage = Literal[1, 2]
+MemoryStage = Literal[1, 2]
 
 
 class Action(Enum):
@@ -33,7 +33,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True)
-class Limits:
+class PressureLimits:
     """The levels at which pressure begins and ends, and the reserve of main memory."""
 
     threshold: float
@@ -44,7 +44,7 @@ class Limits:
     calm_samples: int = 3
 
     @classmethod
-    def from_options(cls, options: MemoryOptions, *, host_reserve: int) -> Limits:
+    def from_options(cls, options: MemoryOptions, *, host_reserve: int) -> PressureLimits:
         return cls(options.uvm_stage1_threshold, options.uvm_stage1_min_bytes, host_reserve)
 
     def floor(self, total: int) -> int:
@@ -73,10 +73,10 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class State:
+class GovernorState:
     """The state that the governor keeps between samples."""
 
-    stage: Stage = 1
+    stage: MemoryStage = 1
     calm: int = 0
     """Number of consecutive calm samples; always 0 in stage 1."""
     arena_high: int = 0
@@ -88,7 +88,7 @@ class State:
 class Decision:
     """The next state and the actions to take, with the reason."""
 
-    state: State
+    state: GovernorState
     actions: tuple[Action, ...]
     reason: str
     unknown: tuple[str, ...] = ()
@@ -96,11 +96,11 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class StageChange:
+class MemoryStageChange:
     """The memory stage has changed."""
 
-    before: Stage
-    after: Stage
+    before: MemoryStage
+    after: MemoryStage
     reason: str
 
 
@@ -127,18 +127,18 @@ class Reclamation:
     reason: str
 
 
-MemoryChange = StageChange | ArenaChange | Reclamation
+MemoryChange = MemoryStageChange | ArenaChange | Reclamation
 OnChange = Callable[[MemoryChange], None]
 
 
-def decide(state: State, reading: Reading, limits: Limits) -> Decision:
+def decide(state: GovernorState, reading: MemoryReading, limits: PressureLimits) -> Decision:
     """The next state and actions; see the top of this file."""
     if state.stage == 1:
         return _in_stage_1(state, reading, limits)
     return _in_stage_2(state, reading, limits)
 
 
-def _in_stage_1(state: State, reading: Reading, limits: Limits) -> Decision:
+def _in_stage_1(state: GovernorState, reading: MemoryReading, limits: PressureLimits) -> Decision:
     pressure = _pressure(reading, limits)
     if pressure is None:
         return Decision(state, (), f"stage 1: {_seen(reading)}", reading.unknown)
@@ -147,15 +147,17 @@ def _in_stage_1(state: State, reading: Reading, limits: Limits) -> Decision:
     if shortage is not None:
         actions.append(Action.HARD_RECLAMATION)
         reason = f"{reason}; {shortage}"
-    return Decision(State(stage=2, arena_high=reading.arena_active or 0), tuple(actions), reason, reading.unknown)
+    return Decision(
+        GovernorState(stage=2, arena_high=reading.arena_active or 0), tuple(actions), reason, reading.unknown
+    )
 
 
-def _in_stage_2(state: State, reading: Reading, limits: Limits) -> Decision:
+def _in_stage_2(state: GovernorState, reading: MemoryReading, limits: PressureLimits) -> Decision:
     calm = state.calm + 1 if _is_calm(reading, limits) else 0
     if calm >= limits.calm_samples:
         reason = f"stage 2 -> 1: calm for {calm} samples; {_seen(reading)}"
-        return Decision(State(), (), reason, reading.unknown)
-    now = State(stage=2, calm=calm, arena_high=max(state.arena_high, reading.arena_active or 0))
+        return Decision(GovernorState(), (), reason, reading.unknown)
+    now = GovernorState(stage=2, calm=calm, arena_high=max(state.arena_high, reading.arena_active or 0))
     causes = [cause for cause in (_shortage(reading, limits), _growth(state, reading)) if cause is not None]
     if causes:
         return Decision(now, (Action.HARD_RECLAMATION,), f"stage 2: {'; '.join(causes)}", reading.unknown)
@@ -163,7 +165,7 @@ def _in_stage_2(state: State, reading: Reading, limits: Limits) -> Decision:
     return Decision(now, (), f"stage 2: {waiting}{_seen(reading)}", reading.unknown)
 
 
-def _pressure(reading: Reading, limits: Limits) -> str | None:
+def _pressure(reading: MemoryReading, limits: PressureLimits) -> str | None:
     if reading.arena_active:
         return f"the overflow arena holds {format_bytes(reading.arena_active)}"
     device = reading.device
@@ -173,32 +175,32 @@ def _pressure(reading: Reading, limits: Limits) -> str | None:
     return None
 
 
-def _is_calm(reading: Reading, limits: Limits) -> bool:
+def _is_calm(reading: MemoryReading, limits: PressureLimits) -> bool:
     device = reading.device
     return reading.arena_active == 0 and device is not None and device.available > limits.calm_level(device.total)
 
 
-def _shortage(reading: Reading, limits: Limits) -> str | None:
+def _shortage(reading: MemoryReading, limits: PressureLimits) -> str | None:
     headroom = reading.host_headroom
     if headroom is None or headroom >= limits.host_reserve:
         return None
     return f"{format_bytes(headroom)} of main memory left, the reserve is {format_bytes(limits.host_reserve)}"
 
 
-def _growth(state: State, reading: Reading) -> str | None:
+def _growth(state: GovernorState, reading: MemoryReading) -> str | None:
     if reading.arena_active is None or reading.arena_active <= state.arena_high:
         return None
     return f"the arena grew from {format_bytes(state.arena_high)} to {format_bytes(reading.arena_active)}"
 
 
-def _seen(reading: Reading) -> str:
+def _seen(reading: MemoryReading) -> str:
     device, arena = reading.device, reading.arena_active
     available = "unknown" if device is None else f"{format_bytes(device.available)} of {format_bytes(device.total)}"
     held = "unknown" if arena is None else format_bytes(arena)
     return f"device available {available}, arena {held}"
 
 
-def demotion_budget(reading: Reading, limits: Limits) -> int:
+def demotion_budget(reading: MemoryReading, limits: PressureLimits) -> int:
     """Bytes that may migrate from the device to main memory: half of the headroom above the reserve.
 
     Only half, so that the migration does not itself cause a shortage of main memory.
@@ -228,7 +230,7 @@ class Reclaimer(Protocol):
 
 
 class SensorSource(Protocol):
-    def read(self) -> Reading: ...
+    def read(self) -> MemoryReading: ...
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ class Counters:
     arena_peak: int = 0
     """The maximum use of the arena in any sample."""
 
-    def after(self, before: State, reading: Reading, decision: Decision) -> Counters:
+    def after(self, before: GovernorState, reading: MemoryReading, decision: Decision) -> Counters:
         return Counters(
             transitions=self.transitions + (before.stage != decision.state.stage),
             light_reclamations=self.light_reclamations + decision.actions.count(Action.LIGHT_RECLAMATION),
@@ -258,7 +260,11 @@ class Governor:
     """
 
     def __init__(
-        self, sensors: SensorSource, reclaimer: Reclaimer, limits: Limits, on_change: OnChange = lambda change: None
+        self,
+        sensors: SensorSource,
+        reclaimer: Reclaimer,
+        limits: PressureLimits,
+        on_change: OnChange = lambda change: None,
     ) -> None:
         self._sensors = sensors
         self._reclaimer = reclaimer
@@ -267,7 +273,7 @@ class Governor:
         self._arena = 0
         """The arena's use at the last sample that could read it."""
         self.on_change = on_change
-        self.state = State()
+        self.state = GovernorState()
         self.counters = Counters()
 
     def sample(self) -> Decision:
@@ -280,14 +286,14 @@ class Governor:
         self.state = decision.state
         self._report_arena(reading, peak)
         if before.stage != decision.state.stage:
-            self.on_change(StageChange(before.stage, decision.state.stage, decision.reason))
+            self.on_change(MemoryStageChange(before.stage, decision.state.stage, decision.reason))
         for action in decision.actions:
             self.on_change(self._carry_out(action, demotion_budget(reading, self._limits), decision.reason))
         if Action.HARD_RECLAMATION in decision.actions:
             self._raise_if_still_short(self._sensors.read())
         return decision
 
-    def _check_limits_once(self, reading: Reading) -> None:
+    def _check_limits_once(self, reading: MemoryReading) -> None:
         if self._checked or reading.device is None:
             return
         problem = self._limits.problem(reading.device.total)
@@ -295,7 +301,7 @@ class Governor:
             raise ConfigError([problem])
         self._checked = True
 
-    def _report_arena(self, reading: Reading, peak: int) -> None:
+    def _report_arena(self, reading: MemoryReading, peak: int) -> None:
         if reading.arena_active is None:
             return
         before, self._arena = self._arena, reading.arena_active
@@ -319,7 +325,7 @@ class Governor:
         demoted = self._reclaimer.demote_cold(at_most=budget, everything=hard)
         return Reclamation(action, released, demoted, 1000 * (time.perf_counter() - began), reason)
 
-    def _raise_if_still_short(self, reading: Reading) -> None:
+    def _raise_if_still_short(self, reading: MemoryReading) -> None:
         if _shortage(reading, self._limits) is None or reading.host_headroom is None:
             return
         raise MemoryPressure(

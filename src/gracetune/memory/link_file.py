@@ -16,7 +16,7 @@ from typing import Final, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from gracetune.hardware.machine import Machine
-from gracetune.memory.transport import Measured
+from gracetune.memory.transport import MeasuredTransport
 from gracetune.storage.atomic import write_file
 
 FILE: Final = "link-speeds.json"
@@ -26,7 +26,7 @@ FILE: Final = "link-speeds.json"
 class _Content:
     format: Literal["gracetune-link-speeds"]
     version: Literal[1]
-    machines: dict[str, Measured]
+    machines: dict[str, MeasuredTransport]
 
 
 _CONTENT: Final = TypeAdapter(_Content)
@@ -48,13 +48,13 @@ def machine_key(machine: Machine, device: int) -> str:
     return "; ".join(f"{name} {value}" for name, value in parts.items())
 
 
-def recall(folder: Path, key: str, *, with_managed: bool) -> Measured | None:
+def recall(folder: Path, key: str, *, with_managed: bool) -> MeasuredTransport | None:
     """The stored measurement; None if there is none or if it lacks a required measurement of managed memory."""
     found = _read(folder).get(key)
     return None if found is None or (with_managed and found.speeds.managed is None) else found
 
 
-def remember(folder: Path, key: str, measured: Measured) -> str | None:
+def remember(folder: Path, key: str, measured: MeasuredTransport) -> str | None:
     """Store a measurement. Returns the reason if that failed, else None."""
     content = _Content("gracetune-link-speeds", 1, {**_read(folder), key: measured})
     target = folder / FILE
@@ -66,7 +66,7 @@ def remember(folder: Path, key: str, measured: Measured) -> str | None:
     return None
 
 
-def _read(folder: Path) -> dict[str, Measured]:
+def _read(folder: Path) -> dict[str, MeasuredTransport]:
     try:
         return _CONTENT.validate_json((folder / FILE).read_bytes()).machines
     except (OSError, ValidationError):

@@ -38,7 +38,7 @@ class Arrival(Protocol):
         """Time from the availability of this batch to the request of the next one: the compute time of the step."""
 
 
-class Moving(Protocol):
+class BatchInFlight(Protocol):
     """A batch in transfer."""
 
     bytes: int
@@ -56,7 +56,7 @@ class Moving(Protocol):
 class Mover(Protocol):
     """Transfers batches."""
 
-    def start(self, batch: Parts, *, ahead: bool = True) -> Moving:
+    def start(self, batch: Parts, *, ahead: bool = True) -> BatchInFlight:
         """Start a transfer. With `ahead=False` it begins only after the GPU finished all work enqueued so far."""
 
     def keep(self, slots: int) -> None:
@@ -100,7 +100,7 @@ class InPlace:
     def __init__(self, device: torch.device | None = None, *, lend: bool = False) -> None:
         self._device, self._lend = device, lend
 
-    def start(self, batch: Parts, *, ahead: bool = True) -> Moving:
+    def start(self, batch: Parts, *, ahead: bool = True) -> BatchInFlight:
         import torch
 
         if not any(isinstance(part, Stacked) for part in batch.values()):
@@ -148,7 +148,7 @@ class RingMover:
         """References to the sources of running copies, with their end. torch does not know about `copy_bytes`, so it
         would reuse the memory of a source without a reference."""
 
-    def start(self, batch: Parts, *, ahead: bool = True) -> Moving:
+    def start(self, batch: Parts, *, ahead: bool = True) -> BatchInFlight:
         import torch
 
         while self._under_way and self._under_way[0][0].query():
@@ -193,18 +193,18 @@ class _CudaArrival:
     def __init__(self) -> None:
         import torch
 
-        self.asked = torch.cuda.Event(enable_timing=True)
+        self.begin_mark = torch.cuda.Event(enable_timing=True)
         self.got = torch.cuda.Event(enable_timing=True)
 
     def is_past(self) -> bool:
         return bool(self.got.query())
 
     def waited_ms(self) -> float:
-        return float(self.asked.elapsed_time(self.got))
+        return float(self.begin_mark.elapsed_time(self.got))
 
     def until_ms(self, following: Arrival) -> float:
         assert isinstance(following, _CudaArrival)
-        return float(self.got.elapsed_time(following.asked))
+        return float(self.got.elapsed_time(following.begin_mark))
 
 
 class _Slot:
@@ -270,7 +270,7 @@ class _Slot:
 
         self._user = torch.cuda.current_stream(self._ring.device)
         arrival = _CudaArrival()
-        arrival.asked.record(self._user)
+        arrival.begin_mark.record(self._user)
         self._user.wait_event(self._moved)
         arrival.got.record(self._user)
         for buffer in self._buffers.values():
@@ -343,9 +343,9 @@ class LookAhead:
         self._mover = mover
         self._most = most
         self._tight = memory_tight
-        self._under_way: deque[Moving] = deque()
+        self._under_way: deque[BatchInFlight] = deque()
         self._failure: Exception | None = None
-        self._in_use: Moving | None = None
+        self._in_use: BatchInFlight | None = None
         self._arrivals: deque[Arrival] = deque()
 
     def __iter__(self) -> Iterator[Tensors]:

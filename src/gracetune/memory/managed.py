@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from gracetune.hostmem.hint import Hint, not_applied
 from gracetune.hostmem.pages import HINT_PAGE, round_up
 from gracetune.memory.errors import DriverError, DriverTooOldError, UnifiedMemoryError
-from gracetune.memory.native import HOST, Advice, RangeState, Span, Uvm
+from gracetune.memory.native import HOST, Advice, ManagedSpan, RangeState, Uvm
 from gracetune.memory.slab import FreeSpace
 from gracetune.units import MIB
 
@@ -36,7 +36,7 @@ ALIGNMENT: Final = 512
 """The alignment that torch's allocator guarantees and vectorized kernels rely on."""
 
 
-def set_home(uvm: Uvm, span: Span, home: Home) -> None:
+def set_home(uvm: Uvm, span: ManagedSpan, home: Home) -> None:
     """Set the preferred location, and keep the range mapped for the GPU wherever its pages are."""
     uvm.advise(span, Advice.SET_PREFERRED_LOCATION, HOST if home == "host" else span.device)
     uvm.advise(span, Advice.SET_ACCESSED_BY, span.device)
@@ -46,7 +46,7 @@ def set_home(uvm: Uvm, span: Span, home: Home) -> None:
 class _Slab:
     """One allocation from the driver."""
 
-    span: Span
+    span: ManagedSpan
     home: Home
     unit: int
     """Alignment and padding of its buffers."""
@@ -76,7 +76,7 @@ class _Block:
     """An allocated range. Every view of a buffer references its block; without references, the range is freed."""
 
     slab: _Slab
-    span: Span
+    span: ManagedSpan
     use: _Use = field(default_factory=_Use)
 
 
@@ -100,7 +100,7 @@ class ManagedHeap:
     slab_bytes: int = SLAB_BYTES
     hints: HintCounters = field(default_factory=HintCounters)
     _slabs: list[_Slab] = field(default_factory=list)
-    _returned: deque[tuple[_Slab, Span, _Use]] = field(default_factory=deque)
+    _returned: deque[tuple[_Slab, ManagedSpan, _Use]] = field(default_factory=deque)
     _live: weakref.WeakSet[_Block] = field(default_factory=weakref.WeakSet)
     # Deliberately not re-entrant. A finalizer may run in the middle of a heap operation on the same thread; it must
     # find the lock taken and leave its work to that operation.
@@ -115,7 +115,7 @@ class ManagedHeap:
         if size <= 0 or any(side < 0 for side in shape):
             raise ValueError(f"a managed buffer of shape {tuple(shape)} has no bytes")
         with self._working():
-            block = self._place(size, home)
+            block = self._allocate(size, home)
             self._live.add(block)
             self.hints.bytes += block.span.bytes
         # The finalizer must not reference the block, or the block would never be freed. It does not run at exit,
@@ -155,17 +155,17 @@ class ManagedHeap:
             yield
         self._tidy()
 
-    def _place(self, size: int, home: Home) -> _Block:
+    def _allocate(self, size: int, home: Home) -> _Block:
         unit = HINT_PAGE if size >= HINT_PAGE else ALIGNMENT
         padded = round_up(size, unit)
         for slab in self._slabs:
             if (slab.home, slab.unit) == (home, unit) and (address := slab.space.take(padded, unit)) is not None:
-                return _Block(slab, Span(address, padded, self.device))
+                return _Block(slab, ManagedSpan(address, padded, self.device))
         # One extra unit, because the driver does not guarantee our alignment.
         slab = self._new_slab(max(self.slab_bytes if padded <= self.slab_bytes // 2 else 0, padded + unit), home, unit)
         address = slab.space.take(padded, unit)
         assert address is not None, "a new slab has space for the buffer it was created for"
-        return _Block(slab, Span(address, padded, self.device))
+        return _Block(slab, ManagedSpan(address, padded, self.device))
 
     def _new_slab(self, size: int, home: Home, unit: int) -> _Slab:
         span = self.uvm.allocate(size, self.device)
@@ -179,7 +179,7 @@ class ManagedHeap:
         self._slabs.append(slab)
         return slab
 
-    def _give_back(self, slab: _Slab, span: Span, use: _Use) -> None:
+    def _give_back(self, slab: _Slab, span: ManagedSpan, use: _Use) -> None:
         """Finalizer of a block. It may run at any point, even inside a heap operation, so it only queues the block."""
         if os.getpid() == self._process:  # in a forked child these bytes do not exist
             self._returned.append((slab, span, use))
@@ -260,7 +260,7 @@ class ManagedBuffer:
         return self._held
 
     @property
-    def span(self) -> Span:
+    def span(self) -> ManagedSpan:
         """The address range of this buffer. For buffers of a page or more it consists of whole pages."""
         return self._block.span
 
@@ -306,13 +306,13 @@ class ManagedBuffer:
         self.home = home
         return Hint(True, block.span.bytes, f"prefers the {home}")
 
-    def prefetch(self, where: Home, stream: int) -> Hint:
+    def prefetch(self, target: Home, stream: int) -> Hint:
         """Enqueue the migration on a CUDA stream."""
         block = self._block
         block.use.touch()
-        block.use.sent_to_device = where == "device"
-        self._heap.uvm.prefetch(block.span, HOST if where == "host" else self.device, stream)
-        return Hint(True, block.span.bytes, f"moving to the {where}")
+        block.use.sent_to_device = target == "device"
+        self._heap.uvm.prefetch(block.span, HOST if target == "host" else self.device, stream)
+        return Hint(True, block.span.bytes, f"moving to the {target}")
 
     def state(self) -> RangeState:
         """The hints that the driver has for these bytes."""

@@ -10,7 +10,7 @@ from gracetune.hardware.machine import ProfileName
 from gracetune.units import format_bytes
 
 Role = Literal["hot_weights", "activations", "cold_weights", "optimizer_state", "latent_cache", "text_cache"]
-Place = Literal["device", "managed_host", "managed_device", "pinned_host", "shared_host", "host"]
+MemoryKind = Literal["device", "managed_host", "managed_device", "pinned_host", "shared_host", "host"]
 
 TEXT_ON_DEVICE_SHARE = 0.02
 """Text embeddings that take at most this fraction of the GPU's memory are kept there, because every step reads them."""
@@ -22,7 +22,7 @@ class Hints:
 
     on: bool
     reason: str
-    asked: bool = False
+    requested: bool = False
     """`memory.enable_uvm_hints` is true: use managed memory even if a measurement speaks against it."""
 
 
@@ -33,61 +33,63 @@ def hints_of(config: RunConfig) -> Hints:
     """`memory.enable_uvm_hints` decides; if it is unset, the cache types do."""
     switch = config.memory.enable_uvm_hints
     if switch is not None:
-        return Hints(switch, f"memory.enable_uvm_hints is {str(switch).lower()}", asked=switch)
+        return Hints(switch, f"memory.enable_uvm_hints is {str(switch).lower()}", requested=switch)
     if "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type):
         return FOLLOW_CACHES
     return Hints(False, "no cache type is unified_memory")
 
 
 @dataclass(frozen=True)
-class Placement:
+class MemoryPlacement:
     """The place of some data, whether it must be moved to the GPU before use, and the reason."""
 
-    place: Place
+    kind: MemoryKind
     moved_before_use: bool
     reason: str
 
 
-_HOT = Placement("device", False, "used in every step")
-_ONE_POOL = Placement("device", False, "one pool: there is nowhere else to move it")
+_HOT = MemoryPlacement("device", False, "used in every step")
+_ONE_POOL = MemoryPlacement("device", False, "one pool: there is nowhere else to move it")
 
-_TABLE: dict[tuple[Role, ProfileName], Placement] = {
-    ("cold_weights", "superchip"): Placement(
+_TABLE: dict[tuple[Role, ProfileName], MemoryPlacement] = {
+    ("cold_weights", "superchip"): MemoryPlacement(
         "managed_host", True, "idle most of the time; prefetched over the coherent link"
     ),
-    ("cold_weights", "discrete"): Placement("pinned_host", True, "idle most of the time; copied from pinned memory"),
+    ("cold_weights", "discrete"): MemoryPlacement(
+        "pinned_host", True, "idle most of the time; copied from pinned memory"
+    ),
     ("cold_weights", "integrated"): _ONE_POOL,
     # Offloading of optimizer state is not implemented, so the planner must not count on it.
-    ("optimizer_state", "superchip"): Placement("device", False, "read and written in every step"),
-    ("optimizer_state", "discrete"): Placement("device", False, "read and written in every step"),
+    ("optimizer_state", "superchip"): MemoryPlacement("device", False, "read and written in every step"),
+    ("optimizer_state", "discrete"): MemoryPlacement("device", False, "read and written in every step"),
     ("optimizer_state", "integrated"): _ONE_POOL,
-    ("latent_cache", "superchip"): Placement(
+    ("latent_cache", "superchip"): MemoryPlacement(
         "managed_host", True, "large and read once an epoch; gathered over the link"
     ),
-    ("latent_cache", "discrete"): Placement(
+    ("latent_cache", "discrete"): MemoryPlacement(
         "pinned_host", True, "large and read once an epoch; copied from pinned memory"
     ),
-    ("latent_cache", "integrated"): Placement("shared_host", False, "one pool: read in place"),
-    ("text_cache", "superchip"): Placement("managed_host", True, "larger than 2 % of the GPU's memory"),
-    ("text_cache", "discrete"): Placement("pinned_host", True, "copied from pinned memory"),
-    ("text_cache", "integrated"): Placement("shared_host", False, "one pool: read in place"),
+    ("latent_cache", "integrated"): MemoryPlacement("shared_host", False, "one pool: read in place"),
+    ("text_cache", "superchip"): MemoryPlacement("managed_host", True, "larger than 2 % of the GPU's memory"),
+    ("text_cache", "discrete"): MemoryPlacement("pinned_host", True, "copied from pinned memory"),
+    ("text_cache", "integrated"): MemoryPlacement("shared_host", False, "one pool: read in place"),
 }
 
 
-def place(
+def choose_placement(
     role: Role, profile: ProfileName, *, size: int = 0, device_bytes: int | None = None, local_ranks: int = 1
-) -> Placement:
+) -> MemoryPlacement:
     """The placement of one role. Managed memory has no IPC, so several local ranks share pinned pages instead."""
     if profile == "cpu":
-        return Placement("host", False, "no GPU: everything is in host memory")
+        return MemoryPlacement("host", False, "no GPU: everything is in host memory")
     if role in ("hot_weights", "activations"):
         return _HOT
     chosen = _TABLE[role, profile]
-    if role.endswith("_cache") and local_ranks > 1 and chosen.place in ("managed_host", "pinned_host"):
-        return Placement("shared_host", True, f"one copy for {local_ranks} ranks, registered with each")
+    if role.endswith("_cache") and local_ranks > 1 and chosen.kind in ("managed_host", "pinned_host"):
+        return MemoryPlacement("shared_host", True, f"one copy for {local_ranks} ranks, registered with each")
     fits_device = device_bytes is not None and size <= device_bytes * TEXT_ON_DEVICE_SHARE
     if role == "text_cache" and profile == "superchip" and fits_device:
-        return Placement("managed_device", False, "small, and read in every step")
+        return MemoryPlacement("managed_device", False, "small, and read in every step")
     return chosen
 
 
@@ -96,7 +98,7 @@ WAITED_SHARE: Final = 0.05
 
 
 @dataclass(frozen=True)
-class Waits:
+class StepWaits:
     """Waiting and compute time over a number of consecutive steps."""
 
     waited_ms: float
@@ -122,7 +124,7 @@ class Rehoming:
 
 def rehome(
     home: Literal["host", "device"],
-    waits: Waits,
+    waits: StepWaits,
     *,
     size: int,
     room: int | None,

@@ -181,7 +181,7 @@ class DeviceSensor:
 
 
 @dataclass(frozen=True)
-class Reading:
+class MemoryReading:
     """One sample for the governor."""
 
     arena_active: int | None
@@ -223,13 +223,13 @@ class Sensors:
         self._device = device
         self._arena = arena
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         """Sample at a step boundary, from the training thread."""
         host, arena = self._host.read(), self._arena.usage()
         device = self._device.read(arena, host) if self._device is not None and arena is not None else None
         # Most of what a step spilled is freed when it ends, so the peak shows what it needs, not the current value.
         spilled = device.spilled if device is not None else 0
-        return Reading(
+        return MemoryReading(
             arena_active=None if arena is None else max(arena.active, spilled),
             device=device,
             host_headroom=host.headroom,

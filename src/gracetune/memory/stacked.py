@@ -24,7 +24,7 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Stacked:
-    """`pieces` stacked along a new first dimension; shorter ones are padded with `fill`.
+    """`parts` stacked along a new first dimension; shorter ones are padded with `fill`.
 
     The pieces may be in pinned host memory or be CUDA views of managed memory. They are never written.
     """
@@ -32,7 +32,7 @@ class Stacked:
     shape: tuple[int, ...]
     """[samples, ...]. No dimension of a piece exceeds the corresponding one after the first."""
     dtype: torch.dtype
-    pieces: tuple[torch.Tensor | Constant, ...]
+    parts: tuple[torch.Tensor | Constant, ...]
     fill: float = 0.0
 
     @property
@@ -50,32 +50,32 @@ class Stacked:
         on_cpu = target.device.type == "cpu"
         if on_cpu and (whole := self._whole()):
             return torch.stack(whole, out=target)  # one call is faster than one per piece
-        if not on_cpu and all(isinstance(piece, Constant) for piece in self.pieces):
+        if not on_cpu and all(isinstance(part, Constant) for part in self.parts):
             return target.copy_(self.build().pin_memory(), non_blocking=True)  # one copy instead of many small kernels
         sample_shape = self.shape[1:]
-        if any(piece.shape != sample_shape for piece in self.pieces):
+        if any(part.shape != sample_shape for part in self.parts):
             target.fill_(self.fill)
         start, sample_bytes = target.data_ptr(), math.prod(sample_shape) * self.dtype.itemsize
         targets, sources, sizes = [], [], []
         # Address range of the last storage that the GPU can read. The pieces of one slab share a storage, and asking
         # `is_pinned` for each of them would be slow.
         readable = range(0)
-        for number, piece in enumerate(self.pieces):
-            if isinstance(piece, Constant):
-                _corner(target[number], piece.shape).fill_(piece.value)
+        for number, part in enumerate(self.parts):
+            if isinstance(part, Constant):
+                _corner(target[number], part.shape).fill_(part.value)
                 continue
-            source, size = piece.data_ptr(), piece.nbytes
+            source, size = part.data_ptr(), part.nbytes
             if not size:
                 continue
-            if copy_bytes is not None and source not in readable and (piece.is_cuda or piece.is_pinned()):
-                storage = piece.untyped_storage()
+            if copy_bytes is not None and source not in readable and (part.is_cuda or part.is_pinned()):
+                storage = part.untyped_storage()
                 readable = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-            if source in readable and self._is_one_range(piece, sample_shape):
+            if source in readable and self._is_one_range(part, sample_shape):
                 targets.append(start + number * sample_bytes)
                 sources.append(source)
                 sizes.append(size)
             else:
-                _corner(target[number], piece.shape).copy_(piece, non_blocking=True)
+                _corner(target[number], part.shape).copy_(part, non_blocking=True)
         if copy_bytes is not None and targets:
             copy_bytes(targets, sources, sizes)
         return target
@@ -83,23 +83,23 @@ class Stacked:
     def _whole(self) -> list[torch.Tensor]:
         """The pieces if all are tensors in main memory without padding, else an empty list."""
         sample_shape = self.shape[1:]
-        whole = [piece for piece in self.pieces if not isinstance(piece, Constant) and piece.shape == sample_shape]
-        return whole if len(whole) == len(self.pieces) and not any(piece.is_cuda for piece in whole) else []
+        whole = [part for part in self.parts if not isinstance(part, Constant) and part.shape == sample_shape]
+        return whole if len(whole) == len(self.parts) and not any(part.is_cuda for part in whole) else []
 
-    def _is_one_range(self, piece: torch.Tensor, sample_shape: tuple[int, ...]) -> bool:
+    def _is_one_range(self, part: torch.Tensor, sample_shape: tuple[int, ...]) -> bool:
         """Whether the piece is one contiguous range of bytes, both at its source and in the target."""
-        fits = piece.shape == sample_shape or piece.shape[1:] == sample_shape[1:]
-        return fits and piece.dtype == self.dtype and piece.is_contiguous()
+        fits = part.shape == sample_shape or part.shape[1:] == sample_shape[1:]
+        return fits and part.dtype == self.dtype and part.is_contiguous()
 
     def in_place(self, device: torch.device | None = None) -> torch.Tensor | None:
         """A view of the only piece if that is the complete tensor on this device; None if a copy is needed."""
-        if len(self.pieces) != 1:
+        if len(self.parts) != 1:
             return None
-        (piece,) = self.pieces
-        if isinstance(piece, Constant) or piece.shape != self.shape[1:] or piece.dtype != self.dtype:
+        (part,) = self.parts
+        if isinstance(part, Constant) or part.shape != self.shape[1:] or part.dtype != self.dtype:
             return None
         wanted = "cpu" if device is None else device.type
-        return piece.unsqueeze(0) if piece.is_contiguous() and piece.device.type == wanted else None
+        return part.unsqueeze(0) if part.is_contiguous() and part.device.type == wanted else None
 
     def build(self, device: torch.device | None = None) -> torch.Tensor:
         """Assemble into a new tensor. It shares no memory with the pieces, so a step may write into it."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gracetune.memory.governor import Stage
+from gracetune.memory.governor import MemoryStage
 from gracetune.memory.native import Migrations
 
 PREFIX = "uvm."
@@ -16,7 +16,7 @@ PREFIX = "uvm."
 class UvmStats:
     """A snapshot. All values except `stage`, `arena_reserved_bytes` and `arena_active_bytes` increase monotonically."""
 
-    stage: Stage = 1
+    stage: MemoryStage = 1
     transitions: int = 0
     light_reclamations: int = 0
     hard_reclamations: int = 0

@@ -9,7 +9,7 @@ from gracetune.hostmem.hint import Hint, not_applied
 from gracetune.hostmem.pages import HINT_PAGE, ByteRange, whole_pages
 from gracetune.memory.errors import DriverError, DriverTooOldError
 from gracetune.memory.managed import Home, set_home
-from gracetune.memory.native import HOST, Span, Uvm
+from gracetune.memory.native import HOST, ManagedSpan, Uvm
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ def prefer(uvm: Uvm, tensor: torch.Tensor, home: Home) -> Hint:
         pages = whole_pages(wanted, _allocation(uvm, wanted, device))
         if pages is None:
             return not_applied(f"shares its page of {format_bytes(HINT_PAGE)} with other memory: hint the whole buffer")
-        set_home(uvm, Span(pages.start, pages.bytes, device), home)
+        set_home(uvm, ManagedSpan(pages.start, pages.bytes, device), home)
     except (DriverError, DriverTooOldError) as error:
-        return _refused(error)
+        return _rejected(error)
     shared = wanted.bytes - pages.bytes
     part = f" ({format_bytes(shared)} share pages with others)" if shared > 0 else ""
     return Hint(True, pages.bytes, f"prefers the {home}{part}")
@@ -43,14 +43,14 @@ def prefetch(
         wanted = _managed_range(uvm, tensor)
         if isinstance(wanted, Hint):
             return wanted
-        span = Span(wanted.start, wanted.bytes, device)
+        span = ManagedSpan(wanted.start, wanted.bytes, device)
         uvm.prefetch(span, HOST if home == "host" else device, stream_of(device))
     except (DriverError, DriverTooOldError) as error:
-        return _refused(error)
+        return _rejected(error)
     return Hint(True, wanted.bytes, f"moving to the {home}")
 
 
-def _refused(error: DriverError | DriverTooOldError) -> Hint:
+def _rejected(error: DriverError | DriverTooOldError) -> Hint:
     return not_applied(f"the driver refused: {str(error).splitlines()[0]}")
 
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 Transport = Literal["in_place", "pinned_copy", "managed_gather"]
 PROBE_BYTES: Final = 64 * MIB
-_PIECE: Final = MIB
+_CHUNK: Final = MIB
 _REPEATS: Final = 5
 
 
 @dataclass(frozen=True)
-class Way:
+class TransportPath:
     """Measurements of one method of transfer from host memory to the GPU."""
 
     rate: float
@@ -41,9 +41,9 @@ class Way:
 class ManagedSpeeds:
     """Measurements of managed memory."""
 
-    gather: Way
+    gather: TransportPath
     """Copying from managed memory that stays on the host. If the GPU's cores do the copying, nothing overlaps."""
-    prefetch: Way
+    prefetch: TransportPath
     """Migrating whole pages. Reading them afterwards is free, but migrating them back costs time. This suits caches
     that move to the GPU as a whole, not single batches."""
     prefetch_to_host: float
@@ -54,7 +54,7 @@ class ManagedSpeeds:
 class LinkSpeeds:
     """All measurements of a link."""
 
-    pinned_copy: Way
+    pinned_copy: TransportPath
     pinned_copy_to_host: float
     """GB/s in the other direction."""
     managed: ManagedSpeeds | None = None
@@ -116,12 +116,12 @@ def mover_for(choice: TransportChoice, device: torch.device) -> Mover:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTransport:
     speeds: LinkSpeeds
     seconds: float
 
 
-def measure_link(device: int, heap: ManagedHeap | None, size: int = PROBE_BYTES) -> Measured:
+def measure_link(device: int, heap: ManagedHeap | None, size: int = PROBE_BYTES) -> MeasuredTransport:
     """Time each transfer method, alone and next to a step of the same duration.
 
     Temporarily allocates `size` bytes on the GPU and in pinned memory, and in managed memory if there is a `heap`.
@@ -144,9 +144,9 @@ def measure_link(device: int, heap: ManagedHeap | None, size: int = PROBE_BYTES)
                 if copy_bytes is None:
                     target.copy_(source, non_blocking=True)
                 else:
-                    starts = range(0, size, _PIECE)
+                    starts = range(0, size, _CHUNK)
                     to, origin = target.data_ptr(), source.data_ptr()
-                    sizes = [min(_PIECE, size - start) for start in starts]
+                    sizes = [min(_CHUNK, size - start) for start in starts]
                     copy_bytes([to + start for start in starts], [origin + start for start in starts], sizes)
 
         return copy
@@ -168,14 +168,16 @@ def measure_link(device: int, heap: ManagedHeap | None, size: int = PROBE_BYTES)
         pinned_copy_to_host=size / _median_ms(device, lambda: pinned.copy_(target, non_blocking=True)) / 1e6,
         managed=None if heap is None else managed(heap),
     )
-    return Measured(speeds, time.perf_counter() - began)
+    return MeasuredTransport(speeds, time.perf_counter() - began)
 
 
 def _prefetching(buffer: ManagedBuffer, home: Home, stream: torch.cuda.Stream) -> Callable[[], object]:
     return lambda: buffer.prefetch(home, stream.cuda_stream)
 
 
-def _way(size: int, device: int, move: Callable[[], object], before: Callable[[], object] = lambda: None) -> Way:
+def _way(
+    size: int, device: int, move: Callable[[], object], before: Callable[[], object] = lambda: None
+) -> TransportPath:
     """Measure one method. `before` restores the initial location of the bytes; its time is not counted.
 
     hidden = 1 - (time of move and step together - time of step) / time of move.
@@ -189,7 +191,7 @@ def _way(size: int, device: int, move: Callable[[], object], before: Callable[[]
         step()
 
     together = _median_ms(device, beside, before)
-    return Way(rate=size / alone / 1e6, hidden=min(1.0, max(0.0, 1 - (together - length) / alone)))
+    return TransportPath(rate=size / alone / 1e6, hidden=min(1.0, max(0.0, 1 - (together - length) / alone)))
 
 
 def _median_ms(device: int, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:

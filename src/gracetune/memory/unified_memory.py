@@ -14,10 +14,10 @@ from gracetune.hardware.allocation import CAREFUL_CAP, host_reserve
 from gracetune.hardware.machine import Machine
 from gracetune.hostmem.sensors import HostSensor
 from gracetune.memory.arena import OverflowArena
-from gracetune.memory.arena_size import ArenaSize, Room, arena_size
+from gracetune.memory.arena_size import ArenaRoom, ArenaSize, arena_size
 from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.experiment_tools import synchronize
-from gracetune.memory.governor import Decision, Governor, Limits, OnChange
+from gracetune.memory.governor import Decision, Governor, OnChange, PressureLimits
 from gracetune.memory.lookahead import LookAhead, LookAheadStats, Mover
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Migrations, Unavailable, Uvm, load
@@ -65,7 +65,7 @@ class UnifiedMemory:
         """Why page faults and migrations are not counted; None if they are."""
         self._uvm, self._arena = uvm, arena
         self.heap = ManagedHeap(uvm, device, partial(synchronize, device))
-        self._limits = limits = Limits.from_options(options, host_reserve=host_reserve(machine))
+        self._limits = limits = PressureLimits.from_options(options, host_reserve=host_reserve(machine))
         self._device = DeviceSensor(
             cuda or TorchCuda(device), exact_below=limits.calm_level, one_pool=machine.profile.value == "integrated"
         )
@@ -97,7 +97,7 @@ class UnifiedMemory:
         uvm = load()
         if isinstance(uvm, Unavailable):
             return uvm
-        room = Room.for_arena(machine, device, sharers=local_ranks)
+        room = ArenaRoom.for_arena(machine, device, sharers=local_ranks)
         uvm.set_managed_cap(CAREFUL_CAP if room.careful and not force_oversubscription else None)
         size = ArenaSize(0, 0, "none", "no arena: use_uvm is off")
         if options.use_uvm:

@@ -128,12 +128,12 @@ def _moves(heap: ManagedHeap, buffer: ManagedBuffer, stream: int) -> int:
     before, _ = heap.uvm.memory_info(heap.device)
     buffer.prefetch("device", stream)
     synchronize(heap.device)
-    there, _ = heap.uvm.memory_info(heap.device)
+    available, _ = heap.uvm.memory_info(heap.device)
     _expect(buffer.state().last_prefetch == heap.device, "the last prefetch does not read back as the GPU")
     buffer.prefetch("host", stream)
     synchronize(heap.device)
     _expect(buffer.state().last_prefetch == HOST, "the last prefetch does not read back as the host")
-    return before - there
+    return before - available
 
 
 def _overflow(heap: ManagedHeap) -> str:
@@ -166,8 +166,8 @@ def describe(speeds: LinkSpeeds) -> str:
     if managed is not None:
         ways |= {"read in place": managed.gather, "prefetch": managed.prefetch}
         back["prefetch"] = managed.prefetch_to_host
-    there = ", ".join(f"{name} {way.rate:.0f} GB/s ({way.hidden:.0%} hidden)" for name, way in ways.items())
-    return f"to the GPU: {there}; to the host: {', '.join(f'{name} {rate:.0f}' for name, rate in back.items())} GB/s"
+    rates = ", ".join(f"{name} {way.rate:.0f} GB/s ({way.hidden:.0%} hidden)" for name, way in ways.items())
+    return f"to the GPU: {rates}; to the host: {', '.join(f'{name} {rate:.0f}' for name, rate in back.items())} GB/s"
 
 
 _EXPERIMENTS: Final[dict[str, Callable[[ManagedHeap], str]]] = {

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.spec import AttentionCalls
 
-Asked = Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math", "flash_attn_2", "flash_attn_3"]
+AttentionName = Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math", "flash_attn_2", "flash_attn_3"]
 
 BACKENDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -52,7 +52,7 @@ _PACKAGES: Final = MappingProxyType({"flash_attn_2": "flash_attn", "flash_attn_3
 _PLAIN: Final = AttentionCalls()
 _PROBE_TOKENS = 1024
 """Sequence length of the call torch is queried about."""
-_HALVES = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _import_error(package: str) -> str | None:
     return None
 
 
-def choose_attention(setting: Asked, facts: AttentionFacts) -> AttentionChoice:
+def choose_attention(setting: AttentionName, facts: AttentionFacts) -> AttentionChoice:
     """The requested kernel, or an error that says why it cannot be used. Pure.
 
     `auto` never chooses a package outside torch. It chooses cuDNN on GPUs of compute capability 9.0 and up, where it is
@@ -161,7 +161,7 @@ def _obstacle(setting: str, facts: AttentionFacts) -> str | None:
         return None
     if setting in _PACKAGES and facts.device != "cuda":
         return "only on a CUDA GPU"
-    if setting != "efficient" and facts.device == "cuda" and facts.dtype not in _HALVES:
+    if setting != "efficient" and facts.device == "cuda" and facts.dtype not in _HALF_DTYPES:
         return f"supports float16 and bfloat16 only, not {facts.dtype}"
     if setting in ("flash", *_PACKAGES) and facts.masked:
         return "the model uses attention masks, which flash kernels do not support"

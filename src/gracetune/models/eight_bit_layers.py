@@ -19,9 +19,9 @@ from gracetune.memory.weights.loading import Progress, load_into
 from gracetune.models.eight_bit_linear import EightBitLinear
 from gracetune.models.fp8 import SIDE, Fp8Linear
 from gracetune.models.int8 import Int8Linear
-from gracetune.models.spec import EightBits
+from gracetune.models.spec import EightBitLayers
 from gracetune.storage.safetensors_files import TORCH_DTYPES
-from gracetune.storage.safetensors_headers import Weights
+from gracetune.storage.safetensors_headers import WeightFiles
 from gracetune.units import MIB
 
 AT_ONCE = 512 * MIB
@@ -32,7 +32,7 @@ Put = Callable[[str, Tensor], None]
 """Receives a weight by name, as it was read, and replaces its layer by an 8-bit one."""
 
 
-def eight_bit_weights(model: nn.Module, held: EightBits, exact: Collection[str] = ()) -> frozenset[str]:
+def eight_bit_weights(model: nn.Module, held: EightBitLayers, exact: Collection[str] = ()) -> frozenset[str]:
     """Names of the weights to hold in 8 bits: the linear layers that match the patterns.
 
     fp8 additionally needs sides that the matrix units support. Excluded are layers inside a module named in `exact`,
@@ -76,7 +76,7 @@ def fits(layer: nn.Linear) -> bool:
     return layer.in_features % SIDE == 0 and layer.out_features % SIDE == 0
 
 
-def putting(model: nn.Module, held: EightBits, device: torch.device) -> Put:
+def putting(model: nn.Module, held: EightBitLayers, device: torch.device) -> Put:
     """A `Put` that replaces the layers of `model`."""
 
     def put(name: str, weight: Tensor) -> None:
@@ -88,11 +88,13 @@ def putting(model: nn.Module, held: EightBits, device: torch.device) -> Put:
     return put
 
 
-def _in_eight_bits(weight: Tensor, bias: nn.Parameter | None, held: EightBits) -> EightBitLinear:
+def _in_eight_bits(weight: Tensor, bias: nn.Parameter | None, held: EightBitLayers) -> EightBitLinear:
     return Int8Linear(weight, bias) if held.kind == "int8" else Fp8Linear(weight, bias, held.layouts)
 
 
-def read(weights: Weights, wanted: Mapping[str, Tensor], device: torch.device, put: Put, progress: Progress) -> None:
+def read(
+    weights: WeightFiles, wanted: Mapping[str, Tensor], device: torch.device, put: Put, progress: Progress
+) -> None:
     """Read these weights in the precision of the file, quantize each one once, and hand it to `put`.
 
     The caller has checked names and shapes.
@@ -114,7 +116,7 @@ def _precision(name: str) -> torch.dtype:
     return dtype if dtype.itemsize > 1 else torch.bfloat16
 
 
-def readable(weights: Weights, name: str, wanted: Tensor) -> bool:
+def readable(weights: WeightFiles, name: str, wanted: Tensor) -> bool:
     """Whether the file has a floating-point weight of this name and shape."""
     entry = weights.entries.get(name)
     if entry is None or entry.shape != tuple(wanted.shape) or entry.dtype not in TORCH_DTYPES:
@@ -144,7 +146,7 @@ def eight_bit_line(model: nn.Module, patterns: Collection[str]) -> str:
         rest = f"; {len(layers) - int8} are not quantized: two layers share a weight" if len(layers) > int8 else ""
         return f"base weights: int8 for {int8:,} layers (one scale per row), multiplied in 16 bits{rest}"
     held = [layer for layer in layers if isinstance(layer, Fp8Linear)]
-    both = sum(layer.fp8_turned is not None for layer in held)
+    both = sum(layer.fp8_transposed is not None for layer in held)
     layouts = "in both layouts: no transpose in a step" if both else "in one layout, transposed in the backward pass"
     left = len(layers) - len(held)
     rest = (

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
-from gracetune.cache.folder_layout import places_of
+from gracetune.cache.folder_layout import cache_folders
 from gracetune.cache.required_entries import validation_texts
 from gracetune.cache.tiling import TilingNotes
 from gracetune.config.run_config import RunConfig, Validation
@@ -16,7 +16,7 @@ from gracetune.models import hub_download as hub
 from gracetune.models.hub_download import Fetch
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, open_source
-from gracetune.models.spec import EncodeOptions, ModelSpec, Placement
+from gracetune.models.spec import EncodeOptions, ModelSpec, PartPlacement
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ class FamilyEncoders:
 
     spec: ModelSpec
     source: ModelSource
-    placement: Placement
+    placement: PartPlacement
     options: EncodeOptions
     """`tiling` is switched on later by `tile`, or because an earlier run needed it."""
     notes: TilingNotes
@@ -38,15 +38,19 @@ class FamilyEncoders:
     def text_id(self) -> EncoderId:
         return self._text_facts[0]
 
-    def reads_pictures(self) -> bool:
+    def reads_images(self) -> bool:
         return self._text_facts[1]
 
     def latent_id(self) -> EncoderId:
         return self._latent_id
 
     def prompts(self, validation: Validation) -> list[str]:
-        how = self.spec.from_embeddings
-        return [] if isinstance(how, str) else validation_texts(validation, no_wish=how.no_wish)
+        from_embeddings = self.spec.from_embeddings
+        return (
+            []
+            if isinstance(from_embeddings, str)
+            else validation_texts(validation, default_negative=from_embeddings.default_negative)
+        )
 
     def load_text(self) -> TextEncoder:
         return self.spec.load_text_encoder(self.source, self.placement)
@@ -78,7 +82,7 @@ class FamilyEncoders:
     def _text_facts(self) -> tuple[EncoderId, bool]:
         """An encoder on the meta device has its id. No weight is loaded; they are only read for the fingerprint."""
         encoder = self.spec.load_text_encoder(self.source, self._on_meta)
-        return encoder.id, encoder.reads_pictures
+        return encoder.id, encoder.reads_images
 
     @cached_property
     def _latent_id(self) -> EncoderId:
@@ -94,7 +98,7 @@ class FamilyEncoders:
         return self.spec.load_latent_encoder(self.source, self._on_meta, replace(self.options, tiling=tiling)).id
 
     @property
-    def _on_meta(self) -> Placement:
+    def _on_meta(self) -> PartPlacement:
         import torch
 
         return replace(self.placement, device=torch.device("meta"))
@@ -110,8 +114,8 @@ def encoders_of(
     import torch
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    placement = Placement(device, dtypes[config.training.mixed_precision])
-    base = places_of(config).base
+    placement = PartPlacement(device, dtypes[config.training.mixed_precision])
+    base = cache_folders(config).base
     # A name that no other program uses: people put caches into folders that already hold files.
     source = replace(open_source(config.model, fetch), fingerprints=base / "gracetune-fingerprints.json")
     options = encode_options(config, tiling=tiling)

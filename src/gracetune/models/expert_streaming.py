@@ -46,7 +46,7 @@ class StreamedParking:
             (shared[owners[id(tensor)]] if id(tensor) in owners else around).append(tensor)
         self.around, *self.blocks = (CopyParking.of(part, device, lane, new_home) for part in (around, *shared))
         self.trained = [[one for one in block.parameters() if one.requires_grad] for block in blocks]
-        self.bytes = sum(part.bytes for part in self.pieces)
+        self.bytes = sum(part.bytes for part in self.parts)
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """The context entered around each wait for a block."""
         self.unchanged = False
@@ -62,12 +62,12 @@ class StreamedParking:
         return cls(module, names, device, CudaLane(device), lambda size: pinned_bytes(size, registry))
 
     @property
-    def pieces(self) -> Sequence[CopyParking]:
+    def parts(self) -> Sequence[CopyParking]:
         """In the order in which a forward pass needs them."""
         return (self.around, *self.blocks)
 
     def start(self) -> None:
-        for part in self.pieces:
+        for part in self.parts:
             part.start()
 
     def expect(self) -> None:
@@ -91,7 +91,7 @@ class StreamedParking:
 
     def park(self) -> None:
         self._expected.clear()
-        for part in self.pieces:
+        for part in self.parts:
             part.park(unchanged=self.unchanged)
 
     def ask_for_changes(self) -> Callable[[], None]:
@@ -99,14 +99,14 @@ class StreamedParking:
 
         The returned function waits for the result and saves what changed.
         """
-        flags = torch.stack([part.changed() for part in self.pieces])
+        flags = torch.stack([part.changed() for part in self.parts])
         answer = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda).copy_(flags, non_blocking=True)
         answered = torch.cuda.current_stream(flags.device).record_event() if flags.is_cuda else None
 
         def keep() -> None:
             if answered is not None:
                 answered.synchronize()
-            for part, changed in zip(self.pieces, answer.tolist(), strict=True):
+            for part, changed in zip(self.parts, answer.tolist(), strict=True):
                 if changed:
                     part.keep()
             self.unchanged = True
@@ -134,7 +134,7 @@ def _before_each_call(block: nn.Module, action: Callable[[], None]) -> None:
     block._compiled_call_impl = called
 
 
-class Following:
+class StreamedSwap:
     """Context manager: while a backward pass of `leaving` runs, parks its finished blocks and brings `coming` in.
 
     A block is finished once a gradient has arrived in the block before it. In whatever order the compiler computes the
@@ -142,7 +142,7 @@ class Following:
     """
 
     def __init__(self, leaving: StreamedParking, coming: StreamedParking) -> None:
-        self._leaving, self._waiting = leaving, list(coming.pieces)
+        self._leaving, self._waiting = leaving, list(coming.parts)
         self._left = len(leaving.blocks)
         """How many blocks of `leaving` are still on the device."""
         self._room = 0
@@ -151,7 +151,7 @@ class Following:
         self._keep_changes: Callable[[], None] | None = None
         self.brought_bytes = 0
 
-    def __enter__(self) -> Following:
+    def __enter__(self) -> StreamedSwap:
         self._keep_changes = self._leaving.ask_for_changes()
         for number, parameters in enumerate(self._leaving.trained):
             for parameter in parameters:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from gracetune.hardware.machine import ProfileName
-from gracetune.memory.placement import place
+from gracetune.memory.placement import choose_placement
 from gracetune.models.activation_parking import Clock, CudaClock, HostClock
-from gracetune.models.expert_streaming import Following, StreamedParking
-from gracetune.models.parking import ManagedParking, Parking, Room, Staying, device_room
+from gracetune.models.expert_streaming import StreamedParking, StreamedSwap
+from gracetune.models.parking import ManagedParking, NoParking, Parking, ParkingRoom, device_room
 from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.units import format_bytes, format_duration
 
@@ -34,7 +34,7 @@ def trained_experts(setting: Literal["both", "high", "low"], facts: ModelFacts) 
     return (names[0],) if setting == "high" else (names[-1],)
 
 
-def expert_for_window(step: int, every: int, trained: tuple[ExpertName, ...]) -> ExpertName:
+def expert_for_step(step: int, every: int, trained: tuple[ExpertName, ...]) -> ExpertName:
     """The expert trained in optimizer step `step` (from 0). Each expert keeps its turn for `every` steps."""
     if step < 0 or every < 1 or not trained:
         raise ValueError(f"step {step}, every {every}, trained {trained}: expected 0 or more, 1 or more, and a name")
@@ -43,11 +43,11 @@ def expert_for_window(step: int, every: int, trained: tuple[ExpertName, ...]) ->
 
 def next_expert(step: int, every: int, trained: tuple[ExpertName, ...]) -> ExpertName | None:
     """The expert to `prepare` during this step: the next step's, if it is another one."""
-    now, then = (expert_for_window(index, every, trained) for index in (step, step + 1))
+    now, then = (expert_for_step(index, every, trained) for index in (step, step + 1))
     return None if now == then else then
 
 
-def window_of_levels(expert: ExpertName, facts: ModelFacts) -> tuple[float, float]:
+def noise_range_of(expert: ExpertName, facts: ModelFacts) -> tuple[float, float]:
     """The range of noise levels an expert is trained at, without its upper end.
 
     The upper end is where the next expert begins. For the highest expert it is pure noise, which need not be sampled.
@@ -73,20 +73,20 @@ def choose_parking(profile: ProfileName, *, park: bool, experts: int, managed: b
     """Pure. `park` is the plan's `park_experts`. `managed` says whether the managed-memory layer is available."""
     if experts < 2:
         return ParkingChoice("resident", "resident: the model has one denoiser")
-    where = place("cold_weights", profile)
-    if where.place in ("host", "device"):
-        return ParkingChoice("resident", f"resident: {where.reason}")
+    placement = choose_placement("cold_weights", profile)
+    if placement.kind in ("host", "device"):
+        return ParkingChoice("resident", f"resident: {placement.reason}")
     if not park:
         return ParkingChoice("resident", "resident: both fit in the plan")
-    if where.place == "managed_host" and managed:
-        return ParkingChoice("managed", f"managed memory: {where.reason}")
-    if where.place == "managed_host":
+    if placement.kind == "managed_host" and managed:
+        return ParkingChoice("managed", f"managed memory: {placement.reason}")
+    if placement.kind == "managed_host":
         return ParkingChoice("pinned_copy", "pinned copy: managed memory is off or not available here")
-    return ParkingChoice("pinned_copy", f"pinned copy: {where.reason}")
+    return ParkingChoice("pinned_copy", f"pinned copy: {placement.reason}")
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedExpert:
     """Whether an expert is being copied ahead of its turn, and why or why not."""
 
     started: bool
@@ -143,7 +143,7 @@ class ExpertHost:
         make_parking: Callable[[nn.Module], Parking],
         reason: str,
         *,
-        room: Room = lambda *, here, away: sys.maxsize,
+        room: ParkingRoom = lambda *, on_device, elsewhere: sys.maxsize,
         spare: int = 0,
         clock: Clock | None = None,
     ) -> None:
@@ -165,7 +165,7 @@ class ExpertHost:
     ) -> ExpertHost:  # fmt: skip
         """The host for a parking choice. `blocks` are the class names of the denoisers' blocks."""
         if choice.way == "resident":
-            return cls(lambda module: Staying(), choice.reason)
+            return cls(lambda module: NoParking(), choice.reason)
         if choice.way == "managed" and heap is None:
             raise ValueError("parking in managed memory needs the heap of the device")
 
@@ -188,7 +188,7 @@ class ExpertHost:
     @property
     def moves(self) -> bool:
         """Whether weights are moved off the device and back to another address."""
-        return not all(isinstance(one, Staying) for one in self._parking.values())
+        return not all(isinstance(one, NoParking) for one in self._parking.values())
 
     @property
     def active(self) -> ExpertName | None:
@@ -240,7 +240,7 @@ class ExpertHost:
         if leaving is coming or not isinstance(leaving, StreamedParking) or not isinstance(coming, StreamedParking):
             yield
             return
-        moving = Following(leaving, coming)
+        moving = StreamedSwap(leaving, coming)
         try:
             with moving:
                 yield
@@ -254,30 +254,32 @@ class ExpertHost:
         """Add the waits completed by now to `switches`."""
         self.switches.waited_ms += self._waits.take_ms()
 
-    def prepare(self, name: ExpertName) -> Prepared:
+    def prepare(self, name: ExpertName) -> PreparedExpert:
         """Start copying an expert ahead of its turn, if there is room for both."""
         if self._known(name) in (self._active, self._coming):
-            return Prepared(True, "already there or on its way")
+            return PreparedExpert(True, "already there or on its way")
         if self._coming is not None:
-            return Prepared(False, f"{self._coming} is on its way")
+            return PreparedExpert(False, f"{self._coming} is on its way")
         needed = self._parking[name].bytes
         room = self._room_left() - self._spare
         if needed > room:
             found = f"{format_bytes(needed)} needed, {format_bytes(max(0, room))} free"
-            return Prepared(False, f"no room beside the active expert: {found}; it is copied when its turn comes")
+            return PreparedExpert(False, f"no room beside the active expert: {found}; it is copied when its turn comes")
         try:
             self._parking[name].start()
         except torch.OutOfMemoryError:
             self._parking[name].park()  # release the parts that were already allocated
-            return Prepared(False, "no contiguous room beside the active expert; it is copied when its turn comes")
+            return PreparedExpert(
+                False, "no contiguous room beside the active expert; it is copied when its turn comes"
+            )
         self._coming = name
-        return Prepared(True, "room for both: copied ahead of its turn")
+        return PreparedExpert(True, "room for both: copied ahead of its turn")
 
     def _room_left(self) -> int:
         # Pages of parked experts may still occupy the device. The room depends on how many bytes could be such pages.
         managed = {name: parking.managed for name, parking in self._parking.items()}
-        here = sum(managed[name] for name in (self._active, self._coming) if name is not None)
-        return self._room(here=here, away=sum(managed.values()) - here)
+        on_device = sum(managed[name] for name in (self._active, self._coming) if name is not None)
+        return self._room(on_device=on_device, elsewhere=sum(managed.values()) - on_device)
 
     def _known(self, name: ExpertName) -> ExpertName:
         if name not in self._experts:

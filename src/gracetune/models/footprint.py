@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-Stream = Literal["image", "text", "joint", "vision", "sample"]
+FootprintStream = Literal["image", "text", "joint", "vision", "sample"]
 """The sequence a tensor has one row per token of: the latents, the caption, both joined, or an image encoder's output.
 `sample` has one row for the whole sample."""
-Tokens = Mapping[Stream, int]
+Tokens = Mapping[FootprintStream, int]
 NeededBy = Literal["graph", "weights", "block", "scales", "full"]
 STAYING = 2
 """How many of the newest block inputs stay on the device when the others are parked in host memory."""
@@ -25,18 +25,18 @@ FP8_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True)
-class Kept:
+class FootprintKept:
     """A tensor that a block saves for its backward pass, per token of `stream`."""
 
     name: str
-    """For messages and for `Linear.reads`."""
+    """For messages and for `FootprintLinear.reads`."""
     width: int
     """Elements per token."""
-    stream: Stream = "image"
+    stream: FootprintStream = "image"
     needed_by: NeededBy = "graph"
     """When the tensor is saved. `graph`: always. `weights`: only if a trained matrix reads it. `block`: only if
     something in this block is trained, because no gradient reaches the block otherwise. `scales`: only if a trained
-    matrix computes the modulation of this stream (`Linear.scales`). `full`: only if everything is trained."""
+    matrix computes the modulation of this stream (`FootprintLinear.scales`). `full`: only if everything is trained."""
     fp32: bool = False
     """Four bytes per element, whatever precision the run computes in."""
     eager: bool = True
@@ -46,17 +46,18 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Linear:
+class FootprintLinear:
     """One matrix or convolution of a block that an adapter can be attached to."""
 
     name: str
     inputs: int
     outputs: int
     reads: str
-    """Name of the `Kept` that is its input. "" if the input is shared by all blocks (the caption's embedding)."""
+    """Name of the `FootprintKept` that is its input. "" if the input is shared by all blocks (the caption's
+    embedding)."""
     owner: str = ""
     """Class of the module that contains it. LyCORIS presets select by this name."""
-    stream: Stream = "image"
+    stream: FootprintStream = "image"
     bias: bool = True
     backward: bool = True
     """Whether its input needs a gradient. If not, its weight is not saved for the backward pass."""
@@ -64,7 +65,7 @@ class Linear:
     """Part of the family's default targets."""
     conv_default: bool = False
     """Part of the default targets if `adapter.conv_rank` is set (`ModelSpec.conv_targets`)."""
-    scales: Stream | None = None
+    scales: FootprintStream | None = None
     """For a modulation layer: the stream that its outputs shift, scale and gate."""
     kernel: tuple[int, ...] = ()
     """Kernel size of a convolution; empty for a matrix."""
@@ -80,23 +81,23 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Block:
+class FootprintBlock:
     """A block of the denoiser, repeated `count` times."""
 
     name: str
     count: int
-    kept: tuple[Kept, ...]
-    enters: tuple[Kept, ...]
+    kept: tuple[FootprintKept, ...]
+    enters: tuple[FootprintKept, ...]
     """The tensors a block passes to the next: all that is saved of a block under gradient checkpointing."""
-    working: tuple[Kept, ...]
+    working: tuple[FootprintKept, ...]
     """Gradients and temporaries alive at the peak of its backward pass, in addition to the saved tensors."""
-    linears: tuple[Linear, ...] = ()
+    linears: tuple[FootprintLinear, ...] = ()
     tokens: Fraction = Fraction(1)
     """Tokens of this block per image token of the model. Below 1 for the lower levels of a U-Net."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class SampleShape:
     """The size of one sample as the data pipeline delivers it."""
 
     width: int = 0
@@ -122,18 +123,18 @@ class PixelLatents:
     """Additional channels cached with each sample (first frame and mask of image-to-video models)."""
     default_frames: int = 1
 
-    def planes(self, shape: Shape) -> int:
+    def planes(self, shape: SampleShape) -> int:
         """Number of latent frames."""
         return 1 + (shape.frames - 1) // self.temporal
 
-    def area(self, shape: Shape) -> int:
+    def area(self, shape: SampleShape) -> int:
         """Latent pixels per frame."""
         return math.ceil(shape.width / self.spatial) * math.ceil(shape.height / self.spatial)
 
-    def elements(self, shape: Shape) -> int:
+    def elements(self, shape: SampleShape) -> int:
         return (self.channels + self.condition_channels) * self.planes(shape) * self.area(shape)
 
-    def tokens(self, shape: Shape) -> int:
+    def tokens(self, shape: SampleShape) -> int:
         cell = self.spatial * self.patch
         return self.planes(shape) * math.ceil(shape.width / cell) * math.ceil(shape.height / cell)
 
@@ -149,19 +150,19 @@ class AudioLatents:
     prefix_tokens: int = 0
     """Tokens the denoiser puts in front of the columns."""
 
-    def columns(self, shape: Shape) -> int:
+    def columns(self, shape: SampleShape) -> int:
         """Length of the latents."""
         return math.ceil(min(shape.seconds, self.longest_seconds) * self.sample_rate / self.hop)
 
-    def elements(self, shape: Shape) -> int:
+    def elements(self, shape: SampleShape) -> int:
         return self.channels * self.columns(shape)
 
-    def tokens(self, shape: Shape) -> int:
+    def tokens(self, shape: SampleShape) -> int:
         return self.columns(shape) + self.prefix_tokens
 
 
 @dataclass(frozen=True)
-class Codec:
+class FootprintCodec:
     """The VAE: its size, and the elements alive at the peak of a pass, per pixel of one frame (per audio sample).
 
     A video VAE processes a few frames at a time and caches the previous ones. Beyond the first frame, its memory grows
@@ -179,7 +180,7 @@ class Codec:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class FootprintEncoder:
     """A text or image encoder. `working` is the bytes alive per token, in addition to its weights."""
 
     name: str
@@ -189,12 +190,12 @@ class Encoder:
     kind: Literal["text", "vision"] = "text"
     sees_references: bool = False
     """Whether the text encoder also reads the sample's reference images."""
-    draws: bool = True
+    works_while_sampling: bool = True
     """Whether validation keeps it in memory. False for families that generate samples from cached embeddings."""
 
 
 @dataclass(frozen=True)
-class Text:
+class FootprintText:
     """The caption: tokens the denoiser reads, and elements the text cache stores."""
 
     tokens: int
@@ -212,11 +213,11 @@ class Footprint:
     parameters: int
     """Parameters of each denoiser."""
     width: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[FootprintBlock, ...]
     latents: PixelLatents | AudioLatents
-    codec: Codec
-    encoders: tuple[Encoder, ...]
-    text: Text
+    codec: FootprintCodec
+    encoders: tuple[FootprintEncoder, ...]
+    text: FootprintText
     vision_tokens: int = 0
     references: bool = False
     """Edit models: the latents of reference images join the image tokens."""
@@ -251,12 +252,12 @@ class Footprint:
         """Weights of the largest matrix."""
         return max((linear.weights for _, linear in self._matrices()), default=0)
 
-    def _matrices(self) -> Iterator[tuple[int, Linear]]:
+    def _matrices(self) -> Iterator[tuple[int, FootprintLinear]]:
         """The default targets, each with the number of its blocks."""
         for block in self.blocks:
             yield from ((block.count, linear) for linear in block.linears if linear.default)
 
-    def token_counts(self, shape: Shape, references: tuple[Shape, ...] = ()) -> dict[Stream, int]:
+    def token_counts(self, shape: SampleShape, references: tuple[SampleShape, ...] = ()) -> dict[FootprintStream, int]:
         """Tokens of each stream for one sample of this shape with these references."""
         image = self.latents.tokens(shape)
         if self.references:

@@ -39,7 +39,7 @@ class Fp8Linear(EightBitLinear):
     """[out, in]"""
     fp8_scales: Tensor
     """[1, out]"""
-    fp8_turned: Tensor | None
+    fp8_transposed: Tensor | None
     """[in, out]: the same values transposed, or None with one layout."""
     fp8_ones: Tensor
     """[1, in]: the weight's scales in the backward pass, where the real ones are already part of the gradient."""
@@ -59,12 +59,12 @@ class Fp8Linear(EightBitLinear):
         """[..., in] -> [..., out], in the dtype a linear layer would return."""
         rows = x.reshape(-1, self.in_features)
         result: Tensor = _Frozen.apply(  # type: ignore[no-untyped-call]
-            rows, self.fp8_values, self.fp8_turned, self.fp8_scales, self.fp8_ones, self.bias
+            rows, self.fp8_values, self.fp8_transposed, self.fp8_scales, self.fp8_ones, self.bias
         )  # fmt: skip
         return result.reshape(*x.shape[:-1], self.out_features).to(compute_dtype(x))
 
     def extra_repr(self) -> str:
-        layouts = "one layout" if self.fp8_turned is None else "both layouts"
+        layouts = "one layout" if self.fp8_transposed is None else "both layouts"
         return f"{super().extra_repr()}, e4m3 in {layouts}"
 
 

@@ -21,11 +21,19 @@ from typing import Any, Final, Protocol
 from gracetune.config.dataset_config import StorageAccess
 from gracetune.data.backends.url_access import HUB, UrlRanges, options_for
 from gracetune.errors import ConfigError, Problem
-from gracetune.hub.access import HubAccess, Repo, is_server_error, refusal, unreachable_errors, why, without_bars
+from gracetune.hub.access import HubAccess, Repo, is_server_error, rejection, unreachable_errors, why, without_bars
 from gracetune.storage.locks import lock, open_lock_file
 from gracetune.storage.os_errors import problem_of
 from gracetune.storage.regular_files import read_small_file
-from gracetune.storage.transfer import OnFetched, Patience, RemoteFile, TransferError, begun, is_of_this_disk, transfer
+from gracetune.storage.transfer import (
+    OnFetched,
+    RemoteFile,
+    RetryPolicy,
+    TransferError,
+    begun,
+    is_of_this_disk,
+    transfer,
+)
 from gracetune.units import MIB, format_bytes
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
@@ -103,9 +111,9 @@ class HubFetcher:
     """Downloads the missing files of a hub id. If the hub is unreachable, an earlier download is used."""
 
     access: HubAccess = field(default_factory=HubAccess)
-    say: Callable[[str], None] = lambda text: None
+    report: Callable[[str], None] = lambda text: None
     on_fetched: Callable[[str], OnFetched] = lambda name: lambda done, total: None
-    patience: Patience = field(default_factory=Patience)
+    patience: RetryPolicy = field(default_factory=RetryPolicy)
 
     def __call__(self, key: str, name: str, revision: str | None, variant: str | None, file: str | None = None) -> Path:
         from huggingface_hub.errors import HfHubHTTPError
@@ -119,7 +127,7 @@ class HubFetcher:
             if is_server_error(error):
                 reason = f"the hub is out of reach (HTTP {error.response.status_code})"
                 return _downloaded_before(key, repo, variant, file, reason)
-            raise ConfigError([refusal(key, repo, error)]) from None
+            raise ConfigError([rejection(key, repo, error)]) from None
         except TransferError as error:
             hint = "start again: the file is downloaded anew"
             raise ConfigError([Problem(key, f"{repo.words}: {error.found}", error.expected, hint)]) from None
@@ -152,7 +160,7 @@ class HubFetcher:
                 plan = self.plan(repo.name, repo.revision, variant, file)
                 plan.check(key)
                 for line in plan.lines():
-                    self.say(line)
+                    self.report(line)
                 self._transfer(plan)
         with without_bars():
             wanted, endpoint = [*plan.wanted], self.access.endpoint
@@ -218,11 +226,11 @@ class DownloadPlan:
     @property
     def free(self) -> int | None:
         """Free bytes on the disk of the hub's cache; None if unknown."""
-        place = self.repo.cache_folder
-        while not place.is_dir() and place != place.parent:
-            place = place.parent
+        folder = self.repo.cache_folder
+        while not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
         try:
-            return shutil.disk_usage(place).free
+            return shutil.disk_usage(folder).free
         except OSError:
             return None
 

@@ -25,7 +25,7 @@ _LONGEST = 500
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyMapRule:
     """One layer: its template in diffusers' model and in the original."""
 
     ours: str
@@ -44,7 +44,7 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class Place:
+class MappedLayers:
     """The layer a name refers to, or the layers a fused matrix consists of."""
 
     paths: tuple[str, ...]
@@ -62,9 +62,9 @@ class Original:
     """A layer's name in the original layout, and all layers that share it."""
 
     name: str
-    place: Place
+    mapped: MappedLayers
     part: int
-    """Index in `place.paths` of the layer that was looked up."""
+    """Index in `mapped.paths` of the layer that was looked up."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class KeyMap:
     family: str
     component: str
     """The denoiser's component in diffusers' pipeline (transformer, unet): the prefix of its keys."""
-    rules: tuple[Rule, ...]
+    rules: tuple[KeyMapRule, ...]
     fused: tuple[Fused, ...] = ()
     other_names: tuple[tuple[str, str], ...] = ()
     """(template of another program, template of the original) for the same layer. Only used for reading."""
@@ -116,7 +116,7 @@ class KeyMap:
     header_marks: tuple[str, ...] = ()
     """Texts in those header entries, or in our own, that identify this family."""
 
-    def find(self, name: str) -> Place | None:
+    def find(self, name: str) -> MappedLayers | None:
         """The layer a name refers to, in either layout, with dots or underscores."""
         if len(name) > _LONGEST:
             return None
@@ -131,8 +131,8 @@ class KeyMap:
             if counts is None:
                 continue
             if index < len(self.templates):
-                return Place((self.templates[index].format(*counts),), "diffusers")
-            return self._place(index - len(self.templates), counts)
+                return MappedLayers((self.templates[index].format(*counts),), "diffusers")
+            return self._mapped(index - len(self.templates), counts)
         return None
 
     def original(self, path: str) -> Original | None:
@@ -166,21 +166,21 @@ class KeyMap:
 
     # -- look-up tables ------------------------------------------------------------------------------------------------
 
-    def _place(self, index: int, counts: tuple[int, ...]) -> Place:
+    def _mapped(self, index: int, counts: tuple[int, ...]) -> MappedLayers:
         """The place of entry `index` of the original layout: rules first, then fused matrices."""
         if index < len(self.rules):
             rule = self.rules[index]
-            return Place((rule.ours.format(*counts),), "original", halves_swapped=rule.halves_swapped)
+            return MappedLayers((rule.ours.format(*counts),), "original", halves_swapped=rule.halves_swapped)
         fused = self.fused[index - len(self.rules)]
         paths = tuple(part.format(*counts) for part, _ in fused.parts)
-        return Place(paths, "original", tuple(share for _, share in fused.parts))
+        return MappedLayers(paths, "original", tuple(share for _, share in fused.parts))
 
     def _original(self, index: int, counts: tuple[int, ...], path: str) -> Original:
         """The original name of the layer with template `index`."""
         entry = self._entry_of_part[index]
-        place = self._place(entry, counts)
+        mapped = self._mapped(entry, counts)
         text = self.rules[entry].original if entry < len(self.rules) else self.fused[entry - len(self.rules)].original
-        return Original(text.format(*counts), place, place.paths.index(path))
+        return Original(text.format(*counts), mapped, mapped.paths.index(path))
 
     @cached_property
     def _entry_of_part(self) -> tuple[int, ...]:

@@ -31,11 +31,11 @@ from gracetune.models.fp8 import check_fp8
 from gracetune.models.layout import CONFIG, part_config, read_config, weight_file
 from gracetune.models.progress_bars import without_bars
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EightBits, Placement
+from gracetune.models.spec import EightBitLayers, PartPlacement
 from gracetune.storage.errors import WeightFileError
-from gracetune.storage.safetensors_headers import Weights, open_weights
+from gracetune.storage.safetensors_headers import WeightFiles, open_weights
 
-Draw = Callable[[nn.Module, Mapping[str, Tensor]], None]
+RandomFill = Callable[[nn.Module, Mapping[str, Tensor]], None]
 """Initializes tensors of a model in place, by name, with values that come from no file."""
 
 
@@ -100,15 +100,16 @@ def load_component(
     source: ModelSource,
     component: str,
     cls: type[Any],
-    placement: Placement,
+    placement: PartPlacement,
     *,
     progress: Progress | None = None,
-    draw: Draw | None = None,
+    random_fill: RandomFill | None = None,
     adjust: Adjust | None = None,
 ) -> nn.Module:
     """A diffusers model, frozen and in eval mode, with its weights read directly to `placement.device`.
 
-    With `draw` no weight is read; `draw` initializes the weights instead, and everything else is the same.
+    With `random_fill` no weight is read; `random_fill` initializes the weights instead, and everything else is the
+    same.
 
     Layers that the class keeps in float32 stay in float32. With `placement.eight_bits` the weights of the layers it
     names are quantized to 8 bits while they are read, so they are never in memory as a whole in another precision.
@@ -126,10 +127,10 @@ def load_component(
             check_fp8(placement.device)
         rounded = eight_bit_weights(model, placement.eight_bits, _in_fp32(cls))
     destinations = _allocate(model, cls, placement.dtype, placement.device, rounded)
-    put = putting(model, placement.eight_bits or EightBits(()), placement.device)
+    put = putting(model, placement.eight_bits or EightBitLayers(()), placement.device)
     file = source.single_file if single_file.supplies(source, component) else None
-    if draw is not None:
-        _draw(model, destinations, draw, placement.device, put)
+    if random_fill is not None:
+        _fill_random(model, destinations, random_fill, placement.device, put)
     elif file is not None and not single_file.has_todays_names(file, destinations):
         single_file.load(file, cls, config, destinations, put)
     else:
@@ -183,18 +184,21 @@ def _allocate(
     return destinations
 
 
-def _draw(model: nn.Module, destinations: Mapping[str, Tensor], draw: Draw, device: torch.device, put: Put) -> None:
-    """Initialize the weights with `draw`. Those that become 8-bit layers are on meta and are done one by one."""
-    draw(model, {name: tensor for name, tensor in destinations.items() if not tensor.is_meta})
+def _fill_random(
+    model: nn.Module, destinations: Mapping[str, Tensor], random_fill: RandomFill, device: torch.device, put: Put
+) -> None:
+    """Initialize the weights with `random_fill`. Those that become 8-bit layers are on meta and are done one by one."""
+    random_fill(model, {name: tensor for name, tensor in destinations.items() if not tensor.is_meta})
     for name, tensor in destinations.items():
         if tensor.is_meta:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            draw(model, {name: whole})
+            random_fill(model, {name: whole})
             put(name, whole)
 
 
 def _fill(
-    model: Any, cls: type[Any], weights: Weights, destinations: Mapping[str, Tensor], device: torch.device, put: Put,
+    model: Any, cls: type[Any], weights: WeightFiles, destinations: Mapping[str, Tensor], device: torch.device,
+    put: Put,
     progress: Progress | None,
 ) -> None:  # fmt: skip
     """Read the weights from the file. All problems are found and reported before anything is read."""
@@ -234,7 +238,7 @@ def _in_all(progress: Progress | None, total: int) -> Progress:
     return count
 
 
-def _one_name_each(destinations: Mapping[str, Tensor], weights: Weights) -> dict[str, Tensor]:
+def _one_name_each(destinations: Mapping[str, Tensor], weights: WeightFiles) -> dict[str, Tensor]:
     """One name for each tied parameter: the one that the file has. Files keep only one, and which one differs."""
     names: dict[int, str] = {}
     for name, tensor in destinations.items():
@@ -244,7 +248,7 @@ def _one_name_each(destinations: Mapping[str, Tensor], weights: Weights) -> dict
     return {name: destinations[name] for name in names.values()}
 
 
-def _with_todays_names(model: Any, weights: Weights) -> Weights:
+def _with_todays_names(model: Any, weights: WeightFiles) -> WeightFiles:
     """Rename the attention layers of files written by early diffusers releases, as diffusers does for unsharded
     ones."""
     if len(weights.files) != 1:
@@ -268,7 +272,7 @@ def _finish(model: nn.Module, device: torch.device) -> None:
 # -- transformers models -----------------------------------------------------------------------------------------------
 
 
-def load_text_model(source: ModelSource, component: str, cls: Any, placement: Placement) -> nn.Module:
+def load_text_model(source: ModelSource, component: str, cls: Any, placement: PartPlacement) -> nn.Module:
     """A transformers model, frozen and in eval mode. transformers reads it, because it knows the tensor names of older
     releases. Tensors it does not use are ignored: text encoders are often published inside larger models.
 

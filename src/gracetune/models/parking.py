@@ -47,7 +47,7 @@ class Parking(Protocol):
         """Free their device memory. Work that was queued before still finds them."""
 
 
-class Staying:
+class NoParking:
     """Parking that moves nothing: everything fits, or there is only one memory."""
 
     bytes = managed = 0
@@ -327,14 +327,15 @@ class ManagedParking:
             self._on_device = False
 
 
-class Room(Protocol):
-    def __call__(self, *, here: int, away: int) -> int:
-        """Bytes the device could still take. `here` and `away` are the managed bytes of modules on the device and
-        parked."""
+class ParkingRoom(Protocol):
+    def __call__(self, *, on_device: int, elsewhere: int) -> int:
+        """Bytes the device could still take. `on_device` and `elsewhere` are the managed bytes of modules on the device
+        and parked."""
 
 
-def device_room(device: torch.device) -> Room:
-    """A `Room` for this device: free memory, torch's unused cache, and pages of parked modules that the driver keeps.
+def device_room(device: torch.device) -> ParkingRoom:
+    """A `ParkingRoom` for this device: free memory, torch's unused cache, and pages of parked modules that the driver
+    keeps.
 
     The driver does not report the latter as free, although it evicts them on demand.
     """
@@ -342,11 +343,11 @@ def device_room(device: torch.device) -> Room:
     # Memory in use besides torch's: the CUDA context and other processes. No managed pages are on the device yet.
     others = total - free - torch.cuda.memory_reserved(device)
 
-    def room(*, here: int, away: int) -> int:
+    def room(*, on_device: int, elsewhere: int) -> int:
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
         managed = total - free - reserved - others
-        kept = min(away, max(0, managed - here))
+        kept = min(elsewhere, max(0, managed - on_device))
         return free + reserved - torch.cuda.memory_allocated(device) + kept
 
     return room

@@ -23,6 +23,6 @@ _BUILDERS: FamilyParts[Callable[[str], nn.Module]] = FamilyParts("published", "b
 def build_published(family: str, flavour: str) -> nn.Module:
     """The denoiser of one flavour. Both experts of a two-expert model have the same shape."""
     if find_flavour(family, flavour) is None:
-        names = [known.name for known in flavours(family)]
+        names = [supported.name for supported in flavours(family)]
         raise ConfigError([Problem("--flavour", flavour, ", ".join(names), nearest(flavour, names) or names[0])])
     return _BUILDERS[family](flavour)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from gracetune.config.families import FAMILIES, flavours, refuse_another_name
+from gracetune.config.families import FAMILIES, flavours, reject_another_name
 from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.data.geometry import Geometry
@@ -27,16 +27,16 @@ _SPECS: FamilyParts[ModelSpec] = FamilyParts("spec", "SPEC")
 
 def footprint_of(model: Model) -> tuple[Footprint, str | None]:
     """The footprint of the model a config trains, and the assumption behind it if the config names no flavour."""
-    known = FOOTPRINTS[model.family]
+    supported = FOOTPRINTS[model.family]
     if model.flavour is not None:
-        return next(footprint for footprint in known if footprint.flavour == model.flavour), None
-    first = known[0]
+        return next(footprint for footprint in supported if footprint.flavour == model.flavour), None
+    first = supported[0]
     if model.path is None:
         return first, None
     weights = {flavour.weights: flavour.name for flavour in flavours(model.family)}
     named = weights.get(model.path)
     if named is not None:
-        return next(footprint for footprint in known if footprint.flavour == named), None
+        return next(footprint for footprint in supported if footprint.flavour == named), None
     return first, f"model.path {model.path}: assumed to be {first.flavour}; if it is another, set model.flavour"
 
 
@@ -54,8 +54,8 @@ def geometry_of(model: Model) -> tuple[Geometry, str | None]:
 def spec_of(family: str) -> ModelSpec:
     """A family's `ModelSpec`. This imports its model code, which takes seconds; nothing above needs that."""
     if family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ConfigError([Problem("model.family", family, known, nearest(family, FAMILIES) or known)])
+        supported = ", ".join(FAMILIES)
+        raise ConfigError([Problem("model.family", family, supported, nearest(family, FAMILIES) or supported)])
     spec = _SPECS[family]
-    refuse_another_name(family, "SPEC.keys", spec.keys)
+    reject_another_name(family, "SPEC.keys", spec.keys)
     return spec

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gracetune.config.families import find_flavour, flavours
-from gracetune.config.path_status import Place, look
+from gracetune.config.path_status import PathStatus, inspect_path
 from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
@@ -126,8 +126,8 @@ def find_assistant(model: Model, fetch: hub.Fetch = hub.fetch) -> Path | None:
     if name is None:
         return None
     address = hub.HubName.parse(name)
-    place = None if address is not None else _find(ASSISTANT_KEY, name)
-    if place is None:
+    status = None if address is not None else _find(ASSISTANT_KEY, name)
+    if status is None:
         address = address or hub.HubName(name)
         wanted = address.file or ASSISTANT_FILE
         file = fetch(ASSISTANT_KEY, address.name, address.revision, None, wanted)
@@ -135,10 +135,10 @@ def find_assistant(model: Model, fetch: hub.Fetch = hub.fetch) -> Path | None:
             hint = f"name the file in the repository: --set {ASSISTANT_KEY}=hf://{address.name}/FILE.safetensors"
             raise ConfigError([Problem(ASSISTANT_KEY, f"{address.name}, which has no {wanted}", "a LoRA", hint)])
         return file
-    file = place.path if place.kind == "file" else place.path / ASSISTANT_FILE
+    file = status.path if status.kind == "file" else status.path / ASSISTANT_FILE
     if not file.is_file():
         hint = "give the .safetensors file of the LoRA"
-        raise ConfigError([Problem(ASSISTANT_KEY, f"{place.path}: {_held(place.path)}", ASSISTANT_FILE, hint)])
+        raise ConfigError([Problem(ASSISTANT_KEY, f"{status.path}: {_held(status.path)}", ASSISTANT_FILE, hint)])
     return file
 
 
@@ -149,7 +149,7 @@ def elements_of(file: Path) -> int:
 
 def assistant_elements(model: Model) -> int | None:
     """Elements of a local assistant adapter. None without one, or if its size is unknown without a download."""
-    if model.assistant_adapter is None or look(model.assistant_adapter).kind not in ("file", "folder"):
+    if model.assistant_adapter is None or inspect_path(model.assistant_adapter).kind not in ("file", "folder"):
         return None
     file = find_assistant(model)
     return None if file is None else elements_of(file)
@@ -158,7 +158,7 @@ def assistant_elements(model: Model) -> int | None:
 def is_on_disk(model: Model) -> bool:
     """Whether everything a config names is on local disks, so that opening it downloads no weights."""
     names = (model.path or _published(model), model.vae_path, model.text_encoder_path, model.assistant_adapter)
-    return all(look(name).kind in ("file", "folder") for name in names if name is not None)
+    return all(inspect_path(name).kind in ("file", "folder") for name in names if name is not None)
 
 
 def _published(model: Model) -> str:
@@ -172,14 +172,16 @@ def _published(model: Model) -> str:
     return flavour.weights
 
 
-def _find(key: str, name: str) -> Place | None:
+def _find(key: str, name: str) -> PathStatus | None:
     """The file or folder of this name; None if it can only be a hub id. ConfigError for anything else."""
-    place = look(name)
-    if place.kind in ("file", "folder"):
-        return place
-    if place.kind == "nothing" and _HUB_ID.fullmatch(name) and not name.endswith((".safetensors", *PICKLES)):
+    status = inspect_path(name)
+    if status.kind in ("file", "folder"):
+        return status
+    if status.kind == "nothing" and _HUB_ID.fullmatch(name) and not name.endswith((".safetensors", *PICKLES)):
         return None
-    raise ConfigError([Problem(key, f"{name}, {place.words}", _ANY, f"check the spelling of {place.path.absolute()}")])
+    raise ConfigError(
+        [Problem(key, f"{name}, {status.words}", _ANY, f"check the spelling of {status.path.absolute()}")]
+    )
 
 
 def _open_part(model: Model, component: str, name: str | None, fetch: hub.Fetch) -> Path | None:

@@ -58,7 +58,7 @@ Fp8Layouts = Literal["both", "one"]
 
 
 @dataclass(frozen=True)
-class EightBits:
+class EightBitLayers:
     """The layers whose frozen weights are stored in 8 bits (`models.fp8`, `models.int8`)."""
 
     layers: tuple[str, ...]
@@ -69,14 +69,14 @@ class EightBits:
 
 
 @dataclass(frozen=True)
-class Placement:
+class PartPlacement:
     """Device, dtype, attention backend and quantization of a part."""
 
     device: torch.device
     dtype: torch.dtype
     attention: str | None = None
     """diffusers' name of an attention backend, chosen by `models.attention`. None keeps diffusers' default."""
-    eight_bits: EightBits | None = None
+    eight_bits: EightBitLayers | None = None
     """For denoisers: layers stored in 8 bits. Everything else is stored and computed in `dtype`."""
 
 
@@ -152,7 +152,7 @@ class LoadPipeline(Protocol):
         self,
         source: ModelSource,
         denoisers: Mapping[str, nn.Module],
-        placement: Placement,
+        placement: PartPlacement,
         facts: ModelFacts | None = None,
     ) -> Any:
         """diffusers' own pipeline around the given denoisers (component -> module). All other parts are loaded.
@@ -168,9 +168,9 @@ class FromEmbeddings:
 
     load_pipeline: LoadPipeline
     """Like the family's `load_pipeline`, but without text encoders. `sample` then gets requests with embeddings."""
-    refusal: Callable[[ModelFacts], str | None] = lambda facts: None
+    rejection: Callable[[ModelFacts], str | None] = lambda facts: None
     """Why these weights cannot do that; None if they can."""
-    no_wish: str = ""
+    default_negative: str = ""
     """The text whose embedding is the negative prompt if none is given."""
 
 
@@ -199,12 +199,12 @@ class ModelSpec:
     """As in `config.families`."""
     inspect: Callable[[ModelSource], ModelFacts]
     """Recognizes the flavour of a folder and checks that its configuration is supported."""
-    load_denoiser: Callable[[ModelSource, Expert, Placement], nn.Module]
+    load_denoiser: Callable[[ModelSource, Expert, PartPlacement], nn.Module]
     """Loads it frozen and in eval mode, with one copy of the weights. Layers that must stay float32 do."""
     build_denoiser: Callable[[ModelSource, Expert], nn.Module]
     """Builds it on the meta device: shapes and names without memory."""
-    load_latent_encoder: Callable[[ModelSource, Placement, EncodeOptions], LatentEncoder]
-    load_text_encoder: Callable[[ModelSource, Placement], TextEncoder]
+    load_latent_encoder: Callable[[ModelSource, PartPlacement, EncodeOptions], LatentEncoder]
+    load_text_encoder: Callable[[ModelSource, PartPlacement], TextEncoder]
     predict: Predict
     load_pipeline: LoadPipeline
     sample: Callable[[Any, SampleRequest], Sampled]

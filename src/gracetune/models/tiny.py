@@ -37,7 +37,7 @@ def _check(family: str, flavour: str) -> None:
     if family not in FAMILIES:
         raise ConfigError([_unknown("model.family", family, FAMILIES)])
     if find_flavour(family, flavour) is None:
-        raise ConfigError([_unknown("model.flavour", flavour, [known.name for known in flavours(family)])])
+        raise ConfigError([_unknown("model.flavour", flavour, [supported.name for supported in flavours(family)])])
 
 
 def _unknown(key: str, found: str, names: list[str] | tuple[str, ...]) -> Problem:

@@ -62,7 +62,7 @@ class TokenRouter:
 
     def __init__(self, spec: ModelSpec, routes: Sequence[Route], facts: ModelFacts, seed: int) -> None:
         assert spec.token_routing is not None, "the config's rules reject other families"
-        self._spec, self._how, self._routes, self._facts, self._seed = spec, spec.token_routing, routes, facts, seed
+        self._spec, self._routing, self._routes, self._facts, self._seed = spec, spec.token_routing, routes, facts, seed
 
     @property
     def spec(self) -> ModelSpec:
@@ -76,13 +76,13 @@ class TokenRouter:
     def routed(self, batch: Batch) -> Batch:
         """The batch with the kept tokens of each route added."""
         latents = batch.tensors["latents"]
-        own = _tokens_of(latents, self._how.patch)
-        total = own + sum(_tokens_of(one, self._how.patch) for one in self._how.references(batch.tensors))
+        own = _tokens_of(latents, self._routing.patch)
+        total = own + sum(_tokens_of(one, self._routing.patch) for one in self._routing.references(batch.tensors))
         always = np.zeros((len(latents), total), dtype=np.bool_)
-        always[:, : self._how.always(latents, batch.tensors, self._facts)] = True
+        always[:, : self._routing.always(latents, batch.tensors, self._facts)] = True
         masked = np.array([sample.mask is not None for sample in batch.ref.samples])
         if masked.any():
-            always[masked, :own] |= masked_tokens(batch.tensors[LOSS_MASK], self._how.patch)[masked]
+            always[masked, :own] |= masked_tokens(batch.tensors[LOSS_MASK], self._routing.patch)[masked]
         chosen = {}
         for number, route in enumerate(self._routes):
             orders = [shuffled(total, self._seed, "token routing", number, one) for one in batch.ref.indexes]
@@ -96,7 +96,7 @@ class TokenRouter:
     ) -> Tensor:
         """See `models.spec.Predict`."""
         kept_by_route = {route: batch.get(KEPT.format(number)) for number, route in enumerate(self._routes)}
-        legs = {route: _Leg(self._how, kept) for route, kept in kept_by_route.items() if kept is not None}
+        legs = {route: _Leg(self._routing, kept) for route, kept in kept_by_route.items() if kept is not None}
         if not legs or not torch.is_grad_enabled():
             return self._spec.predict(denoiser, noisy, level, batch, facts)
         with _routed_pass(denoiser, self._spec.family, legs):
@@ -166,7 +166,7 @@ def _flat(kept: Tensor, tokens: int) -> Tensor:
 class _Leg:
     """The state of one route during one forward pass."""
 
-    how: BlockRouting
+    routing: BlockRouting
     kept: Tensor
     waiting: Tensor | None = None
     """All tokens, as they entered the first block."""
@@ -195,7 +195,7 @@ class RoutedBlock:
         new: dict[str, Any] = {}
         if self.is_first:
             leg.waiting = given[_TOKENS]
-            leg.beside = leg.how.select(given, leg.kept)
+            leg.beside = leg.routing.select(given, leg.kept)
             new[_TOKENS] = rows_of(leg.waiting, leg.kept)
         new |= leg.beside
         answer = run(
@@ -206,7 +206,7 @@ class RoutedBlock:
             return answer
         waiting, leg.waiting, leg.beside = leg.waiting, None, {}
         assert waiting is not None, "a route's first block runs before its last"
-        at = leg.how.answer
+        at = leg.routing.answer
         if at is None:
             return put_back(waiting, leg.kept, answer)
         return tuple(put_back(waiting, leg.kept, one) if number == at else one for number, one in enumerate(answer))

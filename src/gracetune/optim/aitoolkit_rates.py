@@ -55,29 +55,29 @@ class ImportedRates:
 def read_rates(path: Path, shapes: Mapping[str, tuple[int, ...]], *, kind: str, one_of_two: bool) -> ImportedRates:
     """`shapes`: of all parameters the run trains, in the model's order. `one_of_two`: of one expert of a pair only."""
     if kind not in KINDS:
-        raise _refused(path, f"a run with an adapter of kind {kind}", f"one of kind {' or '.join(KINDS)}")
+        raise _rejected(path, f"a run with an adapter of kind {kind}", f"one of kind {' or '.join(KINDS)}")
     held = _open(path)
     state, groups = held.get("state"), held.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, Sequence):
-        raise _refused(path, "no optimizer's state")
+        raise _rejected(path, "no optimizer's state")
     if one_of_two:
         found = "parameters by number only, so nothing says of which expert they are"
-        raise _refused(path, found, "a run that trains both experts, as the file's did")
+        raise _rejected(path, found, "a run that trains both experts, as the file's did")
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(shapes):
         expected = f"the {len(shapes)} that this run trains (the same layers, experts and kind of adapter)"
-        raise _refused(path, f"{len(numbers)} parameters", expected)
+        raise _rejected(path, f"{len(numbers)} parameters", expected)
     rates, signs = {}, {}
     for number, name in zip(numbers, shapes, strict=True):
         entry = state.get(number, {})
         if "lr_mask" not in entry:
-            raise _refused(path, f"no lr_mask for parameter {number} ({name})")
+            raise _rejected(path, f"no lr_mask for parameter {number} ({name})")
         rates[name] = _dequantized(entry["lr_mask"])
         if isinstance(entry.get("last_polarity"), Tensor):
             signs[name] = entry["last_polarity"].bool()
     wrong = differences(shapes, {name: tuple(tensor.shape) for name, tensor in rates.items()})
     if wrong:
-        raise _refused(path, f"parameters of other sizes:\n{wrong}\n ", "those of this run (the same rank and model)")
+        raise _rejected(path, f"parameters of other sizes:\n{wrong}\n ", "those of this run (the same rank and model)")
     return ImportedRates(path, rates, signs)
 
 
@@ -93,16 +93,16 @@ def _open(path: Path) -> Mapping[str, Any]:
         check_regular(path)
         held = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise _refused(path, "no such file") from error
+        raise _rejected(path, "no such file") from error
     except (UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise _refused(path, f"a file that cannot be read safely ({first})") from error
+        raise _rejected(path, f"a file that cannot be read safely ({first})") from error
     if not isinstance(held, Mapping):
-        raise _refused(path, f"a {type(held).__name__}, no optimizer's state")
+        raise _rejected(path, f"a {type(held).__name__}, no optimizer's state")
     return held
 
 
-def _refused(path: Path, found: str, expected: str = "the state of ai-toolkit's Automagic") -> NotImportableError:
+def _rejected(path: Path, found: str, expected: str = "the state of ai-toolkit's Automagic") -> NotImportableError:
     key, hint = (
         "optimizer.rates_from",
         "--set optimizer.rates_from=null; Automagic then finds its rates again from `lr`",

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from gracetune.config.run_config import Optimizer as Asked
+from gracetune.config.run_config import Optimizer as OptimizerConfig
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
 from gracetune.optim.record import Arguments, OptimizerRecord, optimizer_record
@@ -25,39 +25,39 @@ def constructor_arguments(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.name != "self" and p.kind not in variadic)
 
 
-def arguments_of(asked: Asked, cls: type[torch.optim.Optimizer], parameters: Sequence[Tensor]) -> Arguments:
+def arguments_of(config: OptimizerConfig, cls: type[torch.optim.Optimizer], parameters: Sequence[Tensor]) -> Arguments:
     """The constructor's arguments a config asks for; all it cannot take is refused at once."""
-    record, takes = optimizer_record(asked.name), constructor_arguments(cls)
-    settings = {"weight_decay": asked.weight_decay, "betas": asked.betas, "eps": asked.eps}
+    record, takes = optimizer_record(config.name), constructor_arguments(cls)
+    settings = {"weight_decay": config.weight_decay, "betas": config.betas, "eps": config.eps}
     given = {name: value for name, value in settings.items() if value is not None}
     free = [name for name in takes if name not in ("params", "lr", *record.hidden, *record.in_section)]
     problems = [
-        Problem(f"optimizer.{name}", str(value), f"nothing: {asked.name} takes {', '.join(free)}", f"remove `{name}`")
+        Problem(f"optimizer.{name}", str(value), f"nothing: {config.name} takes {', '.join(free)}", f"remove `{name}`")
         for name, value in given.items()
         if name not in takes
     ]
     options = {}
-    for name, value in asked.options.items():
+    for name, value in config.options.items():
         if name in record.no_effect and all(parameter.dtype == torch.float32 for parameter in parameters):
             continue
         if name not in free:
-            problems.append(_unknown(asked, name, value, record, free))
+            problems.append(_unknown(config, name, value, record, free))
         elif name in given:
             problems.append(_twice(name, value, given[name]))
         else:
             options[name] = tuple(value) if isinstance(value, list) else value
     if problems:
         raise ConfigError(problems)
-    return record.prepare({"lr": asked.lr, **given, **options}, parameters)
+    return record.prepare({"lr": config.lr, **given, **options}, parameters)
 
 
-def _unknown(asked: Asked, name: str, value: Any, record: OptimizerRecord, free: Sequence[str]) -> Problem:
+def _unknown(config: OptimizerConfig, name: str, value: Any, record: OptimizerRecord, free: Sequence[str]) -> Problem:
     key = f"optimizer.options.{name}"
     section = record.in_section.get(name)
     if section is not None:
         return Problem(key, str(value), f"optimizer.{section}.{name}", f"write it in `{section}`: {{{name}: {value}}}")
     others = [option for option in free if option not in _OURS]
-    expected = f"an option of {asked.name}: {', '.join(others)}"
+    expected = f"an option of {config.name}: {', '.join(others)}"
     return Problem(key, str(value), expected, misspelt(name, others, write="{}"))
 
 

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from gracetune.optim.automagic_cuda import CudaStack, kernels_for
-from gracetune.optim.automagic_stack import Rule, Stack, stack_key
+from gracetune.optim.automagic_stack import Stack, UpdateRule, stack_key
 from gracetune.optim.automagic_upstream import UpstreamStack
-from gracetune.optim.element_rates import BIAS_16, Limits, RateGrid
+from gracetune.optim.element_rates import BIAS_16, RateGrid, RateLimits
 from gracetune.optim.named_state import NamedState, StateMismatchError, by_parameter, differences, key_of
 
 _SCALE = "scale"
@@ -61,7 +61,7 @@ class Automagic(Optimizer):
             raise ValueError(f"rates {rates!r}: exact or upstream")
         if rates == "upstream" and fused:
             raise ValueError("fused: kernels of our own have exact rates only; leave `fused` out, or `rates`")
-        self._stacks: list[tuple[dict[str, Any], Rule, Stack]] = []
+        self._stacks: list[tuple[dict[str, Any], UpdateRule, Stack]] = []
         self._fused, self._rates = fused, rates
         defaults = {
             "lr": lr,
@@ -165,7 +165,7 @@ class Automagic(Optimizer):
                     stacked[at].copy_(_own_part(saved[name][entry], entry, stack, at))
             self._load_rate(saved[name], state.json["units"][name], stack, at, rule)
 
-    def _load_rate(self, saved: Mapping[str, Tensor], unit: float, stack: Stack, at: int, rule: Rule) -> None:
+    def _load_rate(self, saved: Mapping[str, Tensor], unit: float, stack: Stack, at: int, rule: UpdateRule) -> None:
         """Rates in 8 bits keep every bit where they stay in 8 bits; otherwise they are taken over as rates."""
         stored = saved["rate"]
         if _SCALE in saved and _SCALE in stack.moments:
@@ -186,7 +186,7 @@ class Automagic(Optimizer):
             if name in signs:
                 stack.signs[at].copy_(_own_part(signs[name].to(torch.uint8), "sign", stack, at))
 
-    def _members(self) -> Iterator[tuple[str, Stack, int, Rule]]:
+    def _members(self) -> Iterator[tuple[str, Stack, int, UpdateRule]]:
         for _group, rule, stack in self._stacks:
             for at, name in enumerate(stack.names):
                 if not name:
@@ -205,15 +205,15 @@ class Automagic(Optimizer):
         ]
 
 
-def _rule(group: dict[str, Any]) -> Rule:
+def _rule(group: dict[str, Any]) -> UpdateRule:
     beta2, eps, clip = group["beta2"], group["eps"], group["clip_threshold"]
     if not 0 <= beta2 < 1 or not eps > 0 or not clip > 0 or group["weight_decay"] < 0 or group["lr"] < 0:
         raise ValueError(
             f"beta2 {beta2} from 0 to below 1, eps {eps} and clip_threshold {clip} above 0, "
             f"lr {group['lr']} and weight_decay {group['weight_decay']} from 0"
         )
-    grid = RateGrid.of(Limits(group["lr_bump"], group["min_lr"], group["max_lr"]))
-    return Rule(grid, beta2, eps, clip, group["weight_decay"])
+    grid = RateGrid.of(RateLimits(group["lr_bump"], group["min_lr"], group["max_lr"]))
+    return UpdateRule(grid, beta2, eps, clip, group["weight_decay"])
 
 
 def _on_grid(stored: Tensor, unit: float, grid: RateGrid) -> Tensor:

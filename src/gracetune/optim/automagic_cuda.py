@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gracetune.adapters.layer import local
-from gracetune.optim.automagic_stack import NO_SIGN, TINY, Rule, Stack, sharding_of
+from gracetune.optim.automagic_stack import NO_SIGN, TINY, Stack, UpdateRule, sharding_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -78,14 +78,14 @@ class _Addresses:
 class CudaStack(Stack):
     """A stack of parameters of two or more dimensions: `lead` matrices of R x C each."""
 
-    _places: _Addresses = field(default_factory=_Addresses)
+    _parameter_addresses: _Addresses = field(default_factory=_Addresses)
     _gradients: _Addresses = field(default_factory=_Addresses)
     _slots: _Addresses = field(default_factory=_Addresses)
     _good: Tensor | None = None
     """A flag that says so: what a step without one is given."""
 
     @torch.no_grad()
-    def step(self, active: list[int], rule: Rule, bad: Tensor | None = None) -> None:
+    def step(self, active: list[int], rule: UpdateRule, bad: Tensor | None = None) -> None:
         parameters = [local(self.parameters[at]) for at in active]
         # Kept until the kernels are queued: a contiguous copy must not be freed under them.
         dtype = parameters[0].dtype
@@ -105,14 +105,14 @@ class CudaStack(Stack):
         return self._good
 
     def _launch(
-        self, parameters: list[Tensor], gradients: list[Tensor], active: list[int], rule: Rule, bad: Tensor
+        self, parameters: list[Tensor], gradients: list[Tensor], active: list[int], rule: UpdateRule, bad: Tensor
     ) -> None:  # fmt: skip
         device = parameters[0].device
         slots = self._slots.numbers(active, device)
         calls: Any = _kernels()
-        places, grads = self._places.of(parameters), self._gradients.of(gradients)
+        addresses, grads = self._parameter_addresses.of(parameters), self._gradients.of(gradients)
         dtype = parameters[0].dtype
-        aligned = self._places.aligned and self._gradients.aligned
+        aligned = self._parameter_addresses.aligned and self._gradients.aligned
         shapes = calls.Shape.of(self.shape, len(active), aligned=aligned and _is_even(self.shape, dtype))
         row, col = self.moments["row"], self.moments["col"]
         calls.average_rows(grads, slots, row, bad, shapes, dtype, beta2=rule.beta2, eps=rule.eps)
@@ -126,7 +126,7 @@ class CudaStack(Stack):
         damping = rms.div_(rule.clip).clamp_(min=1.0).reciprocal_()
         grid = rule.grid
         calls.move(
-            places, grads, slots, by_row, by_col, damping, bad, self.rates, self.signs, shapes, dtype,
+            addresses, grads, slots, by_row, by_col, damping, bad, self.rates, self.signs, shapes, dtype,
             unit=grid.unit, bump=grid.bump, lowest=grid.lowest, highest=grid.highest, bias=grid.bias,
             min_lr=grid.limits.min_lr, max_lr=grid.limits.max_lr, weight_decay=rule.weight_decay, no_sign=NO_SIGN,
         )  # fmt: skip

@@ -28,7 +28,7 @@ _CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """What a group's options ask of every step."""
 
     grid: RateGrid
@@ -51,7 +51,9 @@ class Sharding:
 
 def sharding_of(parameter: Tensor) -> Sharding | None:
     """None for a whole tensor, replicated ones included."""
-    if not isinstance(parameter, DTensor) or all(isinstance(place, Replicate) for place in parameter.placements):
+    if not isinstance(parameter, DTensor) or all(
+        isinstance(placement, Replicate) for placement in parameter.placements
+    ):
         return None
     if parameter.device_mesh.ndim != 1 or parameter.placements != (Shard(0),):
         raise GracetuneError(
@@ -75,7 +77,7 @@ class Stack:
     moments: dict[str, Tensor]
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor], names: Sequence[str], lr: float, rule: Rule) -> Self:
+    def of(cls, parameters: Sequence[Tensor], names: Sequence[str], lr: float, rule: UpdateRule) -> Self:
         first = local(parameters[0])
         n, shape, device = len(parameters), first.shape, first.device
 
@@ -106,12 +108,12 @@ class Stack:
     def entries(self) -> dict[str, Tensor]:
         return {**self.moments, "rate": self.rates, "sign": self.signs}
 
-    def read_rates(self, rule: Rule) -> Tensor:
+    def read_rates(self, rule: UpdateRule) -> Tensor:
         """[n, *shape], float32."""
         return rule.grid.read(self.rates)
 
     @torch.no_grad()
-    def put_rates(self, at: int, rates: Tensor, rule: Rule) -> None:
+    def put_rates(self, at: int, rates: Tensor, rule: UpdateRule) -> None:
         """Of one parameter, or of this process' part of it."""
         self.rates[at].copy_(rule.grid.store(rates))
 
@@ -119,7 +121,7 @@ class Stack:
         return [at for at, parameter in enumerate(self.parameters) if parameter.grad is not None]
 
     @torch.no_grad()
-    def step(self, active: list[int], rule: Rule, bad: Tensor | None = None) -> None:
+    def step(self, active: list[int], rule: UpdateRule, bad: Tensor | None = None) -> None:
         """`bad`, on the device: 1 leaves everything as it is (`optim.step_skipping`)."""
         # By the whole shape: processes that hold unlike parts of it must cut alike, or they would wait for each other.
         most = _CHUNKS.get(self.rates.device.type, _CHUNK)
@@ -143,16 +145,16 @@ class Stack:
         first, last = some[0], some[-1]
         if last - first + 1 == len(some):
             return {name: entry[first : last + 1] for name, entry in self.entries().items()}, lambda: None
-        where = torch.tensor(some, device=self.rates.device)
-        picked = {name: entry[where] for name, entry in self.entries().items()}
+        indices = torch.tensor(some, device=self.rates.device)
+        picked = {name: entry[indices] for name, entry in self.entries().items()}
 
         def write_back() -> None:
             for name, entry in self.entries().items():
-                entry[where] = picked[name]
+                entry[indices] = picked[name]
 
         return picked, write_back
 
-    def _advance(self, gradients: Tensor, weights: Tensor | None, state: dict[str, Tensor], rule: Rule) -> Tensor:
+    def _advance(self, gradients: Tensor, weights: Tensor | None, state: dict[str, Tensor], rule: UpdateRule) -> Tensor:
         """What is to be taken off the parameters; `gradients` is overwritten with it, `state` moves on."""
         update = self._normalised(gradients, state, rule)
         squares = self._summed(update.square().reshape(len(update), -1).sum(1))
@@ -167,14 +169,14 @@ class Stack:
             update.add_(weights, alpha=rule.weight_decay)
         return update.mul_(rates)
 
-    def _move_rates(self, positive: Tensor, state: dict[str, Tensor], rule: Rule) -> Tensor:
+    def _move_rates(self, positive: Tensor, state: dict[str, Tensor], rule: UpdateRule) -> Tensor:
         """The rates of this update, in float32; `state` has them stored."""
         last = state["sign"]
         units = rule.grid.moved(state["rate"], agrees=last == positive, fresh=last == NO_SIGN)
         state["rate"].copy_(units - rule.grid.bias)
         return rule.grid.rates(units)
 
-    def _normalised(self, gradients: Tensor, state: dict[str, Tensor], rule: Rule) -> Tensor:
+    def _normalised(self, gradients: Tensor, state: dict[str, Tensor], rule: UpdateRule) -> Tensor:
         squares = gradients.square()
         if "square" in state:
             moment = _averaged(state["square"], squares, rule)
@@ -201,7 +203,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _averaged(moment: Tensor, squares: Tensor, rule: Rule) -> Tensor:
+def _averaged(moment: Tensor, squares: Tensor, rule: UpdateRule) -> Tensor:
     return moment.mul_(rule.beta2).add_(squares + rule.eps, alpha=1.0 - rule.beta2)
 
 

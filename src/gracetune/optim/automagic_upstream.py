@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gracetune.optim.automagic_stack import Rule, Stack, per_parameter
+from gracetune.optim.automagic_stack import Stack, UpdateRule, per_parameter
 
 _LARGEST = 127
 
@@ -27,22 +27,22 @@ class UpstreamStack(Stack):
     """`rates` are int8; `moments["scale"]`, [n], is the rate of one unit."""
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor], names: Sequence[str], lr: float, rule: Rule) -> Self:
+    def of(cls, parameters: Sequence[Tensor], names: Sequence[str], lr: float, rule: UpdateRule) -> Self:
         made = super().of(parameters, names, lr, rule)
         made.rates = torch.full_like(made.rates, _LARGEST, dtype=torch.int8)
         made.moments["scale"] = torch.full((len(names),), lr / _LARGEST, device=made.rates.device)
         made.signs.zero_()
         return made
 
-    def read_rates(self, rule: Rule) -> Tensor:
+    def read_rates(self, rule: UpdateRule) -> Tensor:
         return self.rates.float() * per_parameter(self.moments["scale"], self.rates)
 
     @torch.no_grad()
-    def put_rates(self, at: int, rates: Tensor, rule: Rule) -> None:
+    def put_rates(self, at: int, rates: Tensor, rule: UpdateRule) -> None:
         state = {"rate": self.rates[at : at + 1], "scale": self.moments["scale"][at : at + 1]}
         self._store(rates[None].to(self.rates.device, torch.float32), state)
 
-    def _move_rates(self, positive: Tensor, state: dict[str, Tensor], rule: Rule) -> Tensor:
+    def _move_rates(self, positive: Tensor, state: dict[str, Tensor], rule: UpdateRule) -> Tensor:
         limits = rule.grid.limits
         rates = state["rate"].float() * per_parameter(state["scale"], state["rate"])
         bumps = torch.where(state["sign"] == positive, limits.lr_bump, -limits.lr_bump)

@@ -18,7 +18,7 @@ from gracetune.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
-class Window:
+class StepBatch:
     """One optimizer step's worth of micro-batches."""
 
     micro_batch: int
@@ -34,7 +34,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Ramp:
-    """`window(n)` for every n. Without a ramp all windows are alike."""
+    """`step_batch(n)` for every n. Without a ramp all windows are alike."""
 
     initial: int
     target: int
@@ -49,30 +49,30 @@ class Ramp:
             return float(self.target)
         return self.initial + (self.target - self.initial) * (consumed / self.ramp_steps) ** 2
 
-    def window(self, consumed: int) -> Window:
+    def step_batch(self, consumed: int) -> StepBatch:
         """The window that opens after `consumed` micro-batches."""
         wanted = self.effective(consumed)
         one_round = self.micro_batch * self.world_size
         if wanted < one_round:
-            return Window(max(1, _nearest(wanted / self.world_size)), 1)
-        return Window(self.micro_batch, _nearest(wanted / one_round))
+            return StepBatch(max(1, _nearest(wanted / self.world_size)), 1)
+        return StepBatch(self.micro_batch, _nearest(wanted / one_round))
 
-    def windows(self, consumed: int = 0) -> Iterator[Window]:
+    def step_batches(self, consumed: int = 0) -> Iterator[StepBatch]:
         """All windows from `consumed` on, without end."""
         while True:
-            window = self.window(consumed)
-            yield window
-            consumed += window.accumulation
+            step_batch = self.step_batch(consumed)
+            yield step_batch
+            consumed += step_batch.accumulation
 
-    def samples(self, consumed: int, windows: int) -> int:
+    def samples(self, consumed: int, steps: int) -> int:
         """Of one rank, in so many windows from `consumed` on."""
         found = 0
-        while windows and consumed < self.ramp_steps:
-            window = self.window(consumed)
-            found, windows = found + window.samples, windows - 1
-            consumed += window.accumulation
-        last = self.window(consumed)
-        return found + windows * last.samples
+        while steps and consumed < self.ramp_steps:
+            step_batch = self.step_batch(consumed)
+            found, steps = found + step_batch.samples, steps - 1
+            consumed += step_batch.accumulation
+        last = self.step_batch(consumed)
+        return found + steps * last.samples
 
     @property
     def first_line(self) -> str | None:
@@ -87,12 +87,12 @@ class Ramp:
 
 def ramp_of(training: Training, world_size: int) -> Ramp:
     """The ramp a config asks for; a constant one where it asks for none."""
-    asked = training.ramp
-    if not asked.enabled:
+    config = training.ramp
+    if not config.enabled:
         full = training.batch_size * world_size * training.gradient_accumulation_steps
         return Ramp(full, full, 0, training.batch_size, world_size)
-    initial, target = asked.initial_effective_batch_size, asked.target_effective_batch_size
-    if initial is None or target is None or asked.batch_rampup_steps is None:
+    initial, target = config.initial_effective_batch_size, config.target_effective_batch_size
+    if initial is None or target is None or config.batch_rampup_steps is None:
         raise ValueError("a ramp without its three numbers has not been through config.rules")
     if initial < world_size:
         raise ConfigError(
@@ -105,7 +105,7 @@ def ramp_of(training: Training, world_size: int) -> Ramp:
                 )
             ]
         )
-    return Ramp(initial, target, asked.batch_rampup_steps, training.batch_size, world_size)
+    return Ramp(initial, target, config.batch_rampup_steps, training.batch_size, world_size)
 
 
 def _nearest(value: float) -> int:

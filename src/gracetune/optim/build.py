@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gracetune.config.run_config import Optimizer as Asked
+from gracetune.config.run_config import Optimizer as OptimizerConfig
 from gracetune.errors import ConfigError, Problem
 from gracetune.optim import state
 from gracetune.optim.arguments import arguments_of
@@ -37,15 +37,15 @@ def parameter_names(groups: Sequence[ParamGroup]) -> dict[str, Tensor]:
     }
 
 
-def build_optimizer(asked: Asked, groups: Sequence[ParamGroup]) -> Optimizer:
+def build_optimizer(config: OptimizerConfig, groups: Sequence[ParamGroup]) -> Optimizer:
     """What the config asks for and its optimizer cannot take is refused; all of it at once."""
     named = parameter_names(groups)
     parameters = [*named.values()]
     if not parameters:
         raise ValueError("nothing to train: the param groups are empty")
-    cls = optimizer_record(asked.name).load(parameters)
-    arguments = arguments_of(asked, cls, parameters)
-    members = [_group(asked, group, arguments) for group in groups if group.parameters]
+    cls = optimizer_record(config.name).load(parameters)
+    arguments = arguments_of(config, cls, parameters)
+    members = [_group(config, group, arguments) for group in groups if group.parameters]
     make: Any = cls
     try:
         # Some packages print what they think of their options; stdout belongs to --json.
@@ -54,29 +54,31 @@ def build_optimizer(asked: Asked, groups: Sequence[ParamGroup]) -> Optimizer:
     except (ValueError, TypeError) as error:
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
         hint = f"change what `optimizer` says: {error}"
-        raise ConfigError([Problem("optimizer", given, f"values that {asked.name} takes", hint)]) from error
+        raise ConfigError([Problem("optimizer", given, f"values that {config.name} takes", hint)]) from error
     for group in optimizer.param_groups:
         if group["lr"] is None:  # Adafactor with relative_step: it never reads it, but schedules and logs do
             group["lr"] = 1.0
     return optimizer
 
 
-def optimizer_notes(asked: Asked, groups: Sequence[ParamGroup] = ()) -> tuple[str, ...]:
+def optimizer_notes(config: OptimizerConfig, groups: Sequence[ParamGroup] = ()) -> tuple[str, ...]:
     """What of the config means something else than it may seem; to be shown once."""
-    record = optimizer_record(asked.name)
+    record = optimizer_record(config.name)
     notes = [
-        f"optimizer.options.{name}: no effect, {why}" for name, why in record.no_effect.items() if name in asked.options
+        f"optimizer.options.{name}: no effect, {why}"
+        for name, why in record.no_effect.items()
+        if name in config.options
     ]
-    notes += record.notes(asked, groups)
+    notes += record.notes(config, groups)
     return tuple(notes)
 
 
-def _group(asked: Asked, group: ParamGroup, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _group(config: OptimizerConfig, group: ParamGroup, arguments: Mapping[str, Any]) -> dict[str, Any]:
     members = [*parameter_names([group]).items()]
-    made: dict[str, Any] = {"params": members, "name": group.name, "stage": group.stage}
+    made: dict[str, Any] = {"params": members, "name": group.name, "stage": group.expert}
     if group.lr is not None and arguments["lr"] is not None:
         made["lr"] = group.lr
-    return made | optimizer_record(asked.name).group_arguments(asked, group.stage)
+    return made | optimizer_record(config.name).group_arguments(config, group.expert)
 
 
 # -- state by name ----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class KeepsRates(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RateLimits:
     lr_bump: float = 1e-6
     min_lr: float = 1e-7
     max_lr: float = 1e-3
@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class RateGrid:
-    limits: Limits
+    limits: RateLimits
     unit: float
     bump: int
     """s: the units of one bump."""
@@ -59,7 +59,7 @@ class RateGrid:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, limits: Limits) -> RateGrid:
+    def of(cls, limits: RateLimits) -> RateGrid:
         span = limits.max_lr / limits.lr_bump
         dtype, room = torch.int16, _UNITS_16
         if _most_units(span, room) < 1:

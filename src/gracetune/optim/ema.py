@@ -14,7 +14,7 @@ from gracetune.optim.named_state import differences
 from gracetune.optim.step_skipping import move_towards
 
 
-class Ema:
+class EmaWeights:
     """`average <- decay average + (1 - decay) value`, every `update_every` optimizer steps.
 
     The average starts as a copy of the values. By default there is no correction for the start: an adapter begins at
@@ -35,7 +35,7 @@ class Ema:
         self._averages = {name: _copy(parameter) for name, parameter in self._parameters.items()}
 
     @classmethod
-    def from_config(cls, parameters: Mapping[str, Tensor], config: EmaConfig) -> Ema | None:
+    def from_config(cls, parameters: Mapping[str, Tensor], config: EmaConfig) -> EmaWeights | None:
         if not config.enabled:
             return None
         return cls(

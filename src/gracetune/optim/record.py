@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from gracetune.adapters.state import Stage
-    from gracetune.config.run_config import Optimizer as Asked
+    from gracetune.adapters.state import ExpertStage
+    from gracetune.config.run_config import Optimizer as OptimizerConfig
 
 Arguments = dict[str, Any]
 """Of an optimizer's constructor."""
@@ -33,7 +33,7 @@ class ParamGroup:
 
     name: str
     """Its own among the groups; the same in every run."""
-    stage: Stage
+    expert: ExpertStage
     parameters: Mapping[str, Tensor]
     lr: float | None = None
     """None: the config's."""
@@ -71,11 +71,11 @@ def _as_they_are(arguments: Arguments, parameters: Sequence[Tensor]) -> Argument
     return arguments
 
 
-def _nothing(asked: Asked, stage: Stage) -> Arguments:
+def _nothing(config: OptimizerConfig, expert: ExpertStage) -> Arguments:
     return {}
 
 
-def _no_notes(asked: Asked, groups: Sequence[ParamGroup]) -> list[str]:
+def _no_notes(config: OptimizerConfig, groups: Sequence[ParamGroup]) -> list[str]:
     return []
 
 
@@ -96,11 +96,11 @@ class OptimizerRecord:
     """Keys of the `optimizer` section that only some optimizers read, and this one does."""
     in_section: Mapping[str, str] = field(default_factory=dict)
     """Hidden constructor arguments -> the key of the `optimizer` section that sets them."""
-    group_arguments: Callable[[Asked, Stage], Arguments] = _nothing
+    group_arguments: Callable[[OptimizerConfig, ExpertStage], Arguments] = _nothing
     """Arguments that differ between param groups."""
     constant_rate: str = ""
     """Why it follows no learning-rate schedule; empty if it does."""
-    notes: Callable[[Asked, Sequence[ParamGroup]], list[str]] = _no_notes
+    notes: Callable[[OptimizerConfig, Sequence[ParamGroup]], list[str]] = _no_notes
     """What of the config means something else than it may seem."""
 
 
@@ -108,17 +108,17 @@ def optimizer_record(name: str) -> OptimizerRecord:
     return OPTIMIZERS.load_as(name, OptimizerRecord)
 
 
-def optimizer_state(tensors: Sequence[TrainedTensors], asked: Asked) -> StateSize:
+def optimizer_state(tensors: Sequence[TrainedTensors], config: OptimizerConfig) -> StateSize:
     """What the optimizer that a config asks for keeps of these tensors."""
-    return optimizer_record(asked.name).state_size(tensors, asked.options)
+    return optimizer_record(config.name).state_size(tensors, config.options)
 
 
 # -- parts that several records are made of ---------------------------------------------------------------------------
 
 
-def class_of(place: str, package: str = "") -> Load:
+def class_of(class_path: str, package: str = "") -> Load:
     """The class at `module:Name`; `package` is what to install where an optional one is missing."""
-    module, _, name = place.partition(":")
+    module, _, name = class_path.partition(":")
 
     def load(parameters: Sequence[Tensor]) -> type[Optimizer]:
         if package and importlib.util.find_spec(module.partition(".")[0]) is None:

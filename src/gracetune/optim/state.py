@@ -58,7 +58,7 @@ def load_named_state(optimizer: Optimizer, names: Mapping[str, Tensor], saved: N
         own = {id(parameter) for parameter in group["params"]}
         for name, parameter in names.items():
             if id(parameter) in own and (name in tensors or name in values):
-                entries = {entry: _placed(entry, t, parameter, group) for entry, t in tensors.get(name, {}).items()}
+                entries = {entry: _as_held(entry, t, parameter, group) for entry, t in tensors.get(name, {}).items()}
                 entries |= {entry: _revived(value, device) for entry, value in values.get(name, {}).items()}
                 optimizer.state[parameter] = entries
 
@@ -88,7 +88,7 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()
 
 
-def _placed(entry: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+def _as_held(entry: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
     # torch counts steps on the host unless the update itself reads them on the device.
     on_host = entry == "step" and not (group.get("fused") or group.get("capturable"))
     value = value.to("cpu" if on_host else parameter.device, copy=True)

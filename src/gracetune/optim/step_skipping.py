@@ -29,12 +29,12 @@ def heeds(optimizer: Optimizer) -> bool:
 def step_unless(optimizer: Optimizer, bad: Tensor) -> None:
     """One step, or none at all. The host waits for `bad` only where the optimizer cannot be told on the device."""
     if heeds(optimizer):
-        told: Any = optimizer
-        told.found_inf = bad
+        signalled: Any = optimizer
+        signalled.found_inf = bad
         try:
             optimizer.step()
         finally:
-            del told.found_inf
+            del signalled.found_inf
     elif not bool(bad):
         optimizer.step()
 

@@ -1,7 +1,7 @@
 """How much one training step keeps between its forward and its backward pass. Pure.
 
-First principles: `Block.kept` lists the tensors autograd saves in one block, counted on the real model classes (tests
-do it again on the meta device). What an adapter adds depends on how it is computed:
+First principles: `FootprintBlock.kept` lists the tensors autograd saves in one block, counted on the real model classes
+(tests do it again on the meta device). What an adapter adds depends on how it is computed:
 
 - `plain`: our own layers (`adapters.computation`). The input of a trained matrix is kept once, however many matrices
   read it, and beside it little more than the rank's width; kinds without such a form are as below.
@@ -18,9 +18,9 @@ from fractions import Fraction
 from typing import Literal
 
 from gracetune.adapters.computation import Computation
-from gracetune.adapters.trainable import Selection, Target
+from gracetune.adapters.trainable import TargetLayers, TrainableSelection
 from gracetune.config.token_routes import Route
-from gracetune.models.footprint import STAYING, Block, Footprint, Kept, Stream, Tokens
+from gracetune.models.footprint import STAYING, Footprint, FootprintBlock, FootprintKept, FootprintStream, Tokens
 
 Policy = Literal["off", "half", "quarter", "tenth", "full"]
 """`off` keeps everything, `full` the blocks' inputs, and repeats every block's forward. Between them torch.compile
@@ -68,7 +68,7 @@ class Activations:
 
 
 def activations(
-    footprint: Footprint, tokens: Tokens, selection: Selection, method: Method, routes: Sequence[Route] = ()
+    footprint: Footprint, tokens: Tokens, selection: TrainableSelection, method: Method, routes: Sequence[Route] = ()
 ) -> tuple[Activations, ...]:
     """One entry per policy, from most memory to least. Blocks in a route see the tokens it keeps."""
     costs = [
@@ -82,7 +82,9 @@ def activations(
     return tuple(_under(policy, costs, working, method) for policy in method.policies)
 
 
-def _seen(footprint: Footprint, tokens: Tokens, routes: Sequence[Route]) -> Iterator[tuple[Block, Tokens, int]]:
+def _seen(
+    footprint: Footprint, tokens: Tokens, routes: Sequence[Route]
+) -> Iterator[tuple[FootprintBlock, Tokens, int]]:
     """The blocks, with the tokens they see and how many blocks of a kind see these."""
     begins = 0
     for block in footprint.blocks:
@@ -133,7 +135,7 @@ def _between(first: int, last: int, way: Fraction) -> int:
     return int(first + way * (last - first))
 
 
-def _cost(block: Block, tokens: Tokens, selection: Selection, method: Method) -> _Cost:
+def _cost(block: FootprintBlock, tokens: Tokens, selection: TrainableSelection, method: Method) -> _Cost:
     targets = [target for target in selection.targets if target.block is block]
     trained = bool(targets) or method.full_finetune
     enters = (entry for entry in block.enters if trained or entry.needed_by != "block")
@@ -147,7 +149,7 @@ def _cost(block: Block, tokens: Tokens, selection: Selection, method: Method) ->
     )
 
 
-def _constant(target: Target, method: Method) -> int:
+def _constant(target: TargetLayers, method: Method) -> int:
     """Elements one matrix' adapter keeps whatever the batch, beside its own tensors and casts of them."""
     linear, way = target.linear, _way(target, method)
     if way.rebuilds_weight:
@@ -155,12 +157,12 @@ def _constant(target: Target, method: Method) -> int:
     return way.compiled_constant if method.compiled else 0
 
 
-def _in_the_backward_pass(target: Target, method: Method) -> int:
+def _in_the_backward_pass(target: TargetLayers, method: Method) -> int:
     """Bytes of the weight's size alive at once, until the gradient has reached the factors."""
     return _way(target, method).backward_bytes * target.linear.weights
 
 
-def _scaling(block: Block, tokens: Tokens, targets: list[Target], method: Method) -> int:
+def _scaling(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: Method) -> int:
     """DoRA scales the output in fp32, in one pass if a compiler sees to it."""
     if method.compiled or method.compute_bytes == 4:
         return 0
@@ -168,22 +170,22 @@ def _scaling(block: Block, tokens: Tokens, targets: list[Target], method: Method
     return max((int(4 * linear.outputs * _tokens(linear.stream, block, tokens)) for linear in scaled), default=0)
 
 
-def _way(target: Target, method: Method) -> Computation:
+def _way(target: TargetLayers, method: Method) -> Computation:
     if method.adapter_path == "plain":
         return target.computation()
     return target.reference("a plan for the libraries' layers")
 
 
-def casts_tensors(target: Target, method: Method) -> bool:
+def casts_tensors(target: TargetLayers, method: Method) -> bool:
     """Whether copies of its tensors in the precision of the computation are kept for the backward pass."""
     return _way(target, method).casts_tensors
 
 
-def _casts(target: Target, method: Method) -> bool:
+def _casts(target: TargetLayers, method: Method) -> bool:
     return _way(target, method).copies_input and method.compute_bytes < 4
 
 
-def _copying(block: Block, targets: list[Target], method: Method) -> list[Target]:
+def _copying(block: FootprintBlock, targets: list[TargetLayers], method: Method) -> list[TargetLayers]:
     """The matrices that keep a copy of their input. Compiled, only one reader of what is kept for the graph does."""
     casting = [target for target in targets if _casts(target, method)]
     if not method.compiled:
@@ -192,11 +194,11 @@ def _copying(block: Block, targets: list[Target], method: Method) -> list[Target
     return list({target.linear.reads: target for target in casting if target.linear.reads in kept}.values())
 
 
-def _kept(block: Block, tokens: Tokens, targets: list[Target], method: Method) -> int:
+def _kept(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: Method) -> int:
     read = {target.linear.reads for target in targets if method.compiled or not _casts(target, method)}
     scaled = {target.linear.scales for target in targets}
 
-    def counts(kept: Kept) -> bool:
+    def counts(kept: FootprintKept) -> bool:
         if not (kept.compiled if method.compiled else kept.eager):
             return False
         if kept.needed_by == "weights":
@@ -210,7 +212,7 @@ def _kept(block: Block, tokens: Tokens, targets: list[Target], method: Method) -
     return _bytes(filter(counts, block.kept), block, tokens, method)
 
 
-def _added(block: Block, tokens: Tokens, targets: list[Target], method: Method) -> int:
+def _added(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: Method) -> int:
     """What each adapted matrix keeps for itself, per token of its stream."""
     total = 0
     copying = _copying(block, targets, method)
@@ -223,7 +225,7 @@ def _added(block: Block, tokens: Tokens, targets: list[Target], method: Method) 
     return total * method.compute_bytes
 
 
-def _bytes(kept: Iterable[Kept], block: Block, tokens: Tokens, method: Method) -> int:
+def _bytes(kept: Iterable[FootprintKept], block: FootprintBlock, tokens: Tokens, method: Method) -> int:
     return int(
         sum(
             _tokens(entry.stream, block, tokens) * entry.width * (4 if entry.fp32 else method.compute_bytes)
@@ -232,7 +234,7 @@ def _bytes(kept: Iterable[Kept], block: Block, tokens: Tokens, method: Method) -
     )
 
 
-def _tokens(stream: Stream, block: Block, tokens: Tokens) -> Fraction:
+def _tokens(stream: FootprintStream, block: FootprintBlock, tokens: Tokens) -> Fraction:
     if stream == "sample":
         return Fraction(1)
     return tokens[stream] * (block.tokens if stream == "image" else Fraction(1))

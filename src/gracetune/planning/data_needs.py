@@ -8,7 +8,7 @@ from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.data.captions import most_epochs, orders_wanted
 from gracetune.memory.placement import hints_of
-from gracetune.models.footprint import AudioLatents, Encoder, Footprint, Shape
+from gracetune.models.footprint import AudioLatents, Footprint, FootprintEncoder, SampleShape
 from gracetune.planning.dataset_facts import DatasetFacts
 from gracetune.planning.demand import Need, Phase, Role
 from gracetune.units import GIB, MIB
@@ -23,12 +23,12 @@ TILE = 512
 _LATER: tuple[Phase, ...] = ("encode latents", "train", "sample")
 
 
-def sample_bytes(footprint: Footprint, shape: Shape) -> int:
+def sample_bytes(footprint: Footprint, shape: SampleShape) -> int:
     """One sample of a batch: latents and caption."""
     return CACHE_BYTES * (footprint.latents.elements(shape) + footprint.text.cached_elements)
 
 
-def codec_bytes(footprint: Footprint, shape: Shape, *, decode: bool, tiled: bool) -> int:
+def codec_bytes(footprint: Footprint, shape: SampleShape, *, decode: bool, tiled: bool) -> int:
     """Alive at the worst moment of one sample's VAE pass, beside the weights."""
     codec, latents = footprint.codec, footprint.latents
     if isinstance(latents, AudioLatents):
@@ -45,13 +45,13 @@ def codec_bytes(footprint: Footprint, shape: Shape, *, decode: bool, tiled: bool
 
 
 def encoder_needs(
-    config: RunConfig, footprint: Footprint, shapes: Mapping[str, Shape], *, sampling: bool
+    config: RunConfig, footprint: Footprint, shapes: Mapping[str, SampleShape], *, sampling: bool
 ) -> Iterator[Need]:
     after: tuple[Phase, ...] = _LATER if sampling else _LATER[:2]
     live, refreshed = _live(config), [dataset for dataset in _enabled(config) if _refreshed(dataset)]
 
-    def draws(encoder: Encoder) -> bool:
-        return sampling and encoder.draws
+    def works_while_sampling(encoder: FootprintEncoder) -> bool:
+        return sampling and encoder.works_while_sampling
 
     for encoder in footprint.encoders:
         text = encoder.kind == "text"
@@ -59,11 +59,15 @@ def encoder_needs(
         # An embedding is as new as the pictures it depends on.
         anew = [*live, *refreshed]
         again = encoder.sees_references and any(one.has_references for one in anew) if text else bool(anew)
-        busy: tuple[Phase, ...] = (first, *(("train",) if again else ()), *(("sample",) if draws(encoder) else ()))
+        busy: tuple[Phase, ...] = (
+            first,
+            *(("train",) if again else ()),
+            *(("sample",) if works_while_sampling(encoder) else ()),
+        )
         idle = tuple(phase for phase in (after if text else after[1:]) if phase not in busy)
         why = f"{encoder.parameters / 1e9:.2f} G parameters, bf16" + (_during(live, refreshed) if again else "")
         yield Need(encoder.name, "encoder weights", 2 * encoder.parameters, busy, why, idle=idle, parkable=True)
-    spoken = [encoder.tokens * encoder.working for encoder in footprint.encoders if draws(encoder)]
+    spoken = [encoder.tokens * encoder.working for encoder in footprint.encoders if works_while_sampling(encoder)]
     if spoken:
         # A prompt and what to avoid, one encoder after the other.
         yield Need("encoding the prompts", "workspace", 2 * max(spoken), ("sample",), "with every sample that is drawn")
@@ -92,7 +96,7 @@ def _during(live: list[Dataset], refreshed: list[Dataset]) -> str:
     return "; encodes the next epoch while one is trained" if refreshed else ""
 
 
-def _passes(config: RunConfig, footprint: Footprint, shapes: Mapping[str, Shape]) -> Iterator[Need]:
+def _passes(config: RunConfig, footprint: Footprint, shapes: Mapping[str, SampleShape]) -> Iterator[Need]:
     batch = config.cache.text_encoder_batch_size
     text = max(batch * encoder.tokens * encoder.working for encoder in footprint.encoders if encoder.kind == "text")
     yield Need("text encoding", "workspace", text, ("encode text",), f"a batch of {batch} captions")
@@ -112,7 +116,7 @@ def _passes(config: RunConfig, footprint: Footprint, shapes: Mapping[str, Shape]
 
 
 def data_needs(
-    config: RunConfig, footprint: Footprint, facts: tuple[DatasetFacts, ...], shapes: Mapping[str, Shape]
+    config: RunConfig, footprint: Footprint, facts: tuple[DatasetFacts, ...], shapes: Mapping[str, SampleShape]
 ) -> Iterator[Need]:
     yield Need("process", "process", PROCESS_BYTES, ("encode text", *_LATER), "Python, torch, CUDA", home="host")
     found = {fact.id: fact for fact in facts}
@@ -132,7 +136,7 @@ def _latent_caches(
     footprint: Footprint,
     datasets: list[Dataset],
     facts: Mapping[str, DatasetFacts],
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, SampleShape],
 ) -> Iterator[Need]:
     for dataset in datasets:
         if not _cached(config, dataset):
@@ -178,7 +182,7 @@ def _cache(
     name: str, role: Role, kind: str, size: int, why: str, config: RunConfig, phases: tuple[Phase, ...], managed: bool
 ) -> Iterator[Need]:
     if kind in ("memory", "unified_memory"):
-        insisted = managed and hints_of(config).asked
+        insisted = managed and hints_of(config).requested
         yield Need(name, role, size, phases, why, home="host", managed=managed, insisted=insisted)
     # Whatever a run reads from, what it encodes goes through the disk: a crash must not cost the encoding.
     until = "" if config.cache.persistent_cache else "; removed at the end"

@@ -14,7 +14,7 @@ from typing import Literal
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.models.footprint import AudioLatents, Footprint, PixelLatents, Shape
+from gracetune.models.footprint import AudioLatents, Footprint, PixelLatents, SampleShape
 from gracetune.units import MIB
 
 Modality = Literal["image", "video", "audio"]
@@ -84,9 +84,9 @@ def _wanted(dataset: Dataset, modality: Modality) -> frozenset[str]:
 
 
 def _sizes(folder: Path, extensions: frozenset[str]) -> Iterator[int]:
-    for where, _folders, names in os.walk(folder):
+    for folder_path, _folders, names in os.walk(folder):
         for name in names:
-            file = Path(where, name)
+            file = Path(folder_path, name)
             if file.suffix.lower() in extensions:
                 try:
                     yield file.stat().st_size
@@ -98,7 +98,7 @@ def _sizes(folder: Path, extensions: frozenset[str]) -> Iterator[int]:
 class LargestSample:
     """The biggest sample a dataset can give, and what had to be assumed to know it."""
 
-    shape: Shape
+    shape: SampleShape
     assumed: str | None = None
 
 
@@ -112,15 +112,15 @@ def largest_sample(dataset: Dataset, footprint: Footprint) -> LargestSample:
     side = max(cell, round(math.sqrt(pixels) / cell) * cell)
     frames, assumed_frames = _frames(dataset, latents)
     notes = [note for note in (assumed, assumed_frames) if note]
-    return LargestSample(Shape(side, side, frames), "; ".join(notes) or None)
+    return LargestSample(SampleShape(side, side, frames), "; ".join(notes) or None)
 
 
 def _audio(dataset: Dataset, latents: AudioLatents) -> LargestSample:
     longest = dataset.audio.max_duration_seconds
     if longest is None:
         words = f"dataset {dataset.id}: clips as long as the model takes, {latents.longest_seconds:.1f} s"
-        return LargestSample(Shape(seconds=latents.longest_seconds), words)
-    return LargestSample(Shape(seconds=longest))
+        return LargestSample(SampleShape(seconds=latents.longest_seconds), words)
+    return LargestSample(SampleShape(seconds=longest))
 
 
 def _pixels(dataset: Dataset) -> tuple[float, str | None]:

@@ -94,7 +94,7 @@ class CodecPasses:
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlanSettings:
     """What the config says about the things a plan may decide or propose to change."""
 
     checkpointing: Literal["off", "auto", "full"]
@@ -109,7 +109,7 @@ class Settings:
     """Whether the run opens the unified-memory layer; without it experts are parked in pinned copies."""
     few_bits: bool = False
     """`model.base_precision` is auto: where 16 bits do not fit, frozen weights are held in int8."""
-    refuses_managed: bool = False
+    rejects_managed: bool = False
     """`memory.enable_uvm_hints` is false: besides the overflow arena nothing is managed memory."""
 
 
@@ -122,7 +122,7 @@ class Demand:
     denoisers: tuple[Denoiser, ...]
     workloads: tuple[Workload, ...]
     codec: CodecPasses
-    settings: Settings
+    settings: PlanSettings
     phases: tuple[Phase, ...]
     assumptions: tuple[str, ...] = ()
     processes: Processes = ONE_PROCESS

@@ -11,8 +11,8 @@ from typing import Literal
 
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.trainable import (
-    Selection,
     Tensors,
+    TrainableSelection,
     select,
     trainable,
     unused_conv_options,
@@ -22,12 +22,12 @@ from gracetune.config.run_config import RunConfig
 from gracetune.config.token_routes import Route, resolve_routes
 from gracetune.errors import ConfigError
 from gracetune.memory.placement import hints_of
-from gracetune.models.footprint import Block, Footprint, Shape
+from gracetune.models.footprint import Footprint, FootprintBlock, SampleShape
 from gracetune.optim.record import optimizer_state
 from gracetune.planning.activations import Method, activations, casts_tensors
 from gracetune.planning.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
 from gracetune.planning.dataset_facts import DatasetFacts, largest_sample
-from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, Settings, Workload
+from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, PlanSettings, Workload
 from gracetune.planning.processes import (
     GATHERED_BLOCKS,
     ONE_PROCESS,
@@ -49,7 +49,7 @@ class _Job:
     config: RunConfig
     footprint: Footprint
     method: Method
-    selection: Selection
+    selection: TrainableSelection
     tensors: tuple[Tensors, ...]
     sampling: bool
     processes: Processes
@@ -152,9 +152,9 @@ def _title(job: _Job) -> str:
     return f"{footprint.family} {footprint.flavour}, {kind}, {job.config.optimizer.name}"
 
 
-def _settings(job: _Job) -> Settings:
+def _settings(job: _Job) -> PlanSettings:
     config = job.config
-    return Settings(
+    return PlanSettings(
         checkpointing=config.training.gradient_checkpointing,
         policies=job.method.policies,
         precision="trained" if job.method.full_finetune else _first_precision(config),
@@ -163,7 +163,7 @@ def _settings(job: _Job) -> Settings:
         use_uvm=config.memory.use_uvm,
         oversubscription_ratio=config.memory.uvm_oversubscription_ratio,
         managed=config.memory.use_uvm or hints_of(config).on,
-        refuses_managed=config.memory.enable_uvm_hints is False,
+        rejects_managed=config.memory.enable_uvm_hints is False,
     )
 
 
@@ -266,7 +266,7 @@ def _gathered_needs(job: _Job) -> list[Need]:
     ]
 
 
-def _trained_in(block: Block, job: _Job) -> int:
+def _trained_in(block: FootprintBlock, job: _Job) -> int:
     """Trained parameters of one such block."""
     targets = [target for target in job.selection.targets if target.block is block]
     return sum(tensor.elements // tensor.count for target in targets for tensor in target.tensors())
@@ -282,7 +282,7 @@ def _compute_copy(job: _Job) -> int:
     return job.method.compute_bytes * sum(tensor.elements for target in cast for tensor in target.tensors())
 
 
-def _workloads(job: _Job) -> tuple[tuple[Workload, ...], dict[str, Shape], list[str]]:
+def _workloads(job: _Job) -> tuple[tuple[Workload, ...], dict[str, SampleShape], list[str]]:
     """One workload per trained dataset, the largest shape of every dataset, and what had to be assumed."""
     config, footprint = job.config, job.footprint
     enabled = [(index, dataset) for index, dataset in enumerate(config.datasets) if not dataset.disabled]
@@ -296,7 +296,7 @@ def _workloads(job: _Job) -> tuple[tuple[Workload, ...], dict[str, Shape], list[
     return workloads, shapes, [sample.assumed for sample in largest.values() if sample.assumed]
 
 
-def _workload(job: _Job, index: int, dataset: Dataset, shapes: dict[str, Shape]) -> Workload:
+def _workload(job: _Job, index: int, dataset: Dataset, shapes: dict[str, SampleShape]) -> Workload:
     own = (dataset.id,) if dataset.canny_reference is not None else ()
     references = tuple(shapes[name] for name in (*dataset.conditioning, *own) if name in shapes)
     if job.footprint.references and not references:
@@ -322,7 +322,7 @@ def _routes(job: _Job) -> tuple[Route, ...]:
         return ()
 
 
-def _batch_ring(job: _Job, shapes: dict[str, Shape]) -> Need:
+def _batch_ring(job: _Job, shapes: dict[str, SampleShape]) -> Need:
     size = max(
         (dataset.batch_size or job.config.training.batch_size) * sample_bytes(job.footprint, shapes[dataset.id])
         for dataset in job.config.datasets
@@ -331,7 +331,7 @@ def _batch_ring(job: _Job, shapes: dict[str, Shape]) -> Need:
     return Need("batch ring", "batch ring", RING_DEPTH * size, ("train",), f"{RING_DEPTH} batches")
 
 
-def _sampling_needs(job: _Job, shapes: dict[str, Shape]) -> list[Need]:
+def _sampling_needs(job: _Job, shapes: dict[str, SampleShape]) -> list[Need]:
     if not job.sampling:
         return []
     shape = _sample_shape(job, shapes)
@@ -342,34 +342,34 @@ def _sampling_needs(job: _Job, shapes: dict[str, Shape]) -> list[Need]:
     return [Need("sampling", "workspace", 2 * step.working, ("sample",), why)]
 
 
-def _codec(job: _Job, shapes: dict[str, Shape]) -> CodecPasses:
+def _codec(job: _Job, shapes: dict[str, SampleShape]) -> CodecPasses:
     model, footprint = job.config.model, job.footprint
     largest = max(shapes.values(), key=lambda shape: codec_bytes(footprint, shape, decode=False, tiled=False))
-    drawn = _sample_shape(job, shapes) if job.sampling else None
+    sample_shape = _sample_shape(job, shapes) if job.sampling else None
     return CodecPasses(
         batch=1 if model.vae_slicing else job.config.cache.vae_batch_size,
         batch_key="cache.vae_batch_size",
         encode=codec_bytes(footprint, largest, decode=False, tiled=False),
         encode_tiled=codec_bytes(footprint, largest, decode=False, tiled=True),
-        decode=codec_bytes(footprint, drawn, decode=True, tiled=False) if drawn else 0,
-        decode_tiled=codec_bytes(footprint, drawn, decode=True, tiled=True) if drawn else 0,
+        decode=codec_bytes(footprint, sample_shape, decode=True, tiled=False) if sample_shape else 0,
+        decode_tiled=codec_bytes(footprint, sample_shape, decode=True, tiled=True) if sample_shape else 0,
         tiled=model.vae_tiling,
         what=_size(largest),
     )
 
 
-def _size(shape: Shape) -> str:
+def _size(shape: SampleShape) -> str:
     if shape.seconds:
         return f"{shape.seconds:.0f} s"
     return f"{shape.width}x{shape.height}" + (f", {shape.frames} frames" if shape.frames > 1 else "")
 
 
-def _sample_shape(job: _Job, shapes: dict[str, Shape]) -> Shape:
+def _sample_shape(job: _Job, shapes: dict[str, SampleShape]) -> SampleShape:
     """The largest sample asked for; what is unset is taken from the largest training sample."""
     default = max(shapes.values(), key=lambda shape: (shape.pixels * shape.frames, shape.seconds))
     validation = job.config.validation
     wanted = [
-        Shape(
+        SampleShape(
             width=prompt.width or validation.width or default.width,
             height=prompt.height or validation.height or default.height,
             frames=prompt.num_frames or validation.num_frames or default.frames,

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from gracetune.hardware.allocation import GRANULE
 from gracetune.hardware.machine import Machine
-from gracetune.memory.arena_size import Room, arena_size
+from gracetune.memory.arena_size import ArenaRoom, arena_size
 from gracetune.models.footprint import FP8_CAPABILITY
 from gracetune.planning.activations import Policy
 from gracetune.planning.demand import Demand
-from gracetune.planning.layout import Choice, Layout, lay
+from gracetune.planning.layout import MemoryLayout, PlanChoice, lay
 from gracetune.planning.memory_tiers import Tiers
 
 
@@ -26,24 +26,24 @@ class Ladder:
     machine: Machine
     tiers: Tiers
     force_oversubscription: bool = False
-    _layouts: dict[Choice, Layout] = field(default_factory=dict)
+    _layouts: dict[PlanChoice, MemoryLayout] = field(default_factory=dict)
 
-    def lay(self, choice: Choice) -> Layout:
+    def lay(self, choice: PlanChoice) -> MemoryLayout:
         if choice not in self._layouts:
             self._layouts[choice] = lay(self.demand, choice, self.machine, self.tiers)
         return self._layouts[choice]
 
-    def fits(self, choice: Choice) -> bool:
+    def fits(self, choice: PlanChoice) -> bool:
         return not self.lay(choice).excess(self.tiers)
 
     @property
-    def start(self) -> Choice:
+    def start(self) -> PlanChoice:
         settings, codec = self.demand.settings, self.demand.codec
         policy: Policy = "full" if settings.checkpointing == "full" else "off"
         largest = max(load.batch for load in self.demand.workloads)
-        return Choice(policy, settings.precision, largest, codec.batch, codec.tiled)
+        return PlanChoice(policy, settings.precision, largest, codec.batch, codec.tiled)
 
-    def without_edits(self) -> Iterator[Choice]:
+    def without_edits(self) -> Iterator[PlanChoice]:
         """What the trainer decides by itself: placement, and recomputation where the config says `auto`."""
         choice, settings = self.start, self.demand.settings
         yield choice
@@ -73,7 +73,7 @@ class Ladder:
         if settings.use_uvm:
             yield from self._spilling(choice)
 
-    def with_edits(self) -> Iterator[Choice]:
+    def with_edits(self) -> Iterator[PlanChoice]:
         """Everything above, then changes to the config: VAE passes, recompute, smaller batches, 8 bits, overflow."""
         *_, choice = self.without_edits()
         choice, settings = replace(choice, spill=0), self.demand.settings
@@ -102,13 +102,13 @@ class Ladder:
         # Last, so that a plan that does not fit is described at its smallest.
         yield choice
 
-    def _spilling(self, choice: Choice) -> Iterator[Choice]:
+    def _spilling(self, choice: PlanChoice) -> Iterator[PlanChoice]:
         profile, settings = self.machine.profile.value, self.demand.settings
         forced = self.force_oversubscription and settings.use_uvm and profile == "discrete"
         if profile != "superchip" and not forced:
             return
         size = arena_size(
-            Room.for_arena(self.machine, sharers=self.demand.processes.per_machine),
+            ArenaRoom.for_arena(self.machine, sharers=self.demand.processes.per_machine),
             settings.oversubscription_ratio,
             other_managed=self.lay(replace(choice, spill=GRANULE)).managed,  # as it will be with an arena of any size
             force=forced,
@@ -116,11 +116,11 @@ class Ladder:
         if size:
             yield replace(choice, spill=size)
 
-    def pruned(self, found: Choice) -> Choice:
+    def pruned(self, found: PlanChoice) -> PlanChoice:
         """Undo the choices that later ones made unnecessary."""
         start, most = self.start, self.lay(found)
 
-        def is_enough(choice: Choice) -> bool:
+        def is_enough(choice: PlanChoice) -> bool:
             """It fits, and no phase overflows more than it has to."""
             layout = self.lay(choice)
             return self.fits(choice) and all(layout.spilled(phase) <= most.spilled(phase) for phase in layout.phases)
@@ -128,7 +128,7 @@ class Ladder:
         for batch in (start.encode_batch, *smaller_batches(start.encode_batch)):
             if batch > found.encode_batch and is_enough(replace(found, encode_batch=batch)):
                 found = replace(found, encode_batch=batch)
-        undoing: list[Callable[[Choice], Choice]] = [
+        undoing: list[Callable[[PlanChoice], PlanChoice]] = [
             lambda choice: replace(choice, tiling=start.tiling),
             lambda choice: replace(choice, park_inputs=False),
         ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gracetune.hardware.allocation import CAREFUL_CAP
 from gracetune.hardware.machine import Machine
 from gracetune.memory.placement import Role as PlacementRole
-from gracetune.memory.placement import place
+from gracetune.memory.placement import choose_placement
 from gracetune.planning.activations import Policy
 from gracetune.planning.demand import Demand, Need, Phase, Role, Workload
 from gracetune.planning.memory_tiers import CONTEXT_BYTES, FRAGMENTATION, TierName, Tiers
@@ -17,7 +17,7 @@ from gracetune.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """What a plan has decided."""
 
     policy: Policy
@@ -35,7 +35,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Line:
+class MemoryLine:
     """So many bytes of one thing in one tier during these phases, and why there."""
 
     name: str
@@ -52,10 +52,10 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MemoryLayout:
     """A whole demand in its places: the device of one process, and the main memory of one machine."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[MemoryLine, ...]
     phases: tuple[Phase, ...]
 
     def used(self, tier: TierName, phase: Phase) -> int:
@@ -74,7 +74,7 @@ class Layout:
         held = [line for line in self.lines if line.managed]
         return max(self._each(phase, held) for phase in self.phases)
 
-    def _each(self, phase: Phase, lines: list[Line]) -> int:
+    def _each(self, phase: Phase, lines: list[MemoryLine]) -> int:
         return sum(line.bytes // line.processes for line in lines if phase in line.phases)
 
     def excess(self, tiers: Tiers) -> dict[TierName, int]:
@@ -87,23 +87,23 @@ class Layout:
         return dict(sorted(over.items(), key=lambda item: -item[1]))
 
 
-def lay(demand: Demand, choice: Choice, machine: Machine, tiers: Tiers) -> Layout:
+def lay(demand: Demand, choice: PlanChoice, machine: Machine, tiers: Tiers) -> MemoryLayout:
     needs = [*needs_under(demand, choice, machine)]
     local_ranks = demand.processes.per_machine
-    placed = {phase: [*_placed(needs, phase, choice, machine, tiers, local_ranks)] for phase in demand.phases}
-    for phase, lines in placed.items():
+    by_phase = {phase: [*_lines_of(needs, phase, choice, machine, tiers, local_ranks)] for phase in demand.phases}
+    for phase, lines in by_phase.items():
         lines.extend(_allowance(lines, phase, tiers))
         if choice.spill:
-            placed[phase] = _spilled(lines, choice.spill, tiers)
-        placed[phase] = [_of_the_machine(line, local_ranks) for line in placed[phase]]
-    return Layout(_merged(placed), demand.phases)
+            by_phase[phase] = _spilled(lines, choice.spill, tiers)
+        by_phase[phase] = [_of_the_machine(line, local_ranks) for line in by_phase[phase]]
+    return MemoryLayout(_merged(by_phase), demand.phases)
 
 
 _SHARED: tuple[Role, ...] = ("latent cache", "text cache", "staged data")
 """One copy in main memory for all processes of a machine."""
 
 
-def _of_the_machine(line: Line, processes: int) -> Line:
+def _of_the_machine(line: MemoryLine, processes: int) -> MemoryLine:
     """Main memory is one machine's: what each of its processes takes is there as often."""
     if processes == 1 or line.tier not in ("host", "pool"):
         return line
@@ -113,7 +113,7 @@ def _of_the_machine(line: Line, processes: int) -> Line:
     return replace(line, bytes=processes * line.bytes, why=why, processes=processes)
 
 
-def needs_under(demand: Demand, choice: Choice, machine: Machine) -> Iterator[Need]:
+def needs_under(demand: Demand, choice: PlanChoice, machine: Machine) -> Iterator[Need]:
     """The demand with every choice made: what it asks for in each phase, still without places."""
     yield from demand.needs
     loaded = tuple(phase for phase in demand.phases if phase in ("train", "sample"))
@@ -138,14 +138,14 @@ def needs_under(demand: Demand, choice: Choice, machine: Machine) -> Iterator[Ne
     yield from _codec_needs(demand, choice)
 
 
-def _parks_in_managed_memory(demand: Demand, choice: Choice, machine: Machine) -> bool:
+def _parks_in_managed_memory(demand: Demand, choice: PlanChoice, machine: Machine) -> bool:
     """Overflow opens the unified-memory layer. As in `train.assembly.open_host`, hints that are refused rule it out."""
     settings = demand.settings
     opens = settings.managed or choice.spill > 0
-    return machine.profile.value == "superchip" and opens and not settings.refuses_managed
+    return machine.profile.value == "superchip" and opens and not settings.rejects_managed
 
 
-def _codec_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
+def _codec_needs(demand: Demand, choice: PlanChoice) -> Iterator[Need]:
     codec, tiles = demand.codec, " in tiles" if choice.tiling else ""
     encode = choice.encode_batch * (codec.encode_tiled if choice.tiling else codec.encode)
     why = f"batch {choice.encode_batch} of {codec.what}{tiles}"
@@ -164,14 +164,14 @@ def _precision_words(precision: str) -> str:
     }.get(precision, f"frozen, {precision}")
 
 
-def largest_workload(demand: Demand, choice: Choice) -> Workload:
+def largest_workload(demand: Demand, choice: PlanChoice) -> Workload:
     def total(load: Workload) -> int:
         return load.under(choice.policy).total(min(load.batch, choice.batch_cap), parked=choice.park_inputs)
 
     return max(demand.workloads, key=total)
 
 
-def _activation_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
+def _activation_needs(demand: Demand, choice: PlanChoice) -> Iterator[Need]:
     load = largest_workload(demand, choice)
     batch, entry = min(load.batch, choice.batch_cap), load.under(choice.policy)
     whole = {"off": "all kept", "full": "blocks' inputs kept"}
@@ -194,21 +194,21 @@ def _activation_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
         yield Need("rebuilt weights", "activations", entry.rebuilt, ("train",), why)
 
 
-def _placed(
-    needs: list[Need], phase: Phase, choice: Choice, machine: Machine, tiers: Tiers, local_ranks: int
-) -> Iterator[Line]:
+def _lines_of(
+    needs: list[Need], phase: Phase, choice: PlanChoice, machine: Machine, tiers: Tiers, local_ranks: int
+) -> Iterator[MemoryLine]:
     for need in needs:
         if phase in need.busy:
-            tier, why, managed = _busy_place(need, choice, machine, tiers, local_ranks)
+            tier, why, managed = _busy_tier(need, choice, machine, tiers, local_ranks)
         elif phase in need.idle:
-            (tier, why), managed = _idle_place(need, choice, machine, tiers), need.managed
+            (tier, why), managed = _idle_tier(need, choice, machine, tiers), need.managed
         else:
             continue
-        yield Line(need.name, need.role, need.bytes, tier, (phase,), why, managed)
+        yield MemoryLine(need.name, need.role, need.bytes, tier, (phase,), why, managed)
 
 
-def _busy_place(
-    need: Need, choice: Choice, machine: Machine, tiers: Tiers, local_ranks: int
+def _busy_tier(
+    need: Need, choice: PlanChoice, machine: Machine, tiers: Tiers, local_ranks: int
 ) -> tuple[TierName, str, bool]:  # fmt: skip
     """Where, why, and whether that is managed memory."""
     if need.home == "disk":
@@ -223,15 +223,15 @@ def _busy_place(
     profile = machine.profile.value
     if need.insisted and profile == "discrete" and need.bytes <= CAREFUL_CAP:
         profile = "superchip"  # as `cache.residence.choose_residence` has it; more than the cap is refused there
-    placement = place(role, profile, size=need.bytes, device_bytes=known, local_ranks=local_ranks)
-    managed = placement.place in ("managed_host", "managed_device")
+    placement = choose_placement(role, profile, size=need.bytes, device_bytes=known, local_ranks=local_ranks)
+    managed = placement.kind in ("managed_host", "managed_device")
     if managed and not need.managed:
         return tiers.store, f"{need.why}; page-locked main memory", False
-    tier = tiers.compute if placement.place == "managed_device" else tiers.store
+    tier = tiers.compute if placement.kind == "managed_device" else tiers.store
     return tier, f"{need.why}; {placement.reason}", managed
 
 
-def _idle_place(need: Need, choice: Choice, machine: Machine, tiers: Tiers) -> tuple[TierName, str]:
+def _idle_tier(need: Need, choice: PlanChoice, machine: Machine, tiers: Tiers) -> tuple[TierName, str]:
     expert = need.role != "encoder weights"
     parked = choice.park_experts if expert else choice.park_encoders
     if not (need.parkable and parked):
@@ -241,16 +241,16 @@ def _idle_place(need: Need, choice: Choice, machine: Machine, tiers: Tiers) -> t
     if not expert:
         return tiers.parking, "parked in main memory while it is idle"
     profile = machine.profile.value if need.managed else "discrete"
-    return tiers.parking, f"parked: {place('cold_weights', profile).reason}"
+    return tiers.parking, f"parked: {choose_placement('cold_weights', profile).reason}"
 
 
-def _allowance(lines: list[Line], phase: Phase, tiers: Tiers) -> Iterator[Line]:
+def _allowance(lines: list[MemoryLine], phase: Phase, tiers: Tiers) -> Iterator[MemoryLine]:
     if not tiers.has_gpu:
         return
     stored = ("latent cache", "text cache", "staged data", "process")
     used = sum(line.bytes for line in lines if line.tier == tiers.compute and line.role not in stored)
     why = f"CUDA context {format_bytes(CONTEXT_BYTES)}, fragmentation {FRAGMENTATION:.0%}"
-    yield Line("allowance", "allowance", CONTEXT_BYTES + int(used * FRAGMENTATION), tiers.compute, (phase,), why)
+    yield MemoryLine("allowance", "allowance", CONTEXT_BYTES + int(used * FRAGMENTATION), tiers.compute, (phase,), why)
 
 
 # Weights are loaded first and the arena serves what no longer fits, so what is allocated last spills first. Optimizer
@@ -261,12 +261,12 @@ _SPILLS_FIRST: tuple[Role, ...] = (
 )  # fmt: skip
 
 
-def _spilled(lines: list[Line], arena: int, tiers: Tiers) -> list[Line]:
+def _spilled(lines: list[MemoryLine], arena: int, tiers: Tiers) -> list[MemoryLine]:
     """Move what exceeds the device's budget into the overflow arena, as far as the arena goes."""
     budget = tiers[tiers.compute].budget
     over = sum(line.bytes for line in lines if line.tier == tiers.compute) - (budget or 0)
     left = min(max(0, over), arena)
-    result: list[Line] = []
+    result: list[MemoryLine] = []
     candidates = sorted(lines, key=lambda line: _SPILLS_FIRST.index(line.role) if line.role in _SPILLS_FIRST else 99)
     for line in candidates:
         moved = min(left, line.bytes) if line.tier == tiers.compute and line.role in _SPILLS_FIRST else 0
@@ -279,10 +279,10 @@ def _spilled(lines: list[Line], arena: int, tiers: Tiers) -> list[Line]:
     return result
 
 
-def _merged(placed: dict[Phase, list[Line]]) -> tuple[Line, ...]:
+def _merged(by_phase: dict[Phase, list[MemoryLine]]) -> tuple[MemoryLine, ...]:
     """The same bytes of the same thing in the same place during several phases are one line."""
-    merged: dict[tuple[str, int, TierName, str, int], Line] = {}
-    for lines in placed.values():
+    merged: dict[tuple[str, int, TierName, str, int], MemoryLine] = {}
+    for lines in by_phase.values():
         seen: Counter[tuple[str, int, TierName, str]] = Counter()
         for line in lines:
             kind = (line.name, line.bytes, line.tier, line.why)

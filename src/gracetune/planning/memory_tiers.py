@@ -54,11 +54,11 @@ class Tiers:
 
 def free_on_disk(folder: str) -> int | None:
     """Where a run will write, asked of the nearest folder that exists already; None where nobody can tell."""
-    place = Path(folder).expanduser().absolute()
+    existing = Path(folder).expanduser().absolute()
     try:
-        while not place.is_dir() and place != place.parent:
-            place = place.parent
-        return shutil.disk_usage(place).free
+        while not existing.is_dir() and existing != existing.parent:
+            existing = existing.parent
+        return shutil.disk_usage(existing).free
     except OSError:
         return None
 

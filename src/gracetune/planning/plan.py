@@ -14,7 +14,7 @@ from gracetune.hardware.machine import Machine
 from gracetune.planning.activations import BUDGETS, Policy
 from gracetune.planning.demand import Demand, Phase
 from gracetune.planning.ladder import Ladder
-from gracetune.planning.layout import Choice, Layout, Line, largest_workload
+from gracetune.planning.layout import MemoryLayout, MemoryLine, PlanChoice, largest_workload
 from gracetune.planning.memory_tiers import HEADROOM, Tier, TierName, Tiers, tiers_of
 from gracetune.units import format_bytes
 
@@ -72,7 +72,7 @@ class Plan:
     changes: tuple[Change, ...]
     checkpointing: Checkpointing
     tiers: tuple[TierUse, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[MemoryLine, ...]
     phases: tuple[PhaseUse, ...]
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -106,13 +106,13 @@ def plan(
     return _build(ladder, verdict, _fits(ladder.lay(chosen), tiers), chosen)
 
 
-def _fits(layout: Layout, tiers: Tiers) -> str:
+def _fits(layout: MemoryLayout, tiers: Tiers) -> str:
     tier = tiers[tiers.compute]
     peak = layout.peak(tiers.compute)
     return f"peak {format_bytes(peak)} of {format_bytes(tier.budget or 0)} usable in {tier.label}"
 
 
-def _shortage(layout: Layout, tiers: Tiers) -> str:
+def _shortage(layout: MemoryLayout, tiers: Tiers) -> str:
     words = []
     for name, over in layout.excess(tiers).items():
         tier, peak = tiers[name], layout.peak(name)
@@ -121,7 +121,7 @@ def _shortage(layout: Layout, tiers: Tiers) -> str:
     return "; ".join(words)
 
 
-def _build(ladder: Ladder, verdict: Verdict, summary: str, chosen: Choice) -> Plan:
+def _build(ladder: Ladder, verdict: Verdict, summary: str, chosen: PlanChoice) -> Plan:
     demand, machine, tiers = ladder.demand, ladder.machine, ladder.tiers
     layout = ladder.lay(chosen)
     return Plan(
@@ -143,7 +143,7 @@ def _build(ladder: Ladder, verdict: Verdict, summary: str, chosen: Choice) -> Pl
     )
 
 
-def _changes(ladder: Ladder, end: Choice) -> Iterator[Change]:
+def _changes(ladder: Ladder, end: PlanChoice) -> Iterator[Change]:
     """Walk from the first choice to the last one step at a time; each step is a change with what it saved."""
     demand, machine, tiers = ladder.demand, ladder.machine, ladder.tiers
     current = ladder.start
@@ -170,15 +170,17 @@ def _changes(ladder: Ladder, end: Choice) -> Iterator[Change]:
 
 
 def _described(
-    demand: Demand, machine: Machine, tiers: Tiers, before: Choice, after: Choice, saved: int
+    demand: Demand, machine: Machine, tiers: Tiers, before: PlanChoice, after: PlanChoice, saved: int
 ) -> Iterator[Change]:  # fmt: skip
-    settings, here = demand.settings, tiers[tiers.compute].label
+    settings, compute_label = demand.settings, tiers[tiers.compute].label
     if before.park_experts != after.park_experts and any(item.idle_in_training for item in demand.denoisers):
         why = "brought back when its turn comes"
-        yield Change("placement: idle expert", here, tiers[tiers.parking].label, saved, why, automatic=True)
+        yield Change("placement: idle expert", compute_label, tiers[tiers.parking].label, saved, why, automatic=True)
     if before.park_encoders != after.park_encoders:
-        where = "released" if tiers.parking == "disk" else tiers[tiers.parking].label
-        yield Change("placement: encoders", here, where, saved, "needed only in the encode passes", automatic=True)
+        placement = "released" if tiers.parking == "disk" else tiers[tiers.parking].label
+        yield Change(
+            "placement: encoders", compute_label, placement, saved, "needed only in the encode passes", automatic=True
+        )
     if before.encode_batch != after.encode_batch:
         first, then = str(before.encode_batch), str(after.encode_batch)
         yield Change(demand.codec.batch_key, first, then, saved, "the encode pass has its own peak", automatic=False)
@@ -190,8 +192,8 @@ def _described(
         cost = COSTS.get(after.policy, "more of each forward pass runs twice: between 7 % and 1.4x slower")
         yield Change("training.gradient_checkpointing", first, then, saved, cost, automatic)
     if before.park_inputs != after.park_inputs:
-        where = tiers[tiers.parking].label
-        yield Change(INPUTS, here, where, saved, _parking_words(demand, machine, after), automatic=True)
+        placement = tiers[tiers.parking].label
+        yield Change(INPUTS, compute_label, placement, saved, _parking_words(demand, machine, after), automatic=True)
     if before.batch_cap != after.batch_cap:
         yield from _batch_changes(demand, after, saved)
     if before.precision != after.precision:
@@ -209,17 +211,19 @@ def _described(
     if before.spill != after.spill:
         link = "the coherent link" if machine.profile.value == "superchip" else "PCIe"
         why = f"what exceeds GPU memory is used over {link}, several times slower for those bytes"
-        first, then = (here, "overflow arena") if settings.use_uvm else ("false", "true")
+        first, then = (compute_label, "overflow arena") if settings.use_uvm else ("false", "true")
         yield Change("memory.use_uvm", first, then, saved, why, automatic=settings.use_uvm)
 
 
-def _parking_words(demand: Demand, machine: Machine, choice: Choice) -> str:
+def _parking_words(demand: Demand, machine: Machine, choice: PlanChoice) -> str:
     """What it asks of the link. How long a block computes nobody knows before the run, so nothing is promised."""
     load = largest_workload(demand, choice)
     size = min(load.batch, choice.batch_cap) * load.under(choice.policy).parkable
     rate = link_rate(machine)
-    told = "the link's speed is not known" if rate is None else f"{size / rate:.2f} s at the link's declared speed"
-    return f"{format_bytes(size)} each way in every step, beside the blocks' work ({told}); the run tells its waiting"
+    message = "the link's speed is not known" if rate is None else f"{size / rate:.2f} s at the link's declared speed"
+    return (
+        f"{format_bytes(size)} each way in every step, beside the blocks' work ({message}); the run tells its waiting"
+    )
 
 
 def link_rate(machine: Machine) -> float | None:
@@ -232,7 +236,7 @@ def link_rate(machine: Machine) -> float | None:
     return None if speed is None or width is None else speed * 1e9 * width / 8 * 128 / 130
 
 
-def _batch_changes(demand: Demand, after: Choice, saved: int) -> Iterator[Change]:
+def _batch_changes(demand: Demand, after: PlanChoice, saved: int) -> Iterator[Change]:
     keys = {load.key: load.batch for load in demand.workloads if load.batch > after.batch_cap}
     why = "accumulate more to keep the effective batch"
     for key, batch in keys.items():
@@ -240,7 +244,7 @@ def _batch_changes(demand: Demand, after: Choice, saved: int) -> Iterator[Change
         saved = 0  # one step, however many keys spell it
 
 
-def _checkpointing(demand: Demand, machine: Machine, tiers: Tiers, chosen: Choice) -> Checkpointing:
+def _checkpointing(demand: Demand, machine: Machine, tiers: Tiers, chosen: PlanChoice) -> Checkpointing:
     load = largest_workload(demand, chosen)
     batch = min(load.batch, chosen.batch_cap)
     sizes = ", ".join(f"{entry.policy} {format_bytes(entry.total(batch))}" for entry in load.activations)
@@ -256,7 +260,7 @@ def _checkpointing(demand: Demand, machine: Machine, tiers: Tiers, chosen: Choic
     return Checkpointing(value, budget, why)
 
 
-def _notes(ladder: Ladder, chosen: Choice, verdict: Verdict) -> Iterator[str]:
+def _notes(ladder: Ladder, chosen: PlanChoice, verdict: Verdict) -> Iterator[str]:
     demand, machine = ladder.demand, ladder.machine
     processes, gpus = demand.processes, len(machine.gpus)
     if gpus > processes.per_machine:
@@ -279,7 +283,7 @@ def _notes(ladder: Ladder, chosen: Choice, verdict: Verdict) -> Iterator[str]:
         yield _without_link(ladder, chosen)
 
 
-def _without_link(ladder: Ladder, chosen: Choice) -> str:
+def _without_link(ladder: Ladder, chosen: PlanChoice) -> str:
     if not ladder.force_oversubscription:
         return "memory.use_uvm: without a coherent link nothing is counted on the overflow arena"
     if not chosen.spill:

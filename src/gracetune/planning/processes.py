@@ -45,8 +45,8 @@ class Processes:
         if self.count == 1:
             return None
         kind = f"FSDP2, each holds 1/{self.count} of the weights" if self.sharded else "DDP, each holds a whole copy"
-        where = f" on {self.machines} machines like this one" if self.machines > 1 else ""
-        return f"{self.count} processes{where}: {kind}"
+        location = f" on {self.machines} machines like this one" if self.machines > 1 else ""
+        return f"{self.count} processes{location}: {kind}"
 
     @property
     def part(self) -> str:

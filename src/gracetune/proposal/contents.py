@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gracetune.config.dataset_config import Captions
-from gracetune.config.path_status import look
+from gracetune.config.path_status import inspect_path
 from gracetune.data.backend import Backend
 from gracetune.data.backends.listing import LeftOut, survey
 from gracetune.data.backends.local import LocalBackend
@@ -71,7 +71,7 @@ class Contents:
 
 def look_at(folder: Path, on_scanned: Callable[[int, int], None] = lambda done, total: None) -> Contents:
     """ConfigError where there is nothing to train on."""
-    place = look(folder)
+    place = inspect_path(folder)
     if place.kind != "folder":
         hint = f"gracetune train {folder}" if place.kind == "file" else "check the spelling"
         raise ConfigError([Problem("FOLDER", f"{folder}, {place.words}", "a folder of images, clips or sounds", hint)])

@@ -8,7 +8,7 @@ from typing import Any
 
 from gracetune.config.families import FAMILIES, find_flavour, flavours, readable_names
 from gracetune.config.family_names import Flavour
-from gracetune.config.path_status import look
+from gracetune.config.path_status import inspect_path
 from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
@@ -50,14 +50,14 @@ def model_named(text: str) -> ChosenModel:
     family, colon, path = text.partition(":")
     if colon and family in FAMILIES and path:
         return _of_family(family, path)
-    place = look(text)
+    place = inspect_path(text)
     if place.kind == "folder" and (place.path / INDEX).is_file():
         return _of_family(_family_of(text), text)
     raise ConfigError([_unknown(text)])
 
 
 def _of_family(family: str, path: str) -> ChosenModel:
-    place = look(path)
+    place = inspect_path(path)
     if place.kind == "folder":
         from gracetune.models.registry import spec_of  # imports torch
 
@@ -72,7 +72,7 @@ def _of_family(family: str, path: str) -> ChosenModel:
 
 def _family_of(folder: str) -> str:
     """By the class of the pipeline that a folder of diffusers' layout names."""
-    file = look(folder).path / INDEX
+    file = inspect_path(folder).path / INDEX
     try:
         pipeline = json.loads(read_small_file(file)).get("_class_name")
     except (OSError, ValueError, AttributeError) as error:
@@ -88,7 +88,7 @@ def _family_of(folder: str) -> str:
 
 def _unknown(text: str) -> Problem:
     names = [*FAMILIES, *(f"{family}/{one.name}" for family in FAMILIES for one in flavours(family))]
-    kind = look(text).kind
+    kind = inspect_path(text).kind
     if kind == "file":
         return Problem("--model", f"{text}, a file", EXPECTED, f"--model sdxl:{text}, if it is one of SDXL")
     if kind == "folder":

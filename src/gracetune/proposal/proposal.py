@@ -11,7 +11,7 @@ from typing import Any
 from gracetune.config.base import file_name
 from gracetune.config.draft import parse_path
 from gracetune.config.run_config import RunConfig
-from gracetune.data.buckets import Unfit
+from gracetune.data.buckets import UnfitFile
 from gracetune.data.captions import with_trigger
 from gracetune.data.geometry import Geometry
 from gracetune.data.items import bucket_of
@@ -238,7 +238,7 @@ def _add_validation(values: Values, comments: Comments, contents: Contents, answ
 
 
 def _prompts(contents: Contents, answers: Answers) -> list[Values]:
-    if answers.model.flavour.from_picture:
+    if answers.model.flavour.from_image:
         return []
     if not contents.captions:
         return [{"prompt": answers.trigger or ""}]
@@ -267,7 +267,7 @@ def _sample_shape(values: Values, contents: Contents, model: ChosenModel) -> Val
     found = [bucket_of(one, config.datasets[0], shape, config.training.seed) for one in contents.files]
     buckets = Counter(one for one in found if isinstance(one, Bucket))
     if not buckets:
-        first = next(one for one in found if isinstance(one, Unfit))
+        first = next(one for one in found if isinstance(one, UnfitFile))
         lost = f"{len(found)} files, all {first.reason}: {first.detail}"
         problem = Problem("FOLDER", lost, "files the model can learn from", "use larger or longer files")
         raise ConfigError([problem])

@@ -79,7 +79,7 @@ def replacing(path: Path) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
-def write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Create a file and flush it. Fails if the path exists. For files in a folder that is not published yet.
 
     Every OSError raised carries the path.
@@ -87,7 +87,7 @@ def write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            _write_all(descriptor, pieces)
+            _write_all(descriptor, chunks)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -128,15 +128,15 @@ def _new(folder: Path, mode: int) -> tuple[int, Path]:
         os.close(descriptor)  # another process swept the file between its creation and our lock: try another name
 
 
-def _write_all(descriptor: int, pieces: Iterable[bytes | memoryview]) -> None:
+def _write_all(descriptor: int, chunks: Iterable[bytes | memoryview]) -> None:
     """Write all buffers in groups, so that many small ones do not cost a system call each."""
     group: list[memoryview] = []
     size = 0
-    for piece in pieces:
-        if len(piece):
-            group.append(memoryview(piece).cast("B"))
+    for chunk in chunks:
+        if len(chunk):
+            group.append(memoryview(chunk).cast("B"))
             size += len(group[-1])
-        del piece  # free it before the iterator produces the next one, which may be as large
+        del chunk  # free it before the iterator produces the next one, which may be as large
         if len(group) == _MAX_BUFFERS or size >= _MAX_BYTES:
             _write_group(descriptor, group)
             group, size = [], 0

@@ -32,11 +32,11 @@ def make_private_folder(folder: Path) -> None:
 @contextmanager
 def private_if_new(folder: Path) -> Iterator[None]:
     """Make the folder private afterwards if code inside the `with` block created it."""
-    was_there = folder.exists()
+    existed = folder.exists()
     try:
         yield
     finally:
-        if not was_there and folder.is_dir():
+        if not existed and folder.is_dir():
             make_private_folder(folder)
 
 

@@ -39,10 +39,10 @@ def lock(descriptor: int, *, exclusive: bool, wait: bool = False) -> Grip:
     return "held"
 
 
-def lock_byte(descriptor: int, place: int) -> Grip:
+def lock_byte(descriptor: int, offset: int) -> Grip:
     """Lock one byte of the file with `lockf`. It belongs to the process: threads do not exclude each other."""
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
     except OSError as error:
         if error.errno in _TAKEN:
             return "busy"
@@ -52,8 +52,8 @@ def lock_byte(descriptor: int, place: int) -> Grip:
     return "held"
 
 
-def unlock_byte(descriptor: int, place: int) -> None:
-    fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, place)
+def unlock_byte(descriptor: int, offset: int) -> None:
+    fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, offset)
 
 
 def is_at(descriptor: int, path: Path) -> bool:

@@ -120,13 +120,13 @@ _UNKNOWN: Final = _Words(
 )
 
 
-def explain(error: OSError, place: Path, *, access: Access = "write") -> Cause:
-    """Explain an error. `place` is the caller's file or folder; the error may name another one, or none."""
+def explain(error: OSError, path: Path, *, access: Access = "write") -> Cause:
+    """Explain an error. `path` is the caller's file or folder; the error may name another one, or none."""
     words = _WORDS.get(error.errno or 0, _UNKNOWN)
-    named = Path(error.filename) if isinstance(error.filename, str) else place
+    named = Path(error.filename) if isinstance(error.filename, str) else path
     file = _without_temporary(named)
-    values = {"place": shlex.quote(str(place)), "file": shlex.quote(str(file)), "access": access}
-    found = _found(error, named, place)
+    values = {"place": shlex.quote(str(path)), "file": shlex.quote(str(file)), "access": access}
+    found = _found(error, named, path)
     return Cause(words.kind, found, words.expected.format(**values), words.remedy.format(**values))
 
 
@@ -136,34 +136,34 @@ def _without_temporary(path: Path) -> Path:
     return temporary[-1].parent if temporary else path
 
 
-def _found(error: OSError, file: Path, place: Path) -> str:
+def _found(error: OSError, file: Path, path: Path) -> str:
     reason = error.strerror or str(error) or type(error).__name__
     name = errno.errorcode.get(error.errno or 0)
     if error.strerror and name is not None:
         reason += f" ({name})"
     parts = [part for part in file.parts if not is_temporary(part)]
     file = Path(*parts)
-    if file == place:
+    if file == path:
         return reason
-    return f"{reason}, at {file.relative_to(place) if file.is_relative_to(place) else file}"
+    return f"{reason}, at {file.relative_to(path) if file.is_relative_to(path) else file}"
 
 
 def problem_of(
-    error: OSError, key: str, place: Path, *, access: Access = "write", elsewhere: str = "", then: str = AGAIN
+    error: OSError, key: str, path: Path, *, access: Access = "write", elsewhere: str = "", then: str = AGAIN
 ) -> Problem:
     """The error as a Problem of `key`. `elsewhere` offers a remedy that avoids this place: "set output_dir to another
     disk". `then` says what to do after the remedy."""
-    cause = explain(error, place, access=access)
+    cause = explain(error, path, access=access)
     hint = f"{cause.remedy}, or {elsewhere}" if elsewhere else cause.remedy
-    return Problem(key, cause.found, cause.expected, f"{hint}; {then}" if then else hint, str(place))
+    return Problem(key, cause.found, cause.expected, f"{hint}; {then}" if then else hint, str(path))
 
 
 @contextmanager
 def explained(
-    key: str, place: Path, *, access: Access = "write", elsewhere: str = "", then: str = AGAIN
+    key: str, path: Path, *, access: Access = "write", elsewhere: str = "", then: str = AGAIN
 ) -> Iterator[None]:
     """Turn every OSError inside the `with` block into a FileError."""
     try:
         yield
     except OSError as error:
-        raise FileError(problem_of(error, key, place, access=access, elsewhere=elsewhere, then=then)) from error
+        raise FileError(problem_of(error, key, path, access=access, elsewhere=elsewhere, then=then)) from error

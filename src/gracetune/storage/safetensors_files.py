@@ -36,10 +36,10 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, replace: bool = True
 ) -> None:
     """Write a safetensors file atomically, as `write_file` does."""
-    write_file(path, file_pieces(tensors, metadata), replace=replace)
+    write_file(path, file_chunks(tensors, metadata), replace=replace)
 
 
-def file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
+def file_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
     """Yield the bytes of the file: the header, then one tensor at a time, so that gigabytes are not held twice."""
     lines: dict[str, Any] = {}
     end = 0

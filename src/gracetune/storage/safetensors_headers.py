@@ -76,7 +76,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightFiles:
     """The tensors of one file, or of all files of a sharded model."""
 
     entries: Mapping[str, TensorEntry]
@@ -107,18 +107,18 @@ def pack_header(
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def open_weights(path: Path) -> Weights:
+def open_weights(path: Path) -> WeightFiles:
     """Read the header of a `.safetensors` file, or the headers of all files a `.safetensors.index.json` names."""
     if path.is_dir():
         files = sorted(entry.name for entry in path.iterdir() if ".safetensors" in entry.name)
-        here = f"it holds {_listed(files)}" if files else "it holds no safetensors file"
+        contents = f"it holds {_listed(files)}" if files else "it holds no safetensors file"
         raise WeightFileError(
-            [_problem(path, "path", f"a folder; {here}", "a file", "give the path of the file itself")]
+            [_problem(path, "path", f"a folder; {contents}", "a file", "give the path of the file itself")]
         )
     return _open_index(path) if path.suffix == ".json" else _open_file(path)
 
 
-def _open_file(path: Path) -> Weights:
+def _open_file(path: Path) -> WeightFiles:
     try:
         descriptor = open_regular(path)
     except OSError as error:
@@ -133,7 +133,7 @@ def _open_file(path: Path) -> Weights:
     metadata = _metadata(path, header.pop(_METADATA, None))
     entries = _entries(path, header, data_start)
     _check_coverage(path, entries, data_start, identity.size)
-    return Weights({entry.name: entry for entry in entries}, {path: identity}, metadata)
+    return WeightFiles({entry.name: entry for entry in entries}, {path: identity}, metadata)
 
 
 def unreadable(path: Path, error: OSError) -> Problem:
@@ -281,7 +281,7 @@ def _check_coverage(path: Path, entries: list[TensorEntry], data_start: int, fil
         raise WeightFileError(shortened(problems))
 
 
-def _open_index(path: Path) -> Weights:
+def _open_index(path: Path) -> WeightFiles:
     try:
         raw = read_small_file(path)
     except OSError as error:
@@ -290,7 +290,7 @@ def _open_index(path: Path) -> Weights:
     if not isinstance(weight_map, dict) or not all(_is_file_name(name) for name in weight_map.values()):
         expected = "an object: tensor name -> name of a file beside the index"
         raise WeightFileError([_problem(path, "weight_map", _short(weight_map), expected, _DOWNLOAD)])
-    shards: dict[str, Weights] = {}
+    shards: dict[str, WeightFiles] = {}
     problems: list[Problem] = []
     for name in sorted(set(weight_map.values())):
         try:
@@ -300,7 +300,7 @@ def _open_index(path: Path) -> Weights:
     problems += [] if problems else _index_mismatches(path, weight_map, shards)
     if problems:
         raise WeightFileError(shortened(problems))
-    return Weights(
+    return WeightFiles(
         entries={name: shards[shard].entries[name] for name, shard in weight_map.items()},
         files={file: identity for shard in shards.values() for file, identity in shard.files.items()},
         metadata={},
@@ -312,7 +312,7 @@ def _is_file_name(value: object) -> bool:
     return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & {"/", "\\", "\0"}
 
 
-def _index_mismatches(path: Path, weight_map: Mapping[str, str], shards: Mapping[str, Weights]) -> list[Problem]:
+def _index_mismatches(path: Path, weight_map: Mapping[str, str], shards: Mapping[str, WeightFiles]) -> list[Problem]:
     hint = "download the index and its files again, all of the same revision"
     missing = [name for name, shard in weight_map.items() if name not in shards[shard].entries]
     problems = [

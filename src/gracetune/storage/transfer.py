@@ -77,7 +77,7 @@ class RangeReader(Protocol):
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """The retry policy: how often a failed request is repeated, and after which pauses."""
 
     attempts: int = 6
@@ -96,7 +96,7 @@ def transfer(
     requests: Executor,
     *,
     on_bytes: OnBytes = lambda count: None,
-    patience: Patience = Patience(),  # noqa: B008 - frozen
+    patience: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
 ) -> None:
     """Fetch a file to `target` through `part`, which must be on the same file system.
 
@@ -132,7 +132,7 @@ def begun(part: Path, remote: RemoteFile) -> int:
 
 
 def _fill(
-    part: Path, remote: RemoteFile, reader: RangeReader, requests: Executor, on_bytes: OnBytes, patience: Patience
+    part: Path, remote: RemoteFile, reader: RangeReader, requests: Executor, on_bytes: OnBytes, patience: RetryPolicy
 ) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)
     start = begun(part, remote) if reader.can_seek and remote.size is not None else 0
@@ -154,7 +154,7 @@ def _fill(
         os.fsync(file.fileno())
 
 
-def _in_order(start: int, size: int, reader: RangeReader, requests: Executor, patience: Patience) -> Iterator[bytes]:
+def _in_order(start: int, size: int, reader: RangeReader, requests: Executor, patience: RetryPolicy) -> Iterator[bytes]:
     """Yield the ranges from `start` in order, with up to AHEAD requests in flight."""
     pending: deque[Future[bytes]] = deque()
     try:
@@ -169,7 +169,7 @@ def _in_order(start: int, size: int, reader: RangeReader, requests: Executor, pa
             request.cancel()
 
 
-def _read(reader: RangeReader, start: int, end: int, patience: Patience) -> bytes:
+def _read(reader: RangeReader, start: int, end: int, patience: RetryPolicy) -> bytes:
     pauses = patience.pauses()
     while True:
         try:
@@ -190,7 +190,7 @@ def _streamed(
     truncate: Callable[[int], object],
     seek: Callable[[int], object],
     on_bytes: OnBytes,
-    patience: Patience,
+    patience: RetryPolicy,
 ) -> Iterator[bytes]:
     """Yield the whole file. After an interruption, start over: this kind of storage cannot resume in the middle."""
     pauses = patience.pauses()

@@ -44,10 +44,10 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ..
     """At most that many points; in each stretch the lowest and the highest stay, so no spike is lost."""
     if len(points) <= most:
         return tuple(points)
-    return tuple(points[place] for place in kept_places([y for _, y in points], most))
+    return tuple(points[index] for index in kept_indices([y for _, y in points], most))
 
 
-def kept_places(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+def kept_indices(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
     """Which values of a curve are kept where it has too many: the first, the last, and of each of (most - 2) / 2
     stretches of equal length the lowest and the highest. A value that is not finite counts as 0."""
     if len(values) <= most:
@@ -58,7 +58,7 @@ def kept_places(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
         begin, end = 1 + inner * number // stretches, 1 + inner * (number + 1) // stretches
         part = [value if abs(value) < _LARGEST else 0.0 for value in values[begin:end]]
         ends = {part.index(min(part)), part.index(max(part))} if part else set()
-        kept += [begin + place for place in sorted(ends)]
+        kept += [begin + index for index in sorted(ends)]
     return [*kept, len(values) - 1]
 
 

@@ -18,7 +18,7 @@ RECENT = 50
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStatus:
     """Where a run stands."""
 
     step: int = 0
@@ -54,7 +54,7 @@ class Standing:
         return " · ".join(parts)
 
 
-class Progress:
+class ProgressTracker:
     """Is shown every event, and knows where the run stands."""
 
     def __init__(self, *, warm_up_steps: int = WARM_UP_STEPS, recent: int | None = RECENT) -> None:
@@ -63,7 +63,7 @@ class Progress:
         self._paces: deque[float] = deque(maxlen=recent)
         self._begin = 0
         self._step = 0
-        self._stage: int | None = None
+        self._memory_stage: int | None = None
         self._last: StepDone | None = None
         self._total: int | None = None
         self._memory: MemorySampled | None = None
@@ -73,7 +73,7 @@ class Progress:
             case RunStarted():
                 self._begin, self._total = event.resumed_step or 0, event.total_steps
                 self._paces.clear()
-                self._last = self._memory = self._stage = None
+                self._last = self._memory = self._memory_stage = None
                 self._step = self._begin
             case StepDone():
                 self._last = event
@@ -82,20 +82,20 @@ class Progress:
                 if first >= self._begin + self._warm_up_steps:
                     self._paces.append(event.step_ms / 1000)
             case MemoryStageChanged():
-                self._step, self._stage = event.step, event.after
+                self._step, self._memory_stage = event.step, event.after
             case MemorySampled():
                 self._memory = event
                 stage = event.counters.get("uvm.stage", math.nan)
-                self._stage = int(stage) if math.isfinite(stage) else None
+                self._memory_stage = int(stage) if math.isfinite(stage) else None
 
-    def standing(self) -> Standing:
+    def status(self) -> RunStatus:
         last, memory = self._last, self._memory
-        return Standing(
+        return RunStatus(
             step=self._step,
             total_steps=self._total,
             loss=None if last is None else last.loss,
             stage="" if last is None else last.stage,
             seconds_per_step=median(self._paces) if self._paces else None,
             memory={} if memory is None else {tier: sum(used.values()) for tier, used in memory.used_bytes.items()},
-            memory_stage=self._stage,
+            memory_stage=self._memory_stage,
         )

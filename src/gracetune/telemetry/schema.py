@@ -74,8 +74,8 @@ def from_json(value: Any) -> Record:
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         raise NotAnEventError("no event")
     if value.get("v") not in READ_VERSIONS:
-        known = " and ".join(map(str, READ_VERSIONS))
-        raise NotAnEventError(f"an event of version {value.get('v')}; this release reads versions {known}")
+        supported = " and ".join(map(str, READ_VERSIONS))
+        raise NotAnEventError(f"an event of version {value.get('v')}; this release reads versions {supported}")
     kind = _KINDS.get(value["kind"])
     if kind is None:
         raise NotAnEventError(f"an event of an unknown kind, {value['kind']}")
@@ -119,20 +119,20 @@ def _reader(hint: Any) -> _Reader:
         (wanted,) = (_reader(one) for one in inner if one is not types.NoneType)
         return lambda value, name: None if value is None else wanted(value, name)
     if origin is Literal:
-        return lambda value, name: value if value in inner else _refuse(value, name)
+        return lambda value, name: value if value in inner else _reject(value, name)
     if origin is tuple:
         one = _reader(inner[0])
         return lambda value, name: (
-            tuple([one(item, name) for item in value]) if isinstance(value, list) else _refuse(value, name)
+            tuple([one(item, name) for item in value]) if isinstance(value, list) else _reject(value, name)
         )
     if dataclasses.is_dataclass(hint):
         return lambda value, name: (
-            _object(value, typing.cast("type[Any]", hint)) if isinstance(value, dict) else _refuse(value, name)
+            _object(value, typing.cast("type[Any]", hint)) if isinstance(value, dict) else _reject(value, name)
         )
     if inner:
         held = _reader(inner[1])
         return lambda value, name: (
-            {key: held(item, name) for key, item in value.items()} if isinstance(value, dict) else _refuse(value, name)
+            {key: held(item, name) for key, item in value.items()} if isinstance(value, dict) else _reject(value, name)
         )
     return _SCALARS[hint]
 
@@ -141,22 +141,22 @@ def _float(value: Any, name: str) -> float:
     kind = type(value)
     if kind is float or (kind is int and abs(value) < _TOO_LARGE) or (kind is str and value in _NOT_FINITE):
         return float(value)
-    return float(_refuse(value, name))
+    return float(_reject(value, name))
 
 
 def _int(value: Any, name: str) -> int:
-    return value if type(value) is int and abs(value) < 1 << 63 else _refuse(value, name)
+    return value if type(value) is int and abs(value) < 1 << 63 else _reject(value, name)
 
 
 def _str(value: Any, name: str) -> str:
-    return value if type(value) is str else _refuse(value, name)
+    return value if type(value) is str else _reject(value, name)
 
 
 def _bool(value: Any, name: str) -> bool:
-    return value if type(value) is bool else _refuse(value, name)
+    return value if type(value) is bool else _reject(value, name)
 
 
-def _refuse(value: Any, name: str) -> Any:
+def _reject(value: Any, name: str) -> Any:
     raise NotAnEventError(f"{name} is {repr(value)[:200]}")
 
 

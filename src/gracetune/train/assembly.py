@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gracetune.adapters.state import Stage
-from gracetune.cache.batches import BatchSource, Live
+from gracetune.adapters.state import ExpertStage
+from gracetune.cache.batches import BatchSource, LiveEncoder
 from gracetune.cache.errors import EntriesError
-from gracetune.cache.folder_layout import places_of
+from gracetune.cache.folder_layout import cache_folders
 from gracetune.cache.required_entries import is_refreshed
-from gracetune.cache.residence import Where
+from gracetune.cache.residence import CacheResources
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
@@ -26,7 +26,7 @@ from gracetune.data.loader import EpochEnd, Loader
 from gracetune.diffusion.weighting import Weighting
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
-from gracetune.memory.arena_size import Room
+from gracetune.memory.arena_size import ArenaRoom
 from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.link_file import FILE, machine_key, recall, remember
 from gracetune.memory.managed import ManagedHeap
@@ -41,21 +41,21 @@ from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.models.token_routing import TokenRouter
 from gracetune.optim.batch_ramp import Ramp, ramp_of
 from gracetune.optim.build import build_optimizer, optimizer_notes
-from gracetune.optim.ema import Ema
+from gracetune.optim.ema import EmaWeights
 from gracetune.optim.record import ParamGroup
 from gracetune.optim.schedules import build_schedule
 from gracetune.optim.step_skipping import waiting_note
 from gracetune.train.control import Control
 from gracetune.train.cuda_graphs import Replay
-from gracetune.train.data import Ready, local_ranks
-from gracetune.train.gradients import Clip, FlatGradients, Gradients, ShardedGradients
-from gracetune.train.job import Job
+from gracetune.train.data import CachedSamples, local_ranks
+from gracetune.train.gradients import FlatGradients, GradientClipping, Gradients, ShardedGradients
+from gracetune.train.job import TrainingJob
 from gracetune.train.loss_scale import LossScale, NoScale
-from gracetune.train.planning import Planned
+from gracetune.train.planning import PlannedRun
 from gracetune.train.position import Length, length_of
 from gracetune.train.runtime import Runtime
-from gracetune.train.step import Goal, TrainStep
-from gracetune.train.trained_model import Trainee, router_of
+from gracetune.train.step import TrainingGoal, TrainStep
+from gracetune.train.trained_model import TrainedModel, router_of
 from gracetune.train.training_state import TrainingState
 from gracetune.train.view import View
 
@@ -76,7 +76,7 @@ def open_memory(
     if runtime.device.type != "cuda":
         if config.memory.use_uvm:
             view.warn("memory.use_uvm: not available, this run has no GPU whose memory could overflow")
-        if hints.asked:
+        if hints.requested:
             view.warn("memory.enable_uvm_hints: not available, this run has no GPU")
         return None
     allocator = next((text for name in ALLOCATOR_VARIABLES if (text := environment.get(name))), "")
@@ -93,9 +93,9 @@ def open_memory(
         view.warn(f"unified memory is not available: {memory}")
         return None
     stack.callback(memory.close)
-    view.say(f"overflow arena: {memory.arena_size.reason}")
+    view.report(f"overflow arena: {memory.arena_size.reason}")
     if memory.has_arena:
-        view.say(f"page faults: {memory.uncounted or 'counted, by CUPTI'}")
+        view.report(f"page faults: {memory.uncounted or 'counted, by CUPTI'}")
     return memory
 
 
@@ -104,29 +104,31 @@ def _nothing_to_force(config: RunConfig, machine: Machine, runtime: Runtime) -> 
         return "this run has no GPU whose memory could overflow"
     if not config.memory.use_uvm:
         return "memory.use_uvm is off"
-    if Room.of(machine, runtime.device.index or 0).careful is None:
+    if ArenaRoom.of(machine, runtime.device.index or 0).careful is None:
         return "the link to the CPU is coherent: managed memory has no cap here"
     return None
 
 
-def where_of(
+def cache_resources(
     config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, memory: UnifiedMemory | None,
     view: View,
-) -> Where:  # fmt: skip
+) -> CacheResources:  # fmt: skip
     """What the machine offers the caches, and how batches come from there: measured where it is not known."""
     hints, ranks = hints_of(config), local_ranks(config, runtime)
     on_gpu = runtime.device.type == "cuda"
     heap = memory.heap if memory is not None and hints.on else None
-    view.say(f"residency hints: {'off' if heap is None else 'on'}, {_why_hints(hints, memory, on_gpu)}")
-    where = Where(machine, runtime.device.index or 0 if on_gpu else None, heap, ranks=ranks, hints=hints)
+    view.report(f"residency hints: {'off' if heap is None else 'on'}, {_why_hints(hints, memory, on_gpu)}")
+    resources = CacheResources(machine, runtime.device.index or 0 if on_gpu else None, heap, ranks=ranks, hints=hints)
     if heap is None:
-        where = replace(where, no_heap=_why_hints(hints, memory, on_gpu))
+        resources = replace(resources, no_heap=_why_hints(hints, memory, on_gpu))
     unified = "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type)
     managed = heap if unified and ranks is None else None
-    folder = environment.cache_folder or places_of(config).base
-    choice = transport_of(where, folder, managed, insists=hints.asked and managed is not None, main=runtime.is_main)
-    view.say(f"batches: {choice.transport}, {choice.reason}")
-    return replace(where, transport=choice)
+    folder = environment.cache_folder or cache_folders(config).base
+    choice = transport_of(
+        resources, folder, managed, insists=hints.requested and managed is not None, main=runtime.is_main
+    )
+    view.report(f"batches: {choice.transport}, {choice.reason}")
+    return replace(resources, transport=choice)
 
 
 def _why_hints(hints: Hints, memory: UnifiedMemory | None, on_gpu: bool) -> str:
@@ -136,18 +138,18 @@ def _why_hints(hints: Hints, memory: UnifiedMemory | None, on_gpu: bool) -> str:
 
 
 def transport_of(
-    where: Where, folder: Path, heap: ManagedHeap | None, *, insists: bool = False, main: bool = True
+    resources: CacheResources, folder: Path, heap: ManagedHeap | None, *, insists: bool = False, main: bool = True
 ) -> TransportChoice:
     """By what was measured on this machine, now or before; `folder` keeps it."""
-    profile = where.profile
-    if where.device is None or profile == "integrated":
+    profile = resources.profile
+    if resources.device is None or profile == "integrated":
         return choose_transport(profile, None)
     insisted = "managed memory was asked for (memory.enable_uvm_hints is true)" if insists else None
-    key = machine_key(where.machine, where.device)
+    key = machine_key(resources.machine, resources.device)
     measured, when = recall(folder, key, with_managed=heap is not None), f"measured before ({folder / FILE})"
     if measured is None:
         try:
-            measured = measure_link(where.device, heap)
+            measured = measure_link(resources.device, heap)
         except (UnifiedMemoryError, RuntimeError) as error:  # torch refuses page-locked memory with no type of its own
             choice = choose_transport(profile, None, insisted=insisted)
             return replace(choice, reason=f"{choice.reason}; not measured ({str(error).splitlines()[0]})")
@@ -159,7 +161,7 @@ def transport_of(
 
 
 def open_host(
-    config: RunConfig, planned: Planned, machine: Machine, runtime: Runtime, memory: UnifiedMemory | None,
+    config: RunConfig, planned: PlannedRun, machine: Machine, runtime: Runtime, memory: UnifiedMemory | None,
     facts: ModelFacts,
 ) -> ExpertHost:  # fmt: skip
     count = len(trained_experts(config.model.experts, facts))
@@ -173,28 +175,30 @@ def open_host(
 
 def check_objective(config: RunConfig, facts: ModelFacts, trained: Sequence[ExpertName]) -> None:
     """Noise levels and loss weights that this model cannot be trained with."""
-    Goal.from_config(config.objective, facts, trained)
+    TrainingGoal.from_config(config.objective, facts, trained)
     Weighting.from_config(config.objective, facts.schedule)
 
 
 @dataclass(frozen=True, eq=False)
-class Beginning:
+class InitialState:
     """A run at step 0: what `resume.restore` takes a checkpoint over into."""
 
     state: TrainingState
     ramp: Ramp
     length: Length
-    goal: Goal
+    goal: TrainingGoal
 
 
-def begin(config: RunConfig, trainee: Trainee, index: DataIndex, runtime: Runtime, view: View) -> Beginning:
+def begin(
+    config: RunConfig, trained_model: TrainedModel, index: DataIndex, runtime: Runtime, view: View
+) -> InitialState:
     """The optimizer and all else that a step changes, and how many steps there are."""
     training = config.training
     ramp = checked_ramp(config, runtime.world_size)
     if runtime.is_sharded:
-        view.say(f"weights are spread over {runtime.world_size} processes (FSDP2)")
+        view.report(f"weights are spread over {runtime.world_size} processes (FSDP2)")
     if ramp.first_line is not None:
-        view.say(ramp.first_line)
+        view.report(ramp.first_line)
         logging.getLogger("gracetune").info(ramp.first_line)
     length = length_of(
         index, ramp, batch_size=training.batch_size, max_steps=training.max_steps, epochs=training.epochs
@@ -203,45 +207,49 @@ def begin(config: RunConfig, trainee: Trainee, index: DataIndex, runtime: Runtim
         index, batch_size=training.batch_size, rank=runtime.rank, world_size=runtime.world_size,
         epochs=training.epochs,
     )  # fmt: skip
-    groups = trainee.groups()
+    groups = trained_model.groups()
     optimizer = build_optimizer(config.optimizer, groups)
     scheduled = build_schedule(
         optimizer, config.schedule, optimizer_name=config.optimizer.name, total=length.steps
     )  # fmt: skip
     waiting = waiting_note(optimizer, f"optimizer {config.optimizer.name}", runtime.device)
-    goal = Goal.from_config(config.objective, trainee.facts, trainee.trained)
-    weighting = Weighting.from_config(config.objective, trainee.facts.schedule)
-    about = (*trainee.notes, *optimizer_notes(config.optimizer, groups), *scheduled.notes)
-    for note in (*about, weighting.warning, guidance_note(config, trainee.facts), waiting):
+    goal = TrainingGoal.from_config(config.objective, trained_model.facts, trained_model.trained)
+    weighting = Weighting.from_config(config.objective, trained_model.facts.schedule)
+    about = (*trained_model.notes, *optimizer_notes(config.optimizer, groups), *scheduled.notes)
+    for note in (*about, weighting.warning, guidance_note(config, trained_model.facts), waiting):
         if note is not None:
             view.warn(note)
     for dataset in config.datasets:
         if dataset.regularisation and not dataset.disabled and config.adapter.kind == "full_finetune":
             view.warn(whole_model_note(dataset.id))
     scale = LossScale(runtime.device) if training.mixed_precision == "fp16" else NoScale()
-    ema = Ema.from_config(trainee.parameters(), training.ema)
-    return Beginning(
+    ema = EmaWeights.from_config(trained_model.parameters(), training.ema)
+    return InitialState(
         TrainingState(optimizer, scheduled.scheduler, scale, ema, loader, runtime.device), ramp, length, goal
     )  # fmt: skip
 
 
 def assemble(
-    config: RunConfig, trainee: Trainee, ready: Ready, live: Live, beginning: Beginning, source: BatchSource,
+    config: RunConfig, trained_model: TrainedModel, ready: CachedSamples, live: LiveEncoder, beginning: InitialState,
+    source: BatchSource,
     runtime: Runtime, memory: UnifiedMemory | None, control: Control, view: View, *,
     on_epoch_end: Callable[[EpochEnd], None], memory_alarm: Callable[[], str | None],
     repair: Callable[[EntriesError], None],
-) -> Job:  # fmt: skip
+) -> TrainingJob:  # fmt: skip
     training = config.training
-    gradients = {name: _gradients(trainee, name, runtime) for name in trainee.trained}
-    router = router_of(config, trainee.spec, trainee.facts, trainee.host.module(trainee.trained[0]))
+    gradients = {name: _gradients(trained_model, name, runtime) for name in trained_model.trained}
+    router = router_of(
+        config, trained_model.spec, trained_model.facts, trained_model.host.module(trained_model.trained[0])
+    )
     step = TrainStep(
-        trainee.spec, trainee.facts, beginning.goal, seed=training.seed, dtype=trainee.dtype, autocast=runtime.autocast,
-        base=trainee.base_for,
-        replay=_replay(config, trainee, gradients, ready, live, memory, runtime, view, router), router=router,
+        trained_model.spec, trained_model.facts, beginning.goal, seed=training.seed, dtype=trained_model.dtype,
+        autocast=runtime.autocast,
+        base=trained_model.base_for,
+        replay=_replay(config, trained_model, gradients, ready, live, memory, runtime, view, router), router=router,
     )  # fmt: skip
-    return Job(
+    return TrainingJob(
         runtime=runtime,
-        trainee=trainee,
+        trained_model=trained_model,
         step=step,
         state=beginning.state,
         source=source,
@@ -250,7 +258,7 @@ def assemble(
         seed=training.seed,
         gradients=gradients,
         length=beginning.length,
-        clip=Clip(training.grad_clip, training.max_grad_norm),
+        clip=GradientClipping(training.grad_clip, training.max_grad_norm),
         accumulation=training.accumulation,
         repair=repair,
         warn=view.warn,
@@ -261,15 +269,16 @@ def assemble(
     )
 
 
-def _gradients(trainee: Trainee, expert: str, runtime: Runtime) -> Gradients:
-    parameters = trainee.parameters(expert)
+def _gradients(trained_model: TrainedModel, expert: str, runtime: Runtime) -> Gradients:
+    parameters = trained_model.parameters(expert)
     if runtime.is_sharded:
         return ShardedGradients(parameters, runtime.world_size)
     return FlatGradients(parameters, runtime.sum_ if runtime.world_size > 1 else None)
 
 
 def _replay(
-    config: RunConfig, trainee: Trainee, gradients: Mapping[ExpertName, Gradients], ready: Ready, live: Live,
+    config: RunConfig, trained_model: TrainedModel, gradients: Mapping[ExpertName, Gradients], ready: CachedSamples,
+    live: LiveEncoder,
     memory: UnifiedMemory | None, runtime: Runtime, view: View, router: TokenRouter | None,
 ) -> Replay | None:  # fmt: skip
     """CUDA graphs, for runs whose step is the same every time, on the same addresses, with GPU memory to itself."""
@@ -281,27 +290,27 @@ def _replay(
         "the overflow arena is in use": memory is not None and memory.has_arena,
         "samples are encoded on the GPU beside the training": live.latents is not None or is_refreshed(ready.index),
     }
-    why = next((why for why, holds in reasons.items() if holds), None) or why_not_captured(config, trainee)
+    why = next((why for why, holds in reasons.items() if holds), None) or why_not_captured(config, trained_model)
     if why is not None:
-        view.say(f"CUDA graph: off: {why}")
+        view.report(f"CUDA graph: off: {why}")
         return None
-    flat = {trainee.host.module(name): one for name, one in gradients.items() if isinstance(one, FlatGradients)}
-    return Replay(trainee.spec if router is None else router.spec, flat, say=view.say)
+    flat = {trained_model.host.module(name): one for name, one in gradients.items() if isinstance(one, FlatGradients)}
+    return Replay(trained_model.spec if router is None else router.spec, flat, report=view.report)
 
 
-def why_not_captured(config: RunConfig, trainee: Trainee) -> str | None:
+def why_not_captured(config: RunConfig, trained_model: TrainedModel) -> str | None:
     """Of the model alone; None where nothing speaks against it."""
-    adapter, prepared = config.adapter, trainee.prepared.values()
+    adapter, prepared = config.adapter, trained_model.prepared.values()
     varying = config.keeps_masked_tokens
     drops = [adapter.dropout, *(options.get("dropout") for options in adapter.by_module.values())]
     reasons = {
-        f"{trainee.facts.family} has not been captured on a GPU yet": trainee.spec.recorded_inputs is None,
+        f"{trained_model.facts.family} has not been captured on a GPU yet": trained_model.spec.recorded_inputs is None,
         "blocks are not compiled": not all(one.compiled for one in prepared),
         "blocks are computed again as a whole in the backward pass": any(one.repeats for one in prepared),
         "a full fine-tune's gradients would be there twice": adapter.kind == "full_finetune",
         "the adapter has dropout": any(drops),
-        "datasets have strengths of their own": bool(trainee.strengths),
-        "experts leave the GPU": trainee.host.moves,
+        "datasets have strengths of their own": bool(trained_model.strengths),
+        "experts leave the GPU": trained_model.host.moves,
         "token routing keeps masked tokens, and every batch has another number of them": varying,
     }
     return next((why for why, holds in reasons.items() if holds), None)
@@ -314,7 +323,7 @@ def whole_model_note(dataset: str) -> str:
     )
 
 
-def refuse_two_halves(config: RunConfig) -> None:
+def reject_mixed_half_dtypes(config: RunConfig) -> None:
     """torch's autocast computes in one 16-bit type and does not mix it with tensors of the other."""
     mixed = config.training.mixed_precision
     held = {"fp8": "bf16", "int8": mixed, "auto": mixed}.get(config.model.base_precision, config.model.base_precision)
@@ -332,7 +341,7 @@ def check_optimizer(config: RunConfig, trained: Sequence[ExpertName], device: to
     optimizer = build_optimizer(
         config.optimizer,
         [
-            ParamGroup(name, cast(Stage, name), {f"{name}.one": nn.Parameter(torch.zeros(1, 1, device=device))})
+            ParamGroup(name, cast(ExpertStage, name), {f"{name}.one": nn.Parameter(torch.zeros(1, 1, device=device))})
             for name in trained
         ],
     )

@@ -9,7 +9,7 @@ from gracetune.planning.processes import sharded_bits_problem
 from gracetune.train.runtime import Runtime
 
 
-def refuse_eight_bits(config: RunConfig, runtime: Runtime) -> None:
+def reject_eight_bits(config: RunConfig, runtime: Runtime) -> None:
     held = config.model.base_precision
     if held == "fp8":
         check_fp8(runtime.device)

@@ -10,34 +10,34 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gracetune.cache.batches import BatchSource
-from gracetune.cache.encode_passes import How, Share
+from gracetune.cache.encode_passes import PassOptions, Share
 from gracetune.cache.keys import Key
 from gracetune.cache.refresh import Refresher
 from gracetune.cache.required_entries import is_refreshed
-from gracetune.cache.residence import Where
+from gracetune.cache.residence import CacheResources
 from gracetune.cache.session import needs
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import by_dataset, left_out_lines
 from gracetune.data.loader import EpochEnd
 from gracetune.models.encoders import FamilyEncoders
-from gracetune.train.data import Cached, found_by_others, found_here, load_caches
+from gracetune.train.data import CachedData, damaged_on_other_ranks, damaged_on_this_rank, load_caches
 from gracetune.train.runtime import Runtime
 from gracetune.train.training_state import TrainingState
 from gracetune.train.view import View
 
 
-class Renewal:
+class CacheRefresh:
     def __init__(
-        self, config: RunConfig, cached: Cached, state: TrainingState, source: BatchSource, runtime: Runtime,
-        encoders: FamilyEncoders, where: Where, view: View, stack: ExitStack,
+        self, config: RunConfig, cached: CachedData, state: TrainingState, source: BatchSource, runtime: Runtime,
+        encoders: FamilyEncoders, resources: CacheResources, view: View, stack: ExitStack,
     ) -> None:  # fmt: skip
         self._config, self._cached = config, cached
         self._loader, self._source, self._runtime = state.loader, source, runtime
-        self._encoders, self._where, self._view = encoders, where, view
+        self._encoders, self._resources, self._view = encoders, resources, view
         self._refresher = Refresher(
-            config, cached.index, encoders, cached.caches.places, epoch=state.position.epoch,
+            config, cached.index, encoders, cached.caches.folders, epoch=state.position.epoch,
             device=runtime.device if runtime.device.type == "cuda" else None,
-            how=How(share=Share(runtime.rank, runtime.world_size)), made=cached.made,
+            options=PassOptions(share=Share(runtime.rank, runtime.world_size)), made=cached.made,
         )  # fmt: skip
         stack.callback(self._refresher.close)
         self._held = stack.enter_context(ExitStack())
@@ -49,19 +49,19 @@ class Renewal:
         caches = self._cached.caches
         if ended.epoch + 1 == self._config.training.epochs:
             return  # that was the last one
-        before = [folder for epoch, folder in caches.places.epochs() if epoch <= ended.epoch]
+        before = [folder for epoch, folder in caches.folders.epochs() if epoch <= ended.epoch]
         swap = self._refresher.swap()
-        elsewhere = found_by_others(swap.built, self._runtime)
+        elsewhere = damaged_on_other_ranks(swap.built, self._runtime)
         if elsewhere:
             self._refresher.leave_out(by_dataset(elsewhere))
-        damaged = found_here(swap.built) | elsewhere
+        damaged = damaged_on_this_rank(swap.built) | elsewhere
         if damaged:
             self._loader.exclude(by_dataset(damaged))
             for line in left_out_lines(damaged):
                 self._view.warn(line)
         fresh = ExitStack()
-        wanted = needs(self._config, self._loader.index, self._encoders, caches.places, epoch=swap.epoch)
-        latents, texts, _ = load_caches(self._config, wanted, caches, self._where, fresh, name=str(swap.epoch))
+        wanted = needs(self._config, self._loader.index, self._encoders, caches.folders, epoch=swap.epoch)
+        latents, texts, _ = load_caches(self._config, wanted, caches, self._resources, fresh, name=str(swap.epoch))
         self._source.use(latents=latents, texts=texts)
         self._held.close()
         self._held.push(fresh.pop_all())
@@ -70,7 +70,7 @@ class Renewal:
         self._refresher.collect()
         self._refresher.prepare_next()
         if swap.waited > 1:
-            self._view.say(f"epoch {swap.epoch + 1}: training waited {swap.waited:.1f} s for its entries")
+            self._view.report(f"epoch {swap.epoch + 1}: training waited {swap.waited:.1f} s for its entries")
 
     def close(self) -> dict[Path, set[Key]]:
         """End a preparation that is under way. What this process has made for epochs, by store."""
@@ -79,15 +79,15 @@ class Renewal:
         return self._refresher.created
 
 
-def nothing_to_renew(ended: EpochEnd) -> None:
+def nothing_to_refresh(ended: EpochEnd) -> None:
     """Where all entries last for the whole run."""
 
 
-def renew(
-    config: RunConfig, cached: Cached, state: TrainingState, source: BatchSource, runtime: Runtime,
-    encoders: FamilyEncoders, where: Where, view: View, stack: ExitStack,
-) -> Renewal | None:  # fmt: skip
+def start_refresh(
+    config: RunConfig, cached: CachedData, state: TrainingState, source: BatchSource, runtime: Runtime,
+    encoders: FamilyEncoders, resources: CacheResources, view: View, stack: ExitStack,
+) -> CacheRefresh | None:  # fmt: skip
     """None where no dataset asks for entries that are made anew for each epoch."""
     if not is_refreshed(cached.index):
         return None
-    return Renewal(config, cached, state, source, runtime, encoders, where, view, stack)
+    return CacheRefresh(config, cached, state, source, runtime, encoders, resources, view, stack)

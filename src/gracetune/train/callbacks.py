@@ -11,13 +11,13 @@ from gracetune.train.guards import MemoryGuard, NanGuard, host_room
 from gracetune.train.held_out import HeldOut
 from gracetune.train.hooks import Callback
 from gracetune.train.load import LoadedRun
-from gracetune.train.logs import Logging, MemoryUsage
+from gracetune.train.logs import MemoryUsage, TrainingLog
 from gracetune.train.preflight import Preflight
 from gracetune.train.prompts import prompts_of
 from gracetune.train.publishing import Publishing
 from gracetune.train.run_identity import metadata_of
 from gracetune.train.saving import Saving
-from gracetune.train.self_check import SelfProof
+from gracetune.train.self_check import SelfCheck
 from gracetune.train.validation import Sampling
 from gracetune.train.view import View
 
@@ -40,13 +40,14 @@ def callbacks_of(
     metadata = metadata_of(config, ready.identity, cached.index, machine)
     gradients = NanGuard(state, control)
     pressure = MemoryGuard(memory, state.position, control, telemetry, view)
-    log = Logging(
+    log = TrainingLog(
         telemetry=telemetry, config=config, machine=machine, view=view, runtime=runtime,
-        usage=MemoryUsage(machine, job.device, job.trainee, state.optimizer, job.source, job.step), state=state,
-        source=job.source, ramp=job.ramp, pauses=pauses, model=job.trainee.source.name, trained=job.trainee.trained,
-        resumed=None if ready.start.checkpoint is None else ready.start.step, first_ms=loaded.dry.once_ms,
+        usage=MemoryUsage(machine, job.device, job.trained_model, state.optimizer, job.source, job.step), state=state,
+        source=job.source, ramp=job.ramp, pauses=pauses, model=job.trained_model.source.name,
+        trained=job.trained_model.trained,
+        resumed=None if ready.start.checkpoint is None else ready.start.step, first_ms=loaded.first_batch.once_ms,
     )  # fmt: skip
-    self_check = SelfProof(
+    self_check = SelfCheck(
         config, folder, model, loaded.example, control, pauses, telemetry, view, steps=job.length.steps
     )  # fmt: skip
     held_out = HeldOut(config, cached, model, pauses, telemetry, view, repair=job.repair)

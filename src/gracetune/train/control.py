@@ -39,7 +39,7 @@ class Control:
         self.validate = False
         self.phase: Phase = "preparing"
         self._stops_on_sigusr1 = stops_on_sigusr1
-        self.say: Callable[[str], None] = lambda text: None
+        self.report: Callable[[str], None] = lambda text: None
         """Shows a line at once."""
         self._has_been_signalled = False
 
@@ -65,9 +65,9 @@ class Control:
             raise InterruptedBySignal(name)
         if self.phase == "training":
             self.ask_to_stop("interrupted", name)
-            self.say(f"{name}: the step is completed and saved first; Ctrl-C again stops at once")
+            self.report(f"{name}: the step is completed and saved first; Ctrl-C again stops at once")
         else:
-            self.say(f"{name}: the files of the run are completed first; Ctrl-C again stops at once")
+            self.report(f"{name}: the files of the run are completed first; Ctrl-C again stops at once")
 
 
 @contextmanager

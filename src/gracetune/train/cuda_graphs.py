@@ -13,8 +13,8 @@ are created on that stream and kept alive. Autograd synchronizes the stream that
 its AccumulateGrad node; a node left by a pass on the default stream would make the default stream wait for a capture,
 which CUDA rejects. Replays run on the caller's stream.
 
-A failed capture leaves torch's caching allocator and random generator in capture mode. `Gpu.capture` restores both, and
-the run goes on without CUDA graphs.
+A failed capture leaves torch's caching allocator and random generator in capture mode. `GraphDevice.capture` restores
+both, and the run goes on without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ Key = tuple[object, ...]
 Run = Callable[[Sequence[Tensor]], Tensor]
 
 
-class CaptureError(Exception):
+class GraphCaptureError(Exception):
     """A capture failed and torch's state was restored. The message is the first cause, in one line."""
 
 
 @dataclass(eq=False)
-class Turns:
+class SharedGraphPool:
     """The memory pool that all captures share: only one is ever between its forward and its backward pass."""
 
     pool: Any
@@ -71,15 +71,20 @@ class CapturedPass:
     """A forward and a backward pass as two graphs, with fixed places for their inputs and outputs."""
 
     def __init__(
-        self, inputs: Sequence[Tensor], answer: Tensor, gradient: Tensor, graphs: tuple[Any, Any], turns: Turns
+        self,
+        inputs: Sequence[Tensor],
+        answer: Tensor,
+        gradient: Tensor,
+        graphs: tuple[Any, Any],
+        turns: SharedGraphPool,
     ) -> None:
         self._answer, self._gradient, self._turns = answer, gradient, turns
         self._inputs, (self._forward, self._backward) = inputs, graphs
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, int]:
         """The answer, and the number of this turn."""
-        for place, given in zip(self._inputs, inputs, strict=True):
-            place.copy_(given)
+        for buffer, given in zip(self._inputs, inputs, strict=True):
+            buffer.copy_(given)
         self._turns.taken += 1
         self._forward.replay()
         return self._answer.detach(), self._turns.taken
@@ -106,7 +111,7 @@ class _ReplayedPass(torch.autograd.Function):
         return None, None, None
 
 
-class Gpu:
+class GraphDevice:
     """The operations of CUDA's current device that a `Replay` needs."""
 
     def __init__(self) -> None:
@@ -183,14 +188,16 @@ class Gpu:
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, turns: Turns) -> CapturedPass:
-        """Computes nothing: the first replay does. Raises `CaptureError`, or torch's `OutOfMemoryError`."""
-        places = [one.clone() for one in inputs]
+    def capture(
+        self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, turns: SharedGraphPool
+    ) -> CapturedPass:
+        """Computes nothing: the first replay does. Raises `GraphCaptureError`, or torch's `OutOfMemoryError`."""
+        buffers = [one.clone() for one in inputs]
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with self.side_stream():
             with self._capturing(forward, turns.pool):
-                answer = run(places)
+                answer = run(buffers)
             gradient = torch.empty_like(answer)
             # Autocast is for forward passes; autograd never runs a backward pass in it.
             with (
@@ -198,7 +205,7 @@ class Gpu:
                 torch.autocast(answer.device.type, enabled=False),
             ):
                 gradients.add(torch.autograd.grad((answer,), gradients.parameters, (gradient,), allow_unused=True))
-        return CapturedPass(places, answer.detach(), gradient, (forward, backward), turns)
+        return CapturedPass(buffers, answer.detach(), gradient, (forward, backward), turns)
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
@@ -214,9 +221,9 @@ class Gpu:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise CaptureError(_first_line(error)) from error
+            raise GraphCaptureError(_first_line(error)) from error
         if invalid is not None:
-            raise CaptureError(_first_line(invalid)) from invalid
+            raise GraphCaptureError(_first_line(invalid)) from invalid
 
 
 _ABANDONED: Final[list[torch.cuda.CUDAGraph]] = []
@@ -269,15 +276,15 @@ class Replay:
         spec: ModelSpec,
         gradients: Mapping[nn.Module, FlatGradients],
         *,
-        say: Callable[[str], None] = lambda text: None,
-        gpu: Gpu | None = None,
+        report: Callable[[str], None] = lambda text: None,
+        gpu: GraphDevice | None = None,
     ) -> None:
         """`gradients` belong to the denoisers that may be captured; any other denoiser is called as usual."""
         assert spec.recorded_inputs is not None, "the family has not been captured on a GPU yet"
         self._predict, self._inputs_of, self._gradients = spec.predict, spec.recorded_inputs, gradients
-        self._say, self._gpu = say, gpu or Gpu()
+        self._emit, self._gpu = report, gpu or GraphDevice()
         self._shapes: dict[Key, _Shape] = {}
-        self._turns: Turns | None = None
+        self._turns: SharedGraphPool | None = None
         self._anchor: Tensor | None = None
         self._off = self._is_aside = False
         self._captures = self._replays = 0
@@ -377,11 +384,11 @@ class Replay:
             self._reject(shape, f"{MOST} other shapes are captured")
             return
         began, free = time.perf_counter(), self._gpu.free()
-        turns = self._turns or Turns(self._gpu.pool())
+        turns = self._turns or SharedGraphPool(self._gpu.pool())
         returned = sum(one.numel() * one.element_size() for one in gradients.parameters)
-        there = turns.size if any(one.captured and one.kept >= shape.kept for one in self._shapes.values()) else 0
+        pool_bytes = turns.size if any(one.captured and one.kept >= shape.kept for one in self._shapes.values()) else 0
         states = 0 if shape.addresses else STATES * returned  # a shape captured before has its optimizer states
-        needed = max(0, int(ROOM * shape.kept) + returned - there) + states + GIB
+        needed = max(0, int(ROOM * shape.kept) + returned - pool_bytes) + states + GIB
         if free < needed:
             self._reject(shape, f"it takes {format_bytes(needed)} of its own, and {format_bytes(free)} are free")
             return
@@ -394,7 +401,7 @@ class Replay:
             self.release()  # the captures before it share the random generator's state, which may have been replaced
             self._reject(shape, "the GPU's memory was full before all of it was captured")
             return
-        except CaptureError as error:
+        except GraphCaptureError as error:
             torch.clear_autocast_cache()
             # Graphs captured before share the random generator's state, which was replaced.
             self._turn_off(f"a capture failed: {error}. Losses are not affected; please report this")
@@ -414,14 +421,14 @@ class Replay:
     def _report(self, topic: str, line: str) -> None:
         if topic not in self._reported:
             self._reported.add(topic)
-            self._say(line)
+            self._emit(line)
 
     def _turn_off(self, why: str) -> None:
         """For all shapes and the rest of the run."""
         self._off = True
         self.release()
         self._accumulators.clear()  # from the next pass on everything is on the caller's stream
-        self._say(f"CUDA graph: off, kernels are launched one by one: {why}")
+        self._emit(f"CUDA graph: off, kernels are launched one by one: {why}")
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.cache.batches import BatchSource, Entries, Keys, Live
-from gracetune.cache.created_entries import Made, MadeEntries
-from gracetune.cache.encode_passes import How, Share
+from gracetune.cache.batches import BatchSource, EntrySource, LiveEncoder, SampleKeys
+from gracetune.cache.created_entries import CreatedEntries, Made
+from gracetune.cache.encode_passes import PassOptions, Share
 from gracetune.cache.errors import EntriesError, MissingEntryError
-from gracetune.cache.folder_layout import places_of
+from gracetune.cache.folder_layout import cache_folders
 from gracetune.cache.keys import Key
 from gracetune.cache.miss_reasons import why_missing
 from gracetune.cache.repair import EntryRepair
 from gracetune.cache.required_entries import LatentItem, TextItem, visits_of
-from gracetune.cache.residence import CacheRole, CacheType, Visits, Where
+from gracetune.cache.residence import CacheResources, CacheRole, CacheType, Visits
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.session import Built, Caches, Needs, build, missing_among, needs
+from gracetune.cache.session import Caches, FilledCaches, Needs, build, missing_among, needs
 from gracetune.cache.stats import StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.config.dataset_config import Dataset
@@ -63,13 +63,13 @@ def fetch(copies: Copies, runtime: Runtime, view: View) -> RunConfig:
         with view.phase("copies of remote data"):
             if not runtime.is_main:  # on other machines, and to see that everything is there
                 runtime.barrier()
-            copies.make(say=view.say, warn=view.warn, on_fetched=view.on_download, announced=True)
+            copies.make(report=view.report, warn=view.warn, on_fetched=view.on_download, announced=True)
             if runtime.is_main:
                 runtime.barrier()
     return copies.localized()
 
 
-def stage(
+def stage_data(
     config: RunConfig, geometry: Geometry, machine: Machine, runtime: Runtime, view: View, stack: ExitStack
 ) -> DataIndex:
     """Every folder looked at, and what says `in_memory` staged. The backends live as long as `stack` does."""
@@ -82,7 +82,7 @@ def stage(
         )
     )
     for note in sharing_notes(pool.folders):
-        view.say(note)
+        view.report(note)
     with view.phase("looking at the data"):
         # The scan of rank 0 is remembered on disk; the others read it instead of all of them hashing every file.
         if not runtime.is_main:
@@ -95,7 +95,7 @@ def stage(
     for backend in pool.opened:
         if isinstance(backend, InMemoryBackend) and backend.report is not None:
             for line in backend.report.lines():
-                view.say(line)
+                view.report(line)
     for note in _about(index):
         view.warn(note)
     return index
@@ -111,85 +111,96 @@ def _about(index: DataIndex) -> Iterator[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
+class CachedSamples:
     """Samples, and where their entries are: what batches are made of."""
 
     index: DataIndex
     """Without the files that turned out to be damaged."""
-    keys: Keys
-    latents: Entries
-    texts: Entries
+    keys: SampleKeys
+    latents: EntrySource
+    texts: EntrySource
 
 
 @dataclass(frozen=True, eq=False)
-class Cached(Ready):
+class CachedData(CachedSamples):
     """The caches of a run, filled."""
 
     caches: Caches
-    built: Built
+    built: FilledCaches
     report: tuple[str, ...]
     """Where each cache is and why, in words."""
-    made: MadeEntries | None = None
+    made: CreatedEntries | None = None
     """None where the entries are kept when the run ends."""
     inherited: Made = field(default_factory=dict)
     """Entries that earlier processes of this run made, on rank 0."""
 
 
 def fill_caches(
-    config: RunConfig, index: DataIndex, encoders: FamilyEncoders, runtime: Runtime, where: Where, view: View,
+    config: RunConfig, index: DataIndex, encoders: FamilyEncoders, runtime: Runtime, resources: CacheResources,
+    view: View,
     stack: ExitStack, *, epoch: int = 0,
-) -> Cached:  # fmt: skip
+) -> CachedData:  # fmt: skip
     """Whatever is missing is encoded, ranks sharing the work; then what the config wants in memory is loaded."""
     made, inherited = _record(config, runtime)
     caches = stack.enter_context(
-        Caches(places_of(config), writable=True, before_writing=None if made is None else made.note)
+        Caches(cache_folders(config), writable=True, before_writing=None if made is None else made.note)
     )
-    how = How(share=Share(runtime.rank, runtime.world_size))
+    options = PassOptions(share=Share(runtime.rank, runtime.world_size))
 
     def explain(missing: Sequence[LatentItem] | Sequence[TextItem]) -> None:
         if runtime.is_main:
             for line in why_missing(caches.store, missing):
-                view.say(line)
+                view.report(line)
         runtime.barrier()  # before the others encode some of it
 
     with view.phase("caches"):
         built = build(
-            config, index, encoders, caches, epoch=epoch, how=how, on_text=view.on_text, on_latents=view.on_latents,
+            config, index, encoders, caches, epoch=epoch, options=options, on_text=view.on_text,
+            on_latents=view.on_latents,
             on_missing=explain,
         )  # fmt: skip
         runtime.barrier()
     for note in built.notes_of(runtime.all_of({**built.texts.cut} or None)):
         view.warn(note)
-    elsewhere = found_by_others(built, runtime)
+    elsewhere = damaged_on_other_ranks(built, runtime)
     if elsewhere:
         index = built.index.without(by_dataset(elsewhere))
-        wanted = needs(config, index, encoders, caches.places, epoch=epoch)
+        wanted = needs(config, index, encoders, caches.folders, epoch=epoch)
         built = replace(built, index=index, wanted=wanted)
         for line in left_out_lines(elsewhere):
             view.warn(line)
     per_use = encoders.spec.per_use(config.model)
-    keys = Keys(built.latents.encoder, built.texts.encoder, encoders.reads_pictures(), per_use)
-    latents, texts, report = load_caches(config, built.wanted, caches, where, stack, name=str(epoch))
+    keys = SampleKeys(built.latents.encoder, built.texts.encoder, encoders.reads_images(), per_use)
+    latents, texts, report = load_caches(config, built.wanted, caches, resources, stack, name=str(epoch))
     lost = [key for store in (latents, texts) if isinstance(store, ResidentStore) for key in store.report.damaged]
     if runtime.highest(len(lost)):
         with view.phase("caches, again"):  # now, while there is room for the encoders; such entries are read from disk
-            build(config, built.index, encoders, caches, epoch=epoch, wanted=built.wanted, how=how, on_missing=explain)
+            build(
+                config,
+                built.index,
+                encoders,
+                caches,
+                epoch=epoch,
+                wanted=built.wanted,
+                options=options,
+                on_missing=explain,
+            )
             runtime.barrier()
     # Not needed any more, and an object for every entry: a run keeps its index alone.
     built = replace(built, wanted=replace(built.wanted, texts=[], latents=[]))
-    return Cached(built.index, keys, latents, texts, caches, built, report, made, inherited)
+    return CachedData(built.index, keys, latents, texts, caches, built, report, made, inherited)
 
 
 def missing_latents(config: RunConfig, index: DataIndex, encoders: FamilyEncoders, *, epoch: int) -> list[LatentItem]:
     """What the caches lack, before they are filled."""
-    places = places_of(config)
-    with Caches(places, writable=False) as caches:
-        return missing_among(caches, needs(config, index, encoders, places, epoch=epoch).latents)
+    folders = cache_folders(config)
+    with Caches(folders, writable=False) as caches:
+        return missing_among(caches, needs(config, index, encoders, folders, epoch=epoch).latents)
 
 
-def _record(config: RunConfig, runtime: Runtime) -> tuple[MadeEntries | None, Made]:
+def _record(config: RunConfig, runtime: Runtime) -> tuple[CreatedEntries | None, Made]:
     """Before any rank encodes anything: `fill_caches` has a barrier behind it."""
-    made = MadeEntries(Path(config.output_dir).expanduser(), runtime.rank)
+    made = CreatedEntries(Path(config.output_dir).expanduser(), runtime.rank)
     if not config.cache.persistent_cache:
         return made, made.take_over() if runtime.is_main else {}
     if runtime.is_main:
@@ -198,7 +209,7 @@ def _record(config: RunConfig, runtime: Runtime) -> tuple[MadeEntries | None, Ma
 
 
 def repair_of(
-    config: RunConfig, cached: Cached, loader: Loader, encoders: FamilyEncoders, runtime: Runtime, view: View
+    config: RunConfig, cached: CachedData, loader: Loader, encoders: FamilyEncoders, runtime: Runtime, view: View
 ) -> Callable[[EntriesError], None]:
     """Makes entries again that a batch needs and that are damaged. Each rank its own: the others wait for it."""
     on_host = None
@@ -209,20 +220,20 @@ def repair_of(
     return lambda error: repair(error, loader.index, loader.epoch)
 
 
-def found_here(built: Built) -> DamagedFiles:
+def damaged_on_this_rank(built: FilledCaches) -> DamagedFiles:
     return {(one.dataset, one.path): one.reason for one in (*built.texts.damaged, *built.latents.damaged)}
 
 
-def found_by_others(built: Built, runtime: Runtime) -> DamagedFiles:
+def damaged_on_other_ranks(built: FilledCaches, runtime: Runtime) -> DamagedFiles:
     """Files that other ranks could not read and this one could: all ranks go on with the same samples, or with none."""
-    own = found_here(built)
-    told = runtime.all_of([*own.items()] or None)
-    return {file: reason for found in told for file, reason in found if file not in own}
+    own = damaged_on_this_rank(built)
+    gathered = runtime.all_of([*own.items()] or None)
+    return {file: reason for found in gathered for file, reason in found if file not in own}
 
 
 def load_caches(
-    config: RunConfig, wanted: Needs, caches: Caches, where: Where, stack: ExitStack, *, name: str
-) -> tuple[Entries, Entries, tuple[str, ...]]:
+    config: RunConfig, wanted: Needs, caches: Caches, resources: CacheResources, stack: ExitStack, *, name: str
+) -> tuple[EntrySource, EntrySource, tuple[str, ...]]:
     """`name` tells these stores from those of the run's other epochs."""
     visits = visits_of(wanted.latents, _kept_in_memory(wanted.index, config.cache.vae_cache_type))
     kind = _kind(config, wanted.index)
@@ -231,10 +242,10 @@ def load_caches(
         # An empty store in memory would look as if it worked.
         idle = (f"latents: none are kept in {kind}, because no dataset asks for it; they stay on disk",)
         kind = "disk"
-    latents = _Loaded(f"latents-{name}", "latent_cache", kind, where, stack).of(
+    latents = _Loaded(f"latents-{name}", "latent_cache", kind, resources, stack).of(
         caches.stores_of(wanted.latents), visits
     )
-    loader = _Loaded(f"texts-{name}", "text_cache", config.cache.text_cache_type, where, stack)
+    loader = _Loaded(f"texts-{name}", "text_cache", config.cache.text_cache_type, resources, stack)
     texts = loader.of(caches.stores_of(wanted.texts), visits_of(wanted.texts))
     return latents[0], texts[0], (*idle, *latents[1], *texts[1])
 
@@ -261,17 +272,17 @@ class _Loaded:
     name: str
     role: CacheRole
     kind: CacheType
-    where: Where
+    resources: CacheResources
     stack: ExitStack
 
-    def of(self, stores: tuple[DiskStore, ...], visits: Mapping[Key, Visits]) -> tuple[Entries, tuple[str, ...]]:
+    def of(self, stores: tuple[DiskStore, ...], visits: Mapping[Key, Visits]) -> tuple[EntrySource, tuple[str, ...]]:
         if not stores:
             return _NoEntries(), ()
-        store = load_resident(stores, visits, name=self.name, role=self.role, kind=self.kind, where=self.where)
+        store = load_resident(stores, visits, name=self.name, role=self.role, kind=self.kind, resources=self.resources)
         self.stack.callback(store.close)
         report = store.report
-        asked = self.where.hints.asked  # who asks for hints hears of every cache what became of them
-        plain = self.kind == "disk" and not (asked or report.damaged or report.missing)  # as asked: nothing to say
+        requested = self.resources.hints.requested  # who asks for hints hears of every cache what became of them
+        plain = self.kind == "disk" and not (requested or report.damaged or report.missing)  # as asked: nothing to say
         return store, () if plain else tuple(report.lines())
 
 
@@ -289,25 +300,27 @@ class _NoEntries:
         raise MissingEntryError([key], Path("(no cache)"))
 
 
-def live_encoders(index: DataIndex, encoders: FamilyEncoders, keys: Keys, stack: ExitStack) -> Live:
+def live_encoders(index: DataIndex, encoders: FamilyEncoders, keys: SampleKeys, stack: ExitStack) -> LiveEncoder:
     """Encoders for samples that look different at every visit; none where everything is cached."""
     fresh = [one for one in index.datasets if freshness(one.dataset) == "visit"]
     if not fresh:
-        return Live()
+        return LiveEncoder()
     latents = encoders.load_latents()
     stack.callback(latents.close)
     texts = None
-    if keys.reads_pictures and any(item.references for one in fresh for item in one.items):
+    if keys.reads_images and any(item.references for one in fresh for item in one.items):
         texts = encoders.load_text()
         stack.callback(texts.close)
-    return Live(latents, texts)
+    return LiveEncoder(latents, texts)
 
 
 def open_source(
-    ready: Ready, loader: Loader, live: Live, runtime: Runtime, memory: UnifiedMemory | None, stack: ExitStack, *,
-    where: Where | None = None, per_step: int | None = None, on_decision: Callable[[str], None] = lambda text: None,
+    ready: CachedSamples, loader: Loader, live: LiveEncoder, runtime: Runtime, memory: UnifiedMemory | None,
+    stack: ExitStack, *,
+    resources: CacheResources | None = None, per_step: int | None = None, on_decision: Callable[[str],
+    None] = lambda text: None,
 ) -> BatchSource:  # fmt: skip
-    chosen = None if where is None else where.transport
+    chosen = None if resources is None else resources.transport
     return stack.enter_context(
         BatchSource(
             loader, latents=ready.latents, texts=ready.texts, keys=ready.keys, device=runtime.device, live=live,

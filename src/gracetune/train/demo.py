@@ -35,11 +35,11 @@ SEEDS = (1, 2, 3)
 FALL = 0.20
 """The held-out loss has to fall by at least this share."""
 _SIDE = 64
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Learnt:
+class LossChange:
     """What one run did to the held-out loss of an expert."""
 
     seed: int
@@ -53,9 +53,9 @@ class Learnt:
 
 
 @dataclass(frozen=True)
-class Demonstrated:
-    learnt: tuple[Learnt, ...]
-    control: tuple[Learnt, ...]
+class DemoResult:
+    learned: tuple[LossChange, ...]
+    control: tuple[LossChange, ...]
     """With a rate of 0."""
     difference: float
     """The largest of diffusers' answers from the trained model's, relative to what training changed."""
@@ -64,33 +64,37 @@ class Demonstrated:
 
     @property
     def ok(self) -> bool:
-        learns = all(one.fall >= FALL for one in self.learnt)
+        learns = all(one.fall >= FALL for one in self.learned)
         return learns and all(one.fall == 0 for one in self.control) and self.difference < 1e-3
 
 
-def demonstrate(folder: Path, say: Say, view: Callable[[], View] = View) -> Demonstrated:
+def demonstrate(folder: Path, report_line: Report, view: Callable[[], View] = View) -> DemoResult:
     model = build("wan", "t2v-14b-2.2", folder / "model")
-    trained, held_out = _pictures(folder / "pictures", 8), _pictures(folder / "held_out", 3, first=8)
-    learnt: list[Learnt] = []
+    trained, held_out = _images(folder / "pictures", 8), _images(folder / "held_out", 3, first=8)
+    learned: list[LossChange] = []
     files: tuple[Path, ...] = ()
     for seed in SEEDS:
         config = demo_config(folder / f"run_{seed}", model, trained, held_out, seed=seed)
         if seed == SEEDS[0]:
-            say(f"seed {seed}: trained to step {STEPS // 2}, stopped, and resumed")
+            report_line(f"seed {seed}: trained to step {STEPS // 2}, stopped, and resumed")
             _run(_until(config, STEPS // 2), view())
         result = _run(config, view())
         files = files or result
-        learnt += _learnt(config, seed)
-        for one in learnt[-2:]:
-            say(f"seed {seed}, {one.stage}: held-out loss {one.before:.3f} -> {one.after:.3f}, {one.fall:.0%} less")
+        learned += _loss_changes(config, seed)
+        for one in learned[-2:]:
+            report_line(
+                f"seed {seed}, {one.stage}: held-out loss {one.before:.3f} -> {one.after:.3f}, {one.fall:.0%} less"
+            )
     control = demo_config(folder / "control", model, trained, held_out, seed=SEEDS[0], learns=False)
     _run(_until(control, CONTROL_STEPS), view())
-    unlearnt = _learnt(control, SEEDS[0])
-    say(f"control with a rate of 0: {', '.join(f'{one.after - one.before:+.3g}' for one in unlearnt)}")
+    unlearnt = _loss_changes(control, SEEDS[0])
+    report_line(f"control with a rate of 0: {', '.join(f'{one.after - one.before:+.3g}' for one in unlearnt)}")
     difference = diffusers_difference(model, files, folder / "merged")
-    say(f"diffusers, with the adapters merged, answers as the trained model: largest difference {difference:.1e}")
+    report_line(
+        f"diffusers, with the adapters merged, answers as the trained model: largest difference {difference:.1e}"
+    )
     report = folder / f"run_{SEEDS[0]}" / "report.html"
-    return Demonstrated(tuple(learnt), tuple(unlearnt), difference, files, report)
+    return DemoResult(tuple(learned), tuple(unlearnt), difference, files, report)
 
 
 def demo_config(
@@ -98,7 +102,7 @@ def demo_config(
 ) -> RunConfig:  # fmt: skip
     limits = {"lr_bump": 0.01, "min_lr": 1e-4, "max_lr": 0.1}
     optimizer: dict[str, Any] = {"name": "automagic", "lr": 0.01, "limits": limits}
-    pictures = {"type": "in_memory", "resolution": float(_SIDE), "in_memory": {"compression": "lz4"}}
+    images = {"type": "in_memory", "resolution": float(_SIDE), "in_memory": {"compression": "lz4"}}
     return RunConfig.model_validate(
         {
             "name": "demo",
@@ -106,8 +110,8 @@ def demo_config(
             "model": {"family": "wan", "flavour": "t2v-14b-2.2", "path": str(model), "base_precision": "fp32"},
             "adapter": {"kind": "lokr", "rank": 8},
             "datasets": [
-                {"id": "pictures", "path": str(trained), **pictures},
-                {"id": "held_out", "path": str(held_out), "dataset_type": "eval", **pictures},
+                {"id": "pictures", "path": str(trained), **images},
+                {"id": "held_out", "path": str(held_out), "dataset_type": "eval", **images},
             ],
             "cache": {"vae_cache_type": "memory", "text_cache_type": "memory"},
             "training": {
@@ -156,13 +160,13 @@ def _run(config: RunConfig, view: View) -> tuple[Path, ...]:
     return result.files
 
 
-def _learnt(config: RunConfig, seed: int) -> list[Learnt]:
+def _loss_changes(config: RunConfig, seed: int) -> list[LossChange]:
     log = read_log(Path(config.output_dir) / "logs" / "events.jsonl")
     events = [record.event for record in log.merged() if isinstance(record.event, HeldOutLoss)]
     found = []
-    for stage in dict.fromkeys(event.stage for event in events):
-        means = [event.mean for event in events if event.stage == stage]
-        found.append(Learnt(seed, stage, means[0], means[-1]))
+    for expert in dict.fromkeys(event.stage for event in events):
+        means = [event.mean for event in events if event.stage == expert]
+        found.append(LossChange(seed, expert, means[0], means[-1]))
     return found
 
 
@@ -182,7 +186,7 @@ def diffusers_difference(model: Path, files: tuple[Path, ...], folder: Path) -> 
         ours = WanTransformer3DModel.from_pretrained(model / component).eval()
         question = _question(ours)
         untrained = ours(**question)[0]
-        attached = attach(ours, Adapter(kind="lokr", rank=8), family="wan", stage=state.stage,
+        attached = attach(ours, Adapter(kind="lokr", rank=8), family="wan", expert=state.expert,
                           default_targets=tuple(state.layers), seed=0)  # fmt: skip
         attached.load(state)
         trained, reproduced = ours(**question)[0], theirs(**question)[0]
@@ -201,14 +205,14 @@ def _question(model: Any) -> dict[str, Any]:
     }
 
 
-def _pictures(folder: Path, count: int, first: int = 0) -> Path:
+def _images(folder: Path, count: int, first: int = 0) -> Path:
     """Squares of many colours on a pale ground, each with its caption."""
     folder.mkdir(parents=True)
     for number in range(first, first + count):
         red, green, blue = (round(255 * part) for part in colorsys.hsv_to_rgb(number / 11, 0.9, 0.9))
-        picture = Image.new("RGB", (_SIDE, _SIDE), "ivory")
+        image = Image.new("RGB", (_SIDE, _SIDE), "ivory")
         edge = 8 + number % 4 * 4
-        ImageDraw.Draw(picture).rectangle((edge, edge, _SIDE - edge, _SIDE - edge), fill=(red, green, blue))
-        picture.save(folder / f"square_{number:02}.png")
+        ImageDraw.Draw(image).rectangle((edge, edge, _SIDE - edge, _SIDE - edge), fill=(red, green, blue))
+        image.save(folder / f"square_{number:02}.png")
         (folder / f"square_{number:02}.txt").write_text(f"a square of the colour {red} {green} {blue}")
     return folder

@@ -38,7 +38,7 @@ def deterministic(config: RunConfig, view: View) -> Iterator[None]:
         )
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
-    view.say(
+    view.report(
         "deterministic, as training.deterministic says: torch's repeatable kernels only, cuBLAS with the workspace "
         f"{found}; steps take longer"
     )

@@ -15,7 +15,7 @@ from gracetune.config.run_config import Checkpoints
 from gracetune.errors import ConfigError, Problem
 
 
-def refuse_misread_files(layout: AdapterState, checkpoints: Checkpoints) -> None:
+def reject_misread_files(layout: AdapterState, checkpoints: Checkpoints) -> None:
     """`layout` is the adapter as it is trained, with or without values."""
     program, name = checkpoints.for_program, checkpoints.format
     wrong = misread_in(_as_written(layout, name), name, program)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gracetune.cache.created_entries import Made, MadeEntries
+from gracetune.cache.created_entries import CreatedEntries, Made
 from gracetune.cache.errors import CacheBusyError, CacheError
-from gracetune.cache.folder_layout import places_of
+from gracetune.cache.folder_layout import cache_folders
 from gracetune.cache.keys import Key
 from gracetune.cache.refresh import remove_epochs
 from gracetune.cache.session import is_cache, remove_entries
@@ -21,10 +21,10 @@ from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import RunEnded
 from gracetune.telemetry.report.write import write_report
-from gracetune.train.cache_refresh import Renewal
+from gracetune.train.cache_refresh import CacheRefresh
 from gracetune.train.control import Stop
-from gracetune.train.data import Cached
-from gracetune.train.job import Job
+from gracetune.train.data import CachedData
+from gracetune.train.job import TrainingJob
 from gracetune.train.load import LoadedRun
 from gracetune.train.logs import open_telemetry
 from gracetune.train.output import RunFolder, WrongFileError, save_weights, verify_weights
@@ -39,14 +39,14 @@ def finish(
 ) -> tuple[Path, ...]:  # fmt: skip
     """The final files; none where the run did not get to its end. `check_saved`: as in `Saving`."""
     job, folder = loaded.job, ready.folder
-    if job.trainee.parking is not None:
-        view.say(job.trainee.parking.stats.line)
-    if job.trainee.host.switches.followed_bytes:
-        view.say(job.trainee.host.switches.line)
+    if job.trained_model.parking is not None:
+        view.report(job.trained_model.parking.stats.line)
+    if job.trained_model.host.switches.followed_bytes:
+        view.report(job.trained_model.host.switches.line)
     files: tuple[Path, ...] = ()
     if stop.kind == "finished":
         ready.store.begin_work("finishing", job.position.step)
-        with failure_told(ready, job, telemetry, view, began=began):
+        with report_failure(ready, job, telemetry, view, began=began):
             files = _final_files(ready, loaded, check_saved, view)
     names = tuple(str(path.relative_to(folder.path)) for path in files)
     reason = "" if stop.kind == "finished" else stop.reason
@@ -57,7 +57,7 @@ def finish(
     )
     if ready.options.report and job.runtime.is_main:
         try:
-            view.say(f"report: {write_report(folder.path).html}")
+            view.report(f"report: {write_report(folder.path).html}")
         except (TelemetryError, OSError) as error:  # all that was trained is written: what is missing is its story
             view.warn(f"the report could not be written: {error}")
     if stop.kind == "finished":
@@ -66,12 +66,14 @@ def finish(
 
 
 @contextmanager
-def failure_told(ready: Preflight, job: Job, telemetry: Telemetry, view: View, *, began: float) -> Iterator[None]:
+def report_failure(
+    ready: Preflight, job: TrainingJob, telemetry: Telemetry, view: View, *, began: float
+) -> Iterator[None]:
     """What ends a run from outside the loop (a full disk, memory, a lost rank) is in its log and report, and told to a
     webhook."""
 
     def forced(error: LostRankError) -> None:
-        _tell_failure(ready, job, telemetry, view, error, began=began)
+        _report_failure(ready, job, telemetry, view, error, began=began)
 
     if ready.runtime.peers is not None:
         ready.runtime.peers.on_forced_end = forced
@@ -79,14 +81,14 @@ def failure_told(ready: Preflight, job: Job, telemetry: Telemetry, view: View, *
         yield
     except (Exception, KeyboardInterrupt) as error:
         found = ready.runtime.explain(error)
-        _tell_failure(ready, job, telemetry, view, found, began=began)
+        _report_failure(ready, job, telemetry, view, found, began=began)
         if found is not error:
             raise found from None
         raise
 
 
-def _tell_failure(
-    ready: Preflight, job: Job, telemetry: Telemetry, view: View, error: BaseException, *, began: float
+def _report_failure(
+    ready: Preflight, job: TrainingJob, telemetry: Telemetry, view: View, error: BaseException, *, began: float
 ) -> None:  # fmt: skip
     by_hand = isinstance(error, KeyboardInterrupt)
     event = RunEnded(
@@ -111,24 +113,26 @@ def _final_files(
 ) -> tuple[Path, ...]:
     job, config, main = loaded.job, ready.config, ready.runtime.is_main
     with job.state.as_delivered():
-        files = save_weights(job.trainee, config, ready.folder, job.position.step, final=True, write=main)
+        files = save_weights(job.trained_model, config, ready.folder, job.position.step, final=True, write=main)
         wrong = check_saved(files)
     if wrong is not None:
         raise WrongFileError(wrong)
     if main:
-        for line in verify_weights(job.trainee, config, files):
-            view.say(line)
+        for line in verify_weights(job.trained_model, config, files):
+            view.report(line)
     if not config.cache.persistent_cache:
-        _remove_caches(ready, job, loaded.cached, loaded.renewal, view)
+        _remove_caches(ready, job, loaded.cached, loaded.cache_refresh, view)
     job.runtime.barrier()
     return tuple(files)
 
 
-def _remove_caches(ready: Preflight, job: Job, cached: Cached, renewal: Renewal | None, view: View) -> None:
+def _remove_caches(
+    ready: Preflight, job: TrainingJob, cached: CachedData, cache_refresh: CacheRefresh | None, view: View
+) -> None:
     """What all ranks added, once nobody has the caches open any more; nothing else."""
     job.source.close()
     lasting = _of_all(job, cached.caches.created)
-    epochs = _of_all(job, {} if renewal is None else renewal.close())
+    epochs = _of_all(job, {} if cache_refresh is None else cache_refresh.close())
     cached.caches.close()
     job.runtime.barrier()
     if not job.runtime.is_main:
@@ -139,20 +143,20 @@ def _remove_caches(ready: Preflight, job: Job, cached: Cached, renewal: Renewal 
 
 def remove_recorded_entries(config: RunConfig, view: View) -> None:
     """What a finished run was to remove and could not: another process used the cache, say, or its disk failed."""
-    made = MadeEntries(RunFolder.of(config).path, 0)
+    made = CreatedEntries(RunFolder.of(config).path, 0)
     if not config.cache.persistent_cache and (recorded := made.take_over()):
         _remove_entries(config, {}, {}, recorded, made, view)
 
 
 def _remove_entries(
     config: RunConfig, lasting: dict[Path, set[Key]], epochs: dict[Path, set[Key]], recorded: Made,
-    made: MadeEntries, view: View,
+    made: CreatedEntries, view: View,
 ) -> None:  # fmt: skip
     """They stay recorded until they are removed. The result is written, so a cache that cannot be changed is a
     warning."""
     try:
         # Past the first epoch, entries are in stores of their own, which are removed with their last entry.
-        of_epochs = {folder for _, folder in places_of(config).epochs()}
+        of_epochs = {folder for _, folder in cache_folders(config).epochs()}
         for folder, keys in recorded.items():
             if is_cache(folder):  # an epoch's store may have been collected since
                 lasting.setdefault(folder, set()).update(keys)
@@ -166,14 +170,14 @@ def _remove_entries(
         view.warn(f"persistent_cache is false, but entries of this run cannot be removed: {error}")
         return
     made.forget()
-    view.say(f"persistent_cache is false: {removed} entries of this run removed")
+    view.report(f"persistent_cache is false: {removed} entries of this run removed")
 
 
-def _of_all(job: Job, mine: Mapping[Path, Collection[Key]]) -> dict[Path, set[Key]]:
+def _of_all(job: TrainingJob, mine: Mapping[Path, Collection[Key]]) -> dict[Path, set[Key]]:
     """What every rank has, on rank 0."""
-    told = {str(folder): sorted(keys) for folder, keys in mine.items()}
+    gathered = {str(folder): sorted(keys) for folder, keys in mine.items()}
     found: dict[Path, set[Key]] = {}
-    for raw in job.runtime.gather(json.dumps(told).encode()):
+    for raw in job.runtime.gather(json.dumps(gathered).encode()):
         for folder, keys in json.loads(raw).items():
             found.setdefault(Path(folder), set()).update(keys)
     return found

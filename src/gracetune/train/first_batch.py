@@ -14,19 +14,19 @@ from gracetune.cache.batches import Batch
 from gracetune.errors import GracetuneError, Problem
 from gracetune.models.spec import ExpertName
 from gracetune.train.control import Stop
-from gracetune.train.job import Job
-from gracetune.train.planning import Planned
+from gracetune.train.job import TrainingJob
+from gracetune.train.planning import PlannedRun
 from gracetune.train.step import TrainStep
-from gracetune.train.trained_model import Trainee
+from gracetune.train.trained_model import TrainedModel
 from gracetune.units import format_bytes
 
 
-class DryBatchError(GracetuneError):
+class FirstBatchError(GracetuneError):
     """The first batch does not go through."""
 
 
 @dataclass(frozen=True)
-class DryBatch:
+class FirstBatch:
     samples: int
     first_seconds: float
     """With whatever happens only once: compiling, choosing kernels."""
@@ -53,10 +53,10 @@ class Example:
         self._batch: Batch | None = Batch(batch.ref, {name: _copied(one) for name, one in batch.tensors.items()})
         self._before: dict[ExpertName, tuple[Tensor, Tensor]] = {}
 
-    def ask(self, step: TrainStep, trainee: Trainee, denoiser: nn.Module, expert: ExpertName) -> Tensor:
+    def ask(self, step: TrainStep, trained_model: TrainedModel, denoiser: nn.Module, expert: ExpertName) -> Tensor:
         """The prediction for it now."""
         assert self._batch is not None, "asked before it is released"
-        with trainee.strength_for(self._batch, expert), _repeatable(self._batch):
+        with trained_model.strength_for(self._batch, expert), _repeatable(self._batch):
             return step.answer(denoiser, self._batch, expert)
 
     def keep(self, expert: ExpertName, one: Tensor, again: Tensor) -> None:
@@ -72,7 +72,7 @@ class Example:
         self._before.clear()
 
 
-def dry_batch(job: Job, size: int, planned: Planned) -> tuple[DryBatch, Example]:
+def try_first_batch(job: TrainingJob, size: int, planned: PlannedRun) -> tuple[FirstBatch, Example]:
     """Forward and backward at the largest micro-batch. Nothing is learnt, and no position or generator moves."""
     before = job.state.loader.state_dict()
     devices = [job.device] if job.device.type == "cuda" else []
@@ -82,7 +82,7 @@ def dry_batch(job: Job, size: int, planned: Planned) -> tuple[DryBatch, Example]
         with torch.random.fork_rng(devices=devices):
             batch = _batch(job, size)
             example = Example(batch)
-            times = {expert: _twice(job, batch, expert, example) for expert in job.trainee.trained}
+            times = {expert: _twice(job, batch, expert, example) for expert in job.trained_model.trained}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -93,24 +93,24 @@ def dry_batch(job: Job, size: int, planned: Planned) -> tuple[DryBatch, Example]
         job.state.loader.load_state_dict(before)
     peak = torch.cuda.max_memory_allocated(job.device) if devices else None
     first, second = (max(pair[number] for pair in times.values()) for number in (0, 1))
-    return DryBatch(len(batch.ref.samples), first, second, peak), example
+    return FirstBatch(len(batch.ref.samples), first, second, peak), example
 
 
-def hours_left(job: Job, dry: DryBatch, batch_size: int) -> float:
+def hours_left(job: TrainingJob, first_batch: FirstBatch, batch_size: int) -> float:
     """The windows still to come at this pace; smaller micro-batches of a ramp take their share of the time."""
     samples = job.ramp.samples(job.position.micro_batches, job.length.steps - job.position.step)
-    return samples / batch_size * dry.seconds / 3600
+    return samples / batch_size * first_batch.seconds / 3600
 
 
 @contextmanager
-def memory_explained(job: Job, planned: Planned) -> Iterator[None]:
+def memory_explained(job: TrainingJob, planned: PlannedRun) -> Iterator[None]:
     """A later batch may be larger than the first."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        size = job.ramp.window(job.position.micro_batches).micro_batch
+        size = job.ramp.step_batch(job.position.micro_batches).micro_batch
         raise _out_of_memory(job, size, planned, error) from error
 
 
@@ -119,25 +119,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _batch(job: Job, size: int) -> Batch:
+def _batch(job: TrainingJob, size: int) -> Batch:
     while not isinstance(outcome := job.next_batch(size), Batch):
         if isinstance(outcome, Stop):
-            raise DryBatchError(outcome.reason)
+            raise FirstBatchError(outcome.reason)
     return outcome
 
 
-def _twice(job: Job, batch: Batch, expert: ExpertName, example: Example) -> tuple[float, float]:
+def _twice(job: TrainingJob, batch: Batch, expert: ExpertName, example: Example) -> tuple[float, float]:
     """The seconds of both. What they predict is the base model's answer where the adapter has learnt nothing yet."""
     (one, first), (again, second) = _once(job, batch, expert), _once(job, batch, expert)
     example.keep(expert, one, again)
     return first, second
 
 
-def _once(job: Job, batch: Batch, expert: ExpertName) -> tuple[Tensor, float]:
+def _once(job: TrainingJob, batch: Batch, expert: ExpertName) -> tuple[Tensor, float]:
     began = time.perf_counter()
-    denoiser = job.trainee.host.activate(expert)
+    denoiser = job.trained_model.host.activate(expert)
     job.gradients[expert].open()
-    with job.trainee.strength_for(batch, expert), _repeatable(batch):
+    with job.trained_model.strength_for(batch, expert), _repeatable(batch):
         loss = job.step(denoiser, batch, expert)
         loss.total.backward()
     if not bool(loss.total.isfinite()):  # the one place where a loss is waited for
@@ -146,7 +146,7 @@ def _once(job: Job, batch: Batch, expert: ExpertName) -> tuple[Tensor, float]:
         hint = (
             "--set model.base_precision=bf16 or fp32, --set training.mixed_precision=bf16; look at that batch's files"
         )
-        raise DryBatchError(str(Problem("first batch", found, "a number", hint)))
+        raise FirstBatchError(str(Problem("first batch", found, "a number", hint)))
     return loss.answer.clone(), time.perf_counter() - began
 
 
@@ -167,7 +167,7 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
-def _out_of_memory(job: Job, size: int, planned: Planned, error: BaseException) -> DryBatchError:
+def _out_of_memory(job: TrainingJob, size: int, planned: PlannedRun, error: BaseException) -> FirstBatchError:
     held = ""
     if job.device.type == "cuda":
         held = f", {format_bytes(torch.cuda.max_memory_allocated(job.device))} held at the peak"
@@ -184,4 +184,4 @@ def _out_of_memory(job: Job, size: int, planned: Planned, error: BaseException) 
         expected="room for one micro-batch, forward and backward",
         hint=f"{proposed}; then the same command again: it goes on from the last checkpoint",
     )
-    return DryBatchError(str(problem))
+    return FirstBatchError(str(problem))

@@ -36,7 +36,7 @@ def gradient_factor(accumulation: Accumulation, *, micro_batches: int, samples: 
 
 
 @dataclass(frozen=True)
-class Clip:
+class GradientClipping:
     kind: Literal["norm", "value"] = "norm"
     limit: float | None = 1.0
     """None: gradients are taken as they are."""
@@ -49,7 +49,7 @@ class Gradients(Protocol):
     def collect(self) -> None:
         """A backward pass is done."""
 
-    def finish(self, factor: float | Tensor, clip: Clip) -> Tensor:
+    def finish(self, factor: float | Tensor, clip: GradientClipping) -> Tensor:
         """Reduce, multiply by `factor`, clip. The norm before clipping, on the device, and the same on every rank.
 
         Where that is not finite all gradients have become 0: nothing that is not a number reaches the weights.
@@ -75,35 +75,35 @@ class FlatGradients:
             raise ValueError(f"trained parameters in float32 on one device, not on {devices}")
         sizes = [parameter.numel() for parameter in every]
         self._flat = torch.zeros(sum(sizes), dtype=torch.float32, device=devices.pop())
-        pieces = self._flat.split(sizes)
-        self._places = [(one, piece.view(one.shape)) for one, piece in zip(every, pieces, strict=True)]
-        self._small = [(one, place) for one, place in self._places if one.numel() <= small]
+        parts = self._flat.split(sizes)
+        self._slots = [(one, part.view(one.shape)) for one, part in zip(every, parts, strict=True)]
+        self._small = [(one, slot) for one, slot in self._slots if one.numel() <= small]
         self._reduce = reduce
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [one for one, _ in self._places]
+        return [one for one, _ in self._slots]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """One for each of `parameters`, None where it has none: what a backward pass does that is no autograd's own."""
-        _add([(place, one) for (_, place), one in zip(self._places, gradients, strict=True)])
+        _add([(slot, one) for (_, slot), one in zip(self._slots, gradients, strict=True)])
 
     def open(self) -> None:
         self._flat.zero_()
-        for parameter, place in self._places:
-            parameter.grad = place
+        for parameter, slot in self._slots:
+            parameter.grad = slot
         for parameter, _ in self._small:
             parameter.grad = None
 
     def collect(self) -> None:
-        _add([(place, one.grad) for one, place in self._small])
+        _add([(slot, one.grad) for one, slot in self._small])
         for parameter, _ in self._small:
             parameter.grad = None
 
-    def finish(self, factor: float | Tensor, clip: Clip) -> Tensor:
+    def finish(self, factor: float | Tensor, clip: GradientClipping) -> Tensor:
         self.collect()
-        for parameter, place in self._places:
-            parameter.grad = place
+        for parameter, slot in self._slots:
+            parameter.grad = slot
         flat = self._flat
         if self._reduce is not None:
             self._reduce(flat)
@@ -111,7 +111,7 @@ class FlatGradients:
         if clip.limit is not None and clip.kind == "norm":
             factor = factor * _coefficient(norm, clip.limit)
         # Finite ones times 0 are 0; what is left is what was infinite or no number, and times 0 is none. (torch's other
-        # ways, a product with a scalar on the device and `where`, take twice the time for so many.)
+        # ways, a product with a scalar on the device and `location`, take twice the time for so many.)
         factor = torch.where(norm.isfinite(), factor, 0.0)
         torch._foreach_mul_([flat], factor)
         flat.nan_to_num_(0.0)
@@ -120,7 +120,7 @@ class FlatGradients:
         return norm
 
     def close(self) -> None:
-        for parameter, _ in self._places:
+        for parameter, _ in self._slots:
             parameter.grad = None
 
 
@@ -137,7 +137,7 @@ class ShardedGradients:
     def collect(self) -> None:
         """FSDP2 has added them."""
 
-    def finish(self, factor: float | Tensor, clip: Clip) -> Tensor:
+    def finish(self, factor: float | Tensor, clip: GradientClipping) -> Tensor:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         parts = [local(gradient) for gradient in gradients]
         # FSDP2 takes the mean over ranks; ours are sums.
@@ -160,9 +160,9 @@ class ShardedGradients:
 
 def _add(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
     """To each place its gradient, where it has one; in a few kernels for all."""
-    found = [(place, one) for place, one in pairs if one is not None]
+    found = [(slot, one) for slot, one in pairs if one is not None]
     if found:
-        torch._foreach_add_([place for place, _ in found], [one for _, one in found])
+        torch._foreach_add_([slot for slot, _ in found], [one for _, one in found])
 
 
 def _coefficient(norm: Tensor, limit: float) -> Tensor:

@@ -15,16 +15,16 @@ from gracetune.hardware import Machine
 from gracetune.hardware.allocation import host_floor, host_reserve
 from gracetune.hostmem.sensors import HostSensor
 from gracetune.memory.errors import MemoryPressure
-from gracetune.memory.governor import Action, ArenaChange, MemoryChange, StageChange
+from gracetune.memory.governor import Action, ArenaChange, MemoryChange, MemoryStageChange
 from gracetune.memory.sensors import ArenaUsage, Sensors
 from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.memory.watchdog import Floors, Watchdog
 from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import Event, MemoryReclaimed, MemoryStageChanged, OverflowArenaChanged
 from gracetune.train.control import Control, Stop
-from gracetune.train.hooks import Callback, RunStarts, WindowDone
+from gracetune.train.hooks import Callback, RunStarts, StepEnds
 from gracetune.train.position import Position
-from gracetune.train.training_state import Standing, TrainingState
+from gracetune.train.training_state import ResumePoint, TrainingState
 from gracetune.train.view import View
 from gracetune.units import format_bytes
 
@@ -42,11 +42,11 @@ class _Norm:
     value: Tensor
     arrived: torch.cuda.Event | None
     batches: tuple[BatchRef, ...]
-    before: Standing
+    before: ResumePoint
     """Where the run stood before this window."""
 
     @property
-    def is_there(self) -> bool:
+    def is_ready(self) -> bool:
         return self.arrived is None or self.arrived.query()
 
 
@@ -61,19 +61,19 @@ class NanGuard(Callback):
     def __init__(self, state: TrainingState, control: Control) -> None:
         self._state, self._control = state, control
         self._coming: deque[_Norm] = deque()
-        self._stood = state.standing()
+        self._resume_point = state.resume_point()
         self._skipped = 0
         self._failure: Stop | None = None
-        self._before: Standing | None = None
+        self._before: ResumePoint | None = None
         """Where the run stood before the window that failed."""
 
     def start(self, begun: RunStarts) -> None:
-        self._stood = self._state.standing()
+        self._resume_point = self._state.resume_point()
 
-    def window(self, done: WindowDone) -> None:
-        self._coming.append(_sent(done, self._stood))
-        self._stood = self._state.standing()
-        while self._coming and self._coming[0].is_there:
+    def step_ends(self, done: StepEnds) -> None:
+        self._coming.append(_sent(done, self._resume_point))
+        self._resume_point = self._state.resume_point()
+        while self._coming and self._coming[0].is_ready:
             self._judge(self._coming.popleft())
 
     def settle(self) -> Stop | None:
@@ -94,15 +94,15 @@ class NanGuard(Callback):
         if good or self._failure is not None or (skips and self._skipped < _MOST_SKIPPED):
             return
         self._before = None if skips else norm.before
-        saved = (self._before or self._state.standing()).position.step
+        saved = (self._before or self._state.resume_point()).position.step
         self._failure = Stop("failed", _what_failed(norm, self._skipped, saved))
         self._control.ask_to_stop(self._failure.kind, self._failure.reason)
 
 
-def _what_failed(norm: _Norm, windows: int, saved: int) -> str:
+def _what_failed(norm: _Norm, steps: int, saved: int) -> str:
     files = [f"{sample.path} of {sample.dataset}" for batch in norm.batches for sample in batch.samples]
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
-    which = f"step {norm.step}" if windows == 1 else f"{windows} steps in a row, the last of them {norm.step},"
+    which = f"step {norm.step}" if steps == 1 else f"{steps} steps in a row, the last of them {norm.step},"
     kept = f", and saved at step {saved}" if saved else "; nothing was learnt yet, so nothing is saved"
     return (
         f"the gradients of {which} are not finite; its batch: {', '.join(files[:_SHOWN])}{more}. Weights and optimizer "
@@ -111,7 +111,7 @@ def _what_failed(norm: _Norm, windows: int, saved: int) -> str:
     )
 
 
-def _sent(done: WindowDone, before: Standing) -> _Norm:
+def _sent(done: StepEnds, before: ResumePoint) -> _Norm:
     batches = tuple(done.batches)
     if done.norm.device.type != "cuda":
         return _Norm(done.step, done.norm, None, batches, before)
@@ -168,8 +168,8 @@ def memory_alarm(watchdog: Watchdog) -> Callable[[], str | None]:
     """Asked before every micro-batch: why the run has to be saved now."""
 
     def alarm() -> str | None:
-        asked = watchdog.requested()
-        return None if asked is None else f"memory: {asked.reason}"
+        stop_request = watchdog.requested()
+        return None if stop_request is None else f"memory: {stop_request.reason}"
 
     return alarm
 
@@ -192,11 +192,11 @@ class MemoryGuard(Callback):
             self._memory.on_change(lambda change: self._report(self._position.step, change))
 
     def _report(self, step: int, change: MemoryChange) -> None:
-        if isinstance(change, StageChange):
-            self._view.say(f"step {step}: memory {change.reason}")
+        if isinstance(change, MemoryStageChange):
+            self._view.report(f"step {step}: memory {change.reason}")
         self._telemetry.emit(memory_change_event(step, change))
 
-    def window(self, done: WindowDone) -> None:
+    def step_ends(self, done: StepEnds) -> None:
         if self._memory is not None:
             try:
                 self._memory.step()
@@ -205,7 +205,7 @@ class MemoryGuard(Callback):
 
 
 def memory_change_event(step: int, change: MemoryChange) -> Event:
-    if isinstance(change, StageChange):
+    if isinstance(change, MemoryStageChange):
         return MemoryStageChanged(step=step, before=change.before, after=change.after, reason=change.reason)
     if isinstance(change, ArenaChange):
         return OverflowArenaChanged(

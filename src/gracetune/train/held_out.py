@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from gracetune.cache.batches import Batch, Entries, Keys
+from gracetune.cache.batches import Batch, EntrySource, SampleKeys
 from gracetune.cache.collate import collate
 from gracetune.cache.errors import EntriesError
 from gracetune.config.run_config import RunConfig
@@ -19,13 +19,13 @@ from gracetune.data.captions import variant_ref
 from gracetune.data.index import DataIndex, Turn
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.errors import GracetuneError
-from gracetune.models.experts import window_of_levels
+from gracetune.models.experts import noise_range_of
 from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.seeded_random import torch_seed
 from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import HeldOutLoss
-from gracetune.train.data import Cached
-from gracetune.train.hooks import Callback, RunStarts, WindowDone
+from gracetune.train.data import CachedData
+from gracetune.train.hooks import Callback, RunStarts, StepEnds
 from gracetune.train.job import EvaluatedModel, Pauses
 from gracetune.train.view import View
 
@@ -45,13 +45,13 @@ def held_out_refs(index: DataIndex) -> list[SampleRef]:
 
 
 def levels_of(expert: ExpertName, facts: ModelFacts) -> list[float]:
-    lowest, highest = window_of_levels(expert, facts)
+    lowest, highest = noise_range_of(expert, facts)
     return [lowest + (highest - lowest) * (number + 0.5) / LEVELS for number in range(LEVELS)]
 
 
 class HeldOut(Callback):
     def __init__(
-        self, config: RunConfig, cached: Cached, model: EvaluatedModel, pauses: Pauses, telemetry: Telemetry,
+        self, config: RunConfig, cached: CachedData, model: EvaluatedModel, pauses: Pauses, telemetry: Telemetry,
         view: View, *, repair: Callable[[EntriesError], None],
     ) -> None:  # fmt: skip
         """`repair` makes cache entries again that are damaged."""
@@ -65,13 +65,13 @@ class HeldOut(Callback):
         if self._every is not None and not refs:
             view.warn("validation.loss_every_steps: no dataset of type eval, so there is no held-out loss")
         elif self._every is not None and len(self._refs) < len(refs):
-            view.say(f"held-out loss: {len(self._refs)} of {len(refs)} samples, evenly chosen")
+            view.report(f"held-out loss: {len(self._refs)} of {len(refs)} samples, evenly chosen")
 
     def start(self, begun: RunStarts) -> None:
         if self._every is not None and begun.position.step == 0:
             self._measure(0)
 
-    def window(self, done: WindowDone) -> None:
+    def step_ends(self, done: StepEnds) -> None:
         if self._every is not None and done.step % self._every == 0:
             self._measure(done.step)
 
@@ -81,9 +81,9 @@ class HeldOut(Callback):
         self._model.step.release()
         with self._pauses.counted():
             batches, problem = self._batches()
-            told = self._model.runtime.all_of(problem)
-            if told:  # all ranks leave it out: a sharded model needs them all
-                self._view.warn(f"no held-out loss at step {step}, and training goes on: {told[0]}")
+            gathered = self._model.runtime.all_of(problem)
+            if gathered:  # all ranks leave it out: a sharded model needs them all
+                self._view.warn(f"no held-out loss at step {step}, and training goes on: {gathered[0]}")
                 return
             found = held_out_losses(self._model, batches, self._seed)
         for expert, losses in found.items():
@@ -91,7 +91,7 @@ class HeldOut(Callback):
             mean = statistics.fmean(losses.values())
             self._telemetry.emit(HeldOutLoss(step=step, stage=expert, losses=named, mean=mean))
             whose = f" ({expert})" if expert else ""
-            self._view.say(f"held-out loss at step {step}: {mean:.4f}{whose}")
+            self._view.report(f"held-out loss at step {step}: {mean:.4f}{whose}")
 
     def _batches(self) -> tuple[list[Batch], str | None]:
         """And why there are none, where an entry is damaged and cannot be made again."""
@@ -111,7 +111,7 @@ class HeldOut(Callback):
 
 
 def batch_of(
-    ref: SampleRef, number: int, latents: Entries, texts: Entries, keys: Keys, device: torch.device
+    ref: SampleRef, number: int, latents: EntrySource, texts: EntrySource, keys: SampleKeys, device: torch.device
 ) -> Batch:  # fmt: skip
     """One sample, read from the caches as a batch of its own."""
     entry: dict[str, torch.Tensor] = {}
@@ -124,12 +124,12 @@ def batch_of(
 
 def held_out_losses(model: EvaluatedModel, batches: Sequence[Batch], seed: int) -> dict[ExpertName, dict[float, float]]:
     """Mean loss by expert and noise level. Every rank measures all samples: a sharded model needs them all."""
-    active = model.trainee.host.active
+    active = model.trained_model.host.active
     found: dict[ExpertName, dict[float, float]] = {}
-    with model.trainee.evaluating(), model.state.as_delivered():
-        for expert in model.trainee.trained:
-            denoiser = model.trainee.host.activate(expert)
-            levels = levels_of(expert, model.trainee.facts)
+    with model.trained_model.evaluating(), model.state.as_delivered():
+        for expert in model.trained_model.trained:
+            denoiser = model.trained_model.host.activate(expert)
+            levels = levels_of(expert, model.trained_model.facts)
             sums = torch.zeros(len(levels), device=model.device)
             for batch in batches:
                 for at, level in enumerate(levels):
@@ -137,5 +137,5 @@ def held_out_losses(model: EvaluatedModel, batches: Sequence[Batch], seed: int) 
                     sums[at] += model.step.at(denoiser, batch, noise_level, seed, batch.ref.indexes).each.sum()
             found[expert] = dict(zip(levels, (sums / len(batches)).tolist(), strict=True))
     if active is not None:
-        model.trainee.host.activate(active)
+        model.trained_model.host.activate(active)
     return found

@@ -19,7 +19,7 @@ from torch import Tensor
 from gracetune.data.loader import EpochEnd
 from gracetune.data.refs import BatchRef
 from gracetune.models.spec import ExpertName
-from gracetune.optim.batch_ramp import Window
+from gracetune.optim.batch_ramp import StepBatch
 from gracetune.train.control import Stop
 from gracetune.train.position import Position
 
@@ -38,17 +38,17 @@ class StepStarts:
 
     position: Position
     expert: ExpertName
-    window: Window
+    step_batch: StepBatch
 
 
 @dataclass(eq=False)
-class WindowDone:
+class StepEnds:
     """One window, after its optimizer step. Tensors stay on the device: who reads one waits for it."""
 
     step: int
     """Windows done, this one included."""
     expert: ExpertName
-    window: Window
+    step_batch: StepBatch
     loss: Tensor
     """This rank's sum over its samples."""
     norm: Tensor
@@ -79,7 +79,7 @@ class Callback(Protocol):
         """Before every step."""
         return
 
-    def window(self, done: WindowDone) -> None:
+    def step_ends(self, done: StepEnds) -> None:
         """After every optimizer step."""
         return
 

@@ -17,17 +17,17 @@ from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.index import by_dataset, left_out_lines
 from gracetune.data.loader import EpochEnd, Exhausted
 from gracetune.errors import GracetuneError
-from gracetune.models.experts import expert_for_window, next_expert
+from gracetune.models.experts import expert_for_step, next_expert
 from gracetune.models.spec import ExpertName
 from gracetune.optim.batch_ramp import Ramp
 from gracetune.seeded_random import torch_seed
 from gracetune.train.control import Control, Kind, Stop
-from gracetune.train.gradients import Accumulation, Clip, Gradients
+from gracetune.train.gradients import Accumulation, GradientClipping, Gradients
 from gracetune.train.hooks import StepStarts
 from gracetune.train.position import Length, Position
 from gracetune.train.runtime import Runtime
 from gracetune.train.step import TrainStep
-from gracetune.train.trained_model import Trainee
+from gracetune.train.trained_model import TrainedModel
 from gracetune.train.training_state import TrainingState
 
 _CODES = {"finished": 1, "failed": 2, "interrupted": 3}
@@ -54,7 +54,7 @@ class EvaluatedModel:
     """What it takes to ask the trained model something between two steps."""
 
     runtime: Runtime
-    trainee: Trainee
+    trained_model: TrainedModel
     step: TrainStep
     state: TrainingState
 
@@ -64,9 +64,9 @@ class EvaluatedModel:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class TrainingJob:
     runtime: Runtime
-    trainee: Trainee
+    trained_model: TrainedModel
     step: TrainStep
     state: TrainingState
     source: BatchSource
@@ -75,13 +75,13 @@ class Job:
     seed: int
     gradients: Mapping[ExpertName, Gradients]
     length: Length
-    clip: Clip
+    clip: GradientClipping
     accumulation: Accumulation
     repair: Callable[[EntriesError], None]
     """Makes cache entries again that turned out to be damaged (`cache.repair`)."""
     warn: Callable[[str], None]
     on_epoch_end: Callable[[EpochEnd], None]
-    """Called between two batches (`renewal`)."""
+    """Called between two batches (`cache_refresh`)."""
     memory_alarm: Callable[[], str | None]
     """Asked before every micro-batch: why the run has to be saved now."""
     first_step: int
@@ -99,19 +99,19 @@ class Job:
 
     @property
     def evaluated(self) -> EvaluatedModel:
-        return EvaluatedModel(self.runtime, self.trainee, self.step, self.state)
+        return EvaluatedModel(self.runtime, self.trained_model, self.step, self.state)
 
     def coming_step(self) -> StepStarts:
         """What the next step is: a function of the position alone."""
         position = self.position
-        expert = expert_for_window(position.step, self.switch_every, self.trainee.trained)
-        return StepStarts(replace(position), expert, self.ramp.window(position.micro_batches))
+        expert = expert_for_step(position.step, self.switch_every, self.trained_model.trained)
+        return StepStarts(replace(position), expert, self.ramp.step_batch(position.micro_batches))
 
     def next_expert(self) -> ExpertName | None:
         """The expert whose turn begins after the coming step; None where it does not change."""
-        return next_expert(self.position.step, self.switch_every, self.trainee.trained)
+        return next_expert(self.position.step, self.switch_every, self.trained_model.trained)
 
-    def seed_window(self) -> None:
+    def seed_step(self) -> None:
         """What a layer draws by itself (dropout) depends on the window and the rank, and on nothing before them."""
         torch.manual_seed(torch_seed(self.seed, "window", self.position.step, self.runtime.rank))
 
@@ -123,10 +123,10 @@ class Job:
             if not self.runtime.highest(int(own is not None and own.kind == "failed")):
                 return Stop("finished", f"{self.position.step} steps")
             return own if own is not None and own.kind == "failed" else Stop("failed", "another rank has failed")
-        told = self.runtime.all_of(None if own is None else (_CODES[own.kind], self.runtime.rank, own))
-        if not told:
+        gathered = self.runtime.all_of(None if own is None else (_CODES[own.kind], self.runtime.rank, own))
+        if not gathered:
             return None
-        _, rank, stop = max(told, key=lambda one: (one[0], -one[1]))
+        _, rank, stop = max(gathered, key=lambda one: (one[0], -one[1]))
         return stop if self.runtime.world_size == 1 else Stop(stop.kind, f"rank {rank}: {stop.reason}")
 
     def cannot_go_on(self) -> Stop | None:

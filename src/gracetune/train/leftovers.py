@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from gracetune.cache.cache_folder import SHARDS
-from gracetune.cache.folder_layout import places_of
+from gracetune.cache.folder_layout import cache_folders
 from gracetune.checkpoint.journal import Work
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.run_config import RunConfig
@@ -30,10 +30,10 @@ def remove_leftovers(
     config: RunConfig, folder: RunFolder, store: CheckpointStore, experts: Sequence[Expert]
 ) -> list[str]:
     """Returns what could not be removed, in words: leftovers are no reason to stop."""
-    places = places_of(config)
-    for place in (folder.path, folder.samples, places.base, scan_folder(config), *_inside(places.lasting())):
+    folders = cache_folders(config)
+    for path in (folder.path, folder.samples, folders.base, scan_folder(config), *_inside(folders.lasting())):
         with suppress(OSError):  # it is not there; or the run finds out itself what is wrong with it
-            sweep(place)
+            sweep(path)
     try:
         for model in folder.model_folders():
             _sweep_model(model, [expert.component for expert in experts])
@@ -46,7 +46,7 @@ def remove_leftovers(
             notes += failed
             if not failed:
                 store.end_work(work, step)
-    if store.unfinished("finishing") and not folder.are_there(folder.final_files(experts, config.adapter.kind)):
+    if store.unfinished("finishing") and not folder.exist(folder.final_files(experts, config.adapter.kind)):
         notes += folder.remove_step(experts, None)
     return notes
 

@@ -11,28 +11,28 @@ from gracetune.hub.access import HubAccess
 from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.memory.watchdog import Watchdog
 from gracetune.models.registry import geometry
-from gracetune.train.assembly import assemble, begin, open_host, open_memory, where_of
-from gracetune.train.cache_refresh import Renewal, nothing_to_renew, renew
+from gracetune.train.assembly import assemble, begin, cache_resources, open_host, open_memory
+from gracetune.train.cache_refresh import CacheRefresh, nothing_to_refresh, start_refresh
 from gracetune.train.control import Control
 from gracetune.train.data import (
-    Cached,
+    CachedData,
     fetch,
     fill_caches,
     live_encoders,
     missing_latents,
     open_source,
     repair_of,
-    stage,
+    stage_data,
 )
-from gracetune.train.first_batch import DryBatch, Example, dry_batch, hours_left
+from gracetune.train.first_batch import Example, FirstBatch, hours_left, try_first_batch
 from gracetune.train.guards import check_memory, memory_alarm, memory_left, watch
-from gracetune.train.job import Job
+from gracetune.train.job import TrainingJob
 from gracetune.train.output import check_format, checkpoint_bytes
 from gracetune.train.planning import choose, shapes_of
 from gracetune.train.preflight import Preflight
-from gracetune.train.resume import batch_change, refuse_other_data, refuse_other_data_early, restore, saved_epoch
-from gracetune.train.state_parts import Checkpointed
-from gracetune.train.trained_model import load_trainee
+from gracetune.train.resume import batch_change, reject_other_data, reject_other_data_early, restore, saved_epoch
+from gracetune.train.state_parts import CheckpointSource
+from gracetune.train.trained_model import load_trained_model
 from gracetune.train.view import View
 
 
@@ -40,17 +40,17 @@ from gracetune.train.view import View
 class LoadedRun:
     """Ready for its first step."""
 
-    job: Job
-    saved: Checkpointed
+    job: TrainingJob
+    saved: CheckpointSource
     """What its checkpoints hold."""
     memory: UnifiedMemory | None
     """None where the config does not ask for unified memory, or this machine has none."""
-    cached: Cached
-    renewal: Renewal | None
+    cached: CachedData
+    cache_refresh: CacheRefresh | None
     """None where no dataset is encoded anew for each epoch."""
     watchdog: Watchdog
     """Not started yet: of the host's memory, while steps are taken."""
-    dry: DryBatch
+    first_batch: FirstBatch
     example: Example
     hours: float
     """What is left of the run, by the first batch's time."""
@@ -70,16 +70,16 @@ def load(
     )  # fmt: skip
     if memory is not None:
         on_memory(memory)
-    where = where_of(config, machine, runtime, environment, memory, view)
+    resources = cache_resources(config, machine, runtime, environment, memory, view)
     local = fetch(Copies(config, HubAccess.of(environment)), runtime, view)
-    index = stage(local, geometry(model.facts.family, model.facts.flavour), machine, runtime, view, stack)
+    index = stage_data(local, geometry(model.facts.family, model.facts.flavour), machine, runtime, view, stack)
     epoch = saved_epoch(start)
-    refuse_other_data_early(
+    reject_other_data_early(
         start, index, lambda: missing_latents(config, index, model.encoders, epoch=epoch),
         allowed=options.allow_other_data,
     )  # fmt: skip
-    cached = fill_caches(config, index, model.encoders, runtime, where, view, stack, epoch=epoch)
-    refuse_other_data(start, cached.index, allowed=options.allow_other_data)
+    cached = fill_caches(config, index, model.encoders, runtime, resources, view, stack, epoch=epoch)
+    reject_other_data(start, cached.index, allowed=options.allow_other_data)
 
     choices, reasons = choose(
         config, planned, model.spec.attention, runtime.device, model.encoders.placement.dtype,
@@ -87,39 +87,41 @@ def load(
     )  # fmt: skip
     host = open_host(config, planned, machine, runtime, memory, model.facts)
     with view.phase("loading the model"):
-        trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, choices, host, model.assistant)
-    about_files = check_format(trainee, config)
+        trained_model = load_trained_model(
+            config, model.spec, model.source, model.facts, runtime, choices, host, model.assistant
+        )
+    about_files = check_format(trained_model, config)
     if runtime.is_main:  # once more: the caches have taken their part of the disk
-        ready.store.check_room(checkpoint_bytes(one.shape for one in trainee.parameters().values()))
+        ready.store.check_room(checkpoint_bytes(one.shape for one in trained_model.parameters().values()))
     live = live_encoders(cached.index, model.encoders, cached.keys, stack)
-    beginning = begin(config, trainee, cached.index, runtime, view)
+    beginning = begin(config, trained_model, cached.index, runtime, view)
     state = beginning.state
     source = open_source(
-        cached, state.loader, live, runtime, memory, stack, where=where, on_decision=view.say,
+        cached, state.loader, live, runtime, memory, stack, resources=resources, on_decision=view.report,
         per_step=None if config.training.ramp.enabled else config.training.gradient_accumulation_steps,
     )  # fmt: skip
-    saved = Checkpointed(config, trainee, state, options.allow_other_data)
+    saved = CheckpointSource(config, trained_model, state, options.allow_other_data)
     notes = restore(
         saved, start, ready.folder, ready.rates, runtime, steps=beginning.length.steps, dry_run=options.dry_run
     )  # fmt: skip
     changed = batch_change(start, config.training, runtime.world_size)
     if changed is not None:
         view.warn(changed)
-    renewal = renew(config, cached, state, source, runtime, model.encoders, where, view, stack)
+    cache_refresh = start_refresh(config, cached, state, source, runtime, model.encoders, resources, view, stack)
     repair = repair_of(config, cached, state.loader, model.encoders, runtime, view)
     watchdog = watch(machine, memory, view)
     job = assemble(
-        config, trainee, cached, live, beginning, source, runtime, memory, control, view,
-        on_epoch_end=renewal or nothing_to_renew, memory_alarm=memory_alarm(watchdog), repair=repair,
+        config, trained_model, cached, live, beginning, source, runtime, memory, control, view,
+        on_epoch_end=cache_refresh or nothing_to_refresh, memory_alarm=memory_alarm(watchdog), repair=repair,
     )  # fmt: skip
-    for line in (*reasons, *trainee.decisions, host.reason, *about_files, *cached.report, *notes):
-        view.say(line)
+    for line in (*reasons, *trained_model.decisions, host.reason, *about_files, *cached.report, *notes):
+        view.report(line)
 
     with view.phase("first batch"):
-        dry, example = dry_batch(job, config.training.batch_size, planned)
-    if trainee.compiling is not None:
-        view.say(trainee.compiling)
+        first_batch, example = try_first_batch(job, config.training.batch_size, planned)
+    if trained_model.compiling is not None:
+        view.report(trained_model.compiling)
     # The least of all ranks', so that they go on together or not at all.
     check_memory(machine, -runtime.highest(-memory_left(machine, memory)))
-    hours = hours_left(job, dry, config.training.batch_size)
-    return LoadedRun(job, saved, memory, cached, renewal, watchdog, dry, example, hours, notes)
+    hours = hours_left(job, first_batch, config.training.batch_size)
+    return LoadedRun(job, saved, memory, cached, cache_refresh, watchdog, first_batch, example, hours, notes)

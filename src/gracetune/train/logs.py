@@ -29,7 +29,7 @@ from gracetune.hardware import Machine
 from gracetune.memory.lookahead import Depth
 from gracetune.memory.sensors import TorchCuda, usable_total
 from gracetune.models.spec import ExpertName
-from gracetune.optim.batch_ramp import Ramp, Window
+from gracetune.optim.batch_ramp import Ramp, StepBatch
 from gracetune.optim.build import state_tensors
 from gracetune.optim.element_rates import KeepsRates
 from gracetune.redaction import Redactor
@@ -49,16 +49,16 @@ from gracetune.telemetry.events import (
     StepDone,
     ValidationDone,
 )
-from gracetune.telemetry.progress import Progress
+from gracetune.telemetry.progress import ProgressTracker
 from gracetune.telemetry.sinks.jsonl import JsonlSink
 from gracetune.telemetry.sinks.webhook import WebhookSink
-from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepStarts, WindowDone
+from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepEnds, StepStarts
 from gracetune.train.job import Pauses
 from gracetune.train.output import RunFolder
 from gracetune.train.position import Position
 from gracetune.train.runtime import Runtime
 from gracetune.train.step import TrainStep
-from gracetune.train.trained_model import Trainee
+from gracetune.train.trained_model import TrainedModel
 from gracetune.train.training_state import TrainingState
 from gracetune.train.view import View
 
@@ -132,12 +132,12 @@ class _Bar:
     name = "the progress bar"
 
     def __init__(self, view: View) -> None:
-        self._view, self._progress = view, Progress()
+        self._view, self._progress = view, ProgressTracker()
 
     def write(self, record: Record) -> None:
         self._progress.observe(record.event)
         if isinstance(record.event, StepDone | RunStarted | MemoryStageChanged):
-            self._view.on_standing(self._progress.standing())
+            self._view.on_status(self._progress.status())
 
     def close(self) -> None: ...
 
@@ -180,11 +180,11 @@ class _Sums:
     norm: Tensor
     steps: int = 0
     samples: int = 0
-    last: WindowDone | None = None
+    last: StepEnds | None = None
 
 
 @dataclass(kw_only=True)
-class Logging(Callback):
+class TrainingLog(Callback):
     telemetry: Telemetry
     config: RunConfig
     machine: Machine
@@ -212,7 +212,7 @@ class Logging(Callback):
     _expert: ExpertName | None = None
     _trained: set[ExpertName] = field(default_factory=set)
     """Since this process began."""
-    _window: Window | None = None
+    _step_batch: StepBatch | None = None
 
     def start(self, begun: RunStarts) -> None:
         self._steps = begun.steps
@@ -244,19 +244,19 @@ class Logging(Callback):
         self._begin()
 
     def step_starts(self, coming: StepStarts) -> None:
-        step, expert, window = coming.position.step, coming.expert, coming.window
+        step, expert, step_batch = coming.position.step, coming.expert, coming.step_batch
         if expert != self._expert and len(self.trained) > 1:
             turns = f"experts take turns every {self.config.model.switch_experts_every} optimizer steps"
             reason = turns if self._expert is not None else f"this process begins with it; {turns}"
             self.telemetry.emit(StageSwitched(step=step, before=self._expert or "", after=expert, reason=reason))
-        if window != self._window and self.ramp.ramp_steps:
-            self._batch_changes(coming.position, self._window, window)
+        if step_batch != self._step_batch and self.ramp.ramp_steps:
+            self._batch_changes(coming.position, self._step_batch, step_batch)
         if expert not in self._trained:  # its optimizer state is new; a later turn of it finds everything there
             self._trained.add(expert)
             self.sampling.note_change()
-        self._expert, self._window = expert, window
+        self._expert, self._step_batch = expert, step_batch
 
-    def window(self, done: WindowDone) -> None:
+    def step_ends(self, done: StepEnds) -> None:
         sums = self._sums.get(done.expert)
         if sums is None:
             sums = self._sums[done.expert] = _Sums(torch.zeros_like(done.loss), torch.zeros_like(done.norm))
@@ -265,12 +265,12 @@ class Logging(Callback):
         sums.steps, sums.samples, sums.last = sums.steps + 1, sums.samples + done.samples, done
         self.view.on_step(done.step, self._steps)
         if done.step % self.config.logging.every_steps == 0:
-            self._tell(self.state.position)
+            self._show(self.state.position)
 
     def end(self, ended: RunEnds) -> None:
         self.sampling.note_change()
         if self._sums:
-            self._tell(ended.position)
+            self._show(ended.position)
         elif self.sampling.step not in (None, ended.position.step):
             self._sample_memory(ended.position.step)
 
@@ -278,7 +278,7 @@ class Logging(Callback):
         self.telemetry.emit(self.usage.event(step))
         self.sampling.note_sample(step, self.clock())
 
-    def _batch_changes(self, position: Position, before: Window | None, after: Window) -> None:
+    def _batch_changes(self, position: Position, before: StepBatch | None, after: StepBatch) -> None:
         world = self.runtime.world_size
         event = EffectiveBatchChanged(
             step=position.step,
@@ -293,7 +293,7 @@ class Logging(Callback):
             return
         parts = f"micro-batch {after.micro_batch} x accumulation {after.accumulation}"
         parts += f" x {world} processes" if world > 1 else ""
-        self.view.say(f"step {position.step}: effective batch {event.before} -> {event.after} ({parts})")
+        self.view.report(f"step {position.step}: effective batch {event.before} -> {event.after} ({parts})")
         if after.accumulation != before.accumulation:
             _LOG.debug("GH200 ramp adjusted gradient_accumulation_steps -> %d", after.accumulation)
 
@@ -301,7 +301,7 @@ class Logging(Callback):
         step = self.state.position.step
         self.telemetry.emit(LookAheadChanged(step=step, before=before.value, after=after.value, reason=after.reason))
 
-    def _tell(self, position: Position) -> None:
+    def _show(self, position: Position) -> None:
         values = torch.stack([value for sums in self._sums.values() for value in (sums.loss, sums.norm.to(sums.loss))])
         losses = values[0::2].clone()
         self.runtime.sum_(losses)
@@ -328,8 +328,8 @@ class Logging(Callback):
                     samples=position.samples,
                     data_wait_ms=wait_ms,
                     compile_ms=self.first_ms,
-                    micro_batch=sums.last.window.micro_batch,
-                    accumulation=sums.last.window.accumulation,
+                    micro_batch=sums.last.step_batch.micro_batch,
+                    accumulation=sums.last.step_batch.accumulation,
                 )
             )
             self.first_ms = 0.0
@@ -357,16 +357,16 @@ class MemoryUsage:
 
     machine: Machine
     device: torch.device
-    trainee: Trainee
+    trained_model: TrainedModel
     optimizer: Optimizer
     source: BatchSource
     train_step: TrainStep
 
     def event(self, step: int) -> MemorySampled:
-        host = self.trainee.host
-        trained = sum(_bytes(one) for one in self.trainee.parameters().values())
+        host = self.trained_model.host
+        trained = sum(_bytes(one) for one in self.trained_model.parameters().values())
         frozen = sum(
-            _bytes(one) for name in self.trainee.trained for one in host.module(name).parameters()
+            _bytes(one) for name in self.trained_model.trained for one in host.module(name).parameters()
             if not one.requires_grad
         )  # fmt: skip
         state = sum(_bytes(one) for one in state_tensors(self.optimizer))

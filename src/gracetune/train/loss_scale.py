@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracetune.checkpoint.state_parts import Saved
+from gracetune.checkpoint.state_parts import SavedState
 
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 """torch's own defaults for its GradScaler, which works on lists of gradients and not on ours."""
@@ -38,8 +38,8 @@ class LossScale:
         found = (~norm.isfinite()).float()
         torch._amp_update_scale_(self._scale, self._growth, found, GROWTH, BACKOFF, INTERVAL)
 
-    def save(self) -> Saved:
-        return Saved({"version": 1}, {"scale": self._scale, "growth": self._growth})
+    def save(self) -> SavedState:
+        return SavedState({"version": 1}, {"scale": self._scale, "growth": self._growth})
 
     def load(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._scale.copy_(tensors["scale"])

@@ -32,7 +32,7 @@ from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.fast.modules import HoldsWeightOtherwise
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.metadata import About, file_name
-from gracetune.adapters.state import AdapterState, Stage
+from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.adapters.verification import shapes_of, verify
 from gracetune.checkpoint.folder import temporary_folder
 from gracetune.config.adapter_kinds import AdapterKind
@@ -53,10 +53,10 @@ from gracetune.storage.atomic import (
 )
 from gracetune.storage.folders import make_private_folder
 from gracetune.storage.os_errors import explain, explained, problem_of
-from gracetune.storage.safetensors_files import file_pieces
+from gracetune.storage.safetensors_files import file_chunks
 from gracetune.train.export_checks import about_other_programs
 from gracetune.train.state_parts import whole
-from gracetune.train.trained_model import Trainee
+from gracetune.train.trained_model import TrainedModel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CONFIG = "config.yaml"
@@ -142,15 +142,15 @@ class RunFolder:
         then = "then run the same command again: it goes on from the last checkpoint"
         return explained(what, self.path, elsewhere=_ELSEWHERE, then=then)
 
-    def adapter(self, stage: str, step: int | None = None) -> Path:
-        return self.path / file_name(self.name, cast(Stage, stage), step)
+    def adapter(self, expert: str, step: int | None = None) -> Path:
+        return self.path / file_name(self.name, cast(ExpertStage, expert), step)
 
     def model(self, step: int | None = None) -> Path:
         return self.path / (self.name if step is None else f"{self.name}_{step:09d}")
 
-    def results(self, stages: Iterable[str], step: int | None = None) -> list[Path]:
+    def results(self, experts: Iterable[str], step: int | None = None) -> list[Path]:
         """All names under which a finished run leaves its weights."""
-        return [*(self.adapter(stage, step) for stage in stages), self.model(step)]
+        return [*(self.adapter(expert, step) for expert in experts), self.model(step)]
 
     def steps(self) -> list[int]:
         """Of which there is something in the folder."""
@@ -163,35 +163,35 @@ class RunFolder:
         whole = kind == "full_finetune"
         return [self.model() / one.component if whole else self.adapter(one.name) for one in experts]
 
-    def are_there(self, files: Iterable[Path]) -> bool:
+    def exist(self, files: Iterable[Path]) -> bool:
         """All of them."""
         with self.refusing():
             return all(path.exists() for path in files)
 
-    def refuse_finished(self, stages: Iterable[str]) -> None:
+    def reject_finished(self, experts: Iterable[str]) -> None:
         """A run that begins anew must not find the result of another one in its way after hours."""
         with self.refusing():
-            there = [path for path in self.results(stages) if _is_result(path)]
-        if there:
+            finished = [path for path in self.results(experts) if _is_result(path)]
+        if finished:
             hint = "--set output_dir=FOLDER or --set name=NAME; or move the file away"
-            raise ConfigError([Problem("output_dir", f"{there[0].name}, the result of a run that ended here",
+            raise ConfigError([Problem("output_dir", f"{finished[0].name}, the result of a run that ended here",
                                        "a folder without it", hint, str(self.path))])  # fmt: skip
 
-    def set_aside(self, stages: Iterable[str], after: int) -> list[str]:
+    def set_aside(self, experts: Iterable[str], after: int) -> list[str]:
         """Weights of later steps than the run begins at: it will write its own under these names."""
         notes = []
         with self.explained("weights of later steps not renamed"):
-            for path in (path for step in self.steps() if step > after for path in self.results(stages, step)):
+            for path in (path for step in self.steps() if step > after for path in self.results(experts, step)):
                 if _is_result(path):
                     kept = _kept("set-aside", path)
                     notes.append(f"{path.name} lies after the step this run begins at; it is now called {kept.name}")
         return notes
 
-    def move_finished(self, stages: Iterable[str], step: int) -> list[str]:
+    def move_finished(self, experts: Iterable[str], step: int) -> list[str]:
         """A finished run that goes on: its result stays a result, out of reach of `remove_step`."""
         notes = []
         with self.explained("the result not renamed"):
-            for old, new in zip(self.results(stages), self.results(stages, step), strict=True):
+            for old, new in zip(self.results(experts), self.results(experts, step), strict=True):
                 if _is_result(old):
                     kept = _kept("finished", old, new.name)
                     notes.append(f"{old.name} was the result at step {step}: it is now called {kept.name}")
@@ -247,19 +247,19 @@ def _remove_model(folder: Path, components: Iterable[str]) -> None:
 
 
 def save_weights(
-    trainee: Trainee, config: RunConfig, folder: RunFolder, step: int, *, final: bool, write: bool
+    trained_model: TrainedModel, config: RunConfig, folder: RunFolder, step: int, *, final: bool, write: bool
 ) -> list[Path]:  # fmt: skip
     """All experts' files. Every rank calls it; the one that is told to writes. A file of the same step stays."""
     named = None if final else step
     paths = []
-    for expert in trainee.trained:
+    for expert in trained_model.trained:
         if config.adapter.kind == "full_finetune":
-            path = folder.model(named) / _component(trainee, expert)
+            path = folder.model(named) / _component(trained_model, expert)
             with folder.explained(f"{path.relative_to(folder.path)} not written"):
-                _save_model(trainee.host.module(expert), path, DTYPES[config.checkpoints.save_dtype], write=write)
+                _save_model(trained_model.host.module(expert), path, DTYPES[config.checkpoints.save_dtype], write=write)
         else:
             path = folder.adapter(expert, named)
-            state = for_format(trainee, expert, config.checkpoints.format)
+            state = for_format(trained_model, expert, config.checkpoints.format)
             with folder.explained(f"{path.name} not written"):
                 if write and not path.exists():
                     _save_adapter(path, state, config, step)
@@ -268,26 +268,26 @@ def save_weights(
 
 
 @torch.no_grad()
-def for_format(trainee: Trainee, expert: ExpertName, name: FormatName) -> AdapterState:
+def for_format(trained_model: TrainedModel, expert: ExpertName, name: FormatName) -> AdapterState:
     """An expert's adapter as that format's readers understand it. A collective where the model is shared out.
 
     ComfyUI measures DoRA's magnitudes against the base weights, which are at hand here (`delta.measured_by_base`).
     """
-    state = trainee.attached[expert].state()
+    state = trained_model.attached[expert].state()
     if name != "comfyui" or not any(MAGNITUDE in layer.tensors for layer in state.layers.values()):
         return state
-    denoiser = trainee.host.module(expert)
+    denoiser = trained_model.host.module(expert)
     layers = {path: measured_by_base(layer, base_weight(denoiser, path)) for path, layer in state.layers.items()}
     return replace(state, layers=layers)
 
 
 @torch.no_grad()
-def from_format(trainee: Trainee, expert: ExpertName, name: FormatName, state: AdapterState) -> AdapterState:
+def from_format(trained_model: TrainedModel, expert: ExpertName, name: FormatName, state: AdapterState) -> AdapterState:
     """The inverse of `for_format`: what a file holds, as it is trained. A collective where the model is shared out."""
     if name != "comfyui":
         return state
-    ending, denoiser = f".{MAGNITUDE}", trainee.host.module(expert)
-    paths = [own.removesuffix(ending) for own in trainee.attached[expert].parameters() if own.endswith(ending)]
+    ending, denoiser = f".{MAGNITUDE}", trained_model.host.module(expert)
+    paths = [own.removesuffix(ending) for own in trained_model.attached[expert].parameters() if own.endswith(ending)]
     layers = dict(state.layers)
     for path in paths:  # the same on every rank, whatever the file holds
         weight = base_weight(denoiser, path)
@@ -312,7 +312,7 @@ def checkpoint_bytes(shapes: Iterable[Sequence[int]]) -> int:
     return 4 * 4 * sum(math.prod(shape) for shape in shapes)
 
 
-def check_format(trainee: Trainee, config: RunConfig) -> tuple[str, ...]:
+def check_format(trained_model: TrainedModel, config: RunConfig) -> tuple[str, ...]:
     """Whether the adapters fit into their files' format: asked before the first step, not after the last.
 
     What there is to say about such files.
@@ -322,17 +322,17 @@ def check_format(trainee: Trainee, config: RunConfig) -> tuple[str, ...]:
     dtype, name = DTYPES[config.checkpoints.save_dtype], config.checkpoints.format
     by_base = False
     try:
-        for expert in trainee.trained:
-            state = for_format(trainee, expert, name)
+        for expert in trained_model.trained:
+            state = for_format(trained_model, expert, name)
             FORMATS[name].write(state, dtype)
             by_base = by_base or any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values())
     except CannotHoldError as error:
-        others = [name for name in FORMATS if _holds(name, trainee, dtype)]
+        others = [name for name in FORMATS if _holds(name, trained_model, dtype)]
         hint = f"--set checkpoints.format={others[0]}" if others else "--set adapter.kind=lora"
         found = f"{config.checkpoints.format}: {error.problems[0].found}"
         expected = f"one of {', '.join(others)}" if others else "a kind of adapter that some format has a place for"
         raise ConfigError([Problem("checkpoints.format", found, expected, hint)]) from None
-    about = about_other_programs(trainee.attached[trainee.trained[0]].state(), config.checkpoints)
+    about = about_other_programs(trained_model.attached[trained_model.trained[0]].state(), config.checkpoints)
     return (_FOR_COMFYUI_ALONE, *about) if by_base else about
 
 
@@ -342,10 +342,10 @@ _FOR_COMFYUI_ALONE = (
 )
 
 
-def _holds(name: FormatName, trainee: Trainee, dtype: torch.dtype) -> bool:
+def _holds(name: FormatName, trained_model: TrainedModel, dtype: torch.dtype) -> bool:
     try:
-        for expert in trainee.trained:
-            FORMATS[name].write(for_format(trainee, expert, name), dtype)
+        for expert in trained_model.trained:
+            FORMATS[name].write(for_format(trained_model, expert, name), dtype)
     except CannotHoldError:
         return False
     return True
@@ -364,8 +364,8 @@ def _save_adapter(path: Path, state: AdapterState, config: RunConfig, step: int)
     save(path, state, config.checkpoints.format, DTYPES[config.checkpoints.save_dtype], about)
 
 
-def _component(trainee: Trainee, expert: ExpertName) -> str:
-    return next(one.component for one in trainee.facts.experts if one.name == expert)
+def _component(trained_model: TrainedModel, expert: ExpertName) -> str:
+    return next(one.component for one in trained_model.facts.experts if one.name == expert)
 
 
 def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write: bool) -> None:
@@ -386,24 +386,24 @@ def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write:
     with new_folder(folder) as temporary:
         cast(Any, denoiser).save_config(str(temporary))
         saved = {name: cast_to(name, tensor) for name, tensor in tensors.items()}
-        write_new(temporary / MODEL_FILE, file_pieces(saved, {"format": "pt"}))
+        write_new(temporary / MODEL_FILE, file_chunks(saved, {"format": "pt"}))
 
 
-def verify_weights(trainee: Trainee, config: RunConfig, paths: Iterable[Path]) -> list[str]:
+def verify_weights(trained_model: TrainedModel, config: RunConfig, paths: Iterable[Path]) -> list[str]:
     """Read every file again as anyone would, and lay it beside the model. A line for each; a wrong one raises."""
     if config.adapter.kind == "full_finetune":
         return []
     lines = []
-    experts = {expert.name: expert for expert in trainee.facts.experts}
-    for path, name in zip(paths, trainee.trained, strict=True):
-        lines.append(_verified(path, trainee, experts[name]))
+    experts = {expert.name: expert for expert in trained_model.facts.experts}
+    for path, name in zip(paths, trained_model.trained, strict=True):
+        lines.append(_verified(path, trained_model, experts[name]))
     return lines
 
 
-def _verified(path: Path, trainee: Trainee, expert: Expert) -> str:
-    opened = open_adapter(path, trainee.facts.family)
-    shapes = shapes_of(trainee.spec.build_denoiser(trainee.source, expert))
-    reports = verify(opened.reading, {cast(Stage, expert.name): shapes})
+def _verified(path: Path, trained_model: TrainedModel, expert: Expert) -> str:
+    opened = open_adapter(path, trained_model.facts.family)
+    shapes = shapes_of(trained_model.spec.build_denoiser(trained_model.source, expert))
+    reports = verify(opened.reading, {cast(ExpertStage, expert.name): shapes})
     wrong = [report for report in reports if not report.ok]
     if wrong:
         found = wrong[0]

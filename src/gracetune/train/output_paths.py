@@ -18,7 +18,7 @@ from gracetune.train.output import CONFIG, RunFolder
 
 
 def check_output_paths(folder: RunFolder, experts: Sequence[Expert], kind: AdapterKind) -> None:
-    """ConfigError for everything that is in the way. A result of an earlier run is not: see `refuse_finished`."""
+    """ConfigError for everything that is in the way. A result of an earlier run is not: see `reject_finished`."""
     folders, files = [folder.samples, folder.logs], [folder.path / CONFIG, folder.path / LOG_FILE]
     with folder.refusing():
         steps = folder.steps()

@@ -23,7 +23,7 @@ from gracetune.planning.plan import BASE, CONFIG_VALUE, INPUTS, Plan, plan
 from gracetune.planning.processes import ONE_PROCESS, Processes
 from gracetune.train.blocks import Shapes
 from gracetune.train.runtime import Runtime
-from gracetune.train.trained_model import BasePrecision, Choices
+from gracetune.train.trained_model import BasePrecision, DenoiserChoices
 from gracetune.units import format_bytes
 
 _MOST_OF_MEMORY = 0.5
@@ -33,7 +33,7 @@ _SAME_MODEL = 0.05
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     demand: Demand
     plan: Plan
     not_ours: str | None = None
@@ -80,7 +80,7 @@ class Planned:
 def make_plan(
     config: RunConfig, machine: Machine, spec: ModelSpec, source: ModelSource, facts: ModelFacts,
     assistant: AssistantFile | None = None, *, processes: Processes = ONE_PROCESS, force_oversubscription: bool = False,
-) -> Planned:  # fmt: skip
+) -> PlannedRun:  # fmt: skip
     footprint, _ = footprint_of(config.model.model_copy(update={"flavour": facts.flavour}))
     compiled = compiles(config, "cpu" if machine.profile.value == "cpu" else "cuda")
     elements = None if assistant is None else elements_of(assistant.path)
@@ -97,14 +97,14 @@ def make_plan(
     found = plan(
         demand, machine, disk_free=free_on_disk(config.output_dir), force_oversubscription=force_oversubscription
     )
-    return Planned(demand, found, not_ours, parameters * len(facts.experts))
+    return PlannedRun(demand, found, not_ours, parameters * len(facts.experts))
 
 
 def processes_of(runtime: Runtime) -> Processes:
     return Processes(runtime.world_size, runtime.local_world_size, runtime.is_sharded, runtime.launch.reshard)
 
 
-def refuse_misfit(planned: Planned, *, allowed: bool) -> None:
+def reject_misfit(planned: PlannedRun, *, allowed: bool) -> None:
     """Before anything is loaded: a config that cannot run as it stands. Weights the plan is not for are left alone."""
     plan = planned.plan
     if planned.not_ours is not None or allowed or plan.verdict not in ("does not fit", "fits with these changes"):
@@ -137,16 +137,16 @@ def compiles(config: RunConfig, device: str) -> bool:
 
 
 def choose(
-    config: RunConfig, planned: Planned, calls: AttentionCalls, device: torch.device, dtype: torch.dtype,
+    config: RunConfig, planned: PlannedRun, calls: AttentionCalls, device: torch.device, dtype: torch.dtype,
     *, shapes: int | None = None,
-) -> tuple[Choices, tuple[str, ...]]:  # fmt: skip
+) -> tuple[DenoiserChoices, tuple[str, ...]]:  # fmt: skip
     """How the denoisers are run, and a line of reason for each choice. `shapes`: how many the samples have."""
     attention = choose_attention(config.training.attention, attention_facts(device, dtype, calls))
     compiled = compiles(config, device.type)
-    asked = config.training.gradient_checkpointing
+    requested = config.training.gradient_checkpointing
     budget: float | None = None
-    if asked != "auto":
-        recompute, why = asked == "full", "as the config says"
+    if requested != "auto":
+        recompute, why = requested == "full", "as the config says"
     elif planned.not_ours is not None:
         recompute = device.type == "cuda"
         why = "auto, without a plan for these weights: " + (
@@ -167,17 +167,17 @@ def choose(
         f"torch.compile {_compiling(config, shapes, calls) if compiled else 'off'}",
         *(() if why_base is None else (f"base weights {base}: {why_base}",)),
     )
-    return Choices(
+    return DenoiserChoices(
         recompute, budget, compiled, attention.backend, base_precision=base, fp8_layouts=planned.fp8_layouts,
         park_inputs=parks, shapes=_shapes(config, shapes, calls),
     ), lines  # fmt: skip
 
 
-def choose_base(config: RunConfig, planned: Planned) -> tuple[BasePrecision, str | None]:
+def choose_base(config: RunConfig, planned: PlannedRun) -> tuple[BasePrecision, str | None]:
     """How the base weights are held, and why where that was for the plan to decide."""
-    asked = config.model.base_precision
-    if asked != "auto":
-        return asked, None
+    requested = config.model.base_precision
+    if requested != "auto":
+        return requested, None
     plain: BasePrecision = "fp16" if config.training.mixed_precision == "fp16" else "bf16"
     summary = f"model.base_precision auto; {planned.plan.summary}"
     if not planned.demand.settings.eight_bits_possible:
@@ -191,12 +191,12 @@ def choose_base(config: RunConfig, planned: Planned) -> tuple[BasePrecision, str
     return plain, f"they fit, and no bits have to be saved; {summary}"
 
 
-def _base_without_plan(plain: BasePrecision, planned: Planned) -> tuple[BasePrecision, str]:
+def _base_without_plan(plain: BasePrecision, planned: PlannedRun) -> tuple[BasePrecision, str]:
     """Weights that the plan is not for: what they take beside what there is."""
     size, budget = 2 * planned.parameters, planned.plan.tiers[0].tier.budget
-    there = "an unknown amount" if budget is None else format_bytes(budget)
+    limit = "an unknown amount" if budget is None else format_bytes(budget)
     found = (
-        f"model.base_precision auto, without a plan for these weights: {format_bytes(size)} in {plain}, {there} usable"
+        f"model.base_precision auto, without a plan for these weights: {format_bytes(size)} in {plain}, {limit} usable"
     )
     return (plain if budget is not None and size <= _MOST_OF_MEMORY * budget else "int8"), found
 

@@ -50,30 +50,30 @@ def length_of(index: DataIndex, ramp: Ramp, *, batch_size: int, max_steps: int |
 
 def _counted(order: Order, ramp: Ramp, epochs: int) -> tuple[int, int]:
     """Steps and micro-batches where nothing depends on the step: an epoch's batches are known without drawing them."""
-    window, micro_batches = ramp.window(0), 0
+    step_batch, micro_batches = ramp.step_batch(0), 0
     for epoch in range(epochs):
-        batches = order.whole_epoch(epoch, window.micro_batch, 0, ramp.world_size).batches
+        batches = order.whole_epoch(epoch, step_batch.micro_batch, 0, ramp.world_size).batches
         if not batches:
             break  # no dataset is active any more
         micro_batches += batches
-    return -(-micro_batches // window.accumulation), micro_batches  # the last window may be short
+    return -(-micro_batches // step_batch.accumulation), micro_batches  # the last window may be short
 
 
 def _walked(order: Order, ramp: Ramp, epochs: int) -> tuple[int, int]:
     """The same where windows grow, or datasets come and go with the steps."""
     cursor = order.start()
     micro_batches = steps = filled = 0
-    window = ramp.window(0)
+    step_batch = ramp.step_batch(0)
     while cursor.epoch < epochs:
-        drawn = order.draw(cursor, window.micro_batch, steps, ramp.world_size)
-        if drawn is None:
+        batch = order.next_batch(cursor, step_batch.micro_batch, steps, ramp.world_size)
+        if batch is None:
             if not cursor.batches:
                 break  # no dataset is active any more
             cursor = order.next_epoch(cursor)
             continue
-        cursor = drawn[1]
+        cursor = batch[1]
         micro_batches, filled = micro_batches + 1, filled + 1
-        if filled == window.accumulation:
+        if filled == step_batch.accumulation:
             steps, filled = steps + 1, 0
-            window = ramp.window(micro_batches)
+            step_batch = ramp.step_batch(micro_batches)
     return steps + (filled > 0), micro_batches

@@ -7,9 +7,9 @@ checked at the next start, unless it is on the disk.
 What is found only later, and why:
 - a file that cannot be parsed, or a value of the wrong kind: `config.load`, which lists all of them. Without a valid
   config there is nothing to check here;
-- damaged, missing or changed data (`stage`, `fill_caches`, `refuse_other_data`): every file has to be read for it;
+- damaged, missing or changed data (`stage`, `fill_caches`, `reject_other_data`): every file has to be read for it;
 - a schedule that is longer than a number of epochs (`assemble`): their steps are counted in the data;
-- weights that are damaged (`load_trainee`): they are read when they are loaded;
+- weights that are damaged (`load_trained_model`): they are read when they are loaded;
 - an adapter that its file format cannot hold (`check_format`): that depends on the values of the base model;
 - no room for a checkpoint beside the caches (`CheckpointStore.check_room`, asked here for the first time): caches grow;
 - state in a checkpoint that does not fit (`restore`): it is compared with the parameters, once these are loaded;
@@ -29,11 +29,11 @@ import torch
 
 from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.assistant import AssistantFile, as_assistant
-from gracetune.cache.folder_layout import places_of
-from gracetune.checkpoint.resume import Start, resolve
+from gracetune.cache.folder_layout import cache_folders
+from gracetune.checkpoint.resume import ResumeStart, resolve
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
-from gracetune.config.path_status import look
+from gracetune.config.path_status import inspect_path
 from gracetune.config.run_config import RunConfig
 from gracetune.data.copies.local import Copies
 from gracetune.errors import ConfigError, Problem
@@ -46,26 +46,26 @@ from gracetune.models.hub_download import Fetch, HubFetcher
 from gracetune.models.source import ASSISTANT_KEY, ModelSource, find_assistant, is_on_disk
 from gracetune.models.spec import Expert, ExpertName, ModelFacts, ModelSpec
 from gracetune.optim.aitoolkit_rates import ImportedRates
-from gracetune.train.assembly import check_objective, check_optimizer, checked_ramp, refuse_two_halves
-from gracetune.train.base_precision import refuse_eight_bits
+from gracetune.train.assembly import check_objective, check_optimizer, checked_ramp, reject_mixed_half_dtypes
+from gracetune.train.base_precision import reject_eight_bits
 from gracetune.train.determinism import deterministic
 from gracetune.train.guards import check_memory
 from gracetune.train.leftovers import remove_leftovers
 from gracetune.train.logs import sinks_of
 from gracetune.train.output import RunFolder, checkpoint_bytes
 from gracetune.train.output_paths import check_output_paths
-from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit
-from gracetune.train.preflight_checks import Checks, Outcome
+from gracetune.train.planning import PlannedRun, choose, make_plan, processes_of, reject_misfit
+from gracetune.train.preflight_checks import CheckResult, Checks
 from gracetune.train.resume import (
     find_start,
-    how_to_go_on,
     nothing_left,
     rates_to_start_with,
-    refuse_other_optimizer,
+    reject_other_optimizer,
+    resume_hint,
 )
 from gracetune.train.run_identity import identity_of
 from gracetune.train.run_options import RunOptions
-from gracetune.train.runtime import Launch, Runtime, check_launch, open_runtime
+from gracetune.train.runtime import LaunchEnvironment, Runtime, check_launch, open_runtime
 from gracetune.train.sample_requests import check_requests
 from gracetune.train.trained_model import check_adapter, check_routes
 from gracetune.train.view import View
@@ -107,11 +107,11 @@ class Preflight:
     runtime: Runtime
     machine: Machine
     model: OpenedModel
-    planned: Planned
+    planned: PlannedRun
     folder: RunFolder
     store: CheckpointStore
     identity: Mapping[str, str]
-    start: Start
+    start: ResumeStart
     rates: ImportedRates | None
     """Of `optimizer.rates_from`; None where the run does not begin with such rates."""
     files: tuple[Path, ...]
@@ -123,7 +123,7 @@ class _Beginning:
     """Where the run begins."""
 
     identity: Mapping[str, str]
-    start: Start
+    start: ResumeStart
     files: tuple[Path, ...]
     """See `Preflight.files`."""
 
@@ -145,43 +145,45 @@ def preflight(
     _check_settings(config, runtime, checks, is_one_of_several=is_one_of_several)
     machine = probe()
     folder, keep = RunFolder.of(config), config.checkpoints
-    is_new = look(folder.path).kind == "nothing"
+    is_new = inspect_path(folder.path).kind == "nothing"
     if is_new and runtime.is_main:
         stack.enter_context(folder.provisional())
     checks.run(lambda: check_memory(machine, machine.host.headroom))
-    if runtime.is_main and not checks.refused:  # before the weights, which may take longer to download
+    if runtime.is_main and not checks.rejected:  # before the weights, which may take longer to download
         checks.run(lambda: _plan_copies(config, environment, machine, view))
-    model = Outcome[OpenedModel]()
-    on_disk = checks.run(lambda: is_on_disk(config.model)) if checks.refused else Outcome(True)
+    model = CheckResult[OpenedModel]()
+    on_disk = checks.run(lambda: is_on_disk(config.model)) if checks.rejected else CheckResult(True)
     if on_disk.is_known and on_disk.value:
-        fetch = HubFetcher(HubAccess.of(environment), view.say, view.on_download)
+        fetch = HubFetcher(HubAccess.of(environment), view.report, view.on_download)
         model = checks.run(lambda: _open_model(config, runtime.device, fetch))
     trained = model.value.trained if model.is_known else ("",)
     optimizer = checks.run(lambda: check_optimizer(config, trained, runtime.device))
     # What follows is agreed on by all processes, or each checks by itself: one that is refused takes no part any more.
-    share = runtime.from_main if not runtime.highest(int(checks.refused)) else _made_here
-    planned = Outcome[Planned]()
+    share = runtime.from_main if not runtime.highest(int(checks.rejected)) else _call
+    planned = CheckResult[PlannedRun]()
     if not is_one_of_several:
         planned = checks.run(lambda: share(lambda: _plan(config, machine, model.value, runtime, options)))
     checks.run(lambda: view.planned(planned.value, machine))
-    checks.run(lambda: refuse_misfit(planned.value, allowed=options.allow_misfit))
+    checks.run(lambda: reject_misfit(planned.value, allowed=options.allow_misfit))
 
     store = stack.enter_context(
         CheckpointStore(folder.checkpoints, keep.keep_last, keep.keep_every_steps, ranks=runtime)
     )
     if runtime.peers is not None:
-        asked = options.resume or keep.resume
-        runtime.peers.advice = partial(how_to_go_on, store, environment, asked=asked, processes=runtime.world_size)
-    beginning = Outcome[_Beginning]()
-    if not checks.is_known("output_dir"):
-        refused = checks.refused
-        beginning = checks.run(
-            lambda: _find_beginning(config, model.value, store, folder, options, view, refused=refused)
+        requested = options.resume or keep.resume
+        runtime.peers.advice = partial(
+            resume_hint, store, environment, requested=requested, processes=runtime.world_size
         )
-    rates: Outcome[ImportedRates | None] = Outcome(None)
+    beginning = CheckResult[_Beginning]()
+    if not checks.is_known("output_dir"):
+        rejected = checks.rejected
+        beginning = checks.run(
+            lambda: _find_beginning(config, model.value, store, folder, options, view, rejected=rejected)
+        )
+    rates: CheckResult[ImportedRates | None] = CheckResult(None)
     if not (beginning.is_known and beginning.value.files):
-        checks.run(lambda: refuse_other_optimizer(beginning.value.start, config, optimizer.value, folder, trained))
-        if not (beginning.is_refused or checks.is_known("output_dir")):
+        checks.run(lambda: reject_other_optimizer(beginning.value.start, config, optimizer.value, folder, trained))
+        if not (beginning.is_rejected or checks.is_known("output_dir")):
             _check_folder(folder, store, checks, dry_run=options.dry_run, main=runtime.is_main)
             if runtime.is_main:
                 checks.run(lambda: check_output_paths(folder, model.value.experts, config.adapter.kind))
@@ -208,7 +210,7 @@ def preflight(
 
 def _has_caches_inside(config: RunConfig) -> bool:
     """Whether filling the caches makes the run's folder."""
-    return places_of(config).base.is_relative_to(RunFolder.of(config).path)
+    return cache_folders(config).base.is_relative_to(RunFolder.of(config).path)
 
 
 def _open_runtime(
@@ -217,7 +219,7 @@ def _open_runtime(
     """The process group is opened for a run that may still begin; for another one this process checks by itself."""
     checks.run(lambda: stack.enter_context(deterministic(config, view)))
     precision = config.training.mixed_precision
-    if not checks.refused:
+    if not checks.rejected:
         opened = checks.run(lambda: stack.enter_context(open_runtime(precision, environment)))
         if opened.is_known:
             return opened.value
@@ -227,15 +229,15 @@ def _open_runtime(
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return Runtime(
         rank=rank, world_size=1, local_rank=local, local_world_size=1, device=device, precision=precision,
-        launch=Launch(), key="",
+        launch=LaunchEnvironment(), key="",
     )  # fmt: skip
 
 
 def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks, *, is_one_of_several: bool) -> None:
     """What needs neither the model nor the run's folder."""
-    checks.run(lambda: refuse_two_halves(config))
+    checks.run(lambda: reject_mixed_half_dtypes(config))
     if not is_one_of_several:
-        checks.run(lambda: refuse_eight_bits(config, runtime))
+        checks.run(lambda: reject_eight_bits(config, runtime))
         checks.run(lambda: checked_ramp(config, runtime.world_size))
     for sink in sinks_of(config) if runtime.is_main else ():
         checks.run(partial(sink.check, config))
@@ -260,15 +262,15 @@ def _plan_copies(config: RunConfig, environment: Environment, machine: Machine, 
     plans = copies.plans()
     for plan in plans:
         for line in plan.lines():
-            view.say(line)
+            view.report(line)
     copies.check(plans, machine.host.headroom)
 
 
-def _made_here(make: Callable[[], T]) -> T:
+def _call(make: Callable[[], T]) -> T:
     return make()
 
 
-def _plan(config: RunConfig, machine: Machine, model: OpenedModel, runtime: Runtime, options: RunOptions) -> Planned:
+def _plan(config: RunConfig, machine: Machine, model: OpenedModel, runtime: Runtime, options: RunOptions) -> PlannedRun:
     return make_plan(
         config, machine, model.spec, model.source, model.facts, model.assistant, processes=processes_of(runtime),
         force_oversubscription=options.force_oversubscription,
@@ -277,41 +279,41 @@ def _plan(config: RunConfig, machine: Machine, model: OpenedModel, runtime: Runt
 
 def _find_beginning(
     config: RunConfig, model: OpenedModel, store: CheckpointStore, folder: RunFolder, options: RunOptions, view: View,
-    *, refused: bool,
+    *, rejected: bool,
 ) -> _Beginning:  # fmt: skip
     """A run's identity reads all of its weights, and remembers their digests in its folder. For a run that is refused
     already this is done only where there is a checkpoint to compare it with."""
-    asked = options.resume or config.checkpoints.resume
-    needless = refused and resolve(asked, store)[0] is None and store.latest() is None
+    requested = options.resume or config.checkpoints.resume
+    needless = rejected and resolve(requested, store)[0] is None and store.latest() is None
     identity = {} if needless else identity_of(config, model.source, model.facts, model.assistant)
     finals = folder.final_files(model.experts, config.adapter.kind)
     finishing = bool(store.unfinished("finishing"))
     start = find_start(
-        asked, store, folder, identity, model.trained, allow_other_run=options.allow_other_run,
-        is_half_finished=finishing and not folder.are_there(finals),
+        requested, store, folder, identity, model.trained, allow_other_run=options.allow_other_run,
+        is_half_finished=finishing and not folder.exist(finals),
     )  # fmt: skip
-    view.say(start.reason)
+    view.report(start.reason)
     ended = () if finishing else nothing_left(start, config, folder, finals)
     return _Beginning(identity, start, ended)
 
 
 def _check_folder(folder: RunFolder, store: CheckpointStore, checks: Checks, *, dry_run: bool, main: bool) -> None:
     """Free for this run, and writable. What the first of the two finds is not said twice."""
-    claim = Outcome(None) if dry_run else checks.run(store.check_claim)
+    claim = CheckResult(None) if dry_run else checks.run(store.check_claim)
     if main and claim.is_known:
         checks.run(folder.check)
 
 
 def _take_folder(
     config: RunConfig, folder: RunFolder, store: CheckpointStore, model: OpenedModel, found: _Beginning
-) -> Start:
+) -> ResumeStart:
     """Lock it. What a killed process left goes; checkpoints after the step that the run begins at are set aside."""
     notes = store.begin(found.identity, found.start.checkpoint)
     left = remove_leftovers(config, folder, store, model.experts) if store.is_writer else []
     return replace(found.start, notes=(*found.start.notes, *notes, *left))
 
 
-def _check_attention(config: RunConfig, model: OpenedModel, planned: Planned, device: torch.device) -> None:
+def _check_attention(config: RunConfig, model: OpenedModel, planned: PlannedRun, device: torch.device) -> None:
     """A kernel that is not installed, or does not take this model. The choice itself is made by `load`, with the data's
     shapes."""
     choose(config, planned, model.spec.attention, device, model.encoders.placement.dtype)

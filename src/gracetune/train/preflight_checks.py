@@ -27,12 +27,12 @@ class _UnknownValueError(Exception):
     """A check asked for what an earlier one could not find. `Checks.run` catches it; nobody else sees it."""
 
 
-class Outcome(Generic[T]):
+class CheckResult(Generic[T]):
     """What a check found, or nothing where it was refused or skipped."""
 
-    def __init__(self, *found: T, is_refused: bool = False) -> None:
+    def __init__(self, *found: T, is_rejected: bool = False) -> None:
         self._found = found
-        self.is_refused = is_refused
+        self.is_rejected = is_rejected
 
     @property
     def is_known(self) -> bool:
@@ -63,24 +63,24 @@ class Checks:
         return key in self._known
 
     @property
-    def refused(self) -> bool:
+    def rejected(self) -> bool:
         return bool(self._errors)
 
-    def run(self, check: Callable[[], T]) -> Outcome[T]:
+    def run(self, check: Callable[[], T]) -> CheckResult[T]:
         """Errors that are none of ours are raised at once: they are no refusals."""
         try:
-            return Outcome(check())
+            return CheckResult(check())
         except _UnknownValueError:
             pass
         except (GracetuneError, TelemetryError) as error:
             if not self._known or any(problem.key not in self._known for problem in problems_of(error)):
                 self._errors.append(error)
-            return Outcome(is_refused=True)
-        return Outcome()
+            return CheckResult(is_rejected=True)
+        return CheckResult()
 
     def raise_all(self, runtime: Runtime) -> None:
         """One error is raised as it is; several become one with all of their problems. All processes leave together."""
-        if not runtime.highest(int(self.refused)):
+        if not runtime.highest(int(self.rejected)):
             return
         if not self._errors:
             raise MachineError("another process of this run has refused it; its message says why")

@@ -14,7 +14,7 @@ from gracetune.cache.keys import text_key
 from gracetune.cache.required_entries import validation_texts
 from gracetune.config.run_config import Validation
 from gracetune.models.spec import FromEmbeddings, LoadPipeline, ModelFacts, ModelSpec, SampleRequest
-from gracetune.train.data import Ready
+from gracetune.train.data import CachedSamples
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class Prompts:
     entries: Mapping[str, Entry]
     """By text; on the CPU."""
-    how: FromEmbeddings
+    from_embeddings: FromEmbeddings
 
     @property
     def load_pipeline(self) -> LoadPipeline:
-        return self.how.load_pipeline
+        return self.from_embeddings.load_pipeline
 
     @property
     def reason(self) -> str:
@@ -42,25 +42,28 @@ class Prompts:
         precision of the computation, which may be another one."""
         embeds, negative = (
             {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in entry.items()}
-            for entry in (self.entries[request.prompt], self.entries[request.negative_prompt or self.how.no_wish])
+            for entry in (
+                self.entries[request.prompt],
+                self.entries[request.negative_prompt or self.from_embeddings.default_negative],
+            )
         )
         return replace(request, embeds=embeds, negative_embeds=negative)
 
 
-def prompts_of(validation: Validation, spec: ModelSpec, facts: ModelFacts, ready: Ready) -> Prompts | str:
+def prompts_of(validation: Validation, spec: ModelSpec, facts: ModelFacts, ready: CachedSamples) -> Prompts | str:
     """Or why samples need the text encoder, in words."""
-    how = spec.from_embeddings
-    refusal = how if isinstance(how, str) else how.refusal(facts)
-    if isinstance(how, str) or refusal is not None:
-        return f"text encoders are loaded for them: {refusal}"
-    texts = validation_texts(validation, no_wish=how.no_wish)
+    from_embeddings = spec.from_embeddings
+    rejection = from_embeddings if isinstance(from_embeddings, str) else from_embeddings.rejection(facts)
+    if isinstance(from_embeddings, str) or rejection is not None:
+        return f"text encoders are loaded for them: {rejection}"
+    texts = validation_texts(validation, default_negative=from_embeddings.default_negative)
     try:
-        return Prompts({text: _read(ready, text) for text in texts}, how)
+        return Prompts({text: _read(ready, text) for text in texts}, from_embeddings)
     except EntriesError as error:  # missing, or damaged
         return f"text encoders are loaded for them: {error}"
 
 
-def _read(ready: Ready, text: str) -> Entry:
+def _read(ready: CachedSamples, text: str) -> Entry:
     key = text_key(text, ready.keys.text)
     found = ready.texts.look_up(key)
     entry = ready.texts.read(key) if found is None else found

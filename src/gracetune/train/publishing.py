@@ -22,13 +22,14 @@ class Publishing:
     def __init__(
         self, config: RunConfig, folder: RunFolder, environment: Environment, view: View, *, main: bool
     ) -> None:
-        asked = config.checkpoints.push_to_hub
-        self._every = asked is not None and asked.every_checkpoint
+        requested = config.checkpoints.push_to_hub
+        self._every = requested is not None and requested.every_checkpoint
         self._uploads: HubUploads | None = None
-        if asked is not None and main:
+        if requested is not None and main:
             self._uploads = HubUploads(
-                asked.repo_id, folder.path, HubAccess.of(environment), private=asked.private, card=model_card(config),
-                say=view.say, warn=view.warn,
+                requested.repo_id, folder.path, HubAccess.of(environment), private=requested.private,
+                card=model_card(config),
+                report=view.report, warn=view.warn,
             )  # fmt: skip
 
     def begin(self) -> None:

@@ -2,8 +2,8 @@
 
 A collective whose peer is gone fails with a message about a socket, or (NCCL) does not return at all. So every process
 writes into the store that the launcher's processes met in: who it is, a beat every second, and why it ends. A process
-whose collective fails reads there which rank was lost (`Peers.explain`). Threads read it too: if a peer is lost and
-the main thread does not come back from its collective, they end this process.
+whose collective fails reads there which rank was lost (`RankMonitor.explain`). Threads read it too: if a peer is lost
+and the main thread does not come back from its collective, they end this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GRACE_S = 15.0
 """How long the main thread may take to notice a lost peer by itself."""
 SETTLED_S = 5.0
 """How long after a failed collective a dead process may still look alive."""
-SAID_S = {True: 60.0, False: 600.0}
+REPORT_EVERY_S = {True: 60.0, False: 600.0}
 """Waiting is said after so long, on rank 0 and on the others, and whenever it has doubled."""
 
 
@@ -83,7 +83,7 @@ def _state(pid: int) -> tuple[str, str]:
 class _End:
     """What a rank wrote when it left because of an error."""
 
-    place: int
+    number: int
     """Among the ranks that failed: the first one has the cause."""
     reason: str
     interrupted: bool
@@ -93,7 +93,7 @@ class _End:
     """It knows what ended it: no error of a collective, say."""
 
 
-class Peers:
+class RankMonitor:
     """`advice` is what a message about a lost rank ends with: the last checkpoint, and the command that goes on."""
 
     def __init__(self, store: Any, rank: int, world_size: int, *, store_in_rank_0: bool) -> None:
@@ -111,7 +111,7 @@ class Peers:
         self._met, self._since = 0, 0.0
         """Collectives begun; since when this process waits in one."""
         self._answer: BaseException | None = None
-        self._place = 0
+        self._failure_number = 0
         self._this = _Process.this()
         self._failing, self._closing = threading.Event(), threading.Event()
         self._store.set(f"peer/{rank}/process", json.dumps(asdict(self._this)))
@@ -179,7 +179,7 @@ class Peers:
         if self._is_store_gone(within_s=0.0 if speaks_for_itself else SETTLED_S / 10):
             return error if speaks_for_itself else self._store_gone()
         try:
-            self._place = self._store.add("peer/failures", 1)
+            self._failure_number = self._store.add("peer/failures", 1)
             return error if speaks_for_itself else self._found_among_peers(error)
         except RuntimeError:  # the store itself is out of reach
             return error if speaks_for_itself else self._store_gone()
@@ -188,14 +188,14 @@ class Peers:
         """The first rank that failed finds out what has happened, the others repeat it."""
         by_signal = isinstance(error, KeyboardInterrupt)
         beats = self._beats(self._store)
-        patience = SETTLED_S / 4 if by_signal else SETTLED_S if self._place == 1 else 2 * SETTLED_S
+        patience = SETTLED_S / 4 if by_signal else SETTLED_S if self._failure_number == 1 else 2 * SETTLED_S
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             gone = [rank for rank, process in self._visible() if process.is_gone()]
             ends = self._ends(self._store)  # read after that: a process that is gone has written its own
             if died := {rank: self._died(rank) for rank in gone if rank not in ends}:
                 return self._error(died)
-            if clear := {rank: end for rank, end in ends.items() if end.is_clear or self._place > 1}:
+            if clear := {rank: end for rank, end in ends.items() if end.is_clear or self._failure_number > 1}:
                 return self._of_end(clear)
             time.sleep(0.05)
         if by_signal:
@@ -208,7 +208,7 @@ class Peers:
         for end in ends.values():
             if end.lost:
                 return self._error({rank: self._died(rank) for rank in end.lost if rank != self.rank})
-        rank, end = min(ends.items(), key=lambda item: item[1].place)
+        rank, end = min(ends.items(), key=lambda item: item[1].number)
         if end.interrupted:
             return InterruptedBySignal(f"{end.reason} (rank {rank})")
         # It has said why. Rank 0 says it too, in the log of the run.
@@ -230,8 +230,8 @@ class Peers:
         return self._error(gone) if gone else self._error({}, "the launcher of this run is gone, or its machine")
 
     def _visible(self) -> list[tuple[int, _Process]]:
-        here = self._this.machine
-        return [(rank, process) for rank, process in self._processes.items() if process.machine == here]
+        own_machine = self._this.machine
+        return [(rank, process) for rank, process in self._processes.items() if process.machine == own_machine]
 
     def _died(self, rank: int) -> str:
         why = "killed, or crashed; its own messages and `dmesg -T` (out of memory?) may say more"
@@ -256,7 +256,7 @@ class Peers:
         lost = error.lost if isinstance(error, LostRankError) else ()
         by_signal = isinstance(error, KeyboardInterrupt)
         is_clear = by_signal or isinstance(error, GracetuneError)
-        end = _End(self._place, str(error) or type(error).__name__, by_signal, lost, is_clear)
+        end = _End(self._failure_number, str(error) or type(error).__name__, by_signal, lost, is_clear)
         with suppress(RuntimeError):
             self._store.set(f"peer/{self.rank}/end", json.dumps(asdict(end)))
 
@@ -288,11 +288,11 @@ class Peers:
         self._has_store.clear()
 
     def _watch(self) -> None:
-        said, beat, unanswered, lost_since = 0.0, 0, 0, 0.0
+        last_report, beat, unanswered, lost_since = 0.0, 0, 0, 0.0
         while not self._closing.wait(BEAT_S * max(1, self.world_size // 64)):
             seen = self._seen
             beat, unanswered = seen.beat, unanswered + 1 if seen.beat == beat else 0
-            said = self._say_waiting(said, seen)
+            last_report = self._report_waiting(last_report, seen)
             is_store_lost = not self._has_store.is_set() or unanswered >= SILENT_BEATS
             dead = any(process.is_gone() for _, process in self._visible())
             lost = is_store_lost or dead or seen.ends or max(seen.missed.values(), default=0) >= SILENT_BEATS
@@ -305,15 +305,15 @@ class Peers:
         silent = {rank: self._silent(rank) for rank, count in seen.missed.items() if count >= SILENT_BEATS}
         return self._of_end(seen.ends) if seen.ends else self._error(dead or silent)
 
-    def _say_waiting(self, said: float, seen: _Seen) -> float:
+    def _report_waiting(self, last_report: float, seen: _Seen) -> float:
         """How long a wait was when it was said last."""
         since, met = self._since, self._met
         waited = time.monotonic() - since if since else 0.0
         behind = [rank for rank, (_, theirs) in seen.beats.items() if theirs < met]
-        if waited < SAID_S[self.rank == 0] or not behind:
+        if waited < REPORT_EVERY_S[self.rank == 0] or not behind:
             return 0.0
-        if waited < 2 * said:
-            return said
+        if waited < 2 * last_report:
+            return last_report
         which = "which is alive" if max(seen.missed[rank] for rank in behind) < 10 else "which does not answer"
         ranks = ", ".join(map(str, behind))
         sys.stderr.write(f"rank {self.rank} has waited {format_duration(waited)} for rank {ranks}, {which}\n")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gracetune.cache.required_entries import LatentItem
 from gracetune.checkpoint.random_state import RandomState
-from gracetune.checkpoint.resume import Start, begin, resolve
+from gracetune.checkpoint.resume import ResumeStart, begin, resolve
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
 from gracetune.config.optimizers import reads_key
@@ -32,24 +32,24 @@ from gracetune.optim.build import named_state
 from gracetune.optim.element_rates import KeepsRates
 from gracetune.train.output import RunFolder
 from gracetune.train.runtime import Runtime
-from gracetune.train.state_parts import Checkpointed, shared_pieces
+from gracetune.train.state_parts import CheckpointSource, shared_parts
 
 
 def find_start(
-    asked: str, store: CheckpointStore, folder: RunFolder, identity: Mapping[str, str], stages: Sequence[str],
+    requested: str, store: CheckpointStore, folder: RunFolder, identity: Mapping[str, str], experts: Sequence[str],
     *, allow_other_run: bool, is_half_finished: bool,
-) -> Start:  # fmt: skip
+) -> ResumeStart:  # fmt: skip
     """Where the run begins. Touches nothing: `CheckpointStore.begin` takes the folder.
 
     `is_half_finished` where the final weights are those of a process that was killed when it wrote them.
     """
-    path, _ = resolve(asked, store)
+    path, _ = resolve(requested, store)
     if path is None and not is_half_finished:
-        folder.refuse_finished(stages)
-    return begin(asked, store, identity, allow_other_run=allow_other_run, take=False)
+        folder.reject_finished(experts)
+    return begin(requested, store, identity, allow_other_run=allow_other_run, take=False)
 
 
-def how_to_go_on(store: CheckpointStore, environment: Environment, *, asked: str, processes: int) -> str:
+def resume_hint(store: CheckpointStore, environment: Environment, *, requested: str, processes: int) -> str:
     """For a run that others have ended: what is saved, and the command that goes on from there."""
     latest = store.latest()
     saved = "there is no checkpoint yet" if latest is None else f"the last checkpoint is {latest}"
@@ -58,7 +58,7 @@ def how_to_go_on(store: CheckpointStore, environment: Environment, *, asked: str
     if environment.get("TORCHELASTIC_RUN_ID") is not None:  # torchrun and accelerate: the parent is what was typed
         with suppress(psutil.Error):
             words, each = psutil.Process(os.getppid()).cmdline() or words, ""
-    if asked != "latest":
+    if requested != "latest":
         words = [*_without_resume(words), "--resume", "latest"]
     return f"{saved}; go on with\n  {each}{shlex.join(words)}"
 
@@ -68,20 +68,20 @@ def _without_resume(words: Sequence[str]) -> list[str]:
     return [word for word in kept if word != "--resume" and not word.startswith("--resume=")]
 
 
-def saved_epoch(start: Start) -> int:
+def saved_epoch(start: ResumeStart) -> int:
     """Whose entries are wanted first, where some are drawn anew for each epoch."""
     return 0 if start.checkpoint is None else int(start.checkpoint.saved("position").json["epoch"])
 
 
-def refuse_other_data(start: Start, index: DataIndex, *, allowed: bool) -> None:
+def reject_other_data(start: ResumeStart, index: DataIndex, *, allowed: bool) -> None:
     """Before a model is loaded for nothing: the loader itself asks again when it takes its state over."""
     if start.checkpoint is not None:
         state = start.checkpoint.saved("position").json["loader"]
         Loader(index, batch_size=1).load_state_dict(state, allow_other_data=allowed)
 
 
-def refuse_other_data_early(
-    start: Start, index: DataIndex, missing: Callable[[], Sequence[LatentItem]], *, allowed: bool
+def reject_other_data_early(
+    start: ResumeStart, index: DataIndex, missing: Callable[[], Sequence[LatentItem]], *, allowed: bool
 ) -> None:
     """Before anything is encoded for nothing. A file that turned out to be damaged when it was encoded is still in the
     index here: more samples than then are refused only where these cannot all be damaged.
@@ -92,7 +92,7 @@ def refuse_other_data_early(
         return
     before = Fingerprint.from_json(start.checkpoint.saved("position").json["loader"]["data"])
     if differences(before, index.fingerprint) and not _may_be_damaged(before, index, missing):
-        refuse_other_data(start, index, allowed=False)
+        reject_other_data(start, index, allowed=False)
 
 
 _WORTH_DECODING: Final = 64
@@ -131,8 +131,8 @@ def _so_many_damaged(items: Collection[LatentItem], count: int) -> bool:
     return sound_allowed >= 0
 
 
-def refuse_other_optimizer(
-    start: Start, config: RunConfig, optimizer: Optimizer, folder: RunFolder, stages: Sequence[str]
+def reject_other_optimizer(
+    start: ResumeStart, config: RunConfig, optimizer: Optimizer, folder: RunFolder, experts: Sequence[str]
 ) -> None:
     """Before anything is staged or loaded for nothing: an optimizer cannot go on with the state of another kind."""
     if start.checkpoint is None:
@@ -141,14 +141,14 @@ def refuse_other_optimizer(
         return
     theirs = start.checkpoint.saved("config").json["config"]["optimizer"]["name"]
     hint = f"--set optimizer.name={theirs}"
-    weights = [path for path in (*folder.results(stages, start.step), *folder.results(stages)) if path.is_file()]
+    weights = [path for path in (*folder.results(experts, start.step), *folder.results(experts)) if path.is_file()]
     if weights:
         hint += f"; or another run from its weights: --set output_dir=FOLDER --set adapter.init_from='{weights[0]}'"
     found = f"{config.optimizer.name}, and a checkpoint with the state of {theirs}"
     raise ConfigError([Problem("optimizer.name", found, f"{theirs}, to go on", hint, str(start.checkpoint.path))])
 
 
-def batch_change(start: Start, training: Training, world_size: int) -> str | None:
+def batch_change(start: ResumeStart, training: Training, world_size: int) -> str | None:
     """For a run that goes on with another number of processes: what that does to its effective batch. A batch ramp says
     itself what the effective batches are."""
     if start.checkpoint is None or start.checkpoint.manifest.world_size == world_size or training.ramp.enabled:
@@ -176,24 +176,24 @@ def _settings_for(effective: int, batch_size: int, world_size: int) -> str:
     return f"--set training.batch_size={micro} --set training.gradient_accumulation_steps={share // micro}{nearest}"
 
 
-def nothing_left(start: Start, config: RunConfig, folder: RunFolder, files: Sequence[Path]) -> tuple[Path, ...]:
+def nothing_left(start: ResumeStart, config: RunConfig, folder: RunFolder, files: Sequence[Path]) -> tuple[Path, ...]:
     """The final files of a run that has come to its end before, so that nothing is loaded for it; none where work is
     left."""
     steps = config.training.max_steps
     if start.checkpoint is None or steps is None or start.step < steps or start.newest > start.step:
         return ()
-    return tuple(files) if folder.are_there(files) else ()
+    return tuple(files) if folder.exist(files) else ()
 
 
 def rates_to_start_with(
-    config: RunConfig, start: Start, facts: ModelFacts, shapes: Mapping[str, tuple[int, ...]]
+    config: RunConfig, start: ResumeStart, facts: ModelFacts, shapes: Mapping[str, tuple[int, ...]]
 ) -> ImportedRates | None:
     """What `optimizer.rates_from` holds, read before anything is loaded. A run that goes on has its own rates."""
-    asked = config.optimizer
-    if asked.rates_from is None or not reads_key(asked.name, "rates_from") or start.checkpoint is not None:
+    requested = config.optimizer
+    if requested.rates_from is None or not reads_key(requested.name, "rates_from") or start.checkpoint is not None:
         return None
     one_of_two = len(facts.experts) > 1 and config.model.experts != "both"
-    path = Path(asked.rates_from).expanduser()
+    path = Path(requested.rates_from).expanduser()
     return read_rates(path, shapes, kind=config.adapter.kind, one_of_two=one_of_two)
 
 
@@ -208,27 +208,27 @@ def _rates_beside(config: RunConfig) -> list[str]:
 
 
 def restore(
-    run: Checkpointed, start: Start, folder: RunFolder, rates: ImportedRates | None, runtime: Runtime, *,
+    run: CheckpointSource, start: ResumeStart, folder: RunFolder, rates: ImportedRates | None, runtime: Runtime, *,
     steps: int, dry_run: bool,
 ) -> tuple[str, ...]:  # fmt: skip
     """Returns what the user should know. `steps`: of the whole run. A dry run leaves the folder as it is."""
     optimizer, position = run.state.optimizer, run.state.position
-    told: list[str] = []
+    lines: list[str] = []
     kept: Optimizer | KeepsRates = optimizer
     if rates is not None and isinstance(kept, KeepsRates):
         kept.load_rates(rates.rates, rates.signs)
-        told.append(f"optimizer.rates_from: {rates}")
+        lines.append(f"optimizer.rates_from: {rates}")
     elif start.checkpoint is None:
-        told += _rates_beside(run.config)
+        lines += _rates_beside(run.config)
     if start.checkpoint is not None:
-        pieces = shared_pieces(run)
-        told += start.checkpoint.load(
-            pieces, per_rank=[RandomState(runtime.device)], rank=runtime.rank, world_size=runtime.world_size
+        parts = shared_parts(run)
+        lines += start.checkpoint.load(
+            parts, per_rank=[RandomState(runtime.device)], rank=runtime.rank, world_size=runtime.world_size
         )
-        told += [line for piece in pieces for line in piece.notes]
+        lines += [line for part in parts for line in part.notes]
     if runtime.is_main and not dry_run:
         folder.make(run.config)
-        told += folder.set_aside(run.trainee.trained, position.step)
+        lines += folder.set_aside(run.trained_model.trained, position.step)
         if position.step < max(steps, start.newest):
-            told += folder.move_finished(run.trainee.trained, max(start.newest, position.step))
-    return (*start.notes, *told)
+            lines += folder.move_finished(run.trained_model.trained, max(start.newest, position.step))
+    return (*start.notes, *lines)

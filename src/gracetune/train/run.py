@@ -19,13 +19,13 @@ from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.storage.os_errors import explained
 from gracetune.train.callbacks import callbacks_of
 from gracetune.train.control import Control, Stop, listening
-from gracetune.train.finish import failure_told, finish, remove_recorded_entries
-from gracetune.train.first_batch import DryBatch, memory_explained
+from gracetune.train.finish import finish, remove_recorded_entries, report_failure
+from gracetune.train.first_batch import FirstBatch, memory_explained
 from gracetune.train.load import load
 from gracetune.train.logs import open_telemetry
 from gracetune.train.loop import fit
 from gracetune.train.output import RunFolder
-from gracetune.train.planning import Planned
+from gracetune.train.planning import PlannedRun
 from gracetune.train.preflight import preflight
 from gracetune.train.publishing import Publishing
 from gracetune.train.run_options import RunOptions
@@ -43,8 +43,8 @@ class Result:
     step: int
     steps: int
     files: tuple[Path, ...]
-    planned: Planned
-    dry: DryBatch | None
+    planned: PlannedRun
+    first_batch: FirstBatch | None
     """None where nothing was left to do."""
     hours: float
     """What was left when the run began, by the first batch's time."""
@@ -66,7 +66,7 @@ def train(
     with explained("this run", folder, elsewhere="--set output_dir=FOLDER"), ExitStack() as stack:
         if control is None:
             control = stack.enter_context(listening(Control(stops_on_sigusr1=environment.stops_on_sigusr1)))
-        control.say = view.say
+        control.report = view.report
         with rare_collections():  # it imports the family's code, and with it much of diffusers and transformers
             ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
         if ready.files:
@@ -75,7 +75,7 @@ def train(
             step = ready.start.step
             return Result(Stop("finished", LONGER), step, step, ready.files, ready.planned, None, 0.0)
         loaded = load(ready, control, view, stack, on_memory=on_memory)
-        job, dry = loaded.job, loaded.dry
+        job, first_batch = loaded.job, loaded.first_batch
         stop: Stop | None = None
         files: tuple[Path, ...] = ()
         if not options.dry_run:
@@ -88,8 +88,8 @@ def train(
             stack.enter_context(loaded.watchdog)
             began = time.monotonic()
             control.phase = "training"
-            told = failure_told(ready, job, telemetry, view, began=began)
-            with told, memory_explained(job, ready.planned):
+            failure_report = report_failure(ready, job, telemetry, view, began=began)
+            with failure_report, memory_explained(job, ready.planned):
                 stop = fit(job, callbacks.every)
             control.phase = "finishing"
             files = finish(
@@ -98,5 +98,5 @@ def train(
             publishing.result(job.position.step, files)
             publishing.end()
         return Result(
-            stop, job.position.step, job.length.steps, files, ready.planned, dry, loaded.hours, loaded.notes
+            stop, job.position.step, job.length.steps, files, ready.planned, first_batch, loaded.hours, loaded.notes
         )  # fmt: skip

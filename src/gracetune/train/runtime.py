@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from gracetune.config.environment import Environment
 from gracetune.errors import ConfigError, MachineError, Problem
-from gracetune.seeded_random import draw
-from gracetune.train.rank_monitor import Peers
+from gracetune.seeded_random import random_bits
+from gracetune.train.rank_monitor import RankMonitor
 
 Precision = Literal["bf16", "fp16", "fp32"]
 T = TypeVar("T")
@@ -43,7 +43,7 @@ _NEVER: tuple[tuple[str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchEnvironment:
     """What the launcher's environment asks for."""
 
     sharded: bool = False
@@ -52,7 +52,7 @@ class Launch:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def from_environment(cls, environment: Environment, precision: Precision) -> Launch:
+    def from_environment(cls, environment: Environment, precision: Precision) -> LaunchEnvironment:
         problems = [
             Problem(name, f"{what}", "replicas (MULTI_GPU) or FSDP2", "launch with config/accelerate_config_gh200.yaml")
             for name, what in _NEVER
@@ -93,7 +93,7 @@ class Runtime:
 
     def __init__(
         self, *, rank: int, world_size: int, local_rank: int, local_world_size: int, device: torch.device,
-        precision: Precision, launch: Launch, key: str, store_in_rank_0: bool = True,
+        precision: Precision, launch: LaunchEnvironment, key: str, store_in_rank_0: bool = True,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = rank, world_size
         self.local_rank, self.local_world_size = local_rank, local_world_size
@@ -105,11 +105,11 @@ class Runtime:
         self._mesh: Any = None
         # Words between ranks go over the CPU, so that none of them waits for a GPU.
         self._talk: Any = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size > 1 else None
-        self.peers: Peers | None = None
+        self.peers: RankMonitor | None = None
         """None for one process alone."""
         if world_size > 1:
             store = dist.distributed_c10d._get_default_store()
-            self.peers = Peers(store, rank, world_size, store_in_rank_0=store_in_rank_0)
+            self.peers = RankMonitor(store, rank, world_size, store_in_rank_0=store_in_rank_0)
             self.barrier()
             self.peers.start()
 
@@ -124,7 +124,7 @@ class Runtime:
 
     def seed(self, seed: int) -> None:
         """The generators libraries draw from. What we draw is a function of (seed, sample) and not of these."""
-        own = draw(seed, "process", self.rank)
+        own = random_bits(seed, "process", self.rank)
         random.seed(own)
         np.random.seed(own % (1 << 32))
         torch.manual_seed(own >> 1)
@@ -168,10 +168,10 @@ class Runtime:
         """Of all ranks' numbers. A collective that no GPU takes part in, so it does not wait for one."""
         if self.world_size == 1:
             return value
-        told = torch.tensor([value])
+        gathered = torch.tensor([value])
         with self._meeting():
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._talk)
-        return int(told.item())
+            dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self._talk)
+        return int(gathered.item())
 
     def all_of(self, mine: T | None) -> list[T]:
         """What the ranks have to tell, on each of them, in their order; almost always nothing, and that is cheap."""
@@ -233,7 +233,7 @@ class Runtime:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise in place of an error that may come from a lost rank (`Peers.explain`)."""
+        """What to raise in place of an error that may come from a lost rank (`RankMonitor.explain`)."""
         return error if self.peers is None else self.peers.explain(error)
 
     def close(self) -> None:
@@ -262,9 +262,9 @@ class Runtime:
             raise found from None
 
 
-def check_launch(environment: Environment, precision: Precision) -> Launch:
+def check_launch(environment: Environment, precision: Precision) -> LaunchEnvironment:
     """ConfigError where the launcher asks for what a run cannot do here. Opens nothing."""
-    launch = Launch.from_environment(environment, precision)
+    launch = LaunchEnvironment.from_environment(environment, precision)
     _check_devices(environment, cpu=not torch.cuda.is_available())
     return launch
 
@@ -277,7 +277,9 @@ def open_runtime(precision: Precision, environment: Environment) -> Runtime:
     several = environment.get("WORLD_SIZE") is not None and environment.get("RANK") is not None
     state = PartialState(cpu=cpu, **({"timeout": _STEP_PATIENCE} if several else {}))
     if launch.sharded and state.num_processes == 1 and not dist.is_initialized():
-        launch = Launch(False, launch.reshard, (*launch.notes, "FSDP: one process has nothing to share; not sharded"))
+        launch = LaunchEnvironment(
+            False, launch.reshard, (*launch.notes, "FSDP: one process has nothing to share; not sharded")
+        )
     local = environment.get("LOCAL_WORLD_SIZE")
     device = state.device
     if device.type == "cuda" and device.index is None:

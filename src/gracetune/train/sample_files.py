@@ -41,18 +41,18 @@ def write_sample(stem: Path, sampled: Sampled, fps: float | None = None) -> tupl
     ), "video"
 
 
-def contact_sheet(path: Path, pictures: Sequence[Image.Image]) -> Path:
+def contact_sheet(path: Path, images: Sequence[Image.Image]) -> Path:
     """All of them side by side, in the order of the prompts."""
-    columns = math.ceil(math.sqrt(len(pictures)))
-    rows = math.ceil(len(pictures) / columns)
-    shrunk = [picture.copy() for picture in pictures]
-    for picture in shrunk:
-        picture.thumbnail((_CELL, _CELL))
-    width, height = (max(picture.size[side] for picture in shrunk) for side in (0, 1))
+    columns = math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    shrunk = [image.copy() for image in images]
+    for image in shrunk:
+        image.thumbnail((_CELL, _CELL))
+    width, height = (max(image.size[side] for image in shrunk) for side in (0, 1))
     sheet = Image.new("RGB", (columns * width, rows * height), "white")
-    for number, picture in enumerate(shrunk):
+    for number, image in enumerate(shrunk):
         row, column = divmod(number, columns)
-        sheet.paste(picture, (column * width + (width - picture.width) // 2, row * height))
+        sheet.paste(image, (column * width + (width - image.width) // 2, row * height))
     return _whole(path, lambda target: sheet.save(target, "PNG"))
 
 
@@ -77,8 +77,8 @@ def _write_mp4(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
         stream.width, stream.height = (side - side % 2 for side in frames[0].size)
         stream.pix_fmt = "yuv420p"
         stream.options = {"crf": "18"}
-        for picture in frames:
-            cut = picture.convert("RGB").crop((0, 0, stream.width, stream.height))
+        for image in frames:
+            cut = image.convert("RGB").crop((0, 0, stream.width, stream.height))
             frame = av.VideoFrame.from_image(cut)  # type: ignore[no-untyped-call]
             for packet in stream.encode(frame):
                 container.mux(packet)

@@ -18,7 +18,7 @@ DEFAULT_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Asked:
+class ValidationRequest:
     """One sample: what is drawn, and how strongly the adapter counts."""
 
     prompt: int
@@ -27,12 +27,12 @@ class Asked:
     strength: float
     references: tuple[str, ...]
 
-    def with_pictures(self) -> SampleRequest:
+    def with_images(self) -> SampleRequest:
         """ConfigError where one of them is no picture (any more). They are seen as those of a dataset are."""
         return replace(self.request, references=tuple(_opened(name) for name in self.references))
 
 
-def requests_of(config: RunConfig) -> list[Asked]:
+def requests_of(config: RunConfig) -> list[ValidationRequest]:
     """Every sample of one round. Pure: the reference pictures are opened when they are needed."""
     section = config.validation
     found = []
@@ -40,7 +40,9 @@ def requests_of(config: RunConfig) -> list[Asked]:
         seed = next(one for one in (prompt.seed, section.seed, config.training.seed) if one is not None)
         for copy in range(section.images_per_prompt):
             walked = seed + (number if section.walk_seed else 0) + copy
-            found.append(Asked(number, _request(config, prompt, walked), prompt.adapter_strength, prompt.references))
+            found.append(
+                ValidationRequest(number, _request(config, prompt, walked), prompt.adapter_strength, prompt.references)
+            )
     return found
 
 
@@ -51,8 +53,8 @@ def check_requests(config: RunConfig, spec: ModelSpec, facts: ModelFacts, warn: 
     """
     if config.validation.guidance_rescale and not spec.rescales_guidance:
         warn(f"validation.guidance_rescale is not used: the pipeline of {spec.family} has no such option")
-    one_of_each = {asked.prompt: asked for asked in requests_of(config)}  # the others differ in their seed alone
-    problems = [problem for asked in one_of_each.values() for problem in _problems(asked, config, spec, facts)]
+    one_of_each = {request.prompt: request for request in requests_of(config)}  # the others differ in their seed alone
+    problems = [problem for request in one_of_each.values() for problem in _problems(request, config, spec, facts)]
     section = config.validation
     if problems and (section.at_start or section.every_steps or section.every_epochs):
         raise ConfigError(dict.fromkeys(problems))
@@ -60,15 +62,15 @@ def check_requests(config: RunConfig, spec: ModelSpec, facts: ModelFacts, warn: 
         warn(f"samples cannot be drawn as they are asked for: {problem}")
 
 
-def _problems(asked: Asked, config: RunConfig, spec: ModelSpec, facts: ModelFacts) -> Iterator[Problem]:
+def _problems(request: ValidationRequest, config: RunConfig, spec: ModelSpec, facts: ModelFacts) -> Iterator[Problem]:
     try:
-        spec.check_sample(asked.with_pictures(), facts)
+        spec.check_sample(request.with_images(), facts)
     except ConfigError as error:
         for problem in error.problems:
-            yield replace(problem, key=_where(problem.key, asked.prompt, config))
+            yield replace(problem, key=_config_key(problem.key, request.prompt, config))
 
 
-def _where(name: str, number: int, config: RunConfig) -> str:
+def _config_key(name: str, number: int, config: RunConfig) -> str:
     """The key to change: the prompt's own, or the section's where the prompt leaves it to that."""
     own = config.validation.prompts[number].model_dump()
     if name in own and own[name] is None:

@@ -12,11 +12,11 @@ from gracetune.checkpoint.store import CheckpointStore
 from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import CheckpointWritten
 from gracetune.train.control import Control, Stop
-from gracetune.train.hooks import Callback, RunEnds, WindowDone
+from gracetune.train.hooks import Callback, RunEnds, StepEnds
 from gracetune.train.job import Pauses
 from gracetune.train.output import RunFolder, WrongFileError, save_weights
 from gracetune.train.runtime import Runtime
-from gracetune.train.state_parts import Checkpointed, shared_pieces
+from gracetune.train.state_parts import CheckpointSource, shared_parts
 from gracetune.train.view import View
 from gracetune.units import format_bytes
 
@@ -25,10 +25,10 @@ _FOLDER = re.compile(r"checkpoint-(\d+)")
 
 class Saving(Callback):
     def __init__(
-        self, saved: Checkpointed, folder: RunFolder, store: CheckpointStore, metadata: Metadata, runtime: Runtime,
+        self, saved: CheckpointSource, folder: RunFolder, store: CheckpointStore, metadata: Metadata, runtime: Runtime,
         control: Control, pauses: Pauses, telemetry: Telemetry, view: View, *,
         failure: Callable[[], Stop | None], check_saved: Callable[[Sequence[Path]], str | None],
-        samples_follow: Callable[[WindowDone], bool], on_saved: Callable[[int, Sequence[Path]], None],
+        samples_follow: Callable[[StepEnds], bool], on_saved: Callable[[int, Sequence[Path]], None],
     ) -> None:  # fmt: skip
         """`failure` waits until all steps are judged, and says why the run has failed, if it has. `check_saved` gets
         the files just saved, one for each trained expert, inside `as_delivered`: why one of them is wrong.
@@ -39,29 +39,29 @@ class Saving(Callback):
         self._telemetry, self._view = telemetry, view
         self._failure, self._check_saved = failure, check_saved
         self._samples_follow, self._on_saved = samples_follow, on_saved
-        self._pieces = shared_pieces(saved)
+        self._parts = shared_parts(saved)
         self._random = RandomState(runtime.device)
-        self._experts = [one for one in saved.trainee.facts.experts if one.name in saved.trainee.trained]
+        self._experts = [one for one in saved.trained_model.facts.experts if one.name in saved.trained_model.trained]
         self._last = saved.state.position.step
         """A run that has just begun or been resumed has nothing new to save."""
         self._wrong_file: str | None = None
 
-    def window(self, done: WindowDone) -> None:
-        asked = self._saved.config.checkpoints
-        due = asked.every_steps is not None and done.step % asked.every_steps == 0
-        if asked.every_epochs is not None:
-            due = due or any((ended.epoch + 1) % asked.every_epochs == 0 for ended in done.epochs)
+    def step_ends(self, done: StepEnds) -> None:
+        requested = self._saved.config.checkpoints
+        due = requested.every_steps is not None and done.step % requested.every_steps == 0
+        if requested.every_epochs is not None:
+            due = due or any((ended.epoch + 1) % requested.every_epochs == 0 for ended in done.epochs)
         if due and self._failure() is None:  # a run that has failed is saved at its end
             if self._samples_follow(done):
                 self._store.begin_work("sampling", done.step)
             self._save()
-        self._tell()
+        self._report()
 
     def end(self, ended: RunEnds) -> None:
         """Always: a run that stopped can be gone on with, and a finished one made longer."""
         self._save(weights=ended.stop.kind != "finished")
         self._store.wait()
-        self._tell()
+        self._report()
         if self._wrong_file is not None and ended.stop.kind != "failed":  # found when the run was over already
             raise WrongFileError(self._wrong_file)
 
@@ -76,20 +76,20 @@ class Saving(Callback):
             if weights:
                 with saved.state.as_delivered():
                     files = save_weights(
-                        saved.trainee, saved.config, self._folder, step, final=False, write=self._runtime.is_main
+                        saved.trained_model, saved.config, self._folder, step, final=False, write=self._runtime.is_main
                     )
                     self._wrong_file = self._check_saved(files) or self._wrong_file
-            self._store.write(step, self._pieces, metadata=self._metadata, per_rank=[self._random])
+            self._store.write(step, self._parts, metadata=self._metadata, per_rank=[self._random])
         if self._wrong_file is not None:
             self._control.ask_to_stop("failed", self._wrong_file)
         elif files:
             self._on_saved(step, files)
         self._last = step
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         for written in self._store.finished():
             took = f"{format_bytes(written.size)}, the run waited {written.snapshot_ms:.0f} ms"
-            self._view.say(f"checkpoint at step {written.step}: {took}")
+            self._view.report(f"checkpoint at step {written.step}: {took}")
             self._telemetry.emit(
                 CheckpointWritten(
                     step=written.step,

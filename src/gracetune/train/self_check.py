@@ -42,7 +42,7 @@ from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import SelfChecked, Warned
 from gracetune.train.control import Control
 from gracetune.train.first_batch import Example
-from gracetune.train.hooks import Callback, RunStarts, WindowDone
+from gracetune.train.hooks import Callback, RunStarts, StepEnds
 from gracetune.train.job import EvaluatedModel, Pauses
 from gracetune.train.output import DTYPES, MODEL_FILE, RunFolder, WrongFileError, from_format
 from gracetune.train.state_parts import whole
@@ -89,7 +89,7 @@ class _Expert:
     """Of a full fine-tune's tensors, when the run began."""
 
 
-class SelfProof(Callback):
+class SelfCheck(Callback):
     """A callback. All ranks run the same passes and reach the same result: a sharded model needs them all."""
 
     def __init__(
@@ -103,7 +103,7 @@ class SelfProof(Callback):
         self._is_full = config.adapter.kind == "full_finetune"
         if self._is_full:
             example.release()
-        self._experts = {name: _Expert() for name in model.trainee.trained}
+        self._experts = {name: _Expert() for name in model.trained_model.trained}
         self._rates: dict[ExpertName, float] = {}
         self._begins_anew = True
         self._is_over = False
@@ -114,11 +114,11 @@ class SelfProof(Callback):
         self._begins_anew = begun.position.step == 0
         for name, expert in self._experts.items():
             if self._is_full:
-                expert.sums = _bit_sums(self._model.trainee.attached[name])
+                expert.sums = _bit_sums(self._model.trained_model.attached[name])
             else:
                 expert.begins_as_base = not any(self._learnt(name).values())
 
-    def window(self, done: WindowDone) -> None:
+    def step_ends(self, done: StepEnds) -> None:
         expert, rate = self._experts[done.expert], self._rates[done.expert]
         self._rates = _rates(self._model, "lr")  # the schedule is at the next step already
         if expert.judged or self._is_over:
@@ -133,10 +133,14 @@ class SelfProof(Callback):
             with self._pauses.counted():
                 self._judge(done, expert)
 
-    def _should_wait(self, done: WindowDone) -> bool:
+    def _should_wait(self, done: StepEnds) -> bool:
         """Weights that leave the device after this step would have to come back; in the next turn they need not."""
-        every, trainee = self._config.model.switch_experts_every, self._model.trainee
-        return trainee.host.moves and every > 1 and next_expert(done.step - 1, every, trainee.trained) is not None
+        every, trained_model = self._config.model.switch_experts_every, self._model.trained_model
+        return (
+            trained_model.host.moves
+            and every > 1
+            and next_expert(done.step - 1, every, trained_model.trained) is not None
+        )
 
     def _count_without_rate(self, name: ExpertName, expert: _Expert) -> None:
         """A warm-up begins at 0 and rises; a rate that is 0 in the config stays 0."""
@@ -151,7 +155,7 @@ class SelfProof(Callback):
 
     # -- the adapter ---------------------------------------------------------------------------------------------------
 
-    def _judge(self, done: WindowDone, expert: _Expert) -> None:
+    def _judge(self, done: StepEnds, expert: _Expert) -> None:
         assert expert.applied is not None, "steps were counted"
         applied = self._model.runtime.highest(int(expert.applied.item()))
         if applied < STEPS:
@@ -170,11 +174,11 @@ class SelfProof(Callback):
         self._telemetry.emit(event)
         self._show()
 
-    def _judge_adapter(self, done: WindowDone, expert: _Expert) -> SelfChecked | None:
-        learnt = self._learnt(done.expert)
-        idle = tuple(path for path, has_learnt in learnt.items() if not has_learnt)
-        if len(idle) == len(learnt):
-            self._stop(_nothing_learnt(self._model, done, f"all {len(idle):,} layers are unchanged"))
+    def _judge_adapter(self, done: StepEnds, expert: _Expert) -> SelfChecked | None:
+        learned = self._learnt(done.expert)
+        idle = tuple(path for path, has_learnt in learned.items() if not has_learnt)
+        if len(idle) == len(learned):
+            self._stop(_nothing_learned(self._model, done, f"all {len(idle):,} layers are unchanged"))
             return None
         measured = self._with_room(lambda: self._measure(done.expert))
         if all(one.judged for one in self._experts.values()):
@@ -196,12 +200,12 @@ class SelfProof(Callback):
         if factor > 1:
             expert.effect = f"by {change:.1e} at {factor:,.0f} times its strength (at its own: below the precision)"
         return SelfChecked(
-            step=done.step, expert=done.expert, layers=len(learnt), idle=idle, change=change, amplified=factor
+            step=done.step, expert=done.expert, layers=len(learned), idle=idle, change=change, amplified=factor
         )
 
     def _learnt(self, name: ExpertName) -> dict[str, bool]:
         """By layer, whether it changes anything."""
-        acting = self._model.trainee.attached[name].acting()
+        acting = self._model.trained_model.attached[name].acting()
         owners = [path for path, some in acting.items() for _ in some]
         largest = _read(self._model, _largest([one for some in acting.values() for one in some]))
         found = dict.fromkeys(acting, False)
@@ -213,7 +217,7 @@ class SelfProof(Callback):
         """The relative change of the output, and the factor at which it shows; 0 where it shows at none."""
         before, noise = self._example.before(name)
         for factor in _FACTORS:
-            with nullcontext() if factor == 1 else self._model.trainee.attached[name].amplified(factor):
+            with nullcontext() if factor == 1 else self._model.trained_model.attached[name].amplified(factor):
                 now = self._ask(name)
             changed = (now.float() - before.float()).square().sum()
             read = _read(self._model, torch.stack([changed, noise, before.float().square().sum()]))
@@ -223,30 +227,30 @@ class SelfProof(Callback):
         return 0.0, 0.0
 
     def _ask(self, name: ExpertName) -> Tensor:
-        host = self._model.trainee.host
+        host = self._model.trained_model.host
         active = host.active
         try:
             denoiser: nn.Module = host.activate(name)
-            found = self._example.ask(self._model.step, self._model.trainee, denoiser, name)
+            found = self._example.ask(self._model.step, self._model.trained_model, denoiser, name)
             self._model.runtime.reshard(denoiser)  # values may change before the next pass: none is to stay gathered
             return found
         finally:
             if active is not None:
                 host.activate(active)
 
-    def _judge_weights(self, done: WindowDone, expert: _Expert) -> SelfChecked | None:
-        attached = self._model.trainee.attached[done.expert]
+    def _judge_weights(self, done: StepEnds, expert: _Expert) -> SelfChecked | None:
+        attached = self._model.trained_model.attached[done.expert]
         assert expert.sums is not None, "taken at the start"
         moved = dict(zip(attached.parameters(), _read(self._model, _bit_sums(attached) != expert.sums), strict=True))
         still = [name for name, value in moved.items() if value == 0]
         if len(still) == len(moved):
-            problem = _nothing_learnt(self._model, done, f"all {len(moved):,} tensors are unchanged")
+            problem = _nothing_learned(self._model, done, f"all {len(moved):,} tensors are unchanged")
             if self._begins_anew:
                 self._stop(problem)
             else:  # the last steps of a falling schedule may be too small for float32
                 self._warn(str(problem))
             return None
-        declared = (*self._model.trainee.spec.untrained, *self._model.trainee.facts.untrained)
+        declared = (*self._model.trained_model.spec.untrained, *self._model.trained_model.facts.untrained)
         idle = tuple(name for name in still if not any(names(pattern, name) for pattern in declared))
         expert.effect = f"in {len(moved) - len(still):,} of {len(moved):,} tensors"
         return SelfChecked(step=done.step, expert=done.expert, layers=len(moved), idle=idle)
@@ -255,7 +259,7 @@ class SelfProof(Callback):
 
     def check_saved(self, files: Sequence[Path]) -> str | None:
         """The first file of every expert in this process. Why one of them is wrong."""
-        for name, path in zip(self._model.trainee.trained, files, strict=True):
+        for name, path in zip(self._model.trained_model.trained, files, strict=True):
             # It may end between two experts, where there was no memory to check the first one's file.
             if self._is_over or self._experts[name].file:
                 continue
@@ -285,24 +289,24 @@ class SelfProof(Callback):
         )  # fmt: skip
 
     def _layers(self, name: ExpertName) -> int:
-        attached = self._model.trainee.attached[name]
+        attached = self._model.trained_model.attached[name]
         return len(attached.parameters() if self._is_full else attached.acting())
 
     def _read_back(self, name: ExpertName, path: Path) -> LayerTensors:
         """As any program reads it. Rank 0 has the file; the others take part with their own values: where the model is
         shared out they get rank 0's, and where it is not their answers are not counted."""
-        trainee = self._model.trainee
-        attached = trainee.attached[name]
+        trained_model = self._model.trained_model
+        attached = trained_model.attached[name]
         state, why = attached.state() if self._model.runtime.world_size > 1 else None, None
         if self._model.runtime.is_main:
             try:
-                state = open_adapter(path, trainee.facts.family).state()
+                state = open_adapter(path, trained_model.facts.family).state()
             except (GracetuneError, OSError) as error:
                 why = str(error)
         for reason in self._model.runtime.all_of(why):
             raise _wrong(path, f"it cannot be read: {reason}")
         assert state is not None, "read, or this rank's own"
-        state = from_format(trainee, name, self._config.checkpoints.format, state)
+        state = from_format(trained_model, name, self._config.checkpoints.format, state)
         values: LayerTensors = {}
         try:
             values = attached.fitting(state)
@@ -318,7 +322,7 @@ class SelfProof(Callback):
         The saved values take the place of the trained ones in the same layers. Where every tensor is the trained one,
         rounded to the file's precision, the file changes the output as the trained adapter does: no pass is needed.
         """
-        attached, dtype = self._model.trainee.attached[name], DTYPES[self._config.checkpoints.save_dtype]
+        attached, dtype = self._model.trained_model.attached[name], DTYPES[self._config.checkpoints.save_dtype]
         with attached.holding(values) as own:
             saved = [local(parameter.detach()) for parameter in attached.parameters().values()]
             trained = [own[one] for one in attached.parameters()]
@@ -333,8 +337,8 @@ class SelfProof(Callback):
         if wrong:
             raise _wrong(path, f"other values than the trained ones in {_listed(wrong)}")
         self._warn_of_lost(path, [one for one, (*_, off, size) in squares.items() if off > size / 4])
-        changed, learnt = (sum(one[column] for one in squares.values()) for column in (2, 3))
-        return math.sqrt(changed / learnt) if learnt > 0 else 0.0
+        changed, learned = (sum(one[column] for one in squares.values()) for column in (2, 3))
+        return math.sqrt(changed / learned) if learned > 0 else 0.0
 
     def _warn_of_lost(self, path: Path, lost: Sequence[str]) -> None:
         """Small values underflow in fp16."""
@@ -346,7 +350,7 @@ class SelfProof(Callback):
 
     def _compare_tensors(self, name: ExpertName, path: Path) -> float:
         """The largest relative difference of some of a full fine-tune's tensors, evenly chosen."""
-        trained = self._model.trainee.attached[name].parameters()
+        trained = self._model.trained_model.attached[name].parameters()
         every = math.ceil(len(trained) / _COMPARED)
         chosen = {one: whole(trained[one]) for one in [*trained][::every]}
         largest, why = 0.0, None
@@ -378,7 +382,7 @@ class SelfProof(Callback):
         for name, one in self._experts.items():
             if one.steps >= STEPS and not one.judged:
                 self._warn(f"self-check: fewer than {STEPS} steps{_of(name)} had a loss above 0: nothing to learn")
-        self._view.say(f"self-check: {self._effect_in_words()}; {self._files_in_words()}")
+        self._view.report(f"self-check: {self._effect_in_words()}; {self._files_in_words()}")
 
     def _finish(self) -> None:
         """Release what was kept for the check."""
@@ -477,7 +481,9 @@ def _bit_sums(attached: Attached) -> Tensor:
 def _rates(model: EvaluatedModel, entry: str) -> dict[ExpertName, float]:
     """By expert: `lr` of the next step, or the `initial_lr` of the schedule."""
     optimizer = model.state.optimizer
-    groups = zip(model.trainee.trained, optimizer.param_groups, strict=True)  # `Trainee.groups`: one for each
+    groups = zip(
+        model.trained_model.trained, optimizer.param_groups, strict=True
+    )  # `TrainedModel.groups`: one for each
     return {name: float(group[entry]) for name, group in groups}
 
 
@@ -492,7 +498,7 @@ def _judged(name: ExpertName) -> str:
     return f"self-check of the adapter{_of(name)} after {STEPS} steps"
 
 
-def _nothing_learnt(model: EvaluatedModel, done: WindowDone, found: str) -> Problem:
+def _nothing_learned(model: EvaluatedModel, done: StepEnds, found: str) -> Problem:
     norm = float(done.norm)
     if norm == 0:
         hint = "other layers: --set 'adapter.targets=[...]'; look at the datasets' masks and loss weights"

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gracetune.checkpoint.state_parts import Saved
+from gracetune.checkpoint.state_parts import SavedState
 from gracetune.config.native import shareable
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.optim.build import load_named_state, named_state
-from gracetune.optim.ema import Ema
+from gracetune.optim.ema import EmaWeights
 from gracetune.optim.named_state import NamedState, differences
 from gracetune.optim.schedules import move_to
 from gracetune.train.loss_scale import LossScale
 from gracetune.train.position import Position
-from gracetune.train.trained_model import Trainee
+from gracetune.train.trained_model import TrainedModel
 from gracetune.train.training_state import TrainingState
 
 VERSION = 1
@@ -38,22 +38,22 @@ def spread(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
 
-def alphas(trainee: Trainee) -> dict[str, float]:
+def alphas(trained_model: TrainedModel) -> dict[str, float]:
     """By layers as the tensors name them. A run has its own; `adapters.safetensors_file` reads them with the
     tensors."""
     return {
         f"{expert}/{path}" if expert else path: alpha
-        for expert, attached in trainee.attached.items()
+        for expert, attached in trained_model.attached.items()
         for path, alpha in attached.alphas.items()
     }
 
 
 @dataclass(frozen=True, eq=False)
-class Checkpointed:
+class CheckpointSource:
     """What the parts of a checkpoint are read from, and loaded into."""
 
     config: RunConfig
-    trainee: Trainee
+    trained_model: TrainedModel
     state: TrainingState
     allow_other_data: bool = False
     """Whether the run may go on with other data than the checkpoint was made with."""
@@ -71,23 +71,23 @@ class StatePart:
 
     name: str
     """Of its files: lower case letters, digits and underscores."""
-    save: Callable[[Checkpointed], Saved]
-    load: Callable[[Checkpointed, Saved], Notes]
-    is_kept: Callable[[Checkpointed], bool] = lambda run: True
+    save: Callable[[CheckpointSource], SavedState]
+    load: Callable[[CheckpointSource, SavedState], Notes]
+    is_kept: Callable[[CheckpointSource], bool] = lambda run: True
     """Whether this run has such state."""
 
 
 # -- parameters: an adapter's tensors, or the model's own in a full fine-tune ---------------------------------------
 
 
-def _save_parameters(run: Checkpointed) -> Saved:
-    tensors = {name: whole(one) for name, one in run.trainee.parameters().items()}
-    return Saved({"version": VERSION, "alphas": alphas(run.trainee)}, tensors)
+def _save_parameters(run: CheckpointSource) -> SavedState:
+    tensors = {name: whole(one) for name, one in run.trained_model.parameters().items()}
+    return SavedState({"version": VERSION, "alphas": alphas(run.trained_model)}, tensors)
 
 
 @torch.no_grad()
-def _load_parameters(run: Checkpointed, saved: Saved) -> Notes:
-    ours = run.trainee.parameters()
+def _load_parameters(run: CheckpointSource, saved: SavedState) -> Notes:
+    ours = run.trained_model.parameters()
     wrong = differences(_shapes(ours), _shapes(saved.tensors))
     if wrong:
         raise GracetuneError(
@@ -106,25 +106,25 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, object]:
 # -- optimizer --------------------------------------------------------------------------------------------------------
 
 
-def _save_optimizer(run: Checkpointed) -> Saved:
-    state = named_state(run.state.optimizer, run.trainee.parameters())
-    return Saved({"version": VERSION, **state.json}, state.tensors)
+def _save_optimizer(run: CheckpointSource) -> SavedState:
+    state = named_state(run.state.optimizer, run.trained_model.parameters())
+    return SavedState({"version": VERSION, **state.json}, state.tensors)
 
 
-def _load_optimizer(run: Checkpointed, saved: Saved) -> Notes:
+def _load_optimizer(run: CheckpointSource, saved: SavedState) -> Notes:
     rest = {name: value for name, value in saved.json.items() if name != "version"}
-    load_named_state(run.state.optimizer, run.trainee.parameters(), NamedState(saved.tensors, rest))
+    load_named_state(run.state.optimizer, run.trained_model.parameters(), NamedState(saved.tensors, rest))
     return ()
 
 
 # -- schedule: rates are a function of the step; only how many steps were taken is kept -------------------------------
 
 
-def _save_schedule(run: Checkpointed) -> Saved:
-    return Saved({"version": VERSION, "steps": run.state.schedule.last_epoch})
+def _save_schedule(run: CheckpointSource) -> SavedState:
+    return SavedState({"version": VERSION, "steps": run.state.schedule.last_epoch})
 
 
-def _load_schedule(run: Checkpointed, saved: Saved) -> Notes:
+def _load_schedule(run: CheckpointSource, saved: SavedState) -> Notes:
     move_to(run.state.schedule, saved.json["steps"])
     return ()
 
@@ -132,11 +132,11 @@ def _load_schedule(run: Checkpointed, saved: Saved) -> Notes:
 # -- position: steps (and so whose turn it is), the ramp's micro-batches, samples, epoch; and where the loader is ------
 
 
-def _save_position(run: Checkpointed) -> Saved:
-    return Saved({"version": VERSION, **asdict(run.state.position), "loader": run.state.saved_loader})
+def _save_position(run: CheckpointSource) -> SavedState:
+    return SavedState({"version": VERSION, **asdict(run.state.position), "loader": run.state.saved_loader})
 
 
-def _load_position(run: Checkpointed, saved: Saved) -> Notes:
+def _load_position(run: CheckpointSource, saved: SavedState) -> Notes:
     position = Position(**{name: saved.json[name] for name in asdict(run.state.position)})
     return run.state.load_position(position, saved.json["loader"], allow_other_data=run.allow_other_data)
 
@@ -144,11 +144,11 @@ def _load_position(run: Checkpointed, saved: Saved) -> Notes:
 # -- config: for whoever looks at a checkpoint ------------------------------------------------------------------------
 
 
-def _save_config(run: Checkpointed) -> Saved:
-    return Saved({"version": VERSION, "config": shareable(run.config)})
+def _save_config(run: CheckpointSource) -> SavedState:
+    return SavedState({"version": VERSION, "config": shareable(run.config)})
 
 
-def _load_config(run: Checkpointed, saved: Saved) -> Notes:
+def _load_config(run: CheckpointSource, saved: SavedState) -> Notes:
     """Nothing: the run has its own, and what may not differ is in the identity."""
     return ()
 
@@ -156,17 +156,17 @@ def _load_config(run: Checkpointed, saved: Saved) -> Notes:
 # -- ema --------------------------------------------------------------------------------------------------------------
 
 
-def _ema(run: Checkpointed) -> Ema:
+def _ema(run: CheckpointSource) -> EmaWeights:
     assert run.state.ema is not None, "only a run with averages keeps them"
     return run.state.ema
 
 
-def _save_ema(run: Checkpointed) -> Saved:
+def _save_ema(run: CheckpointSource) -> SavedState:
     tensors = {name: whole(average) for name, average in _ema(run).averages.items()}
-    return Saved({"version": VERSION, "steps": _ema(run).steps, "alphas": alphas(run.trainee)}, tensors)
+    return SavedState({"version": VERSION, "steps": _ema(run).steps, "alphas": alphas(run.trained_model)}, tensors)
 
 
-def _load_ema(run: Checkpointed, saved: Saved) -> Notes:
+def _load_ema(run: CheckpointSource, saved: SavedState) -> Notes:
     like = _ema(run).averages
     _ema(run).load_named_state(
         {name: spread(tensor, like[name]) if name in like else tensor for name, tensor in saved.tensors.items()},
@@ -178,12 +178,12 @@ def _load_ema(run: Checkpointed, saved: Saved) -> Notes:
 # -- loss scale -------------------------------------------------------------------------------------------------------
 
 
-def _scale(run: Checkpointed) -> LossScale:
+def _scale(run: CheckpointSource) -> LossScale:
     assert isinstance(run.state.scale, LossScale), "only fp16 has a loss scale"
     return run.state.scale
 
 
-def _load_scale(run: Checkpointed, saved: Saved) -> Notes:
+def _load_scale(run: CheckpointSource, saved: SavedState) -> Notes:
     _scale(run).load(saved.json, saved.tensors)
     return ()
 
@@ -203,10 +203,10 @@ PARTS: tuple[StatePart, ...] = (
 
 @dataclass(eq=False)
 class BoundPart:
-    """A part of this run, as `checkpoint.state_parts.Piece` has it."""
+    """A part of this run, as `checkpoint.state_parts.CheckpointPart` has it."""
 
     part: StatePart
-    run: Checkpointed
+    run: CheckpointSource
     notes: Notes = ()
     """What loading had to say."""
 
@@ -214,12 +214,12 @@ class BoundPart:
     def name(self) -> str:
         return self.part.name
 
-    def save(self) -> Saved:
+    def save(self) -> SavedState:
         return self.part.save(self.run)
 
     def load(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self.notes = self.part.load(self.run, Saved(json, tensors))
+        self.notes = self.part.load(self.run, SavedState(json, tensors))
 
 
-def shared_pieces(run: Checkpointed) -> list[BoundPart]:
+def shared_parts(run: CheckpointSource) -> list[BoundPart]:
     return [BoundPart(part, run) for part in PARTS if part.is_kept(run)]

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from gracetune.cache.batches import Batch
 from gracetune.config.run_config import Objective
-from gracetune.diffusion.noise import draw_noise
+from gracetune.diffusion.noise import sample_noise
 from gracetune.diffusion.noise_levels import LevelSampler
 from gracetune.diffusion.schedule import noisy, target
 from gracetune.diffusion.weighting import Weighting, huber_delta, sample_losses
 from gracetune.models.common.flow_shift import shift_along
-from gracetune.models.experts import window_of_levels
+from gracetune.models.experts import noise_range_of
 from gracetune.models.spec import ExpertName, ModelFacts, ModelSpec
 from gracetune.models.token_routing import TokenRouter
 from gracetune.train.cuda_graphs import Replay
@@ -35,7 +35,7 @@ LATENTS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
-class Goal:
+class TrainingGoal:
     """What is learnt: the config's objective, decided for one model."""
 
     objective: Objective
@@ -44,12 +44,12 @@ class Goal:
     weighting: Weighting
 
     @classmethod
-    def from_config(cls, objective: Objective, facts: ModelFacts, trained: Sequence[ExpertName]) -> Goal:
+    def from_config(cls, objective: Objective, facts: ModelFacts, trained: Sequence[ExpertName]) -> TrainingGoal:
         line = objective.resolution_shift
         rule = facts.details.get("resolution_shift") if line is None else shift_along(line)
         levels = {
             expert: LevelSampler.from_config(
-                objective, facts.schedule, shift=facts.shift, rule=rule, window=window_of_levels(expert, facts)
+                objective, facts.schedule, shift=facts.shift, rule=rule, noise_range=noise_range_of(expert, facts)
             )
             for expert in trained
         }
@@ -75,7 +75,7 @@ class TrainStep:
         self,
         spec: ModelSpec,
         facts: ModelFacts,
-        goal: Goal,
+        goal: TrainingGoal,
         *,
         seed: int,
         dtype: torch.dtype = torch.float32,
@@ -85,7 +85,7 @@ class TrainStep:
         router: TokenRouter | None = None,
     ) -> None:
         """`dtype` is what the denoiser is given. `base` says of a batch that the base model's own answer is its target,
-        and makes the denoiser the base model (`Trainee.base_for`). `replay` asks the denoiser that is trained."""
+        and makes the denoiser the base model (`TrainedModel.base_for`). `replay` asks the denoiser that is trained."""
         self._spec, self._facts, self._goal = spec if router is None else router.spec, facts, goal
         self._replay, self._router = replay, router
         self._seed, self._dtype, self._autocast, self._base = seed, dtype, autocast, base
@@ -114,10 +114,10 @@ class TrainStep:
         """The loss at given noise levels [B], with the noise of other draws: what a held-out loss asks."""
         schedule, objective = self._facts.schedule, self._goal.objective
         clean = batch.tensors["latents"].float()
-        noise = draw_noise(clean, objective, seed, indexes)
+        noise = sample_noise(clean, objective, seed, indexes)
         seen = noisy(schedule, clean, noise.seen, level).to(self._dtype)
         if base is None:
-            wanted = target(schedule, clean, noise.asked, level)
+            wanted = target(schedule, clean, noise.perturbed, level)
         else:
             with base, torch.no_grad(), self._autocast():
                 wanted = self._spec.predict(denoiser, seen, level, batch.tensors, self._facts).float()

@@ -19,7 +19,7 @@ from torch import nn
 from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.assistant import Assistant, AssistantFile, assist
 from gracetune.adapters.attach import Attached, PathChoice, attach
-from gracetune.adapters.state import AdapterState, Stage
+from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.cache.batches import Batch
 from gracetune.config.run_config import RunConfig
 from gracetune.config.token_routes import resolve_routes
@@ -28,12 +28,12 @@ from gracetune.models.activation_parking import ActivationParking
 from gracetune.models.eight_bit_layers import eight_bit_line
 from gracetune.models.experts import ExpertHost, trained_experts
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EightBits, Expert, ExpertName, Fp8Layouts, ModelFacts, ModelSpec, Placement
+from gracetune.models.spec import EightBitLayers, Expert, ExpertName, Fp8Layouts, ModelFacts, ModelSpec, PartPlacement
 from gracetune.models.token_routing import TokenRouter, block_lists, install
 from gracetune.optim.build import parameter_names
 from gracetune.optim.record import ParamGroup
 from gracetune.train.blocks import Preparation, Shapes, prepare_blocks
-from gracetune.train.export_checks import refuse_misread_files
+from gracetune.train.export_checks import reject_misread_files
 from gracetune.train.runtime import Runtime
 from gracetune.units import format_duration
 
@@ -42,7 +42,7 @@ BasePrecision = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
 
 
 @dataclass(frozen=True)
-class Choices:
+class DenoiserChoices:
     """How the denoisers are run: decided before any is loaded, each with its reason elsewhere."""
 
     checkpointing: bool = False
@@ -63,7 +63,7 @@ class Choices:
 
 
 @dataclass(frozen=True, eq=False)
-class Trainee:
+class TrainedModel:
     spec: ModelSpec
     source: ModelSource
     facts: ModelFacts
@@ -95,7 +95,7 @@ class Trainee:
     def groups(self, experts: Sequence[ExpertName] | None = None) -> list[ParamGroup]:
         """As an optimizer wants them: one for each expert."""
         return [
-            ParamGroup(name, cast(Stage, name), self.attached[name].parameters())
+            ParamGroup(name, cast(ExpertStage, name), self.attached[name].parameters())
             for name in (self.trained if experts is None else experts)
         ]
 
@@ -192,21 +192,21 @@ def check_adapter(
                 attached.load(starts[expert.name])
             layout = attached.layout()
             if layout is not None:
-                refuse_misread_files(layout, config.checkpoints)
-            groups.append(ParamGroup(expert.name, cast(Stage, expert.name), attached.parameters()))
+                reject_misread_files(layout, config.checkpoints)
+            groups.append(ParamGroup(expert.name, cast(ExpertStage, expert.name), attached.parameters()))
     return {name: tuple(parameter.shape) for name, parameter in parameter_names(groups).items()}
 
 
-def load_trainee(
+def load_trained_model(
     config: RunConfig,
     spec: ModelSpec,
     source: ModelSource,
     facts: ModelFacts,
     runtime: Runtime,
-    choices: Choices,
+    choices: DenoiserChoices,
     host: ExpertHost,
     assistant: AssistantFile | None = None,
-) -> Trainee:
+) -> TrainedModel:
     """One expert after the other: loaded, adapter attached, sharded, parked. An assistant is for a single one."""
     placement = _placement(config, spec, runtime, choices)
     starts = _starts(config, facts)
@@ -242,21 +242,23 @@ def load_trainee(
     whole = config.adapter.kind == "full_finetune"
     dtype = torch.float32 if whole else placement.dtype
     regularised = frozenset(one.id for one in config.datasets if one.regularisation and not whole)
-    return Trainee(
+    return TrainedModel(
         spec, source, facts, host, attached, dtype, strengths, regularised, tuple(held), prepared, parking, assisting
     )  # fmt: skip
 
 
-def _placement(config: RunConfig, spec: ModelSpec, runtime: Runtime, choices: Choices) -> Placement:
+def _placement(config: RunConfig, spec: ModelSpec, runtime: Runtime, choices: DenoiserChoices) -> PartPlacement:
     """Beside the layers in 8 bits everything is in 16; next to int8 in those that the run computes in."""
     precision = choices.base_precision or config.model.base_precision
     if precision == "fp8":
-        held = EightBits(spec.default_targets, choices.fp8_layouts)
-        return Placement(runtime.device, torch.bfloat16, choices.attention, held)
+        held = EightBitLayers(spec.default_targets, choices.fp8_layouts)
+        return PartPlacement(runtime.device, torch.bfloat16, choices.attention, held)
     if precision == "int8":
         dtype = torch.float16 if config.training.mixed_precision == "fp16" else torch.bfloat16
-        return Placement(runtime.device, dtype, choices.attention, EightBits(spec.default_targets, kind="int8"))
-    return Placement(runtime.device, _BASES[precision], choices.attention)
+        return PartPlacement(
+            runtime.device, dtype, choices.attention, EightBitLayers(spec.default_targets, kind="int8")
+        )
+    return PartPlacement(runtime.device, _BASES[precision], choices.attention)
 
 
 def _made_trainable(
@@ -267,7 +269,7 @@ def _made_trainable(
         denoiser,
         config.adapter,
         family=spec.family,
-        stage=cast(Stage, expert.name),
+        expert=cast(ExpertStage, expert.name),
         default_targets=spec.default_targets,
         conv_targets=spec.conv_targets,
         untrained=(*spec.untrained, *facts.untrained),
@@ -282,20 +284,20 @@ def _starts(config: RunConfig, facts: ModelFacts) -> dict[ExpertName, AdapterSta
         return {}
     path = Path(config.adapter.init_from).expanduser()
     states = [state for file in _pair(path) for state in open_adapter(file, facts.family).states()]
-    found: dict[ExpertName, AdapterState] = {state.stage: state for state in states}
+    found: dict[ExpertName, AdapterState] = {state.expert: state for state in states}
     if "" in found and len(facts.experts) > 1:
-        found = {name: replace(found[""], stage=cast(Stage, name)) for name in trained_experts("both", facts)}
+        found = {name: replace(found[""], expert=cast(ExpertStage, name)) for name in trained_experts("both", facts)}
     missing = [name for name in trained_experts(config.model.experts, facts) if name not in found]
     if missing:
-        there = ", ".join(found) or "no expert's layers"
+        found_names = ", ".join(found) or "no expert's layers"
         other = "low" if missing[0] == "high_noise" else "high"
         hint = f"give a file for {missing[0]} beside it, or --set model.experts={other}"
-        raise ConfigError([Problem("adapter.init_from", there, ", ".join(missing), hint, str(path))])
+        raise ConfigError([Problem("adapter.init_from", found_names, ", ".join(missing), hint, str(path))])
     return found
 
 
 def _pair(path: Path) -> Sequence[Path]:
-    from gracetune.adapters.metadata import other_stage
+    from gracetune.adapters.metadata import other_expert_file
 
-    other = other_stage(path)
+    other = other_expert_file(path)
     return (path, other) if other is not None and other.is_file() else (path,)

@@ -1,6 +1,6 @@
 """What an optimizer step changes beside the weights: the optimizer, its schedule, averages, and how far the run is.
 
-A checkpoint saves all of it (`pieces`).
+A checkpoint saves all of it (`chunks`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gracetune.data.loader import Loader
-from gracetune.optim.ema import Ema
+from gracetune.optim.ema import EmaWeights
 from gracetune.optim.schedule_free import averaged
 from gracetune.optim.schedules import move_to
 from gracetune.optim.step_skipping import step_unless
@@ -24,7 +24,7 @@ from gracetune.train.position import Position
 
 
 @dataclass(frozen=True)
-class Standing:
+class ResumePoint:
     """Where a run stood between two windows: what the host counts. All else of its state is on the device."""
 
     position: Position
@@ -37,7 +37,8 @@ class TrainingState:
     """One object for the whole run. Its `position` is one too: whoever holds it sees how far the run is."""
 
     def __init__(
-        self, optimizer: Optimizer, schedule: LambdaLR, scale: LossScale | NoScale, ema: Ema | None, loader: Loader,
+        self, optimizer: Optimizer, schedule: LambdaLR, scale: LossScale | NoScale, ema: EmaWeights | None,
+        loader: Loader,
         device: torch.device,
     ) -> None:  # fmt: skip
         """`ema` is None for a run without averages."""
@@ -70,17 +71,17 @@ class TrainingState:
         self.position.epoch = self.loader.epoch
         self.saved_loader = self.loader.state_dict()
 
-    def standing(self) -> Standing:
+    def resume_point(self) -> ResumePoint:
         averages = 0 if self.ema is None else self.ema.steps
-        return Standing(replace(self.position), self.saved_loader, self.schedule.last_epoch, averages)
+        return ResumePoint(replace(self.position), self.saved_loader, self.schedule.last_epoch, averages)
 
-    def go_back(self, standing: Standing) -> None:
+    def go_back(self, resume_point: ResumePoint) -> None:
         """To where the device's state still is: of the windows since then all steps were left out."""
-        self.position.move_to(standing.position)
-        self.saved_loader = standing.loader
-        move_to(self.schedule, standing.schedule_steps)
+        self.position.move_to(resume_point.position)
+        self.saved_loader = resume_point.loader
+        move_to(self.schedule, resume_point.schedule_steps)
         if self.ema is not None:
-            self.ema.steps = standing.ema_steps
+            self.ema.steps = resume_point.ema_steps
 
     def load_position(
         self, position: Position, loader: dict[str, object], *, allow_other_data: bool

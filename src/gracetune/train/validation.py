@@ -19,17 +19,17 @@ from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.memory.reclaim import trim_heap
-from gracetune.models.spec import Placement, Sampled
+from gracetune.models.spec import PartPlacement, Sampled
 from gracetune.storage.os_errors import explain
 from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import SampleFile, ValidationDone, Warned
 from gracetune.train.control import Control
-from gracetune.train.hooks import Callback, RunEnds, RunStarts, WindowDone
+from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepEnds
 from gracetune.train.job import EvaluatedModel, Pauses
 from gracetune.train.output import RunFolder
 from gracetune.train.prompts import Prompts
 from gracetune.train.sample_files import NotWrittenError, contact_sheet, write_sample
-from gracetune.train.sample_requests import Asked, requests_of
+from gracetune.train.sample_requests import ValidationRequest, requests_of
 from gracetune.train.validation_request import VALIDATE_NOW
 from gracetune.train.view import View
 
@@ -46,13 +46,13 @@ class Sampling(Callback):
         self._warned_of_request = False
         self._kept: Any = None
         """The pipeline of the round before; what it has beside the trained denoisers is in main memory."""
-        self._asked = requests_of(config)
+        self._requests = requests_of(config)
         section = config.validation
         timed = section.at_start or section.every_steps or section.every_epochs
-        if section.enabled and timed and not self._asked:
+        if section.enabled and timed and not self._requests:
             view.warn("validation has no prompts: no samples are drawn; write some under validation.prompts")
-        if self._asked:
-            view.say(f"samples: {prompts.reason if isinstance(prompts, Prompts) else prompts}")
+        if self._requests:
+            view.report(f"samples: {prompts.reason if isinstance(prompts, Prompts) else prompts}")
 
     def start(self, begun: RunStarts) -> None:
         """Also what a process that was killed owes: samples of the very step that the run goes on from. Tried once: it
@@ -62,21 +62,21 @@ class Sampling(Callback):
         is_owed = bool(self._model.runtime.highest(int(step in owed)))
         self._store.end_work("sampling", *owed)
         if is_owed or (self._config.validation.at_start and step == 0):
-            self._draw(step, requested=False)
+            self._generate(step, requested=False)
 
-    def is_due(self, done: WindowDone) -> bool:
+    def is_due(self, done: StepEnds) -> bool:
         section = self._config.validation
         due = section.every_steps is not None and done.step % section.every_steps == 0
         if section.every_epochs is not None:
             due = due or any((ended.epoch + 1) % section.every_epochs == 0 for ended in done.epochs)
-        return due and bool(self._asked)
+        return due and bool(self._requests)
 
-    def window(self, done: WindowDone) -> None:
+    def step_ends(self, done: StepEnds) -> None:
         requested = self._requested()
         if requested or self.is_due(done):
             with self._pauses.counted():
                 # Saving may just have gone back to before a step that has failed: samples are of what is kept.
-                self._draw(self._model.state.position.step, requested=requested)
+                self._generate(self._model.state.position.step, requested=requested)
             self._store.end_work("sampling", done.step)
 
     def end(self, ended: RunEnds) -> None:
@@ -85,11 +85,11 @@ class Sampling(Callback):
     def _requested(self) -> bool:
         """On any rank, and then on all of them: a sharded model is sampled by all together."""
         runtime = self._model.runtime
-        here = self._control.validate or (runtime.is_main and self._take_request())
+        requested_here = self._control.validate or (runtime.is_main and self._take_request())
         self._control.validate = False
-        if not runtime.highest(int(here)):
+        if not runtime.highest(int(requested_here)):
             return False
-        if not self._asked:
+        if not self._requests:
             self._view.warn("a validation was asked for, but the config has no validation.prompts")
         return True
 
@@ -109,59 +109,61 @@ class Sampling(Callback):
             return False
         return True
 
-    def _draw(self, step: int, *, requested: bool) -> None:
+    def _generate(self, step: int, *, requested: bool) -> None:
         # Every rank draws where the model is shared out over them; otherwise the first one, and the others wait.
         runtime = self._model.runtime
-        if not self._asked or not (runtime.is_main or runtime.is_sharded):
+        if not self._requests or not (runtime.is_main or runtime.is_sharded):
             return
         began = time.monotonic()
         self._model.step.release()
         files: list[SampleFile] = []
-        pictures: list[Image.Image] = []
+        images: list[Image.Image] = []
         phase = self._view.phase(f"samples at step {step}")
         with self._going_on(step, "samples"), untouched(self._model), phase, self._pipeline() as pipeline:
-            for number, asked in enumerate(self._asked):
+            for number, request in enumerate(self._requests):
                 if self._has_to_stop():
-                    self._view.say(f"samples at step {step}: {len(self._asked) - number} left out, the run is stopping")
+                    self._view.report(
+                        f"samples at step {step}: {len(self._requests) - number} left out, the run is stopping"
+                    )
                     break
-                with self._going_on(step, f"validation.prompts[{asked.prompt}]"):
-                    sampled = self._sampled(pipeline, asked)
+                with self._going_on(step, f"validation.prompts[{request.prompt}]"):
+                    sampled = self._sampled(pipeline, request)
                     if runtime.is_main:
-                        files += self._written(step, number, asked, sampled)
-                        pictures += sampled.frames[:1]
+                        files += self._written(step, number, request, sampled)
+                        images += sampled.frames[:1]
         if not runtime.is_main:
             return
-        sheet = self._sheet(step, pictures)
+        sheet = self._sheet(step, images)
         took = time.monotonic() - began
         event = ValidationDone(step=step, files=tuple(files), sheet=sheet, duration_s=took, requested=requested)
         self._telemetry.emit(event)
 
     def _has_to_stop(self) -> bool:
         """A scheduler that asks a run to stop gives it a minute or two. A sharded model is sampled by all together."""
-        asked, runtime = self._control.stop is not None, self._model.runtime
-        return bool(runtime.highest(int(asked))) if runtime.is_sharded else asked
+        should_stop, runtime = self._control.stop is not None, self._model.runtime
+        return bool(runtime.highest(int(should_stop))) if runtime.is_sharded else should_stop
 
-    def _sheet(self, step: int, pictures: list[Image.Image]) -> str | None:
-        if len(pictures) < 2:
+    def _sheet(self, step: int, images: list[Image.Image]) -> str | None:
+        if len(images) < 2:
             return None
         path = self._folder.samples / f"{step:09d}_sheet.png"
         try:
-            contact_sheet(path, pictures)
+            contact_sheet(path, images)
         except NotWrittenError as error:
             self._warn(step, str(error))
             return None
         return str(path.relative_to(self._folder.path))
 
-    def _written(self, step: int, number: int, asked: Asked, sampled: Sampled) -> list[SampleFile]:
+    def _written(self, step: int, number: int, request: ValidationRequest, sampled: Sampled) -> list[SampleFile]:
         """A sample that finds no room is said, and training goes on."""
-        stem = self._folder.samples / f"{step:09d}_{number:02d}_seed{asked.request.seed}"
+        stem = self._folder.samples / f"{step:09d}_{number:02d}_seed{request.request.seed}"
         try:
             path, kind = write_sample(stem, sampled, self._config.validation.fps)
         except NotWrittenError as error:
             self._warn(step, str(error))
             return []
         name = str(path.relative_to(self._folder.path))
-        return [SampleFile(path=name, kind=kind, prompt=asked.request.prompt, seed=asked.request.seed)]
+        return [SampleFile(path=name, kind=kind, prompt=request.request.prompt, seed=request.request.seed)]
 
     def _warn(self, step: int, message: str) -> None:
         self._view.warn(message)
@@ -180,17 +182,17 @@ class Sampling(Callback):
                 raise
             self._warn(step, f"{what}: not drawn, and training goes on: {error}")
 
-    def _sampled(self, pipeline: Any, asked: Asked) -> Sampled:
-        model, request = self._model, asked.with_pictures()
+    def _sampled(self, pipeline: Any, wanted: ValidationRequest) -> Sampled:
+        model, request = self._model, wanted.with_images()
         if isinstance(self._prompts, Prompts):
-            request = self._prompts.given(request, model.trainee.dtype)
-        trainee = model.trainee
+            request = self._prompts.given(request, model.trained_model.dtype)
+        trained_model = model.trained_model
         with ExitStack() as stack:
-            stack.enter_context(trainee.evaluating(asked.strength))
-            stack.enter_context(trainee.unassisted())
+            stack.enter_context(trained_model.evaluating(wanted.strength))
+            stack.enter_context(trained_model.unassisted())
             stack.enter_context(model.state.as_delivered())
             stack.enter_context(model.runtime.autocast())
-            return trainee.spec.sample(pipeline, request)
+            return trained_model.spec.sample(pipeline, request)
 
     @contextmanager
     def _pipeline(self) -> Iterator[Any]:
@@ -200,12 +202,14 @@ class Sampling(Callback):
         where there is room for them; where there is not, they are let go and read from disk again.
         """
         model = self._model
-        trainee = model.trainee
+        trained_model = model.trained_model
         pipeline, self._kept = self._kept, None
         if pipeline is None:
-            placement = Placement(model.device, trainee.dtype)
-            load = self._prompts.load_pipeline if isinstance(self._prompts, Prompts) else trainee.spec.load_pipeline
-            pipeline = load(trainee.source, trainee.components(), placement, trainee.facts)
+            placement = PartPlacement(model.device, trained_model.dtype)
+            load = (
+                self._prompts.load_pipeline if isinstance(self._prompts, Prompts) else trained_model.spec.load_pipeline
+            )
+            pipeline = load(trained_model.source, trained_model.components(), placement, trained_model.facts)
         else:
             _move(_other_parts(pipeline, model), model.device)
         try:
@@ -223,7 +227,7 @@ class Sampling(Callback):
 
 
 def _other_parts(pipeline: Any, model: EvaluatedModel) -> list[nn.Module]:
-    ours = {id(module) for module in model.trainee.components().values()}
+    ours = {id(module) for module in model.trained_model.components().values()}
     return [part for part in pipeline.components.values() if isinstance(part, nn.Module) and id(part) not in ours]
 
 
@@ -245,9 +249,9 @@ def untouched(model: EvaluatedModel) -> Iterator[None]:
     generators = RandomState(model.device)
     before = generators.save()
     kept = {name: tensor.clone() for name, tensor in before.tensors.items()}
-    host, active = model.trainee.host, model.trainee.host.active
+    host, active = model.trained_model.host, model.trained_model.host.active
     with ExitStack() as stack:
-        for name in model.trainee.trained:
+        for name in model.trained_model.trained:
             # A pipeline calls one expert after the other; a parked one is brought when it is called.
             hook = host.module(name).register_forward_pre_hook(lambda *_, name=name: _bring(model, name))
             stack.callback(hook.remove)
@@ -260,4 +264,4 @@ def untouched(model: EvaluatedModel) -> Iterator[None]:
 
 
 def _bring(model: EvaluatedModel, name: str) -> None:
-    model.trainee.host.activate(name)
+    model.trained_model.host.activate(name)

@@ -17,8 +17,8 @@ def ask_for_validation(run_folder: Path) -> str:
     """Returns what was done, in words."""
     folder = run_folder.expanduser().absolute()
     if not (folder / "checkpoints").is_dir():
-        there = "no such folder" if not folder.is_dir() else "a folder without checkpoints/"
-        raise ConfigError([Problem("RUN", there, "the output folder of a run", "check the path", str(folder))])
+        problem = "no such folder" if not folder.is_dir() else "a folder without checkpoints/"
+        raise ConfigError([Problem("RUN", problem, "the output folder of a run", "check the path", str(folder))])
     if not is_running(folder):
         hint = "gracetune train CONFIG --set validation.at_start=true draws samples of a new run"
         raise ConfigError([Problem("RUN", "nobody trains here now", "a run that is at work", hint, str(folder))])

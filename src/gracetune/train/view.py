@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from gracetune.cache.pass_worker import Progress
+from gracetune.cache.pass_worker import PassProgress
 from gracetune.data.staging.progress import OnProgress, unwatched
 from gracetune.storage.transfer import OnFetched
-from gracetune.telemetry.progress import Standing
+from gracetune.telemetry.progress import RunStatus
 
 if TYPE_CHECKING:
     from gracetune.hardware import Machine
-    from gracetune.train.planning import Planned
+    from gracetune.train.planning import PlannedRun
 
 
 class View:
@@ -24,7 +24,7 @@ class View:
         """Everything that was warned of."""
         self._recorder: Callable[[str], None] | None = None
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """One line the user should read."""
 
     def warn(self, text: str) -> None:
@@ -43,7 +43,7 @@ class View:
         for text in self.warnings:
             recorder(text)
 
-    def planned(self, planned: Planned, machine: Machine) -> None:
+    def planned(self, planned: PlannedRun, machine: Machine) -> None:
         """The memory plan, before anything is loaded."""
 
     @contextmanager
@@ -59,22 +59,22 @@ class View:
     def on_staging(self, name: str) -> OnProgress:
         return unwatched
 
-    def on_text(self, progress: Progress) -> None: ...
+    def on_text(self, progress: PassProgress) -> None: ...
 
-    def on_latents(self, progress: Progress) -> None: ...
+    def on_latents(self, progress: PassProgress) -> None: ...
 
     def on_step(self, step: int, steps: int) -> None: ...
 
-    def on_standing(self, standing: Standing) -> None:
+    def on_status(self, status: RunStatus) -> None:
         """At every log step: loss, pace, memory."""
 
 
-class Heard(View):
+class CollectingView(View):
     """Shows nothing, and keeps what was said."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
+    def report(self, text: str) -> None:
+        self.lines.append(text)

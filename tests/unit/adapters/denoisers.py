@@ -48,15 +48,15 @@ def load(tiny_model: TinyModel, family: str, dtype: torch.dtype = torch.float32)
     return Denoiser(family, copy.deepcopy(_LOADED[folder, dtype]))
 
 
-def _drawn(*shape: int, seed: int = 0) -> Tensor:
+def _random_tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _wan(model: Any, dtype: torch.dtype) -> Tensor:
     result: Tensor = model(
-        hidden_states=_drawn(1, 16, 3, 4, 4).to(dtype),
+        hidden_states=_random_tensor(1, 16, 3, 4, 4).to(dtype),
         timestep=torch.tensor([500]),
-        encoder_hidden_states=_drawn(1, 5, model.config.text_dim, seed=1).to(dtype),
+        encoder_hidden_states=_random_tensor(1, 5, model.config.text_dim, seed=1).to(dtype),
         return_dict=False,
     )[0]
     return result
@@ -65,11 +65,11 @@ def _wan(model: Any, dtype: torch.dtype) -> Tensor:
 def _sdxl(model: Any, dtype: torch.dtype) -> Tensor:
     width = model.config.projection_class_embeddings_input_dim - 6 * model.config.addition_time_embed_dim
     result: Tensor = model(
-        _drawn(1, 4, 8, 8).to(dtype),
+        _random_tensor(1, 4, 8, 8).to(dtype),
         torch.tensor([500]),
-        encoder_hidden_states=_drawn(1, 5, model.config.cross_attention_dim, seed=1).to(dtype),
+        encoder_hidden_states=_random_tensor(1, 5, model.config.cross_attention_dim, seed=1).to(dtype),
         added_cond_kwargs={
-            "text_embeds": _drawn(1, width, seed=2).to(dtype),
+            "text_embeds": _random_tensor(1, width, seed=2).to(dtype),
             "time_ids": torch.tensor([[64, 64, 0, 0, 64, 64]], dtype=dtype),
         },
         return_dict=False,

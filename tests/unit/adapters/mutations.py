@@ -249,12 +249,12 @@ def _is_small(shape: list[Any]) -> bool:
 
 def _written(tensors: dict[str, tuple[str, list[int], bytes]], metadata: Any) -> bytes:
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    end, pieces = 0, []
+    end, parts = 0, []
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
         end += len(data)
-        pieces.append(data)
-    return _put_together(header, b"".join(pieces))
+        parts.append(data)
+    return _put_together(header, b"".join(parts))
 
 
 MUTATIONS = (_flip, _cut, _lengthen, _lie_about_the_length, *(_header,) * 12, *(_tensor,) * 12)

@@ -24,7 +24,7 @@ from gracetune.adapters.targets import select as select_modules
 from gracetune.adapters.trainable import select, trainable
 from gracetune.config.adapter_kinds import ALGORITHM_NAMES, ALGORITHMS
 from gracetune.config.run_config import Adapter
-from gracetune.models.footprint import Block, Footprint, Linear
+from gracetune.models.footprint import Footprint, FootprintBlock, FootprintLinear
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.registry import FOOTPRINTS, spec_of
 from unit.adapters.denoisers import TinyModel
@@ -60,7 +60,7 @@ def test_what_is_trained_is_what_the_record_says(record: Algorithm, path: Any, k
     attached = attach(model, adapter, family="wan", default_targets=(), seed=0, adapter_path=path)
     (state,) = attached.state().layers.values()
     found = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
-    shapes = record.shapes(Linear("0", 12, 20, "x", kernel=tuple(kernel)), adapter)
+    shapes = record.shapes(FootprintLinear("0", 12, 20, "x", kernel=tuple(kernel)), adapter)
     assert found == {**shapes, **dict.fromkeys(record.constants, ())}
     zero = {name for name, tensor in state.tensors.items() if not tensor.any()} - record.constants.keys()
     assert zero == record.zero_at_first & found.keys()
@@ -137,9 +137,10 @@ def footprint_of(model: nn.Module, family: str) -> Footprint:
             name for name in info.owners if name not in ("ModuleList", "Sequential", "GELU", "GEGLU", "SwiGLU")
         )
         parent, _, name = path.rpartition(".")
-        linear = Linear(name, inputs, outputs, "x", owner, bias=layer.bias is not None, default=path in default,
+        linear = FootprintLinear(name, inputs, outputs, "x", owner, bias=layer.bias is not None,
+        default=path in default,
                         conv_default=path in conv, kernel=tuple(kernel))  # fmt: skip
-        blocks.append(Block(parent, 1, (), (), (), (linear,)))
+        blocks.append(FootprintBlock(parent, 1, (), (), (), (linear,)))
     return replace(FOOTPRINTS[family][0], blocks=tuple(blocks))
 
 

@@ -273,15 +273,15 @@ class TestSeed:
     @pytest.mark.parametrize("kind", RANDOM)
     def test_first_values_have_all_digits_whatever_the_base_is(self, tiny_model: TinyModel, kind: str) -> None:
         fp32, bf16 = (self.values(load(tiny_model, "wan", dtype), kind) for dtype in (torch.float32, torch.bfloat16))
-        drawn = {name: tensor for name, tensor in fp32.items() if not name.endswith("dora_scale")}
-        assert all(torch.equal(bf16[name], tensor) for name, tensor in drawn.items())
-        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in drawn.values())
+        values = {name: tensor for name, tensor in fp32.items() if not name.endswith("dora_scale")}
+        assert all(torch.equal(bf16[name], tensor) for name, tensor in values.items())
+        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in values.values())
 
     def test_two_experts_begin_differently(self, wan: Callable[[], Denoiser]) -> None:
         adapter = Adapter(rank=2)
         high, low = (
-            attach(wan().model, adapter, family="wan", stage=stage, default_targets=("to_q",), seed=1).parameters()
-            for stage in ("high_noise", "low_noise")  # type: ignore[assignment]
+            attach(wan().model, adapter, family="wan", expert=expert, default_targets=("to_q",), seed=1).parameters()
+            for expert in ("high_noise", "low_noise")  # type: ignore[assignment]
         )
         assert not torch.equal(high["blocks.0.attn1.to_q.lora_A.weight"], low["blocks.0.attn1.to_q.lora_A.weight"])
 
@@ -357,19 +357,19 @@ class TestOptions:
         assert shapes["blocks.0.ffn.net.2"] == (4, 4)
         assert {name: value for name, value in vars(LycorisNetwork).items() if name.isupper()} == before
 
-    def test_misspelt_options_are_refused_all_at_once(self, wan: Callable[[], Denoiser]) -> None:
+    def test_misspelt_options_are_rejected_all_at_once(self, wan: Callable[[], Denoiser]) -> None:
         table = {
             "FeedForward": {"factr": 4, "algo": "lokrr", "dim": 0},
             "FeedForwrd": {"factor": 4},
         }
         with pytest.raises(ConfigError) as caught:
             wan().attach("lokr", by_module=table)
-        told = str(caught.value)
-        assert "by_module.FeedForward.factr" in told
-        assert "write `factor`" in told
-        assert "write `lokr`" in told
-        assert "by_module.FeedForward.dim" in told
-        assert "write `FeedForward`" in told
+        message = str(caught.value)
+        assert "by_module.FeedForward.factr" in message
+        assert "write `factor`" in message
+        assert "write `lokr`" in message
+        assert "by_module.FeedForward.dim" in message
+        assert "write `FeedForward`" in message
 
     def test_convolutions_have_their_own_rank(self, tiny_model: TinyModel) -> None:
         attached = load(tiny_model, "sdxl").attach(
@@ -504,7 +504,7 @@ class TestModel:
         assert capfd.readouterr() == ("", "")
         assert not logging.getLogger("LyCORIS").disabled
 
-    def test_a_second_adapter_is_refused(self, wan: Callable[[], Denoiser]) -> None:
+    def test_a_second_adapter_is_rejected(self, wan: Callable[[], Denoiser]) -> None:
         for kind in ("lora", "lokr"):
             denoiser = wan()
             denoiser.attach(kind)

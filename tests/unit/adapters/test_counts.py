@@ -11,9 +11,9 @@ from diffusers import UNet2DConditionModel, WanTransformer3DModel
 from torch import nn
 
 from gracetune.adapters.attach import attach, describe
-from gracetune.adapters.trainable import Target, select, trainable
+from gracetune.adapters.trainable import TargetLayers, select, trainable
 from gracetune.config.run_config import Adapter
-from gracetune.models.footprint import Block, Linear
+from gracetune.models.footprint import FootprintBlock, FootprintLinear
 from gracetune.models.registry import FOOTPRINTS, spec_of
 from unit.adapters.denoisers import ADAPTERS, Denoiser, TinyModel, load
 
@@ -35,8 +35,8 @@ def planned(denoiser: Denoiser, kind: str, options: dict[str, Any]) -> dict[str,
         if info.kind in ("linear", "conv"):
             weight, bias = denoiser.model.get_submodule(path).weight, denoiser.model.get_submodule(path).bias
             outputs, inputs, *kernel = weight.shape
-            linear = Linear(path, inputs, outputs, "x", bias=bias is not None, kernel=tuple(kernel))
-            footprint = replace(FOOTPRINTS[denoiser.family][0], blocks=(Block("", 1, (), (), (), (linear,)),))
+            linear = FootprintLinear(path, inputs, outputs, "x", bias=bias is not None, kernel=tuple(kernel))
+            footprint = replace(FOOTPRINTS[denoiser.family][0], blocks=(FootprintBlock("", 1, (), (), (), (linear,)),))
             (target,) = select(footprint, adapter).targets
             found[path] = sorted(tensor.shape for tensor in target.tensors())
     return found
@@ -91,10 +91,10 @@ def test_of_a_full_finetune(tiny_model: TinyModel, family: str) -> None:
 @pytest.mark.parametrize("factor", [-1, 0, 1, 3, 8, 100])
 def test_every_factor_of_lokr(factor: int) -> None:
     adapter = Adapter(kind="lokr", rank=1, factor=factor, targets=("Linear",))
-    linear = Linear("0", 24, 60, "x")
-    block = Block("", 1, (), (), (), (linear,))
+    linear = FootprintLinear("0", 24, 60, "x")
+    block = FootprintBlock("", 1, (), (), (), (linear,))
     attached = attach(nn.Sequential(nn.Linear(24, 60)), adapter, family="wan", default_targets=(), seed=0)
-    expected = sorted(tensor.shape for tensor in Target(block, linear, adapter, 1).tensors())
+    expected = sorted(tensor.shape for tensor in TargetLayers(block, linear, adapter, 1).tensors())
     assert sorted(tuple(parameter.shape) for parameter in attached.parameters().values()) == expected
     assert all(torch.isfinite(parameter).all() for parameter in attached.parameters().values())
 

@@ -51,7 +51,7 @@ BENT = {"weight_decompose", "rescaled"}
 STRENGTHS = [(*case, strength) for case in CASES for strength in ((1.0,) if BENT & case[2].keys() else (1.0, 0.5))]
 
 
-def drawn(module: nn.Module, seed: int = 3) -> None:
+def values(module: nn.Module, seed: int = 3) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -79,7 +79,7 @@ def test_lycoris(shape: str, algorithm: str, kind: Any, options: dict[str, Any],
     layer, x = make(), torch.randn(size)
     weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
     module = kind("", layer, strength, 3, 2.0, **options)
-    drawn(module)
+    values(module)
     module.apply_to()
     adapter = layer_of(algorithm, module, 3)
     with torch.no_grad():
@@ -102,14 +102,14 @@ def test_peft(shape: str, dora: bool) -> None:
     config = LoraConfig(r=3, lora_alpha=2, target_modules=["0"], use_dora=dora)
     model = inject_adapter_in_model(config, nn.Sequential(layer)).eval()
     wrapped: Any = model[0]
-    drawn(wrapped.lora_A)
-    drawn(wrapped.lora_B)
+    values(wrapped.lora_A)
+    values(wrapped.lora_B)
     tensors = {
         "lora_A.weight": wrapped.lora_A["default"].weight.detach(),
         "lora_B.weight": wrapped.lora_B["default"].weight.detach(),
     }
     if dora:
-        drawn(wrapped.lora_magnitude_vector)
+        values(wrapped.lora_magnitude_vector)
         tensors["dora_scale"] = wrapped.lora_magnitude_vector["default"].weight.detach().flatten()
     adapter = Layer("dora" if dora else "lora", tensors, 2.0, 3)
     with torch.no_grad():
@@ -123,13 +123,13 @@ def test_lycoris_own_merge_of_lokr_is_not_what_it_trains() -> None:
     """The reason for our own. If this fails, the library has been mended."""
     layer = nn.Linear(12, 20)
     module = LokrModule("", layer, 1.0, 3, 1.5, factor=2)
-    drawn(module)
+    values(module)
     ours = delta(layer_of("lokr", module, 3), layer.weight.shape)
     torch.testing.assert_close(module.get_weight(layer.weight.shape).detach(), ours)
     torch.testing.assert_close(module.get_diff_weight(shape=layer.weight.shape)[0].detach(), 0.5 * ours)
 
 
-class TestRefusals:
+class TestRejections:
     def test_a_change_that_depends_on_the_weight(self) -> None:
         layer = Layer("ia3", {"weight": torch.zeros(4), "on_input": torch.tensor(0)}, 1.0, None)
         with pytest.raises(ValueError, match="ia3 changes depends on the weight"):

@@ -104,13 +104,13 @@ def started(family: str, kind: str) -> Attached:
     model = nn.Module()
     for path, (outputs, inputs, *kernel) in SHAPES[family].items():
         *parents, name = path.split(".")
-        here = model
+        current = model
         for parent in parents:
-            if parent not in dict(here.named_children()):
-                here.add_module(parent, nn.Module())
-            here = here.get_submodule(parent)
+            if parent not in dict(current.named_children()):
+                current.add_module(parent, nn.Module())
+            current = current.get_submodule(parent)
         make = {0: nn.Linear, 2: nn.Conv2d, 3: nn.Conv3d}[len(kernel)]
-        here.add_module(name, make(inputs, outputs, *([tuple(kernel)] if kernel else [])))
+        current.add_module(name, make(inputs, outputs, *([tuple(kernel)] if kernel else [])))
     options = Adapter(kind=kind, targets=tuple(SHAPES[family]), rank=2, conv_rank=2)  # type: ignore[arg-type]
     return attach(model, options, family=family, default_targets=(), seed=0)
 

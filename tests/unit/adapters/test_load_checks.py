@@ -21,7 +21,7 @@ def model(seed: int = 0) -> nn.Module:
 
 def attached(kind: str = "lora", targets: tuple[str, ...] = ("one", "two", "three"), **options: Any) -> Attached:
     adapter = Adapter(kind=kind, targets=targets, **{"rank": 2, **options})  # type: ignore[arg-type]
-    return attach(model(), adapter, family="wan", stage="high_noise", default_targets=(), seed=0)
+    return attach(model(), adapter, family="wan", expert="high_noise", default_targets=(), seed=0)
 
 
 def shaken(made: Attached) -> AdapterState:
@@ -38,7 +38,7 @@ def changed(
     return replace(state, layers={**state.layers, path: replace(layer, tensors=change(dict(layer.tensors)))})
 
 
-def refusal(target: Attached, state: AdapterState) -> str:
+def rejection(target: Attached, state: AdapterState) -> str:
     before = target.state()
     with pytest.raises(ConfigError) as caught:
         target.load(state)
@@ -47,52 +47,52 @@ def refusal(target: Attached, state: AdapterState) -> str:
     return str(caught.value)
 
 
-class TestRefusals:
+class TestRejections:
     def test_missing_and_unexpected_layers_together(self) -> None:
         state = shaken(attached(targets=("one", "two")))
-        told = refusal(attached(targets=("two", "three")), state)
-        assert "three\n  found     missing" in told
-        assert "one\n  found     unexpected" in told
+        message = rejection(attached(targets=("two", "three")), state)
+        assert "three\n  found     missing" in message
+        assert "one\n  found     unexpected" in message
 
     def test_a_thousand_of_a_kind_are_counted(self) -> None:
         state = shaken(attached(targets=("one",)))
         many = {f"no.such.{index}": state.layers["one"] for index in range(1000)}
-        told = refusal(attached(targets=("one",)), replace(state, layers={**state.layers, **many}))
-        assert "992 more of this kind" in told
-        assert told.count("found") == 9
+        message = rejection(attached(targets=("one",)), replace(state, layers={**state.layers, **many}))
+        assert "992 more of this kind" in message
+        assert message.count("found") == 9
 
     def test_another_rank(self) -> None:
-        told = refusal(attached(), shaken(attached(rank=3)))
-        assert "one.lora_A.weight" in told
-        assert "shape [3, 6]" in told
-        assert "shape [2, 6]" in told
+        message = rejection(attached(), shaken(attached(rank=3)))
+        assert "one.lora_A.weight" in message
+        assert "shape [3, 6]" in message
+        assert "shape [2, 6]" in message
 
     def test_another_algorithm(self) -> None:
-        told = refusal(attached(), shaken(attached("lokr")))
-        assert "--set adapter.kind=lokr" in told
+        message = rejection(attached(), shaken(attached("lokr")))
+        assert "--set adapter.kind=lokr" in message
 
     def test_a_tensor_too_few_and_one_too_many(self) -> None:
         state = changed(shaken(attached("locon")), "two", lambda tensors: {**tensors, "lora_mid.weight": torch.ones(2)})
         state = changed(state, "one", lambda tensors: {"lora_up.weight": tensors["lora_up.weight"]})
-        told = refusal(attached("locon"), state)
-        assert "two.lora_mid.weight" in told
-        assert "one.lora_down.weight\n  found     missing" in told
+        message = rejection(attached("locon"), state)
+        assert "two.lora_mid.weight" in message
+        assert "one.lora_down.weight\n  found     missing" in message
 
     def test_nan(self) -> None:
         state = changed(
             shaken(attached()), "one", lambda tensors: {**tensors, "lora_B.weight": torch.full((8, 2), torch.nan)}
         )
-        assert "NaN or infinite values" in refusal(attached(), state)
+        assert "NaN or infinite values" in rejection(attached(), state)
 
     def test_family_and_stage(self) -> None:
         state = shaken(attached())
-        assert "made for flux" in refusal(attached(), replace(state, family="flux"))
-        assert "low_noise expert" in refusal(attached(), replace(state, stage="low_noise"))
-        attached().load(replace(state, stage=""))  # one file for both experts
+        assert "made for flux" in rejection(attached(), replace(state, family="flux"))
+        assert "low_noise expert" in rejection(attached(), replace(state, expert="low_noise"))
+        attached().load(replace(state, expert=""))  # one file for both experts
 
     def test_ia3_on_the_input(self) -> None:
         state = changed(shaken(attached("ia3")), "three", lambda tensors: {**tensors, "on_input": torch.tensor(1)})
-        assert "three.on_input\n  found     1\n  expected  0" in refusal(attached("ia3"), state)
+        assert "three.on_input\n  found     1\n  expected  0" in rejection(attached("ia3"), state)
 
 
 def same_effect(one: Attached, other: AdapterState) -> None:

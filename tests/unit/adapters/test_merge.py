@@ -131,7 +131,7 @@ class TestFolder:
         with pytest.raises(GracetuneError, match="cannot be written"):
             merge_into(one_layer(), source(tiny_model, "wan"), tmp_path / "file" / "out")
 
-    def test_quantised_weights_are_refused(self, tmp_path: Path) -> None:
+    def test_quantised_weights_are_rejected(self, tmp_path: Path) -> None:
         folder = tmp_path / "base"
         folder.mkdir()
         weight = torch.zeros(32, 32).to(torch.float8_e4m3fn)
@@ -139,7 +139,7 @@ class TestFolder:
         with pytest.raises(ConfigError, match="F8_E4M3"):
             merge_into(one_layer(), folder, tmp_path / "out")
 
-    def test_what_the_precision_cannot_hold_is_refused_and_nothing_written(self, tmp_path: Path) -> None:
+    def test_what_the_precision_cannot_hold_is_rejected_and_nothing_written(self, tmp_path: Path) -> None:
         folder = tmp_path / "base"
         folder.mkdir()
         save_file({"first.weight": torch.zeros(32, 32), "half.weight": torch.full((32, 32), 60000.0).half()},
@@ -206,9 +206,9 @@ class TestModule:
         assert torch.equal(denoiser(), base)
 
 
-def test_a_rotation_beyond_the_range_of_numbers_is_refused() -> None:
+def test_a_rotation_beyond_the_range_of_numbers_is_rejected() -> None:
     """Many of such matrices cannot be inverted in fp32, whatever they are on paper; which ones, LAPACK decides."""
-    refused = 0
+    rejected = 0
     for seed in range(60):
         blocks = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(seed)) * 1e30
         state = AdapterState("wan", "", {"a": Layer("diag_oft", {"oft_blocks": blocks}, 1.0, None)})
@@ -217,6 +217,6 @@ def test_a_rotation_beyond_the_range_of_numbers_is_refused() -> None:
         try:
             merge_module(state, model)
         except ConfigError as error:
-            refused += "beyond the range of numbers" in str(error)
+            rejected += "beyond the range of numbers" in str(error)
             assert torch.equal(model["a"].weight, before)
-    assert refused
+    assert rejected

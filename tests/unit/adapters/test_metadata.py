@@ -22,7 +22,7 @@ ABOUT = metadata.About(title="my adapter", date="2026-11-15T12:00:00Z", training
 
 
 def test_a_header_says_what_the_file_is(tmp_path: Path) -> None:
-    state = making.state("wan", SHAPES, "lokr", stage="high_noise", rank=2, alpha=4.0, options=("decomposed",))
+    state = making.state("wan", SHAPES, "lokr", expert="high_noise", rank=2, alpha=4.0, options=("decomposed",))
     path = save(tmp_path / "a.safetensors", state, "comfyui", torch.bfloat16, ABOUT)
     found = files.read(path).metadata
     content = path.read_bytes()
@@ -66,15 +66,15 @@ def test_a_version_nobody_knows_is_not_written(tmp_path: Path) -> None:
 def test_both_files_of_a_pair_have_hashes_of_their_own(tmp_path: Path) -> None:
     """ai-toolkit writes those of the unsplit file into both."""
     hashes = set()
-    for seed, stage in enumerate(("high_noise", "low_noise")):
-        state = making.state("wan", SHAPES, "lora", seed=seed, stage=stage)
-        path = save(tmp_path / metadata.file_name("x", stage), state, "comfyui", torch.float32)
+    for seed, expert in enumerate(("high_noise", "low_noise")):
+        state = making.state("wan", SHAPES, "lora", seed=seed, expert=expert)
+        path = save(tmp_path / metadata.file_name("x", expert), state, "comfyui", torch.float32)
         hashes.add(files.read(path).metadata["sshs_model_hash"])
     assert len(hashes) == 2
 
 
 def test_what_is_known_of_the_training_survives_a_conversion(tmp_path: Path) -> None:
-    state = making.state("wan", SHAPES, "lora", stage="low_noise")
+    state = making.state("wan", SHAPES, "lora", expert="low_noise")
     first = save(tmp_path / "a.safetensors", state, "diffusers", torch.float32, ABOUT)
     second = save(tmp_path / "b.safetensors", open_adapter(first).state(), "kohya", torch.bfloat16)
     before, after = files.read(first).metadata, files.read(second).metadata
@@ -100,9 +100,9 @@ def test_file_names(arguments, name: str) -> None:
 
 def test_the_other_file_of_a_pair() -> None:
     high, low = Path("out/x_000000250_high_noise.safetensors"), Path("out/x_000000250_low_noise.safetensors")
-    assert metadata.other_stage(high) == low
-    assert metadata.other_stage(low) == high
-    assert metadata.other_stage(Path("x.safetensors")) is None
+    assert metadata.other_expert_file(high) == low
+    assert metadata.other_expert_file(low) == high
+    assert metadata.other_expert_file(Path("x.safetensors")) is None
 
 
 def test_what_a_dora_was_measured_by_is_said_of_its_own_file_only() -> None:
@@ -113,7 +113,7 @@ def test_what_a_dora_was_measured_by_is_said_of_its_own_file_only() -> None:
 
 
 def test_a_lora_made_of_a_lokr_is_called_one(tmp_path: Path) -> None:
-    state = making.state("wan", SHAPES, "lokr", stage="high_noise")
+    state = making.state("wan", SHAPES, "lokr", expert="high_noise")
     opened = open_adapter(save(tmp_path / "a.safetensors", state, "comfyui", torch.float32, ABOUT)).state()
     lora = state_to_lora(opened, 2, lambda path: SHAPES[path]).state
     found = files.read(save(tmp_path / "b.safetensors", lora, "comfyui", torch.float32)).metadata

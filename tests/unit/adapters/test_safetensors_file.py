@@ -64,7 +64,7 @@ def test_the_same_contents_give_the_same_bytes(tmp_path: Path) -> None:
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_every_truncation_is_refused(tmp_path: Path) -> None:
+def test_every_truncation_is_rejected(tmp_path: Path) -> None:
     whole = files.write(tmp_path / "whole.safetensors", {"a": torch.ones(8)}, {"x": "1"}).read_bytes()
     cut = tmp_path / "cut.safetensors"
     for length in range(len(whole)):
@@ -84,7 +84,7 @@ class Trap:
 
 @pytest.mark.parametrize("name", ["adapter.pt", "adapter.safetensors", "adapter.bin"])
 @pytest.mark.parametrize("kind", ["pickle", "zip"])
-def test_pickles_are_refused_and_never_run(name: str, kind: str, tmp_path: Path, monkeypatch) -> None:
+def test_pickles_are_rejected_and_never_run(name: str, kind: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / name
     if kind == "pickle":
@@ -190,16 +190,17 @@ def test_a_named_pipe_beside_a_file_is_not_waited_for(name: str, beside: str, tm
 
 
 @pytest.mark.parametrize(
-    ("alpha", "says"), [("NaN", "is NaN"), ('"8"', "is the text"), ("true", "is true"), ("1" + "0" * 400, "above")]
+    ("alpha", "expected_text"),
+    [("NaN", "is NaN"), ('"8"', "is the text"), ("true", "is true"), ("1" + "0" * 400, "above")],
 )
-def test_a_checkpoints_alpha_that_is_no_number(alpha: str, says: str, tmp_path: Path) -> None:
+def test_a_checkpoints_alpha_that_is_no_number(alpha: str, expected_text: str, tmp_path: Path) -> None:
     path = files.write(tmp_path / "parameters.safetensors", {"a": torch.ones(1)}, {})
     path.with_suffix(".json").write_text(f'{{"alphas": {{"a": {alpha}}}}}')
-    with pytest.raises(UnreadableAdapterError, match=says):
+    with pytest.raises(UnreadableAdapterError, match=expected_text):
         files.read(path)
 
 
-def test_a_file_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_a_file_larger_than_memory_is_rejected_before_it_is_read(tmp_path: Path) -> None:
     """A terabyte of holes takes no room on the disk."""
     path, size = tmp_path / "sparse.safetensors", 1 << 40
     header = pack_header({"a.diff": describe("F16", (1 << 19, 1 << 20), 0, size)}, {})

@@ -23,23 +23,25 @@ def to_lora(layer: Layer, rank: int, weight: Tensor | Sequence[int]) -> tuple[La
     return found.state.layers["layer"], found.error
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def values(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def lokr(seed: int = 0, kernel: tuple[int, ...] = ()) -> Layer:
-    return Layer("lokr", {"lokr_w1": drawn(3, 4, seed=seed), "lokr_w2": drawn(6, 5, *kernel, seed=seed + 1)}, 1.0, None)
+    return Layer(
+        "lokr", {"lokr_w1": values(3, 4, seed=seed), "lokr_w2": values(6, 5, *kernel, seed=seed + 1)}, 1.0, None
+    )
 
 
 def loha(rank: int = 3) -> Layer:
     names = {"hada_w1_a": (18, rank), "hada_w1_b": (rank, 20), "hada_w2_a": (18, rank), "hada_w2_b": (rank, 20)}
     return Layer(
-        "loha", {name: drawn(*shape, seed=index) for index, (name, shape) in enumerate(names.items())}, 1.5, rank
+        "loha", {name: values(*shape, seed=index) for index, (name, shape) in enumerate(names.items())}, 1.5, rank
     )
 
 
 def full(rows: int = 18, columns: int = 20) -> Layer:
-    return Layer("full_delta", {"diff": drawn(rows, columns)}, 1.0, None)
+    return Layer("full_delta", {"diff": values(rows, columns)}, 1.0, None)
 
 
 def best(change: Tensor, rank: int) -> float:
@@ -78,15 +80,15 @@ class TestNearest:
     def test_tucker_forms_and_small_ranks_from_their_factors(self, rank: int) -> None:
         """Without building the change; it is the best there is all the same."""
         shape = (18, 20, 3, 3)
-        core = drawn(2, 2, 3, 3, seed=9)
+        core = values(2, 2, 3, 3, seed=9)
         layers = [
-            Layer("locon", {"lora_down.weight": drawn(2, 20, 1, 1, seed=1), "lora_mid.weight": core,
-                            "lora_up.weight": drawn(18, 2, 1, 1, seed=2)}, 3.0, 2),
-            Layer("loha", {"hada_w1_a": drawn(2, 18, seed=3), "hada_w1_b": drawn(2, 20, seed=4), "hada_t1": core,
-                           "hada_w2_a": drawn(2, 18, seed=5), "hada_w2_b": drawn(2, 20, seed=6),
+            Layer("locon", {"lora_down.weight": values(2, 20, 1, 1, seed=1), "lora_mid.weight": core,
+                            "lora_up.weight": values(18, 2, 1, 1, seed=2)}, 3.0, 2),
+            Layer("loha", {"hada_w1_a": values(2, 18, seed=3), "hada_w1_b": values(2, 20, seed=4), "hada_t1": core,
+                           "hada_w2_a": values(2, 18, seed=5), "hada_w2_b": values(2, 20, seed=6),
                            "hada_t2": core * 2}, 3.0, 2),
-            Layer("lokr", {"lokr_w1_a": drawn(3, 2, seed=7), "lokr_w1_b": drawn(2, 4, seed=8), "lokr_t2": core,
-                           "lokr_w2_a": drawn(2, 6, seed=10), "lokr_w2_b": drawn(2, 5, seed=11)}, 3.0, 2),
+            Layer("lokr", {"lokr_w1_a": values(3, 2, seed=7), "lokr_w1_b": values(2, 4, seed=8), "lokr_t2": core,
+                           "lokr_w2_a": values(2, 6, seed=10), "lokr_w2_b": values(2, 5, seed=11)}, 3.0, 2),
         ]  # fmt: skip
         for layer in layers:
             assert algorithm(layer.algorithm).singular_vectors(layer.tensors, layer.scale, rank) is not None
@@ -98,7 +100,7 @@ class TestNearest:
     def test_a_product_larger_than_memory_is_taken_apart_by_its_factors(self) -> None:
         side = 60_000
         names = {"hada_w1_a": (side, 1), "hada_w1_b": (1, side), "hada_w2_a": (side, 1), "hada_w2_b": (1, side)}
-        tensors = {name: drawn(*shape, seed=index) for index, (name, shape) in enumerate(names.items())}
+        tensors = {name: values(*shape, seed=index) for index, (name, shape) in enumerate(names.items())}
         converted, error = to_lora(Layer("loha", tensors, 1.0, 1), 4, (side, side))
         assert error < 1e-6
         left, right = converted.tensors["lora_B.weight"], converted.tensors["lora_A.weight"]
@@ -117,7 +119,7 @@ class TestNearest:
         ],
         ids=["the change itself", "pairs of ranks", "its singular vectors"],
     )  # fmt: skip
-    def test_what_memory_cannot_hold_is_refused(
+    def test_what_memory_cannot_hold_is_rejected(
         self, algorithm: str, shapes: dict[str, tuple[int, ...]], shape: tuple[int, int]
     ) -> None:
         """Nothing is built here: every tensor is one number."""
@@ -126,15 +128,15 @@ class TestNearest:
             to_lora(layer, 4, torch.empty(shape, device="meta"))
 
     def test_a_decomposed_lokr_with_a_scale(self) -> None:
-        tensors = {"lokr_w1": drawn(3, 4), "lokr_w2_a": drawn(6, 2, seed=1), "lokr_w2_b": drawn(2, 5, seed=2)}
+        tensors = {"lokr_w1": values(3, 4), "lokr_w2_a": values(6, 2, seed=1), "lokr_w2_b": values(2, 5, seed=2)}
         layer = Layer("lokr", tensors, -0.5, 2)
         converted, error = to_lora(layer, 6, (18, 20))
         torch.testing.assert_close(delta(converted, (18, 20)), delta(layer, (18, 20)), rtol=1e-5, atol=1e-5)
         assert error < 1e-6
 
     def test_what_depends_on_the_weight(self) -> None:
-        weight = drawn(18, 20, seed=9)
-        layer = Layer("diag_oft", {"oft_blocks": 0.1 * drawn(6, 3, 3)}, 1.0, None)
+        weight = values(18, 20, seed=9)
+        layer = Layer("diag_oft", {"oft_blocks": 0.1 * values(6, 3, 3)}, 1.0, None)
         converted, error = to_lora(layer, 18, weight)
         torch.testing.assert_close(weight + delta(converted, weight.shape), apply(layer, weight), rtol=1e-4, atol=1e-5)
         assert error < 1e-6
@@ -156,7 +158,7 @@ class TestNearest:
 
     def test_large_matrices_are_projected_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(svd, "EXACT_UP_TO", 64)
-        u, v = torch.linalg.qr(drawn(300, 200)).Q, torch.linalg.qr(drawn(200, 200, seed=1)).Q
+        u, v = torch.linalg.qr(values(300, 200)).Q, torch.linalg.qr(values(200, 200, seed=1)).Q
         change = (u * 0.9 ** torch.arange(200)) @ v.T  # spectrum of a trained change: falling, not flat
         layer = Layer("full_delta", {"diff": change}, 1.0, None)
         before = torch.get_rng_state()
@@ -170,17 +172,17 @@ class TestState:
     def test_every_layer_and_all_together(self) -> None:
         state = AdapterState("wan", "low_noise", {"a": lokr(), "b": lokr(5)}, {"x": "y"})
         result = state_to_lora(state, 4, lambda _path: (18, 20))
-        assert (result.state.family, result.state.stage, result.state.metadata) == ("wan", "low_noise", {"x": "y"})
+        assert (result.state.family, result.state.expert, result.state.metadata) == ("wan", "low_noise", {"x": "y"})
         norms = {path: float(delta(layer, (18, 20)).norm()) for path, layer in state.layers.items()}
         missed = math.hypot(*(result.errors[path] * norm for path, norm in norms.items()))
         assert result.error == pytest.approx(missed / math.hypot(*norms.values()), abs=1e-6)
         assert min(result.errors.values()) <= result.error <= max(result.errors.values())
 
     def test_a_bias_is_not_dropped_silently(self) -> None:
-        layer = Layer("full_delta", {"diff": drawn(4, 6), "diff_b": torch.ones(4)}, 1.0, None)
+        layer = Layer("full_delta", {"diff": values(4, 6), "diff_b": torch.ones(4)}, 1.0, None)
         with pytest.raises(ConfigError, match=r"a\.diff_b"):
             state_to_lora(AdapterState("wan", "", {"a": layer}), 4, lambda _path: (4, 6))
-        unchanged = Layer("full_delta", {"diff": drawn(4, 6), "diff_b": torch.zeros(4)}, 1.0, None)
+        unchanged = Layer("full_delta", {"diff": values(4, 6), "diff_b": torch.zeros(4)}, 1.0, None)
         assert to_lora(unchanged, 4, (4, 6))[1] < 1e-6
 
 
@@ -188,7 +190,7 @@ class TestLoraToLora:
     @staticmethod
     def lora(rank: int, kernel: tuple[int, ...] = ()) -> Layer:
         ones = (1,) * len(kernel)
-        tensors = {"lora_A.weight": drawn(rank, 20, *kernel), "lora_B.weight": drawn(18, rank, *ones, seed=1)}
+        tensors = {"lora_A.weight": values(rank, 20, *kernel), "lora_B.weight": values(18, rank, *ones, seed=1)}
         return Layer("lora", tensors, 3.0, rank)
 
     @pytest.mark.parametrize("kernel", [(), (3, 3)])
@@ -203,20 +205,20 @@ class TestLoraToLora:
 
     def test_without_building_the_matrix(self) -> None:
         """Of the published size: 70 million entries, decomposed as 16 x 16."""
-        tensors = {"lora_A.weight": drawn(16, 13_824), "lora_B.weight": drawn(5120, 16, seed=1)}
+        tensors = {"lora_A.weight": values(16, 13_824), "lora_B.weight": values(5120, 16, seed=1)}
         converted, error = to_lora(Layer("lora", tensors, 16.0, 16), 8, (5120, 13_824))
         assert converted.rank == 8
         assert 0.5 < error < 0.75
 
 
 @pytest.mark.parametrize("layer", [lokr(), loha(), full(), TestLoraToLora.lora(2)], ids=lambda layer: layer.algorithm)
-def test_another_models_weights_are_refused(layer: Layer) -> None:
+def test_another_models_weights_are_rejected(layer: Layer) -> None:
     with pytest.raises(ConfigError, match="the layer has 24"):
         to_lora(layer, 2, (24, 20))
 
 
 @pytest.mark.parametrize("layer", [loha(), full(), TestLoraToLora.lora(2)], ids=lambda layer: layer.algorithm)
-def test_what_is_too_large_for_numbers_is_refused(layer: Layer) -> None:
+def test_what_is_too_large_for_numbers_is_rejected(layer: Layer) -> None:
     tensors = {name: tensor * 1e30 for name, tensor in layer.tensors.items()}
     huge = Layer(layer.algorithm, tensors, 1e300, layer.rank)
     if layer.algorithm == "full_delta":

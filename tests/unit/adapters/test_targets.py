@@ -154,7 +154,7 @@ class TestPatterns:
         assert chosen.left_out == {"blocks.39.attn2.to_q": "no gradient ever reaches it"}
 
 
-class TestRefusals:
+class TestRejections:
     def test_every_pattern_that_matches_nothing_is_told_with_its_near_misses(self, wan: Modules) -> None:
         first, second, third = problem_of(wan, "to_qq", "to_k", "blocks.*.atn1.to_q", exclude=("FedForward",))
         assert "adapter.targets" in first
@@ -194,7 +194,7 @@ class TestProperties:
         assert set(chosen.paths) == set(chosen.why)
 
     @given(_MODULES, st.lists(_PATHS, min_size=1, max_size=3), st.lists(_PATHS, max_size=2))
-    def test_selected_or_refused_never_silently_less(
+    def test_selected_or_rejected_never_silently_less(
         self, modules: Modules, targets: list[str], exclude: list[str]
     ) -> None:
         def matched(pattern: str) -> set[str]:

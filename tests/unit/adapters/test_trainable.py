@@ -22,13 +22,13 @@ from torch import nn
 
 from gracetune.adapters.algorithms.matrices import factorization
 from gracetune.adapters.trainable import (
-    Target,
+    TargetLayers,
     Tensors,
     select,
     trainable,
 )
 from gracetune.config.run_config import Adapter, Optimizer
-from gracetune.models.footprint import Block, Kept, Linear
+from gracetune.models.footprint import FootprintBlock, FootprintKept, FootprintLinear
 from gracetune.models.registry import FOOTPRINTS
 from gracetune.optim.record import optimizer_state
 
@@ -36,9 +36,9 @@ WAN = FOOTPRINTS["wan"][0]
 
 
 def shapes(inputs: int, outputs: int, adapter: Adapter) -> list[tuple[int, ...]]:
-    linear = Linear("layer", inputs, outputs, "x")
-    block = Block("blocks.*", 1, (), (), (), (linear,), Fraction(1))
-    return sorted(tensor.shape for tensor in Target(block, linear, adapter, 1).tensors())
+    linear = FootprintLinear("layer", inputs, outputs, "x")
+    block = FootprintBlock("blocks.*", 1, (), (), (), (linear,), Fraction(1))
+    return sorted(tensor.shape for tensor in TargetLayers(block, linear, adapter, 1).tensors())
 
 
 def made_by(module: nn.Module) -> list[tuple[int, ...]]:
@@ -133,8 +133,8 @@ class TestTargets:
         assert counted(targets=("attn1", "attn2"), exclude=("attn2",)) == part
 
     def test_a_part_of_a_name_is_not_a_name(self) -> None:
-        linear = Linear("attn1.to_q", 8, 8, "x", "Attention")
-        block = Block("blocks.*", 1, (), (Kept("residual", 8),), (), (linear,))
+        linear = FootprintLinear("attn1.to_q", 8, 8, "x", "Attention")
+        block = FootprintBlock("blocks.*", 1, (), (FootprintKept("residual", 8),), (), (linear,))
         footprint = replace(WAN, blocks=(block,))
         for pattern, count in (("to_q", 1), ("o_q", 0), ("attn1.to_q.more", 0)):
             assert len(select(footprint, Adapter(targets=(pattern,))).targets) == count

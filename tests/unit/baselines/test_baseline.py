@@ -71,7 +71,7 @@ def test_what_is_no_baseline_of_ours_is_told(content: bytes, found: str, tmp_pat
         ({"samples": [0] * 30}, "steps.samples.0"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(steps: dict[str, Any], found: str, tmp_path: Path) -> None:
+def test_numbers_that_cannot_be_are_rejected(steps: dict[str, Any], found: str, tmp_path: Path) -> None:
     value = json.loads(baseline().to_json())
     value["steps"] |= steps
     (tmp_path / FILE).write_text(json.dumps(value))

@@ -13,7 +13,7 @@ from gracetune.baselines.baseline import Baseline
 from gracetune.baselines.regression import (
     CONFIDENCE,
     Comparison,
-    Row,
+    ComparisonRow,
     bounding_rank,
     bounds_of,
     compare,
@@ -33,7 +33,7 @@ OTHER_CONFIG: dict[str, Any] = {
 }
 
 
-def row(comparison: Comparison, name: str) -> Row:
+def row(comparison: Comparison, name: str) -> ComparisonRow:
     return next(one for one in comparison.rows if one.name == name)
 
 
@@ -212,7 +212,7 @@ class TestMachines:
 
 
 class TestConfigurations:
-    def test_that_differ_are_refused_with_what_differs(self) -> None:
+    def test_that_differ_are_rejected_with_what_differs(self) -> None:
         with pytest.raises(TelemetryError) as error:
             compare(baseline(), baseline(**OTHER_CONFIG), 0.05)
         assert error.value.found == "training.batch_size: 1 -> 4"
@@ -229,7 +229,7 @@ class TestTolerance:
         assert parse_tolerance(text) == pytest.approx(value)
 
     @pytest.mark.parametrize("text", ["abc", "", "%", "5", "-1%", "nan", "inf", "100%", "5 percent"])
-    def test_anything_else_is_refused(self, text: str) -> None:
+    def test_anything_else_is_rejected(self, text: str) -> None:
         with pytest.raises(TelemetryError, match="--tolerance 5%"):
             parse_tolerance(text)
 

@@ -10,11 +10,11 @@ import pytest
 from gracetune.bench import data as bench
 from gracetune.bench import loader as loader_bench
 from gracetune.bench import startup as starting
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.cache import required_entries as wanted
 from gracetune.cache import session
 from gracetune.cache.keys import Key
-from gracetune.cache.store import DiskStore, Found
+from gracetune.cache.store import DiskStore, FoundEntries
 from gracetune.errors import MachineError
 from unit.data.backends.helpers import fill, held, this_machine
 
@@ -79,14 +79,14 @@ def test_files_said_to_shrink_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_loader_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_bench, "ROUNDS", 1)
-    monkeypatch.setattr(loader_bench, "PICTURES", 6)
+    monkeypatch.setattr(loader_bench, "IMAGES", 6)
     before = held()
     rows = list(loader_bench.loader_rows(tmp_path / "pictures", this_machine()))
     assert [(row.name, row.bar) for row in rows] == [
         ("batches_over_local", ">= 1"),
         ("batches_without_source", ">= 0.95"),
     ]
-    assert all(isinstance(row, Row) and row.value > 0 for row in rows)
+    assert all(isinstance(row, BenchRow) and row.value > 0 for row in rows)
     assert (tmp_path / "pictures").is_dir()
     assert held() == before
 
@@ -116,7 +116,7 @@ def test_a_warm_start_computes_each_key_once_and_looks_for_it_once(
         return make_and_note
 
     class Watched(DiskStore):
-        def find(self, keys: Sequence[Key]) -> Found:
+        def find(self, keys: Sequence[Key]) -> FoundEntries:
             looked.extend(keys)
             return super().find(keys)
 

@@ -9,22 +9,22 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from gracetune.bench.loading import Size, _Peak, measure, own_pages, write_weights
-from gracetune.bench.row import Row
+from gracetune.bench.loading import DenoiserSize, _Peak, measure, own_pages, write_weights
+from gracetune.bench.row import BenchRow
 from gracetune.errors import MachineError
 from gracetune.units import MIB
 
 CPU = torch.device("cpu")
-TINY = Size(layers=2, heads=2, ffn=512, shard_bytes=2 * MIB)
+TINY = DenoiserSize(layers=2, heads=2, ffn=512, shard_bytes=2 * MIB)
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "load_14b.py"
 
 
-def by_name(rows: list[Row]) -> dict[str, Row]:
+def by_name(rows: list[BenchRow]) -> dict[str, BenchRow]:
     return {row.name: row for row in rows}
 
 
 def test_the_published_size_is_the_14b_model_in_bfloat16() -> None:
-    assert 28.4e9 < Size().weight_bytes < 28.8e9
+    assert 28.4e9 < DenoiserSize().weight_bytes < 28.8e9
 
 
 def test_the_folder_is_one_diffusers_loads_with_random_weights(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_the_peak_sees_memory_that_came_and_went() -> None:
 
 def test_no_room(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"writes .* of weights"):
-        measure(CPU, Size(layers=1, heads=4000, ffn=4_000_000), tmp_path)
+        measure(CPU, DenoiserSize(layers=1, heads=4000, ffn=4_000_000), tmp_path)
     with pytest.raises(MachineError, match="mkdir -p"):
         measure(CPU, TINY, tmp_path / "none")
 

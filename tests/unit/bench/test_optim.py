@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gracetune.bench.optim import Sizes, lora_shapes, rows
+from gracetune.bench.optim import OptimBenchSizes, lora_shapes, rows
 from gracetune.cli.bench import BENCHES
 from gracetune.hardware import probe
 
@@ -20,7 +20,7 @@ def test_shapes_are_those_of_a_lora_and_as_many_as_asked() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the figures of a machine without a GPU")
 def test_on_a_cpu_there_is_a_figure_without_a_bar() -> None:
-    (row,) = rows(torch.device("cpu"), Sizes(200_000, rounds=2, warmup=1))
+    (row,) = rows(torch.device("cpu"), OptimBenchSizes(200_000, rounds=2, warmup=1))
     assert row.name == "automagic_over_adamw"
     assert (row.bar, row.ok) == ("", None)
     assert row.value > 0

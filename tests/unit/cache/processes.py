@@ -21,7 +21,7 @@ class NotPermitted(Exception):  # noqa: N818 - a reason to skip, not an error
 
 
 class Child:
-    """A child process that runs `work(say)`. The words it passes to `say` arrive in `said`."""
+    """A child process that runs `work(report)`. The words it passes to `report` arrive in `stated`."""
 
     def __init__(self, work: Callable[[Callable[[str], None]], None]) -> None:
         self._reading, writing = os.pipe()
@@ -45,11 +45,11 @@ class Child:
 
     def join(self) -> list[str]:
         """Wait for its end and return all words. An error of the process is raised here."""
-        said = self._end()
-        if said and said[-1].startswith("skip "):
-            pytest.skip(said[-1].removeprefix("skip "))
-        assert self.status == 0, "\n".join(said)
-        return said
+        stated = self._end()
+        if stated and stated[-1].startswith("skip "):
+            pytest.skip(stated[-1].removeprefix("skip "))
+        assert self.status == 0, "\n".join(stated)
+        return stated
 
     def _end(self) -> list[str]:
         while self.wait_for_word():
@@ -57,28 +57,28 @@ class Child:
         os.close(self._reading)
         _, status = os.waitpid(self.pid, 0)
         self.status = os.waitstatus_to_exitcode(status)
-        return self.said
+        return self.lines
 
     @property
-    def said(self) -> list[str]:
+    def lines(self) -> list[str]:
         """The complete words; a killed process may have written a part of one."""
         return [word.decode().replace("\0", "\n") for word in self._text.split(b"\n")[:-1]]
 
 
 def _run(work: Callable[[Callable[[str], None]], None], descriptor: int) -> None:
-    def say(word: str) -> None:
+    def report(word: str) -> None:
         os.write(descriptor, word.replace("\n", "\0").encode() + b"\n")
 
     # torch renews its pool of threads at the first use after a fork; two threads that do so at once break it.
     torch.set_num_threads(1)
     code = 1
     try:
-        work(say)
+        work(report)
         code = 0
     except NotPermitted as reason:
-        say(f"skip {reason}")
+        report(f"skip {reason}")
     except BaseException:  # noqa: BLE001 - told to the test, which fails with it
-        say(traceback.format_exc())
+        report(traceback.format_exc())
     finally:
         os._exit(code)  # without pytest's own exit handlers
 

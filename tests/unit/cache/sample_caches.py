@@ -9,14 +9,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from gracetune.cache.batches import BatchSource, Keys
+from gracetune.cache.batches import BatchSource, SampleKeys
 from gracetune.cache.encoder import EncoderId
-from gracetune.cache.folder_layout import Places
+from gracetune.cache.folder_layout import CacheFolders
 from gracetune.cache.keys import Key, latent_origin, text_origin
-from gracetune.cache.manifest import Place
-from gracetune.cache.reading import Located
+from gracetune.cache.manifest import EntryCopy
+from gracetune.cache.reading import LocatedEntries
 from gracetune.cache.required_entries import visits_of, wanted_latents, wanted_texts
-from gracetune.cache.residence import CacheType, Visits, Where
+from gracetune.cache.residence import CacheResources, CacheType, Visits
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
 from gracetune.cache.writer import Flush
@@ -27,7 +27,7 @@ from gracetune.hardware import Machine, probe
 
 LATENT = EncoderId("latent", "weights-of-a-vae", (("dtype", "bf16"),))
 TEXT = EncoderId("text", "weights-of-a-text-model", (("dtype", "bf16"),))
-KEYS = Keys(LATENT, TEXT)
+KEYS = SampleKeys(LATENT, TEXT)
 CPU = torch.device("cpu")
 WIDTH = 6
 
@@ -62,7 +62,7 @@ def text_entry(key: Key) -> dict[str, Tensor]:
     }
 
 
-def fill(folder: Path, index: DataIndex, *, epochs: int = 1, keys: Keys = KEYS) -> DiskStore:
+def fill(folder: Path, index: DataIndex, *, epochs: int = 1, keys: SampleKeys = KEYS) -> DiskStore:
     """A store with all entries that the index needs. The caller closes it."""
     store = DiskStore.open(folder, writable=True)
     with store.writer(Flush(entries=7)) as writer:
@@ -70,15 +70,15 @@ def fill(folder: Path, index: DataIndex, *, epochs: int = 1, keys: Keys = KEYS) 
         for ref in refs:
             origin = latent_origin(ref, keys.latent)
             writer.add(origin, latent_entry(ref, origin.key))
-        pictures: Iterable[tuple[SampleRef, ...]] = {ref.conditioning for ref in refs} if keys.reads_pictures else [()]
+        images: Iterable[tuple[SampleRef, ...]] = {ref.conditioning for ref in refs} if keys.reads_images else [()]
         for text in index.captions():
-            for some in pictures:
+            for some in images:
                 text_of = text_origin(text, keys.text, some)
                 writer.add(text_of, text_entry(text_of.key))
     return store
 
 
-ANYWHERE = Places(Path(), Path(), {})
+ANYWHERE = CacheFolders(Path(), Path(), {})
 
 
 def latent_visits(index: DataIndex, encoder: EncoderId, epoch: int = 0) -> dict[Key, Visits]:
@@ -86,34 +86,39 @@ def latent_visits(index: DataIndex, encoder: EncoderId, epoch: int = 0) -> dict[
 
 
 def text_visits(
-    index: DataIndex, encoder: EncoderId, *, reads_pictures: bool = False, epoch: int = 0
+    index: DataIndex, encoder: EncoderId, *, reads_images: bool = False, epoch: int = 0
 ) -> dict[Key, Visits]:
-    return visits_of(wanted_texts(index, encoder, ANYWHERE, reads_pictures=reads_pictures, epoch=epoch))
+    return visits_of(wanted_texts(index, encoder, ANYWHERE, reads_images=reads_images, epoch=epoch))
 
 
 def resident(
-    store: DiskStore, index: DataIndex, kind: CacheType = "memory", *, keys: Keys = KEYS, budget: int | None = None
+    store: DiskStore,
+    index: DataIndex,
+    kind: CacheType = "memory",
+    *,
+    keys: SampleKeys = KEYS,
+    budget: int | None = None,
 ) -> tuple[ResidentStore, ResidentStore]:
-    where = Where(this_machine())
+    resources = CacheResources(this_machine())
     latents = load_resident(
-        [store], latent_visits(index, keys.latent), name="latents", role="latent_cache", kind=kind, where=where,
+        [store], latent_visits(index, keys.latent), name="latents", role="latent_cache", kind=kind, resources=resources,
         budget=budget,
     )  # fmt: skip
     texts = load_resident(
-        [store], text_visits(index, keys.text, reads_pictures=keys.reads_pictures), name="texts", role="text_cache",
-        kind=kind, where=where, budget=budget,
+        [store], text_visits(index, keys.text, reads_images=keys.reads_images), name="texts", role="text_cache",
+        kind=kind, resources=resources, budget=budget,
     )  # fmt: skip
     return latents, texts
 
 
 def source_of(
-    loader: Loader, stores: tuple[ResidentStore, ResidentStore], *, depth: int = 2, keys: Keys = KEYS
+    loader: Loader, stores: tuple[ResidentStore, ResidentStore], *, depth: int = 2, keys: SampleKeys = KEYS
 ) -> BatchSource:
     return BatchSource(loader, latents=stores[0], texts=stores[1], keys=keys, device=CPU, depth=depth)
 
 
-def places_of(located: Located) -> list[Place]:
+def places_of(located: LocatedEntries) -> list[EntryCopy]:
     """The location of each entry, to read or damage its file."""
     table = located.table
     columns = (table.shard.tolist(), located.layouts, table.start.tolist(), table.checksum.tolist())
-    return [Place(located.files[shard], *rest) for shard, *rest in zip(*columns, strict=True)]
+    return [EntryCopy(located.files[shard], *rest) for shard, *rest in zip(*columns, strict=True)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.cache.encoder import EncoderId
-from gracetune.cache.keys import Key, Origin, latent_origin
+from gracetune.cache.keys import EntryOrigin, Key, latent_origin
 from gracetune.data.refs import Bucket, CaptionRef, Fit, SampleRef
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def ref(number: int, *, path: str | None = None) -> SampleRef:
     )
 
 
-def origin(number: int) -> Origin:
+def origin(number: int) -> EntryOrigin:
     return latent_origin(ref(number), VAE)
 
 

@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from gracetune.cache.audit import Difference, Wanted, audit, clear
-from gracetune.cache.keys import Origin, latent_origin, text_origin
+from gracetune.cache.audit import OriginDifference, RequiredEntry, audit, clear
+from gracetune.cache.keys import EntryOrigin, latent_origin, text_origin
 from gracetune.cache.maintenance import compact
 from gracetune.cache.store import DiskStore
 from gracetune.cache.writer import Flush
@@ -17,14 +17,14 @@ FP32 = replace(VAE, settings=(("dtype", "fp32"), *VAE.settings[1:]))
 SIZE = 576
 
 
-def put(folder: Path, origins: list[Origin], note: str = "") -> None:
+def put(folder: Path, origins: list[EntryOrigin], note: str = "") -> None:
     with DiskStore.open(folder, writable=True) as store, store.writer(Flush(entries=4)) as writer:
         for number, one in enumerate(origins):
             writer.add(one, entry(number), note)
 
 
-def wanted(numbers: range) -> list[Wanted]:
-    return [Wanted(origin(number), f"{number}.png") for number in numbers]
+def wanted(numbers: range) -> list[RequiredEntry]:
+    return [RequiredEntry(origin(number), f"{number}.png") for number in numbers]
 
 
 def test_present_and_missing(tmp_path: Path) -> None:
@@ -52,8 +52,8 @@ def test_a_stale_entry_tells_which_part_differs(tmp_path: Path) -> None:
     assert found.stale_parts == {"encoder.settings.dtype": 1, "bucket": 1}
     examples = {one.what: one.differences for one in found.stale_examples}
     assert examples == {
-        "0.png": (Difference("encoder.settings.dtype", "fp32", "bf16"),),
-        "1.png": (Difference("bucket", "[32,32,1,0,0]", "[64,64,1,0,0]"),),
+        "0.png": (OriginDifference("encoder.settings.dtype", "fp32", "bf16"),),
+        "1.png": (OriginDifference("bucket", "[32,32,1,0,0]", "[64,64,1,0,0]"),),
     }
     assert found.missing.entries == 3
     assert found.orphaned.entries == 1, "of a picture nobody wants in any form"
@@ -63,7 +63,10 @@ def test_a_stale_entry_is_compared_with_the_nearest_wanted_one(tmp_path: Path) -
     small, large = replace(ref(1), bucket=Bucket(32, 32)), replace(ref(1), bucket=Bucket(96, 96))
     put(tmp_path, [latent_origin(small, FP32)])
     with DiskStore.open(tmp_path, writable=False) as store:
-        found = audit(store, [Wanted(latent_origin(large, VAE), "large"), Wanted(latent_origin(small, VAE), "small")])
+        found = audit(
+            store,
+            [RequiredEntry(latent_origin(large, VAE), "large"), RequiredEntry(latent_origin(small, VAE), "small")],
+        )
     assert [(one.what, len(one.differences)) for one in found.stale_examples] == [("small", 1)]
 
 
@@ -71,29 +74,29 @@ def test_an_entry_wanted_in_two_forms_is_not_stale(tmp_path: Path) -> None:
     small = latent_origin(replace(ref(1), bucket=Bucket(32, 32)), VAE)
     put(tmp_path, [origin(1), small])
     with DiskStore.open(tmp_path, writable=False) as store:
-        found = audit(store, [*wanted(range(1, 2)), Wanted(small, "small")])
+        found = audit(store, [*wanted(range(1, 2)), RequiredEntry(small, "small")])
     assert (found.present.entries, found.stale.entries) == (2, 0)
 
 
 def test_text_is_compared_with_text(tmp_path: Path) -> None:
     put(tmp_path, [text_origin("a house", replace(TEXT, weights="other")), text_origin("a car", TEXT)])
     with DiskStore.open(tmp_path, writable=False) as store:
-        found = audit(store, [Wanted(text_origin("a house", TEXT), "a house")])
+        found = audit(store, [RequiredEntry(text_origin("a house", TEXT), "a house")])
     assert found.stale_parts == {"encoder.weights": 1}
     assert found.orphaned.keys == (text_origin("a car", TEXT).key,)
 
 
 def test_corrupt_entries_and_damaged_shards_are_named(tmp_path: Path) -> None:
     put(tmp_path, [origin(number) for number in range(8)])
-    places = {}
+    folders = {}
     with DiskStore.open(tmp_path, writable=False) as store:
         for name, found in store.stored():
-            places[found.key] = (tmp_path / "shards" / name, found.start)
-    path, start = places[key(1)]
+            folders[found.key] = (tmp_path / "shards" / name, found.start)
+    path, start = folders[key(1)]
     raw = bytearray(path.read_bytes())
     raw[start] ^= 1
     path.write_bytes(raw)
-    cut = places[key(5)][0]
+    cut = folders[key(5)][0]
     cut.write_bytes(cut.read_bytes()[:-10])
     with DiskStore.open(tmp_path, writable=False) as store:
         found = audit(store, wanted(range(8)))
@@ -139,12 +142,12 @@ def test_clear_removes_what_the_configuration_wants_and_nothing_else(tmp_path: P
 def test_an_audit_is_json(tmp_path: Path) -> None:
     put(tmp_path, [latent_origin(ref(0), FP32), origin(1)])
     with DiskStore.open(tmp_path, writable=False) as store:
-        said = json.loads(json.dumps(audit(store, wanted(range(3))).as_json()))
-    assert said["present"] == {"entries": 1, "bytes": SIZE}
-    assert said["missing"] == {"entries": 2, "bytes": None}
-    assert said["stale"] == {"entries": 1, "bytes": SIZE}
-    assert said["stale_parts"] == {"encoder.settings.dtype": 1}
-    assert said["stale_examples"][0]["differences"][0] == {
+        stated = json.loads(json.dumps(audit(store, wanted(range(3))).as_json()))
+    assert stated["present"] == {"entries": 1, "bytes": SIZE}
+    assert stated["missing"] == {"entries": 2, "bytes": None}
+    assert stated["stale"] == {"entries": 1, "bytes": SIZE}
+    assert stated["stale_parts"] == {"encoder.settings.dtype": 1}
+    assert stated["stale_examples"][0]["differences"][0] == {
         "part": "encoder.settings.dtype",
         "stored": "fp32",
         "wanted": "bf16",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gracetune.cache.batches import Batch, BatchSource, Keys, Live
+from gracetune.cache.batches import Batch, BatchSource, LiveEncoder, SampleKeys
 from gracetune.cache.encoder import EncoderId, Prompt
 from gracetune.cache.errors import CacheError, CorruptEntryError, MissingEntryError
 from gracetune.cache.keys import text_key
@@ -33,7 +33,7 @@ from unit.cache.sample_caches import (
     source_of,
     text_entry,
 )
-from unit.data.folders import image, index_of, made_up, pictures, write
+from unit.data.folders import image, images, index_of, made_up, write
 
 Outcome = Batch | EpochEnd | Exhausted
 Entry = dict[str, Tensor]
@@ -55,7 +55,7 @@ def disk(index: DataIndex, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield store
 
 
-def assert_right(batch: Batch, keys: Keys = KEYS) -> None:
+def assert_right(batch: Batch, keys: SampleKeys = KEYS) -> None:
     """Compare each tensor with the content that its key determines."""
     longest = max(len(text_entry(keys.of_text(ref))["prompt_embeds"]) for ref in batch.ref.samples)
     assert batch.tensors["prompt_embeds"].shape[:2] == (len(batch.ref.samples), longest)
@@ -250,7 +250,7 @@ def test_a_damaged_entry_raises_in_its_turn_and_comes_once_it_is_mended(tmp_path
 def test_entries_of_the_next_epoch_may_come_late(tmp_path: Path) -> None:
     """refresh_each_epoch: an entry that was looked up too early is looked up again when it is needed."""
     flipped = {"transforms": [{"method": "ColorJitter"}], "cache_mode": "refresh_each_epoch"}
-    write(tmp_path / "files", pictures(4))
+    write(tmp_path / "files", images(4))
     index = index_of(tmp_path, {"path": str(tmp_path / "files"), "cache_latents": "disk", "augmentation": flipped})
     with fill(tmp_path / "cache", index) as disk:
         loader = Loader(index, batch_size=1, epochs=2)
@@ -304,7 +304,7 @@ class Halves:
 class Reader:
     """A text encoder that reads the images."""
 
-    reads_pictures = True
+    reads_images = True
 
     def __init__(self) -> None:
         self.id = TEXT
@@ -312,7 +312,7 @@ class Reader:
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
         found: list[Entry] = []
         for prompt in prompts:
-            means = [float(one.pixels.mean()) for one in prompt.pictures if one.pixels is not None]
+            means = [float(one.pixels.mean()) for one in prompt.images if one.pixels is not None]
             found.append({"prompt_embeds": torch.tensor([[float(len(prompt.text)), *means]])})
         return found
 
@@ -321,14 +321,14 @@ class Reader:
 
 
 def uncached(tmp_path: Path, count: int = 6) -> DataIndex:
-    write(tmp_path / "files", pictures(count))
+    write(tmp_path / "files", images(count))
     return index_of(
         tmp_path,
         {"path": str(tmp_path / "files"), "cache_latents": "none", "crop": {"enabled": True}, "corrupt_threshold": 0.5},
     )
 
 
-def live_source(loader: Loader, disk: DiskStore, index: DataIndex, *, depth: int, live: Live) -> BatchSource:
+def live_source(loader: Loader, disk: DiskStore, index: DataIndex, *, depth: int, live: LiveEncoder) -> BatchSource:
     latents, texts = resident(disk, index)
     return BatchSource(loader, latents=latents, texts=texts, keys=KEYS, device=CPU, depth=depth, live=live)
 
@@ -339,7 +339,7 @@ def test_what_is_not_cached_is_decoded_ahead_and_encoded(tmp_path: Path, depth: 
     with fill(tmp_path / "cache", index) as disk:
         loader = Loader(index, batch_size=2, epochs=2)
         samples = 0
-        with live_source(loader, disk, index, depth=depth, live=Live(Halves())) as source:
+        with live_source(loader, disk, index, depth=depth, live=LiveEncoder(Halves())) as source:
             while not isinstance(outcome := source.next(), Exhausted):
                 if isinstance(outcome, EpochEnd):
                     continue
@@ -360,7 +360,7 @@ def test_without_an_encoder_the_error_comes_at_once(tmp_path: Path) -> None:
         fill(tmp_path / "cache", index) as disk,
         pytest.raises(CacheError, match=r"latents of dataset d0(.|\n)*cache_latents: none(.|\n)*cache_mode: static"),
     ):
-        live_source(Loader(index, batch_size=2), disk, index, depth=2, live=Live())
+        live_source(Loader(index, batch_size=2), disk, index, depth=2, live=LiveEncoder())
 
 
 def test_a_damaged_file_raises_in_its_turn_and_can_be_excluded(tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_a_damaged_file_raises_in_its_turn_and_can_be_excluded(tmp_path: Path) -
     seen: list[str] = []
     with fill(tmp_path / "cache", index) as disk:
         loader = Loader(index, batch_size=1, epochs=1)
-        with live_source(loader, disk, index, depth=3, live=Live(Halves())) as source:
+        with live_source(loader, disk, index, depth=3, live=LiveEncoder(Halves())) as source:
             while True:
                 try:
                     outcome = source.next()
@@ -387,7 +387,7 @@ def test_a_damaged_file_raises_in_its_turn_and_can_be_excluded(tmp_path: Path) -
 
 
 def edit_pairs(tmp_path: Path, **options: Any) -> DataIndex:
-    write(tmp_path / "targets", pictures(3))
+    write(tmp_path / "targets", images(3))
     write(tmp_path / "sources", {f"{number:03}.png": image(64, 64, seed=20 + number) for number in range(3)})
     return index_of(
         tmp_path,
@@ -396,8 +396,8 @@ def edit_pairs(tmp_path: Path, **options: Any) -> DataIndex:
     )
 
 
-def test_the_text_key_of_an_edit_model_includes_the_pictures(tmp_path: Path) -> None:
-    keys = Keys(LATENT, TEXT, reads_pictures=True)
+def test_the_text_key_of_an_edit_model_includes_the_images(tmp_path: Path) -> None:
+    keys = SampleKeys(LATENT, TEXT, reads_images=True)
     index = edit_pairs(tmp_path, captions={"dropout": 0.5})
     with fill(tmp_path / "cache", index, keys=keys) as disk:
         stores = resident(disk, index, keys=keys)
@@ -412,16 +412,16 @@ def test_the_text_key_of_an_edit_model_includes_the_pictures(tmp_path: Path) -> 
         assert stores[1].stats.disk_reads == 0, "every embedding was foreseen"
 
 
-def test_embeddings_of_pictures_that_are_not_cached_are_made_live(tmp_path: Path) -> None:
-    keys = Keys(LATENT, TEXT, reads_pictures=True)
+def test_embeddings_of_images_that_are_not_cached_are_made_live(tmp_path: Path) -> None:
+    keys = SampleKeys(LATENT, TEXT, reads_images=True)
     index = edit_pairs(tmp_path, cache_latents="none")
     with fill(tmp_path / "cache", index, keys=keys) as disk:
         latents, texts = resident(disk, index, keys=keys)
         options = {"latents": latents, "texts": texts, "keys": keys, "device": CPU}
         with pytest.raises(CacheError, match=r"text embeddings[\s\S]*expected +a text encoder"):
-            BatchSource(Loader(index, batch_size=1), live=Live(Halves()), **options)  # type: ignore[arg-type]
+            BatchSource(Loader(index, batch_size=1), live=LiveEncoder(Halves()), **options)  # type: ignore[arg-type]
         loader = Loader(index, batch_size=1, epochs=1)
-        with BatchSource(loader, live=Live(Halves(), Reader()), **options) as source:  # type: ignore[arg-type]
+        with BatchSource(loader, live=LiveEncoder(Halves(), Reader()), **options) as source:  # type: ignore[arg-type]
             batch = source.next()
             assert isinstance(batch, Batch)
             (ref,) = batch.ref.samples

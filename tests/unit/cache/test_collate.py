@@ -85,7 +85,7 @@ TEXT = torch.ones(2, 3)
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "stated"),
     [
         (
             {"conditioning_latents_1": torch.ones(4, 2, 3)},
@@ -104,8 +104,8 @@ TEXT = torch.ones(2, 3)
         ({"prompt_attention_mask": torch.ones(3)}, {}, r"prompt_attention_mask.*\n?.*no prompt_embeds"),
     ],
 )
-def test_what_cannot_share_a_batch_is_refused_by_name(
-    first: dict[str, Tensor], second: dict[str, Tensor], said: str
+def test_what_cannot_share_a_batch_is_rejected_by_name(
+    first: dict[str, Tensor], second: dict[str, Tensor], stated: str
 ) -> None:
-    with pytest.raises(UnlikeEntriesError, match=said):
+    with pytest.raises(UnlikeEntriesError, match=stated):
         stacked([first, second])

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.cache.encode_passes import EncodeMemoryError, How, Progress, Share
+from gracetune.cache.encode_passes import EncodeMemoryError, PassOptions, PassProgress, Share
 from gracetune.cache.encoder import Prompt
 from gracetune.cache.entry_locks import Claims
 from gracetune.cache.errors import CacheBusyError, CacheError, CacheFullError
 from gracetune.cache.keys import Key
 from gracetune.cache.required_entries import by_folder
-from gracetune.cache.session import Built, Caches, build, needs, remove_entries
+from gracetune.cache.session import Caches, FilledCaches, build, needs, remove_entries
 from gracetune.cache.store import DiskStore
 from gracetune.cache.writer import Flush
 from gracetune.data.backends.errors import UnreadableFilesError
@@ -31,7 +31,7 @@ from gracetune.errors import ConfigError
 from gracetune.models.encoders import encode_options, encoders_of
 from unit.cache.processes import Child, mount_tmpfs, own_mounts
 from unit.cache.tiny_runs import FLAVOURS, Run, TinyModel, Watched, contents, datasets, same
-from unit.data.folders import image, pictures, write
+from unit.data.folders import image, images, write
 
 NAMES = {
     "wan": ({"prompt_embeds"}, {"latents"}),
@@ -45,14 +45,14 @@ NAMES = {
 @pytest.fixture
 def sdxl(tmp_path: Path, tiny_model: TinyModel) -> Run:
     """Eight images of four shapes."""
-    found = [{"path": str(write(tmp_path / "p", pictures(8))), "resolution": 64.0, "corrupt_threshold": 0.2}]
+    found = [{"path": str(write(tmp_path / "p", images(8))), "resolution": 64.0, "corrupt_threshold": 0.2}]
     cache = {"vae_batch_size": 4, "text_encoder_batch_size": 4}
     run = Run.of(tmp_path, "sdxl", tiny_model("sdxl", "base-1.0"), found, cache=cache)
     run.encoders = Watched(run.encoders)
     return run
 
 
-def built(run: Run, **options: Any) -> Built:
+def built(run: Run, **options: Any) -> FilledCaches:
     with run.caches() as caches:
         return build(run.config, run.index, run.encoders, caches, **options)
 
@@ -67,8 +67,8 @@ def squares(run: Run, tmp_path: Path, count: int = 8) -> Run:
 
 
 def full_above(count: int) -> Callable[[Sequence[Sample | Prompt]], None]:
-    def check(asked: Sequence[Sample | Prompt]) -> None:
-        if len(asked) > count and isinstance(asked[0], Sample):
+    def check(requested: Sequence[Sample | Prompt]) -> None:
+        if len(requested) > count and isinstance(requested[0], Sample):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     return check
@@ -83,13 +83,13 @@ class TestFamilies:
         run.encoders = Watched(run.encoders)
         first = built(run)
         texts, latents = NAMES[family]
-        folders = by_folder(needs(run.config, run.index, run.encoders, run.places).all)
+        folders = by_folder(needs(run.config, run.index, run.encoders, run.folders).all)
         stored = contents(*folders)
         assert stored.keys() == run.keys()
         assert first.encoded == len(stored)
-        for item in needs(run.config, run.index, run.encoders, run.places).texts:
+        for item in needs(run.config, run.index, run.encoders, run.folders).texts:
             assert texts <= stored[item.key].keys()
-        for item in needs(run.config, run.index, run.encoders, run.places).latents:
+        for item in needs(run.config, run.index, run.encoders, run.folders).latents:
             assert latents <= stored[item.key].keys()
         # The text encoder is gone before the other is loaded.
         assert run.encoders.loaded == ["text", "text closed", "latents", "latents closed"]
@@ -100,8 +100,8 @@ class TestFamilies:
     def test_an_entry_is_what_the_encoder_makes_of_the_sample_alone(self, sdxl: Run) -> None:
         built(sdxl)
         encoder = sdxl.encoders.load_latents()
-        wanted = needs(sdxl.config, sdxl.index, sdxl.encoders, sdxl.places)
-        stored = contents(sdxl.places.latents("d0"), sdxl.places.text())
+        wanted = needs(sdxl.config, sdxl.index, sdxl.encoders, sdxl.folders)
+        stored = contents(sdxl.folders.latents("d0"), sdxl.folders.text())
         for item in wanted.latents:
             (alone,) = encoder.encode([sdxl.index.load(item.ref)])
             for name, tensor in alone.items():
@@ -111,12 +111,12 @@ class TestFamilies:
             (alone,) = text.encode([Prompt(one.text)])
             torch.testing.assert_close(stored[one.key]["prompt_embeds"], alone["prompt_embeds"], rtol=1e-4, atol=1e-5)
 
-    def test_pictures_of_an_edit_pair_decide_its_embedding(self, tmp_path: Path, tiny_model: TinyModel) -> None:
+    def test_images_of_an_edit_pair_decide_its_embedding(self, tmp_path: Path, tiny_model: TinyModel) -> None:
         found = datasets("qwen_image", tmp_path)
         found[0] = {**found[0], "captions": {"strategy": "instanceprompt", "instance_prompt": "make it red"}}
         run = Run.of(tmp_path, "qwen_image", tiny_model("qwen_image", "edit-2509"), found)
         built(run)
-        embedded = [entry["prompt_embeds"] for entry in contents(run.places.text()).values()]
+        embedded = [entry["prompt_embeds"] for entry in contents(run.folders.text()).values()]
         assert len(embedded) == 3  # one caption, three pictures
         assert not torch.equal(embedded[0], embedded[1])
 
@@ -124,8 +124,8 @@ class TestFamilies:
 class TestBatches:
     def test_are_of_one_shape_and_no_larger_than_asked_for(self, sdxl: Run) -> None:
         shapes: list[set[Any]] = []
-        sdxl.encoders.before_encode = lambda asked: shapes.append(
-            {one.ref.bucket for one in asked if isinstance(one, Sample)}
+        sdxl.encoders.before_encode = lambda requested: shapes.append(
+            {one.ref.bucket for one in requested if isinstance(one, Sample)}
         )
         built(sdxl)
         assert all(len(found) <= 1 for found in shapes)
@@ -134,7 +134,7 @@ class TestBatches:
         assert max(sdxl.encoders.batches) == 4
 
     def test_progress_ends_where_everything_is_done(self, sdxl: Run) -> None:
-        seen: list[Progress] = []
+        seen: list[PassProgress] = []
         built(sdxl, on_latents=seen.append)
         assert [one.done for one in seen] == sorted({one.done for one in seen})
         assert seen[-1].done == 8
@@ -150,9 +150,9 @@ class TestBatches:
         assert run.encoders.batches[-8:] == [1] * 8
         assert found.latents.batch_size == 1
         assert any("out of memory with batches of 4, so batches of 1 were used" in note for note in found.notes)
-        assert contents(run.places.latents("d0"), run.places.text()).keys() == run.keys()
+        assert contents(run.folders.latents("d0"), run.folders.text()).keys() == run.keys()
 
-    def test_smaller_pictures_keep_the_larger_batch(self, tmp_path: Path, tiny_model: TinyModel) -> None:
+    def test_smaller_images_keep_the_larger_batch(self, tmp_path: Path, tiny_model: TinyModel) -> None:
         small = {f"s{number}.png": image(64, 64, seed=number) for number in range(4)}
         large = {f"l{number}.png": image(128, 128, seed=9 + number) for number in range(4)}
         found = [{"path": str(write(tmp_path / "s", dict(small))), "resolution": 64.0},
@@ -160,39 +160,39 @@ class TestBatches:
         cache = {"vae_batch_size": 4}
         run = Run.of(tmp_path, "sdxl", tiny_model("sdxl", "base-1.0"), found, cache=cache)
 
-        def check(asked: Sequence[Sample | Prompt]) -> None:
-            if isinstance(asked[0], Sample) and asked[0].ref.bucket.width == 128:
-                full_above(2)(asked)
+        def check(requested: Sequence[Sample | Prompt]) -> None:
+            if isinstance(requested[0], Sample) and requested[0].ref.bucket.width == 128:
+                full_above(2)(requested)
 
         run.encoders = Watched(run.encoders, before_encode=check)
         assert built(run).latents.encoded == 8
         assert run.encoders.batches[-3:] == [2, 2, 4]
 
     def test_then_slices_then_tiles_under_another_id(self, sdxl: Run) -> None:
-        asked: list[int] = []
-        sdxl.encoders.on_save_memory = lambda: asked.append(1)
+        requested: list[int] = []
+        sdxl.encoders.on_save_memory = lambda: requested.append(1)
 
         def check(samples: Sequence[Sample | Prompt]) -> None:
             # Two shapes fit; the third needs slices and tiles.
             if isinstance(samples[0], Sample) and samples[0].ref.bucket.width != samples[0].ref.bucket.height:
-                full_above(0 if len(asked) < 2 else 9)(samples)
+                full_above(0 if len(requested) < 2 else 9)(samples)
 
         sdxl.encoders.before_encode = check
         untiled = sdxl.encoders.latent_id()
         found = built(sdxl)
-        assert len(asked) == 2
+        assert len(requested) == 2
         assert dict(found.latents.encoder.settings)["tiling"] == "yes"
         assert found.latents.encoder != untiled
         tiled = replace(sdxl.encoders.inner, options=replace(sdxl.encoders.inner.options, tiling=True))
         assert tiled.latent_id() == found.latents.encoder
-        wanted = needs(sdxl.config, sdxl.index, tiled, sdxl.places)
-        assert {item.key for item in wanted.latents} <= contents(sdxl.places.latents("d0")).keys()
+        wanted = needs(sdxl.config, sdxl.index, tiled, sdxl.folders)
+        assert {item.key for item in wanted.latents} <= contents(sdxl.folders.latents("d0")).keys()
         assert any("tiling: yes" in note and "model.vae_tiling: true" in note for note in found.notes)
 
     def test_tiles_are_remembered_until_they_are_forgotten(self, sdxl: Run) -> None:
-        asked: list[int] = []
-        sdxl.encoders.on_save_memory = lambda: asked.append(1)
-        sdxl.encoders.before_encode = lambda samples: full_above(0 if len(asked) < 2 else 9)(samples)
+        requested: list[int] = []
+        sdxl.encoders.on_save_memory = lambda: requested.append(1)
+        sdxl.encoders.before_encode = lambda samples: full_above(0 if len(requested) < 2 else 9)(samples)
         untiled = sdxl.encoders.latent_id()
         first = built(sdxl)
         assert sdxl.encoders.latent_id() == first.latents.encoder != untiled  # in this process too
@@ -214,18 +214,18 @@ class TestBatches:
     def test_no_tiles_where_they_may_not_be(self, sdxl: Run) -> None:
         sdxl.encoders.before_encode = full_above(0)
         with pytest.raises(EncodeMemoryError, match=r"(?s)made without tiling.*model\.vae_tiling=true"):
-            built(sdxl, how=How(may_tile=False))
-        assert contents(sdxl.places.latents("d0")) == {}
+            built(sdxl, mode=PassOptions(may_tile=False))
+        assert contents(sdxl.folders.latents("d0")) == {}
 
     def test_and_says_which_bucket_when_nothing_helps(self, sdxl: Run) -> None:
         sdxl.encoders.before_encode = full_above(0)
         with pytest.raises(EncodeMemoryError, match=r"bucket \d+x\d+ \(\d+\.png of d0\)"):
             built(sdxl)
         assert sdxl.encoders.loaded[-1] == "latents closed"
-        assert len(contents(sdxl.places.text())) == 8  # the captions stay
+        assert len(contents(sdxl.folders.text())) == 8  # the captions stay
 
     def test_a_text_that_does_not_fit(self, sdxl: Run) -> None:
-        def check(asked: Sequence[Sample | Prompt]) -> None:
+        def check(requested: Sequence[Sample | Prompt]) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         sdxl.encoders.before_encode = check
@@ -248,7 +248,7 @@ class TestBatches:
         sdxl.encoders.load_latents = Broken
         with pytest.raises(CacheError, match=r"(?s)latents of .*non-finite values"):
             built(sdxl)
-        assert contents(sdxl.places.latents("d0")) == {}
+        assert contents(sdxl.folders.latents("d0")) == {}
 
 
 def spoil(file: Path) -> None:
@@ -274,8 +274,8 @@ class TestDamagedFiles:
         flipped = {**sdxl.config.datasets[0].model_dump(), "augmentation": {"flip_x": True}}
         run = Run.of(tmp_path, "sdxl", Path(str(sdxl.config.model.path)), [flipped])
         first, second = built(run).latents, built(run).latents
-        assert (first.wanted, first.encoded, first.there_before, len(first.damaged)) == (16, 14, 0, 1)
-        assert (second.wanted, second.encoded, second.there_before, len(second.damaged)) == (16, 0, 14, 1)
+        assert (first.wanted, first.encoded, first.found_before, len(first.damaged)) == (16, 14, 0, 1)
+        assert (second.wanted, second.encoded, second.found_before, len(second.damaged)) == (16, 0, 14, 1)
 
     def test_are_taken_out_of_the_index_together(
         self, sdxl: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -305,8 +305,8 @@ class TestDamagedFiles:
 
     def test_an_entry_with_a_wrong_byte_is_made_again_and_no_other(self, sdxl: Run) -> None:
         built(sdxl)
-        before = contents(sdxl.places.latents("d0"))
-        (shard,) = (sdxl.places.latents("d0") / "shards").glob("*.safetensors")
+        before = contents(sdxl.folders.latents("d0"))
+        (shard,) = (sdxl.folders.latents("d0") / "shards").glob("*.safetensors")
         raw = bytearray(shard.read_bytes())
         raw[-200] ^= 1
         shard.write_bytes(raw)
@@ -314,14 +314,14 @@ class TestDamagedFiles:
         found = built(sdxl, check=True)
         assert found.latents.encoded == len(sdxl.encoders.encoded) == 1
         assert any("1 damaged entry was encoded again" in note for note in found.notes)
-        assert same(contents(sdxl.places.latents("d0")), before)
+        assert same(contents(sdxl.folders.latents("d0")), before)
         assert built(sdxl, check=True).encoded == 0
 
     def test_entries_under_a_damaged_header_are_made_again(self, sdxl: Run) -> None:
         built(sdxl)
-        with DiskStore.open(sdxl.places.latents("d0"), writable=True) as store:
+        with DiskStore.open(sdxl.folders.latents("d0"), writable=True) as store:
             store.save_index()
-        (shard,) = (sdxl.places.latents("d0") / "shards").glob("*.safetensors")
+        (shard,) = (sdxl.folders.latents("d0") / "shards").glob("*.safetensors")
         raw = bytearray(shard.read_bytes())
         raw[300] ^= 1
         shard.write_bytes(raw)
@@ -355,52 +355,52 @@ class TestLongCaptions:
 
 class TestInterrupted:
     def test_what_is_done_is_kept(self, sdxl: Run) -> None:
-        def check(asked: Sequence[Sample | Prompt]) -> None:
-            if isinstance(asked[0], Sample) and len(sdxl.encoders.batches) == 3:
+        def check(requested: Sequence[Sample | Prompt]) -> None:
+            if isinstance(requested[0], Sample) and len(sdxl.encoders.batches) == 3:
                 raise KeyboardInterrupt
 
         sdxl.encoders.before_encode = check
         with pytest.raises(KeyboardInterrupt):
             built(sdxl)
-        kept = len(contents(sdxl.places.latents("d0")))
+        kept = len(contents(sdxl.folders.latents("d0")))
         assert kept == sdxl.encoders.batches[2] > 0
-        sdxl.encoders.before_encode = lambda asked: None
+        sdxl.encoders.before_encode = lambda requested: None
         assert built(sdxl).latents.encoded == 8 - kept
 
     def test_stopped_by_another_thread(self, sdxl: Run) -> None:
         stop = threading.Event()
-        sdxl.encoders.before_encode = lambda asked: stop.set() if isinstance(asked[0], Sample) else None
-        found = built(sdxl, how=How(stop=stop))
+        sdxl.encoders.before_encode = lambda requested: stop.set() if isinstance(requested[0], Sample) else None
+        found = built(sdxl, mode=PassOptions(stop=stop))
         assert not found.latents.complete
         assert 0 < found.latents.encoded < 8
 
     def test_a_run_may_take_back_what_it_added(self, sdxl: Run) -> None:
         built(sdxl)
-        kept = contents(sdxl.places.latents("d0"))
+        kept = contents(sdxl.folders.latents("d0"))
         write(Path(sdxl.config.datasets[0].path), {"new.png": image(64, 64, seed=77)})
-        more = Run.of(sdxl.places.base.parent.parent, "sdxl", Path(str(sdxl.config.model.path)),
+        more = Run.of(sdxl.folders.base.parent.parent, "sdxl", Path(str(sdxl.config.model.path)),
                       [sdxl.config.datasets[0].model_dump()])  # fmt: skip
         with more.caches() as caches:
             build(more.config, more.index, more.encoders, caches)
             added = caches.created
         assert remove_entries(added).entries == 2  # its latents, and the empty caption
-        assert same(contents(sdxl.places.latents("d0")), kept)
+        assert same(contents(sdxl.folders.latents("d0")), kept)
 
     def test_several_ranks_take_back_what_all_of_them_added(self, sdxl: Run) -> None:
         with sdxl.caches() as mine, sdxl.caches() as other:
-            build(sdxl.config, sdxl.index, sdxl.encoders, mine, how=How(stop=(stop := threading.Event())),
+            build(sdxl.config, sdxl.index, sdxl.encoders, mine, mode=PassOptions(stop=(stop := threading.Event())),
                   on_latents=lambda _: stop.set())  # fmt: skip
             build(sdxl.config, sdxl.index, sdxl.encoders, other)
             with pytest.raises(CacheBusyError):
                 remove_entries(mine.created)
             shares = [mine.created, other.created]
-        latents = sdxl.places.latents("d0")
+        latents = sdxl.folders.latents("d0")
         assert all(0 < len(share[latents]) < 8 for share in shares)
         folders = {folder for share in shares for folder in share}
         removed = remove_entries({folder: frozenset().union(*(share.get(folder, ()) for share in shares))
                                   for folder in folders})  # fmt: skip
         assert removed.entries == 16
-        assert contents(latents, sdxl.places.text()) == {}
+        assert contents(latents, sdxl.folders.text()) == {}
 
 
 class TestRoom:
@@ -415,15 +415,15 @@ class TestRoom:
         )
         run.encoders = Watched(run.encoders)
 
-        def work(say: Callable[[str], None]) -> None:
+        def work(report: Callable[[str], None]) -> None:
             own_mounts()
             mount_tmpfs(tmp_path / "disk", 128 * 1024)
             with run.caches() as caches:
                 try:
                     build(run.config, run.index, run.encoders, caches)
                 except CacheFullError as error:
-                    say(str(error))
-                    say(str(run.encoders.batches.count(4)))
+                    report(str(error))
+                    report(str(run.encoders.batches.count(4)))
 
         message, batches = Child(work).join()
         assert re.search(r"found +\d+ KiB free\n.*expected +\d+ KiB free", message), message
@@ -436,33 +436,33 @@ class TestRoom:
 def rank(run: Run, number: int, world_size: int, *, nap: float = 0.0) -> Child:
     """A separate process that reports what it encodes, before it does so."""
 
-    def work(say: Callable[[str], None]) -> None:
-        def tell(asked: Sequence[Sample | Prompt]) -> None:
+    def work(report: Callable[[str], None]) -> None:
+        def send_progress(requested: Sequence[Sample | Prompt]) -> None:
             time.sleep(nap)
-            for one in asked:
-                say(one.text if isinstance(one, Prompt) else one.ref.path)
+            for one in requested:
+                report(one.text if isinstance(one, Prompt) else one.ref.path)
 
-        run.encoders.before_encode = tell
-        found = built(run, how=How(share=Share(number, world_size)))
-        say(f"done {found.latents.encoded} {found.latents.by_others} {found.texts.encoded} {found.texts.by_others}")
+        run.encoders.before_encode = send_progress
+        found = built(run, mode=PassOptions(share=Share(number, world_size)))
+        report(f"done {found.latents.encoded} {found.latents.by_others} {found.texts.encoded} {found.texts.by_others}")
 
     return Child(work)
 
 
-def encoded_by(said: list[str]) -> list[str]:
-    return [word for word in said if not word.startswith("done")]
+def encoded_by(stated: list[str]) -> list[str]:
+    return [word for word in stated if not word.startswith("done")]
 
 
 class TestRanks:
     def test_share_the_work_without_overlap(self, sdxl: Run, tmp_path: Path) -> None:
         run = squares(sdxl, tmp_path, 24)
         children = [rank(run, number, 2, nap=0.2) for number in range(2)]
-        said = [child.join() for child in children]
-        work = [encoded_by(one) for one in said]
+        stated = [child.join() for child in children]
+        work = [encoded_by(one) for one in stated]
         assert sorted([*work[0], *work[1]]) == sorted(["", *(f"{number}.png" for number in range(24))])
         assert all(any(word.endswith(".png") for word in one) for one in work)
-        assert contents(run.places.latents("d0"), run.places.text()).keys() == run.keys()
-        for one in said:  # each returns only when everything is there
+        assert contents(run.folders.latents("d0"), run.folders.text()).keys() == run.keys()
+        for one in stated:  # each returns only when everything is there
             encoded, others = (int(word) for word in one[-1].split()[1:3])
             assert encoded + others == 24
 
@@ -476,30 +476,30 @@ class TestRanks:
     def test_of_one_that_was_killed_nothing_is_missing(self, sdxl: Run, tmp_path: Path) -> None:
         run = squares(sdxl, tmp_path, 24)
         doomed = rank(run, 0, 2, nap=0.05)
-        while not any(word.endswith(".png") for word in doomed.said):
+        while not any(word.endswith(".png") for word in doomed.lines):
             assert doomed.wait_for_word()
         survivor = rank(run, 1, 2)
         doomed.kill()
         survivor.join()
-        assert contents(run.places.latents("d0"), run.places.text()).keys() == run.keys()
+        assert contents(run.folders.latents("d0"), run.folders.text()).keys() == run.keys()
 
     def test_strangers_that_build_at_once_make_one_complete_cache(self, sdxl: Run, tmp_path: Path) -> None:
         run = squares(sdxl, tmp_path, 24)
         children = [rank(run, 0, 1, nap=0.02) for _ in range(2)]
         work = [encoded_by(child.join()) for child in children]
         assert len(work[0]) + len(work[1]) == 25
-        alone = replace(run, places=replace(run.places, base=tmp_path / "alone", text_base=tmp_path / "alone"))
+        alone = replace(run, folders=replace(run.folders, base=tmp_path / "alone", text_base=tmp_path / "alone"))
         built(alone)
-        assert same(contents(run.places.latents("d0")), contents(alone.places.latents("d0")))
+        assert same(contents(run.folders.latents("d0")), contents(alone.folders.latents("d0")))
 
     def test_a_damaged_file_is_found_by_each(self, sdxl: Run, tmp_path: Path) -> None:
         spoil(tmp_path / "p" / "002.png")
         run = Run.of(tmp_path, "sdxl", Path(str(sdxl.config.model.path)), [sdxl.config.datasets[0].model_dump()])
 
         def work(number: int) -> Child:
-            def do(say: Callable[[str], None]) -> None:
-                found = built(run, how=How(share=Share(number, 2)))
-                say(str(len(found.index.datasets[0].items)))
+            def do(report: Callable[[str], None]) -> None:
+                found = built(run, mode=PassOptions(share=Share(number, 2)))
+                report(str(len(found.index.datasets[0].items)))
 
             return Child(do)
 
@@ -511,33 +511,33 @@ def test_killed_again_and_again_no_more_than_a_flush_is_encoded_twice(sdxl: Run,
     """kill -9 at random moments. Each process reports what it encodes, before it does so."""
     run = squares(sdxl, tmp_path, 40)
     flush, draw = Flush(entries=4), random.Random(kills)
-    said: list[str] = []
+    stated: list[str] = []
     at_most = 0
 
-    def work(say: Callable[[str], None]) -> None:
-        def tell(asked: Sequence[Sample | Prompt]) -> None:
+    def work(report: Callable[[str], None]) -> None:
+        def send_progress(requested: Sequence[Sample | Prompt]) -> None:
             time.sleep(0.01)
-            for one in asked:
-                say(one.text if isinstance(one, Prompt) else one.ref.path)
+            for one in requested:
+                report(one.text if isinstance(one, Prompt) else one.ref.path)
 
-        run.encoders.before_encode = tell
-        built(run, how=How(flush=flush))
-        say("done")
+        run.encoders.before_encode = send_progress
+        built(run, mode=PassOptions(flush=flush))
+        report("done")
 
     for _ in range(kills):
         child = Child(work)
         words = draw.randint(1, 12)
-        while len(child.said) < words and child.wait_for_word():
+        while len(child.lines) < words and child.wait_for_word():
             pass
         time.sleep(draw.random() * 0.02)
         child.kill()
-        said += child.said
+        stated += child.lines
         # What waits for its flush, and the batch that was being encoded.
         at_most += 4 + 4
-    said += Child(work).join()
-    names = [word for word in said if word != "done"]
+    stated += Child(work).join()
+    names = [word for word in stated if word != "done"]
     assert len(names) <= len({*names}) + at_most
-    assert contents(run.places.latents("d0"), run.places.text()).keys() == run.keys()
+    assert contents(run.folders.latents("d0"), run.folders.text()).keys() == run.keys()
     assert built(run, check=True).encoded == 0
 
 
@@ -545,10 +545,10 @@ class TestClaims:
     def test_end_with_their_process(self, tmp_path: Path) -> None:
         key, other = Key("0" * 32), Key("f" * 32)
 
-        def work(say: Callable[[str], None]) -> None:
+        def work(report: Callable[[str], None]) -> None:
             claims = Claims(store)
             assert claims.take(key)
-            say("claimed")
+            report("claimed")
             signal.pause()
 
         with DiskStore.open(tmp_path / "c", writable=True) as store:
@@ -576,8 +576,10 @@ def resident() -> int:
 def captions(run: Run, folder: Path) -> None:
     """Encode the captions, which is the first half of a build."""
     stop = threading.Event()
-    with Caches(replace(run.places, base=folder, text_base=folder), writable=True) as caches:
-        found = build(run.config, run.index, run.encoders, caches, how=How(stop=stop), on_text=lambda _: stop.set())
+    with Caches(replace(run.folders, base=folder, text_base=folder), writable=True) as caches:
+        found = build(
+            run.config, run.index, run.encoders, caches, mode=PassOptions(stop=stop), on_text=lambda _: stop.set()
+        )
     assert (found.texts.encoded, found.latents.encoded) == (1, 0)
 
 
@@ -598,15 +600,15 @@ def test_the_text_encoders_memory_is_returned(tmp_path: Path, tiny_model: TinyMo
     run = Run.of(tmp_path, "wan", model, datasets("wan", tmp_path, 1), training=training)
     run.encoders = Watched(run.encoders)
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         # Every weight in pages of its own: the C library keeps none that were given back, and has none to hand out.
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
         captions(run, tmp_path / "first")  # libraries get ready once and stay
         before, used = resident(), []
-        run.encoders.before_encode = lambda asked: used.append(resident() - before)
+        run.encoders.before_encode = lambda requested: used.append(resident() - before)
         for number in range(3):
             captions(run, tmp_path / f"again-{number}")
-        say(f"{max(used)} {resident() - before}")
+        report(f"{max(used)} {resident() - before}")
 
     used, left = (int(word) for word in Child(work).join()[0].split())
     assert used > 0.4 * size  # half of the file's 32 bits
@@ -622,4 +624,4 @@ def test_clips_of_a_run_agree_on_their_first_frame(tmp_path: Path, tiny_model: T
     run = Run.of(tmp_path, "wan", tiny_model("wan", "ti2v-5b-2.2"), both[1:], flavour="ti2v-5b-2.2")
     assert encode_options(run.config).image_to_video
     built(run)
-    assert all("condition" in entry for entry in contents(run.places.latents("d0")).values())
+    assert all("condition" in entry for entry in contents(run.folders.latents("d0")).values())

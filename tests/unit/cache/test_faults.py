@@ -47,20 +47,20 @@ def check_all(folder: Path, numbers: range) -> list[int]:
 def killed_while_writing(folder: Path, first: int, draw: random.Random) -> int:
     """Kill a process while it writes. Returns the number of entries that it reported as flushed."""
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         with DiskStore.open(folder, writable=True) as store, store.writer(Flush(entries=1000)) as writer:
-            say("0")
+            report("0")
             for number in range(first, first + 1000):
                 writer.add(origin(number), entry(number, side=SIDE))
                 if (number - first) % 3 == 2:
                     writer.flush()
-                    say(str(number - first + 1))
+                    report(str(number - first + 1))
 
     child = Child(work)
     child.wait_for_word()
     time.sleep(draw.uniform(0, 0.05))
     child.kill()
-    return int(child.said[-1])
+    return int(child.lines[-1])
 
 
 def storm(folder: Path, kills: int, seed: int) -> int:
@@ -94,9 +94,9 @@ def test_a_storm_of_kills(tmp_path: Path) -> None:
 def test_a_process_killed_while_it_merges_or_removes_loses_nothing_else(tmp_path: Path, seed: int) -> None:
     fill(tmp_path, range(60), Flush(entries=2))
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         with DiskStore.open(tmp_path, writable=True) as store:
-            say("go")
+            report("go")
             compact(store, ShardSize(entries=16))
             remove(store, [key(number) for number in range(0, 60, 7)])
 
@@ -128,11 +128,11 @@ def test_what_a_living_process_writes_is_not_swept(tmp_path: Path) -> None:
     left.write_bytes(b"of a process that was killed")
     reading, writing = os.pipe()
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         from gracetune.storage.atomic import unfinished
 
         with unfinished(tmp_path / "shards") as (_, path):
-            say(path.name)
+            report(path.name)
             os.close(writing)
             os.read(reading, 1)  # until the test is done
 
@@ -140,7 +140,7 @@ def test_what_a_living_process_writes_is_not_swept(tmp_path: Path) -> None:
     os.close(reading)
     child.wait_for_word()
     DiskStore.open(tmp_path, writable=True).close()
-    assert (tmp_path / "shards" / child.said[0]).exists()
+    assert (tmp_path / "shards" / child.lines[0]).exists()
     assert not left.exists()
     os.close(writing)
     child.join()
@@ -151,7 +151,7 @@ def test_what_a_living_process_writes_is_not_swept(tmp_path: Path) -> None:
 
 def test_two_processes_build_the_same_cache(tmp_path: Path) -> None:
     def build(step: int) -> Callable[[Callable[[str], None]], None]:
-        def work(say: Callable[[str], None]) -> None:
+        def work(report: Callable[[str], None]) -> None:
             with DiskStore.open(tmp_path / "cache", writable=True) as store, store.writer(Flush(entries=5)) as writer:
                 for number in range(60)[::step]:
                     writer.add(origin(number), entry(number, side=SIDE))
@@ -171,7 +171,7 @@ def test_two_processes_build_the_same_cache(tmp_path: Path) -> None:
 def test_a_reader_goes_on_while_others_write_and_merge(tmp_path: Path) -> None:
     fill(tmp_path, range(40), Flush(entries=2))
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         with DiskStore.open(tmp_path, writable=True) as store:
             for turn in range(8):
                 with store.writer(Flush(entries=3)) as writer:
@@ -300,9 +300,9 @@ def test_a_truncated_shard_is_taken_out_and_named(tmp_path: Path, keep: int) -> 
     os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
     with DiskStore.open(tmp_path, writable=False) as store:
         assert [shard.name for shard in store.damaged] == [path.name]
-        here = [number for number in range(4) if key(number) in store]
-        assert len(here) == 2
-        assert all(is_entry(store.read(key(number)), number, side=SIDE) for number in here)
+        current = [number for number in range(4) if key(number) in store]
+        assert len(current) == 2
+        assert all(is_entry(store.read(key(number)), number, side=SIDE) for number in current)
     fill(tmp_path, range(4), Flush())
     with DiskStore.open(tmp_path, writable=False) as store:
         assert all(is_entry(store.read(key(number)), number, side=SIDE) for number in range(4))
@@ -346,7 +346,7 @@ def test_an_old_index_does_not_hide_new_shards_nor_show_removed_ones(tmp_path: P
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing_half(tmp_path: Path) -> None:
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         own_mounts()
         folder = tmp_path / "small"
         mount_tmpfs(folder, 1 << 20)
@@ -381,7 +381,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing_half(tmp_path: Path) ->
 
 
 def test_merging_on_a_full_disk_changes_nothing(tmp_path: Path) -> None:
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         own_mounts()
         folder = tmp_path / "small"
         mount_tmpfs(folder, 1 << 20)
@@ -398,10 +398,10 @@ def test_merging_on_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     Child(work).join()
 
 
-def test_a_read_only_folder_is_read_and_refuses_to_be_written(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_read_and_rejects_to_be_written(tmp_path: Path) -> None:
     fill(tmp_path / "cache", range(5), Flush())
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         own_mounts()
         make_read_only(tmp_path / "cache")
         assert check_all(tmp_path / "cache", range(5)) == [*range(5)]
@@ -413,7 +413,7 @@ def test_a_read_only_folder_is_read_and_refuses_to_be_written(tmp_path: Path) ->
     Child(work).join()
 
 
-def test_a_folder_of_another_user_is_read_and_refuses_to_be_written(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_read_and_rejects_to_be_written(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     folder = tmp_path / "cache"
@@ -422,7 +422,7 @@ def test_a_folder_of_another_user_is_read_and_refuses_to_be_written(tmp_path: Pa
         if path.is_relative_to("/tmp") and path != Path("/tmp"):
             path.chmod(0o755)
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
@@ -434,7 +434,7 @@ def test_a_folder_of_another_user_is_read_and_refuses_to_be_written(tmp_path: Pa
 
 
 def test_a_folder_that_became_read_only_while_it_was_open(tmp_path: Path) -> None:
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         own_mounts()
         folder = tmp_path / "small"
         mount_tmpfs(folder, 1 << 20)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.cache.encoder import EncoderId
-from gracetune.cache.keys import Origin, latent_key, latent_origin, text_key
-from gracetune.data.refs import Augmentation, Bucket, Canny, CaptionRef, Clip, Fit, MaskRef, SampleRef, Transform
+from gracetune.cache.keys import EntryOrigin, latent_key, latent_origin, text_key
+from gracetune.data.refs import AppliedAugmentation, Bucket, Canny, CaptionRef, Clip, Fit, MaskRef, SampleRef, Transform
 from unit.cache.samples import TEXT, VAE, ref
 
 JITTER = Transform("ColorJitter", 0.5, (("hue", (-0.1, 0.1)), ("saturation", (0.8, 1.2))))
@@ -22,7 +22,7 @@ FULL = SampleRef(
     fit=Fit((1920, 1080), (854, 480), 11, 0),
     caption=CaptionRef("a red car", 2, False),
     clip=Clip(1.5, 5.0, 16.0, False, 44100, True),
-    augmentation=Augmentation(True, False, 7, 3, (JITTER,), "e" * 32),
+    augmentation=AppliedAugmentation(True, False, 7, 3, (JITTER,), "e" * 32),
     conditioning=(ref(1), ref(2)),
     mask=MaskRef("masks", "b.png", "f" * 32, False, 0.1, False),
     loss_weight=0.5,
@@ -112,7 +112,7 @@ def test_every_field_of_a_ref_was_tried() -> None:
     """A new field must be added to one of the two lists."""
     tried = {name.split(".")[0].split(",")[0] for name in (*RELEVANT, *IRRELEVANT)}
     assert {one.name for one in dataclasses.fields(SampleRef)} <= tried
-    parts = {"bucket": Bucket, "fit": Fit, "clip": Clip, "augmentation": Augmentation, "mask": MaskRef,
+    parts = {"bucket": Bucket, "fit": Fit, "clip": Clip, "augmentation": AppliedAugmentation, "mask": MaskRef,
              "canny": Canny}  # fmt: skip
     for name, part in parts.items():
         assert {f"{name}.{one.name}" for one in dataclasses.fields(part)} <= {*RELEVANT, *IRRELEVANT}
@@ -120,8 +120,8 @@ def test_every_field_of_a_ref_was_tried() -> None:
 
 def test_draws_count_only_where_there_is_something_to_draw() -> None:
     """Therefore `refresh_each_epoch` with flips only encodes nothing twice."""
-    plain = replace(FULL, augmentation=Augmentation(flip_x=True))
-    later = replace(FULL, augmentation=Augmentation(flip_x=True, seed=9, epoch=5, of="a"))
+    plain = replace(FULL, augmentation=AppliedAugmentation(flip_x=True))
+    later = replace(FULL, augmentation=AppliedAugmentation(flip_x=True, seed=9, epoch=5, of="a"))
     assert latent_key(plain, VAE) == latent_key(later, VAE)
 
 
@@ -151,7 +151,7 @@ def test_an_encoder_of_the_wrong_kind_is_a_mistake() -> None:
         text_key("x", VAE)
 
 
-def test_an_embedding_depends_on_its_text_and_its_pictures_as_they_are_shown() -> None:
+def test_an_embedding_depends_on_its_text_and_its_images_as_they_are_shown() -> None:
     edited, cut = replace(ref(1), digest="0" * 32), replace(ref(1), bucket=Bucket(32, 32))
     keys = [
         text_key("a", TEXT),
@@ -175,20 +175,20 @@ def test_a_key_stays_the_same_over_releases() -> None:
 
 any_text = st.text(st.characters(), max_size=6)
 any_parts = st.lists(st.tuples(any_text, any_text), max_size=4).map(tuple)
-any_origin = st.builds(Origin, st.sampled_from(["latent", "text"]), any_text, any_parts)
+any_origin = st.builds(EntryOrigin, st.sampled_from(["latent", "text"]), any_text, any_parts)
 
 
 @given(any_origin, any_origin)
-def test_different_origins_have_different_keys(one: Origin, other: Origin) -> None:
+def test_different_origins_have_different_keys(one: EntryOrigin, other: EntryOrigin) -> None:
     assert (one.key == other.key) == (one == other)
 
 
 @given(st.lists(any_text, min_size=4, max_size=4), st.integers(1, 6), st.integers(1, 6))
-def test_where_one_piece_ends_and_the_next_begins_is_part_of_the_key(pieces: list[str], cut: int, other: int) -> None:
+def test_where_one_piece_ends_and_the_next_begins_is_part_of_the_key(parts: list[str], cut: int, other: int) -> None:
     """The same characters, split differently, give other keys."""
-    joined = "".join(pieces)
-    one = Origin("latent", joined[:cut], ((joined[cut:], ""),))
-    two = Origin("latent", joined[:other], ((joined[other:], ""),))
+    joined = "".join(parts)
+    one = EntryOrigin("latent", joined[:cut], ((joined[cut:], ""),))
+    two = EntryOrigin("latent", joined[:other], ((joined[other:], ""),))
     assert (one.key == two.key) == (one == two)
 
 

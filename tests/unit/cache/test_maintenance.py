@@ -91,14 +91,14 @@ def test_a_copy_is_dropped_only_where_the_one_that_stays_is_good(tmp_path: Path,
 def test_only_one_process_merges_at_a_time(tmp_path: Path) -> None:
     filled(tmp_path, range(6), Flush(entries=2)).close()
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         import fcntl
         import os
         import time
 
         descriptor = os.open(tmp_path / "upkeep.lock", os.O_RDWR | os.O_CREAT)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        say("held")
+        report("held")
         time.sleep(60)
 
     child = Child(work)
@@ -146,11 +146,11 @@ def test_a_run_removes_what_it_created_and_nothing_else(tmp_path: Path) -> None:
 def test_nothing_is_removed_while_another_process_uses_the_cache(tmp_path: Path) -> None:
     filled(tmp_path, range(4)).close()
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         import time
 
         with DiskStore.open(tmp_path, writable=False):
-            say("open")
+            report("open")
             time.sleep(60)
 
     child = Child(work)
@@ -293,13 +293,13 @@ class TestAnEmptyStore:
         """The lock was requested before the folder was renamed and granted afterwards."""
         folder = tmp_path / "0"
 
-        def work(say: Callable[[str], None]) -> None:
+        def work(report: Callable[[str], None]) -> None:
             store.close()  # the fork's copy: it would hold the lock for ever
-            say("asks")
+            report("asks")
             with open_store(folder) as mine, mine.writer() as writer:
                 writer.add(origin(7), entry(7))
                 assert mine.users is not None
-                say("locked" if is_at(mine.users, folder / "users.lock") else "locked something else")
+                report("locked" if is_at(mine.users, folder / "users.lock") else "locked something else")
 
         with filled(folder, range(0)) as store:
             assert store.users is not None

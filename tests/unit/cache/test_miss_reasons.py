@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from gracetune.cache import miss_reasons as missing
-from gracetune.cache.audit import Difference, differences
+from gracetune.cache.audit import OriginDifference, differences
 from gracetune.cache.encoder import EncoderId
 from gracetune.cache.errors import CorruptEntryError
-from gracetune.cache.keys import Origin, latent_origin, text_origin
+from gracetune.cache.keys import EntryOrigin, latent_origin, text_origin
 from gracetune.cache.miss_reasons import why_missing
 from gracetune.cache.required_entries import LatentItem, TextItem
 from gracetune.cache.store import DiskStore
@@ -32,8 +32,8 @@ def latent(one: SampleRef, encoder: EncoderId = VAE) -> LatentItem:
     return LatentItem(key, Path("cache"), (), encoder, index, nothing, nothing, nothing)
 
 
-def text(words: str, encoder: EncoderId = TEXT, *pictures: SampleRef) -> TextItem:
-    return TextItem(text_origin(words, encoder, pictures).key, Path("cache"), (), encoder, words, pictures)
+def text(words: str, encoder: EncoderId = TEXT, *images: SampleRef) -> TextItem:
+    return TextItem(text_origin(words, encoder, images).key, Path("cache"), (), encoder, words, images)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_edit_pairs_that_share_their_instruction_are_compared_one_by_one(
     """300 pairs with one instruction: each is compared only with the entries of its own reference."""
     calls = 0
 
-    def count(*origins: Origin) -> tuple[Difference, ...]:
+    def count(*origins: EntryOrigin) -> tuple[OriginDifference, ...]:
         nonlocal calls
         calls += 1
         return differences(*origins)
@@ -132,7 +132,7 @@ def test_of_one_content_only_so_many_entries_are_compared(store: DiskStore, monk
     with store.writer() as writer:
         for side in range(32, 320, 32):
             writer.add(latent(replace(ref(0), bucket=Bucket(side, side))).origin, entry(0))
-    calls: list[Origin] = []
+    calls: list[EntryOrigin] = []
     monkeypatch.setattr(missing, "differences", lambda one, other: calls.append(one) or differences(one, other))
     (line,) = why_missing(lambda folder: store, [latent(ref(0), OTHER_VAE)])
     assert line == "1 latent encoded again: the VAE changed since they were cached"

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.cache.errors import CorruptEntryError
-from gracetune.cache.keys import Key, Origin
-from gracetune.cache.manifest import Table, merge
+from gracetune.cache.keys import EntryOrigin, Key
+from gracetune.cache.manifest import EntryTable, merge
 from gracetune.cache.reading import STRETCH, jobs, stretches
 from gracetune.cache.shards import RUN
 from gracetune.cache.store import DiskStore
@@ -21,7 +21,7 @@ from gracetune.cache.writer import Flush
 from unit.cache.sample_caches import places_of
 
 COUNT = 30
-ORIGINS = [Origin("latent", f"{number:032x}", ()) for number in range(COUNT)]
+ORIGINS = [EntryOrigin("latent", f"{number:032x}", ()) for number in range(COUNT)]
 NUMBER = {origin.key: number for number, origin in enumerate(ORIGINS)}
 
 
@@ -71,7 +71,7 @@ def test_threads_take_neighbours_and_none_is_left_without(store: DiskStore, coun
 def test_a_plan_knows_its_keys_in_order(store: DiskStore, keys: list[Key], data: st.DataObject) -> None:
     plan = store.locate(keys)
     assert [plan.keys[row] for row in plan.by_key.tolist()] == sorted(keys)
-    found = [(place.shard, place.start) for place in places_of(plan)]
+    found = [(copy.shard, copy.start) for copy in places_of(plan)]
     assert found == sorted(found, key=lambda at: (plan.files.index(at[0]), at[1]))
     part = plan.part(np.array(data.draw(st.lists(st.booleans(), min_size=len(plan), max_size=len(plan))), np.bool_))
     assert [part.keys[row] for row in part.by_key.tolist()] == sorted(part.keys)
@@ -79,10 +79,10 @@ def test_a_plan_knows_its_keys_in_order(store: DiskStore, keys: list[Key], data:
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=8), max_size=4))
 def test_keys_that_share_a_half_are_kept_apart(tables: list[list[tuple[int, int]]]) -> None:
-    def table(keys: list[tuple[int, int]]) -> Table:
+    def table(keys: list[tuple[int, int]]) -> EntryTable:
         rows = np.array(sorted(keys), np.uint64).reshape(-1, 2)
         zeros = np.zeros(len(keys), np.uint32)
-        return Table(rows[:, 0].copy(), rows[:, 1].copy(), zeros, zeros, rows[:, 0], rows[:, 1])
+        return EntryTable(rows[:, 0].copy(), rows[:, 1].copy(), zeros, zeros, rows[:, 0], rows[:, 1])
 
     merged = merge([table(keys) for keys in tables])
     assert [*zip(merged.high.tolist(), merged.low.tolist(), strict=True)] == sorted(
@@ -116,9 +116,9 @@ def test_only_the_damaged_ones_of_a_run_are_damaged(tmp_path_factory: pytest.Tem
         with store.writer() as writer:
             for number, origin in enumerate(ORIGINS):
                 writer.add(origin, {"x": content(number)})
-        for place in places_of(store.locate([*bad])):
-            with (store.shards_folder / place.shard).open("r+b") as file:
-                file.seek(place.start + place.layout.size // 2)
+        for copy in places_of(store.locate([*bad])):
+            with (store.shards_folder / copy.shard).open("r+b") as file:
+                file.seek(copy.start + copy.layout.size // 2)
                 byte = file.read(1)[0]
                 file.seek(-1, 1)
                 file.write(bytes([byte ^ 4]))

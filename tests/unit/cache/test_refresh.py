@@ -19,7 +19,7 @@ from gracetune.cache.store import DiskStore
 from gracetune.data.media.load import Sample
 from unit.cache.processes import Child
 from unit.cache.tiny_runs import FLAVOURS, Run, TinyModel, Watched, contents, datasets, same
-from unit.data.folders import pictures, write
+from unit.data.folders import images, write
 
 TRANSFORMS: list[dict[str, Any]] = [{"method": "RandomBrightnessContrast", "p": 1.0}]
 REFRESHED = {"transforms": TRANSFORMS, "cache_mode": "refresh_each_epoch"}
@@ -29,8 +29,8 @@ REFRESHED = {"transforms": TRANSFORMS, "cache_mode": "refresh_each_epoch"}
 def run(tmp_path: Path, tiny_model: TinyModel) -> Run:
     """Six images that are refreshed each epoch and three that are not; epoch 0 is built."""
     found = [
-        {"path": str(write(tmp_path / "p", pictures(6))), "resolution": 64.0, "augmentation": REFRESHED},
-        {"path": str(write(tmp_path / "q", pictures(3))), "resolution": 64.0},
+        {"path": str(write(tmp_path / "p", images(6))), "resolution": 64.0, "augmentation": REFRESHED},
+        {"path": str(write(tmp_path / "q", images(3))), "resolution": 64.0},
     ]
     run = Run.of(tmp_path, "sdxl", tiny_model("sdxl", "base-1.0"), found, cache={"vae_batch_size": 1})
     run.encoders = Watched(run.encoders)
@@ -40,35 +40,35 @@ def run(tmp_path: Path, tiny_model: TinyModel) -> Run:
 
 
 def refresher(run: Run, epoch: int = 0) -> Refresher:
-    return Refresher(run.config, run.index, run.encoders, run.places, epoch=epoch)
+    return Refresher(run.config, run.index, run.encoders, run.folders, epoch=epoch)
 
 
-def drawn(run: Run, epoch: int) -> set[Key]:
-    return {item.key for item in needs(run.config, run.index, run.encoders, run.places, epoch=epoch, part="epoch").all}
+def entries_of(run: Run, epoch: int) -> set[Key]:
+    return {item.key for item in needs(run.config, run.index, run.encoders, run.folders, epoch=epoch, part="epoch").all}
 
 
 def store_of(run: Run, epoch: int) -> Path:
-    return run.places.latents("d0", epoch)
+    return run.folders.latents("d0", epoch)
 
 
 class TestSwap:
     def test_the_next_epoch_is_ready_at_the_swap_and_the_last_is_collected_after_it(self, run: Run) -> None:
-        lasting = contents(run.places.latents("d1"), run.places.text())
+        lasting = contents(run.folders.latents("d1"), run.folders.text())
         encode = refresher(run)
         encode.prepare_next()
         with DiskStore.open(store_of(run, 0), writable=False) as reader:  # epoch 0 trains
             swap = encode.swap()
             assert (swap.epoch, encode.current) == (1, 1)
-            assert contents(store_of(run, 1)).keys() == drawn(run, 1)
+            assert contents(store_of(run, 1)).keys() == entries_of(run, 1)
             # Somebody still reads epoch 0: it stays, and the next time it goes.
             assert encode.collect().in_use == (store_of(run, 0),)
-            assert all(reader.read(key) for key in drawn(run, 0))
+            assert all(reader.read(key) for key in entries_of(run, 0))
         collected = encode.collect()
         assert collected.entries == 6
         assert collected.size > 0
         assert not store_of(run, 0).exists()
-        assert contents(store_of(run, 1)).keys() == drawn(run, 1)
-        assert same(contents(run.places.latents("d1"), run.places.text()), lasting)
+        assert contents(store_of(run, 1)).keys() == entries_of(run, 1)
+        assert same(contents(run.folders.latents("d1"), run.folders.text()), lasting)
 
     def test_every_epoch_has_other_latents(self, run: Run) -> None:
         encode = refresher(run)
@@ -82,7 +82,7 @@ class TestSwap:
     def test_epoch_0_can_be_read_while_epoch_1_is_made(self, run: Run) -> None:
         go_on, begun = threading.Event(), threading.Event()
 
-        def wait(asked: Sequence[Sample | Prompt]) -> None:
+        def wait(requested: Sequence[Sample | Prompt]) -> None:
             begun.set()
             assert go_on.wait(30)
 
@@ -91,13 +91,13 @@ class TestSwap:
         encode.prepare_next()
         assert begun.wait(30)
         assert encode.current == 0
-        assert contents(store_of(run, 0)).keys() == drawn(run, 0)
+        assert contents(store_of(run, 0)).keys() == entries_of(run, 0)
         go_on.set()
         assert encode.swap().built.latents.encoded == 6
         assert encode.current == 1
 
     def test_nothing_is_swapped_when_it_could_not_be_made(self, run: Run) -> None:
-        def fail(asked: Sequence[Sample | Prompt]) -> None:
+        def fail(requested: Sequence[Sample | Prompt]) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         run.encoders.before_encode = fail
@@ -106,14 +106,14 @@ class TestSwap:
         with pytest.raises(CacheError, match="out of memory with one sample at a time"):
             encode.swap()
         assert encode.current == 0
-        run.encoders.before_encode = lambda asked: None
+        run.encoders.before_encode = lambda requested: None
         assert encode.swap().epoch == 1  # and the next try is a new one
 
     def test_tiles_are_no_way_out_beside_the_step(self, run: Run) -> None:
         """The run would not find entries under another id."""
         untiled = run.encoders.latent_id()
 
-        def fail(asked: Sequence[Sample | Prompt]) -> None:
+        def fail(requested: Sequence[Sample | Prompt]) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         run.encoders.before_encode = fail
@@ -124,7 +124,7 @@ class TestSwap:
 
     def test_the_step_comes_first(self, run: Run) -> None:
         seen: list[int] = []
-        run.encoders.before_encode = lambda asked: seen.append(
+        run.encoders.before_encode = lambda requested: seen.append(
             os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         )
         mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -135,7 +135,7 @@ class TestSwap:
     def test_closed_in_the_middle_it_keeps_what_it_made(self, run: Run) -> None:
         begun = threading.Event()
 
-        def slow(asked: Sequence[Sample | Prompt]) -> None:
+        def slow(requested: Sequence[Sample | Prompt]) -> None:
             begun.set()
             time.sleep(0.2)
 
@@ -146,10 +146,10 @@ class TestSwap:
         encode.close()
         kept = len(contents(store_of(run, 1)))
         assert 0 < kept < 6
-        run.encoders.before_encode = lambda asked: None
+        run.encoders.before_encode = lambda requested: None
         assert refresher(run).swap().built.latents.encoded == 6 - kept
 
-    def test_embeddings_of_pictures_are_drawn_anew_too(self, tmp_path: Path, tiny_model: TinyModel) -> None:
+    def test_embeddings_of_images_are_drawn_anew_too(self, tmp_path: Path, tiny_model: TinyModel) -> None:
         found = datasets("qwen_image", tmp_path, 2)
         found[0] = {**found[0], "augmentation": REFRESHED}
         run = Run.of(tmp_path, "qwen_image", tiny_model("qwen_image", FLAVOURS["qwen_image"]), found)
@@ -159,25 +159,25 @@ class TestSwap:
         swap = encode.swap()
         assert (swap.built.texts.encoded, swap.built.latents.encoded) == (2, 2)
         encode.collect()
-        assert contents(store_of(run, 1)).keys() == drawn(run, 1)
+        assert contents(store_of(run, 1)).keys() == entries_of(run, 1)
         assert not store_of(run, 0).exists()
 
-    def test_is_refused_where_nothing_is_drawn_anew(self, tmp_path: Path, tiny_model: TinyModel) -> None:
+    def test_is_rejected_where_nothing_is_drawn_anew(self, tmp_path: Path, tiny_model: TinyModel) -> None:
         with pytest.raises(ValueError, match="refresh_each_epoch"):
             refresher(Run.of(tmp_path, "sdxl", tiny_model("sdxl", "base-1.0")))
 
 
 class TestCollecting:
     def test_a_run_that_keeps_nothing_takes_back_what_it_drew(self, run: Run) -> None:
-        lasting = contents(run.places.latents("d1"), run.places.text())
+        lasting = contents(run.folders.latents("d1"), run.folders.text())
         encode = refresher(run)
         encode.swap()
         encode.prepare_next()
         encode.close()
         removed = remove_epochs(encode.created)
         assert 6 <= removed.entries <= 12  # epoch 1, and what there was of epoch 2
-        assert {epoch for epoch, _ in run.places.epochs()} == {0}  # made before this run
-        assert same(contents(run.places.latents("d1"), run.places.text()), lasting)
+        assert {epoch for epoch, _ in run.folders.epochs()} == {0}  # made before this run
+        assert same(contents(run.folders.latents("d1"), run.folders.text()), lasting)
 
     def test_only_what_this_configuration_made(self, run: Run, tmp_path: Path, tiny_model: TinyModel) -> None:
         other = Run.of(tmp_path, "sdxl", tiny_model("sdxl", "base-1.0"),
@@ -187,7 +187,7 @@ class TestCollecting:
         encode = refresher(run)
         encode.swap()
         assert encode.collect().entries == 6
-        assert contents(store_of(run, 0)).keys() == drawn(other, 0)
+        assert contents(store_of(run, 0)).keys() == entries_of(other, 0)
 
     def test_a_file_of_somebody_else_stays(self, run: Run) -> None:
         note = write(store_of(run, 0), {"mine.txt": "do not touch"}) / "mine.txt"
@@ -200,7 +200,7 @@ class TestCollecting:
         for epoch in (1, 2, 3):
             refresher(run, epoch - 1).swap()
         assert refresher(run, 3).collect().entries == 18
-        assert {epoch for epoch, _ in run.places.epochs()} == {3}
+        assert {epoch for epoch, _ in run.folders.epochs()} == {3}
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])
@@ -208,29 +208,29 @@ def test_killed_in_the_middle_nothing_is_lost(run: Run, after: int) -> None:
     """kill -9 after that many entries of epoch 1: epoch 0 stays complete, and the next start continues."""
     epoch_0 = contents(store_of(run, 0))
 
-    def work(say: Callable[[str], None]) -> None:
-        def tell(asked: Sequence[Sample | Prompt]) -> None:
-            for _ in asked:
-                say("encoding")
+    def work(report: Callable[[str], None]) -> None:
+        def send_progress(requested: Sequence[Sample | Prompt]) -> None:
+            for _ in requested:
+                report("encoding")
             time.sleep(0.02)
 
-        run.encoders.before_encode = tell
+        run.encoders.before_encode = send_progress
         encode = refresher(run)
         encode.prepare_next()
         encode.swap()
-        say("swapped")
+        report("swapped")
         time.sleep(60)
 
     child = Child(work)
-    while len(child.said) < after:
+    while len(child.lines) < after:
         assert child.wait_for_word()
     child.kill()
-    assert "swapped" not in child.said
+    assert "swapped" not in child.lines
     assert same(contents(store_of(run, 0)), epoch_0)
-    assert current_epoch(run.config, run.index, run.encoders, run.places) == 0
+    assert current_epoch(run.config, run.index, run.encoders, run.folders) == 0
     encode = refresher(run)
     encode.swap()
-    assert contents(store_of(run, 1)).keys() == drawn(run, 1)
+    assert contents(store_of(run, 1)).keys() == entries_of(run, 1)
     assert encode.collect().entries == 6
-    with Caches(run.places, writable=False) as caches, pytest.raises(MissingEntryError):
-        caches.store(store_of(run, 1)).read(next(iter(drawn(run, 0))))
+    with Caches(run.folders, writable=False) as caches, pytest.raises(MissingEntryError):
+        caches.store(store_of(run, 1)).read(next(iter(entries_of(run, 0))))

@@ -12,7 +12,7 @@ from gracetune.cache.errors import CorruptEntryError
 from gracetune.cache.integrity import recheck_suspects
 from gracetune.cache.session import build
 from gracetune.cache.store import DiskStore
-from runs.made_runs import pictures
+from runs.made_runs import images
 from unit.cache.samples import entry, is_entry, key, origin
 from unit.cache.tiny_runs import FLAVOURS, Run, contents, datasets
 from unit.data.folders import image, write
@@ -26,7 +26,7 @@ def run_of(family: str, tiny_model: TinyModel, root: Path, batch_size: int) -> R
     """A run with four samples of one shape."""
     found = datasets(family, root, 4)
     if family not in ("wan", "stable_audio"):
-        found[0]["path"] = str(pictures(root / "same"))
+        found[0]["path"] = str(images(root / "same"))
     if family == "qwen_image":
         sources = {f"{number:02}.png": image(64, 64, seed=number) for number in range(4)}
         found[1]["path"] = str(write(root / "same sources", sources))
@@ -51,7 +51,7 @@ def test_an_entry_encoded_alone_equals_one_of_a_batch_but_for_rounding(
         with job.caches() as caches:
             built = build(job.config, job.index, job.encoders, caches)
         assert built.latents.batch_size == batch_size
-        made.append(contents(job.places.base / "latents", job.places.base / "text"))
+        made.append(contents(job.folders.base / "latents", job.folders.base / "text"))
     alone, together = made
     assert alone.keys() == together.keys()
     for found, other in ((alone[name], together[name]) for name in alone):

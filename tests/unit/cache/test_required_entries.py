@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gracetune.cache.folder_layout import Places, places_of
+from gracetune.cache.folder_layout import CacheFolders, cache_folders
 from gracetune.cache.required_entries import (
     by_folder,
     is_refreshed,
@@ -18,19 +18,19 @@ from gracetune.config.run_config import Validation
 from gracetune.data.index import DataIndex
 from unit.cache.sample_caches import latent_visits, text_visits
 from unit.cache.samples import TEXT, VAE
-from unit.data.folders import config, image, index_of, pictures, write
+from unit.data.folders import config, image, images, index_of, write
 
-PLACES = Places(Path("/c"), Path("/c"), {})
+PLACES = CacheFolders(Path("/c"), Path("/c"), {})
 TRANSFORMS: list[dict[str, Any]] = [{"method": "RandomBrightnessContrast", "p": 1.0}]
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> str:
-    return str(write(tmp_path / "photos", pictures(5)))
+    return str(write(tmp_path / "photos", images(5)))
 
 
 def edit_index(tmp_path: Path, **values: Any) -> DataIndex:
-    targets = {"path": str(write(tmp_path / "t", pictures(3))), "conditioning": ["d1"], **values}
+    targets = {"path": str(write(tmp_path / "t", images(3))), "conditioning": ["d1"], **values}
     sources = {f"{number:03}.png": image(64, 64, seed=50 + number) for number in range(3)}
     found = {"path": str(write(tmp_path / "s", dict(sources))), "dataset_type": "conditioning"}
     return index_of(tmp_path, targets, found)
@@ -58,7 +58,7 @@ class TestLatents:
     ) -> None:
         index = index_of(tmp_path, {"path": photos}, {"path": photos})
         assert len(wanted_latents(index, VAE, PLACES)) == 5
-        apart = Places(Path("/c"), Path("/c"), {"d1": Path("/own")})
+        apart = CacheFolders(Path("/c"), Path("/c"), {"d1": Path("/own")})
         items = wanted_latents(index, VAE, apart)
         assert {folder: len(some) for folder, some in by_folder(items).items()} == {
             Path("/c/latents"): 5,
@@ -108,50 +108,50 @@ class TestTexts:
         assert {item.key for item in items if item.text != "a prompt"} == text_visits(index, TEXT).keys()
 
     @pytest.mark.parametrize("mode", ["static", "refresh_each_epoch"])
-    def test_with_pictures_one_for_each_caption_of_each_appearance(self, tmp_path: Path, mode: str) -> None:
+    def test_with_images_one_for_each_caption_of_each_appearance(self, tmp_path: Path, mode: str) -> None:
         augmentation = {"flip_x": True, "transforms": TRANSFORMS, "cache_mode": mode}
         index = edit_index(tmp_path, augmentation=augmentation, captions={"dropout": 0.5})
-        items = wanted_texts(index, TEXT, PLACES, reads_pictures=True, prompts=["a prompt"], epoch=2)
+        items = wanted_texts(index, TEXT, PLACES, reads_images=True, prompts=["a prompt"], epoch=2)
         assert len(items) == 3 * 2 * 2
-        assert all(len(item.pictures) == 1 for item in items)
-        assert {item.key for item in items} == text_visits(index, TEXT, reads_pictures=True, epoch=2).keys()
+        assert all(len(item.images) == 1 for item in items)
+        assert {item.key for item in items} == text_visits(index, TEXT, reads_images=True, epoch=2).keys()
         folder = Path("/c/epochs/2") if mode == "refresh_each_epoch" else Path("/c/text")
         assert {item.folder for item in items} == {folder}
         empty = "lasting" if mode == "refresh_each_epoch" else "epoch"
-        assert not wanted_texts(index, TEXT, PLACES, reads_pictures=True, epoch=2, part=empty)  # type: ignore[arg-type]
+        assert not wanted_texts(index, TEXT, PLACES, reads_images=True, epoch=2, part=empty)  # type: ignore[arg-type]
 
-    def test_an_encoder_that_does_not_look_needs_no_pictures(self, tmp_path: Path) -> None:
+    def test_an_encoder_that_does_not_look_needs_no_images(self, tmp_path: Path) -> None:
         items = wanted_texts(edit_index(tmp_path, augmentation={"flip_x": True}), TEXT, PLACES)
-        assert [item.pictures for item in items] == [(), (), ()]
+        assert [item.images for item in items] == [(), (), ()]
 
-    def test_pictures_that_are_new_at_every_visit_are_not_embedded_beforehand(self, tmp_path: Path) -> None:
+    def test_images_that_are_new_at_every_visit_are_not_embedded_beforehand(self, tmp_path: Path) -> None:
         index = edit_index(tmp_path, cache_latents="none")
-        assert wanted_texts(index, TEXT, PLACES, reads_pictures=True) == []
+        assert wanted_texts(index, TEXT, PLACES, reads_images=True) == []
         assert len(wanted_texts(index, TEXT, PLACES)) == 3
 
     def test_validation(self) -> None:
-        said = {
+        stated = {
             "negative_prompt": "bad",
             "prompts": [{"prompt": "a"}, {"prompt": "b", "negative_prompt": "worse"}, {"prompt": "a"}],
         }
-        assert validation_texts(Validation.model_validate(said)) == ["a", "bad", "b", "worse"]
-        assert validation_texts(Validation.model_validate({**said, "enabled": False})) == []
+        assert validation_texts(Validation.model_validate(stated)) == ["a", "bad", "b", "worse"]
+        assert validation_texts(Validation.model_validate({**stated, "enabled": False})) == []
         assert validation_texts(Validation()) == []
 
 
 class TestPlaces:
     def test_below_the_run_unless_folders_are_named(self, tmp_path: Path) -> None:
-        found = places_of(config(tmp_path, {"path": "p"}, {"path": "p", "cache_dir": str(tmp_path / "own")}))
+        found = cache_folders(config(tmp_path, {"path": "p"}, {"path": "p", "cache_dir": str(tmp_path / "own")}))
         assert found.latents("d0") == tmp_path / "out" / "cache" / "latents"
         assert found.latents("d1") == tmp_path / "own" / "latents"
         assert found.latents("d1", 3) == tmp_path / "own" / "epochs" / "3"
         assert found.text() == tmp_path / "out" / "cache" / "text"
         cache = {"cache_dir": str(tmp_path / "c"), "text_cache_dir": str(tmp_path / "t")}
-        named = places_of(config(tmp_path, {"path": "p"}, cache=cache))
+        named = cache_folders(config(tmp_path, {"path": "p"}, cache=cache))
         assert (named.latents("d0"), named.text()) == (tmp_path / "c" / "latents", tmp_path / "t" / "text")
 
     def test_a_folder_for_all_latents_and_one_for_those_of_a_dataset(self, tmp_path: Path) -> None:
-        found = places_of(
+        found = cache_folders(
             config(
                 tmp_path, {"path": "p"}, {"path": "p", "cache_dir": str(tmp_path / "own")},
                 cache={"vae_cache_dir": str(tmp_path / "vae")},
@@ -164,7 +164,7 @@ class TestPlaces:
         assert found.epoch_folders() == [tmp_path / name / "epochs" for name in ("out/cache", "own", "vae")]
 
     def test_finds_epochs_that_are_there(self, tmp_path: Path) -> None:
-        places = Places(tmp_path / "a", tmp_path / "a", {"d1": tmp_path / "b"})
+        folders = CacheFolders(tmp_path / "a", tmp_path / "a", {"d1": tmp_path / "b"})
         for name in ("a/epochs/0", "a/epochs/10", "b/epochs/2", "a/epochs/notes", "a/epochs/007"):
             (tmp_path / name).mkdir(parents=True)
-        assert {epoch for epoch, _ in places.epochs()} == {0, 2, 10}
+        assert {epoch for epoch, _ in folders.epochs()} == {0, 2, 10}

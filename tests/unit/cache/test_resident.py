@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from gracetune.cache.errors import CorruptEntryError, MissingEntryError
-from gracetune.cache.keys import Key, Origin
-from gracetune.cache.loading import LoadReport, load_into, pack_index, select, unpack_index
-from gracetune.cache.residence import CacheType, Visits, Where, choose_residence
+from gracetune.cache.keys import EntryOrigin, Key
+from gracetune.cache.loading import CacheLoadReport, load_into, pack_index, select, unpack_index
+from gracetune.cache.residence import CacheResources, CacheType, Visits, choose_residence
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
 from gracetune.cache.writer import Flush
@@ -30,8 +30,8 @@ from unit.data.folders import made_up
 COUNT = 24
 
 
-def origin(number: int) -> Origin:
-    return Origin("latent", f"{number:032x}", (("bucket", "[64,64]"),))
+def origin(number: int) -> EntryOrigin:
+    return EntryOrigin("latent", f"{number:032x}", (("bucket", "[64,64]"),))
 
 
 def entry(number: int) -> dict[str, torch.Tensor]:
@@ -54,7 +54,13 @@ def load(disk: DiskStore, kind: CacheType = "memory", *, budget: int | None = No
     """`visits`: with k3=2.0, entry 3 is visited twice and all others once."""
     wanted = {key: Visits(visits.get(f"k{number}", 1.0)) for number, key in enumerate(KEYS)}
     return load_resident(
-        [disk], wanted, name="latents", role="latent_cache", kind=kind, where=Where(this_machine()), budget=budget
+        [disk],
+        wanted,
+        name="latents",
+        role="latent_cache",
+        kind=kind,
+        resources=CacheResources(this_machine()),
+        budget=budget,
     )
 
 
@@ -77,10 +83,10 @@ def test_every_entry_is_as_it_was_written(disk: DiskStore, kind: CacheType) -> N
         for number in range(COUNT):
             assert_right(store, number)
         stats = store.stats
-        told = store.report
+        message = store.report
     resident = kind != "disk"
     assert (stats.hits, stats.disk_reads) == ((COUNT, 0) if resident else (0, COUNT))
-    assert (told.entries, told.on_disk) == ((COUNT, 0) if resident else (0, COUNT))
+    assert (message.entries, message.on_disk) == ((COUNT, 0) if resident else (0, COUNT))
     assert stats.hit_rate == (1.0 if resident else 0.0)
     assert (stats.disk_seconds > 0) == (not resident)
 
@@ -110,7 +116,7 @@ def test_the_coldest_stay_on_disk_and_the_report_says_how_much(disk: DiskStore) 
     assert (report.on_disk, report.on_disk_size) == (COUNT - 3, whole - size)
     assert "stay on disk: the plan allows" in "\n".join(report.lines())
     assert (stats.hits, stats.disk_reads) == (3, COUNT - 3)
-    assert LoadReport.from_json(json.loads(json.dumps(report.as_json()))) == report
+    assert CacheLoadReport.from_json(json.loads(json.dumps(report.as_json()))) == report
 
 
 @pytest.mark.parametrize("budget", [0, 1, 700, 5000, 10**9])
@@ -127,19 +133,25 @@ def test_a_budget_is_never_passed(disk: DiskStore, budget: int) -> None:
 
 def test_main_memory_keeps_its_reserve_whatever_the_plan_gives(disk: DiskStore) -> None:
     """A modelled machine whose reserve, a tenth of its memory, exceeds the memory of this machine."""
-    here = this_machine()
-    host = here.host.model_copy(update={"cpu_mem_total": 1 << 60, "cgroup": None})
-    large = here.model_copy(update={"host": host})
+    current = this_machine()
+    host = current.host.model_copy(update={"cpu_mem_total": 1 << 60, "cgroup": None})
+    large = current.model_copy(update={"host": host})
     visits = {key: Visits(1.0) for key in KEYS}
     with load_resident(
-        [disk], visits, name="latents", role="latent_cache", kind="memory", where=Where(large), budget=1 << 40
+        [disk],
+        visits,
+        name="latents",
+        role="latent_cache",
+        kind="memory",
+        resources=CacheResources(large),
+        budget=1 << 40,
     ) as store:
         assert (store.report.entries, store.report.on_disk) == (0, COUNT)
         assert "stay on disk: 0 B of main memory" in "\n".join(store.report.lines())
         assert_right(store, 0)
 
 
-def test_memory_that_could_be_cut_off_under_a_reader_is_refused() -> None:
+def test_memory_that_could_be_cut_off_under_a_reader_is_rejected() -> None:
     with io.FileIO(os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+") as file:
         file.truncate(4096)
         with pytest.raises(HostMemoryError, match="could be truncated while it is read"):
@@ -185,8 +197,8 @@ def test_a_shard_cut_off_after_it_was_opened(disk: DiskStore) -> None:
 def test_missing_entries_are_counted_and_raise_when_asked_for(disk: DiskStore) -> None:
     absent = Key("0" * 32)
     wanted = {absent: Visits(1.0), KEYS[0]: Visits(1.0)}
-    where = Where(this_machine())
-    with load_resident([disk], wanted, name="n", role="latent_cache", kind="memory", where=where) as store:
+    resources = CacheResources(this_machine())
+    with load_resident([disk], wanted, name="n", role="latent_cache", kind="memory", resources=resources) as store:
         assert store.report.missing == 1
         assert "1 entries are missing" in "\n".join(store.report.lines())
         with pytest.raises(MissingEntryError, match=absent):
@@ -194,7 +206,7 @@ def test_missing_entries_are_counted_and_raise_when_asked_for(disk: DiskStore) -
 
 
 def test_several_folders_make_one_store(disk: DiskStore, tmp_path: Path) -> None:
-    other = Origin("latent", "another", ())
+    other = EntryOrigin("latent", "another", ())
     with DiskStore.open(tmp_path / "other", writable=True) as second:
         with second.writer() as writer:
             writer.add(other, {"latents": torch.ones(3)})
@@ -202,7 +214,7 @@ def test_several_folders_make_one_store(disk: DiskStore, tmp_path: Path) -> None
         for budget in (None, 0):
             with load_resident(
                 [disk, second], wanted, name="n", role="latent_cache", kind="memory",
-                where=Where(this_machine()), budget=budget,
+                resources=CacheResources(this_machine()), budget=budget,
             ) as store:  # fmt: skip
                 assert torch.equal(entry_of(store, other.key)["latents"], torch.ones(3))
                 for number in range(COUNT):
@@ -211,7 +223,7 @@ def test_several_folders_make_one_store(disk: DiskStore, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "profile", "ranks", "no_managed", "place", "note"),
+    ("kind", "profile", "ranks", "no_managed", "memory_kind", "note"),
     [
         ("unified_memory", "superchip", 1, None, "managed_host", ""),
         ("unified_memory", "superchip", 1, "no driver", "pinned_host", "is not available: no driver"),
@@ -226,12 +238,12 @@ def test_several_folders_make_one_store(disk: DiskStore, tmp_path: Path) -> None
     ],
 )
 def test_where_a_cache_lives_and_why(
-    kind: CacheType, profile: ProfileName, ranks: int, no_managed: str | None, place: str, note: str
+    kind: CacheType, profile: ProfileName, ranks: int, no_managed: str | None, memory_kind: str, note: str
 ) -> None:
     found = choose_residence(
         kind, "latent_cache", profile, size=10**9, device_bytes=10**11, local_ranks=ranks, no_managed=no_managed
     )
-    assert found.place == place
+    assert found.kind == memory_kind
     assert found.reason
     assert note in "".join(found.notes)
     assert bool(found.notes) == bool(note), "nothing asked for is silently not done"
@@ -240,7 +252,7 @@ def test_where_a_cache_lives_and_why(
 def test_a_small_text_cache_lives_on_the_device_of_a_superchip() -> None:
     small = choose_residence("unified_memory", "text_cache", "superchip", size=MIB, device_bytes=10**11)
     large = choose_residence("unified_memory", "text_cache", "superchip", size=10**10, device_bytes=10**11)
-    assert (small.place, large.place) == ("managed_device", "managed_host")
+    assert (small.kind, large.kind) == ("managed_device", "managed_host")
 
 
 def test_visits_follow_repeats_flips_and_dropout() -> None:
@@ -350,9 +362,9 @@ def test_a_rank_hears_why_rank_0_could_not_load(disk: DiskStore, tmp_path: Path)
     key = f"refusal {os.getpid()} {tmp_path}"
 
     def rank(number: int) -> ResidentStore:
-        where = Where(this_machine(), ranks=LocalRanks(number, 2, key, patience_seconds=30))
+        resources = CacheResources(this_machine(), ranks=LocalRanks(number, 2, key, patience_seconds=30))
         visits = {"not a key at all": Visits(1.0)} if number == 0 else {}
-        return load_resident([disk], visits, name="n", role="latent_cache", kind="memory", where=where)  # type: ignore[arg-type]
+        return load_resident([disk], visits, name="n", role="latent_cache", kind="memory", resources=resources)  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.submit(rank, 0), pool.submit(rank, 1)
@@ -364,7 +376,9 @@ def test_a_rank_hears_why_rank_0_could_not_load(disk: DiskStore, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_a_cache_nobody_wants_anything_of(disk: DiskStore, kind: CacheType) -> None:
-    with load_resident([disk, disk], {}, name="n", role="text_cache", kind=kind, where=Where(this_machine())) as store:
+    with load_resident(
+        [disk, disk], {}, name="n", role="text_cache", kind=kind, resources=CacheResources(this_machine())
+    ) as store:
         assert (store.report.entries, store.report.size, store.report.on_disk, store.report.missing) == (0, 0, 0, 0)
         assert_right(store, 3)
 
@@ -375,9 +389,9 @@ def test_what_rank_0_hands_over_is_what_it_has(disk: DiskStore, count: int) -> N
     selection = select([disk], visits, None)
     slab = torch.empty(selection.size, dtype=torch.uint8)
     contents, damaged = load_into(slab, selection, None)
-    report = LoadReport("latents", choose_residence("memory", "latent_cache", "cpu", size=1), damaged=damaged)
+    report = CacheLoadReport("latents", choose_residence("memory", "latent_cache", "cpu", size=1), damaged=damaged)
     for padding in ("", "x", "yyy"):  # the length of the report decides where the columns begin
-        told, said = unpack_index(pack_index(contents, replace(report, why_on_disk=padding)))
-        assert said == replace(report, why_on_disk=padding)
-        assert [told.find(key) for key in KEYS] == [contents.find(key) for key in KEYS]
-        assert sum(told.find(key) is not None for key in KEYS) == count
+        message, stated = unpack_index(pack_index(contents, replace(report, why_on_disk=padding)))
+        assert stated == replace(report, why_on_disk=padding)
+        assert [message.find(key) for key in KEYS] == [contents.find(key) for key in KEYS]
+        assert sum(message.find(key) is not None for key in KEYS) == count

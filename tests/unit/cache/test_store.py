@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from gracetune.cache.errors import CacheFullError, ForeignFolderError, MissingEntryError, ReadOnlyCacheError
-from gracetune.cache.keys import Origin
+from gracetune.cache.keys import EntryOrigin
 from gracetune.cache.store import DiskStore
 from gracetune.cache.writer import Flush
 from unit.cache.samples import entry, is_entry, key, origin
@@ -168,7 +168,7 @@ def test_every_kind_of_tensor_comes_back_as_it_was(
     folder = tmp_path_factory.mktemp("cache")
     with DiskStore.open(folder, writable=True) as store:
         with store.writer() as writer:
-            keys = [writer.add(Origin("latent", str(at), ()), one) for at, one in enumerate(entries)]
+            keys = [writer.add(EntryOrigin("latent", str(at), ()), one) for at, one in enumerate(entries)]
         for one, expected in zip(keys, entries, strict=True):
             found = store.read(one)
             assert found.keys() == expected.keys()
@@ -340,7 +340,7 @@ def test_a_store_opened_for_reading_does_not_write(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_rejected_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "holiday.jpg").write_bytes(b"picture")
     with pytest.raises(ForeignFolderError, match=r"holiday\.jpg[\s\S]*nothing was changed"):
         DiskStore.open(tmp_path, writable=True)
@@ -349,7 +349,7 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]
 
 
-def test_a_cache_of_a_newer_release_is_refused(tmp_path: Path) -> None:
+def test_a_cache_of_a_newer_release_is_rejected(tmp_path: Path) -> None:
     filled(tmp_path, range(1))
     (tmp_path / "gracetune-cache.json").write_text('{"format": "gracetune-cache", "version": 2}')
     for writable in (True, False):
@@ -358,7 +358,7 @@ def test_a_cache_of_a_newer_release_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other", "version": 1}', '{"format": "gracetune-cache"}'])
-def test_a_format_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_format_file_that_is_none_is_rejected(tmp_path: Path, text: str) -> None:
     filled(tmp_path, range(1))
     (tmp_path / "gracetune-cache.json").write_text(text)
     with pytest.raises(ForeignFolderError, match="format"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gracetune.cache.encoder import EncoderId, LatentEncoder, Prompt, TextEncoder
-from gracetune.cache.folder_layout import Places, places_of
+from gracetune.cache.folder_layout import CacheFolders, cache_folders
 from gracetune.cache.keys import Key
 from gracetune.cache.session import Caches, needs
 from gracetune.config.run_config import RunConfig, Validation
@@ -19,7 +19,7 @@ from gracetune.data.index_builder import build_index
 from gracetune.data.media.load import Sample
 from gracetune.models.encoders import FamilyEncoders, encoders_of
 from gracetune.models.registry import geometry_of
-from unit.data.folders import image, pictures, write
+from unit.data.folders import image, images, write
 from unit.data.media.generated import audio_bytes, every, tone, video_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def datasets(family: str, folder: Path, count: int = 3) -> list[dict[str, Any]]:
             sounds[f"{number}.txt"] = f"sound {number}"
         audio = {"duration_interval": 0.1}
         return [{"path": str(write(folder / "sounds", sounds)), "dataset_type": "audio", "audio": audio}]
-    own: dict[str, Any] = {"path": str(write(folder / "pictures", pictures(count))), "resolution": 64.0}
+    own: dict[str, Any] = {"path": str(write(folder / "pictures", images(count))), "resolution": 64.0}
     if family != "qwen_image":
         return [own]
     sources = {f"{number:03}.png": image(64, 64, seed=100 + number) for number in range(count)}
@@ -77,7 +77,7 @@ class Run:
     config: RunConfig
     index: DataIndex
     encoders: Any
-    places: Places
+    folders: CacheFolders
 
     @classmethod
     def of(
@@ -90,17 +90,17 @@ class Run:
         **values: Any,
     ) -> Run:
         found = datasets(family, tmp_path) if found is None else found
-        said = config_dict(tmp_path, family, model, found, **values)
-        said["model"]["flavour"] = flavour or FLAVOURS[family]
-        config = RunConfig.model_validate(said)
+        stated = config_dict(tmp_path, family, model, found, **values)
+        stated["model"]["flavour"] = flavour or FLAVOURS[family]
+        config = RunConfig.model_validate(stated)
         index = build_index(config, geometry_of(config.model)[0])
-        return cls(config, index, encoders_of(config, torch.device("cpu")), places_of(config))
+        return cls(config, index, encoders_of(config, torch.device("cpu")), cache_folders(config))
 
     def caches(self) -> Caches:
-        return Caches(self.places, writable=True)
+        return Caches(self.folders, writable=True)
 
     def keys(self, epoch: int = 0) -> set[Key]:
-        return {item.key for item in needs(self.config, self.index, self.encoders, self.places, epoch=epoch).all}
+        return {item.key for item in needs(self.config, self.index, self.encoders, self.folders, epoch=epoch).all}
 
 
 def contents(*folders: Path) -> dict[Key, Entry]:
@@ -132,7 +132,7 @@ class Watched:
     encoded: list[str] = field(default_factory=list)
     """Paths or texts, in order."""
     loaded: list[str] = field(default_factory=list)
-    before_encode: Callable[[Sequence[Sample | Prompt]], None] = lambda asked: None
+    before_encode: Callable[[Sequence[Sample | Prompt]], None] = lambda requested: None
     on_save_memory: Callable[[], None] = lambda: None
 
     def text_id(self) -> EncoderId:
@@ -141,8 +141,8 @@ class Watched:
     def latent_id(self) -> EncoderId:
         return self.inner.latent_id()
 
-    def reads_pictures(self) -> bool:
-        return self.inner.reads_pictures()
+    def reads_images(self) -> bool:
+        return self.inner.reads_images()
 
     def prompts(self, validation: Validation) -> list[str]:
         return self.inner.prompts(validation)
@@ -164,10 +164,10 @@ class Watched:
         self.loaded.append("latents")
         return _WatchedLatents(self, self.inner.load_latents())
 
-    def note(self, asked: Sequence[Sample] | Sequence[Prompt]) -> None:
-        self.before_encode(asked)
-        self.batches.append(len(asked))
-        self.encoded += [one.text if isinstance(one, Prompt) else one.ref.path for one in asked]
+    def note(self, requested: Sequence[Sample] | Sequence[Prompt]) -> None:
+        self.before_encode(requested)
+        self.batches.append(len(requested))
+        self.encoded += [one.text if isinstance(one, Prompt) else one.ref.path for one in requested]
 
 
 class _WatchedText:
@@ -179,8 +179,8 @@ class _WatchedText:
         return self._inner.id
 
     @property
-    def reads_pictures(self) -> bool:
-        return self._inner.reads_pictures
+    def reads_images(self) -> bool:
+        return self._inner.reads_images
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
         self._watch.note(prompts)

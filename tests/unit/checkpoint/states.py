@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracetune.checkpoint.manifest import Metadata
 from gracetune.checkpoint.reading import Checkpoint
-from gracetune.checkpoint.state_parts import Saved
+from gracetune.checkpoint.state_parts import SavedState
 from gracetune.checkpoint.store import CheckpointStore
 
 IDENTITY = {"name": "cats", "model": "wan t2v-14b"}
@@ -37,8 +37,8 @@ class Weights:
     def is_right(self) -> bool:
         return all(torch.equal(one, self._expected(one, number)) for number, one in enumerate(self.tensors.values()))
 
-    def save(self) -> Saved:
-        return Saved({"version": 1, "step": self.step}, self.tensors)
+    def save(self) -> SavedState:
+        return SavedState({"version": 1, "step": self.step}, self.tensors)
 
     def load(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.step = json["step"]
@@ -52,8 +52,8 @@ class Counter:
     def __init__(self, name: str = "counter", value: Any = None) -> None:
         self.name, self.value = name, value
 
-    def save(self) -> Saved:
-        return Saved({"version": 3, "value": self.value})
+    def save(self) -> SavedState:
+        return SavedState({"version": 3, "value": self.value})
 
     def load(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         assert not tensors

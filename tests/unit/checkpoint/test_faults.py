@@ -38,12 +38,12 @@ def survives(folder: Path, at_least: int) -> int:
     return start.step
 
 
-def train(folder: Path, first: int, count: int, say: Callable[[str], None]) -> None:
+def train(folder: Path, first: int, count: int, report: Callable[[str], None]) -> None:
     with CheckpointStore(folder, 2, 10) as store:
         for step in range(first, first + count):
             store.write(step, [Weights(step, SIZE), Counter(value=step)], metadata=METADATA)
             store.wait()
-            say(str(step))
+            report(str(step))
 
 
 def die_at(event_number: int, folder: Path) -> None:
@@ -63,17 +63,17 @@ def die_at(event_number: int, folder: Path) -> None:
 def killed_at(folder: Path, event_number: int) -> bool:
     """Returns whether the process was killed before it had finished."""
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         die_at(event_number, folder)
-        train(folder, 11, 1, say)
+        train(folder, 11, 1, report)
 
     child = Child(work)
     while child.wait_for_word():
         pass
     _, status = os.waitpid(child.pid, 0)
-    said = child.said
-    assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL), said
-    survives(folder, int(said[-1]) if said else 10)
+    stated = child.lines
+    assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL), stated
+    survives(folder, int(stated[-1]) if stated else 10)
     return os.waitstatus_to_exitcode(status) != 0
 
 
@@ -99,14 +99,14 @@ def storm(tmp_path: Path, kills: int, longest: float) -> int:
     (folder / "mine.txt").write_text("mine")
     randomness, done, alive = random.Random(5), 0, 0
     for _ in range(kills):
-        child = Child(lambda say, first=done + 1: train(folder, first, 10_000, say))  # type: ignore[misc]
+        child = Child(lambda report, first=done + 1: train(folder, first, 10_000, report))  # type: ignore[misc]
         if randomness.random() < 0.8:
             child.wait_for_word()
         time.sleep(randomness.random() * longest)
         child.kill()
         alive += child.status == -signal.SIGKILL
-        said = [int(word) for word in child.said]
-        done = survives(folder, max([done, *said]))
+        stated = [int(word) for word in child.lines]
+        done = survives(folder, max([done, *stated]))
     kept = [int(name.removeprefix("checkpoint-")) for name in names(folder) if name.startswith("checkpoint-")]
     assert all(step % 10 == 0 for step in sorted(kept)[:-3])
     assert done > 0
@@ -130,7 +130,7 @@ class Unasking(CheckpointStore):
 
 
 def test_a_disk_that_fills_up_in_the_middle(tmp_path: Path) -> None:
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         own_mounts()
         folder = tmp_path / "small"
         mount_tmpfs(folder, 4 << 20)
@@ -155,7 +155,7 @@ def test_a_disk_that_fills_up_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         own_mounts()
         folder = tmp_path / "small"
         mount_tmpfs(folder, 3 << 20)
@@ -172,7 +172,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: P
 
 @pytest.mark.parametrize("surface", ["write", "finished", "close", "exit"])
 def test_an_error_of_the_writer_surfaces_at_the_next_call_and_at_the_end(tmp_path: Path, surface: str) -> None:
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         own_mounts()
         mount_tmpfs(tmp_path / "small", 4 << 20)
         store = Unasking(tmp_path / "small", 9)
@@ -202,7 +202,7 @@ def act(store: CheckpointStore, surface: str) -> None:
 
 
 def test_an_error_while_another_is_on_its_way_is_added_to_it(tmp_path: Path) -> None:
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         own_mounts()
         mount_tmpfs(tmp_path / "small", 4 << 20)
 
@@ -219,7 +219,7 @@ def test_an_error_while_another_is_on_its_way_is_added_to_it(tmp_path: Path) -> 
 
 
 def test_a_folder_that_is_read_only(tmp_path: Path) -> None:
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         own_mounts()
         folder = tmp_path / "checkpoints"
         with CheckpointStore(folder, 3) as store:

@@ -25,10 +25,10 @@ class TestBeginning:
         assert (start.step, start.notes) == (100, ())
         assert "checkpoint-100, the latest" in start.reason
 
-    @pytest.mark.parametrize("asked", ["latest", "none"])
-    def test_an_empty_or_absent_folder_begins_anew(self, tmp_path: Path, asked: str) -> None:
+    @pytest.mark.parametrize("requested", ["latest", "none"])
+    def test_an_empty_or_absent_folder_begins_anew(self, tmp_path: Path, requested: str) -> None:
         with CheckpointStore(tmp_path / "new", 3) as store:
-            start = begin(asked, store, IDENTITY)
+            start = begin(requested, store, IDENTITY)
             assert (start.checkpoint, start.step, start.notes) == (None, 0, ())
             assert "starts at step 0" in start.reason
 
@@ -92,12 +92,12 @@ class TestBeginning:
 class TestOtherRuns:
     OTHER: ClassVar = {"name": "dogs", "model": "wan t2v-14b"}
 
-    def test_are_refused_by_name(self, tmp_path: Path) -> None:
+    def test_are_rejected_by_name(self, tmp_path: Path) -> None:
         with pytest.raises(OtherRunError, match="name was 'cats' and is 'dogs'"):
             begin("latest", filled(tmp_path, 3), self.OTHER)
         assert names(tmp_path) == ["checkpoint-3"]
 
-    def test_beginning_anew_in_their_folder_is_refused_too(self, tmp_path: Path) -> None:
+    def test_beginning_anew_in_their_folder_is_rejected_too(self, tmp_path: Path) -> None:
         with pytest.raises(OtherRunError, match="output_dir"):
             begin("none", filled(tmp_path, 3), self.OTHER)
         assert names(tmp_path) == ["checkpoint-3"]
@@ -118,18 +118,20 @@ class TestPaths:
         store = filled(tmp_path, 3)
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HOME", str(tmp_path))
-        for asked in ("checkpoint-3", "./checkpoint-3", "~/checkpoint-3", str(tmp_path / "checkpoint-3")):
-            assert resolve(asked, store)[0] == tmp_path / "checkpoint-3"
+        for requested in ("checkpoint-3", "./checkpoint-3", "~/checkpoint-3", str(tmp_path / "checkpoint-3")):
+            assert resolve(requested, store)[0] == tmp_path / "checkpoint-3"
 
-    @pytest.mark.parametrize("asked", ["run", "run/checkpoints", "run/checkpoints/checkpoint-7", "checkpoint-3", "x"])
+    @pytest.mark.parametrize(
+        "requested", ["run", "run/checkpoints", "run/checkpoints/checkpoint-7", "checkpoint-3", "x"]
+    )
     def test_what_is_no_checkpoint_gets_the_nearest_one_to_type(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requested: str
     ) -> None:
         store = filled(tmp_path / "run" / "checkpoints", 3, 5)
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ResumeError) as caught:
-            resolve(asked, store)
-        step = 3 if asked == "checkpoint-3" else 5
+            resolve(requested, store)
+        step = 3 if requested == "checkpoint-3" else 5
         assert caught.value.problem.hint == f"--resume {tmp_path / 'run' / 'checkpoints' / f'checkpoint-{step}'}"
         assert "latest, none" in caught.value.problem.expected
 
@@ -167,8 +169,8 @@ class TestRandomState:
             assert store.open(tmp_path / "checkpoint-1").load([], per_rank=[RandomState()]) == ()
         assert [self.draw() for _ in range(3)] == expected
 
-    def test_another_version_is_refused(self) -> None:
-        piece = RandomState()
-        saved = piece.save()
+    def test_another_version_is_rejected(self) -> None:
+        part = RandomState()
+        saved = part.save()
         with pytest.raises(CheckpointError, match="version 9"):
-            piece.load({**saved.json, "version": 9}, saved.tensors)
+            part.load({**saved.json, "version": 9}, saved.tensors)

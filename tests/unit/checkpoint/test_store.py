@@ -20,15 +20,15 @@ from gracetune.checkpoint.errors import (
     CheckpointError,
     CheckpointFullError,
     DamagedCheckpointError,
-    MissingPieceError,
+    MissingStateError,
     OtherRunError,
 )
 from gracetune.checkpoint.folder import superfluous
 from gracetune.checkpoint.manifest import Metadata
-from gracetune.checkpoint.state_parts import Saved, Snapshot, saved_size
+from gracetune.checkpoint.state_parts import SavedState, StateSnapshot, saved_size
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.storage.atomic import temporary_name
-from gracetune.storage.safetensors_files import TORCH_DTYPES, file_pieces
+from gracetune.storage.safetensors_files import TORCH_DTYPES, file_chunks
 from unit.cache.processes import Child
 from unit.checkpoint.states import IDENTITY, METADATA, Counter, Weights, check, filled, names, write
 
@@ -132,7 +132,7 @@ class TestWriting:
             write(store, 3)
             assert (tmp_path / "checkpoint-3" / "manifest.json").stat() == before
 
-    def test_a_name_that_is_taken_is_refused_and_left_alone(self, tmp_path: Path) -> None:
+    def test_a_name_that_is_taken_is_rejected_and_left_alone(self, tmp_path: Path) -> None:
         (tmp_path / "checkpoint-3").write_text("mine")
         with CheckpointStore(tmp_path, 5) as store, pytest.raises(CheckpointError, match="mv "):
             write(store, 3)
@@ -149,12 +149,12 @@ class TestWriting:
             ({"version": 1, "what": {1, 2}}, "not plain JSON"),
         ],
     )
-    def test_state_that_json_would_change_is_refused(self, tmp_path: Path, value: dict[str, Any], match: str) -> None:
+    def test_state_that_json_would_change_is_rejected(self, tmp_path: Path, value: dict[str, Any], match: str) -> None:
         with CheckpointStore(tmp_path, 5) as store, pytest.raises(ValueError, match=match):
             store.write(1, [Holder({}, value)], metadata=METADATA)
         assert names(tmp_path) == []
 
-    def test_two_pieces_of_one_name_or_a_name_with_a_path_are_refused(self, tmp_path: Path) -> None:
+    def test_two_pieces_of_one_name_or_a_name_with_a_path_are_rejected(self, tmp_path: Path) -> None:
         store = CheckpointStore(tmp_path, 5)
         with pytest.raises(ValueError, match="two state parts"):
             store.write(1, [Counter()], metadata=METADATA, per_rank=[Counter()])
@@ -177,9 +177,9 @@ class TestWriting:
         self, shapes: dict[str, tuple[torch.dtype, list[int]]]
     ) -> None:
         tensors = {name: torch.ones(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
-        piece = Snapshot(b'{"version":1}', tensors)
-        real = len(piece.json) + sum(len(part) for part in file_pieces(tensors))
-        assert real <= piece.size == saved_size("x", Saved({"version": 1}, tensors))
+        state = StateSnapshot(b'{"version":1}', tensors)
+        real = len(state.json) + sum(len(part) for part in file_chunks(tensors))
+        assert real <= state.size == saved_size("x", SavedState({"version": 1}, tensors))
 
     def test_any_safetensors_reader_can_read_it(self, tmp_path: Path) -> None:
         filled(tmp_path, 7)
@@ -194,8 +194,8 @@ class Holder:
     def __init__(self, tensors: dict[str, torch.Tensor], value: dict[str, Any] | None = None) -> None:
         self.tensors, self.value = tensors, value or {"version": 1}
 
-    def save(self) -> Saved:
-        return Saved(self.value, self.tensors)
+    def save(self) -> SavedState:
+        return SavedState(self.value, self.tensors)
 
     def load(self, json: Any, tensors: Any) -> None:
         raise NotImplementedError
@@ -264,17 +264,17 @@ class TestKeeping:
         assert names(tmp_path) == [".gracetune-mine.tmp", "checkpoint-1"]
 
     @pytest.mark.parametrize(("last", "every"), [(0, None), (1, 0)])
-    def test_keeping_nothing_is_refused(self, tmp_path: Path, last: int, every: int | None) -> None:
+    def test_keeping_nothing_is_rejected(self, tmp_path: Path, last: int, every: int | None) -> None:
         with pytest.raises(ValueError, match="keep"):
             CheckpointStore(tmp_path, last, every)
 
 
 class TestDamage:
     @pytest.mark.parametrize("file", ["counter.json", "weights.json", "weights.safetensors", "manifest.json"])
-    @pytest.mark.parametrize("how", ["flip", "cut", "longer", "gone"])
-    def test_is_named_with_the_last_good_one(self, tmp_path: Path, file: str, how: str) -> None:
+    @pytest.mark.parametrize("mode", ["flip", "cut", "longer", "gone"])
+    def test_is_named_with_the_last_good_one(self, tmp_path: Path, file: str, mode: str) -> None:
         store = filled(tmp_path, 1, 2, 3)
-        spoil(tmp_path / "checkpoint-3" / file, how)
+        spoil(tmp_path / "checkpoint-3" / file, mode)
         with pytest.raises(DamagedCheckpointError) as caught:
             store.open(tmp_path / "checkpoint-3")
         assert file in caught.value.problem.key
@@ -296,8 +296,8 @@ class TestDamage:
         folder = tmp_path / "checkpoint-1"
         for path in folder.iterdir():
             whole = path.read_bytes()
-            for place in range(0, len(whole), 3):
-                path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            for file in range(0, len(whole), 3):
+                path.write_bytes(whole[:file] + bytes([whole[file] ^ 1]) + whole[file + 1 :])
                 with pytest.raises(CheckpointError):
                     store.open(folder)
             path.write_bytes(whole)
@@ -312,26 +312,26 @@ class TestDamage:
         assert not isinstance(caught.value, DamagedCheckpointError)
 
 
-def spoil(path: Path, how: str) -> None:
+def spoil(path: Path, mode: str) -> None:
     whole = path.read_bytes()
-    if how == "gone":
+    if mode == "gone":
         path.unlink()
         return
     middle = len(whole) // 2
     changed = whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :]
-    path.write_bytes({"flip": changed, "cut": whole[:-2], "longer": whole + b"x"}[how])
+    path.write_bytes({"flip": changed, "cut": whole[:-2], "longer": whole + b"x"}[mode])
 
 
-class TestPieces:
+class TestParts:
     def test_state_the_checkpoint_lacks_is_an_error_before_anything_is_loaded(self, tmp_path: Path) -> None:
         checkpoint = filled(tmp_path, 4).open(tmp_path / "checkpoint-4")
         weights = Weights(0)
-        with pytest.raises(MissingPieceError, match="ema"):
+        with pytest.raises(MissingStateError, match="ema"):
             checkpoint.load([weights, Counter(name="ema")])
         assert weights.step == 0
 
     def test_what_was_loaded_outlives_its_files(self, tmp_path: Path) -> None:
-        def work(say: Callable[[str], None]) -> None:
+        def work(report: Callable[[str], None]) -> None:
             checkpoint = filled(tmp_path, 4).open(tmp_path / "checkpoint-4")
             weights = Weights(0)
             checkpoint.load([weights, Counter()])
@@ -397,7 +397,7 @@ class TestFolder:
         second.claim(IDENTITY)
         second.close()
 
-    def test_another_run_is_refused_by_name_and_nothing_is_touched(self, tmp_path: Path) -> None:
+    def test_another_run_is_rejected_by_name_and_nothing_is_touched(self, tmp_path: Path) -> None:
         filled(tmp_path, 3)
         before = names(tmp_path)
         store = CheckpointStore(tmp_path, 1)

@@ -16,7 +16,7 @@ Connect = Callable[[], None]
 def gracetune(connect: Connect, *arguments: str) -> Child:
     """Forked, so that it starts at once. It says its exit code, as far as that is ours."""
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         connect()
         sys.stdout, sys.stderr = (_stream(number) for number in (1, 2))  # as Python opens them at its start
         code = None
@@ -26,7 +26,7 @@ def gracetune(connect: Connect, *arguments: str) -> Child:
             code = ended.code
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # as Python does at its end, where a failure makes the exit code 120
-        say(str(code))
+        report(str(code))
 
     return Child(work)
 

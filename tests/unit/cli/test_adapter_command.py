@@ -42,7 +42,7 @@ def adapter(tiny_model: TinyModel, family: str = "wan", kind: str = "lora", **mo
 
 @pytest.fixture
 def file(tiny_model: TinyModel, tmp_path: Path) -> Path:
-    state = adapter(tiny_model, stage="high_noise")
+    state = adapter(tiny_model, expert="high_noise")
     return save(tmp_path / "mine_high_noise.safetensors", state, "comfyui", torch.bfloat16)
 
 
@@ -105,7 +105,7 @@ def test_inspect_shows_what_is_empty_or_broken(file, tmp_path, capsys) -> None:
     assert found["unchanged_layers"] != found["not_finite_layers"]
 
 
-def test_inspect_counts_no_layer_it_refuses(file, tmp_path, capsys) -> None:
+def test_inspect_counts_no_layer_it_rejects(file, tmp_path, capsys) -> None:
     tensors = load_file(file)
     up = sorted(key for key in tensors if "lora_B" in key)[0]
     stem = up.removesuffix(".lora_B.weight")
@@ -144,10 +144,10 @@ def test_inspect_goes_on_after_a_bad_file(file, tmp_path, capsys) -> None:
 
 def test_convert_there_and_back(file, tmp_path, capsys) -> None:
     code, out, _ = run(capsys, "convert", file, "--to", "kohya")
-    there = tmp_path / "mine_kohya_high_noise.safetensors"
+    existing = tmp_path / "mine_kohya_high_noise.safetensors"
     assert code == 0
-    assert str(there) in out.replace("\n", "")
-    code, found = answer(capsys, "convert", there, "--to", "comfyui", "--output", tmp_path / "back.safetensors")
+    assert str(existing) in out.replace("\n", "")
+    code, found = answer(capsys, "convert", existing, "--to", "comfyui", "--output", tmp_path / "back.safetensors")
     assert code == 0
     assert found["written"][0]["stage"] == "high_noise"
     assert (tmp_path / "back.safetensors").read_bytes() == file.read_bytes()
@@ -244,7 +244,7 @@ def test_names_from_a_file_do_not_steer_the_terminal(file, tmp_path, capsys) -> 
 def test_convert_splits_a_file_of_both_experts(tiny_model, tmp_path, capsys) -> None:
     tensors = {}
     for number, stage in (("1", "high_noise"), ("2", "low_noise")):
-        for path, layer in adapter(tiny_model, seed=int(number), stage=stage).layers.items():
+        for path, layer in adapter(tiny_model, seed=int(number), expert=stage).layers.items():
             tensors |= {
                 f"transformer.transformer_{number}.{path}.{name}": value for name, value in layer.tensors.items()
             }
@@ -257,7 +257,7 @@ def test_convert_splits_a_file_of_both_experts(tiny_model, tmp_path, capsys) -> 
     names = [Path(one["path"]).name for one in found["written"]]
     assert names == ["both_comfyui_high_noise.safetensors", "both_comfyui_low_noise.safetensors"]
     for name, stage in zip(names, ("high_noise", "low_noise"), strict=True):
-        assert open_adapter(tmp_path / name).state().stage == stage
+        assert open_adapter(tmp_path / name).state().expert == stage
 
 
 @pytest.mark.parametrize("spelled", ["lora_te1_{}.lora_down.weight", "text_encoder_2.{}.lora_A.weight"])
@@ -285,7 +285,7 @@ def test_convert_leaves_text_encoders_out(spelled, tiny_model, tmp_path, capsys)
 
 def test_convert_merges_into_a_model(tiny_model, tmp_path, capsys) -> None:
     folder = tiny_model("wan", "t2v-14b-2.2")
-    state = adapter(tiny_model, "wan", "lokr", stage="low_noise")
+    state = adapter(tiny_model, "wan", "lokr", expert="low_noise")
     path = save(tmp_path / "x_low_noise.safetensors", state, "comfyui", torch.float32)
     out = tmp_path / "merged"
     code, found = answer(capsys, "convert", path, "--merge-into", folder, "--output", out)
@@ -304,7 +304,7 @@ def test_convert_merges_into_a_model(tiny_model, tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected_text"),
     [
         ((), "--to"),
         (("--to", "comfyui", "--output", "x.bin"), ".safetensors"),
@@ -318,12 +318,14 @@ def test_convert_merges_into_a_model(tiny_model, tmp_path, capsys) -> None:
         (("--merge-into", "/nowhere/at/all", "--output", "y"), "nowhere"),
     ],
 )
-def test_what_convert_is_asked_wrongly(arguments, says, file, capsys, tiny_model, tmp_path, monkeypatch) -> None:
+def test_what_convert_is_asked_wrongly(
+    arguments, expected_text, file, capsys, tiny_model, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = [str(tiny_model("wan", "t2v-14b-2.2")) if one == "MODEL" else one for one in arguments]
     code, _, err = run(capsys, "convert", file, *arguments)
     assert code == 1
-    assert says in err
+    assert expected_text in err
     assert "Traceback" not in err
 
 
@@ -341,7 +343,7 @@ def test_convert_a_file_whose_scale_nothing_tells(tiny_model, tmp_path, capsys) 
     assert {layer.scale for layer in again.layers.values()} == {0.5}
     for path, layer in state.layers.items():
         assert torch.equal(again.layers[path].tensors["lora_A.weight"], layer.tensors["lora_A.weight"])
-    for given, more, says in (
+    for given, more, expected_text in (
         ("bare", ("--alpha", "nan"), "a number above 0"),
         ("bare", ("--alpha", "0"), "a number above 0"),
         ("bare", ("--alpha", "2e6"), "at most 1,000,000"),
@@ -349,7 +351,7 @@ def test_convert_a_file_whose_scale_nothing_tells(tiny_model, tmp_path, capsys) 
     ):
         code, _, err = run(capsys, "convert", tmp_path / f"{given}.safetensors", "--to", "kohya", *more)
         assert code == 1
-        assert says in err
+        assert expected_text in err
     save_file({f"transformer.{key}": value for key, value in bare.items()}, tmp_path / "published.safetensors")
     code, _, err = run(capsys, "convert", tmp_path / "published.safetensors", "--to", "kohya", "--alpha", "2")
     assert code == 1
@@ -391,7 +393,7 @@ def test_another_programs_hash_is_told_as_a_note(file, tmp_path, capsys) -> None
 
 @pytest.mark.parametrize("family", making.FLAVOURS)
 def test_verify_against_a_folder(family, tiny_model, tmp_path, capsys) -> None:
-    state = adapter(tiny_model, family, "lokr", stage="high_noise" if family == "wan" else "")
+    state = adapter(tiny_model, family, "lokr", expert="high_noise" if family == "wan" else "")
     path = save(tmp_path / "x.safetensors", state, "lycoris", torch.float32)
     code, found = answer(capsys, "verify", path, "--model", tiny_model(family, making.FLAVOURS[family]))
     assert code == 0, found
@@ -461,7 +463,7 @@ def broken(name: str, file: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "expected_text"),
     [
         ("truncated", "bytes"),
         ("pickle", "pickle"),
@@ -472,12 +474,12 @@ def broken(name: str, file: Path, folder: Path) -> Path:
     ],
 )
 @pytest.mark.parametrize("command", ["convert", "verify", "inspect"])
-def test_bad_input_is_refused_by_name(command, name, says, file, tmp_path, capsys) -> None:
+def test_bad_input_is_rejected_by_name(command, name, expected_text, file, tmp_path, capsys) -> None:
     path = broken(name, file, tmp_path)
     more = {"convert": ("--to", "comfyui"), "verify": ("--flavour", "t2v-1.3b-2.1"), "inspect": ()}[command]
     code, out, err = run(capsys, command, path, *more)
     assert code == 1
-    assert says in out + err
+    assert expected_text in out + err
     assert "Traceback" not in err
     assert not list(tmp_path.glob("*_comfyui*"))
 
@@ -539,7 +541,7 @@ def test_convert_for_a_program_with_a_lora_or_a_model(tiny_model, tmp_path, caps
     code, found = answer(capsys, "convert", lokr, "--for", "diffusers", "--lora-rank", "4")
     assert code == 0
     assert found["written"][0]["format"] == "diffusers"
-    state = adapter(tiny_model, kind="dora", stage="high_noise")
+    state = adapter(tiny_model, kind="dora", expert="high_noise")
     dora = save(tmp_path / "y.safetensors", state, "diffusers", torch.float32)
     code, _, err = run(capsys, "convert", dora, "--for", "comfyui")
     assert code == 1

@@ -79,7 +79,7 @@ def test_every_number_has_both_bounds() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_it_is_refused_in_words_or_planned_with(tmp_path: Path, document: str) -> None:
+def test_it_is_rejected_in_words_or_planned_with(tmp_path: Path, document: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(DOCUMENTS[document]))
     machine = load_recording(MACHINES / ("gh200-numa" if document == "stills" else "cpu-only"))

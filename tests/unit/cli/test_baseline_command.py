@@ -46,29 +46,29 @@ def test_a_regression_is_exit_code_1_and_in_the_table(fast: str, slow: str, caps
 
 def test_json_is_alone_on_stdout(fast: str, slow: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("baseline", "compare", fast, slow, "--json") == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["a"], told["b"], told["regression"]) == (fast, slow, True)
-    assert told["rows"][0]["verdict"] == "regression"
+    message = json.loads(capsys.readouterr().out)
+    assert (message["a"], message["b"], message["regression"]) == (fast, slow, True)
+    assert message["rows"][0]["verdict"] == "regression"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--tolerance", "abc"], "--tolerance 5%"),
         (["--tolerance", "5"], "a share of at least 0 and under 100 %"),
     ],
 )
 def test_a_tolerance_that_is_none_is_told(
-    arguments: list[str], told: str, fast: str, slow: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, fast: str, slow: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code("baseline", "compare", fast, slow, *arguments) == 1
     captured = capsys.readouterr()
-    assert told in captured.err
+    assert message in captured.err
     assert not captured.out
     assert "Traceback" not in captured.err
 
 
-def test_another_configuration_is_refused_until_it_is_allowed(
+def test_another_configuration_is_rejected_until_it_is_allowed(
     fast: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = stored(tmp_path / "other", baseline(config_fingerprint="x", config={"training.batch_size": 9}))

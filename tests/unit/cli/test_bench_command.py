@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gracetune.bench.results import result_of
-from gracetune.bench.row import Row
+from gracetune.bench.row import BenchRow
 from gracetune.bench.step.row import ROW_KEYS
 from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
@@ -17,9 +17,9 @@ from gracetune.cli.main import main
 from gracetune.hardware import probe
 
 ROWS = [
-    Row("speed", 55.1, "GB/s", ">= 50", True, "a [detail]"),
-    Row("ratio", 0.5, "of it", ">= 0.9", False),
-    Row("x", 0, ""),
+    BenchRow("speed", 55.1, "GB/s", ">= 50", True, "a [detail]"),
+    BenchRow("ratio", 0.5, "of it", ">= 0.9", False),
+    BenchRow("x", 0, ""),
 ]
 
 

@@ -19,16 +19,16 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from gracetune.cache.errors import CacheBusyError, CacheError, CacheFullError, ForeignFolderError
-from gracetune.cache.pass_worker import Progress as PassProgress
+from gracetune.cache.pass_worker import PassProgress as PassProgress
 from gracetune.cache.store import DiskStore
 from gracetune.cli.cache import app
-from gracetune.cli.cache_view import Bars, Lines
+from gracetune.cli.cache_view import ProgressBars, ProgressLines
 from gracetune.cli.main import main
 from gracetune.config.environment import SIGUSR1_VARIABLE
 from gracetune.errors import ConfigError, GracetuneError
 from unit.cache.processes import Child, mount_tmpfs, own_mounts, resize_tmpfs
 from unit.cache.tiny_runs import FLAVOURS, TinyModel, config_dict, contents, datasets, same
-from unit.data.folders import image, pictures, write
+from unit.data.folders import image, images, write
 
 Job = Callable[..., str]
 
@@ -39,9 +39,9 @@ def job(tmp_path: Path, tiny_model: TinyModel) -> Job:
 
     def make(*found: dict[str, Any], family: str = "sdxl", name: str = "config", **values: Any) -> str:
         chosen = [*found] or [photos(tmp_path)]
-        said = config_dict(tmp_path, family, tiny_model(family, FLAVOURS[family]), chosen, **values)
+        stated = config_dict(tmp_path, family, tiny_model(family, FLAVOURS[family]), chosen, **values)
         file = tmp_path / f"{name}.yaml"
-        file.write_text(yaml.safe_dump({"gracetune": 1, **said}))
+        file.write_text(yaml.safe_dump({"gracetune": 1, **stated}))
         return str(file)
 
     return make
@@ -63,7 +63,7 @@ def run(*arguments: str) -> Result:
     return result
 
 
-def said(*arguments: str) -> dict[str, Any]:
+def stated(*arguments: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
     return found
 
@@ -100,29 +100,29 @@ class TestBuild:
     @pytest.mark.parametrize("family", FLAVOURS)
     def test_every_family(self, family: str, job: Job, tmp_path: Path) -> None:
         file = job(*datasets(family, tmp_path), family=family)
-        assert encoded(said("build", file)) == (3, 3)
-        assert encoded(said("build", file)) == (0, 0)
+        assert encoded(stated("build", file)) == (3, 3)
+        assert encoded(stated("build", file)) == (0, 0)
         assert run("audit", file).exit_code == 0
 
-    def test_an_edited_picture_is_encoded_again_and_no_other(self, job: Job, tmp_path: Path) -> None:
+    def test_an_edited_image_is_encoded_again_and_no_other(self, job: Job, tmp_path: Path) -> None:
         file = job()
-        said("build", file)
+        stated("build", file)
         write(tmp_path / "photos", {"2.png": image(112, 80, seed=99)})
-        assert encoded(said("build", file)) == (0, 1)
-        report = said("audit", file)
+        assert encoded(stated("build", file)) == (0, 1)
+        report = stated("audit", file)
         assert report["ok"]
         # The old one is made of content nobody has any more.
         assert groups(report, "orphaned") == {"latents": 1, "text": 0}
 
     def test_a_renamed_file_is_not(self, job: Job, tmp_path: Path) -> None:
         file = job()
-        said("build", file)
+        stated("build", file)
         for ending in ("png", "txt"):
             (tmp_path / "photos" / f"2.{ending}").rename(tmp_path / "photos" / f"renamed.{ending}")
-        assert encoded(said("build", file)) == (0, 0)
+        assert encoded(stated("build", file)) == (0, 0)
         (tmp_path / "photos").rename(tmp_path / "elsewhere")
         moved = job({**photos(tmp_path), "path": str(tmp_path / "elsewhere")})
-        assert encoded(said("build", moved)) == (0, 0)
+        assert encoded(stated("build", moved)) == (0, 0)
 
     def test_another_vae_makes_all_anew_and_leaves_the_old(
         self, job: Job, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -130,11 +130,11 @@ class TestBuild:
         from gracetune.models.tiny import cached
 
         file = job()
-        said("build", file)
+        stated("build", file)
         before = contents(tmp_path / "out" / "cache" / "latents")
         other = cached("sdxl", "base-1.0", tmp_path_factory.mktemp("other"), seed=1)
         change = ["--set", f"model.vae_path={other / 'vae'}"]
-        report = said("audit", file, *change)
+        report = stated("audit", file, *change)
         assert not report["ok"]
         assert groups(report, "missing") == {"latents": 6, "text": 0}
         assert groups(report, "stale") == {"latents": 6, "text": 0}
@@ -142,23 +142,23 @@ class TestBuild:
         assert latents["stale_parts"] == {"encoder.weights": 6}
         words = run("audit", file, *change).stdout
         assert "stale: 6 times another encoder.weights, for example" in words
-        assert encoded(said("build", file, *change)) == (0, 6)
-        assert said("audit", file, *change)["ok"]
+        assert encoded(stated("build", file, *change)) == (0, 6)
+        assert stated("audit", file, *change)["ok"]
         after = contents(tmp_path / "out" / "cache" / "latents")
         assert same({key: after[key] for key in before}, before)
-        assert said("audit", file)["ok"]
+        assert stated("audit", file)["ok"]
 
     def test_another_cut_makes_that_dataset_anew(self, job: Job, tmp_path: Path) -> None:
-        second = {"path": str(write(tmp_path / "q", pictures(3))), "resolution": 64.0}
-        said("build", job(photos(tmp_path), second))
+        second = {"path": str(write(tmp_path / "q", images(3))), "resolution": 64.0}
+        stated("build", job(photos(tmp_path), second))
         corner = photos(tmp_path, crop={"enabled": True, "style": "corner"})
-        assert encoded(said("build", job(corner, second))) == (0, 6)
+        assert encoded(stated("build", job(corner, second))) == (0, 6)
 
     def test_a_changed_caption(self, job: Job, tmp_path: Path) -> None:
         file = job()
-        said("build", file)
+        stated("build", file)
         write(tmp_path / "photos", {"2.txt": "something else"})
-        assert encoded(said("build", file)) == (1, 0)
+        assert encoded(stated("build", file)) == (1, 0)
 
     def test_folders_of_their_own_and_prompts(self, job: Job, tmp_path: Path) -> None:
         # Folders people name often hold another program's caches already.
@@ -166,7 +166,7 @@ class TestBuild:
         found = photos(tmp_path, cache_dir=str(tmp_path / "vae"), captions={"dropout": 0.1})
         cache = {"text_cache_dir": str(tmp_path / "texts"), "persistent_cache": False, "vae_cache_type": "memory"}
         validation = {"prompts": [{"prompt": "a house"}], "negative_prompt": "a ruin"}
-        report = said("build", job(found, cache=cache, validation=validation))
+        report = stated("build", job(found, cache=cache, validation=validation))
         assert {Path(store["folder"]): store["entries"] for store in report["stores"]} == {
             tmp_path / "texts" / "text": 6 + 1 + 2,
             tmp_path / "vae" / "latents": 6,
@@ -190,16 +190,16 @@ class TestBuild:
         }  # fmt: skip
         file = tmp_path / "config.json"
         file.write_text(json.dumps(options))
-        report = said("build", str(file))
+        report = stated("build", str(file))
         kept = {Path(store["folder"]): store["entries"] for store in report["stores"]}
         assert kept.pop(tmp_path / "out" / "cache" / "text") > 0
         assert kept == {tmp_path / "vae" / "latents": 6, tmp_path / "own" / "latents": 1}
         assert not (tmp_path / "out" / "cache" / "latents").exists()
         assert run("audit", str(file)).exit_code == 0
-        assert encoded(said("build", str(file))) == (0, 0)
+        assert encoded(stated("build", str(file))) == (0, 0)
 
     def test_what_is_not_cached_is_said(self, job: Job, tmp_path: Path) -> None:
-        report = said("build", job(photos(tmp_path, cache_latents="none")))
+        report = stated("build", job(photos(tmp_path, cache_latents="none")))
         assert encoded(report) == (6, 0)
         assert any(
             note.startswith("dataset d0: latents of 6 samples are encoded in every step") for note in report["notes"]
@@ -207,14 +207,14 @@ class TestBuild:
 
     def test_an_unreadable_file_is_named_and_not_missing_for_ever(self, job: Job, tmp_path: Path) -> None:
         found = photos(tmp_path, corrupt_threshold=0.2)
-        picture = tmp_path / "photos" / "3.png"
-        raw = bytearray(picture.read_bytes())
+        image = tmp_path / "photos" / "3.png"
+        raw = bytearray(image.read_bytes())
         middle = raw.index(b"IDAT") + 40
         raw[middle : middle + 40] = bytes(40)
-        picture.write_bytes(raw)
-        report = said("build", job(found))
+        image.write_bytes(raw)
+        report = stated("build", job(found))
         assert [(one["dataset"], one["path"]) for one in report["unreadable"]] == [("d0", "3.png")]
-        audit = said("audit", job(found))
+        audit = stated("audit", job(found))
         assert audit["ok"]
         assert any(note.startswith("left out, unreadable: 3.png of d0") for note in audit["notes"])
 
@@ -228,7 +228,7 @@ class TestBuild:
         assert any("model.vae_path" in key for key in keys)
         assert not any("--no-paths" in problem.hint for problem in caught.value.problems)
 
-    def test_a_folder_with_other_files_is_refused_and_not_touched(self, job: Job, tmp_path: Path) -> None:
+    def test_a_folder_with_other_files_is_rejected_and_not_touched(self, job: Job, tmp_path: Path) -> None:
         write(tmp_path / "out" / "cache" / "text", {"mine.txt": "mine"})
         for command in ("build", "audit", "clear"):
             with pytest.raises(ForeignFolderError):
@@ -240,24 +240,24 @@ class TestBuild:
     def test_a_signal_keeps_what_is_done(
         self, number: signal.Signals, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from gracetune.models.common.image_latents import PictureLatents
+        from gracetune.models.common.image_latents import ImageLatents
 
         monkeypatch.setenv(SIGUSR1_VARIABLE, "stop")
 
-        real, calls = PictureLatents.encode, []
+        real, calls = ImageLatents.encode, []
 
-        def encode(self: PictureLatents, samples: Any) -> Any:
+        def encode(self: ImageLatents, samples: Any) -> Any:
             calls.append(len(samples))
             if len(calls) == 2:
                 os.kill(os.getpid(), number)
             return real(self, samples)
 
-        monkeypatch.setattr(PictureLatents, "encode", encode)
+        monkeypatch.setattr(ImageLatents, "encode", encode)
         result = run("build", job(cache={"vae_batch_size": 2}))
         assert result.exit_code == 3
         assert "interrupted: 8 new entries are kept" in result.stderr
-        monkeypatch.setattr(PictureLatents, "encode", real)
-        assert encoded(said("build", job(cache={"vae_batch_size": 2}))) == (0, 4)
+        monkeypatch.setattr(ImageLatents, "encode", real)
+        assert encoded(stated("build", job(cache={"vae_batch_size": 2}))) == (0, 4)
 
     def test_a_signal_before_anything_is_encoded(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("gracetune.cli.cache._open", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
@@ -271,8 +271,8 @@ class TestBuild:
         result = run("build", file, "--import-ai-toolkit", "--json")
         report = json.loads(result.stdout)
         assert report["imported"]["latents"]["entries"] == 0
-        (refused,) = report["imported"]["latents"]["refused"]
-        assert refused["reason"].startswith("it cannot be read")
+        (rejected,) = report["imported"]["latents"]["refused"]
+        assert rejected["reason"].startswith("it cannot be read")
         assert encoded(report) == (6, 6)
         run("clear", file)
         plain = run("build", file)
@@ -290,10 +290,10 @@ class TestBuild:
         file = job(photos(tmp_path), cache={"cache_dir": str(tmp_path / "photos")})
         before = {path.name: path.read_bytes() for path in (tmp_path / "photos").iterdir()}
         mine = write(tmp_path / "photos", {"fingerprints.json": "mine"}) / "fingerprints.json"
-        assert encoded(said("build", file)) == (6, 6)
-        assert encoded(said("build", file)) == (0, 0)
-        assert said("audit", file)["ok"]
-        assert said("clear", file)["removed"] == 12
+        assert encoded(stated("build", file)) == (6, 6)
+        assert encoded(stated("build", file)) == (0, 0)
+        assert stated("audit", file)["ok"]
+        assert stated("clear", file)["removed"] == 12
         assert {name: (tmp_path / "photos" / name).read_bytes() for name in before} == before
         assert mine.read_text() == "mine"
 
@@ -310,21 +310,21 @@ class TestBuild:
         (tmp_path / "lïnk").symlink_to(tmp_path / "wïrklich [x]")
         file = job(cache={"cache_dir": str(tmp_path / "lïnk" / "ein [b]")})
         assert "lïnk/ein [b]/latents: 6 entries" in run("build", file).stdout
-        assert said("audit", file, "--set", f"cache.cache_dir={tmp_path}/wïrklich [x]/ein [b]")["ok"]
+        assert stated("audit", file, "--set", f"cache.cache_dir={tmp_path}/wïrklich [x]/ein [b]")["ok"]
 
     def test_a_full_disk_says_so_and_the_build_goes_on_when_there_is_room(self, job: Job, tmp_path: Path) -> None:
         disk = tmp_path / "disk"
 
-        def work(say: Callable[[str], None]) -> None:
+        def work(report: Callable[[str], None]) -> None:
             own_mounts()
             for size in (8 * 1024, 64 * 1024, 1024 * 1024):
                 mount_tmpfs(disk, size) if not disk.is_mount() else resize_tmpfs(disk, size)
                 try:
-                    say(str(encoded(said("build", file))))
+                    report(str(encoded(stated("build", file))))
                 except CacheFullError as error:
-                    say(f"full: {error}")
+                    report(f"full: {error}")
                 assert not [*disk.rglob("*.tmp")]
-            say(str(said("audit", file)["ok"]))
+            report(str(stated("audit", file)["ok"]))
 
         file = job(cache={"cache_dir": str(disk)})
         first, second, third, ok = Child(work).join()
@@ -345,43 +345,43 @@ class TestAudit:
 
     def test_finds_a_wrong_byte_and_build_mends_it(self, job: Job, tmp_path: Path) -> None:
         file = job()
-        said("build", file)
+        stated("build", file)
         (shard,) = (tmp_path / "out" / "cache" / "latents" / "shards").glob("*.safetensors")
         raw = bytearray(shard.read_bytes())
         raw[-200] ^= 4
         shard.write_bytes(raw)
-        report = said("audit", file)
+        report = stated("audit", file)
         assert run("audit", file).exit_code == 1
         assert groups(report, "corrupt") == {"latents": 1, "text": 0}
         assert groups(report, "present") == {"latents": 5, "text": 6}
-        assert encoded(said("build", file)) == (0, 1)
+        assert encoded(stated("build", file)) == (0, 1)
         assert run("audit", file).exit_code == 0
 
     def test_names_the_sample_that_is_corrupt(self, job: Job, tmp_path: Path) -> None:
         file = job()
-        said("build", file)
+        stated("build", file)
         (shard,) = (tmp_path / "out" / "cache" / "latents" / "shards").glob("*.safetensors")
         raw = bytearray(shard.read_bytes())
         raw[-200] ^= 4
         shard.write_bytes(raw)
         (named,) = re.findall(r"corrupt: (\d\.png) of d0", run("audit", file).stdout)
-        assert [store["corrupt_examples"] for store in said("audit", file)["stores"]] == [[], [f"{named} of d0"]]
+        assert [store["corrupt_examples"] for store in stated("audit", file)["stores"]] == [[], [f"{named} of d0"]]
         (tmp_path / "photos" / named).unlink()
-        report = said("audit", file)
+        report = stated("audit", file)
         assert report["ok"], "it was that one and no other"
         assert groups(report, "corrupt") == {"latents": 1, "text": 0}
         assert [store["corrupt_examples"] for store in report["stores"]] == [[], []]
 
     def test_finds_a_shard_that_was_cut_off_and_build_mends_it(self, job: Job, tmp_path: Path) -> None:
         file = job()
-        said("build", file)
+        stated("build", file)
         (shard,) = (tmp_path / "out" / "cache" / "text" / "shards").glob("*.safetensors")
         os.truncate(shard, shard.stat().st_size // 2)
         result = run("audit", file)
         assert result.exit_code == 1
         assert f"damaged file: {shard.name}" in result.stdout
         assert "gracetune cache clear CONFIG --damaged removes them" in result.stdout
-        assert encoded(said("build", file)) == (6, 0)
+        assert encoded(stated("build", file)) == (6, 0)
         assert run("audit", file).exit_code == 0
         assert shard.exists()
         cleared = run("clear", file).stdout
@@ -391,7 +391,7 @@ class TestAudit:
     def test_a_header_damaged_since_the_index_was_written(self, job: Job, tmp_path: Path) -> None:
         """Audit, build and clear agree on what is there."""
         file, folder = job(), tmp_path / "out" / "cache" / "latents"
-        said("build", file)
+        stated("build", file)
         with DiskStore.open(folder, writable=True) as store:
             store.save_index()
         (shard,) = (folder / "shards").glob("*.safetensors")
@@ -399,9 +399,9 @@ class TestAudit:
         raw[300] ^= 1
         shard.write_bytes(raw)
         assert run("audit", file).exit_code == 1
-        assert encoded(said("build", file)) == (0, 6)
+        assert encoded(stated("build", file)) == (0, 6)
         assert run("audit", file).exit_code == 0
-        report = said("clear", file)
+        report = stated("clear", file)
         assert report["removed"] == 12
         assert [one["name"] for store in report["stores"] for one in store["damaged_files"]] == [shard.name]
 
@@ -409,45 +409,45 @@ class TestAudit:
 class TestClear:
     def test_only_what_this_configuration_wants(self, job: Job, tmp_path: Path) -> None:
         mine, other = job(), job(photos(tmp_path, resolution=128.0), name="other")
-        said("build", mine)
-        said("build", other)
+        stated("build", mine)
+        stated("build", other)
         note = write(tmp_path / "out" / "cache", {"note.txt": "mine"}) / "note.txt"
-        report = said("clear", mine)
+        report = stated("clear", mine)
         assert report["removed"] == 6 + 6  # captions are both configurations'
         assert {Path(store["folder"]).name: store["left"] for store in report["stores"]} == {"latents": 6, "text": 0}
         assert note.read_text() == "mine"
         assert sorted(path.name for path in (tmp_path / "photos").iterdir()) == sorted(
             f"{number}.{ending}" for number in range(6) for ending in ("png", "txt")
         )
-        assert groups(said("audit", other), "missing") == {"latents": 0, "text": 6}
-        assert encoded(said("build", mine)) == (6, 6)
+        assert groups(stated("audit", other), "missing") == {"latents": 0, "text": 6}
+        assert encoded(stated("build", mine)) == (6, 6)
 
     def test_epochs_too(self, job: Job, tmp_path: Path) -> None:
         augmentation = {"transforms": [{"method": "ToGray", "p": 0.5}], "cache_mode": "refresh_each_epoch"}
         file = job(photos(tmp_path, augmentation=augmentation))
-        said("build", file)
+        stated("build", file)
         assert run("audit", file).exit_code == 0
         assert (tmp_path / "out" / "cache" / "epochs" / "0").is_dir()
-        assert said("clear", file)["removed"] == 12
+        assert stated("clear", file)["removed"] == 12
         assert not (tmp_path / "out" / "cache" / "epochs" / "0").exists()
 
     @pytest.mark.parametrize("kind", ["latents", "text"])
     def test_only_a_damaged_file_and_every_entry_stays(self, kind: str, job: Job, tmp_path: Path) -> None:
         file, caches = job(), tmp_path / "out" / "cache"
-        said("build", file)
+        stated("build", file)
         (shard,) = (caches / kind / "shards").glob("*.safetensors")
         os.truncate(shard, shard.stat().st_size // 2)
-        assert sum(encoded(said("build", file))) == 6
+        assert sum(encoded(stated("build", file))) == 6
         before = {*caches.rglob("*.safetensors")}
         text = " ".join(run("clear", file, "--damaged").stdout.split())
         assert f"{kind}: 1 damaged file removed; 6 entries left damaged file removed: {shard.name}" in text
         assert before - {*caches.rglob("*.safetensors")} == {shard}
-        report = said("audit", file)
+        report = stated("audit", file)
         assert report["ok"]
         assert groups(report, "present") == {"latents": 6, "text": 6}
         assert [store["damaged_shards"] for store in report["stores"]] == [[], []]
-        assert encoded(said("build", file)) == (0, 0)
-        again = said("clear", file, "--damaged")
+        assert encoded(stated("build", file)) == (0, 0)
+        again = stated("clear", file, "--damaged")
         assert [(store["removed"], store["left"], store["damaged_files"]) for store in again["stores"]] == [
             (0, 6, []),
             (0, 6, []),
@@ -455,32 +455,32 @@ class TestClear:
 
     def test_a_damaged_header_that_the_index_still_knows(self, job: Job, tmp_path: Path) -> None:
         file, folder = job(), tmp_path / "out" / "cache" / "latents"
-        said("build", file)
+        stated("build", file)
         with DiskStore.open(folder, writable=True) as store:
             store.save_index()
         (shard,) = (folder / "shards").glob("*.safetensors")
         raw = bytearray(shard.read_bytes())
         raw[300] ^= 1
         shard.write_bytes(raw)
-        report = said("clear", file, "--damaged")
+        report = stated("clear", file, "--damaged")
         assert [one["name"] for store in report["stores"] for one in store["damaged_files"]] == [shard.name]
         assert not shard.exists()
-        assert encoded(said("build", file)) == (0, 6), "they counted as missing already"
+        assert encoded(stated("build", file)) == (0, 6), "they counted as missing already"
 
     def test_a_damaged_file_of_an_epoch_too(self, job: Job, tmp_path: Path) -> None:
         augmentation = {"transforms": [{"method": "ToGray", "p": 0.5}], "cache_mode": "refresh_each_epoch"}
         file = job(photos(tmp_path, augmentation=augmentation))
-        said("build", file)
+        stated("build", file)
         (shard,) = (tmp_path / "out" / "cache" / "epochs" / "0" / "shards").glob("*.safetensors")
         os.truncate(shard, shard.stat().st_size // 2)
-        said("build", file)
-        assert said("clear", file, "--damaged")["removed"] == 0
+        stated("build", file)
+        assert stated("clear", file, "--damaged")["removed"] == 0
         assert not shard.exists()
-        assert encoded(said("build", file)) == (0, 0)
+        assert encoded(stated("build", file)) == (0, 0)
 
     def test_a_file_that_may_be_whole_is_left_and_named(self, job: Job, tmp_path: Path) -> None:
         file = job()
-        said("build", file)
+        stated("build", file)
         strange = tmp_path / "out" / "cache" / "latents" / "shards" / f"{'a' * 32}.safetensors"
         strange.mkdir()  # reading it gives an OSError
         assert f"left, it may be whole: {strange.name}" in run("clear", file, "--damaged").stdout
@@ -489,7 +489,7 @@ class TestClear:
     @pytest.mark.parametrize("options", [(), ("--damaged",)])
     def test_nothing_is_removed_under_a_reader(self, options: tuple[str, ...], job: Job, tmp_path: Path) -> None:
         file = job()
-        said("build", file)
+        stated("build", file)
         with (
             DiskStore.open(tmp_path / "out" / "cache" / "latents", writable=False),
             pytest.raises(CacheBusyError, match="another process uses this cache"),
@@ -504,13 +504,13 @@ class TestLines:
     """Where nobody sees a bar."""
 
     def test_one_now_and_then(self) -> None:
-        now, said = [0.0], list[str]()
-        lines = Lines(said.append, lambda: now[0])
-        bars = Bars(Progress(disable=True), lines)
+        now, stated = [0.0], list[str]()
+        lines = ProgressLines(stated.append, lambda: now[0])
+        bars = ProgressBars(Progress(disable=True), lines)
         for step in range(100):
             now[0] = float(step)
             bars.on_latents(PassProgress(step, 100, 1.0, 100.0 - step))
-        assert said == [
+        assert stated == [
             "encoding latents: 30 of 100, 1/s, 1m 10s left",
             "encoding latents: 60 of 100, 1/s, 40.0 s left",
             "encoding latents: 90 of 100, 1/s, 10.0 s left",
@@ -523,51 +523,51 @@ class TestLines:
 def process(*arguments: str) -> Child:
     """The command as `main` runs it, in a process of its own."""
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(report: Callable[[str], None]) -> None:
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
-        say("started")
+        report("started")
         try:
             main([*arguments])
         except SystemExit as exit_:
-            say(f"exit {exit_.code}")
+            report(f"exit {exit_.code}")
 
     return Child(work)
 
 
 def test_two_processes_build_one_complete_cache(job: Job, tmp_path: Path) -> None:
-    file = job({"path": str(write(tmp_path / "p", pictures(16))), "resolution": 64.0})
+    file = job({"path": str(write(tmp_path / "p", images(16))), "resolution": 64.0})
     children = [process("cache", "build", file) for _ in range(2)]
     assert [child.join()[-1] for child in children] == ["exit 0", "exit 0"]
-    report = said("audit", file)
+    report = stated("audit", file)
     assert report["ok"]
     assert groups(report, "present") == {"latents": 16, "text": 16}
     assert groups(report, "extra_copies") == {"latents": 0, "text": 0}
     alone = job({"path": str(tmp_path / "p"), "resolution": 64.0}, cache={"cache_dir": str(tmp_path / "alone")})
-    said("build", alone)
+    stated("build", alone)
     for kind in ("latents", "text"):
         assert same(contents(tmp_path / "out" / "cache" / kind), contents(tmp_path / "alone" / kind))
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(25, marks=pytest.mark.full)])
 def test_killed_at_any_moment_a_build_can_go_on(job: Job, tmp_path: Path, kills: int) -> None:
-    file = job({"path": str(write(tmp_path / "p", pictures(16))), "resolution": 64.0})
+    file = job({"path": str(write(tmp_path / "p", images(16))), "resolution": 64.0})
     draw = random.Random(kills)
     for _ in range(kills):
         child = process("cache", "build", file)
         assert child.wait_for_word()
         time.sleep(draw.uniform(0.05, 1.5))
         child.kill()
-        assert not any(word.startswith("exit 1") for word in child.said)
-    said("build", file)
-    report = said("audit", file)
+        assert not any(word.startswith("exit 1") for word in child.lines)
+    stated("build", file)
+    report = stated("audit", file)
     assert report["ok"]
     assert groups(report, "present") == {"latents": 16, "text": 16}
     assert (
         groups(report, "corrupt") == groups(report, "stale") == groups(report, "orphaned") == {"latents": 0, "text": 0}
     )
-    assert encoded(said("build", file)) == (0, 0)
+    assert encoded(stated("build", file)) == (0, 0)
 
 
 def test_errors_reach_people_without_a_traceback(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from gracetune.cli.data import app
 from gracetune.data.backends.errors import MemoryLimitError, UnreadableFilesError
 from gracetune.errors import ConfigError, GracetuneError
-from unit.data.folders import image, pictures
+from unit.data.folders import image, images
 from unit.data.folders import write as write_files
 from unit.data.media.generated import audio_bytes, every, png, tone, video_bytes
 
@@ -47,7 +47,7 @@ def error(*arguments: str) -> GracetuneError:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> str:
-    files = {**pictures(9), "small.png": image(20, 20), "none.png": image(64, 64, seed=40)}
+    files = {**images(9), "small.png": image(20, 20), "none.png": image(64, 64, seed=40)}
     return str(write_files(tmp_path / "photos", files))
 
 
@@ -129,11 +129,11 @@ class TestReport:
     def test_one_of_everything_is_said_in_the_singular(self, tmp_path: Path) -> None:
         folder = str(write_files(tmp_path / "one", {"a.png": image(), "a.txt": "one"}))
         config = write(tmp_path, {"path": folder, "type": "in_memory"}, training={"max_steps": 1, "batch_size": 1})
-        said = " ".join(run(config).stdout.split())
+        stated = " ".join(run(config).stdout.split())
         for words in ("1 sample ", "captions 1 of 1 sample, 1 text,", "1 sample in 1 batch of 1", "1 contact sheet in",
                       "2 files of", "1 optimizer step"):  # fmt: skip
-            assert words in said, words
-        assert not re.search(r"\b1 (samples|texts|batches|contact sheets|files|visits|optimizer steps)\b", said)
+            assert words in stated, words
+        assert not re.search(r"\b1 (samples|texts|batches|contact sheets|files|visits|optimizer steps)\b", stated)
 
     def test_an_assumed_model_is_said(self, tmp_path: Path, photos: str) -> None:
         config = write(tmp_path, {"path": photos}, model={"family": "wan", "path": "/models/mine"})
@@ -178,7 +178,7 @@ class TestSheets:
         run(write(tmp_path, {"path": photos, "id": "é" * 300}))
         assert (tmp_path / "out" / "data_show" / f"01_{'é' * 50}_128x128.png").exists()
 
-    def test_pictures_no_memory_could_hold_are_dropped_with_the_reason(self, tmp_path: Path) -> None:
+    def test_images_no_memory_could_hold_are_dropped_with_the_reason(self, tmp_path: Path) -> None:
         folder = str(write_files(tmp_path / "strips", {"a.png": image(640, 64), "b.png": image(64, 64)}))
         dataset = {"path": folder, "resolution": 4096, "resolution_type": "pixel"}
         found = json.loads(run(write(tmp_path, dataset), "--json").stdout)["datasets"][0]

@@ -14,21 +14,21 @@ import pytest
 from gracetune.config import Environment, load
 from runs.launched import command_line
 from runs.test_commands import gracetune
-from unit.data.folders import pictures, write
+from unit.data.folders import images, write
 
 
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(write(tmp_path / "work", {}) if (tmp_path / "work").mkdir() else tmp_path / "work")
-    return write(Path("photos"), pictures(12))
+    return write(Path("photos"), images(12))
 
 
 def test_flags_answer_every_question(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--model", "flux/dev", "--preset", "style", "--trigger", "inky", "--steps", "30")
     assert gracetune("init", str(photos), *flags) == 0
-    told = capsys.readouterr()
-    assert "next: gracetune train photos.yaml" in told.out
-    assert "12 images, all with captions" in told.err
+    message = capsys.readouterr()
+    assert "next: gracetune train photos.yaml" in message.out
+    assert "12 images, all with captions" in message.err
     config = load(Path("photos.yaml"), environment=Environment({})).config
     assert (config.model.family, config.model.flavour, config.training.max_steps) == ("flux", "dev", 30)
     assert config.datasets[0].captions.trigger_word == "inky"
@@ -38,24 +38,24 @@ def test_flags_answer_every_question(photos: Path, capsys: pytest.CaptureFixture
 
 def test_yes_takes_defaults_and_json_says_them(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gracetune("init", f"{photos}/", "--yes", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["config"], told["preset"], told["model"]) == ("photos.yaml", "character", "sdxl/base-1.0")
-    assert (told["files"], told["captioned"], told["steps"]) == (12, 12, 960)
+    message = json.loads(capsys.readouterr().out)
+    assert (message["config"], message["preset"], message["model"]) == ("photos.yaml", "character", "sdxl/base-1.0")
+    assert (message["files"], message["captioned"], message["steps"]) == (12, 12, 960)
 
 
 def test_nobody_to_ask(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gracetune("init", str(photos), "--steps", "30") == 1
-    told = capsys.readouterr().err
-    assert "--model, --trigger, --preset" in told
-    assert "gracetune init photos --yes" in told
+    message = capsys.readouterr().err
+    assert "--model, --trigger, --preset" in message
+    assert "gracetune init photos --yes" in message
     assert not Path("photos.yaml").exists()
 
 
 def test_nothing_is_overwritten(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("photos.yaml").write_text("mine")
     assert gracetune("init", str(photos), "--yes") == 1
-    told = capsys.readouterr().err
-    assert "gracetune train photos.yaml" in told
+    message = capsys.readouterr().err
+    assert "gracetune train photos.yaml" in message
     assert Path("photos.yaml").read_text() == "mine"
     assert gracetune("init", str(photos), "--yes", "--output", "photos-2.yaml") == 0
     assert load(Path("photos-2.yaml"), environment=Environment({})).config.output_dir == "output/photos-2"

@@ -48,9 +48,9 @@ def test_an_unknown_command_names_the_one_that_is_meant(
 @pytest.mark.parametrize("arguments", [["start"], ["train"], ["train", "--nothing", "a.yaml"], ["--nothing"]])
 def test_usage_errors_as_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert gracetune(*arguments, "--json") == 2
-    told = capsys.readouterr()
-    assert json.loads(told.out)["ok"] is False
-    assert json.loads(told.out)["error"]
-    assert "Error" in told.err
+    message = capsys.readouterr()
+    assert json.loads(message.out)["ok"] is False
+    assert json.loads(message.out)["error"]
+    assert "Error" in message.err
     assert gracetune(*arguments) == 2
     assert not capsys.readouterr().out

@@ -44,10 +44,10 @@ NOT_IN_A_RUN: Mapping[tuple[str, str], str] = {
     ("adapters/svd.py", "--lora-rank"): _CONVERT,
     ("adapters/formats/writing.py", "--lora-rank"): "a run has a hint of its own: `check_format`",
     ("adapters/formats/writing.py", "--merge-into"): "a run has a hint of its own: `check_format`",
-    ("adapters/formats/programs.py", "--to"): "a run has hints of its own: `refuse_misread_files`",
-    ("adapters/formats/programs.py", "--for"): "a run has hints of its own: `refuse_misread_files`",
-    ("adapters/formats/programs.py", "--lora-rank"): "a run has hints of its own: `refuse_misread_files`",
-    ("adapters/formats/programs.py", "--merge-into"): "a run has hints of its own: `refuse_misread_files`",
+    ("adapters/formats/programs.py", "--to"): "a run has hints of its own: `reject_misread_files`",
+    ("adapters/formats/programs.py", "--for"): "a run has hints of its own: `reject_misread_files`",
+    ("adapters/formats/programs.py", "--lora-rank"): "a run has hints of its own: `reject_misread_files`",
+    ("adapters/formats/programs.py", "--merge-into"): "a run has hints of its own: `reject_misread_files`",
     ("adapters/formats/comfyui.py", "--model"): "a run measures the magnitudes by its base model",
     ("adapters/formats/detection.py", "--family"): "a run knows the family",
     ("config/machine_checks.py", "--no-paths"): "`train` and `cache` take it out",
@@ -104,7 +104,7 @@ def named_options() -> Iterator[tuple[str, str, str]]:
 
 
 def test_every_option_that_is_named_is_one() -> None:
-    unknown = [f"{where}: {found}" for where, found, _ in named_options() if found not in ALL]
+    unknown = [f"{location}: {found}" for location, found, _ in named_options() if found not in ALL]
     assert not unknown, "\n".join(unknown)
     assert len(NAMED) > 100, "the messages are not where they are looked for"
 
@@ -123,10 +123,10 @@ def test_a_command_is_named_with_options_of_its_own() -> None:
 def test_what_a_run_may_show_names_options_of_train() -> None:
     """Unless the message names the command that has them."""
     wrong = [
-        f"{where}: {found}: {text[:90]!r}"
-        for where, found, text in named_options()
-        if where.startswith(OF_A_RUN) and not COMMAND.search(text)
-        if found not in OURS["train"] and (where.partition(":")[0], found) not in NOT_IN_A_RUN
+        f"{location}: {found}: {text[:90]!r}"
+        for location, found, text in named_options()
+        if location.startswith(OF_A_RUN) and not COMMAND.search(text)
+        if found not in OURS["train"] and (location.partition(":")[0], found) not in NOT_IN_A_RUN
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -138,4 +138,4 @@ def test_train_py_has_the_options_of_train() -> None:
 
 @pytest.mark.parametrize("key", [*NOT_IN_A_RUN], ids=" ".join)
 def test_exceptions_are_still_needed(key: tuple[str, str]) -> None:
-    assert any((where.partition(":")[0], found) == key for where, found, _ in named_options())
+    assert any((location.partition(":")[0], found) == key for location, found, _ in named_options())

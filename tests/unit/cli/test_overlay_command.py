@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gracetune.cli.main import main
-from gracetune.cli.overlay import Name
+from gracetune.cli.overlay import OverlayName
 from gracetune.integrations.upstreams import UPSTREAMS
 from unit.integrations.stand_in import RECORDED, build, recorded
 
@@ -22,8 +22,8 @@ SIMPLETUNER = RECORDED / "simpletuner-4.10.1.json"
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
         main(["overlay", *arguments])
-    said = capsys.readouterr()
-    return int(ended.value.code or 0), said.out, said.err
+    stated = capsys.readouterr()
+    return int(ended.value.code or 0), stated.out, stated.err
 
 
 def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -94,7 +94,7 @@ class TestCheck:
             assert all(word in error for word in words)
 
     def test_offers_the_upstreams_there_are(self) -> None:
-        assert [name.value for name in Name] == [*UPSTREAMS]
+        assert [name.value for name in OverlayName] == [*UPSTREAMS]
 
     def test_another_upstream_is_a_usage_error(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, _, error = run(capsys, "check", "kohya")
@@ -140,12 +140,12 @@ class TestRun:
         package = tmp_path / "simpletuner"
         package.mkdir()
         (package / "__init__.py").write_text("")
-        told = tmp_path / "told.json"
+        message = tmp_path / "told.json"
         (package / "__main__.py").write_text(
-            f"import json, sys\njson.dump(sys.argv[1:], open({str(told)!r}, 'w'))\nsys.exit(7)\n"
+            f"import json, sys\njson.dump(sys.argv[1:], open({str(message)!r}, 'w'))\nsys.exit(7)\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         code, _, _ = run(capsys, "run", "simpletuner", "--off", "--", "train", "--off", "--json", "a b")
         assert code == 7
-        assert json.loads(told.read_text()) == ["train", "--off", "--json", "a b"]
+        assert json.loads(message.read_text()) == ["train", "--off", "--json", "a b"]

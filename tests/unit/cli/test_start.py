@@ -99,9 +99,9 @@ def test_a_full_disk_is_a_message_and_an_exit_code(capsys: pytest.CaptureFixture
 
 def test_another_error_of_the_operating_system_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert start(lambda session: (tmp_path / ("long" * 100)).stat().st_size) == 1
-    said = capsys.readouterr().err
-    assert "File name too long (ENAMETOOLONG)" in said
-    assert "try       shorten the name" in said
+    stated = capsys.readouterr().err
+    assert "File name too long (ENAMETOOLONG)" in stated
+    assert "try       shorten the name" in stated
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def test_the_demo_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
 )  # fmt: skip
 def test_with_json_an_error_is_one_object_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments, "--json") == 1
-    said = capsys.readouterr()
-    found = json.loads(said.out)
+    stated = capsys.readouterr()
+    found = json.loads(stated.out)
     assert found["ok"] is False
     assert found["error"]
-    assert "nothing" in said.err or "found" in said.err
+    assert "nothing" in stated.err or "found" in stated.err
     assert run(*arguments) == 1
     assert capsys.readouterr().out == ""
 

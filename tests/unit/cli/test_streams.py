@@ -53,9 +53,9 @@ class TestResultsOnStdout:
         assert run(writing) == (str(CLOSED_PIPE), "")
 
     def test_a_closed_descriptor_is_an_error(self, run: Run) -> None:
-        code, said = run(None)
+        code, stated = run(None)
         assert code == "1"
-        assert "it was closed when the command began" in said
+        assert "it was closed when the command began" in stated
 
     def test_errors_are_errors_whatever_happens_to_the_console(self) -> None:
         for place in ("/dev/full", os.devnull):
@@ -72,11 +72,11 @@ class TestResultsOnStdout:
 class TestWrites:
     def test_a_failing_write_points_the_descriptor_at_nothing_and_is_said_once(self) -> None:
         descriptor = os.open("/dev/full", os.O_WRONLY)
-        said: list[str] = []
+        stated: list[str] = []
         output = GuardedOutput("stderr", descriptor)
-        output.on_lost = said.append
+        output.on_lost = stated.append
         assert [output.write(b"a"), output.write(b"bc"), os.write(descriptor, b"d")] == [1, 2, 1]
-        assert said == ["stderr cannot be written (No space left on device): what follows is not shown there"]
+        assert stated == ["stderr cannot be written (No space left on device): what follows is not shown there"]
         os.close(descriptor)
 
     def test_a_result_that_is_lost_ends_the_command_at_every_write(self) -> None:
@@ -94,13 +94,13 @@ class TestWrites:
         monkeypatch.setattr("gracetune.cli.streams.PATIENCE_S", 0.05)
         reading, writing = os.pipe()
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-        said: list[str] = []
+        stated: list[str] = []
         output = GuardedOutput("stderr", writing)
-        output.on_lost = said.append
+        output.on_lost = stated.append
         output.leave_out_when_stuck()
         for _ in range(30):
             assert output.write(b"x" * 299 + b"\n") == 300
-        assert len(said) == 1
+        assert len(stated) == 1
         assert os.get_blocking(writing), "other processes write to it too"
         taken = os.read(reading, 1 << 16)
         output.write(b"back\n")

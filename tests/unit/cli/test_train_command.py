@@ -14,7 +14,7 @@ from gracetune.errors import ConfigError
 
 
 @pytest.mark.parametrize("resume", ["", "  "])
-def test_resuming_from_nothing_is_refused(resume: str) -> None:
+def test_resuming_from_nothing_is_rejected(resume: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_training(TrainRequest(Path("config.yaml"), resume=resume), Session(Environment({})))
     (problem,) = caught.value.problems

@@ -13,16 +13,16 @@ from rich.console import Console
 from gracetune.cli.library_output import libraries_quiet
 from gracetune.cli.log_level import LogLevel, logging_at
 from gracetune.cli.train_view import bars
-from gracetune.telemetry.progress import Standing
+from gracetune.telemetry.progress import RunStatus
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_a_narrow_terminal_shows_how_far_the_run_is(width: int) -> None:
-    standing = Standing(1234, 20000, 0.1234, "high_noise", 1.52, {"device": 65 * 2**30}, memory_stage=1)
+    status = RunStatus(1234, 20000, 0.1234, "high_noise", 1.52, {"device": 65 * 2**30}, memory_stage=1)
     written = io.StringIO()
     console = Console(file=written, width=width, force_terminal=True, color_system=None)
     shown = bars(console)
-    shown.add_task("training", total=20000, completed=1234, more=standing.line().partition(" · ")[2])
+    shown.add_task("training", total=20000, completed=1234, more=status.line().partition(" · ")[2])
     console.print(shown.get_renderable())
     line = written.getvalue().rstrip("\n")
     assert "\n" not in line
@@ -32,17 +32,17 @@ def test_a_narrow_terminal_shows_how_far_the_run_is(width: int) -> None:
 
 
 def test_what_nobody_can_act_on_is_not_shown() -> None:
-    with warnings.catch_warnings(record=True) as told, libraries_quiet():
+    with warnings.catch_warnings(record=True) as last_shown, libraries_quiet():
         torch.nn.utils.weight_norm(torch.nn.Linear(2, 2))
         warnings.warn("another one", FutureWarning, stacklevel=1)
-    assert [str(one.message) for one in told] == ["another one"]
+    assert [str(one.message) for one in last_shown] == ["another one"]
 
 
 def test_a_warning_of_python_is_told_without_the_code_it_came_from(capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[str] = []
-    with libraries_quiet(told.append):
+    last_shown: list[str] = []
+    with libraries_quiet(last_shown.append):
         warnings.warn("first\n  second", UserWarning, stacklevel=1)
-    assert (told, capsys.readouterr().err) == (["first second"], "")
+    assert (last_shown, capsys.readouterr().err) == (["first second"], "")
 
 
 @pytest.mark.parametrize(("level", "printed"), [("debug", 3), ("info", 2), ("warning", 1)])

@@ -42,10 +42,10 @@ def _measured(path: Path) -> dict[str, object]:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        told = pipe.read()
+        message = pipe.read()
     _, status, usage = os.wait4(child, 0)
     seconds = time.perf_counter() - began
-    found = json.loads(told) if told else {"outcome": f"ended by status {status}", "kib": usage.ru_maxrss}
+    found = json.loads(message) if message else {"outcome": f"ended by status {status}", "kib": usage.ru_maxrss}
     return {"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime, **found}
 
 

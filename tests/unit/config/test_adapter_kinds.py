@@ -47,10 +47,10 @@ def test_a_broken_package_stops_the_check_of_its_own_configs_only(tmp_path: Path
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    *refused, whole, ours = json.loads(done.stdout)["files"]
+    *rejected, whole, ours = json.loads(done.stdout)["files"]
     assert whole["problems"] == ours["problems"] == []
     assert not [note for note in ours["notes"] if "rank" in note], "what another algorithm claims is no note for LoRA"
-    for (kind, (_, found)), file in zip(BROKEN.items(), refused, strict=True):
+    for (kind, (_, found)), file in zip(BROKEN.items(), rejected, strict=True):
         (problem,) = file["problems"]
         assert found in problem["found"], kind
         assert kind in problem["key"]

@@ -182,7 +182,7 @@ def test_a_second_trainer_is_a_problem_and_the_first_is_still_checked(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["adapter", "embedding", "decorator", "guidance", "slider", "first_sample"])
-def test_other_things_to_train_are_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_other_things_to_train_are_rejected_by_name(tmp_path: Path, name: str) -> None:
     assert only_problem(tmp_path, **{name: {"train": True}}).key == f"config.process[0].{name}"
 
 
@@ -200,7 +200,7 @@ def test_every_problem_arrives_together(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_refusals_can_be_passed(tmp_path: Path) -> None:
+def test_rejections_can_be_passed(tmp_path: Path) -> None:
     keys = {"split_model_over_gpus": True}
     path = write(tmp_path, job(model=keys, train={"diff_output_preservation": True}))
     resolved = load(path, environment=Environment({}), allow_unsupported=True)
@@ -229,7 +229,7 @@ def test_a_section_that_is_no_mapping_is_a_problem(tmp_path: Path, section: str)
         f"job: extension\nconfig: {{name: x, process: [{{type: sd_trainer, train: {{steps: 0x{'f' * 9000}}}}}]}}\n",
     ],
 )
-def test_yaml_that_is_no_plain_data_is_refused(tmp_path: Path, text: str) -> None:
+def test_yaml_that_is_no_plain_data_is_rejected(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"contains itself|hundreds of digits"):
         load(write(tmp_path, text), environment=Environment({}))
 

@@ -258,7 +258,7 @@ def test_numbered_control_paths_win(tmp_path: Path) -> None:
     assert [item.path for item in found] == ["/data/cats", "/data/c1", "/data/c3"]
 
 
-def test_references_for_a_model_that_takes_none_are_refused(tmp_path: Path) -> None:
+def test_references_for_a_model_that_takes_none_are_rejected(tmp_path: Path) -> None:
     assert only_problem(tmp_path, model=FLUX, datasets=dataset(control_path="/data/c")).key.endswith("control_path")
     assert only(tmp_path, {"control_path": ""}, model=FLUX).conditioning == ()
 
@@ -281,7 +281,7 @@ def test_references_for_a_model_that_takes_none_are_refused(tmp_path: Path) -> N
         {"type": "slider"},
     ],
 )
-def test_what_changes_the_data_is_refused_by_name(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_what_changes_the_data_is_rejected_by_name(tmp_path: Path, keys: dict[str, Any]) -> None:
     assert only_problem(tmp_path, datasets=dataset(**keys)).key == f"config.process[0].datasets[0].{next(iter(keys))}"
 
 

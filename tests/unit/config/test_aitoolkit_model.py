@@ -79,7 +79,7 @@ def test_the_old_switches_name_our_families_too(tmp_path: Path, switch: str, fam
 
 
 @pytest.mark.parametrize("arch", OTHER_ARCHS)
-def test_models_we_do_not_train_are_refused_without_a_guess(tmp_path: Path, arch: str) -> None:
+def test_models_we_do_not_train_are_rejected_without_a_guess(tmp_path: Path, arch: str) -> None:
     problem = only_problem(tmp_path, model={"arch": arch, "name_or_path": "owner/name"})
     assert problem.key == "config.process[0].model.arch"
     assert problem.hint == "train it with ai-toolkit, or choose one of these models"
@@ -175,10 +175,10 @@ def test_a_float8_base_is_held_in_fp8(tmp_path: Path, qtype: str | None, dtype: 
 def test_the_plan_decides_what_few_bits_become(tmp_path: Path, qtype: str) -> None:
     resolved = read(tmp_path, model={**FLUX, "quantize": True, "quantize_te": False, "qtype": qtype})
     assert (resolved.config.model.base_precision, resolved.config.training.mixed_precision) == ("auto", "bf16")
-    (said,) = [text for text in resolved.notes if "model.quantize" in text]
+    (stated,) = [text for text in resolved.notes if "model.quantize" in text]
     kind, _, recovery = qtype.partition("|")
-    assert f"{kind} is asked for; decided by the memory plan" in said
-    assert ("owner/adapter.safetensors" in said and "is not loaded" in said) == bool(recovery)
+    assert f"{kind} is asked for; decided by the memory plan" in stated
+    assert ("owner/adapter.safetensors" in stated and "is not loaded" in stated) == bool(recovery)
 
 
 def test_an_accuracy_recovery_adapter_may_have_a_key_of_its_own(tmp_path: Path) -> None:
@@ -211,10 +211,10 @@ def test_a_text_encoder_has_a_type_of_its_own_except_in_wan(tmp_path: Path) -> N
 
 
 def test_a_text_encoder_follows_the_base_unless_it_is_told_not_to(tmp_path: Path) -> None:
-    asked = [text for text in read(tmp_path, model={**FLUX, "quantize": True}).notes if "more exact" in text]
-    assert len(asked) == 1
-    told = read(tmp_path, model={**FLUX, "quantize": True, "quantize_te": False}).notes
-    assert not any("more exact" in text for text in told)
+    requested = [text for text in read(tmp_path, model={**FLUX, "quantize": True}).notes if "more exact" in text]
+    assert len(requested) == 1
+    message = read(tmp_path, model={**FLUX, "quantize": True, "quantize_te": False}).notes
+    assert not any("more exact" in text for text in message)
 
 
 def test_what_quantising_cannot_be_combined_with(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_reference_that_is_no_path_is_named_where_it_stands(tmp_path: Path) ->
         {"model_paths": {"vae": "x"}},
     ],
 )
-def test_what_changes_the_model_is_refused_by_name(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_what_changes_the_model_is_rejected_by_name(tmp_path: Path, keys: dict[str, Any]) -> None:
     assert only_problem(tmp_path, model=keys).key == f"config.process[0].model.{next(iter(keys))}"
 
 

@@ -57,7 +57,7 @@ def test_layers_inside_some_modules_are_adapted(tmp_path: Path, keys: dict[str, 
     assert adapter(tmp_path, words).config.adapter.within == ("blocks",)
 
 
-def test_kinds_we_lack_are_refused_and_unknown_ones_corrected(tmp_path: Path) -> None:
+def test_kinds_we_lack_are_rejected_and_unknown_ones_corrected(tmp_path: Path) -> None:
     assert only_problem(tmp_path, network={"type": "lorm"}).key == "config.process[0].network.type"
     assert only_problem(tmp_path, network={"type": "lokrr"}).hint == "write `type: lokr`"
 
@@ -104,9 +104,9 @@ def test_lokr_is_full_rank_unless_told_otherwise_and_says_so(tmp_path: Path) -> 
     quiet = adapter(tmp_path, {"type": "lokr", "linear": 8, "linear_alpha": 4, "lokr_factor": 16})
     assert (quiet.config.adapter.full_rank, quiet.config.adapter.factor, quiet.config.adapter.alpha) == (True, 16, None)
     assert "full rank" in note(quiet, "lokr_full_rank")
-    told = adapter(tmp_path, {"type": "lokr", "lokr_full_rank": True})
-    assert told.config.adapter.full_rank is True
-    assert not [text for text in told.notes if "lokr" in text]
+    message = adapter(tmp_path, {"type": "lokr", "lokr_full_rank": True})
+    assert message.config.adapter.full_rank is True
+    assert not [text for text in message.notes if "lokr" in text]
     small = adapter(tmp_path, {"type": "lokr", "lokr_full_rank": False, "linear": 8})
     assert (small.config.adapter.full_rank, small.config.adapter.rank) == (False, 8)
 
@@ -152,11 +152,11 @@ def test_dropout_and_a_start(tmp_path: Path) -> None:
         {"lorm": {"do_conv": True}},
     ],
 )
-def test_what_changes_the_adapter_is_refused_by_name(tmp_path: Path, keys: dict[str, Any]) -> None:
+def test_what_changes_the_adapter_is_rejected_by_name(tmp_path: Path, keys: dict[str, Any]) -> None:
     assert only_problem(tmp_path, network=keys).key == f"config.process[0].network.{next(iter(keys))}"
 
 
-def test_kwargs_we_lack_are_refused(tmp_path: Path) -> None:
+def test_kwargs_we_lack_are_rejected(tmp_path: Path) -> None:
     problem = only_problem(tmp_path, network={"network_kwargs": {"full_if_contains": ["norm"]}})
     assert problem.key == "config.process[0].network.network_kwargs.full_if_contains"
 

@@ -90,7 +90,7 @@ def test_prodigy_and_automagic_move_a_rate_that_makes_no_sense(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", OTHER_OPTIMIZERS)
-def test_optimizers_we_lack_are_refused_with_their_options(tmp_path: Path, name: str) -> None:
+def test_optimizers_we_lack_are_rejected_with_their_options(tmp_path: Path, name: str) -> None:
     problem = only_problem(tmp_path, train={"optimizer": name, "optimizer_params": {"whatever": 1}})
     assert problem.key == "config.process[0].train.optimizer"
     assert "--allow-unsupported" in problem.hint
@@ -101,12 +101,12 @@ def test_a_misspelt_optimizer_is_corrected(tmp_path: Path) -> None:
     assert not set(OPTIMIZERS) & set(OTHER_OPTIMIZERS)
 
 
-def test_coupled_decay_is_refused(tmp_path: Path) -> None:
+def test_coupled_decay_is_rejected(tmp_path: Path) -> None:
     problem = only_problem(tmp_path, train={"optimizer": "adam", "optimizer_params": {"weight_decay": 0.1}})
     assert problem.hint == "write `optimizer: adamw`"
 
 
-def test_swapping_parameters_is_refused(tmp_path: Path) -> None:
+def test_swapping_parameters_is_rejected(tmp_path: Path) -> None:
     params = {"do_paramiter_swapping": True, "paramiter_swapping_factor": 0.5}
     problem = only_problem(tmp_path, train={"optimizer": "adafactor", "optimizer_params": params})
     assert problem.key.endswith("optimizer_params.do_paramiter_swapping")
@@ -152,7 +152,7 @@ def test_schedules_we_lack_are_named(tmp_path: Path, name: str, params: dict[str
     assert problem.key == f"config.process[0].train.{key}"
 
 
-def test_upstreams_linear_climbs_and_the_refusal_says_so(tmp_path: Path) -> None:
+def test_upstreams_linear_climbs_and_the_rejection_says_so(tmp_path: Path) -> None:
     problem = only_problem(tmp_path, train={"lr_scheduler": "linear"})
     assert "climbs from a third" in problem.expected
     assert "end_factor: 0.0" in problem.hint

@@ -33,7 +33,7 @@ BY_NAME = {peer["name"]: peer for peer in PEERS}
 
 
 @pytest.mark.parametrize("block", KEYS)
-def test_every_key_upstream_reads_is_mapped_harmless_or_refused(block: str) -> None:
+def test_every_key_upstream_reads_is_mapped_harmless_or_rejected(block: str) -> None:
     assert not set(KEYS[block]) - set(TABLES[block])
 
 
@@ -46,7 +46,7 @@ def outcome(path: Path, *, allow: bool) -> str | list[str]:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_published_job_is_accepted_or_refused_for_named_keys(tmp_path: Path, name: str) -> None:
+def test_a_published_job_is_accepted_or_rejected_for_named_keys(tmp_path: Path, name: str) -> None:
     peer = BY_NAME[name]
     path = write(tmp_path, peer["keys"], "job.json")
     assert outcome(path, allow=False) == peer["outcome"]
@@ -88,7 +88,7 @@ def test_the_published_edit_job_finds_its_three_references(tmp_path: Path) -> No
     assert config.validation.prompts[0].references == ("/path/to/1.png", "/path/to/2.png")
 
 
-def test_the_published_kontext_job_finds_its_pictures_inside_the_prompts(tmp_path: Path) -> None:
+def test_the_published_kontext_job_finds_its_images_inside_the_prompts(tmp_path: Path) -> None:
     prompt = allowed(tmp_path, "train_lora_flux_kontext_24gb").config.validation.prompts[0]
     assert (prompt.prompt, prompt.references) == ("a red kite above a beach", ("/path/to/control.jpg",))
 

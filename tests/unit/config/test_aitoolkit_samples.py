@@ -77,7 +77,7 @@ def test_dashes_that_are_no_flag_stay_in_the_text(tmp_path: Path) -> None:
     assert validation(tmp_path, {"prompts": [prompt]}).prompts[0].prompt == prompt
 
 
-def test_flags_we_lack_are_refused_and_misspelt_ones_corrected(tmp_path: Path) -> None:
+def test_flags_we_lack_are_rejected_and_misspelt_ones_corrected(tmp_path: Path) -> None:
     found = problems(tmp_path, sample={"prompts": ["a cat --p2 a dog", "a cat --stps 5", "a cat --w wide"]})
     assert set(found) == {"sample.prompts[0] --p2", "sample.prompts[1] --stps", "sample.prompts[2] --w"}
     assert found["sample.prompts[1] --stps"].hint == "write `--steps`"

@@ -148,7 +148,7 @@ def test_the_boundary_of_image_to_video_experts_is_named(tmp_path: Path) -> None
     assert "--set model.expert_boundary=0.875" in note(resolved, "wan22_14b_i2v")
 
 
-def test_timesteps_we_lack_are_refused_and_unknown_ones_corrected(tmp_path: Path) -> None:
+def test_timesteps_we_lack_are_rejected_and_unknown_ones_corrected(tmp_path: Path) -> None:
     assert "left out" not in only_problem(tmp_path, train={"timestep_type": "lognorm_blend"}).hint
     assert only_problem(tmp_path, train={"timestep_type": "sigmod"}).hint == "write `timestep_type: sigmoid`"
 
@@ -200,7 +200,7 @@ def test_later_denoising_steps_have_less_noise(sigmoid: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "window"),
+    ("keys", "noise_range"),
     [
         ({}, (0, 1000)),
         ({"min_denoising_steps": 0, "max_denoising_steps": 999}, (0, 1000)),
@@ -210,9 +210,9 @@ def test_later_denoising_steps_have_less_noise(sigmoid: bool) -> None:
         ({"min_denoising_steps": 100}, (0, 900)),
     ],
 )
-def test_a_window_of_denoising_steps(tmp_path: Path, keys: dict[str, int], window: tuple[int, int]) -> None:
+def test_a_window_of_denoising_steps(tmp_path: Path, keys: dict[str, int], noise_range: tuple[int, int]) -> None:
     objective = train(tmp_path, {"timestep_type": "linear", **keys}, model=FLUX).objective
-    assert (objective.min_timestep, objective.max_timestep) == window
+    assert (objective.min_timestep, objective.max_timestep) == noise_range
 
 
 def test_the_experts_own_windows_win(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_the_experts_own_windows_win(tmp_path: Path) -> None:
     assert "expert" in note(resolved, "min_denoising_steps")
 
 
-def test_a_window_of_shifted_timesteps_is_refused(tmp_path: Path) -> None:
+def test_a_window_of_shifted_timesteps_is_rejected(tmp_path: Path) -> None:
     problem = only_problem(tmp_path, model=FLUX, train={"timestep_type": "shift", "max_denoising_steps": 300})
     assert problem.key.endswith("train.max_denoising_steps")
 
@@ -267,7 +267,7 @@ def test_attention(tmp_path: Path, backend: str, ours: str) -> None:
     assert train(tmp_path, {"attention_backend": backend}).training.attention == ours
 
 
-def test_attention_in_eight_bits_is_refused_and_others_are_harmless(tmp_path: Path) -> None:
+def test_attention_in_eight_bits_is_rejected_and_others_are_harmless(tmp_path: Path) -> None:
     assert "8 bits" in only_problem(tmp_path, train={"attention_backend": "sage"}).expected
     assert "attention_backend" in note(read(tmp_path, train={"attention_backend": "flex"}), "harmless")
 
@@ -329,7 +329,7 @@ def test_cached_captions_make_unloading_harmless(tmp_path: Path) -> None:
         ("validation_config", {"validation_items": []}, None),
     ],
 )
-def test_what_changes_the_result_is_refused_unless_off(tmp_path: Path, name: str, on: Any, off: Any) -> None:
+def test_what_changes_the_result_is_rejected_unless_off(tmp_path: Path, name: str, on: Any, off: Any) -> None:
     assert only_problem(tmp_path, train={name: on}).key == f"config.process[0].train.{name}"
     assert read(tmp_path, train={name: off}).config == read(tmp_path).config
 
@@ -349,8 +349,8 @@ def test_saving_and_logging(tmp_path: Path) -> None:
 
 
 def test_uploads(tmp_path: Path) -> None:
-    asked = read(tmp_path, save={"push_to_hub": True, "hf_repo_id": "owner/name"}).config.checkpoints.push_to_hub
-    assert asked == PushToHub(repo_id="owner/name", private=False)
+    requested = read(tmp_path, save={"push_to_hub": True, "hf_repo_id": "owner/name"}).config.checkpoints.push_to_hub
+    assert requested == PushToHub(repo_id="owner/name", private=False)
     hidden = read(tmp_path, save={"push_to_hub": True, "hf_repo_id": "a/b", "hf_private": True})
     assert hidden.config.checkpoints.push_to_hub == PushToHub(repo_id="a/b", private=True)
     assert read(tmp_path, save={"hf_repo_id": "a/b"}).config.checkpoints.push_to_hub is None

@@ -22,7 +22,7 @@ from gracetune.config.dialects.table import (
     apply,
     check,
     noted,
-    refused,
+    rejected,
 )
 from gracetune.config.dialects.values import as_number
 from gracetune.config.draft import Draft, Origin
@@ -44,7 +44,7 @@ def test_every_key_says_what_is_done_with_it(table: KeyTable[Any]) -> None:
         else:
             assert key.note
             assert key.path is None
-        if key.effect is Effect.REFUSED:
+        if key.effect is Effect.REJECTED:
             assert key.unless is not None  # some value of it must be allowed: a file may have the peer's default
 
 
@@ -71,7 +71,7 @@ OPTIONS: KeyTable[int] = KeyTable(
     Key("learning_rate", ("optimizer", "lr"), as_number, default=1e-3),
     KeyRule(_length, "images"),
     *noted("not used", "threads colour", IsFalse()),
-    refused("magic", OneOf((0,)), "0: there is none"),
+    rejected("magic", OneOf((0,)), "0: there is none"),
 )
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.config.draft import Draft, Origin, Path, Said, describe, dotted, parse_path, visible
+from gracetune.config.draft import Draft, Origin, Path, UnquotedText, describe, dotted, parse_path, visible
 
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True)
 PATHS = st.tuples(NAMES, st.lists(st.one_of(NAMES, st.integers(0, 5)), max_size=5)).map(lambda p: (p[0], *p[1]))
@@ -81,13 +81,13 @@ def test_found_values_are_described_as_their_writer_knows_them() -> None:
 def test_a_value_inside_another_is_named_with_its_place_in_it() -> None:
     draft = Draft("f")
     draft.put(("adapter", "targets"), ["a", 3], Origin("file", "modules", "f.json"))
-    assert draft.place(("adapter", "targets", 1)) == ("modules[1]", "f.json")
+    assert draft.written_key(("adapter", "targets", 1)) == ("modules[1]", "f.json")
     draft.put(("adapter",), {"targets": [3]}, Origin("flag", "--set adapter"))
-    assert draft.place(("adapter", "targets", 0)) == ("--set adapter.targets[0]", None)
+    assert draft.written_key(("adapter", "targets", 0)) == ("--set adapter.targets[0]", None)
 
 
 def test_our_own_words_are_not_quoted() -> None:
-    assert (describe(Said("an unset variable")), describe("an unset variable")) == (
+    assert (describe(UnquotedText("an unset variable")), describe("an unset variable")) == (
         "an unset variable",
         '"an unset variable"',
     )

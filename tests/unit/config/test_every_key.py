@@ -86,7 +86,7 @@ ALREADY = {
     ("datasets", "cache_text_embeddings"): "captions are always cached",
 }
 """Keys that ask for what is done anyway."""
-ONLY_REFUSED = {
+ONLY_REJECTED = {
     "train": ("noise_scheduler",),
     "datasets": ("trim_auto_frame_count_tail", "control_transparent_color", "controls"),
     "model": (
@@ -144,7 +144,7 @@ def test_every_key_of_ai_toolkit_acts(plain: tuple[Path, list[Outcome]], block: 
     folder, bases = plain
     dead = []
     for key, row in TABLES[block].keys.items():
-        read = row.effect is Effect.ACTS and key not in ONLY_REFUSED.get(block, ())
+        read = row.effect is Effect.ACTS and key not in ONLY_REJECTED.get(block, ())
         if (block, key) not in ALREADY and not any(
             _acts_in(folder, document, base, block, key, read=read) for document, base in zip(JOBS, bases, strict=True)
         ):

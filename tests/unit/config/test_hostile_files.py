@@ -91,11 +91,11 @@ def sources() -> list[tuple[str, str]]:
 def mutated(text: str, rng: random.Random) -> str:
     for _ in range(rng.choice((1, 1, 2, 5))):
         start, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
-        piece = text[start : min(end, start + rng.choice((1, 10, 200)))]
+        chunk = text[start : min(end, start + rng.choice((1, 10, 200)))]
         many = rng.choice((1, 2, 50, 5_000, 200_000))
-        splice = rng.choice((rng.choice(SPLICES), piece, piece[::-1]))
+        splice = rng.choice((rng.choice(SPLICES), chunk, chunk[::-1]))
         splice = (splice * many)[: rng.choice((100, 10_000, LARGEST_FILE))]
-        kept = rng.choice((start, start + len(piece), end))
+        kept = rng.choice((start, start + len(chunk), end))
         text = (text[:start] + splice + text[kept:])[: 2 * LARGEST_FILE]
     return text
 

@@ -29,7 +29,7 @@ PLAIN: dict[str, Any] = {
     "datasets": [{"id": "a", "path": "a"}, {"id": "b", "path": "b"}],
     "training": {"max_steps": 10},
 }
-ASKED = [
+REQUESTED = [
     ("adapter.full_rank=true", "--set adapter.kind=lokr"),
     ("adapter.factor=4", "--set adapter.kind=lokr"),
     ("adapter.decompose_both=true", "--set adapter.kind=lokr"),
@@ -69,21 +69,21 @@ def idle(resolved: Resolved) -> list[str]:
     return [note for note in resolved.notes if ": no effect, because " in note]
 
 
-@pytest.mark.parametrize(("asked", "remedy"), ASKED)
-def test_the_note_names_the_key_and_what_to_type(tmp_path: Path, asked: str, remedy: str) -> None:
-    [note] = idle(read(tmp_path, *NEEDED.get(asked, ()), asked))
-    assert note.startswith(f"--set {asked.partition('=')[0]}: ")
+@pytest.mark.parametrize(("requested", "remedy"), REQUESTED)
+def test_the_note_names_the_key_and_what_to_type(tmp_path: Path, requested: str, remedy: str) -> None:
+    [note] = idle(read(tmp_path, *NEEDED.get(requested, ()), requested))
+    assert note.startswith(f"--set {requested.partition('=')[0]}: ")
     assert note.endswith(f"; {remedy}")
 
 
-@pytest.mark.parametrize(("asked", "remedy"), [row for row in ASKED if row[1].startswith("--set")])
-def test_what_to_type_makes_the_key_count(tmp_path: Path, asked: str, remedy: str) -> None:
+@pytest.mark.parametrize(("requested", "remedy"), [row for row in REQUESTED if row[1].startswith("--set")])
+def test_what_to_type_makes_the_key_count(tmp_path: Path, requested: str, remedy: str) -> None:
     more = (
         ["training.ramp.initial_effective_batch_size=1", "training.ramp.batch_rampup_steps=4"]
-        if "ramp" in asked
+        if "ramp" in requested
         else []
     )
-    found = read(tmp_path, *NEEDED.get(asked, ()), asked, *more, *remedy.replace("--set", "").split())
+    found = read(tmp_path, *NEEDED.get(requested, ()), requested, *more, *remedy.replace("--set", "").split())
     assert idle(found) == []
 
 
@@ -156,17 +156,19 @@ def test_published_configs_hear_of_nothing_they_do_not_set(tmp_path: Path) -> No
     assert set().union(*found) == {"ema_update_interval", "conv", "conv_alpha"}
 
 
-_VALUES = st.sampled_from([row[0] for row in ASKED])
+_VALUES = st.sampled_from([row[0] for row in REQUESTED])
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(asked=st.lists(_VALUES, unique_by=lambda text: text.partition("=")[0]), kind=st.sampled_from(["lora", "lokr"]))
-def test_every_key_is_named_once_or_counts(tmp_path: Path, asked: list[str], kind: str) -> None:
-    found = read(tmp_path, *asked, f"adapter.kind={kind}")
+@given(
+    requested=st.lists(_VALUES, unique_by=lambda text: text.partition("=")[0]), kind=st.sampled_from(["lora", "lokr"])
+)
+def test_every_key_is_named_once_or_counts(tmp_path: Path, requested: list[str], kind: str) -> None:
+    found = read(tmp_path, *requested, f"adapter.kind={kind}")
     named = [name.removeprefix("--set ") for note in idle(found) for name in note.partition(": no")[0].split(", ")]
     rows = [switch for switch in switches(found.config, Draft("x")) if switch.off]
-    off = {f"{switch.where}.{key}" for switch in rows for key in switch.keys.split()}
-    assert sorted(named) == sorted({text.partition("=")[0] for text in asked} & off)
+    off = {f"{switch.location}.{key}" for switch in rows for key in switch.keys.split()}
+    assert sorted(named) == sorted({text.partition("=")[0] for text in requested} & off)
 
 
 def test_the_table_names_keys_there_are(tmp_path: Path) -> None:

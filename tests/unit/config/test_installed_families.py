@@ -82,7 +82,7 @@ def test_what_a_package_lacks_is_named(package: str, module: str, name: str, fou
         ),
     ],
 )
-def test_a_part_that_says_another_familys_name_is_refused(
+def test_a_part_that_says_another_familys_name_is_rejected(
     package: str, tmp_path: Path, module: str, name: str, code: str
 ) -> None:
     (tmp_path / package / f"{module}.py").write_text(code)
@@ -95,7 +95,7 @@ def test_a_part_that_says_another_familys_name_is_refused(
 
 
 @pytest.mark.parametrize("points", [(("wan", "p"),), (("mine", "p"), ("mine", "q"))])
-def test_a_name_that_is_taken_is_refused_as_soon_as_it_is_asked_for(points: tuple[tuple[str, str], ...]) -> None:
+def test_a_name_that_is_taken_is_rejected_as_soon_as_it_is_asked_for(points: tuple[tuple[str, str], ...]) -> None:
     families = installed(*points)
     with pytest.raises(ConfigError, match="two families of this name"):
         families.part(points[0][0], "keys", "KEYS")
@@ -134,11 +134,11 @@ def test_a_familys_name_is_known_to_configs_as_soon_as_it_is_installed(tmp_path:
     )
     command = [sys.executable, "-c", both, str(config)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    schema, _, refused = done.stdout.partition("\0")
+    schema, _, rejected = done.stdout.partition("\0")
     families = json.loads(schema)["$defs"]["Model"]["properties"]["family"]["enum"]
     assert families == [*FAMILIES, "outside"]
     assert done.returncode == 1
-    assert "no_such_package.names cannot be imported" in refused + done.stderr
+    assert "no_such_package.names cannot be imported" in rejected + done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -172,9 +172,9 @@ def test_a_broken_package_stops_the_check_of_its_own_configs_only(tmp_path: Path
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    *refused, accepted = json.loads(done.stdout)["files"]
+    *rejected, accepted = json.loads(done.stdout)["files"]
     assert accepted["problems"] == []
-    for (family, (_, found)), file in zip(broken.items(), refused, strict=True):
+    for (family, (_, found)), file in zip(broken.items(), rejected, strict=True):
         (problem,) = file["problems"]
         assert problem["key"] == f"the installed family {family}"
         assert found in problem["found"]

@@ -90,7 +90,7 @@ def test_any_text_becomes_a_file_name(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", " ", ".", "..", "a/b", "a\\b", "/", "a\0b", "x" * 201, "é" * 101])
-def test_what_is_no_file_name_is_refused(name: str) -> None:
+def test_what_is_no_file_name_is_rejected(name: str) -> None:
     with pytest.raises(ValidationError):
         FILE_NAME.validate_python(name)
 

@@ -38,20 +38,20 @@ def test_samples_of_published_jobs_can_be_drawn(name: str, tmp_path: Path, tiny_
     assert flavour is not None
     spec, folder = spec_of(config.model.family), tiny_model(config.model.family, flavour.name)
     facts = spec.inspect(ModelSource(str(folder), folder))
-    for asked in requests_of(config):
-        pictures = tuple(Image.new("RGB", (64, 64)) for _ in asked.references)
-        spec.check_sample(replace(asked.request, references=pictures), facts)
+    for requested in requests_of(config):
+        images = tuple(Image.new("RGB", (64, 64)) for _ in requested.references)
+        spec.check_sample(replace(requested.request, references=images), facts)
 
 
 def test_frames_are_rounded_as_upstream_rounds_them(tmp_path: Path) -> None:
     found = resolved(tmp_path, "train_lora_wan21_1b_24gb")
     assert found.config.validation.num_frames == 41
     assert any("num_frames: 40 frames are drawn as 41" in note for note in found.notes)
-    asked = resolved(tmp_path, "train_lora_wan21_1b_24gb", "validation.num_frames=40").config
-    assert asked.validation.num_frames == 40, "a flag is meant as it is said"
+    requested = resolved(tmp_path, "train_lora_wan21_1b_24gb", "validation.num_frames=40").config
+    assert requested.validation.num_frames == 40, "a flag is meant as it is said"
 
 
-def test_a_sample_without_a_picture_is_left_out_where_the_model_starts_from_one(tmp_path: Path) -> None:
+def test_a_sample_without_a_image_is_left_out_where_the_model_starts_from_one(tmp_path: Path) -> None:
     none = resolved(tmp_path, "ui:wan22_14b_i2v")
     assert none.config.validation.prompts == ()
     assert any("not drawn, because i2v-14b-2.2 starts from a picture" in note for note in none.notes)

@@ -93,7 +93,7 @@ def test_the_switch_decides_and_else_the_caches(
     resolved = resolve(tmp_path, {"cache": cache, "memory": memory}, environment=environment)
     assert resolved.config.memory.enable_uvm_hints is switch
     found = hints_of(resolved.config)
-    assert (found.on, found.asked) == (hints, switch is True)
+    assert (found.on, found.requested) == (hints, switch is True)
     overruled = [note for note in resolved.notes if "overruled" in note]
     assert bool(overruled) == (variable == "0" and "text_cache_type" in cache)
 
@@ -209,7 +209,7 @@ def test_an_id_twice_names_the_other_dataset_as_its_key_does(tmp_path: Path) -> 
     assert found["datasets[2].id"].hint == "datasets[1] has this id: rename one of the two"
 
 
-def test_an_edit_model_without_edit_sources_is_refused(tmp_path: Path) -> None:
+def test_an_edit_model_without_edit_sources_is_rejected(tmp_path: Path) -> None:
     edit = {"model": {"family": "qwen_image", "flavour": "edit-2509"}}
     target = {"id": "after", "path": "a"}
     sources = {"id": "before", "path": "b", "dataset_type": "conditioning", "conditioning_type": "reference_loose"}

@@ -68,7 +68,7 @@ def placed(config: Any, path: tuple[Any, ...], secret: str, form: str, name: str
     return config
 
 
-def said_about(path: Path, environment: Environment, overrides: list[str]) -> str:
+def text_about(path: Path, environment: Environment, overrides: list[str]) -> str:
     checked = check_file(path, environment, overrides, allow_unsupported=True, paths=False)
     texts = [json.dumps(checked.as_json()), str(checked.problems), *checked.notes]
     try:
@@ -95,7 +95,7 @@ def test_no_secret_of_a_file_is_repeated(tmp_path: Path, data: st.DataObject, se
         text = text[: data.draw(st.integers(1, len(text)))]
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "datasets.json").write_text(json.dumps([{**DATASETS[0], name: secret}]))
-    assert secret not in said_about(tmp_path / "config.json", Environment({}), [])
+    assert secret not in text_about(tmp_path / "config.json", Environment({}), [])
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -107,7 +107,7 @@ def test_nor_one_of_a_flag_or_of_the_environment(tmp_path: Path, data: st.DataOb
              "datasets[0].path=https://{}@host/x", "datasets[9].password={}", "name=https://me:{}@host/"]  # fmt: skip
     chosen = data.draw(st.lists(st.sampled_from(flags), max_size=3))
     environment = Environment({"SOME_TOKEN": secret, "GH200_UVM_SECRET": secret, "HTTPS_PROXY": f"http://a:{secret}@p"})
-    assert secret not in said_about(file, environment, [one.format(secret) for one in chosen])
+    assert secret not in text_about(file, environment, [one.format(secret) for one in chosen])
 
 
 @pytest.mark.parametrize(
@@ -171,10 +171,10 @@ def test_a_wrong_value_of_a_secret_is_not_shown(tmp_path: Path) -> None:
     values["datasets"][0] |= {"path": "s3://b", "storage": {"secret_access_key": 123456789}}
     path = tmp_path / "c.json"
     path.write_text(json.dumps(values))
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         load(path, environment=Environment({}))
-    assert "datasets[0].storage.secret_access_key" in str(refused.value)
-    assert "123456789" not in str(refused.value)
+    assert "datasets[0].storage.secret_access_key" in str(rejected.value)
+    assert "123456789" not in str(rejected.value)
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ def test_edit_pairs(tmp_path: Path) -> None:
     )
 
 
-def test_several_references_are_used_together_or_refused(tmp_path: Path) -> None:
+def test_several_references_are_used_together_or_rejected(tmp_path: Path) -> None:
     others = [{"id": name, "dataset_type": "conditioning", "conditioning_type": "reference_loose",
                "instance_data_dir": name} for name in ("b", "c")]  # fmt: skip
     datasets = [{**ENTRY, "conditioning_data": ["b", "c"]}, *others]
@@ -353,7 +353,7 @@ def test_storage_we_do_not_read_is_one_problem(tmp_path: Path, storage: Any) -> 
         ({"caption_file_extensions": ["txt", "md"]}, "[0].caption_file_extensions", "txt"),
     ],
 )
-def test_mistakes_and_refusals(tmp_path: Path, entry: dict[str, Any], key: str, hint: str) -> None:
+def test_mistakes_and_rejections(tmp_path: Path, entry: dict[str, Any], key: str, hint: str) -> None:
     found = entry_problems(tmp_path, entry)
     assert key in found
     assert hint in found[key]
@@ -364,8 +364,8 @@ def test_a_list_that_is_none(tmp_path: Path, entries: Any) -> None:
     assert len(problems(tmp_path, datasets=entries)) == 1
 
 
-@pytest.mark.parametrize("name", sorted(ENTRY_KEYS.names(Effect.REFUSED)))
-def test_keys_we_do_not_do_are_refused_when_set(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", sorted(ENTRY_KEYS.names(Effect.REJECTED)))
+def test_keys_we_do_not_do_are_rejected_when_set(tmp_path: Path, name: str) -> None:
     off, why = ENTRY_KEYS.keys[name].unless, ENTRY_KEYS.keys[name].note
     assert isinstance(off, Off)
     default = off.defaults[0]
@@ -397,6 +397,6 @@ def test_no_key_is_dropped_in_silence(tmp_path: Path, name: str) -> None:
 
 def test_a_choice_of_samples_is_a_note(tmp_path: Path) -> None:
     entries = [{"id": "a", "type": "local", "instance_data_dir": str(tmp_path)}]
-    for most, said in ((10, True), (0, False), (None, False)):
+    for most, stated in ((10, True), (0, False), (None, False)):
         notes = resolve(tmp_path, datasets=[{**entries[0], "max_num_samples": most}]).notes
-        assert any("max_num_samples" in one for one in notes) is said
+        assert any("max_num_samples" in one for one in notes) is stated

@@ -22,7 +22,7 @@ from gracetune.config.dialects.simpletuner.keys import (
     Off,
 )
 from gracetune.config.dialects.simpletuner.optimizer import MATCHES, OTHERS
-from gracetune.config.dialects.simpletuner.reader import KNOWN, OPTIONS, OURS
+from gracetune.config.dialects.simpletuner.reader import OPTIONS, OURS, SUPPORTED
 from gracetune.config.dialects.table import Effect
 from gracetune.config.families import readable_names
 from gracetune.errors import ConfigError
@@ -33,7 +33,7 @@ UPSTREAM: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))["optio
 ADDED = {*OURS, *GUIDES, "datasets", "data_backend"}
 """What the GH200 guides and we ourselves add to the dialect."""
 REMOVED = {key.name for key in REMOVED_UPSTREAM}
-REFUSED: dict[str, Off] = {key.name: key.unless for key in NOT_DONE if isinstance(key.unless, Off)}
+REJECTED: dict[str, Off] = {key.name: key.unless for key in NOT_DONE if isinstance(key.unless, Off)}
 GATES: dict[str, str] = {key.name: key.unless.behind for key in GATED if isinstance(key.unless, Off)}
 
 
@@ -47,7 +47,7 @@ TABLES = {
     "harmless": listed(HARMLESS),
     "samples only": listed(SAMPLES_ONLY),
     "inert": listed(WITHOUT_EFFECT),
-    "refused": {*REFUSED},
+    "refused": {*REJECTED},
     "gated": {*GATES},
 }
 NOT_UPSTREAM = ADDED | REMOVED | set(ALIASES)
@@ -76,42 +76,44 @@ def test_the_tables_hold_nothing_that_nobody_knows() -> None:
     assert not NOT_UPSTREAM & set(UPSTREAM)
 
 
-def test_refusals_know_the_default_they_compare_with() -> None:
-    assert {name: refusal.defaults for name, refusal in REFUSED.items()} == {
-        name: (UPSTREAM[name],) for name in REFUSED
+def test_rejections_know_the_default_they_compare_with() -> None:
+    assert {name: rejection.defaults for name, rejection in REJECTED.items()} == {
+        name: (UPSTREAM[name],) for name in REJECTED
     }
 
 
 def test_switches_and_the_options_behind_them_exist() -> None:
-    wanted = {name for refusal in REFUSED.values() for name in (refusal.switch, refusal.same_as, refusal.off_by)}
+    wanted = {
+        name for rejection in REJECTED.values() for name in (rejection.switch, rejection.same_as, rejection.off_by)
+    }
     assert (wanted - {""}) | set(GATES.values()) <= set(UPSTREAM)
 
 
 def test_env_names_lead_to_known_options() -> None:
-    assert {option.partition("=")[0] for option in ENV_NAMES.values()} <= KNOWN
+    assert {option.partition("=")[0] for option in ENV_NAMES.values()} <= SUPPORTED
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_an_option_we_do_not_do_is_refused_when_on_and_passes_when_off(tmp_path: Path, name: str) -> None:
-    refusal = REFUSED[name]
+@pytest.mark.parametrize("name", sorted(REJECTED))
+def test_an_option_we_do_not_do_is_rejected_when_on_and_passes_when_off(tmp_path: Path, name: str) -> None:
+    rejection = REJECTED[name]
     acts = [names.family for names in readable_names() if name in names.simpletuner.own_options]
-    assert bool(acts) == refusal.of_families
+    assert bool(acts) == rejection.of_families
     family = acts[0] if acts else "wan"
     flavours = {"wan": "t2v-480p-14b-2.1", "flux": "dev", "sdxl": "base-1.0"}
     around: dict[str, Any] = {"model_family": family, "model_flavour": flavours[family]}
-    if refusal.switch:
-        around[refusal.switch] = True if refusal.switch.startswith("use_") else 0.1
-    if refusal.lora_type == "lycoris":
+    if rejection.switch:
+        around[rejection.switch] = True if rejection.switch.startswith("use_") else 0.1
+    if rejection.lora_type == "lycoris":
         around |= {"lora_type": "lycoris", "lycoris_config": "lycoris.json"}
         (tmp_path / "lycoris.json").write_text('{"algo": "lokr", "apply_preset": {"target_module": ["Attention"]}}')
     datasets = [{"id": "a", "instance_data_dir": "a", "dataset_type": "image"}]
-    value = SWITCHED_ON.get(name, True if refusal.defaults == (False,) else "something")
+    value = SWITCHED_ON.get(name, True if rejection.defaults == (False,) else "something")
     found = problems(tmp_path, {**around, name: value}, datasets=datasets)
     assert list(found) == [name]
     assert found[name].expected == OPTIONS.keys[name].note
     allowed = resolve(tmp_path, {**around, name: value}, datasets=datasets, allow_unsupported=True)
     assert any(note.startswith(f"{name}:") for note in allowed.notes)
-    resolve(tmp_path, {**around, name: refusal.defaults[0]}, datasets=datasets)
+    resolve(tmp_path, {**around, name: rejection.defaults[0]}, datasets=datasets)
 
 
 @pytest.mark.parametrize("name", sorted(TABLES["harmless"] | TABLES["samples only"] | TABLES["inert"] | REMOVED))
@@ -127,7 +129,7 @@ def test_an_option_behind_a_switch_that_is_off_says_so(tmp_path: Path, name: str
     assert notes[-1].startswith("without effect")
 
 
-def test_what_stands_behind_a_refused_switch_is_not_said_to_be_without_effect(tmp_path: Path) -> None:
+def test_what_stands_behind_a_rejected_switch_is_not_said_to_be_without_effect(tmp_path: Path) -> None:
     found = problems(tmp_path, {"crepa_enabled": True, "crepa_lambda": 0.5})
     assert list(found) == ["crepa_enabled"]
 

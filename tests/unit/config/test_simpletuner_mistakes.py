@@ -12,7 +12,7 @@ from gracetune.errors import Problem
 from unit.config.simpletuner_files import DATASETS, EMPTY, IMAGES, problems, resolve, write
 
 
-def refused(path: Path) -> UnresolvedError:
+def rejected(path: Path) -> UnresolvedError:
     with pytest.raises(UnresolvedError) as caught:
         load(path, environment=EMPTY)
     return caught.value
@@ -86,13 +86,13 @@ def test_a_ramp_that_ends_where_it_begins_does_not_grow(tmp_path: Path) -> None:
     ],
 )
 def test_what_an_env_file_leaves_to_the_shell(tmp_path: Path, line: str, left: str | None) -> None:
-    error = refused(write(tmp_path, "config.env", f"MODEL_FAMILY=wan\n{line}\n"))
+    error = rejected(write(tmp_path, "config.env", f"MODEL_FAMILY=wan\n{line}\n"))
     notes = [note.partition(": ")[2] for note in error.notes if "left to your shell" in note]
     assert notes == ([left] if left else [])
 
 
 def test_hints_for_an_env_file_are_lines_of_an_env_file(tmp_path: Path) -> None:
-    error = refused(write(tmp_path, "config.env", "NUM_EPOCHS=0\nMODEL_FAMLY=wan\n"))
+    error = rejected(write(tmp_path, "config.env", "NUM_EPOCHS=0\nMODEL_FAMLY=wan\n"))
     found = {problem.key: problem for problem in error.problems}
     assert found["MODEL_FAMLY"].hint == "write MODEL_FAMILY=wan"
     assert found["output_dir"].hint == "add OUTPUT_DIR=output/my-run"
@@ -108,13 +108,13 @@ def test_hints_for_an_env_file_are_lines_of_an_env_file(tmp_path: Path) -> None:
     ("config.json", '{"model_family": "wan"}', 'add "output_dir": "output/my-run"'),
 ])  # fmt: skip
 def test_hints_are_written_as_the_file_is(tmp_path: Path, name: str, text: str, hint: str) -> None:
-    found = {problem.key: problem for problem in refused(write(tmp_path, name, text)).problems}
+    found = {problem.key: problem for problem in rejected(write(tmp_path, name, text)).problems}
     assert found["output_dir"].hint == hint
 
 
 def test_an_env_file_adds_to_its_variables(tmp_path: Path) -> None:
     text = "MODEL_FAMILY=wan\nTRAINER_EXTRA_ARGS=--lora_rank=8\nTRAINER_EXTRA_ARGS+=' --no_such_option'\n"
-    keys = [problem.key for problem in refused(write(tmp_path, "config.env", text)).problems]
+    keys = [problem.key for problem in rejected(write(tmp_path, "config.env", text)).problems]
     assert "--no_such_option" in keys
 
 
@@ -137,7 +137,7 @@ def test_a_value_taken_out_at_the_gate_is_one_problem(tmp_path: Path) -> None:
     path = write(tmp_path, "config.yaml", "model_family: wan\nmodel_type: lora\noutput_dir: o\noptimizer: adamw_bf16\n"
                  "max_train_steps: .nan\nnum_train_epochs: 1\nlearning_rate: .inf\n"
                  "datasets: [{id: a, instance_data_dir: d, repeats: .nan}]\n")  # fmt: skip
-    assert [problem.key for problem in refused(path).problems] == [
+    assert [problem.key for problem in rejected(path).problems] == [
         "max_train_steps", "learning_rate", "datasets[0].repeats"
     ]  # fmt: skip
 

@@ -107,7 +107,7 @@ def test_the_strength_of_an_assistant_is_fixed(tmp_path: Path) -> None:
 def test_default_flavours_are_simpletuners(tmp_path: Path, family: str, flavour: str) -> None:
     resolved = resolve(tmp_path, {"model_family": family, "model_flavour": ...}, datasets=IMAGES)
     assert resolved.config.model.flavour == flavour
-    assert resolved.origins["model", "flavour"].where == "SimpleTuner"
+    assert resolved.origins["model", "flavour"].location == "SimpleTuner"
 
 
 def test_a_default_flavour_we_lack_has_to_be_chosen(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gracetune.config import Environment, Resolved, load
-from gracetune.config.dialects.simpletuner.reader import KNOWN
+from gracetune.config.dialects.simpletuner.reader import SUPPORTED
 from gracetune.errors import ConfigError
 from unit.config.simpletuner_files import GOOD, LYCORIS, write
 from unit.config.strategies import PLAIN, TEXT, mutated
@@ -73,7 +73,7 @@ def test_mutated_files(tmp_path_factory: pytest.TempPathFactory, name: str, data
 
 
 @slow_enough
-@given(st.dictionaries(st.sampled_from(sorted(KNOWN)), PLAIN, min_size=1, max_size=12))
+@given(st.dictionaries(st.sampled_from(sorted(SUPPORTED)), PLAIN, min_size=1, max_size=12))
 def test_any_value_for_any_option(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
     outcome(tmp_path_factory.mktemp("run"), {**FILES, "config.json": {**RICH, **values}})
 

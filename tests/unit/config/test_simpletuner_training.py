@@ -153,15 +153,15 @@ def test_optimizer_settings(tmp_path: Path) -> None:
         ({"flow_schedule_auto_shift": "perhaps"}, "flow_schedule_auto_shift", "true or false"),
     ],
 )
-def test_what_is_refused_names_its_key(tmp_path: Path, changes: dict[str, Any], key: str, hint: str) -> None:
+def test_what_is_rejected_names_its_key(tmp_path: Path, changes: dict[str, Any], key: str, hint: str) -> None:
     found = problems(tmp_path, changes)
     assert list(found) == [key]
     assert hint in found[key].hint
 
 
 def test_uploading(tmp_path: Path) -> None:
-    asked = {"push_to_hub": True, "hub_model_id": "https://huggingface.co/a/b/", "push_checkpoints_to_hub": "true"}
-    found = config(tmp_path, asked).checkpoints.push_to_hub
+    requested = {"push_to_hub": True, "hub_model_id": "https://huggingface.co/a/b/", "push_checkpoints_to_hub": "true"}
+    found = config(tmp_path, requested).checkpoints.push_to_hub
     assert found is not None
     assert (found.repo_id, found.private, found.every_checkpoint) == ("a/b", True, True)
     named = config(tmp_path, {"push_to_hub": True, "tracker_project_name": "mine", "model_card_private": False})
@@ -205,7 +205,7 @@ def test_validation_defaults_and_switches(tmp_path: Path) -> None:
     assert config(tmp_path, {"validation_epoch_interval": 1.0}).validation.every_epochs == 1
 
 
-def test_pictures_to_start_from(tmp_path: Path) -> None:
+def test_images_to_start_from(tmp_path: Path) -> None:
     (prompt,) = config(tmp_path, {"validation_input": '[{"path": "a.png", "prompt": "p"}]'}).validation.prompts
     assert (prompt.prompt, prompt.references) == ("p", ("a.png",))
 
@@ -235,6 +235,6 @@ def test_mistakes_in_a_prompt_library(tmp_path: Path) -> None:
 
 def test_offset_noise_of_batches_is_a_note(tmp_path: Path) -> None:
     noisy = {**SDXL, "offset_noise": True}
-    for options, said in ((noisy, True), ({**noisy, "train_batch_size": 1}, False), (SDXL, False)):
+    for options, stated in ((noisy, True), ({**noisy, "train_batch_size": 1}, False), (SDXL, False)):
         notes = resolve(tmp_path, {"train_batch_size": 4, **options}, datasets=IMAGES).notes
-        assert any("noise_offset_probability" in one for one in notes) is said
+        assert any("noise_offset_probability" in one for one in notes) is stated

@@ -32,7 +32,7 @@ def test_json_forgives_comments_and_trailing_commas_but_not_inside_text(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "where"),
+    ("name", "text", "location"),
     [
         ("a.json", '{\n  "a": 1\n  "b": 2\n}', "line 3, column 3"),
         ("a.json", '{"a": // gone\n  }', "line 2, column 3"),
@@ -43,14 +43,14 @@ def test_json_forgives_comments_and_trailing_commas_but_not_inside_text(tmp_path
         ("a.env", "A='open\n", "line 1, column 3"),
     ],
 )
-def test_broken_text_is_placed(tmp_path: Path, name: str, text: str, where: str) -> None:
-    assert only_problem(write(tmp_path, name, text)).key == where
+def test_broken_text_is_placed(tmp_path: Path, name: str, text: str, location: str) -> None:
+    assert only_problem(write(tmp_path, name, text)).key == location
 
 
 @pytest.mark.parametrize(
     ("name", "text"), [("a.json", '{"a": 1, "b": {"x": 1, "x": 2}}'), ("a.yaml", "b:\n  x: 1\n  x: 2\n")]
 )
-def test_a_key_given_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
+def test_a_key_given_twice_is_rejected(tmp_path: Path, name: str, text: str) -> None:
     problem = only_problem(write(tmp_path, name, text))
     assert problem.key == "x"
     assert "twice" in problem.found

@@ -14,7 +14,7 @@ from gracetune.data.items import DatasetIndex, Item
 from gracetune.data.media.probe import ImageFacts
 from gracetune.data.media_files import MediaFile
 from gracetune.data.refs import Bucket
-from unit.data.media.generated import image_bytes, picture
+from unit.data.media.generated import generated_image, image_bytes
 
 SQUARES = Geometry("image", side_multiple=16)
 SIZES = ((64, 64), (96, 64), (64, 96), (128, 64))
@@ -29,10 +29,10 @@ def write(folder: Path, files: dict[str, bytes | str]) -> Path:
 
 
 def image(width: int = 64, height: int = 64, seed: int = 0, kind: str = "PNG", **options: Any) -> bytes:
-    return image_bytes(picture(width, height, seed), kind, **options)
+    return image_bytes(generated_image(width, height, seed), kind, **options)
 
 
-def pictures(count: int, *, captions: bool = True) -> dict[str, bytes | str]:
+def images(count: int, *, captions: bool = True) -> dict[str, bytes | str]:
     """Different pictures of four shapes, each with a caption."""
     files: dict[str, bytes | str] = {}
     for number in range(count):

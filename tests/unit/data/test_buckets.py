@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gracetune.config.dataset_config import Audio, Dataset, Video
 from gracetune.data import bucket_rules, buckets
 from gracetune.data.bucket_rules import Size
-from gracetune.data.buckets import Unfit
+from gracetune.data.buckets import UnfitFile
 from gracetune.data.geometry import Geometry
 from gracetune.data.refs import Bucket, Fit
 from gracetune.models.registry import GEOMETRIES
@@ -45,16 +45,18 @@ def dataset(**values: Any) -> Dataset:
 def place(size: Size, of: Dataset, multiple: int, variant: int = 0, digest: str = "abc") -> tuple[Bucket, Fit]:
     geometry = Geometry("image", side_multiple=multiple, least_multiple=min(multiple, 16))
     aspect = buckets.trained_aspect(size, of, seed=1, digest=digest)
-    wanted = bucket_rules.Wanted.of(size, aspect, of, geometry)  # strips too, which a dataset leaves out
+    wanted = bucket_rules.BucketRequest.of(size, aspect, of, geometry)  # strips too, which a dataset leaves out
     bucket = Bucket(*bucket_rules.RULES[of.buckets.rule].bucket(wanted))
-    return bucket, buckets.fit_picture(size, bucket, of, geometry, seed=1, digest=digest, variant=variant)
+    return bucket, buckets.fit_image(size, bucket, of, geometry, seed=1, digest=digest, variant=variant)
 
 
 class TestSizes:
     @settings(deadline=None)
     @given(sizes, resolutions, multiples)
-    def test_sides_are_multiples_the_model_supports(self, size: Size, asked: tuple[str, float], multiple: int) -> None:
-        of = dataset(resolution_type=asked[0], resolution=asked[1])
+    def test_sides_are_multiples_the_model_supports(
+        self, size: Size, requested: tuple[str, float], multiple: int
+    ) -> None:
+        of = dataset(resolution_type=requested[0], resolution=requested[1])
         width, height = bucket_rules.nearest_size(buckets.rounded_aspect(size, 2), of, multiple)
         assert width % multiple == height % multiple == 0
         assert min(width, height) >= multiple
@@ -62,9 +64,9 @@ class TestSizes:
     @settings(deadline=None)
     @given(st.floats(0.01, 100.0), resolutions, multiples)
     def test_each_side_is_within_half_a_multiple_of_the_exact_shape(
-        self, aspect: float, asked: tuple[str, float], multiple: int
+        self, aspect: float, requested: tuple[str, float], multiple: int
     ) -> None:
-        kind, resolution = asked
+        kind, resolution = requested
         of = dataset(resolution_type=kind, resolution=resolution)
         width, height = bucket_rules.nearest_size(aspect, of, multiple)
         if kind == "pixel":
@@ -86,10 +88,10 @@ class TestSizes:
 
     @settings(deadline=None)
     @given(st.floats(0.01, 100.0), st.floats(0.01, 100.0), resolutions, multiples)
-    def test_a_wider_picture_never_gets_a_narrower_bucket(
-        self, one: float, other: float, asked: tuple[str, float], multiple: int
+    def test_a_wider_image_never_gets_a_narrower_bucket(
+        self, one: float, other: float, requested: tuple[str, float], multiple: int
     ) -> None:
-        of = dataset(resolution_type=asked[0], resolution=asked[1])
+        of = dataset(resolution_type=requested[0], resolution=requested[1])
         narrow, wide = (bucket_rules.nearest_size(aspect, of, multiple) for aspect in sorted((one, other)))
         assert narrow[0] <= wide[0]
         assert narrow[1] >= wide[1]
@@ -97,9 +99,9 @@ class TestSizes:
     @settings(deadline=None)
     @given(sizes, resolutions, st.floats(1.0, 4.0), multiples)
     def test_a_higher_resolution_never_gives_a_smaller_bucket(
-        self, size: Size, asked: tuple[str, float], factor: float, multiple: int
+        self, size: Size, requested: tuple[str, float], factor: float, multiple: int
     ) -> None:
-        kind, resolution = asked
+        kind, resolution = requested
         assume(kind != "area" or not {resolution, resolution * factor} & {0.25, 1.0, 4.0})
         aspect = buckets.rounded_aspect(size, 2)
         small, large = (dataset(resolution_type=kind, resolution=resolution * by) for by in (1.0, factor))
@@ -136,10 +138,10 @@ class TestFit:
     @settings(deadline=None)
     @given(sizes, resolutions, crops, multiples, st.integers(0, 5), rules)
     @example((1, 12_000), ("pixel_area", 64.0), {}, 16, 0, "nearest")
-    def test_every_picture_covers_its_bucket_and_the_crop_is_inside(
-        self, size: Size, asked: tuple[str, float], crop: dict[str, Any], multiple: int, variant: int, rule: str
+    def test_every_image_covers_its_bucket_and_the_crop_is_inside(
+        self, size: Size, requested: tuple[str, float], crop: dict[str, Any], multiple: int, variant: int, rule: str
     ) -> None:
-        of = dataset(resolution_type=asked[0], resolution=asked[1], crop=crop, buckets={"rule": rule})
+        of = dataset(resolution_type=requested[0], resolution=requested[1], crop=crop, buckets={"rule": rule})
         bucket, fit = place(size, of, multiple, variant)
         assert fit.original == size
         assert bucket.width % min(multiple, 16) == bucket.height % min(multiple, 16) == 0
@@ -149,9 +151,9 @@ class TestFit:
     @settings(deadline=None)
     @given(sizes, resolutions, crops, multiples)
     def test_it_is_never_scaled_further_than_it_takes_to_cover(
-        self, size: Size, asked: tuple[str, float], crop: dict[str, Any], multiple: int
+        self, size: Size, requested: tuple[str, float], crop: dict[str, Any], multiple: int
     ) -> None:
-        bucket, fit = place(size, dataset(resolution_type=asked[0], resolution=asked[1], crop=crop), multiple)
+        bucket, fit = place(size, dataset(resolution_type=requested[0], resolution=requested[1], crop=crop), multiple)
         assert fit.resized[0] == bucket.width or fit.resized[1] == bucket.height
 
     @settings(deadline=None)
@@ -166,11 +168,11 @@ class TestFit:
     @settings(deadline=None)
     @given(st.floats(0.2, 5.0), resolutions, multiples)
     def test_without_crop_little_more_than_the_rounding_is_cut(
-        self, aspect: float, asked: tuple[str, float], multiple: int
+        self, aspect: float, requested: tuple[str, float], multiple: int
     ) -> None:
         """The loss comes from rounding the aspect ratio to two decimals and the sides to a multiple."""
         size = (round(1000 * aspect), 1000)
-        bucket, fit = place(size, dataset(resolution_type=asked[0], resolution=asked[1]), multiple)
+        bucket, fit = place(size, dataset(resolution_type=requested[0], resolution=requested[1]), multiple)
         kept = bucket.width * bucket.height / (fit.resized[0] * fit.resized[1])
         shape = bucket.width / bucket.height
         own = size[0] / size[1]
@@ -224,7 +226,7 @@ class TestFit:
             ((8000, 1300), "pixel_area", (1536, 1100), (6302, 1024)),  # never below what covers the bucket
         ],
     )
-    def test_large_pictures_are_scaled_before_the_crop(
+    def test_large_images_are_scaled_before_the_crop(
         self, size: Size, kind: str, limits: tuple[float, float], scaled: Size
     ) -> None:
         resolution = 1.0 if kind == "area" else 1024.0
@@ -236,7 +238,7 @@ class TestFit:
         of = dataset(maximum_size=1536.0, downsample_to=1280.0)
         assert place((4000, 4000), of, 16)[1].resized == (1024, 1024)
 
-    def test_downsample_to_alone_is_for_every_picture(self) -> None:
+    def test_downsample_to_alone_is_for_every_image(self) -> None:
         of = dataset(downsample_to=1280.0, crop={"enabled": True, "style": "center"})
         assert [place((side, side), of, 16)[1].resized[0] for side in (600, 1400, 4000)] == [1280] * 3
 
@@ -253,8 +255,8 @@ class TestFit:
 class TestFilters:
     def test_a_side_may_not_be_shorter_than_minimum_edge(self) -> None:
         of = dataset(minimum_edge=500.0)
-        assert buckets.unfit_picture((500, 3000), of) is None
-        assert buckets.unfit_picture((499, 3000), of) == Unfit("a side below minimum_edge 500", "499x3000")
+        assert buckets.unfit_image((500, 3000), of) is None
+        assert buckets.unfit_image((499, 3000), of) == UnfitFile("a side below minimum_edge 500", "499x3000")
 
     @pytest.mark.parametrize(
         ("kind", "limit", "passes", "fails"),
@@ -266,29 +268,29 @@ class TestFilters:
     )
     def test_minimum_size_in_the_dataset_s_own_unit(self, kind: str, limit: float, passes: Size, fails: Size) -> None:
         of = dataset(resolution_type=kind, minimum_size=float(limit))
-        assert buckets.unfit_picture(passes, of) is None
-        found = buckets.unfit_picture(fails, of)
+        assert buckets.unfit_image(passes, of) is None
+        found = buckets.unfit_image(fails, of)
         assert found is not None
         assert "minimum_size" in found.reason
         assert f"{fails[0]}x{fails[1]}" in found.detail
 
     def test_aspect_ratios(self) -> None:
         of = dataset(minimum_aspect_ratio=0.5, maximum_aspect_ratio=2.0)
-        assert buckets.unfit_picture((1000, 2000), of) is None
-        assert buckets.unfit_picture((2000, 1000), of) is None
-        narrow, wide = buckets.unfit_picture((999, 2000), of), buckets.unfit_picture((2001, 1000), of)
+        assert buckets.unfit_image((1000, 2000), of) is None
+        assert buckets.unfit_image((2000, 1000), of) is None
+        narrow, wide = buckets.unfit_image((999, 2000), of), buckets.unfit_image((2001, 1000), of)
         assert narrow is not None
         assert "narrower" in narrow.reason
         assert wide is not None
         assert "wider" in wide.reason
 
     def test_extreme_aspect_ratios_are_left_out_unless_cropped(self) -> None:
-        assert buckets.unfit_picture((1600, 100), dataset()) is None
+        assert buckets.unfit_image((1600, 100), dataset()) is None
         for size in ((1601, 100), (100, 1601)):
-            found = buckets.unfit_picture(size, dataset())
+            found = buckets.unfit_image(size, dataset())
             assert found is not None
             assert "16:1" in found.reason
-            assert buckets.unfit_picture(size, dataset(crop={"enabled": True})) is None
+            assert buckets.unfit_image(size, dataset(crop={"enabled": True})) is None
 
 
 class TestFrames:
@@ -305,15 +307,15 @@ class TestFrames:
 
     def test_a_video_shorter_than_the_clip_is_named(self) -> None:
         found = buckets.clip_frames(80, Video(), WAN)
-        assert found == Unfit("shorter than a clip of 81 frames", "80 frames")
+        assert found == UnfitFile("shorter than a clip of 81 frames", "80 frames")
 
     def test_limits(self) -> None:
         video = Video(num_frames=17, min_frames=33, max_frames=100)
         assert buckets.clip_frames(33, video, WAN) == 17
         assert buckets.clip_frames(100, video, WAN) == 17
-        assert isinstance(found := buckets.clip_frames(32, video, WAN), Unfit)
+        assert isinstance(found := buckets.clip_frames(32, video, WAN), UnfitFile)
         assert "min_frames" in found.reason
-        assert isinstance(found := buckets.clip_frames(101, video, WAN), Unfit)
+        assert isinstance(found := buckets.clip_frames(101, video, WAN), UnfitFile)
         assert "max_frames" in found.reason
 
     @settings(deadline=None)
@@ -325,7 +327,7 @@ class TestFrames:
             else Video(from_length=True, frame_interval=interval)
         )
         frames = buckets.clip_frames(available, video, WAN)
-        if isinstance(frames, Unfit):
+        if isinstance(frames, UnfitFile):
             assert interval is not None
             assert available < interval
             return
@@ -336,7 +338,7 @@ class TestFrames:
     def test_min_frames_counts_what_is_left_after_fitting(self) -> None:
         video = Video(from_length=True, min_frames=17)
         assert buckets.clip_frames(17, video, WAN) == 17
-        assert isinstance(buckets.clip_frames(16, video, WAN), Unfit)
+        assert isinstance(buckets.clip_frames(16, video, WAN), UnfitFile)
 
     def test_resolution_frames_with_a_length_has_one_frame_bucket(self) -> None:
         video = Video(bucket_strategy="resolution_frames", num_frames=49, frame_interval=25)
@@ -371,5 +373,5 @@ class TestAudio:
 
     def test_too_long_is_named(self) -> None:
         found = buckets.audio_length(91.0, Audio(max_duration_seconds=90.0), AUDIO, 44_100)
-        assert found == Unfit("longer than audio.max_duration_seconds 90", "91.0 s")
+        assert found == UnfitFile("longer than audio.max_duration_seconds 90", "91.0 s")
         assert isinstance(buckets.audio_length(90.0, Audio(max_duration_seconds=90.0), AUDIO, 44_100), int)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from gracetune.config.dataset_config import Captions, CaptionTable
-from gracetune.data.caption_tables import Entry, TableKind, load_table, read_table
-from gracetune.data.captions import Found, open_captions
+from gracetune.data.caption_tables import CaptionEntry, TableKind, load_table, read_table
+from gracetune.data.captions import WrittenCaption, open_captions
 from gracetune.data.errors import DataError
 from unit.data.media.generated import DictBackend
 
 ROOT = "/data/cats"
 
 
-def found(data: str | bytes, kind: TableKind, file: str, **options: Any) -> Entry | None:
+def found(data: str | bytes, kind: TableKind, file: str, **options: Any) -> CaptionEntry | None:
     table = CaptionTable(**{"path": f"captions.{kind}", **options})
     return read_table(data.encode() if isinstance(data, str) else data, kind, table, ROOT).find(file)
 
@@ -30,24 +30,24 @@ JSONL = (
 
 
 def test_csv() -> None:
-    assert found(CSV, "csv", "a.jpg") == Entry(("a cat, asleep",))
-    assert found(CSV, "csv", "sub/b.jpg") == Entry(("a dog",))
+    assert found(CSV, "csv", "a.jpg") == CaptionEntry(("a cat, asleep",))
+    assert found(CSV, "csv", "sub/b.jpg") == CaptionEntry(("a dog",))
     assert found(CSV, "csv", "b.jpg") is None
-    assert found("\ufeff" + CSV, "csv", "a.jpg") == Entry(("a cat, asleep",))
-    assert found(CSV.replace(",", "\t").replace("\t asleep", ", asleep"), "csv", "a.jpg", path="c.TSV") == Entry(
+    assert found("\ufeff" + CSV, "csv", "a.jpg") == CaptionEntry(("a cat, asleep",))
+    assert found(CSV.replace(",", "\t").replace("\t asleep", ", asleep"), "csv", "a.jpg", path="c.TSV") == CaptionEntry(
         ("a cat, asleep",)
     )
 
 
 def test_a_quoted_caption_may_have_lines() -> None:
-    assert found('filename,caption\na.jpg,"a cat\nasleep"\n', "csv", "a.jpg") == Entry(("a cat\nasleep",))
+    assert found('filename,caption\na.jpg,"a cat\nasleep"\n', "csv", "a.jpg") == CaptionEntry(("a cat\nasleep",))
 
 
 def test_jsonl() -> None:
-    assert found(JSONL, "jsonl", "a.jpg") == Entry(("a cat, asleep",))
-    assert found(JSONL, "jsonl", "sub/b.jpg") == Entry(("a dog", "a hound"))
+    assert found(JSONL, "jsonl", "a.jpg") == CaptionEntry(("a cat, asleep",))
+    assert found(JSONL, "jsonl", "sub/b.jpg") == CaptionEntry(("a dog", "a hound"))
     odd = json.dumps({"filename": "a.jpg", "caption": "a\u2028b"}, ensure_ascii=False)
-    assert found(odd, "jsonl", "a.jpg") == Entry(("a\u2028b",))
+    assert found(odd, "jsonl", "a.jpg") == CaptionEntry(("a\u2028b",))
 
 
 @pytest.mark.parametrize("content", [
@@ -58,37 +58,37 @@ def test_jsonl() -> None:
     {".\\a.jpg": "a cat"},
 ])  # fmt: skip
 def test_json(content: Any) -> None:
-    assert found(json.dumps(content), "json", "a.jpg") == Entry(("a cat",))
+    assert found(json.dumps(content), "json", "a.jpg") == CaptionEntry(("a cat",))
 
 
 def test_names_alone_find_files_in_folders_and_paths_do_not() -> None:
-    assert found('{"a.jpg": "a cat"}', "json", "sub/a.jpg") == Entry(("a cat",))
+    assert found('{"a.jpg": "a cat"}', "json", "sub/a.jpg") == CaptionEntry(("a cat",))
     assert found('{"other/a.jpg": "a cat"}', "json", "sub/a.jpg") is None
-    assert found('{"a.jpg": "top", "sub/a.jpg": "below"}', "json", "sub/a.jpg") == Entry(("below",))
+    assert found('{"a.jpg": "top", "sub/a.jpg": "below"}', "json", "sub/a.jpg") == CaptionEntry(("below",))
 
 
 def test_identifiers_without_extension() -> None:
     table = "id,caption\na,a cat\nsub/v1.2,a dog\n"
     options = {"filename_column": "id", "identifier_includes_extension": False}
-    assert found(table, "csv", "a.jpg", **options) == Entry(("a cat",))
-    assert found(table, "csv", "sub/v1.2.png", **options) == Entry(("a dog",))
+    assert found(table, "csv", "a.jpg", **options) == CaptionEntry(("a cat",))
+    assert found(table, "csv", "sub/v1.2.png", **options) == CaptionEntry(("a dog",))
 
 
 def test_several_rows_are_several_captions() -> None:
-    assert found("filename,caption\na.jpg,one\na.jpg,two\n", "csv", "a.jpg") == Entry(("one", "two"))
+    assert found("filename,caption\na.jpg,one\na.jpg,two\n", "csv", "a.jpg") == CaptionEntry(("one", "two"))
 
 
 def test_the_fallback_column() -> None:
     table = "filename,caption,tags\na.jpg,,cat\nb.jpg,a dog,dog\nc.jpg, ,\n"
-    assert found(table, "csv", "a.jpg", fallback_caption_column="tags") == Entry(("cat",))
-    assert found(table, "csv", "b.jpg", fallback_caption_column="tags") == Entry(("a dog",))
-    assert found(table, "csv", "c.jpg", fallback_caption_column="tags") == Entry(())
+    assert found(table, "csv", "a.jpg", fallback_caption_column="tags") == CaptionEntry(("cat",))
+    assert found(table, "csv", "b.jpg", fallback_caption_column="tags") == CaptionEntry(("a dog",))
+    assert found(table, "csv", "c.jpg", fallback_caption_column="tags") == CaptionEntry(())
 
 
 def test_sizes() -> None:
     table = "filename,caption,w,h\na.jpg,a cat,640,480\n"
     options = {"width_column": "w", "height_column": "h"}
-    assert found(table, "csv", "a.jpg", **options) == Entry(("a cat",), (640, 480))
+    assert found(table, "csv", "a.jpg", **options) == CaptionEntry(("a cat",), (640, 480))
     with pytest.raises(DataError, match=r"captions\.csv, line 2: the size is 'wide' x '480', expected whole numbers"):
         found(table.replace("640", "wide"), "csv", "a.jpg", **options)
 
@@ -142,11 +142,11 @@ def test_a_table_in_the_datasets_folder_or_anywhere(tmp_path: Path) -> None:
     root.mkdir()
     backend = DictBackend({"captions.csv": CSV.encode()}, str(root))
     for path in ("captions.csv", "./captions.csv", str(root / "captions.csv")):
-        assert load_table("csv", CaptionTable(path=path), backend).find("a.jpg") == Entry(("a cat, asleep",))
+        assert load_table("csv", CaptionTable(path=path), backend).find("a.jpg") == CaptionEntry(("a cat, asleep",))
     outside = tmp_path / "elsewhere.csv"
     outside.write_text(CSV.replace("cat", "lion"))
     for path in (str(outside), str(root / ".." / "elsewhere.csv")):
-        assert load_table("csv", CaptionTable(path=path), backend).find("a.jpg") == Entry(("a lion, asleep",))
+        assert load_table("csv", CaptionTable(path=path), backend).find("a.jpg") == CaptionEntry(("a lion, asleep",))
     with pytest.raises(DataError, match=r"lost\.csv: no such table in .*cats or on this machine"):
         load_table("csv", CaptionTable(path="lost.csv"), backend)
 
@@ -160,15 +160,15 @@ def test_rows_may_use_the_full_path_of_a_relative_or_linked_root(
     monkeypatch.chdir(tmp_path)
     for name in (str(real / "a.jpg"), str(tmp_path / "link" / "a.jpg"), "link/a.jpg", "a.jpg"):
         table = read_table(json.dumps({name: "a cat"}).encode(), "json", CaptionTable(path="c.json"), "link")
-        assert table.find("a.jpg") == Entry(("a cat",)), name
+        assert table.find("a.jpg") == CaptionEntry(("a cat",)), name
 
 
 def test_a_book_with_a_table() -> None:
     backend = DictBackend({"captions.csv": CSV.encode()})
     options = Captions(strategy="csv", table=CaptionTable(path="captions.csv"), default="a picture")
     book = open_captions(options, backend, "datasets[0].captions")
-    assert book.find("a.jpg") == Found(("a cat, asleep",), "own")
-    assert book.find("z.jpg") == Found(("a picture",), "default")
+    assert book.find("a.jpg") == WrittenCaption(("a cat, asleep",), "own")
+    assert book.find("z.jpg") == WrittenCaption(("a picture",), "default")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
@@ -188,9 +188,9 @@ def test_parquet() -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), sink)
     data = sink.getvalue().to_pybytes()
     options = {"fallback_caption_column": "tags", "width_column": "w", "height_column": "h"}
-    assert found(data, "parquet", "a.jpg", **options) == Entry(("a cat",), (640, 480))
-    assert found(data, "parquet", "b.jpg", **options) == Entry(("dog", "hound"), (320, 200))
-    assert found(data, "parquet", "c.jpg", **options) == Entry((), (1, 1))
+    assert found(data, "parquet", "a.jpg", **options) == CaptionEntry(("a cat",), (640, 480))
+    assert found(data, "parquet", "b.jpg", **options) == CaptionEntry(("dog", "hound"), (320, 200))
+    assert found(data, "parquet", "c.jpg", **options) == CaptionEntry((), (1, 1))
     with pytest.raises(DataError, match="Parquet file is damaged"):
         found(data[: len(data) // 2], "parquet", "a.jpg")
     with pytest.raises(DataError, match="row 0: no column `text`"):

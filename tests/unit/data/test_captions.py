@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gracetune.config.dataset_config import Captions
 from gracetune.data.captions import (
     CaptionBook,
-    Found,
     KohyaFolder,
+    WrittenCaption,
     caption_ref,
     from_filename,
     is_dropped,
@@ -37,10 +37,10 @@ def book(files: dict[str, bytes] | None = None, **options: Any) -> CaptionBook:
     return open_captions(Captions(**options), DictBackend(files or {}), "datasets[0].captions")
 
 
-def test_a_text_file_next_to_the_picture() -> None:
+def test_a_text_file_next_to_the_image() -> None:
     captions = book({"cats/one.txt": b"a cat \n", "two.TXT": b"a dog"})
-    assert captions.find("cats/one.jpg") == Found(("a cat",), "own")
-    assert captions.find("two.png") == Found(("a dog",), "own")
+    assert captions.find("cats/one.jpg") == WrittenCaption(("a cat",), "own")
+    assert captions.find("two.png") == WrittenCaption(("a dog",), "own")
 
 
 def test_another_extension() -> None:
@@ -74,23 +74,23 @@ def test_a_caption_that_is_not_utf8_is_named(data: bytes, reason: str) -> None:
 
 
 def test_a_missing_caption_has_the_origin_missing() -> None:
-    assert book().find("a.png") == Found(("",), "missing")
-    assert book().find("a.png", folder_name="sks dog") == Found(("sks dog",), "folder")
-    assert book(default="a picture").find("a.png", folder_name="sks dog") == Found(("a picture",), "default")
-    assert book({"a.txt": b" \n"}, default="a picture").find("a.png") == Found(("",), "empty")
+    assert book().find("a.png") == WrittenCaption(("",), "missing")
+    assert book().find("a.png", folder_name="sks dog") == WrittenCaption(("sks dog",), "folder")
+    assert book(default="a picture").find("a.png", folder_name="sks dog") == WrittenCaption(("a picture",), "default")
+    assert book({"a.txt": b" \n"}, default="a picture").find("a.png") == WrittenCaption(("",), "empty")
 
 
 def test_file_names_as_captions() -> None:
     assert from_filename("cats/a_black_cat_.v2.jpg") == "a black cat .v2"
-    assert book(strategy="filename").find("cats/a_cat.png") == Found(("a cat",), "own")
+    assert book(strategy="filename").find("cats/a_cat.png") == WrittenCaption(("a cat",), "own")
 
 
 def test_one_prompt_for_all() -> None:
     captions = book({"a.txt": b"ignored"}, strategy="instanceprompt", instance_prompt="a photo of sks, red")
     found = captions.find("a.png")
-    assert found == Found(("a photo of sks, red",), "own")
+    assert found == WrittenCaption(("a photo of sks, red",), "own")
     assert captions.variants(found, 1) == ("a photo of sks, red",)
-    assert book(strategy="instanceprompt", instance_prompt="").find("a.png") == Found(("",), "own")
+    assert book(strategy="instanceprompt", instance_prompt="").find("a.png") == WrittenCaption(("",), "own")
 
 
 def test_the_instance_prompt_in_front() -> None:
@@ -248,11 +248,11 @@ def test_a_trigger_word_that_is_not_added_still_fills_its_place() -> None:
 
 def test_an_empty_caption_may_take_the_default_too() -> None:
     files = {"a.txt": b" \n", "b.txt": b"own"}
-    for asked, expected in ((False, Found(("",), "empty")), (True, Found(("x",), "default"))):
-        captions = book(files, default="x", default_for_empty=asked)
+    for requested, expected in ((False, WrittenCaption(("",), "empty")), (True, WrittenCaption(("x",), "default"))):
+        captions = book(files, default="x", default_for_empty=requested)
         assert captions.find("a.png") == expected
-        assert captions.find("b.png") == Found(("own",), "own")
-        assert captions.find("c.png") == Found(("x",), "default")
+        assert captions.find("b.png") == WrittenCaption(("own",), "own")
+        assert captions.find("c.png") == WrittenCaption(("x",), "default")
 
 
 def test_every_order_is_equally_likely() -> None:

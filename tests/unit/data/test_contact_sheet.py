@@ -22,8 +22,8 @@ def all_refs(index: DataIndex) -> list[SampleRef]:
     return list(index.cacheable())
 
 
-def colours(picture: Image.Image) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    return np.asarray(picture, np.float64)
+def colours(image: Image.Image) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    return np.asarray(image, np.float64)
 
 
 class TestThumbnails:
@@ -47,7 +47,7 @@ class TestThumbnails:
         assert small.width / small.height == pytest.approx(ref.bucket.width / ref.bucket.height, rel=0.02)
 
     @given(st.integers(1, 9000), st.integers(1, 9000), st.integers(0, 9000), st.integers(0, 9000))
-    def test_large_pictures_are_made_small_before_they_are_decoded(
+    def test_large_images_are_made_small_before_they_are_decoded(
         self, width: int, height: int, left: int, top: int
     ) -> None:
         fit = Fit((640, 480), (width + left, height + top), left, top)

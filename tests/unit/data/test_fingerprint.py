@@ -10,7 +10,7 @@ import pytest
 from gracetune.config.dataset_config import Augmentation, Dataset
 from gracetune.data.errors import DataError
 from gracetune.data.fingerprint import Fingerprint, differences, fingerprint
-from unit.data.folders import image, index_of, pictures, write
+from unit.data.folders import image, images, index_of, write
 
 
 def of(tmp_path: Path, folder: Path, **values: Any) -> Fingerprint:
@@ -19,7 +19,7 @@ def of(tmp_path: Path, folder: Path, **values: Any) -> Fingerprint:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write(tmp_path / "data", pictures(4))
+    return write(tmp_path / "data", images(4))
 
 
 def test_it_survives_json(tmp_path: Path, folder: Path) -> None:
@@ -27,7 +27,7 @@ def test_it_survives_json(tmp_path: Path, folder: Path) -> None:
     assert Fingerprint.from_json(json.loads(json.dumps(found.as_json()))) == found
 
 
-def test_another_version_is_refused(tmp_path: Path, folder: Path) -> None:
+def test_another_version_is_rejected(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(DataError, match="version 99"):
         Fingerprint.from_json({**of(tmp_path, folder).as_json(), "version": 99})
 
@@ -40,7 +40,7 @@ def test_moving_or_staging_the_data_changes_nothing(tmp_path: Path, folder: Path
 
 
 @pytest.mark.parametrize(
-    ("files", "values", "told"),
+    ("files", "values", "message"),
     [
         ({"new.png": image(seed=9)}, {}, "dataset d0: 4 samples then, 5 now"),
         ({"001.png": image(96, 64, seed=9)}, {}, "dataset d0: other files"),
@@ -55,11 +55,11 @@ def test_moving_or_staging_the_data_changes_nothing(tmp_path: Path, folder: Path
     ],
 )
 def test_differences_are_listed(
-    tmp_path: Path, folder: Path, files: dict[str, bytes | str], values: dict[str, Any], told: str
+    tmp_path: Path, folder: Path, files: dict[str, bytes | str], values: dict[str, Any], message: str
 ) -> None:
     before = of(tmp_path, folder)
     write(folder, files)
-    assert differences(before, of(tmp_path, folder, **values)) == (told,)
+    assert differences(before, of(tmp_path, folder, **values)) == (message,)
 
 
 def test_other_masks_and_other_references_are_other_files(tmp_path: Path, folder: Path) -> None:

@@ -13,7 +13,7 @@ from gracetune.data.index import DataIndex, flips, freshness
 from gracetune.data.loader import EpochEnd, Loader
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.models.registry import geometry
-from unit.data.folders import image, index_of, made_up, pictures, write
+from unit.data.folders import image, images, index_of, made_up, write
 from unit.data.media.generated import audio_bytes, every, number_of, tone, video_bytes
 
 RANDOM = {"enabled": True, "style": "random"}
@@ -109,7 +109,7 @@ class TestReferencesThatComeAgain:
 
 class TestFlips:
     def test_flips_rotate_and_files_start_with_different_ones(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(16))
+        folder = write(tmp_path / "data", images(16))
         index = index_of(tmp_path, {"path": str(folder), "augmentation": {"flip_x": True, "flip_y": True}})
         assert len(flips(index.datasets[0].dataset)) == 4
         epochs = visits(index, 4)
@@ -119,7 +119,7 @@ class TestFlips:
         assert len({(one.augmentation.flip_x, one.augmentation.flip_y) for one in epochs[0]}) > 1
 
     def test_nothing_is_flipped_unless_asked_for(self, tmp_path: Path) -> None:
-        index = index_of(tmp_path, {"path": str(write(tmp_path / "data", pictures(4)))})
+        index = index_of(tmp_path, {"path": str(write(tmp_path / "data", images(4)))})
         assert not any(s.augmentation.flip_x or s.augmentation.flip_y for s in visits(index, 1)[0])
 
 

@@ -23,7 +23,7 @@ from gracetune.data.refs import Bucket
 from gracetune.errors import ConfigError
 from gracetune.models.registry import geometry
 from unit.data.backends.helpers import staged
-from unit.data.folders import image, index_of, made_up, pictures, write
+from unit.data.folders import image, images, index_of, made_up, write
 from unit.data.media.generated import audio_bytes, every, tone, video_bytes
 
 
@@ -42,9 +42,9 @@ def note(index: DatasetIndex, words: str) -> str:
     return found[0]
 
 
-class TestPictures:
+class TestImages:
     def test_buckets_and_captions(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(8))
+        folder = write(tmp_path / "data", images(8))
         index = only(index_of(tmp_path, {"path": str(folder)}))
         assert [item.bucket for item in index.items[:3]] == [Bucket(64, 64), Bucket(80, 48), Bucket(48, 80)]
         assert [item.captions for item in index.items[:2]] == [("picture 0",), ("picture 1",)]
@@ -52,15 +52,15 @@ class TestPictures:
         assert not index.dropped
 
     def test_a_folder_with_several_resolutions_is_scanned_once(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(4))
-        told: list[str] = []
+        folder = write(tmp_path / "data", images(4))
+        message: list[str] = []
         index = index_of(
             tmp_path,
             {"path": str(folder), "resolution": 64.0},
             {"path": str(folder), "resolution": 128.0},
-            on_scanned=lambda name, done, total: told.append(name),
+            on_scanned=lambda name, done, total: message.append(name),
         )
-        assert set(told) == {"d0"}
+        assert set(message) == {"d0"}
         assert [item.bucket.width for item in index.datasets[1].items] == [128, 160, 112, 176]
 
     def test_filters_name_what_they_drop(self, tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ class TestPictures:
         ]
 
     def test_repeats_are_visits(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(2))
+        folder = write(tmp_path / "data", images(2))
         assert {item.visits for item in only(index_of(tmp_path, {"path": str(folder), "repeats": 3})).items} == {4}
 
     def test_max_samples_takes_the_same_ones_every_time(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(30))
+        folder = write(tmp_path / "data", images(30))
         first = only(index_of(tmp_path, {"path": str(folder), "max_samples": 10}))
         again = only(index_of(tmp_path, {"path": str(folder), "max_samples": 10}, seed=99))
         assert len(first.items) == 10
@@ -86,7 +86,7 @@ class TestPictures:
         assert len(first.dropped) == 20
 
     def test_held_out_files_are_not_trained_on(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(12))
+        folder = write(tmp_path / "data", images(12))
         index = index_of(tmp_path, {"path": str(folder), "held_out": 3})
         kept, apart = only(index), index.held_out[0]
         assert (len(kept.items), len(apart.items)) == (9, 3)
@@ -98,12 +98,12 @@ class TestPictures:
 
     def test_enlarged_images_are_noted(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image(16, 16), "b.png": image(64, 64)})
-        told = note(only(index_of(tmp_path, {"path": str(folder)})), "enlarged")
-        assert told.startswith("1 sample ")
-        assert "a.png by 4.0x" in told
+        message = note(only(index_of(tmp_path, {"path": str(folder)})), "enlarged")
+        assert message.startswith("1 sample ")
+        assert "a.png by 4.0x" in message
 
     def test_fixed_random_crops_are_noted(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(2))
+        folder = write(tmp_path / "data", images(2))
         crop = {"enabled": True, "style": "random"}
         assert "refresh_each_epoch" in note(
             only(index_of(tmp_path, {"path": str(folder), "crop": crop})), "chosen once"
@@ -130,7 +130,7 @@ class TestPictures:
 
 class TestCaptions:
     def test_missing_captions_are_counted_and_named(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", {**pictures(2), "x.png": image(), "y.png": image(), "y.txt": "\n"})
+        folder = write(tmp_path / "data", {**images(2), "x.png": image(), "y.png": image(), "y.txt": "\n"})
         index = only(index_of(tmp_path, {"path": str(folder)}))
         assert note(index, "without a caption") == "1 sample without a caption: x.png"
         assert note(index, "empty caption") == "1 sample with an empty caption: y.png"
@@ -151,7 +151,7 @@ class TestCaptions:
         assert not [one for one in named.notes if "[trigger]" in one]
 
     def test_a_caption_that_is_not_utf8_is_an_unreadable_file(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", {**pictures(3), "001.txt": b"caf\xe9"})
+        folder = write(tmp_path / "data", {**images(3), "001.txt": b"caf\xe9"})
         with pytest.raises(UnreadableFilesError, match=r"001\.txt: .*not UTF-8"):
             index_of(tmp_path, {"path": str(folder)})
         index = only(index_of(tmp_path, {"path": str(folder), "corrupt_threshold": 0.5}))
@@ -160,24 +160,24 @@ class TestCaptions:
 
     def test_every_caption_is_read_once_and_a_huge_one_never(self, tmp_path: Path) -> None:
         """On a server each request is a round trip; a sparse file of 5 TiB would not fit into memory."""
-        folder = write(tmp_path / "data", pictures(6))
+        folder = write(tmp_path / "data", images(6))
         with (folder / "004.txt").open("wb") as file:
             file.truncate(5 << 40)
-        asked: list[str] = []
+        requested: list[str] = []
 
-        class Asked(LocalBackend):
+        class Requested(LocalBackend):
             def stat(self, path: str) -> FileStat:
-                asked.append(path)
+                requested.append(path)
                 return super().stat(path)
 
             def read(self, path: str) -> memoryview:
-                asked.append(path)
+                requested.append(path)
                 return super().read(path)
 
         dataset = {"path": str(folder), "corrupt_threshold": 0.5}
-        index = only(index_of(tmp_path, dataset, open_backend=lambda dataset: Asked(dataset.path)))
+        index = only(index_of(tmp_path, dataset, open_backend=lambda dataset: Requested(dataset.path)))
         assert index.unreadable == (LeftOut("004.txt", "a caption file of 5.00 TiB; expected text of at most 512 KiB"),)
-        assert sorted(asked) == sorted({*pictures(6)} - {"004.txt"})
+        assert sorted(requested) == sorted({*images(6)} - {"004.txt"})
 
     def test_captions_lists_every_text_of_a_run(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image(), "a.txt": "one\ntwo", "b.png": image(), "b.txt": "two"})
@@ -270,7 +270,7 @@ class TestBadInput:
             index_of(tmp_path, {"path": str(tmp_path / "nowhere")})
 
     def test_one_bad_file_in_a_hundred_is_left_out_and_two_stop_the_run(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", {**pictures(99), "bad1.png": b""})
+        folder = write(tmp_path / "data", {**images(99), "bad1.png": b""})
         index = only(index_of(tmp_path, {"path": str(folder)}))
         assert len(index.items) == 99
         assert "bad1.png: the file is empty" in note(index, "unreadable")
@@ -281,7 +281,7 @@ class TestBadInput:
             assert words in str(error.value)
 
     def test_no_file_left_lists_the_reasons(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(4))
+        folder = write(tmp_path / "data", images(4))
         with pytest.raises(DataError, match=r"4 x smaller than minimum_size 512") as error:
             index_of(tmp_path, {"path": str(folder), "minimum_size": 512.0})
         assert "000.png" in str(error.value)
@@ -299,13 +299,13 @@ class TestBadInput:
         ],
     )
     def test_unsupported_settings_name_their_key(self, tmp_path: Path, values: dict[str, Any], key: str) -> None:
-        folder = write(tmp_path / "data", pictures(2))
+        folder = write(tmp_path / "data", images(2))
         with pytest.raises(ConfigError) as error:
             index_of(tmp_path, {"path": str(folder), **values})
         assert [problem.key for problem in error.value.problems] == [key]
 
     def test_files_damaged_at_decoding_leave_the_index(self, tmp_path: Path) -> None:
-        index = index_of(tmp_path, {"path": str(write(tmp_path / "data", pictures(4))), "corrupt_threshold": 0.3})
+        index = index_of(tmp_path, {"path": str(write(tmp_path / "data", images(4))), "corrupt_threshold": 0.3})
         smaller = index.without({"d0": {"001.png": "damaged in the middle"}})
         assert paths(smaller.datasets[0]) == ["000.png", "002.png", "003.png"]
         assert smaller.datasets[0].unreadable[0].reason == "damaged in the middle"
@@ -316,7 +316,7 @@ class TestBadInput:
 
     def test_a_damaged_reference_excludes_its_target(self, tmp_path: Path) -> None:
         """Both files have the same name, as in every edit dataset."""
-        folders = [str(write(tmp_path / name, pictures(4))) for name in ("target", "source")]
+        folders = [str(write(tmp_path / name, images(4))) for name in ("target", "source")]
         index = index_of(
             tmp_path,
             {"path": folders[0], "conditioning": ["d1"], "corrupt_threshold": 0.3},
@@ -373,7 +373,7 @@ class TestEveryBackendCountsTheSame:
         return only(index_of(tmp_path, dataset, open_backend=lambda _: backend))
 
     def test_media_and_captions_by_name(self, tmp_path: Path, backend_on: Callable[[Path, set[str]], Backend]) -> None:
-        folder = write(tmp_path / "data", {**pictures(6), "bad.png": b"", "003.txt": b"caf\xe9"})
+        folder = write(tmp_path / "data", {**images(6), "bad.png": b"", "003.txt": b"caf\xe9"})
         backend = backend_on(folder, {"001.png", "002.txt"})
         index = self.build(tmp_path, backend, corrupt_threshold=0.6)
         assert paths(index) == ["000.png", "004.png", "005.png"]
@@ -391,7 +391,7 @@ class TestEveryBackendCountsTheSame:
     def test_unneeded_files_are_not_counted(
         self, tmp_path: Path, backend_on: Callable[[Path, set[str]], Backend]
     ) -> None:
-        folder = write(tmp_path / "data", {**pictures(3), "notes.json": "{}", "clip.mp4": b"x"})
+        folder = write(tmp_path / "data", {**images(3), "notes.json": "{}", "clip.mp4": b"x"})
         bad = {"notes.json", "clip.mp4", "000.txt", "001.txt"}
         index = self.build(tmp_path, backend_on(folder, bad), captions={"strategy": "filename"})
         assert len(index.items) == 3
@@ -401,7 +401,7 @@ class TestEveryBackendCountsTheSame:
         self, tmp_path: Path, backend_on: Callable[[Path, set[str]], Backend]
     ) -> None:
         """The file has a caption, so it must not be trained on without it."""
-        folder = write(tmp_path / "data", {**pictures(3), "x.png": image(seed=9), "y.png": image(seed=10)})
+        folder = write(tmp_path / "data", {**images(3), "x.png": image(seed=9), "y.png": image(seed=10)})
         (folder / "x.txt").symlink_to(write(tmp_path / "elsewhere", {"x.txt": "a caption"}) / "x.txt")
         (folder / "y.txt").symlink_to("nothing there")
         index = self.build(tmp_path, backend_on(folder, set()), corrupt_threshold=0.5)
@@ -414,15 +414,15 @@ class TestEveryBackendCountsTheSame:
     def test_a_folder_of_other_things(self, tmp_path: Path, backend_on: Callable[[Path, set[str]], Backend]) -> None:
         folder = write(tmp_path / "data", {"a.psd": b"x", "b.txt": "x"})
         (folder / "out.png").symlink_to("/etc/hostname")
-        with pytest.raises(DataError) as refused:
+        with pytest.raises(DataError) as rejected:
             self.build(tmp_path, backend_on(folder, set()))
-        assert "1 file left out: a link that leads out of the folder" in str(refused.value)
-        assert "the folder is empty" not in str(refused.value)
+        assert "1 file left out: a link that leads out of the folder" in str(rejected.value)
+        assert "the folder is empty" not in str(rejected.value)
 
 
 class TestOtherDatasets:
     def test_disabled_ones_are_not_opened_and_held_out_ones_not_trained_on(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(2))
+        folder = write(tmp_path / "data", images(2))
         index = index_of(
             tmp_path,
             {"path": str(folder)},
@@ -439,7 +439,7 @@ class TestOtherDatasets:
     def test_a_video_model_is_held_to_clips_or_stills(self, tmp_path: Path, name: str) -> None:
         content = image() if name == "a.png" else video_bytes(every(0.04, 90))
         folder = write(tmp_path / "held", {name: content})
-        trained = write(tmp_path / "data", pictures(2))
+        trained = write(tmp_path / "data", images(2))
         index = index_of(
             tmp_path,
             {"path": str(trained)},
@@ -449,7 +449,7 @@ class TestOtherDatasets:
         assert [item.path for item in index.held_out[0].items] == [name]
 
     def test_backends_are_opened_by_the_caller(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(2))
+        folder = write(tmp_path / "data", images(2))
         opened: list[str] = []
 
         def opener(dataset: Any) -> LocalBackend:
@@ -461,7 +461,7 @@ class TestOtherDatasets:
         assert index.backend_of("d0").exists("000.png")
 
     def test_staged_data_gives_the_same_index(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", {**pictures(6), "mask.me": "x"})
+        folder = write(tmp_path / "data", {**images(6), "mask.me": "x"})
         masks = write(tmp_path / "masks", {"000.bmp": image(kind="BMP")})
         values = {
             "path": str(folder),
@@ -481,7 +481,7 @@ class TestOtherDatasets:
             backend.close()
 
     def test_a_scan_that_cannot_be_saved_is_noted(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(2))
+        folder = write(tmp_path / "data", images(2))
         (tmp_path / "file").write_text("")
         index = index_of(tmp_path, {"path": str(folder)}, memory=tmp_path / "file" / "scan")
         assert "scans all files again" in index.notes[0]
@@ -498,7 +498,7 @@ def test_the_side_multiple_is_the_family_s(tmp_path: Path) -> None:
 
 def test_a_table_that_says_other_sizes_is_named_and_the_files_count(tmp_path: Path) -> None:
     rows = "filename,caption,w,h\n000.png,a,64,64\n001.png,b,64,64\n"
-    folder = write(tmp_path / "data", {**pictures(2, captions=False), "t.csv": rows})
+    folder = write(tmp_path / "data", {**images(2, captions=False), "t.csv": rows})
     table = {"path": "t.csv", "width_column": "w", "height_column": "h"}
     found = only(index_of(tmp_path, {"path": str(folder), "captions": {"strategy": "csv", "table": table}}))
     assert [note for note in found.notes if "width_column" in note] == [

@@ -15,7 +15,7 @@ from gracetune.data.errors import DataError
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import EpochEnd, Exhausted, Loader, OtherDataError, Outcome
 from gracetune.data.refs import BatchRef, SampleRef
-from gracetune.data.sampler import Mixing
+from gracetune.data.sampler import BatchMixing
 from unit.data.folders import made_up
 
 Schedule = list[int]
@@ -161,23 +161,23 @@ class TestResuming:
         assert loader.state_dict() == before
 
     @pytest.mark.parametrize(
-        ("other", "seed", "told"),
+        ("other", "seed", "message"),
         [
             ({"counts": [6]}, 7, "dataset d0: 5 samples then, 6 now"),
             ({"counts": [5], "repeats": 1}, 7, "dataset d0: other buckets or visits, other settings"),
             ({"counts": [5]}, 8, "training.seed was 7 and is 8"),
         ],
     )
-    def test_other_data_is_refused_unless_allowed(self, other: dict[str, Any], seed: int, told: str) -> None:
+    def test_other_data_is_rejected_unless_allowed(self, other: dict[str, Any], seed: int, message: str) -> None:
         loader = Loader(made_up({"counts": [5]}), batch_size=2)
         loader.next_batch()
         resumed = Loader(made_up(other, seed=seed), batch_size=2)
         with pytest.raises(OtherDataError) as error:
             resumed.load_state_dict(loader.state_dict())
-        assert told in str(error.value)
+        assert message in str(error.value)
         assert "--allow-other-data" in str(error.value)
         assert resumed.state_dict()["consumed"] == 0
-        assert resumed.load_state_dict(loader.state_dict(), allow_other_data=True) == (told,)
+        assert resumed.load_state_dict(loader.state_dict(), allow_other_data=True) == (message,)
         assert resumed.state_dict()["consumed"] == 2
 
     def test_with_fewer_files_the_epoch_just_ends_earlier(self) -> None:
@@ -188,7 +188,7 @@ class TestResuming:
         assert isinstance(resumed.next_batch(), EpochEnd)
         assert isinstance(resumed.next_batch(), BatchRef)
 
-    def test_a_state_of_another_version_is_refused(self) -> None:
+    def test_a_state_of_another_version_is_rejected(self) -> None:
         loader = Loader(made_up({"counts": [5]}), batch_size=2)
         with pytest.raises(DataError, match=r"version 1.*--resume none"):
             loader.load_state_dict({**loader.state_dict(), "version": 1})
@@ -432,7 +432,7 @@ def mixed(draw: st.DrawFn) -> DataIndex:
         }
         for position in range(draw(st.integers(1, 4)))
     ]
-    mixing = Mixing(draw(st.booleans()), draw(st.booleans()), tuple(draw(st.lists(st.integers(3, 9), max_size=2))))
+    mixing = BatchMixing(draw(st.booleans()), draw(st.booleans()), tuple(draw(st.lists(st.integers(3, 9), max_size=2))))
     return replace(made_up(*datasets, seed=draw(st.integers(0, 50))), mixing=mixing)
 
 
@@ -525,7 +525,7 @@ class TestMixing:
             assert all(sample.path != victim for batch in after for sample in batch.samples)
 
     def test_filled_batches_have_the_size_asked_for_and_noise_of_their_own(self) -> None:
-        index = replace(made_up({"counts": [1, 3]}), mixing=Mixing(fill=True))
+        index = replace(made_up({"counts": [1, 3]}), mixing=BatchMixing(fill=True))
         loader = Loader(index, batch_size=4, epochs=1)
         batches = [loader.next_batch(), loader.next_batch()]
         assert [len(batch.samples) for batch in batches if isinstance(batch, BatchRef)] == [4, 4]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from unit.data.folders import image, pictures, write
+from unit.data.folders import image, images, write
 
 SCRIPT = Path(__file__).parent / "training_process.py"
 SCHEDULE = [1, 2, 2, 3]
@@ -22,7 +22,7 @@ BATCHES = 60
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("data"), pictures(17))
+    return write(tmp_path_factory.mktemp("data"), images(17))
 
 
 def start(folder: Path, work: Path, **arguments: Any) -> subprocess.Popen[bytes]:
@@ -63,7 +63,7 @@ def test_two_ranks_share_every_batch_of_one(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole files", "files found damaged on the way"])
 def test_a_killed_run_resumes_with_the_identical_rest(folder: Path, tmp_path: Path, damaged: bool) -> None:
     if damaged:
-        folder = write(tmp_path / "data", pictures(17))
+        folder = write(tmp_path / "data", images(17))
         for name in ("wounded.png", "another.png"):
             data = bytearray(image(200, 200, seed=ord(name[0])))
             data[300:2_000] = bytes(1_700)

@@ -16,7 +16,7 @@ from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts
 from gracetune.data.media_files import examine
 from gracetune.data.scan import SCAN_VERSION, Scan, ScanMemory, scan
 from unit.data.backends.helpers import this_machine
-from unit.data.folders import image, pictures, write
+from unit.data.folders import image, images, write
 from unit.data.media.generated import DictBackend, audio_bytes, every, png, tone, video_bytes
 
 
@@ -54,7 +54,7 @@ class TestWhatIsFound:
         assert images.others == {".mp4": 1, ".txt": 1, ".wav": 1}
 
     def test_results_are_sorted_by_path(self, tmp_path: Path) -> None:
-        folder = write(tmp_path, pictures(40))
+        folder = write(tmp_path, images(40))
         found = scan(LocalBackend(folder), "image", workers=8)
         assert [file.path for file in found.files] == [f"{number:03}.png" for number in range(40)]
 
@@ -70,10 +70,10 @@ class TestWhatIsFound:
         assert [file.path for file in scan(LocalBackend(folder), "image", extensions=[".JPG"]).files] == ["b.jpg"]
 
     def test_progress_ends_at_the_total(self, tmp_path: Path) -> None:
-        told: list[tuple[int, int]] = []
-        scan(LocalBackend(write(tmp_path, pictures(5))), "image", on_scanned=lambda *now: told.append(now))
-        assert told[0] == (0, 5)
-        assert told[-1] == (5, 5)
+        message: list[tuple[int, int]] = []
+        scan(LocalBackend(write(tmp_path, images(5))), "image", on_scanned=lambda *now: message.append(now))
+        assert message[0] == (0, 5)
+        assert message[-1] == (5, 5)
 
     def test_staged_data_is_not_hashed_again(self) -> None:
         class Staged(DictBackend):
@@ -106,14 +106,14 @@ class TestBadFiles:
     def test_a_bomb_is_rejected_without_a_warning(self, tmp_path: Path) -> None:
         """Also while other threads open files; and the warning filters are restored."""
         bombs: dict[str, bytes | str] = {f"{number}.png": png(10_000, 10_000, 8, 2, b"") for number in range(40)}
-        folder = write(tmp_path, {**bombs, **pictures(40, captions=False)})
-        with warnings.catch_warnings(record=True) as said:
+        folder = write(tmp_path, {**bombs, **images(40, captions=False)})
+        with warnings.catch_warnings(record=True) as stated:
             warnings.simplefilter("always")
             before = list(warnings.filters)
             found = scan(LocalBackend(folder), "image", workers=8)
             assert list(warnings.filters) == before
         assert len(found.unreadable) == 40
-        assert said == []
+        assert stated == []
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
     def test_without_permission(self, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ class TestBadFiles:
 
 class TestMemory:
     def test_a_second_scan_opens_nothing(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", {**pictures(4), "bad.png": b"x"})
+        folder = write(tmp_path / "data", {**images(4), "bad.png": b"x"})
         first, opened = remembered(folder, tmp_path)
         again, opened_again = remembered(folder, tmp_path)
         assert len(opened) == 5, "each once"
@@ -137,7 +137,7 @@ class TestMemory:
         assert (again.files, again.unreadable) == (first.files, first.unreadable)
 
     def test_changed_new_and_removed_files_are_detected(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(4, captions=False))
+        folder = write(tmp_path / "data", images(4, captions=False))
         remembered(folder, tmp_path)
         write(folder, {"001.png": image(32, 32), "new.png": image()})
         (folder / "002.png").unlink()
@@ -173,7 +173,7 @@ class TestMemory:
         ],
     )
     def test_damaged_or_outdated_results_are_ignored(self, tmp_path: Path, content: str) -> None:
-        folder = write(tmp_path / "data", pictures(2))
+        folder = write(tmp_path / "data", images(2))
         remembered(folder, tmp_path)
         memory = ScanMemory(tmp_path / "scans", str(folder), "image").file
         assert json.loads(memory.read_text())["version"] == SCAN_VERSION
@@ -183,7 +183,7 @@ class TestMemory:
         assert json.loads(memory.read_text())["version"] == SCAN_VERSION
 
     def test_an_unwritable_folder_is_reported_and_does_not_stop_a_run(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / "data", pictures(2))
+        folder = write(tmp_path / "data", images(2))
         (tmp_path / "scans").write_text("a file where the folder should be")
         found, _ = remembered(folder, tmp_path)
         assert len(found.files) == 2

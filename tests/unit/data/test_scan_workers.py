@@ -25,7 +25,7 @@ from gracetune.data.scan import scan
 from gracetune.data.scan_workers import ALONE, Threads, examine_files
 from gracetune.testing.slow_backend import SlowBackend
 from unit.data.backends.helpers import this_machine
-from unit.data.folders import image, pictures, write
+from unit.data.folders import image, images, write
 
 
 def thread_of(item: int) -> tuple[int, str]:
@@ -66,13 +66,13 @@ class TestThreads:
             list(Threads(fail, 4).map(range(100)))
 
     def test_all_threads_read_a_slow_source(self, tmp_path: Path) -> None:
-        slow = SlowBackend(LocalBackend(write(tmp_path, pictures(72, captions=False))), latency_seconds=0.01)
+        slow = SlowBackend(LocalBackend(write(tmp_path, images(72, captions=False))), latency_seconds=0.01)
         began = time.monotonic()
         assert len(scan(slow, "image", workers=8).files) == 72
         assert time.monotonic() - began < 0.5 * 72 * 0.01, "one after the other they take twice as long, at least"
 
 
-FILES = {**pictures(150, captions=False), "bad.png": b"x", "cut.png": image()[:-60], "é/ü.png": image()}
+FILES = {**images(150, captions=False), "bad.png": b"x", "cut.png": image()[:-60], "é/ü.png": image()}
 
 
 @pytest.fixture
@@ -91,17 +91,17 @@ class TestProcesses:
         dataset = Dataset(id="d", path=str(folder), type="in_memory" if staged else "local")
         with open_backend(dataset, machine=this_machine()) as backend:
             files = [(path, stat.size) for path, stat in backend.survey().files.items()]
-            told: list[int] = []
+            message: list[int] = []
 
             def report(done: int) -> None:
-                told.append(done)
-                time.sleep(0.05 if len(told) < 40 else 0)  # the other process takes most lots meanwhile
+                message.append(done)
+                time.sleep(0.05 if len(message) < 40 else 0)  # the other process takes most lots meanwhile
 
             found = examine_files(backend, "image", files, threads=2, on_done=report)
             alone = {path: examine(backend, path, "image", size) for path, size in files}
         assert found == alone
-        assert told[-1] == len(files)
-        assert len(told) < len(files) // 2, "this process would have reported each of its lots"
+        assert message[-1] == len(files)
+        assert len(message) < len(files) // 2, "this process would have reported each of its lots"
         assert {path for path, one in found.items() if not isinstance(one, MediaFile)} == {"bad.png", "cut.png"}
 
     @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ class TestProcesses:
                 super().__init__(*arguments, **options)
                 started.append(self)
 
-        def refuse(thread: threading.Thread) -> None:
+        def reject(thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(subprocess, "Popen", Noted)
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        monkeypatch.setattr(threading.Thread, "start", reject)
         found = scan(LocalBackend(write(tmp_path, FILES)), "image", workers=1)
         assert (len(found.files), len(found.unreadable)) == (151, 2)
         assert [one.returncode for one in started] == [-signal.SIGKILL], "tried once, and taken back"
@@ -172,11 +172,11 @@ class TestProcesses:
     def test_files_of_the_current_folder_are_not_imported(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        here = tmp_path / "here"
-        here.mkdir()
+        current = tmp_path / "here"
+        current.mkdir()
         for name in ("json", "struct", "gracetune"):
-            (here / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
-        monkeypatch.chdir(here)
+            (current / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+        monkeypatch.chdir(current)
         monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
         scan(LocalBackend(write(tmp_path / "data", FILES)), "image", on_scanned=lambda done, total: time.sleep(0.01))
         assert not (tmp_path / "imported").exists()

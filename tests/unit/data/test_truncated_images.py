@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from gracetune.data.truncated_images import truncation
-from unit.data.media.generated import image_bytes, picture
+from unit.data.media.generated import generated_image, image_bytes
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 56, 3), np.uint8))
 KINDS: list[tuple[str, dict[str, Any]]] = [
@@ -45,8 +45,8 @@ def test_data_after_the_image_is_ignored(kind: str, options: dict[str, Any]) -> 
     assert truncation(data + b"ftypmp42" * 5_000) is None
 
 
-def test_the_end_of_a_thumbnail_is_not_the_end_of_its_picture() -> None:
-    thumbnail = image_bytes(picture(16, 16), "JPEG")
+def test_the_end_of_a_thumbnail_is_not_the_end_of_its_image() -> None:
+    thumbnail = image_bytes(generated_image(16, 16), "JPEG")
     data = image_bytes(NOISE, "JPEG", exif=b"Exif\0\0" + thumbnail)
     assert b"\xff\xd9" in data[: len(data) // 2]
     assert truncation(data) is None

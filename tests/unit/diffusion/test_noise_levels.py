@@ -16,8 +16,8 @@ from gracetune.diffusion.noise_levels import (
     Distribution,
     LevelSampler,
     LogitNormal,
+    NoiseRange,
     Uniform,
-    Window,
     biased,
     largest_below,
     shifted,
@@ -28,7 +28,7 @@ from gracetune.diffusion.noise_levels import (
 from gracetune.diffusion.schedule import Cosine, Ddpm, Flow
 from gracetune.errors import ConfigError
 from gracetune.models.common.flow_shift import ResolutionShift
-from gracetune.models.experts import window_of_levels
+from gracetune.models.experts import noise_range_of
 from gracetune.models.spec import Expert, ModelFacts
 from unit.models.expert_levels import expert_at
 
@@ -57,21 +57,21 @@ LIMIT = 1.63 / math.sqrt(DRAWS)
 """The critical distance at a significance of 1 %. The samples below are always the same."""
 
 
-def true_share(asked: Objective, shift: float, level: float) -> float:
+def true_share(requested: Objective, shift: float, level: float) -> float:
     """The distributions by definition, independent of the code under test."""
     level = level / (shift - (shift - 1) * level)
     share = level
-    if asked.timesteps in ("sigmoid", "logit_normal"):
+    if requested.timesteps in ("sigmoid", "logit_normal"):
         if not 0 < level < 1:
             share = float(level >= 1)
         else:
-            share = 0.5 * (1 + math.erf(math.log(level / (1 - level)) / asked.sigmoid_scale / math.sqrt(2)))
-    if asked.timesteps == "beta":
-        assert (asked.beta_alpha, asked.beta_beta) == (2.0, 2.0)
+            share = 0.5 * (1 + math.erf(math.log(level / (1 - level)) / requested.sigmoid_scale / math.sqrt(2)))
+    if requested.timesteps == "beta":
+        assert (requested.beta_alpha, requested.beta_beta) == (2.0, 2.0)
         share = level * level * (3 - 2 * level)
-    if asked.timestep_bias == "style":  # level of u^3: P(u^3 < x) = x^(1/3)
+    if requested.timestep_bias == "style":  # level of u^3: P(u^3 < x) = x^(1/3)
         return share ** (1 / 3)
-    if asked.timestep_bias == "content":  # level of 1 - u^3: P(1 - u^3 < x) = 1 - (1 - x)^(1/3)
+    if requested.timestep_bias == "content":  # level of 1 - u^3: P(1 - u^3 < x) = 1 - (1 - x)^(1/3)
         return 1 - (1 - share) ** (1 / 3)
     return share
 
@@ -81,18 +81,20 @@ class TestDistributions:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shift", [1.0, 3.0])
     def test_match_their_definitions(self, kind: str, bias: str, shift: float) -> None:
-        asked = objective(timesteps=kind, timestep_bias=bias, flow_shift=shift, sigmoid_scale=1.3)
-        levels = LevelSampler.from_config(asked, Flow()).levels(42, range(DRAWS))
-        assert furthest(levels, lambda level: true_share(asked, shift, level)) < LIMIT
+        requested = objective(timesteps=kind, timestep_bias=bias, flow_shift=shift, sigmoid_scale=1.3)
+        levels = LevelSampler.from_config(requested, Flow()).levels(42, range(DRAWS))
+        assert furthest(levels, lambda level: true_share(requested, shift, level)) < LIMIT
 
     @pytest.mark.parametrize("bias", ["balanced", "content", "style"])
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("window", [(0.875, 1.0), (0.0, 0.875), (0.3, 0.6)])
-    def test_in_a_noise_range_are_the_conditional_distributions(self, kind: str, bias: str, window: Window) -> None:
-        asked = objective(timesteps=kind, timestep_bias=bias, flow_shift=5.0)
-        levels = LevelSampler.from_config(asked, Flow(), window=window).levels(7, range(DRAWS))
-        first, last = (true_share(asked, 5.0, bound) for bound in window)
-        share = furthest(levels, lambda level: (true_share(asked, 5.0, level) - first) / (last - first))
+    @pytest.mark.parametrize("noise_range", [(0.875, 1.0), (0.0, 0.875), (0.3, 0.6)])
+    def test_in_a_noise_range_are_the_conditional_distributions(
+        self, kind: str, bias: str, noise_range: NoiseRange
+    ) -> None:
+        requested = objective(timesteps=kind, timestep_bias=bias, flow_shift=5.0)
+        levels = LevelSampler.from_config(requested, Flow(), noise_range=noise_range).levels(7, range(DRAWS))
+        first, last = (true_share(requested, 5.0, bound) for bound in noise_range)
+        share = furthest(levels, lambda level: (true_share(requested, 5.0, level) - first) / (last - first))
         assert share < LIMIT
 
     def test_wrong_distributions_are_detected(self) -> None:
@@ -125,14 +127,14 @@ class TestPartsOfABatch:
     def test_distribution_is_the_same_without_strata(self) -> None:
         sampler = LevelSampler(LogitNormal(), shift=3.0, stratified=True)
         levels = [level for first in range(0, DRAWS, 4) for level in sampler.levels(5, range(first, first + 4))]
-        asked = objective(timesteps="sigmoid", flow_shift=3.0)
-        assert furthest(levels, lambda level: true_share(asked, 3.0, level)) < LIMIT
+        requested = objective(timesteps="sigmoid", flow_shift=3.0)
+        assert furthest(levels, lambda level: true_share(requested, 3.0, level)) < LIMIT
 
 
 class TestTerminal:
     def test_levels_are_compressed_above_it(self) -> None:
-        asked = objective(timesteps="uniform", flow_shift=2.0, shift_terminal=0.2)
-        sampler = LevelSampler.from_config(asked, Flow())
+        requested = objective(timesteps="uniform", flow_shift=2.0, shift_terminal=0.2)
+        sampler = LevelSampler.from_config(requested, Flow())
         plain = LevelSampler.from_config(objective(timesteps="uniform", flow_shift=2.0), Flow())
         levels = sampler.levels(1, range(200))
         assert min(levels) >= 0.2
@@ -160,7 +162,7 @@ class TestDraws:
 
     def test_share_their_quantile_between_experts(self) -> None:
         """One random number has the same quantile in both noise ranges."""
-        high, low = LevelSampler(Uniform(), window=(0.5, 1.0)), LevelSampler(Uniform(), window=(0.0, 0.5))
+        high, low = LevelSampler(Uniform(), noise_range=(0.5, 1.0)), LevelSampler(Uniform(), noise_range=(0.0, 0.5))
         for index in range(50):
             assert high.level(0, index) - 0.5 == pytest.approx(low.level(0, index), abs=1e-6)
 
@@ -178,7 +180,7 @@ def samplers(draw: st.DrawFn) -> LevelSampler:
     assume(bounds[1] - bounds[0] > 1e-3)
     bias, shift = draw(st.sampled_from(["balanced", "content", "style"])), draw(st.floats(0.2, 12))
     sampler = LevelSampler(
-        distribution, bias, shift, (bounds[0], bounds[1]), biased_window=draw(st.booleans()),
+        distribution, bias, shift, (bounds[0], bounds[1]), biased_range=draw(st.booleans()),
         terminal=draw(st.sampled_from([0.0, 0.02, 0.3])),
     )  # fmt: skip
     try:
@@ -188,11 +190,13 @@ def samplers(draw: st.DrawFn) -> LevelSampler:
     return sampler
 
 
-class TestWindows:
+class TestNoiseRanges:
     @given(samplers(), st.integers(0, 2**40), st.integers(0, 2**62))
     def test_are_never_left(self, sampler: LevelSampler, seed: int, index: int) -> None:
-        picks_random = sampler.biased_window and sampler.bias != "balanced" and sampler.distribution != Uniform()
-        lowest, highest = (0.0, 1.0) if picks_random else sampler.window  # a range of random levels has no fixed ends
+        picks_random = sampler.biased_range and sampler.bias != "balanced" and sampler.distribution != Uniform()
+        lowest, highest = (
+            (0.0, 1.0) if picks_random else sampler.noise_range
+        )  # a range of random levels has no fixed ends
         level = sampler.level(seed, index)
         assert level == float(np.float32(level))
         assert lowest <= level <= highest
@@ -209,7 +213,7 @@ class TestWindows:
         monkeypatch.setattr("gracetune.diffusion.noise_levels.uniform", lambda *_parts: share)
         for expert in experts:
             for distribution in (Uniform(), LogitNormal(), Beta()):
-                sampler = LevelSampler(distribution, shift=5.0, window=window_of_levels(expert.name, facts))
+                sampler = LevelSampler(distribution, shift=5.0, noise_range=noise_range_of(expert.name, facts))
                 level = sampler.level(0, 0)
                 is_high = expert.name == "high_noise"
                 on_device = torch.tensor([level], dtype=torch.float32)
@@ -228,20 +232,20 @@ class TestWindows:
         assert float(first) - float(below) <= 1e-6
 
     def test_timesteps_narrow_the_window(self) -> None:
-        asked = objective(timesteps="uniform", min_timestep=200, max_timestep=500)
-        sampler = LevelSampler.from_config(asked, Flow(), window=(0.0, 0.4))
-        assert sampler.window == (0.2, 0.4)
+        requested = objective(timesteps="uniform", min_timestep=200, max_timestep=500)
+        sampler = LevelSampler.from_config(requested, Flow(), noise_range=(0.0, 0.4))
+        assert sampler.noise_range == (0.2, 0.4)
 
     def test_outside_the_experts_range_are_rejected(self) -> None:
-        asked = objective(min_timestep=0, max_timestep=500)
+        requested = objective(min_timestep=0, max_timestep=500)
         with pytest.raises(ConfigError, match="875 to 1000"):
-            LevelSampler.from_config(asked, Flow(), window=(0.875, 1.0))
+            LevelSampler.from_config(requested, Flow(), noise_range=(0.875, 1.0))
 
     def test_without_any_probability_are_rejected(self) -> None:
         with pytest.raises(ConfigError, match=r"--set objective\.timesteps=uniform"):
-            LevelSampler.from_config(objective(sigmoid_scale=0.05), Flow(), window=(0.9, 1.0))
+            LevelSampler.from_config(objective(sigmoid_scale=0.05), Flow(), noise_range=(0.9, 1.0))
         with pytest.raises(ConfigError, match="every level is 1"):
-            LevelSampler.from_config(objective(timesteps="one_step"), Flow(), window=(0.0, 0.875))
+            LevelSampler.from_config(objective(timesteps="one_step"), Flow(), noise_range=(0.0, 0.875))
 
 
 class TestShift:
@@ -256,8 +260,8 @@ class TestShift:
         assert shift(timesteps="weighted", flow_shift=2.0) == 2.0
 
     def test_by_resolution_follows_the_tokens(self) -> None:
-        asked = objective(timesteps="uniform", flow_shift="resolution")
-        sampler = LevelSampler.from_config(asked, Flow(), rule=RULE)
+        requested = objective(timesteps="uniform", flow_shift="resolution")
+        sampler = LevelSampler.from_config(requested, Flow(), rule=RULE)
         plain = LevelSampler(Uniform())
         for tokens in (256, 1024, 4096):
             expected = shifted(plain.level(3, 9), RULE.at(tokens))
@@ -299,8 +303,8 @@ class TestWholeSteps:
     @given(st.integers(0, 999), st.integers(1, 1000), st.integers(0, 2**40))
     def test_stay_within_min_and_max(self, low: int, high: int, index: int) -> None:
         assume(low < high)
-        asked = objective(timesteps="uniform", min_timestep=low, max_timestep=high)
-        level = LevelSampler.from_config(asked, TABLE).level(5, index)
+        requested = objective(timesteps="uniform", min_timestep=low, max_timestep=high)
+        level = LevelSampler.from_config(requested, TABLE).level(5, index)
         step = int(TABLE.step(torch.tensor([level])))
         assert low <= step < high
 

@@ -65,13 +65,13 @@ def test_noisy_latents_and_target_determine_clean_and_noise(schedule: NoiseSched
     levels = torch.full((4,), level)
     a, s = (part[0].double() for part in schedule.coefficients(levels))
     seen = noisy(schedule, CLEAN, NOISE, levels).double()
-    asked = target(schedule, CLEAN, NOISE, levels).double()
+    requested = target(schedule, CLEAN, NOISE, levels).double()
     if schedule.prediction == "flow":
-        clean = seen - s * asked
+        clean = seen - s * requested
     elif schedule.prediction == "epsilon":
-        clean = (seen - s * asked) / a
+        clean = (seen - s * requested) / a
     else:
-        clean = a * seen - s * asked
+        clean = a * seen - s * requested
     torch.testing.assert_close(clean, CLEAN.double(), atol=2e-3, rtol=2e-3)
 
 

@@ -134,12 +134,12 @@ def file(path: str) -> str | None:
 def key(name: str) -> str | None:
     """A key of our own configuration; `datasets[].path` is one of every dataset, `datasets[0].path` of the first."""
     schema = _schema()
-    where: dict[str, Any] = schema
+    location: dict[str, Any] = schema
     for part in re.findall(r"[a-z_][^.\[\]]*", name):
-        where = _followed(where, schema)
-        if part not in where.get("properties", {}):
-            return f"{name}: no key {part}; there are {', '.join(where.get('properties', {}))}"
-        where = where["properties"][part]
+        location = _followed(location, schema)
+        if part not in location.get("properties", {}):
+            return f"{name}: no key {part}; there are {', '.join(location.get('properties', {}))}"
+        location = location["properties"][part]
     return None
 
 
@@ -202,7 +202,7 @@ def variable(name: str) -> str | None:
         return None
     if name.startswith("GH200_") and key(f"memory.{name.removeprefix('GH200_').lower()}") is None:
         return None
-    return None if _is_said(re.escape(name), name) else f"{name}: nobody reads this variable"
+    return None if _is_mentioned(re.escape(name), name) else f"{name}: nobody reads this variable"
 
 
 def statistic(name: str) -> str | None:
@@ -239,7 +239,7 @@ def _literals(path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _is_said(pattern: str, within: str) -> bool:
+def _is_mentioned(pattern: str, within: str) -> bool:
     """Whether a text of the source has this pattern. Only files that look as if they had `within` are taken apart."""
     compiled = re.compile(pattern, re.S)
     likely = (path for path, text in _sources().items() if within in text)
@@ -252,13 +252,13 @@ def message(text: str) -> str | None:
     longest = max(parts, key=len)
     if len(longest) < _TELLING:
         return f"{text!r} would be found anywhere: quote more of it"
-    return None if _is_said(".*?".join(map(re.escape, parts)), longest) else f"nobody says {text!r}"
+    return None if _is_mentioned(".*?".join(map(re.escape, parts)), longest) else f"nobody says {text!r}"
 
 
 def result(path: str) -> str | None:
     """A file a command writes: its name is in the source."""
     name = path.rpartition("/")[2]
-    return None if _is_said(re.escape(name), name) else f"nobody writes {path}"
+    return None if _is_mentioned(re.escape(name), name) else f"nobody writes {path}"
 
 
 def flag(text: str) -> str | None:

@@ -95,8 +95,8 @@ def _aitoolkit() -> dict[str, Any]:
         process["optimizer"] |= {key: _number(value) for key, value in block.get("optimizer", {}).items()}
         process["train"] |= {**block.get("train", {}), "mixed_precision": "bf16"}  # the document has both
     limits = {"lr_bump": 1e-6, "min_lr": 1e-7, "max_lr": 1e-3}
-    stages = {f"{stage}_noise_{key}": value for stage in ("high", "low") for key, value in limits.items()}
-    process["optimizer"] = {**limits, **stages, **process["optimizer"]}
+    experts = {f"{stage}_noise_{key}": value for stage in ("high", "low") for key, value in limits.items()}
+    process["optimizer"] = {**limits, **experts, **process["optimizer"]}
     return job
 
 

@@ -7,7 +7,7 @@ import pytest
 from unit.docs.targets import PROGRAMS, command, flag, key, message, problems, python, rows, spans, text_of
 
 ROWS = [row for row in rows(text_of("troubleshooting.md")) if len(row) == 3]
-OTHERS_SAY = ("Unrecognized key 'use_uvm'", "Unrecognized CachingAllocator option")
+OTHER_PROGRAMS = ("Unrecognized key 'use_uvm'", "Unrecognized CachingAllocator option")
 """Quoted from torch."""
 NO_MESSAGES = ("uvm.stage", "dataset_type")
 """Names in descriptions of what can be seen without being said."""
@@ -35,7 +35,7 @@ def test_there_are_sections_for_everything_a_run_goes_through() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:50])
 def test_what_is_quoted_is_said_and_what_to_do_can_be_done(row: list[str]) -> None:
     seen, _, todo = row
-    quoted = [span for span in spans(seen) if span not in (*OTHERS_SAY, *NO_MESSAGES, *ELSEWHERE)]
+    quoted = [span for span in spans(seen) if span not in (*OTHER_PROGRAMS, *NO_MESSAGES, *ELSEWHERE)]
     assert [problem for span in quoted if (problem := message(span))] == []
     names = [span for span in spans(todo) if span not in ELSEWHERE and f"result `{span}`" not in todo]
     typed = [span for span in names if key(span) is not None]

@@ -15,7 +15,7 @@ from gracetune.models.fact_overrides import facts_of
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import ModelFacts
-from gracetune.train.step import Goal
+from gracetune.train.step import TrainingGoal
 from unit.config import aitoolkit_jobs, simpletuner_files
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "fidelity"
@@ -50,9 +50,9 @@ def recorded(peer: str, topic: str) -> list[dict[str, Any]]:
 def case_name(case: dict[str, Any]) -> str:
     """For a test's id."""
     settings = {**case.get("train", {}), **case.get("options", {}), **case.get("ema_config", {})}
-    where = [str(case[key]) for key in ("arch", "family", "expert", "batch") if key in case]
+    location = [str(case[key]) for key in ("arch", "family", "expert", "batch") if key in case]
     size = ["x".join(map(str, case["size"][1:]))] if "size" in case else []
-    return "-".join([*where, *size, *(f"{name}={value}" for name, value in settings.items())]).replace(" ", "")
+    return "-".join([*location, *size, *(f"{name}={value}" for name, value in settings.items())]).replace(" ", "")
 
 
 def aitoolkit_config(folder: Path, train: dict[str, Any], arch: str = "flux") -> RunConfig:
@@ -80,10 +80,10 @@ def facts_for(config: RunConfig, tiny_model: TinyModel) -> ModelFacts:
     return facts_of(tiny, spec_of(config.model.family), open_source(tiny.model))
 
 
-def goal_of(config: RunConfig, tiny_model: TinyModel) -> tuple[Goal, ModelFacts]:
+def goal_of(config: RunConfig, tiny_model: TinyModel) -> tuple[TrainingGoal, ModelFacts]:
     """What a run with this config learns."""
     facts = facts_for(config, tiny_model)
-    return Goal.from_config(config.objective, facts, trained_experts(config.model.experts, facts)), facts
+    return TrainingGoal.from_config(config.objective, facts, trained_experts(config.model.experts, facts)), facts
 
 
 def tokens_of(size: list[int]) -> int:

@@ -25,7 +25,7 @@ ROOT = "config.process[0]."
 ENTRY = re.compile(r"^\[\d+\]\.")
 """Left out where a note lists keys of a dataset file."""
 STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
-REFUSED = {
+REJECTED = {
     "flux.peft-controlnet-lora": "controlnet",
     "sdxl.peft-controlnet-lora": "controlnet",
     "wan2.1-t2v-1.3b-480p-141g.peft-lora+anyflow": "distillation_method",
@@ -68,7 +68,7 @@ class Example:
         return folder / self.documents[0]
 
     @property
-    def is_refused(self) -> bool:
+    def is_rejected(self) -> bool:
         return any(row.kind == "refused" for row in self.rows)
 
 
@@ -123,7 +123,7 @@ class Outcome:
         origins = self.resolved.origins.items()
         return {
             dotted(path) for path, origin in origins
-            if origin.kind == "file" and is_part(origin.key, row.key) and origin.where.endswith(row.document)
+            if origin.kind == "file" and is_part(origin.key, row.key) and origin.location.endswith(row.document)
         }  # fmt: skip
 
     def notes_about(self, row: Row) -> list[str]:

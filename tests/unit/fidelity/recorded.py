@@ -79,10 +79,10 @@ def placed(config: RunConfig, sizes: list[list[int]]) -> dict[tuple[int, int], t
 
     Images that are left out are missing.
     """
-    dataset, asked = config.datasets[0], geometry(config)
+    dataset, requested = config.datasets[0], geometry(config)
     files = [MediaFile(f"{w}x{h}.png", 1, f"{w}x{h}", ImageFacts(w, h, has_alpha=False)) for w, h in sizes]
-    items, _ = sort_into_buckets(files, dataset, asked, config.training.seed)
-    index = index_of(dataset, asked, config.training.seed, items)
+    items, _ = sort_into_buckets(files, dataset, requested, config.training.seed)
+    index = index_of(dataset, requested, config.training.seed, items)
     found = {}
     for item in items:
         fit = index.describe(index.datasets[0], item, Turn(0, 0), NO_CAPTION).fit
@@ -91,11 +91,11 @@ def placed(config: RunConfig, sizes: list[list[int]]) -> dict[tuple[int, int], t
     return found
 
 
-def index_of(dataset: Dataset, asked: Geometry, seed: int, items: list[Any]) -> DataIndex:
-    return DataIndex(seed, asked, (DatasetIndex(0, dataset, tuple(items)),), (), {})
+def index_of(dataset: Dataset, requested: Geometry, seed: int, items: list[Any]) -> DataIndex:
+    return DataIndex(seed, requested, (DatasetIndex(0, dataset, tuple(items)),), (), {})
 
 
-def drawn(config: RunConfig, count: int) -> list[BatchRef]:
+def values(config: RunConfig, count: int) -> list[BatchRef]:
     """The first batches of a run, whose files are looked at as a run does it."""
     index = build_index(config, geometry(config))
     loader = Loader(index, batch_size=config.training.batch_size)

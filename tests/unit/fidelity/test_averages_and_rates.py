@@ -10,7 +10,7 @@ import torch
 
 from gracetune.config.run_config import Ema as EmaConfig
 from gracetune.config.run_config import RunConfig
-from gracetune.optim.ema import Ema
+from gracetune.optim.ema import EmaWeights
 from gracetune.optim.schedules import build_schedule
 from unit.config import aitoolkit_jobs, simpletuner_files
 from unit.fidelity.peers import aitoolkit_config, case_name, recorded, simpletuner_config
@@ -24,7 +24,7 @@ SIMPLETUNER_RATES = [
 
 def averages(config: EmaConfig, steps: list[int]) -> list[float]:
     value = torch.zeros(1)
-    ema = Ema.from_config({"value": value}, config)
+    ema = EmaWeights.from_config({"value": value}, config)
     assert ema is not None
     found = {}
     for step in range(1, PATH + 1):

@@ -13,7 +13,7 @@ import pytest
 
 from gracetune.config import Resolved
 from unit.data.folders import image
-from unit.fidelity.recorded import aitoolkit, drawn, recorded, simpletuner
+from unit.fidelity.recorded import aitoolkit, recorded, simpletuner, values
 
 AITOOLKIT = recorded("aitoolkit", "captions")
 SIMPLETUNER = recorded("simpletuner", "captions")
@@ -25,7 +25,7 @@ def plain(text: str) -> str:
 
 
 def texts(resolved: Resolved, draws: int) -> list[str]:
-    return [plain(batch.samples[0].caption.text) for batch in drawn(resolved.config, draws)]
+    return [plain(batch.samples[0].caption.text) for batch in values(resolved.config, draws)]
 
 
 def enough(case: dict[str, Any]) -> int:
@@ -132,7 +132,7 @@ def test_simpletuner_drops_captions_as_often(tmp_path: Path) -> None:
     (images / "a.png").write_bytes(image())
     entry = {"instance_data_dir": str(images), "resolution": 64}
     options = {"caption_dropout_probability": 0.3, "train_batch_size": 1, "max_train_steps": 5000}
-    batches = drawn(simpletuner(tmp_path, "sdxl", datasets=[entry], **options).config, 2000)
+    batches = values(simpletuner(tmp_path, "sdxl", datasets=[entry], **options).config, 2000)
     theirs = {text: count for text, count in SIMPLETUNER["dropped_at_0.3"].items() if text.startswith("''")}
     dropped = [batch.samples[0].caption for batch in batches if batch.samples[0].caption.dropped]
     assert abs(len(dropped) - sum(theirs.values())) < 120

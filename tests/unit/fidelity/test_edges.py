@@ -16,7 +16,7 @@ from gracetune.data.refs import Canny
 from unit.config.simpletuner_files import problems, resolve
 from unit.fidelity.recorded import recorded
 
-CASES = [{**picture, **case} for picture in recorded("simpletuner", "edges") for case in picture["cases"]]
+CASES = [{**image, **case} for image in recorded("simpletuner", "edges") for case in image["cases"]]
 KONTEXT = {"model_family": "flux", "model_flavour": "kontext"}
 
 
@@ -39,9 +39,9 @@ def entry(**conditioning: Any) -> dict[str, Any]:
 def test_edges_are_simpletuner_s(case: dict[str, Any], tmp_path: Path) -> None:
     """With the thresholds that a file of it gives, or leaves out."""
     (dataset,) = resolve(tmp_path, KONTEXT, datasets=[entry(**case["thresholds"])]).config.datasets
-    asked = dataset.canny_reference
-    assert asked is not None
-    found = canny_edges(Image.fromarray(pixels_of(case)), Canny(asked.low_threshold, asked.high_threshold))
+    requested = dataset.canny_reference
+    assert requested is not None
+    found = canny_edges(Image.fromarray(pixels_of(case)), Canny(requested.low_threshold, requested.high_threshold))
     values = np.asarray(found)
     assert (values.shape, set(np.unique(values))) == ((*edges_of(case).shape, 3), {0, *(255 * edges_of(case)).ravel()})
     assert (values[..., 0] == 255 * edges_of(case)).all()
@@ -69,7 +69,7 @@ def test_what_saving_edges_as_jpeg_changes_there() -> None:
     """The figure of docs/fidelity.md."""
     differences = []
     for case in CASES:
-        edges = Image.fromarray(np.where(edges_of(case), 255, 0).astype(np.uint8)).convert("RGB")
+        edges = Image.fromarray(np.location(edges_of(case), 255, 0).astype(np.uint8)).convert("RGB")
         buffer = io.BytesIO()
         edges.save(buffer, "JPEG")
         saved = np.asarray(Image.open(buffer)).astype(int)
@@ -117,5 +117,5 @@ class TestFiles:
             ({"type": "canny", "low_threshold": 0}, "[0].conditioning.low_threshold"),
         ],
     )
-    def test_what_is_refused(self, conditioning: Any, key: str, tmp_path: Path) -> None:
+    def test_what_is_rejected(self, conditioning: Any, key: str, tmp_path: Path) -> None:
         assert list(problems(tmp_path, KONTEXT, datasets=[{**entry(), "conditioning": conditioning}])) == [key]

@@ -15,7 +15,7 @@ from gracetune.data.media.probe import VideoFacts
 from gracetune.data.refs import SampleRef
 from gracetune.data.scan import MediaFile
 from unit.data.media.generated import every, number_of, video_bytes
-from unit.fidelity.recorded import aitoolkit, drawn, geometry, index_of, recorded, simpletuner
+from unit.fidelity.recorded import aitoolkit, geometry, index_of, recorded, simpletuner, values
 
 AITOOLKIT = recorded("aitoolkit", "frames")["cases"]
 READINGS = recorded("aitoolkit", "frames")["readings"]
@@ -24,12 +24,12 @@ SIMPLETUNER = recorded("simpletuner", "mixing")["frames"]
 
 def taken(config: RunConfig, frames: int, fps: float, variants: int = 1) -> list[SampleRef]:
     """What is taken of a clip, at several visits."""
-    dataset, asked = config.datasets[0], geometry(config)
+    dataset, requested = config.datasets[0], geometry(config)
     file = MediaFile("clip.mp4", 1, f"{frames}at{fps}", VideoFacts(832, 480, frames, frames / fps))
-    items, _ = sort_into_buckets([file], dataset, asked, 1)
+    items, _ = sort_into_buckets([file], dataset, requested, 1)
     if not items:
         return []
-    index = index_of(dataset, asked, 1, items)
+    index = index_of(dataset, requested, 1, items)
     return [index.describe(index.datasets[0], items[0], Turn(variant, 0), NO_CAPTION) for variant in range(variants)]
 
 
@@ -81,7 +81,7 @@ def test_the_frames_with_these_numbers_are_the_ones_that_are_decoded(tmp_path: P
                     {"auto_frame_count": True, "fps": 5}):  # fmt: skip
         entry = {"folder_path": str(clips), "resolution": 64, **options}
         config = aitoolkit(tmp_path, "wan22_14b", datasets=[entry]).config
-        (batch,) = drawn(config, 1)
+        (batch,) = values(config, 1)
         pixels = build_index(config, geometry(config)).load(batch.samples[0]).pixels
         assert pixels is not None
         shown = [number_of(frame) for frame in pixels.permute(1, 2, 3, 0).numpy()]

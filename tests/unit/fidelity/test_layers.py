@@ -28,7 +28,7 @@ CASES = recorded("aitoolkit", "layers")
 PARTS_OF_A_UNET = ("resnets.0", "up_blocks")
 """Words that a footprint does not know: it lists the kinds of blocks of a U-Net, not their places."""
 MOST_EXPENSIVE = ("qwen_image_edit_plus", "wan22_14b_i2v")
-WHERE = {"flux": {"schnell": "black-forest-labs/FLUX.1-schnell"},
+LOCATION = {"flux": {"schnell": "black-forest-labs/FLUX.1-schnell"},
          "wan21": {"t2v-1.3b-2.1": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"}}  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 
 def config_of(case: dict[str, Any], folder: Path) -> RunConfig:
-    weights = WHERE.get(case["arch"], {}).get(case["flavour"], ARCHS[case["arch"]][0])
+    weights = LOCATION.get(case["arch"], {}).get(case["flavour"], ARCHS[case["arch"]][0])
     train = {"noise_scheduler": "ddpm" if case["arch"] == "sdxl" else "flowmatch", "steps": 100, "lr": 1e-4}
     control = {"control_path": "/data/before"} if "edit" in case["arch"] or "kontext" in case["arch"] else {}
     document = aitoolkit_jobs.job(

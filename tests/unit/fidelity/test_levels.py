@@ -61,9 +61,9 @@ def test_samples_of_an_sdxl_batch_share_the_timesteps_out(
     goal, _ = goal_of(config, tiny_model)
     (sampler,) = goal.levels.values()
     batch = case["batch"]
-    drawn = [sampler.levels(3, range(number * batch, (number + 1) * batch)) for number in range(5000)]
+    values = [sampler.levels(3, range(number * batch, (number + 1) * batch)) for number in range(5000)]
     for place, quantiles in enumerate(case["positions"]):
-        levels = sorted(one[place] for one in drawn)
+        levels = sorted(one[place] for one in values)
         ours = [levels[int(share * len(levels))] for share in SHARES]
         assert distance(ours, quantiles) <= 1.63 / len(levels) ** 0.5
 
@@ -74,5 +74,5 @@ def test_draws_are_the_quantiles_that_are_compared(train: str, tmp_path: Path, t
     """20,000 levels as a run draws them, of settings that go through most functions: bias, expert, shift or list."""
     case = next(case for case in AITOOLKIT if case_name(case) == f"wan22_14b-1-5x60x104-{train}")
     goal, _ = goal_of(aitoolkit_config(tmp_path, case["train"], case["arch"]), tiny_model)
-    drawn = sorted(goal.levels["low_noise"].levels(7, range(20_000), tokens_of(case["size"])))
-    assert distance([drawn[int(share * len(drawn))] for share in SHARES], case["quantiles"]) <= LIMIT
+    values = sorted(goal.levels["low_noise"].levels(7, range(20_000), tokens_of(case["size"])))
+    assert distance([values[int(share * len(values))] for share in SHARES], case["quantiles"]) <= LIMIT

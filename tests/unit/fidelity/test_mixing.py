@@ -13,7 +13,7 @@ from gracetune.data.index_builder import build_index
 from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.data.refs import BatchRef
 from unit.data.folders import image
-from unit.fidelity.recorded import aitoolkit, drawn, geometry, recorded, simpletuner
+from unit.fidelity.recorded import aitoolkit, geometry, recorded, simpletuner, values
 
 AITOOLKIT = recorded("aitoolkit", "loaders")
 SIMPLETUNER = recorded("simpletuner", "mixing")
@@ -53,7 +53,7 @@ def test_regularisation_batches_come_at_the_same_steps(tmp_path: Path, case: dic
     sample = {"sample_every": case["sample_every"], "prompts": ["a cat"]}
     save = {"save_every": case["save_every"]}
     config = aitoolkit(tmp_path, "sdxl", datasets=datasets, train=train, sample=sample, save=save).config
-    batches = drawn(config, AITOOLKIT["steps"] * accumulation)
+    batches = values(config, AITOOLKIT["steps"] * accumulation)
     ours = [one.samples[0].path[0] for one in batches]
     theirs = [name[0] for step in case["loaders"] for name in step]
     begin = case["sample_start_step"] * accumulation
@@ -106,7 +106,7 @@ def test_simpletuner_s_datasets_have_their_shares(tmp_path: Path, case: dict[str
     counts: Counter[int] = Counter()
     for epoch in range(2000):
         cursor = order.start()
-        found = order.draw(type(cursor)(cursor.taken, epoch=epoch), 2, 0, 1)
+        found = order.next_batch(type(cursor)(cursor.taken, epoch=epoch), 2, 0, 1)
         assert found is not None
         counts[found[0].source] += 1
     assert [counts[position] / 2000 for position in range(2)] == pytest.approx(case["shares"], abs=0.04)
@@ -119,7 +119,7 @@ def test_simpletuner_takes_sliders_in_turn(tmp_path: Path) -> None:
         for name, strength, count in (("down", -1.0, 5), ("plain", None, 9), ("up", 1.0, 4))
     ]  # fmt: skip
     config = simpletuner(tmp_path, "sdxl", datasets=entries, train_batch_size=1).config
-    found = [batch.samples[0].dataset for batch in drawn(config, 9)]
+    found = [batch.samples[0].dataset for batch in values(config, 9)]
     assert found == SIMPLETUNER["sliders"]
 
 

@@ -15,7 +15,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.record import ParamGroup
-from gracetune.train.gradients import Clip, FlatGradients, gradient_factor
+from gracetune.train.gradients import FlatGradients, GradientClipping, gradient_factor
 from unit.config import aitoolkit_jobs, simpletuner_files
 from unit.fidelity.peers import aitoolkit_config, case_name, recorded, simpletuner_config
 
@@ -40,8 +40,8 @@ def path_of(config: RunConfig) -> dict[str, list[list[float]]]:
 
 def assert_same_path(ours: dict[str, list[list[float]]], case: dict[str, Any]) -> None:
     for name, values in ours.items():
-        for step, here, there in zip(case["steps"], values, case[name], strict=True):
-            assert here == pytest.approx(there, rel=1e-4, abs=2e-6), f"{name} at step {step}"
+        for step, current, existing in zip(case["steps"], values, case[name], strict=True):
+            assert current == pytest.approx(existing, rel=1e-4, abs=2e-6), f"{name} at step {step}"
 
 
 @pytest.mark.parametrize("case", SIMPLETUNER, ids=case_name)
@@ -55,9 +55,9 @@ def test_adamw_bf16_goes_the_same_way_a_little_less_far(tmp_path: Path) -> None:
     case = next(one for one in recorded("simpletuner", "optimizers") if one["options"]["optimizer"] == "adamw_bf16")
     ours = torch.tensor(path_of(simpletuner_config(tmp_path, case["options"]))["matrix"][-1])
     theirs, begun = torch.tensor(case["matrix"][-1]), problem.start()[0].detach().flatten()
-    here, there = ours - begun, theirs - begun
-    assert float(there.norm() / here.norm()) == pytest.approx(1.05, abs=0.02)
-    assert float(torch.nn.functional.cosine_similarity(here, there, dim=0)) > 0.995
+    current, existing = ours - begun, theirs - begun
+    assert float(existing.norm() / current.norm()) == pytest.approx(1.05, abs=0.02)
+    assert float(torch.nn.functional.cosine_similarity(current, existing, dim=0)) > 0.995
 
 
 @pytest.mark.parametrize("case", AITOOLKIT, ids=case_name)
@@ -91,9 +91,9 @@ def test_the_note_about_automagic_has_the_right_figures(tmp_path: Path) -> None:
     at = [RATES["rate_steps"].index(step) for step in (500, 2000)]
     assert [round(exact[one] / theirs[one]) for one in at] == [4, 6]
     resolved = aitoolkit_jobs.read(tmp_path, train={"optimizer": "automagic"})
-    (said,) = [note for note in resolved.notes if "Automagic" in note]
-    assert "4 times as high here at step 500 and 6 times at step 2,000" in said
-    assert "--set optimizer.options.rates=upstream" in said
+    (stated,) = [note for note in resolved.notes if "Automagic" in note]
+    assert "4 times as high here at step 500 and 6 times at step 2,000" in stated
+    assert "--set optimizer.options.rates=upstream" in stated
 
 
 def test_simpletuners_prodigy_has_a_rate_of_one(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def steps_of(config: RunConfig, gradients: list[list[float]]) -> list[list[float
             (weight * torch.tensor(gradient)).sum().backward()
             flat.collect()
         factor = gradient_factor(training.accumulation, micro_batches=each, samples=each)
-        flat.finish(factor, Clip(training.grad_clip, training.max_grad_norm))
+        flat.finish(factor, GradientClipping(training.grad_clip, training.max_grad_norm))
         assert weight.grad is not None
         found.append(weight.grad.tolist())
     return found
@@ -159,9 +159,9 @@ def test_turns_of_experts_are_counted_in_optimizer_steps(case: dict[str, Any], t
     train = case["train"]
     each, every = train["gradient_accumulation"], train["switch_boundary_every"]
     resolved = aitoolkit_jobs.read(tmp_path, train=train)
-    said = any("also within an optimizer step" in note for note in resolved.notes)
+    stated = any("also within an optimizer step" in note for note in resolved.notes)
     turns = case["experts"]
     mixed = any(len(set(turns[first : first + each])) > 1 for first in range(0, len(turns), each))
-    assert said == mixed
+    assert stated == mixed
     if not mixed:
         assert resolved.config.model.switch_experts_every * each == every

@@ -16,7 +16,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.planning.config_demand import demand_of
 from gracetune.planning.plan import plan
 from unit.config import simpletuner_files
-from unit.fidelity.published import REFUSED, Example, Outcome, Row, examples, read
+from unit.fidelity.published import REJECTED, Example, Outcome, Row, examples, read
 from unit.planning.test_plan import small_gpu
 
 EXAMPLES = examples()
@@ -25,10 +25,10 @@ EXAMPLES = examples()
 def test_all_published_examples_are_here() -> None:
     peers = [example.peer for example in EXAMPLES.values()]
     assert (peers.count("SimpleTuner"), peers.count("ai-toolkit")) == (17, 11)
-    assert {name for name, example in EXAMPLES.items() if example.is_refused} == set(REFUSED)
+    assert {name for name, example in EXAMPLES.items() if example.is_rejected} == set(REJECTED)
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in REJECTED])
 def test_a_published_example_passes_the_check(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = EXAMPLES[name].write(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -86,9 +86,9 @@ def test_few_bits_are_needed_on_small_gpus_alone(
     assert [change.after for change in changed] == (["auto: int8"] if held == "int8" else [])
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_implemented_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    (problem,) = [one for one in read(EXAMPLES[name], tmp_path).problems if one.key == REFUSED[name]]
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_is_not_implemented_is_rejected_by_name(name: str, tmp_path: Path) -> None:
+    (problem,) = [one for one in read(EXAMPLES[name], tmp_path).problems if one.key == REJECTED[name]]
     feature = "ControlNet training" if "controlnet" in name else "distillation"
     assert problem.expected == f"{feature} is not implemented"
     assert "--allow-unsupported" in problem.hint

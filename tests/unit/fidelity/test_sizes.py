@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gracetune.cache.batches import Batch, Keys
+from gracetune.cache.batches import Batch, SampleKeys
 from gracetune.cache.collate import collate
 from gracetune.cache.encoder import EncoderId
 from gracetune.config.run_config import RunConfig
@@ -23,7 +23,7 @@ from gracetune.models.common.encoding import latent_mask
 from gracetune.models.registry import spec_of
 from gracetune.train.step import loss_mask
 from unit.data.folders import image
-from unit.fidelity.recorded import aitoolkit, drawn, geometry, recorded, simpletuner
+from unit.fidelity.recorded import aitoolkit, geometry, recorded, simpletuner, values
 
 AITOOLKIT = recorded("aitoolkit", "sizes")
 SIMPLETUNER = recorded("simpletuner", "buckets")["time_ids"]
@@ -32,7 +32,7 @@ LATENT, TEXT = EncoderId("latent", "x", ()), EncoderId("text", "x", ())
 
 def time_ids(config: RunConfig, ref: SampleRef) -> list[float]:
     """As a batch has them, where the cache has others."""
-    keys = Keys(LATENT, TEXT, per_use=spec_of(config.model.family).per_use(config.model))
+    keys = SampleKeys(LATENT, TEXT, per_use=spec_of(config.model.family).per_use(config.model))
     cached: Mapping[str, torch.Tensor] = {"time_ids": torch.full((6,), -1.0)}
     found: list[float] = keys.used(cached, ref)["time_ids"].tolist()
     return found
@@ -45,7 +45,7 @@ def test_ai_toolkit_tells_the_bucket_s_size(tmp_path: Path) -> None:
         Image.new("RGB", (width, height), (number, 0, 0)).save(images / f"{number}.png", compress_level=1)
     entry = {"folder_path": str(images), "resolution": 1024}
     config = aitoolkit(tmp_path, "sdxl", datasets=[entry]).config
-    found = {batch.samples[0].path: time_ids(config, batch.samples[0]) for batch in drawn(config, 5)}
+    found = {batch.samples[0].path: time_ids(config, batch.samples[0]) for batch in values(config, 5)}
     assert found == {f"{number}.png": case["time_ids"] for number, case in enumerate(AITOOLKIT["time_ids"])}
 
 
@@ -53,13 +53,13 @@ def test_simpletuner_tells_the_scaled_size_and_zeros_where_a_caption_is_dropped(
     (images := tmp_path / "images").mkdir()
     sizes = [tuple(case["size"]) for case in SIMPLETUNER if not case["dropped"]]
     for width, height in sizes:
-        picture = Image.new("RGB", (width, height), (width % 256, height % 256, 0))
-        picture.save(images / f"{width}x{height}.png", compress_level=1)
+        image = Image.new("RGB", (width, height), (width % 256, height % 256, 0))
+        image.save(images / f"{width}x{height}.png", compress_level=1)
     entry = {"instance_data_dir": str(images), "resolution": 1024, "crop_style": "center"}
     options = {"caption_dropout_probability": 0.5, "train_batch_size": 1}
     config = simpletuner(tmp_path, "sdxl", datasets=[entry], **options).config
     found: dict[tuple[str, bool], list[float]] = {}
-    for batch in drawn(config, 12 * len(sizes)):
+    for batch in values(config, 12 * len(sizes)):
         ref = batch.samples[0]
         found[Path(ref.path).stem, ref.caption.dropped] = time_ids(config, ref)
     theirs = {("x".join(map(str, case["size"])), case["dropped"]): case["time_ids"] for case in SIMPLETUNER}
@@ -78,15 +78,15 @@ def test_a_native_config_tells_the_file_s_size_as_it_is_cached() -> None:
 
 def mask(kind: str) -> bytes:
     side = AITOOLKIT["side"]
-    picture = np.zeros((side, side), np.uint8)
+    image = np.zeros((side, side), np.uint8)
     if kind == "left half":
-        picture[:, : side // 2] = 255
+        image[:, : side // 2] = 255
     elif kind == "small square":
-        picture[32:64, 48:80] = 255
+        image[32:64, 48:80] = 255
     else:
-        picture[:] = 128
+        image[:] = 128
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG")
+    Image.fromarray(image).save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -103,7 +103,7 @@ def test_ai_toolkit_s_mask_weights(tmp_path: Path, case: dict[str, Any]) -> None
     entry = {"folder_path": str(images), "resolution": side, "mask_path": str(masks), **case["options"]}
     config = aitoolkit(tmp_path, "sdxl", datasets=[entry], train={"batch_size": len(case["masks"])}).config
     index = build_index(config, geometry(config))
-    refs = sorted(drawn(config, 1)[0].samples, key=lambda ref: ref.path)
+    refs = sorted(values(config, 1)[0].samples, key=lambda ref: ref.path)
     entries = []
     for ref in refs:
         weights = index.load(ref).mask

@@ -80,7 +80,7 @@ def test_what_is_wrong_is_named_as_the_file_names_it(value: Any, key: str, expec
     assert problem.hint
 
 
-def test_a_family_whose_tokens_cannot_skip_blocks_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_family_whose_tokens_cannot_skip_blocks_is_rejected_by_name(tmp_path: Path) -> None:
     changes = {"model_family": "sdxl", "model_flavour": "base-1.0", "tread_config": ROUTES}
     problem = simpletuner_files.problems(tmp_path, changes, datasets=simpletuner_files.IMAGES)["tread_config"]
     assert problem.expected == "token routing is for wan, qwen_image, flux: tokens of sdxl cannot skip blocks"

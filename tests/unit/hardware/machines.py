@@ -35,9 +35,9 @@ class FakeCuda:
     path: str
     journal: ctypes.CDLL
 
-    def fail(self, where: str, code: int) -> None:
+    def fail(self, location: str, code: int) -> None:
         places = ["nothing", "init", "context", "alloc", "memset", "sync", "free"]
-        self.journal.fake_reset(places.index(where), code, 0)
+        self.journal.fake_reset(places.index(location), code, 0)
 
     def one_pool(self) -> None:
         self.journal.fake_reset(0, 0, 1)

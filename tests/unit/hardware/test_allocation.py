@@ -20,7 +20,7 @@ from gracetune.hardware.allocation import (
     plan_allocation,
     run_allocation,
 )
-from gracetune.hardware.driver import DriverError
+from gracetune.hardware.driver import DriverCallError
 from gracetune.hardware.machine import (
     Cgroup,
     DriverReport,
@@ -190,7 +190,7 @@ def test_a_full_host_runs_nothing() -> None:
 
 
 @pytest.mark.parametrize("scale", [0, -1, float("nan"), float("inf"), 1e9])
-def test_a_scale_that_means_nothing_is_refused(scale: float) -> None:
+def test_a_scale_that_means_nothing_is_rejected(scale: float) -> None:
     with pytest.raises(ConfigError, match="--oversubscription-scale"):
         plan_allocation(load("gh200-numa"), scale, force=False)
 
@@ -211,7 +211,7 @@ class ArrayMemory:
 
     def _maybe_fail(self, call: str) -> None:
         if self.fail == call:
-            raise DriverError(call, 2, "CUDA_ERROR_OUT_OF_MEMORY")
+            raise DriverCallError(call, 2, "CUDA_ERROR_OUT_OF_MEMORY")
 
     def allocate(self, size: int) -> int:
         self._maybe_fail("allocate")
@@ -322,12 +322,12 @@ def test_nothing_is_opened_for_an_empty_plan() -> None:
     assert (result.status, result.reason, result.error) == ("skipped", "no GPU", None)
 
 
-@pytest.mark.parametrize("where", ["nothing", "context", "alloc", "memset", "sync", "free"])
-def test_through_the_driver_library_nothing_leaks(fake_cuda: FakeCuda, where: str) -> None:
-    fake_cuda.fail(where, 2)
+@pytest.mark.parametrize("location", ["nothing", "context", "alloc", "memset", "sync", "free"])
+def test_through_the_driver_library_nothing_leaks(fake_cuda: FakeCuda, location: str) -> None:
+    fake_cuda.fail(location, 2)
     result = run_allocation(PLAN, CudaManagedDriver(fake_cuda.path), headroom=lambda: GIB, reserve=0, chunk=MIB)
-    assert result.status == ("success" if where == "nothing" else "failed")
-    assert (result.error is None) == (where == "nothing")
+    assert result.status == ("success" if location == "nothing" else "failed")
+    assert (result.error is None) == (location == "nothing")
     assert fake_cuda.live_blocks == 0
     assert fake_cuda.largest in (0, 8 * MIB)
 

@@ -16,9 +16,9 @@ V1 = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,mem
 def tree(root: Path, membership: str, mounts: str, limits: dict[str, str]) -> HostFiles:
     texts = {"proc/self/cgroup": membership, "proc/self/mountinfo": mounts}
     for path, text in (texts | {f"sys/fs/cgroup/{name}": value for name, value in limits.items()}).items():
-        place = root / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text, encoding="utf-8")
+        mount = root / path
+        mount.parent.mkdir(parents=True, exist_ok=True)
+        mount.write_text(text, encoding="utf-8")
     return HostFiles(root)
 
 

@@ -163,14 +163,14 @@ def test_the_environment_is_reported() -> None:
 def test_settings_of_this_machine_do_not_count_for_a_recorded_one() -> None:
     recorded = examine(DoctorOptions(from_recording=MACHINES / "gh200-numa"), Environment(ENVIRONMENT))
     assert [check.name for check in recorded.checks if check.name.startswith("uvm")] == []
-    here = examine(DoctorOptions(skip_allocation=True), Environment(ENVIRONMENT))
-    assert [check.name for check in here.checks if check.name.startswith("uvm")] == ["uvm", "uvm_policy"]
+    current = examine(DoctorOptions(skip_allocation=True), Environment(ENVIRONMENT))
+    assert [check.name for check in current.checks if check.name.startswith("uvm")] == ["uvm", "uvm_policy"]
 
 
 def test_problems_in_the_environment_fail_the_examination() -> None:
-    here = examine(DoctorOptions(skip_allocation=True), Environment({"PYTORCH_CUDA_ALLOC_CONF": "use_uvm:true"}))
-    assert "uvm" in [check.name for check in here.checks if check.status == "fail"]
-    assert not here.healthy
+    current = examine(DoctorOptions(skip_allocation=True), Environment({"PYTORCH_CUDA_ALLOC_CONF": "use_uvm:true"}))
+    assert "uvm" in [check.name for check in current.checks if check.status == "fail"]
+    assert not current.healthy
 
 
 def test_skipping_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +188,7 @@ def test_the_older_entry_point_writes_its_report(tmp_path: Path) -> None:
     assert {"uvm", "system", "torch_version", "uvm_allocation_test", "checks", "profile", "reason"} <= set(written)
 
 
-def test_the_older_entry_point_refuses_nonsense_without_a_traceback(tmp_path: Path) -> None:
+def test_the_older_entry_point_rejects_nonsense_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "gh200_diagnostic.py"), "--oversubscription-scale", "nan"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 1
@@ -217,7 +217,7 @@ def test_a_machine_with_a_driver_runs_the_test_and_reports_it(
 
 
 @pytest.mark.parametrize("place", ["folder", "missing/report.json", "file/report.json", "x" * 300])
-def test_a_report_that_cannot_be_written_is_refused_before_the_examination(
+def test_a_report_that_cannot_be_written_is_rejected_before_the_examination(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folder").mkdir()

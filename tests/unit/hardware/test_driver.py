@@ -5,7 +5,7 @@ import ctypes.util
 
 import pytest
 
-from gracetune.hardware.driver import Attribute, CudaDriver, CudaLibrary, DriverError
+from gracetune.hardware.driver import Attribute, CudaDriver, CudaLibrary, DriverCallError
 from gracetune.hardware.managed import CudaManagedDriver
 from gracetune.units import GIB
 from unit.hardware.machines import FakeCuda
@@ -74,7 +74,7 @@ def test_a_library_that_is_no_libcuda_fails_and_does_not_crash() -> None:
 def test_calls_are_checked(fake_cuda: FakeCuda) -> None:
     library = CudaLibrary(fake_cuda.path)
     address = ctypes.c_uint64()
-    with pytest.raises(DriverError, match=r"cuMemAllocManaged: .* \(201\)"):
+    with pytest.raises(DriverCallError, match=r"cuMemAllocManaged: .* \(201\)"):
         library.call("cuMemAllocManaged", ctypes.byref(address), ctypes.c_size_t(4096), ctypes.c_uint(1))
 
 

@@ -35,14 +35,14 @@ PARSERS: list[Callable[[str], object]] = [
 ]
 
 # Pieces of the real formats, so that random text gets past the first character of a parser.
-_PIECES = st.sampled_from(
+_PARTS = st.sampled_from(
     [
         *("MemTotal:", " 12 kB", "Node 0 ", "0-3,", "CPU part\t: ", "0xd4f", "Max locked memory ", "[always]", "\n"),
         *("0::/", "a:memory:/b", " - ", "cgroup2 ", '"driver"', "NVRM version: x  5", "32.0 GT/s", "9" * 5000),
         *("cuda = ", "'13.0'", ">="),
     ]
 )
-_TEXT = st.one_of(st.text(), st.lists(st.one_of(_PIECES, st.text(max_size=4)), max_size=12).map("".join))
+_TEXT = st.one_of(st.text(), st.lists(st.one_of(_PARTS, st.text(max_size=4)), max_size=12).map("".join))
 
 
 @pytest.mark.parametrize("parser", PARSERS)

@@ -101,7 +101,7 @@ def test_a_recording_carries_no_names_paths_or_serial_numbers(tmp_path: Path) ->
     assert recorded.host.nvidia_pci_devices == 0
 
 
-def test_an_occupied_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_an_occupied_folder_is_rejected_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "keep").write_text("mine")
     with pytest.raises(MachineError, match="not an empty folder"):
         record(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from gracetune.hostmem import numa
 from gracetune.hostmem.numa import NodeChoice, bind, choose_nodes
 from gracetune.hostmem.segment import Segment
-from gracetune.hostmem.segment_writer import ArenaWriter, Entry
+from gracetune.hostmem.segment_writer import ArenaWriter, SegmentEntry
 from unit.hardware.machines import NAMES, load
 
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
@@ -61,12 +61,12 @@ class TestBinding:
             offset = writer.reserve(100)
             writer.write(offset, b"x" * 100)
             assert (writer.numa.reason, writer.numa.bytes >= 1 << 20) == ("bound to node 0", True)
-            segment = Segment(writer.finish([Entry("a", 0, offset, 100, 100, 0, bytes(16))]))
+            segment = Segment(writer.finish([SegmentEntry("a", 0, offset, 100, 100, 0, bytes(16))]))
         with mmap.mmap(segment.fileno(), 0, prot=mmap.PROT_READ) as mapping:
             assert _policy_of(mapping) == BIND
         segment.close()
 
-    def test_a_node_that_does_not_exist_is_refused_with_the_reason(self, memory: int) -> None:
+    def test_a_node_that_does_not_exist_is_rejected_with_the_reason(self, memory: int) -> None:
         outcome = bind(memory, 1 << 20, NodeChoice((63,), "node 63"))
         os.close(memory)
         assert not outcome

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gracetune.hostmem.errors import StagingError
 from gracetune.hostmem.numa import NodeChoice
 from gracetune.hostmem.segment import Segment
-from gracetune.hostmem.segment_writer import ALIGNMENT, DATA_AT, RECORD, ArenaWriter, Entry
+from gracetune.hostmem.segment_writer import ALIGNMENT, DATA_AT, RECORD, ArenaWriter, SegmentEntry
 from unit.data.backends.helpers import held
 
 ANYWHERE = NodeChoice((), "anywhere")
@@ -26,7 +26,7 @@ def made(files: dict[str, bytes]) -> Segment:
         for path, data in files.items():
             offset = writer.reserve(len(data))
             writer.write(offset, data)
-            entries.append(Entry(path, 0, offset, len(data), len(data), 42, xxhash.xxh3_128_digest(data)))
+            entries.append(SegmentEntry(path, 0, offset, len(data), len(data), 42, xxhash.xxh3_128_digest(data)))
         return Segment(writer.finish(entries))
 
 
@@ -119,7 +119,7 @@ class TestMemory:
             after = writer.reserve(10)
             writer.write(after, b"a" * 10)
             writer.discard(large, 8 << 20)
-            entries = [Entry(name, 0, at, 10, 10, 0, bytes(16)) for name, at in (("k", kept), ("a", after))]
+            entries = [SegmentEntry(name, 0, at, 10, 10, 0, bytes(16)) for name, at in (("k", kept), ("a", after))]
             segment = Segment(writer.finish(entries))
         assert segment.resident <= 6 * mmap.PAGESIZE
         assert [bytes(segment.read(entry)) for entry in segment] == [b"a" * 10, b"k" * 10]
@@ -136,7 +136,7 @@ class TestMemory:
             writer.reserve(2000)
 
 
-class TestRefusals:
+class TestRejections:
     @pytest.fixture
     def content(self) -> bytes:
         segment = made({"a": b"A" * 100, "b": b"B"})
@@ -178,7 +178,7 @@ class TestRefusals:
 
     def test_a_record_that_reaches_into_the_index(self) -> None:
         with ArenaWriter(1 << 20, ANYWHERE) as writer:
-            lying = Entry("a", 0, DATA_AT, 1 << 30, 1 << 30, 0, bytes(16))
+            lying = SegmentEntry("a", 0, DATA_AT, 1 << 30, 1 << 30, 0, bytes(16))
             segment = Segment(writer.finish([lying]))
         with pytest.raises(StagingError, match="outside"):
             segment.read(lying)
@@ -188,7 +188,7 @@ class TestRefusals:
         with ArenaWriter(1 << 20, ANYWHERE) as writer:
             offset = writer.reserve(8)
             writer.write(offset, b"\x04\0\0\0\xff\xff\xff\xff")
-            segment = Segment(writer.finish([Entry("a", 4, offset, 8, 100, 0, bytes(16))]))
+            segment = Segment(writer.finish([SegmentEntry("a", 4, offset, 8, 100, 0, bytes(16))]))
         entry = segment.find("a")
         assert entry is not None
         with pytest.raises(StagingError, match="a is damaged in memory"):

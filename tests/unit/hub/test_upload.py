@@ -14,22 +14,24 @@ from gracetune.train.publishing import model_card
 from servers.hub import TOKEN, HubServer
 
 
-class Said:
+class CollectedLines:
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.warned: list[str] = []
 
 
 @pytest.fixture
-def said() -> Said:
-    return Said()
+def stated() -> CollectedLines:
+    return CollectedLines()
 
 
 def uploads(
-    folder: Path, said: Said, repo: str = "owner/results", *, private: bool = True, card: str = "# A card"
+    folder: Path, stated: CollectedLines, repo: str = "owner/results", *, private: bool = True, card: str = "# A card"
 ) -> HubUploads:
     access = HubAccess.of(Environment.capture())
-    return HubUploads(repo, folder, access, private=private, card=card, say=said.said.append, warn=said.warned.append)
+    return HubUploads(
+        repo, folder, access, private=private, card=card, report=stated.lines.append, warn=stated.warned.append
+    )
 
 
 @pytest.fixture
@@ -40,17 +42,19 @@ def token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_the_repository_is_created_as_configured(token: HubServer, tmp_path: Path, said: Said, private: bool) -> None:
-    uploads(tmp_path, said, "mine", private=private).begin()
+def test_the_repository_is_created_as_configured(
+    token: HubServer, tmp_path: Path, stated: CollectedLines, private: bool
+) -> None:
+    uploads(tmp_path, stated, "mine", private=private).begin()
     assert token.repos["model", "owner/mine"].private is private
-    assert said.said == ["push_to_hub: results are uploaded to owner/mine"]
-    uploads(tmp_path, said, "mine", private=not private).begin()  # one that is there stays as it is
+    assert stated.lines == ["push_to_hub: results are uploaded to owner/mine"]
+    uploads(tmp_path, stated, "mine", private=not private).begin()  # one that is there stays as it is
     assert token.repos["model", "owner/mine"].private is private
-    assert said.warned == []
+    assert stated.warned == []
 
 
-def test_files_are_uploaded_as_they_were_when_queued(token: HubServer, tmp_path: Path, said: Said) -> None:
-    made = uploads(tmp_path, said)
+def test_files_are_uploaded_as_they_were_when_queued(token: HubServer, tmp_path: Path, stated: CollectedLines) -> None:
+    made = uploads(tmp_path, stated)
     made.begin()
     small, large, folder = tmp_path / "a.txt", tmp_path / "b.safetensors", tmp_path / "model"
     small.write_bytes(b"small")
@@ -67,42 +71,44 @@ def test_files_are_uploaded_as_they_were_when_queued(token: HubServer, tmp_path:
         "model/unet/config.json": b"{}",
     }  # fmt: skip
     assert repo.commits == ["Checkpoint at step 5", "Trained for 9 steps"]
-    assert said.warned == []
+    assert stated.warned == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.safetensors", "model"]
 
 
-def test_an_existing_card_is_kept(token: HubServer, tmp_path: Path, said: Said) -> None:
+def test_an_existing_card_is_kept(token: HubServer, tmp_path: Path, stated: CollectedLines) -> None:
     token.model("owner/results", {"README.md": b"# Written by hand"})
-    made = uploads(tmp_path, said)
+    made = uploads(tmp_path, stated)
     (tmp_path / "a.txt").write_bytes(b"x")
     made.add([tmp_path / "a.txt"], message="m")
     made.drain()
     assert token.repos["model", "owner/results"].files["README.md"] == b"# Written by hand"
 
 
-def test_a_failure_gives_a_command(hub: HubServer, tmp_path: Path, said: Said) -> None:
+def test_a_failure_gives_a_command(hub: HubServer, tmp_path: Path, stated: CollectedLines) -> None:
     """Without a token."""
-    made = uploads(tmp_path, said)
+    made = uploads(tmp_path, stated)
     made.begin()
     (tmp_path / "a.txt").write_bytes(b"x")
     made.add([tmp_path / "a.txt"], below="checkpoint-5", message="m")
     made.drain()
-    first, second = said.warned
+    first, second = stated.warned
     assert "cannot be created on the hub" in first
     assert "hf auth login" in first
     assert f"by hand: hf upload owner/results {tmp_path / 'a.txt'} checkpoint-5/a.txt" in second
     assert hub.repos == {}
 
 
-def test_offline_sends_no_request(hub: HubServer, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_sends_no_request(
+    hub: HubServer, tmp_path: Path, stated: CollectedLines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    made = uploads(tmp_path, said)
+    made = uploads(tmp_path, stated)
     made.begin()
     (tmp_path / "a.txt").write_bytes(b"x")
     made.add([tmp_path / "a.txt"], message="m")
     made.drain()
-    assert len(said.warned) == 1
-    assert "HF_HUB_OFFLINE=1 forbids access to the hub" in said.warned[0]
+    assert len(stated.warned) == 1
+    assert "HF_HUB_OFFLINE=1 forbids access to the hub" in stated.warned[0]
     assert hub.requests == []
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from gracetune.integrations.facts import Definition, Facts, Kind, Module, read_facts
+from gracetune.integrations.facts import Definition, DefinitionKind, UpstreamFacts, UpstreamModule, read_facts
 from gracetune.integrations.signatures import shown
 
 RECORDED = Path(__file__).parents[2] / "golden" / "upstream"
 
 
 @cache
-def recorded(name: str) -> Facts:
+def recorded(name: str) -> UpstreamFacts:
     return read_facts(RECORDED / f"{name}.json")
 
 
-def build(facts: Facts, root: Path) -> Path:
+def build(facts: UpstreamFacts, root: Path) -> Path:
     for file, module in facts.modules.items():
         place = root / file
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ def build(facts: Facts, root: Path) -> Path:
     return root
 
 
-def source(module: Module) -> str:
+def source(module: UpstreamModule) -> str:
     lines = [f"from somewhere import {name}" for name in module.imports]
     for name, one in module.definitions.items():
         if "." not in name:
@@ -32,18 +32,18 @@ def source(module: Module) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _lines(name: str, one: Definition, module: Module, indent: str) -> list[str]:
+def _lines(name: str, one: Definition, module: UpstreamModule, indent: str) -> list[str]:
     last = name.rpartition(".")[2]
-    if one.kind is Kind.VALUE:
+    if one.kind is DefinitionKind.VALUE:
         return [f"{indent}{last} = None"]
-    if one.kind is Kind.CLASS:
+    if one.kind is DefinitionKind.CLASS:
         lines = [f"{indent}class {last}({', '.join(one.bases)}):", f"{indent}    pass"]
         for other, inner in module.definitions.items():
             if other.rpartition(".")[0] == name:
                 lines += _lines(other, inner, module, f"{indent}    ")
         return lines
-    decorator = [f"{indent}@property"] if one.kind is Kind.PROPERTY else []
-    word = "async def" if one.kind is Kind.ASYNC_FUNCTION else "def"
+    decorator = [f"{indent}@property"] if one.kind is DefinitionKind.PROPERTY else []
+    word = "async def" if one.kind is DefinitionKind.ASYNC_FUNCTION else "def"
     parameters = "*args, **kwargs" if one.signature is None else shown(one.signature)
     calls = [f"{indent}    self.{call}()" for call, _ in sorted(one.calls.items(), key=lambda item: item[1])]
     return [*decorator, f"{indent}{word} {last}({parameters}):", *(calls or [f"{indent}    pass"])]

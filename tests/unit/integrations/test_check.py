@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.integrations.check import Finding, Report, Status, check
-from gracetune.integrations.facts import Facts, FactsError, read_facts, write_facts
+from gracetune.integrations.check import Finding, Status, UpstreamReport, check
+from gracetune.integrations.facts import FactsError, UpstreamFacts, read_facts, write_facts
 from gracetune.integrations.points import Point, Upstream
 from gracetune.integrations.survey import narrowed, survey
 from gracetune.integrations.trees import opened
@@ -39,20 +39,20 @@ TRAINER = "simpletuner/helpers/training/trainer.py"
 LOCAL = "simpletuner/helpers/data_backend/local.py"
 
 
-def upstream_of(facts: Facts) -> Upstream:
+def upstream_of(facts: UpstreamFacts) -> Upstream:
     return UPSTREAMS[facts.upstream]
 
 
-def checked(root: Path, upstream: Upstream = SIMPLETUNER) -> Report:
+def checked(root: Path, upstream: Upstream = SIMPLETUNER) -> UpstreamReport:
     with opened(upstream, root) as (tree, origin):
         return check(survey(tree, upstream, origin), upstream.points)
 
 
-def finding(report: Report, name: str) -> Finding:
+def finding(report: UpstreamReport, name: str) -> Finding:
     return next(one for one in report.findings if one.point.name == name)
 
 
-def others_are_present(report: Report, *names: str) -> bool:
+def others_are_present(report: UpstreamReport, *names: str) -> bool:
     return all(one.status is Status.PRESENT for one in report.findings if one.point.name not in names)
 
 
@@ -70,8 +70,8 @@ def change(root: Path, file: str, old: str, new: str) -> None:
 
 class TestRecordedVersions:
     def test_each_has_its_row(self) -> None:
-        there = {file.stem for file in RECORDED.glob("*.json") if not file.stem.endswith("-hooks")}
-        assert there == set(GOLDEN)
+        existing = {file.stem for file in RECORDED.glob("*.json") if not file.stem.endswith("-hooks")}
+        assert existing == set(GOLDEN)
 
     @pytest.mark.parametrize("name", GOLDEN)
     def test_say_what_they_always_said(self, name: str) -> None:
@@ -110,7 +110,7 @@ class TestRecordedVersions:
                 assert all(value.default in (..., value.empty) and value.annotation is value.empty
                            for value in (one.signature.parameters.values() if one.signature else ()))  # fmt: skip
 
-    def test_one_from_before_a_point_was_added_is_refused(self) -> None:
+    def test_one_from_before_a_point_was_added_is_rejected(self) -> None:
         facts = recorded("simpletuner-4.10.1")
         with pytest.raises(FactsError, match=r"simpletuner\.new:Name"):
             check(facts, [*SIMPLETUNER.points, Point("new", "something", "simpletuner.new", "Name")])
@@ -123,7 +123,7 @@ class TestRecordedVersions:
     @pytest.mark.parametrize(
         "text", ["", "[]", "{}", '{"facts": 2}', '{"facts": 1}', '{"facts": 1, "modules": []}', "\ud800", "nonsense"]
     )
-    def test_damaged_ones_are_refused(self, text: str, tmp_path: Path) -> None:
+    def test_damaged_ones_are_rejected(self, text: str, tmp_path: Path) -> None:
         file = tmp_path / "facts.json"
         file.write_bytes(text.encode("utf-8", "surrogatepass"))
         with pytest.raises(FactsError, match=r"facts\.json"):
@@ -336,7 +336,7 @@ class TestChanges:
 
 class TestFilesThatAreNoPython:
     @pytest.mark.parametrize(
-        ("content", "said"),
+        ("content", "calls"),
         [
             (b"def broken(:\n", "line 1"),
             (b"\xff\xfe not text \x80", "line 1"),
@@ -347,13 +347,13 @@ class TestFilesThatAreNoPython:
         ],
         ids=["syntax", "not text", "not utf-8", "null", "two of a name", "too deep"],
     )
-    def test_what_was_in_them_is_missing_with_the_reason(self, content: bytes, said: str, tree: Path) -> None:
+    def test_what_was_in_them_is_missing_with_the_reason(self, content: bytes, calls: str, tree: Path) -> None:
         (tree / TRAINER).write_bytes(content)
         report = checked(tree)
         one = finding(report, "trainer.prepare_batch")
         assert (one.status, one.file, report.ok) == (Status.MISSING, TRAINER, False)
         assert "cannot be read as Python" in one.detail
-        assert said in one.detail
+        assert calls in one.detail
         assert [file for file, _ in report.unreadable] == [TRAINER]
         assert finding(report, "data.write").status is Status.PRESENT
 

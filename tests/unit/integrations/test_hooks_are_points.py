@@ -50,7 +50,7 @@ def test_every_name_an_overlay_holds_on_to_is_a_needed_point(points: ModuleType)
     upstream = SIMPLETUNER if hasattr(points, "HOOKS") else AI_TOOLKIT
     held = targets(points)
     assert held
-    needed = {point.where for point in upstream.points if point.needed}
+    needed = {point.location for point in upstream.points if point.needed}
     assert held - needed == set()
 
 
@@ -59,13 +59,13 @@ def test_what_is_called_needed_is_held_on_to(points: ModuleType) -> None:
     held = targets(points)
     modules = {target.partition(":")[0] for target in held}
     for point in upstream.points:
-        if not point.needed or point.where in held:
+        if not point.needed or point.location in held:
             continue
         # What remains: a module or class around held names, calls inside one, what an imported name stands for, and
         # how ai-toolkit finds extensions at all.
-        around = any(target.startswith(f"{point.where}.") for target in held) or point.module in modules
+        around = any(target.startswith(f"{point.location}.") for target in held) or point.module in modules
         stands_for = any(target.endswith(f":{point.target}") for target in held)
-        assert around or stands_for or point.module == "toolkit.extension", point.where
+        assert around or stands_for or point.module == "toolkit.extension", point.location
 
 
 @pytest.mark.parametrize("file", LISTS.values(), ids=LISTS)

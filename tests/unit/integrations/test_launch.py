@@ -73,7 +73,7 @@ def test_this_environments_accelerate_is_found_first(tmp_path: Path) -> None:
     assert with_accelerate({"PATH": "/bin"}, tmp_path)["PATH"] == "/bin"
 
 
-def test_another_upstream_is_refused() -> None:
+def test_another_upstream_is_rejected() -> None:
     with pytest.raises(MachineError, match="expected  simpletuner"):
         run_upstream("ai-toolkit", [], off=True, environment=Environment({}))
 
@@ -101,34 +101,34 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(launch, "_require", lambda package, to_install: None)
 
     def start(arguments: list[str], *, off: bool, code: int = 0) -> tuple[dict[str, Any], int]:
-        said = tmp_path / "said.json"
+        stated = tmp_path / "said.json"
         variables = dict(os.environ) | {"PYTHONPATH": str(STAND_IN), "STAND_IN_EXIT": str(code)}
         variables.pop("ACCELERATE_EXTRA_ARGS", None)
         descriptor = os.dup(1)
-        with said.open("w") as file:
+        with stated.open("w") as file:
             os.dup2(file.fileno(), 1)
             try:
                 ended = run_upstream("simpletuner", arguments, off=off, environment=Environment(variables))
             finally:
                 os.dup2(descriptor, 1)
                 os.close(descriptor)
-        return json.loads(said.read_text()), ended
+        return json.loads(stated.read_text()), ended
 
     return start
 
 
 def test_off_is_what_the_user_would_have_typed(started: Any) -> None:
-    said, code = started(["train", "env=a", "--seed=1"], off=True)
-    assert (said["arguments"], said["extra"], code) == (["train", "env=a", "--seed=1"], None, 0)
-    said, code = started(["server"], off=True, code=3)
-    assert (said["arguments"], code) == (["server"], 3)
+    stated, code = started(["train", "env=a", "--seed=1"], off=True)
+    assert (stated["arguments"], stated["extra"], code) == (["train", "env=a", "--seed=1"], None, 0)
+    stated, code = started(["server"], off=True, code=3)
+    assert (stated["arguments"], code) == (["server"], 3)
 
 
 def test_on_adds_our_module_and_hands_the_exit_code_on(started: Any) -> None:
-    said, code = started(["train", "env=a"], off=False, code=7)
-    assert said["arguments"] == ["train", "env=a", f"accelerate_extra_args={OURS}"]
-    assert (said["extra"], code) == (OURS, 7)
-    assert str(Path(sys.executable).parent) in said["path"]
+    stated, code = started(["train", "env=a"], off=False, code=7)
+    assert stated["arguments"] == ["train", "env=a", f"accelerate_extra_args={OURS}"]
+    assert (stated["extra"], code) == (OURS, 7)
+    assert str(Path(sys.executable).parent) in stated["path"]
 
 
 @pytest.mark.parametrize("shell", ["", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"], ids=["", "&"])

@@ -72,10 +72,10 @@ def takes_every_call(expected: Signature, found: Signature) -> bool:
     for values, named in calls(expected):
         if bound(expected, values, named) is None:
             continue
-        there = bound(found, values, named)
-        if there is None:
+        current = bound(found, values, named)
+        if current is None:
             return False
-        for name, value in there.arguments.items():
+        for name, value in current.arguments.items():
             kind = found.parameters[name].kind
             if kind in (REST, KEYWORDS):
                 swallowed = [*value.values()] if kind is KEYWORDS else [*value]
@@ -106,7 +106,7 @@ class TestDifferences:
         assert differences(signature, signature) == ()
 
     @pytest.mark.parametrize(
-        ("expected", "found", "said"),
+        ("expected", "found", "stated"),
         [
             ("self, batch", "self, batch, step=...", ()),
             ("self, batch", "self, *args, **kwargs", ()),
@@ -121,8 +121,8 @@ class TestDifferences:
             ("self, *args", "self", ("takes no *args any more",)),
         ],
     )
-    def test_are_said_by_name(self, expected: str, found: str, said: tuple[str, ...]) -> None:
-        assert differences(parse(expected), parse(found)) == said
+    def test_are_said_by_name(self, expected: str, found: str, stated: tuple[str, ...]) -> None:
+        assert differences(parse(expected), parse(found)) == stated
 
 
 class TestText:
@@ -132,6 +132,6 @@ class TestText:
         assert parse(shown(signature)) == signature
 
     @pytest.mark.parametrize("text", ["a,,b", "a): pass\ndef g(", "a=", "1", "a, a", "a\0"])
-    def test_what_is_no_parameter_list_is_refused(self, text: str) -> None:
+    def test_what_is_no_parameter_list_is_rejected(self, text: str) -> None:
         with pytest.raises(SignatureError, match="not a parameter list"):
             parse(text)

@@ -19,9 +19,11 @@ def version(source: Path | None, upstream: Upstream = SIMPLETUNER) -> str | None
         return version_of(tree, upstream)
 
 
-def package(root: Path, *, says: str | None = None) -> Path:
+def package(root: Path, *, expected_text: str | None = None) -> Path:
     (root / "simpletuner/helpers").mkdir(parents=True)
-    (root / "simpletuner/__init__.py").write_text("" if says is None else f"x = 1\n__version__ = {says!r}\n")
+    (root / "simpletuner/__init__.py").write_text(
+        "" if expected_text is None else f"x = 1\n__version__ = {expected_text!r}\n"
+    )
     return root
 
 
@@ -41,17 +43,17 @@ def wheel(folder: Path, file: Path) -> Path:
 
 class TestWhereItLies:
     def test_a_checkout(self, tmp_path: Path) -> None:
-        assert version(package(tmp_path, says="4.1.0")) == "4.1.0"
+        assert version(package(tmp_path, expected_text="4.1.0")) == "4.1.0"
 
     def test_a_checkout_with_its_code_in_src(self, tmp_path: Path) -> None:
-        package(tmp_path / "src", says="4.2.0")
+        package(tmp_path / "src", expected_text="4.2.0")
         assert version(tmp_path) == "4.2.0"
 
     def test_the_package_itself(self, tmp_path: Path) -> None:
-        assert version(package(tmp_path, says="4.3.0") / "simpletuner") == "4.3.0"
+        assert version(package(tmp_path, expected_text="4.3.0") / "simpletuner") == "4.3.0"
 
     def test_an_environment(self, tmp_path: Path) -> None:
-        package(tmp_path / "lib/python3.12/site-packages", says="4.4.0")
+        package(tmp_path / "lib/python3.12/site-packages", expected_text="4.4.0")
         assert version(tmp_path) == "4.4.0"
 
     def test_a_wheel(self, tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ class TestWhereItLies:
 
     def test_what_is_installed_here_from_a_checkout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         dist_info(tmp_path / "site", "simpletuner", "4.7.0")
-        package(tmp_path / "checkout", says="4.7.1")
+        package(tmp_path / "checkout", expected_text="4.7.1")
         for folder in ("site", "checkout"):
             monkeypatch.syspath_prepend(str(tmp_path / folder))
         assert version(None) == "4.7.1"
@@ -101,7 +103,7 @@ class TestWhereItLies:
 
 class TestVersion:
     def test_what_the_code_says_comes_first(self, tmp_path: Path) -> None:
-        dist_info(package(tmp_path, says="4.9.9"), "simpletuner", "4.1.0")
+        dist_info(package(tmp_path, expected_text="4.9.9"), "simpletuner", "4.1.0")
         assert version(tmp_path) == "4.9.9"
 
     def test_metadata_of_others_is_not_its(self, tmp_path: Path) -> None:
@@ -130,50 +132,50 @@ class TestVersion:
         assert version(tmp_path) is None
 
 
-class TestRefusals:
-    def refused(self, source: Path | None, *words: str, upstream: Upstream = SIMPLETUNER) -> None:
+class TestRejections:
+    def rejected(self, source: Path | None, *words: str, upstream: Upstream = SIMPLETUNER) -> None:
         with pytest.raises(UpstreamError) as error, opened(upstream, source):
             pass
         for word in ("found", "expected", "try", *words):
             assert word in str(error.value)
 
     def test_nothing_there(self, tmp_path: Path) -> None:
-        self.refused(tmp_path / "absent", "nothing there")
+        self.rejected(tmp_path / "absent", "nothing there")
 
     def test_an_empty_folder(self, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
-        self.refused(tmp_path / "empty", "an empty folder", "simpletuner/helpers/")
+        self.rejected(tmp_path / "empty", "an empty folder", "simpletuner/helpers/")
 
     def test_a_folder_of_something_else(self, tmp_path: Path) -> None:
         for name in ("a", "b", "c", "d", "e", "f"):
             (tmp_path / "other" / name).mkdir(parents=True)
-        self.refused(tmp_path / "other", "a folder with a, b, c, d and 2 more")
+        self.rejected(tmp_path / "other", "a folder with a, b, c, d and 2 more")
 
     def test_another_package_beside_it(self, tmp_path: Path) -> None:
-        package(tmp_path, says="4.0.0")
+        package(tmp_path, expected_text="4.0.0")
         (tmp_path / "torch").mkdir()
-        self.refused(tmp_path / "torch", "an empty folder")
+        self.rejected(tmp_path / "torch", "an empty folder")
 
     def test_a_file_that_is_no_wheel(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("text")
-        self.refused(tmp_path / "file", "neither a folder nor a wheel")
+        self.rejected(tmp_path / "file", "neither a folder nor a wheel")
 
     def test_a_cut_off_wheel(self, tmp_path: Path) -> None:
-        file = wheel(package(tmp_path / "code", says="4.0.0"), tmp_path / "cut.whl")
+        file = wheel(package(tmp_path / "code", expected_text="4.0.0"), tmp_path / "cut.whl")
         file.write_bytes(file.read_bytes()[:-30])
-        self.refused(file, "neither a folder nor a wheel")
+        self.rejected(file, "neither a folder nor a wheel")
 
     def test_a_wheel_of_something_else(self, tmp_path: Path) -> None:
         (tmp_path / "code/other").mkdir(parents=True)
         (tmp_path / "code/other/__init__.py").write_text("")
-        self.refused(wheel(tmp_path / "code", tmp_path / "other.whl"), "an archive with other")
+        self.rejected(wheel(tmp_path / "code", tmp_path / "other.whl"), "an archive with other")
 
     def test_not_installed(self) -> None:
-        self.refused(None, "no distribution 'simpletuner'", "--source", "pip install simpletuner")
-        self.refused(None, "no distribution", "checkout", upstream=AI_TOOLKIT)
+        self.rejected(None, "no distribution 'simpletuner'", "--source", "pip install simpletuner")
+        self.rejected(None, "no distribution", "checkout", upstream=AI_TOOLKIT)
 
     def test_a_damaged_file_in_a_wheel_is_that_files_fault(self, tmp_path: Path) -> None:
-        root = package(tmp_path / "code", says="4.0.0")
+        root = package(tmp_path / "code", expected_text="4.0.0")
         (root / "simpletuner/helpers/one.py").write_text("x = 1\n")
         file = wheel(root, tmp_path / "bad.whl")
         data = file.read_bytes()
@@ -184,4 +186,4 @@ class TestRefusals:
 
     @pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
     def test_a_name_no_file_can_have(self, name: str) -> None:
-        self.refused(Path(name), "nothing")
+        self.rejected(Path(name), "nothing")

@@ -12,18 +12,18 @@ from gracetune.errors import ConfigError
 from gracetune.hardware.allocation import CAREFUL_CAP, GRANULE, host_reserve
 from gracetune.hardware.machine import Cgroup
 from gracetune.hardware.recording import load_recording
-from gracetune.memory.arena_size import Room, arena_size
+from gracetune.memory.arena_size import ArenaRoom, arena_size
 from gracetune.units import GIB, MIB
 
 MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"
-GH200 = Room(
+GH200 = ArenaRoom(
     device_total=96 * GIB, host_available=460 * GIB, cgroup_available=None, reserve=46 * GIB, coherent=True
 )  # fmt: skip
 
 # Mostly the sizes of real machines: with sizes of any magnitude, the clamps that matter would hardly ever meet.
 BYTES = st.integers(1, 1200).map(lambda halves: halves * GIB // 2) | st.integers(0, 1 << 42)
 ROOMS = st.builds(
-    Room,
+    ArenaRoom,
     device_total=BYTES,
     host_available=BYTES,
     cgroup_available=st.none() | BYTES,
@@ -37,7 +37,7 @@ OTHER = st.integers(0, 8 * GIB)
 
 class TestNeverAbove:
     @given(ROOMS, RATIOS, OTHER, st.booleans())
-    def test_any_clamp(self, room: Room, ratio: float, other: int, force: bool) -> None:
+    def test_any_clamp(self, room: ArenaRoom, ratio: float, other: int, force: bool) -> None:
         found = arena_size(room, ratio, other_managed=other, force=force)
         assert 0 <= found.bytes <= found.requested
         assert found.bytes % GRANULE == 0
@@ -53,7 +53,7 @@ class TestNeverAbove:
             assert found.bytes + other <= CAREFUL_CAP
 
     @given(ROOMS, RATIOS, OTHER, st.booleans())
-    def test_and_never_needlessly_below(self, room: Room, ratio: float, other: int, force: bool) -> None:
+    def test_and_never_needlessly_below(self, room: ArenaRoom, ratio: float, other: int, force: bool) -> None:
         found = arena_size(room, ratio, other_managed=other, force=force)
         bounds = {"none": found.requested, "MemAvailable": (room.host_available or 0) - room.reserve - other}
         if room.cgroup_available is not None:
@@ -66,18 +66,18 @@ class TestNeverAbove:
 
     @given(ROOMS, RATIOS, RATIOS, OTHER, st.booleans())
     def test_a_larger_ratio_never_makes_it_smaller(
-        self, room: Room, one: float, two: float, other: int, force: bool
+        self, room: ArenaRoom, one: float, two: float, other: int, force: bool
     ) -> None:
         small, large = (arena_size(room, ratio, other_managed=other, force=force).bytes for ratio in sorted((one, two)))
         assert small <= large
 
     @given(ROOMS, RATIOS, OTHER)
-    def test_forcing_never_makes_it_smaller(self, room: Room, ratio: float, other: int) -> None:
+    def test_forcing_never_makes_it_smaller(self, room: ArenaRoom, ratio: float, other: int) -> None:
         plain = arena_size(room, ratio, other_managed=other)
         assert plain.bytes <= arena_size(room, ratio, other_managed=other, force=True).bytes
 
     @given(ROOMS, RATIOS, OTHER, st.booleans())
-    def test_nothing_comes_with_a_reason(self, room: Room, ratio: float, other: int, force: bool) -> None:
+    def test_nothing_comes_with_a_reason(self, room: ArenaRoom, ratio: float, other: int, force: bool) -> None:
         found = arena_size(room, ratio, other_managed=other, force=force)
         assert found.reason.startswith("no arena: ") == (found.bytes == 0)
 
@@ -127,7 +127,7 @@ class TestTheReason:
         assert "share one pool" in found.reason
 
     @pytest.mark.parametrize("room", [replace(GH200, coherent=False), replace(GH200, one_pool=True)])
-    def test_force_lifts_the_cap_and_nothing_else(self, room: Room) -> None:
+    def test_force_lifts_the_cap_and_nothing_else(self, room: ArenaRoom) -> None:
         assert arena_size(room, 3.0, force=True).bytes == 192 * GIB
         assert arena_size(room, 50.0, force=True).clamp == "MemAvailable"
 
@@ -151,7 +151,7 @@ class TestTheReason:
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5, -3.0, math.nan, math.inf])
-def test_a_ratio_that_asks_for_nothing_is_refused(ratio: float) -> None:
+def test_a_ratio_that_asks_for_nothing_is_rejected(ratio: float) -> None:
     with pytest.raises(ConfigError) as caught:
         arena_size(GH200, ratio)
     (problem,) = caught.value.problems
@@ -162,7 +162,7 @@ def test_a_ratio_that_asks_for_nothing_is_refused(ratio: float) -> None:
 class TestRoomOfAMachine:
     def test_gh200(self) -> None:
         machine = load_recording(MACHINES / "gh200-numa")
-        room = Room.of(machine)
+        room = ArenaRoom.of(machine)
         assert room.coherent is True
         assert not room.one_pool
         assert room.reserve == host_reserve(machine)
@@ -171,19 +171,19 @@ class TestRoomOfAMachine:
 
     @pytest.mark.parametrize("name", ["x86-h200", "x86-h200-cgroup", "gb10"])
     def test_no_ratio_lifts_the_cap_of_the_others(self, name: str) -> None:
-        room = Room.of(load_recording(MACHINES / name))
+        room = ArenaRoom.of(load_recording(MACHINES / name))
         assert 0 < arena_size(room, 100.0).bytes <= CAREFUL_CAP
 
     def test_without_a_gpu_there_is_none(self) -> None:
-        assert arena_size(Room.of(load_recording(MACHINES / "cpu-only")), 5.0).bytes == 0
+        assert arena_size(ArenaRoom.of(load_recording(MACHINES / "cpu-only")), 5.0).bytes == 0
 
     def test_a_control_group_counts(self) -> None:
         machine = load_recording(MACHINES / "x86-h200-cgroup")
         assert machine.host.cgroup is not None
-        assert Room.of(machine).cgroup_available == machine.host.cgroup.available
+        assert ArenaRoom.of(machine).cgroup_available == machine.host.cgroup.available
         assert machine.host.cgroup.available is not None
 
     def test_a_limit_without_a_measure_is_unknown_not_unlimited(self) -> None:
         machine = load_recording(MACHINES / "gh200-numa")
         blind = machine.host.model_copy(update={"cgroup": Cgroup(version=2, limit=64 * GIB)})
-        assert arena_size(Room.of(machine.model_copy(update={"host": blind})), 5.0).clamp == "unknown"
+        assert arena_size(ArenaRoom.of(machine.model_copy(update={"host": blind})), 5.0).clamp == "unknown"

@@ -16,32 +16,32 @@ from gracetune.memory.governor import (
     Counters,
     Decision,
     Governor,
-    Limits,
+    GovernorState,
     MemoryChange,
+    MemoryStageChange,
+    PressureLimits,
     Reclamation,
-    StageChange,
-    State,
     decide,
     demotion_budget,
 )
-from gracetune.memory.sensors import DeviceReading, Reading
+from gracetune.memory.sensors import DeviceReading, MemoryReading
 from gracetune.units import GIB
 
 TOTAL = 100 * GIB
-LIMITS = Limits(threshold=0.10, min_bytes=0, host_reserve=8 * GIB)
+LIMITS = PressureLimits(threshold=0.10, min_bytes=0, host_reserve=8 * GIB)
 FLOOR, CALM = 10 * GIB, 15 * GIB
 
 
-def seen(available: int | None = 50 * GIB, *, arena: int | None = 0, host: int | None = 200 * GIB) -> Reading:
+def seen(available: int | None = 50 * GIB, *, arena: int | None = 0, host: int | None = 200 * GIB) -> MemoryReading:
     device = None if available is None else DeviceReading(available, TOTAL)
-    return Reading(arena_active=arena, device=device, host_headroom=host)
+    return MemoryReading(arena_active=arena, device=device, host_headroom=host)
 
 
-def stage_2(*, calm: int = 0, arena_high: int = 0) -> State:
-    return State(stage=2, calm=calm, arena_high=arena_high)
+def stage_2(*, calm: int = 0, arena_high: int = 0) -> GovernorState:
+    return GovernorState(stage=2, calm=calm, arena_high=arena_high)
 
 
-def follow(state: State, readings: list[Reading]) -> list[Decision]:
+def follow(state: GovernorState, readings: list[MemoryReading]) -> list[Decision]:
     decisions = []
     for reading in readings:
         decisions.append(decide(state, reading, LIMITS))
@@ -49,9 +49,9 @@ def follow(state: State, readings: list[Reading]) -> list[Decision]:
     return decisions
 
 
-def changes(start: State, decisions: list[Decision]) -> int:
-    stages = [start.stage, *(decision.state.stage for decision in decisions)]
-    return sum(before != after for before, after in pairwise(stages))
+def changes(start: GovernorState, decisions: list[Decision]) -> int:
+    memory_stages = [start.stage, *(decision.state.stage for decision in decisions)]
+    return sum(before != after for before, after in pairwise(memory_stages))
 
 
 AVAILABLE = st.integers(0, TOTAL)
@@ -69,55 +69,59 @@ PRESSURE = st.one_of(
 )
 CALM_READING = st.builds(lambda available: seen(available), st.integers(CALM + 1, TOTAL))
 IN_BAND = st.builds(lambda available: seen(available), st.integers(FLOOR, CALM))
-START = st.sampled_from([State(), stage_2(), stage_2(calm=1), stage_2(calm=2), stage_2(arena_high=GIB)])
+START = st.sampled_from([GovernorState(), stage_2(), stage_2(calm=1), stage_2(calm=2), stage_2(arena_high=GIB)])
 
 
 class TestEnteringStage2:
     @given(prefix=st.lists(ANY), pressure=PRESSURE)
-    def test_happens_on_the_very_sample_that_shows_pressure(self, prefix: list[Reading], pressure: Reading) -> None:
-        decisions = follow(State(), [*prefix, pressure])
+    def test_happens_on_the_very_sample_that_shows_pressure(
+        self, prefix: list[MemoryReading], pressure: MemoryReading
+    ) -> None:
+        decisions = follow(GovernorState(), [*prefix, pressure])
         assert decisions[-1].state.stage == 2
 
     @given(PRESSURE)
-    def test_brings_one_light_reclamation(self, pressure: Reading) -> None:
-        decision = decide(State(), pressure, LIMITS)
+    def test_brings_one_light_reclamation(self, pressure: MemoryReading) -> None:
+        decision = decide(GovernorState(), pressure, LIMITS)
         assert decision.actions == (Action.LIGHT_RECLAMATION,)
         assert decision.reason.startswith("stage 1 -> 2: ")
 
     def test_the_floor_itself_is_no_pressure(self) -> None:
-        assert decide(State(), seen(FLOOR), LIMITS).state == State()
-        assert decide(State(), seen(FLOOR - 1), LIMITS).state == stage_2()
+        assert decide(GovernorState(), seen(FLOOR), LIMITS).state == GovernorState()
+        assert decide(GovernorState(), seen(FLOOR - 1), LIMITS).state == stage_2()
 
     def test_one_byte_in_the_arena_is(self) -> None:
-        decision = decide(State(), seen(arena=1), LIMITS)
+        decision = decide(GovernorState(), seen(arena=1), LIMITS)
         assert decision.state == stage_2(arena_high=1)
         assert decision.reason == "stage 1 -> 2: the overflow arena holds 1 B"
 
     def test_with_main_memory_already_short_does_not_wait_a_step_for_the_hard_one(self) -> None:
-        decision = decide(State(), seen(arena=GIB, host=LIMITS.host_reserve - 1), LIMITS)
+        decision = decide(GovernorState(), seen(arena=GIB, host=LIMITS.host_reserve - 1), LIMITS)
         assert decision.actions == (Action.LIGHT_RECLAMATION, Action.HARD_RECLAMATION)
         assert "8.00 GiB of main memory left, the reserve is 8.00 GiB" in decision.reason
 
     def test_main_memory_alone_is_the_watchdogs_business(self) -> None:
-        assert decide(State(), seen(host=0), LIMITS).actions == ()
+        assert decide(GovernorState(), seen(host=0), LIMITS).actions == ()
 
     def test_a_device_with_nothing_left_is_under_pressure_whatever_its_total(self) -> None:
-        reading = Reading(arena_active=0, device=DeviceReading(available=0, total=0), host_headroom=None)
-        assert decide(State(), reading, LIMITS).state.stage == 2
+        reading = MemoryReading(arena_active=0, device=DeviceReading(available=0, total=0), host_headroom=None)
+        assert decide(GovernorState(), reading, LIMITS).state.stage == 2
 
 
 class TestLeavingStage2:
     @given(prefix=st.lists(ANY), calm=st.lists(CALM_READING, min_size=3))
-    def test_nothing_that_went_before_can_hold_it_back(self, prefix: list[Reading], calm: list[Reading]) -> None:
-        assert follow(State(), [*prefix, *calm])[-1].state == State()
+    def test_nothing_that_went_before_can_hold_it_back(
+        self, prefix: list[MemoryReading], calm: list[MemoryReading]
+    ) -> None:
+        assert follow(GovernorState(), [*prefix, *calm])[-1].state == GovernorState()
 
     @given(PRESSURE, st.lists(CALM_READING, min_size=3, max_size=3))
-    def test_takes_exactly_three_calm_samples(self, pressure: Reading, calm: list[Reading]) -> None:
-        stages = [decision.state.stage for decision in follow(State(), [pressure, *calm])]
-        assert stages == [2, 2, 2, 1]
+    def test_takes_exactly_three_calm_samples(self, pressure: MemoryReading, calm: list[MemoryReading]) -> None:
+        memory_stages = [decision.state.stage for decision in follow(GovernorState(), [pressure, *calm])]
+        assert memory_stages == [2, 2, 2, 1]
 
     @given(st.lists(CALM_READING, min_size=2, max_size=2), IN_BAND | PRESSURE)
-    def test_the_three_must_follow_each_other(self, two: list[Reading], other: Reading) -> None:
+    def test_the_three_must_follow_each_other(self, two: list[MemoryReading], other: MemoryReading) -> None:
         decisions = follow(stage_2(), [*two, other, *two])
         assert [decision.state.stage for decision in decisions] == [2] * 5
 
@@ -127,7 +131,7 @@ class TestLeavingStage2:
 
     def test_exactly_floor_plus_band_is_not_calm(self) -> None:
         assert decide(stage_2(calm=2), seen(CALM), LIMITS).state == stage_2(calm=0)
-        assert decide(stage_2(calm=2), seen(CALM + 1), LIMITS).state == State()
+        assert decide(stage_2(calm=2), seen(CALM + 1), LIMITS).state == GovernorState()
 
     def test_reclaims_nothing(self) -> None:
         decision = decide(stage_2(calm=2), seen(host=0), LIMITS)
@@ -137,34 +141,34 @@ class TestLeavingStage2:
 
 class TestInsideTheBand:
     @given(START, st.lists(IN_BAND, min_size=1))
-    def test_nothing_moves(self, start: State, readings: list[Reading]) -> None:
+    def test_nothing_moves(self, start: GovernorState, readings: list[MemoryReading]) -> None:
         decisions = follow(start, readings)
         assert changes(start, decisions) == 0
         assert all(decision.actions == () for decision in decisions)
 
     @given(START, st.integers(0, TOTAL - 5 * GIB), st.lists(st.integers(0, 5 * GIB), min_size=1))
     def test_what_moves_by_no_more_than_the_band_changes_the_stage_at_most_once(
-        self, start: State, low: int, offsets: list[int]
+        self, start: GovernorState, low: int, offsets: list[int]
     ) -> None:
         assert changes(start, follow(start, [seen(low + offset) for offset in offsets])) <= 1
 
 
 class TestUnknown:
     @given(START, st.lists(st.builds(seen, st.none(), arena=st.sampled_from([None, 0]), host=st.none() | HOST)))
-    def test_never_changes_the_stage(self, start: State, readings: list[Reading]) -> None:
+    def test_never_changes_the_stage(self, start: GovernorState, readings: list[MemoryReading]) -> None:
         assert changes(start, follow(start, readings)) == 0
 
     @given(START, CALM_READING)
-    def test_of_the_arena_keeps_stage_2(self, start: State, calm: Reading) -> None:
-        blind = Reading(arena_active=None, device=calm.device, host_headroom=calm.host_headroom)
+    def test_of_the_arena_keeps_stage_2(self, start: GovernorState, calm: MemoryReading) -> None:
+        blind = MemoryReading(arena_active=None, device=calm.device, host_headroom=calm.host_headroom)
         assert changes(start, follow(start, [blind] * 5)) == 0
 
     def test_does_not_hide_what_is_known(self) -> None:
-        assert decide(State(), seen(None, arena=GIB), LIMITS).state.stage == 2
-        assert decide(State(), seen(FLOOR - 1, arena=None), LIMITS).state.stage == 2
+        assert decide(GovernorState(), seen(None, arena=GIB), LIMITS).state.stage == 2
+        assert decide(GovernorState(), seen(FLOOR - 1, arena=None), LIMITS).state.stage == 2
 
     @given(START, ANY)
-    def test_is_reported_and_only_then(self, start: State, reading: Reading) -> None:
+    def test_is_reported_and_only_then(self, start: GovernorState, reading: MemoryReading) -> None:
         unknown = decide(start, reading, LIMITS).unknown
         missing = [value is None for value in (reading.arena_active, reading.device, reading.host_headroom)]
         assert len(unknown) == sum(missing)
@@ -181,36 +185,36 @@ class TestHardReclamation:
 
     def test_when_the_arena_grows_but_not_when_it_comes_and_goes(self) -> None:
         sizes = [2 * GIB, 3 * GIB, 1 * GIB, 3 * GIB, 0, 2 * GIB, 4 * GIB]
-        decisions = follow(State(), [seen(arena=size) for size in sizes])
+        decisions = follow(GovernorState(), [seen(arena=size) for size in sizes])
         hard = [Action.HARD_RECLAMATION in decision.actions for decision in decisions]
         assert hard == [False, True, False, False, False, False, True]
         assert decisions[1].reason == "stage 2: the arena grew from 2.00 GiB to 3.00 GiB"
 
     def test_growth_is_counted_anew_in_every_stage_2(self) -> None:
         calm = [seen()] * 3
-        decisions = follow(State(), [seen(arena=9 * GIB), *calm, seen(arena=GIB), seen(arena=2 * GIB)])
+        decisions = follow(GovernorState(), [seen(arena=9 * GIB), *calm, seen(arena=GIB), seen(arena=2 * GIB)])
         assert decisions[-1].actions == (Action.HARD_RECLAMATION,)
 
     @given(st.lists(ANY))
-    def test_stage_1_remembers_nothing(self, readings: list[Reading]) -> None:
-        for decision in follow(State(), readings):
-            assert decision.state.stage == 2 or decision.state == State()
+    def test_stage_1_remembers_nothing(self, readings: list[MemoryReading]) -> None:
+        for decision in follow(GovernorState(), readings):
+            assert decision.state.stage == 2 or decision.state == GovernorState()
 
 
 class TestLimits:
     @given(st.floats(0.001, 0.999), st.integers(0, 2 * TOTAL), st.integers(1, 200 * GIB))
     def test_the_larger_floor_counts(self, threshold: float, min_bytes: int, total: int) -> None:
-        limits = Limits(threshold, min_bytes, host_reserve=0)
+        limits = PressureLimits(threshold, min_bytes, host_reserve=0)
         assert limits.floor(total) == max(int(threshold * total), min_bytes, 1)
         assert limits.calm_level(total) - limits.floor(total) == int(0.05 * total)
 
     def test_come_from_the_options(self) -> None:
         options = MemoryOptions(uvm_stage1_threshold=0.2, uvm_stage1_min_bytes=3 * GIB)
-        assert Limits.from_options(options, host_reserve=GIB) == Limits(0.2, 3 * GIB, GIB)
+        assert PressureLimits.from_options(options, host_reserve=GIB) == PressureLimits(0.2, 3 * GIB, GIB)
 
-    def test_that_leave_no_stage_1_are_refused_at_the_first_sample_that_can_tell(self) -> None:
+    def test_that_leave_no_stage_1_are_rejected_at_the_first_sample_that_can_tell(self) -> None:
         machine = Scripted([seen(None), seen()])
-        governor = Governor(machine, machine, Limits(0.10, 97 * GIB, host_reserve=0))
+        governor = Governor(machine, machine, PressureLimits(0.10, 97 * GIB, host_reserve=0))
         governor.sample()
         with pytest.raises(ConfigError) as caught:
             governor.sample()
@@ -220,8 +224,8 @@ class TestLimits:
         assert "uvm_stage1_min_bytes=0" in problem.hint
 
     @given(st.floats(0.001, 0.999), st.integers(0, 2 * TOTAL))
-    def test_are_refused_exactly_when_a_wholly_free_device_would_not_be_calm(self, share: float, least: int) -> None:
-        limits = Limits(share, least, host_reserve=0)
+    def test_are_rejected_exactly_when_a_wholly_free_device_would_not_be_calm(self, share: float, least: int) -> None:
+        limits = PressureLimits(share, least, host_reserve=0)
         ends = decide(stage_2(calm=2), seen(TOTAL), limits).state.stage == 1
         assert (limits.problem(TOTAL) is None) == ends
 
@@ -229,12 +233,12 @@ class TestLimits:
 class Scripted:
     """A sequence of readings (the last one repeats), and a reclaimer that logs its calls."""
 
-    def __init__(self, readings: list[Reading]) -> None:
-        self._readings: Iterator[Reading] = iter(readings)
+    def __init__(self, readings: list[MemoryReading]) -> None:
+        self._readings: Iterator[MemoryReading] = iter(readings)
         self._now = readings[0]
         self.done: list[str] = []
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         self._now = next(self._readings, self._now)
         return self._now
 
@@ -294,7 +298,7 @@ class TestGovernor:
         entered = "stage 1 -> 2: the overflow arena holds 1.00 GiB"
         assert changes[:2] == [
             ArenaChange(0, GIB, "a step needed more than the device has"),
-            StageChange(1, 2, entered),
+            MemoryStageChange(1, 2, entered),
         ]
         (light,) = changes[2:]
         assert isinstance(light, Reclamation)
@@ -309,19 +313,24 @@ class TestGovernor:
         assert hard.action is Action.HARD_RECLAMATION
 
     @given(st.lists(ANY, min_size=1))
-    def test_what_is_reported_agrees_with_the_counters(self, readings: list[Reading]) -> None:
+    def test_what_is_reported_agrees_with_the_counters(self, readings: list[MemoryReading]) -> None:
         machine = Scripted(readings)
         changes: list[MemoryChange] = []
-        governor = Governor(machine, machine, Limits(0.10, 0, host_reserve=0), changes.append)
+        governor = Governor(machine, machine, PressureLimits(0.10, 0, host_reserve=0), changes.append)
         for _ in readings:
             governor.sample()
-        stages = [one for one in changes if isinstance(one, StageChange)]
+        memory_stages = [one for one in changes if isinstance(one, MemoryStageChange)]
         arena = [one for one in changes if isinstance(one, ArenaChange)]
         done = [one.action for one in changes if isinstance(one, Reclamation)]
         counted = governor.counters
-        assert (len(stages), done.count(Action.LIGHT_RECLAMATION)) == (counted.transitions, counted.light_reclamations)
+        assert (len(memory_stages), done.count(Action.LIGHT_RECLAMATION)) == (
+            counted.transitions,
+            counted.light_reclamations,
+        )
         assert done.count(Action.HARD_RECLAMATION) == counted.hard_reclamations
-        assert [one.before for one in stages] == [1, 2] * (len(stages) // 2) + [1] * (len(stages) % 2)
+        assert [one.before for one in memory_stages] == [1, 2] * (len(memory_stages) // 2) + [1] * (
+            len(memory_stages) % 2
+        )
         assert max((one.after for one in arena), default=0) == counted.arena_peak
 
     def test_no_memory_pressure_when_it_is(self) -> None:
@@ -339,10 +348,10 @@ class TestGovernor:
         assert governor.counters == Counters(1, 1, 3, 4 * GIB)
 
     @given(st.lists(ANY, min_size=1))
-    def test_counters_only_grow_and_agree_with_what_happened(self, readings: list[Reading]) -> None:
+    def test_counters_only_grow_and_agree_with_what_happened(self, readings: list[MemoryReading]) -> None:
         # A reserve of 0 cannot be undercut, so that no sample ends in MemoryPressure; growth still reclaims hard.
         machine = Scripted(readings)
-        governor = Governor(machine, machine, Limits(0.10, 0, host_reserve=0))
+        governor = Governor(machine, machine, PressureLimits(0.10, 0, host_reserve=0))
         stage_changes = light = hard = 0
         for _ in readings:
             before, counters = governor.state, governor.counters

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gracetune.memory.weights import loading
-from gracetune.memory.weights.loading import LoadReport, load_into, torch_dtype
+from gracetune.memory.weights.loading import WeightLoadReport, load_into, torch_dtype
 from gracetune.memory.weights.staging import HostStaging, bytes_of, too_large_for
 from gracetune.storage.errors import WeightFileError
 from gracetune.storage.safetensors_files import TORCH_DTYPES
@@ -64,7 +64,7 @@ def write(path: Path, header: dict[str, object], data: bytes) -> Path:
     return path
 
 
-def refusal(path: Path, destinations: Mapping[str, Tensor], **options: bool) -> str:
+def rejection(path: Path, destinations: Mapping[str, Tensor], **options: bool) -> str:
     with pytest.raises(WeightFileError) as caught:
         load_into(open_weights(path), destinations, **options)
     return str(caught.value)
@@ -89,7 +89,7 @@ class TestBytesArriveAsTheyAre:
         found = like(tensors)
         report = load_into(open_weights(path), found)
         assert all(same_bits(found[name], tensors[name]) for name in tensors)
-        assert report == LoadReport(bytes_read=534 * dtype.itemsize, tensors=3, converted=(), unused=())
+        assert report == WeightLoadReport(bytes_read=534 * dtype.itemsize, tensors=3, converted=(), unused=())
 
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
     @given(
@@ -210,13 +210,13 @@ class TestAnotherDtype:
             (1000.0, torch.float8_e5m2, torch.float8_e4m3fn),
         ],
     )
-    def test_too_narrow_for_a_value_is_refused(
+    def test_too_narrow_for_a_value_is_rejected(
         self, tmp_path: Path, value: float, source: torch.dtype, target: torch.dtype
     ) -> None:
         values = torch.ones(900)
         values = values.to(torch.float64)
         values[873] = value
-        text = refusal(save(tmp_path / "a", {"w": values.to(source)}), {"w": torch.empty(900, dtype=target)})
+        text = rejection(save(tmp_path / "a", {"w": values.to(source)}), {"w": torch.empty(900, dtype=target)})
         assert ": w\n  found     the value " in text
         assert f"the largest {target} holds" in text
 
@@ -251,11 +251,11 @@ class TestAnotherDtype:
             (torch.float32, torch.float8_e8m0fnu),
         ],
     )
-    def test_that_would_change_the_meaning_is_refused(
+    def test_that_would_change_the_meaning_is_rejected(
         self, tmp_path: Path, source: torch.dtype, target: torch.dtype
     ) -> None:
         path = save(tmp_path / "a", {"a": torch.ones(4).to(source)})
-        assert "converts to it without loss of meaning" in refusal(path, {"a": torch.empty(4, dtype=target)})
+        assert "converts to it without loss of meaning" in rejection(path, {"a": torch.empty(4, dtype=target)})
 
     def test_the_fit_is_judged_by_the_finite_values(self) -> None:
         assert too_large_for(torch.tensor([torch.inf, torch.nan, 65504.0]), torch.float16) is None
@@ -264,27 +264,27 @@ class TestAnotherDtype:
         assert too_large_for(torch.empty(0), torch.float16) is None
 
 
-class TestRefusals:
+class TestRejections:
     def test_a_missing_tensor_with_the_nearest_name(self, tmp_path: Path) -> None:
         path = save(tmp_path / "a", {"blocks.0.attn.to_q.weight": noise(4)})
-        text = refusal(path, {"blocks.0.attn.to_k.weight": torch.empty(4)}, allow_unused=True)
+        text = rejection(path, {"blocks.0.attn.to_k.weight": torch.empty(4)}, allow_unused=True)
         assert text.startswith(f"{path}: blocks.0.attn.to_k.weight\n  found     no tensor of this name")
         assert "is it 'blocks.0.attn.to_q.weight'?" in text
 
     def test_an_unused_tensor(self, tmp_path: Path) -> None:
         path = save(tmp_path / "a", {"a": noise(4), "b": noise(4)})
-        text = refusal(path, {"a": torch.empty(4)})
+        text = rejection(path, {"a": torch.empty(4)})
         assert text.startswith(f"{path}: b\n  found     a tensor without a destination")
         assert "allow_unused" in text
 
     def test_a_wrong_shape(self, tmp_path: Path) -> None:
-        text = refusal(save(tmp_path / "a", {"a": noise(4, 2)}), {"a": torch.empty(2, 4)})
+        text = rejection(save(tmp_path / "a", {"a": noise(4, 2)}), {"a": torch.empty(2, 4)})
         assert "found     shape (4, 2)\n  expected  shape (2, 4)" in text
 
     def test_all_at_once_and_before_anything_is_read(self, tmp_path: Path) -> None:
         path = save(tmp_path / "a", {"good": noise(4), "shape": noise(4), "extra": noise(4)})
         good = torch.full((4,), 7.0)
-        text = refusal(path, {"good": good, "shape": torch.empty(5), "missing": torch.empty(1)})
+        text = rejection(path, {"good": good, "shape": torch.empty(5), "missing": torch.empty(1)})
         assert [line for line in text.splitlines() if line.startswith(str(path))] == [
             f"{path}: missing",
             f"{path}: extra",
@@ -295,7 +295,7 @@ class TestRefusals:
     def test_thousands_of_missing_tensors_take_no_time_and_little_space(self, tmp_path: Path) -> None:
         path = save(tmp_path / "a", {f"blocks.{n}.attention.to_q.weight": noise(1) for n in range(2000)})
         wanted = {f"layers.{n}.attention.query.weight": torch.empty(1) for n in range(2000)}
-        text = refusal(path, wanted, allow_unused=True)
+        text = rejection(path, wanted, allow_unused=True)
         assert "1,992 more problems of this kind" in text
 
     @pytest.mark.parametrize(
@@ -309,14 +309,14 @@ class TestRefusals:
         ids=["meta", "expanded", "sparse", "lazy"],
     )
     def test_a_destination_without_memory_of_its_own(self, tmp_path: Path, destination: Tensor, words: str) -> None:
-        assert words in refusal(save(tmp_path / "a", {"a": noise(4)}), {"a": destination})
+        assert words in rejection(save(tmp_path / "a", {"a": noise(4)}), {"a": destination})
 
     def test_a_tensor_subclass_whose_bytes_lie_elsewhere(self, tmp_path: Path) -> None:
         class Wrapped(torch.Tensor):
             pass
 
         wrapped = torch.empty(4).as_subclass(Wrapped)
-        assert "is a Wrapped, whose bytes are not its own" in refusal(
+        assert "is a Wrapped, whose bytes are not its own" in rejection(
             save(tmp_path / "a", {"a": noise(4)}), {"a": wrapped}
         )
 
@@ -324,7 +324,7 @@ class TestRefusals:
         whole = torch.empty(100)
         found = {"a": whole, "b": whole[10:20], "c": whole[90:95], "d": torch.empty(10)}
         path = save(tmp_path / "a", {"a": noise(100), "b": noise(10), "c": noise(5), "d": noise(10)})
-        text = refusal(path, found)
+        text = rejection(path, found)
         assert "b\n  found     a destination that shares memory with a" in text
         assert "c\n  found     a destination that shares memory with a" in text
         assert "shares memory with b" not in text
@@ -339,14 +339,14 @@ class TestRefusals:
     def test_a_dtype_torch_cannot_hold(self, tmp_path: Path, code: str) -> None:
         size = BITS[code]
         path = write(tmp_path / "a", {"a": {"dtype": code, "shape": [8], "data_offsets": [0, size]}}, bytes(size))
-        text = refusal(path, {"a": torch.empty(8)})
+        text = rejection(path, {"a": torch.empty(8)})
         assert f"found     dtype {code}" in text
         with pytest.raises(WeightFileError, match=code):
             torch_dtype(open_weights(path).entries["a"])
 
     def test_a_truth_value_that_is_neither(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a", {"mask": {"dtype": "BOOL", "shape": [3], "data_offsets": [0, 3]}}, b"\0\1\2")
-        assert "found     the byte 2\n  expected  0 or 1 in a BOOL tensor" in refusal(
+        assert "found     the byte 2\n  expected  0 or 1 in a BOOL tensor" in rejection(
             path, {"mask": torch.empty(3, dtype=torch.bool)}
         )
 
@@ -377,7 +377,7 @@ class TestRefusals:
             return read_fully(descriptor, into, offset)
 
         monkeypatch.setattr(loading, "read_fully", cut_and_read)
-        text = refusal(path, {"a": torch.empty(4000, dtype=target)})
+        text = rejection(path, {"a": torch.empty(4000, dtype=target)})
         assert ": a\n  found     the file ended " in text
         assert "bytes early while it was read" in text
 
@@ -388,7 +388,7 @@ class TestRefusals:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         monkeypatch.setattr(loading, "read_fully", fail)
-        assert "found     Input/output error" in refusal(path, {"a": torch.empty(4)})
+        assert "found     Input/output error" in rejection(path, {"a": torch.empty(4)})
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -543,10 +543,10 @@ MEASURE = """
 """
 
 
-def peak_above_baseline(how: str, path: Path) -> tuple[int, float]:
+def peak_above_baseline(mode: str, path: Path) -> tuple[int, float]:
     source = Path(loading.__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEASURE), how, str(path)],
+        [sys.executable, "-c", textwrap.dedent(MEASURE), mode, str(path)],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(source)},
@@ -559,10 +559,10 @@ def peak_above_baseline(how: str, path: Path) -> tuple[int, float]:
 
 def large_file(path: Path, size: int) -> Path:
     """Write the file in pieces, because the test must not itself need the memory that it measures."""
-    count, piece = 8, size // 8
+    count, chunk = 8, size // 8
     block = noise(MIB, dtype=torch.uint8).fill_(0x3F).numpy().tobytes()  # 0.75 as a float of any width
     header = {
-        f"w{n}": {"dtype": "F32", "shape": [piece // 4], "data_offsets": [n * piece, (n + 1) * piece]}
+        f"w{n}": {"dtype": "F32", "shape": [chunk // 4], "data_offsets": [n * chunk, (n + 1) * chunk]}
         for n in range(count)
     }
     text = json.dumps(header).encode()
@@ -594,11 +594,11 @@ def test_two_gibibytes_take_at_most_a_tenth_more_than_their_size(
     path = large_file(tmp_path / "a.safetensors", 2 * GIB + 64 * MIB)
     size = path.stat().st_size
     try:
-        found = {how: peak_above_baseline(how, path) for how in ("direct", "plain", "convert")}
+        found = {mode: peak_above_baseline(mode, path) for mode in ("direct", "plain", "convert")}
     finally:
         path.unlink()
     with capsys.disabled():
-        shares = ", ".join(f"{how} {peak / size:.3f}" for how, (peak, _) in found.items())
+        shares = ", ".join(f"{mode} {peak / size:.3f}" for mode, (peak, _) in found.items())
         print(f"\npeak host memory above the baseline, as a multiple of a file of {size / GIB:.2f} GiB: {shares}")
     assert found["direct"][0] <= 1.1 * size
     assert found["plain"][0] > 1.8 * size

@@ -256,21 +256,21 @@ def test_a_discarded_failure_is_forgotten() -> None:
 )
 def test_pieces_are_put_together(lengths: list[int | None], longest: int, fill: float) -> None:
     """None stands for a piece without a tensor."""
-    pieces = [
+    chunks = [
         Constant((2, 3), 5.0) if length is None else torch.arange(1.0, 1 + length * 3).view(length, 3)
         for length in lengths
     ]
-    part = Stacked((len(pieces), longest, 3), torch.float32, tuple(pieces), fill)
+    part = Stacked((len(chunks), longest, 3), torch.float32, tuple(chunks), fill)
     (batch,) = LookAhead([{"x": part, "y": torch.ones(1)}], InPlace())
     assert part.nbytes == batch["x"].nbytes
-    for row, piece in zip(batch["x"], pieces, strict=True):
-        expected = torch.full((2, 3), 5.0) if isinstance(piece, Constant) else piece
+    for row, chunk in zip(batch["x"], chunks, strict=True):
+        expected = torch.full((2, 3), 5.0) if isinstance(chunk, Constant) else chunk
         assert torch.equal(row[: len(expected)], expected)
         assert bool((row[len(expected) :] == fill).all())
 
 
 def test_whole_pieces_are_copied_not_shared() -> None:
-    pieces = (torch.ones(2, 2), torch.zeros(2, 2))
-    (batch,) = LookAhead([{"x": Stacked((2, 2, 2), torch.float32, pieces)}], InPlace())
+    chunks = (torch.ones(2, 2), torch.zeros(2, 2))
+    (batch,) = LookAhead([{"x": Stacked((2, 2, 2), torch.float32, chunks)}], InPlace())
     batch["x"].fill_(9.0)
-    assert pieces[0].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert chunks[0].tolist() == [[1.0, 1.0], [1.0, 1.0]]

@@ -143,22 +143,22 @@ def test_failures_leave_nothing_behind(heap: ManagedHeap, bench) -> None:
 
 
 @pytest.mark.parametrize(("shape", "home"), [((0,), "host"), ((2, -1), "host"), ((3,), "gpu")])
-def test_nonsense_is_refused(heap: ManagedHeap, shape: tuple[int, ...], home: str) -> None:
+def test_nonsense_is_rejected(heap: ManagedHeap, shape: tuple[int, ...], home: str) -> None:
     with pytest.raises(ValueError, match=r"home|no bytes"):
         heap.empty(shape, torch.uint8, home)  # type: ignore[arg-type]
 
 
-def test_a_forked_child_is_refused(heap: ManagedHeap) -> None:
+def test_a_forked_child_is_rejected(heap: ManagedHeap) -> None:
     buffer = heap.empty((10,), torch.uint8)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             buffer.cpu()
-            said = "no error"
+            stated = "no error"
         except UnifiedMemoryError as error:
-            said = type(error).__name__
-        os.write(write, said.encode())
+            stated = type(error).__name__
+        os.write(write, stated.encode())
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(read, 100) == b"UsedAfterForkError"
@@ -201,8 +201,8 @@ def test_free_space_never_hands_out_a_byte_twice(requests: list[tuple[int, int, 
             assert all(offset + size <= other or other + length <= offset for other, length in held)
             held.append((offset, size))
         assert space.free_bytes == 2048 - sum(length for _, length in held)
-    for piece in held:
-        space.give_back(*piece)
+    for chunk in held:
+        space.give_back(*chunk)
     assert space.is_empty
     assert space.ranges == [(40, 2048)]
 

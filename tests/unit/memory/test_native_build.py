@@ -77,10 +77,10 @@ def test_with_a_compiler_the_library_is_built_and_works(checkout, workshop):
 
 
 def test_without_a_compiler_the_build_says_so_and_goes_on(checkout, no_tools):
-    said = build(checkout, PATH=no_tools)
-    assert "the native unified-memory library could not be built" in said
-    assert "there was no cc, gcc or clang" in said
-    assert "apt-get install gcc" in said
+    stated = build(checkout, PATH=no_tools)
+    assert "the native unified-memory library could not be built" in stated
+    assert "there was no cc, gcc or clang" in stated
+    assert "apt-get install gcc" in stated
     answer = load(checkout / "built" / NATIVE / "_uvm.so")
     assert isinstance(answer, Unavailable)
     assert str(answer).startswith("not available: built without a C compiler")
@@ -92,17 +92,17 @@ def test_a_compiler_that_fails_is_not_the_end_of_the_install_either(checkout, no
         broken = Path(no_tools) / name
         broken.write_text("#!/bin/sh\necho 'fatal error: stdint.h: No such file' >&2\nexit 1\n")
         broken.chmod(0o755)
-    said = build(checkout, PATH=f"{no_tools}:/bin")
-    assert "fatal error: stdint.h" in said
-    assert "its C compiler failed" in said
+    stated = build(checkout, PATH=f"{no_tools}:/bin")
+    assert "fatal error: stdint.h" in stated
+    assert "its C compiler failed" in stated
     answer = load(checkout / "built" / NATIVE / "_uvm.so")
     assert isinstance(answer, Unavailable)
     assert "its C compiler failed" in answer.reason
 
 
 def test_where_pythons_own_compiler_is_missing_another_one_is_used(checkout):
-    said = build(checkout, CC="a-compiler-nobody-has")
-    assert "could not be built" not in said
+    stated = build(checkout, CC="a-compiler-nobody-has")
+    assert "could not be built" not in stated
     assert (checkout / "built" / NATIVE / "_uvm.so").is_file()
 
 
@@ -167,7 +167,7 @@ def test_an_editable_install_finds_its_library_or_its_reason(checkout, tmp_path,
     variables = {} if compiler else {"PATH": no_tools}
     run(checkout, *command, "--config-settings", f"editable_mode={mode}", python=python, **variables)
     ask = "from gracetune.memory.native.binding import LIBRARY, load; print(LIBRARY.is_file(), load(driver='/x.so'))"
-    told = run(tmp_path, "-c", ask, python=python)
-    assert told.startswith(
+    message = run(tmp_path, "-c", ask, python=python)
+    assert message.startswith(
         "True not available: no CUDA driver" if compiler else "False not available: built without a C"
     )

@@ -8,7 +8,7 @@ import mmap
 import pytest
 
 from gracetune.memory.errors import DriverError, DriverTooOldError, ManagedCapError, UnifiedMemoryError
-from gracetune.memory.native import HOST, Advice, RangeState, SlotPolicy, Span
+from gracetune.memory.native import HOST, Advice, ManagedSpan, RangeState, SlotPolicy
 from gracetune.units import GIB, KIB, MIB
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_DEVICE = 1, 2, 101
@@ -35,7 +35,7 @@ def test_over_the_process_cap_the_error_says_what_was_asked_and_what_is_there(be
     bench.uvm.allocate(MIB, device=0)
     with pytest.raises(ManagedCapError) as caught:
         bench.uvm.allocate(MIB + 1, device=0)
-    assert (caught.value.asked, caught.value.live, caught.value.cap) == (MIB + 1, MIB, 2 * MIB)
+    assert (caught.value.requested, caught.value.live, caught.value.cap) == (MIB + 1, MIB, 2 * MIB)
     assert "1.00 MiB of the cap of 2.00 MiB" in str(caught.value)
     assert bench.uvm.total_stats().refused_by_cap == 1
 
@@ -76,7 +76,7 @@ def test_freeing_twice_is_an_error_and_does_not_disturb_the_counters(bench):
 def test_freeing_more_than_there_is_never_reaches_the_driver(bench):
     span = bench.uvm.allocate(MIB, device=0)
     with pytest.raises(ValueError, match="invalid device, location, range or size"):
-        bench.uvm.free(Span(span.pointer, 2 * MIB, 0))
+        bench.uvm.free(ManagedSpan(span.pointer, 2 * MIB, 0))
     assert bench.fake.journal("cuMemFree") == []
     bench.uvm.free(span)
 
@@ -118,18 +118,18 @@ def test_the_prefetch_goes_to_the_stream_and_the_context_it_was_asked_for(bench)
 
 def test_a_hint_on_a_part_stays_on_that_part(bench):
     span = bench.uvm.allocate(8 * PAGE, device=0)
-    middle = Span(span.pointer + 2 * PAGE, 2 * PAGE, 0)
+    middle = ManagedSpan(span.pointer + 2 * PAGE, 2 * PAGE, 0)
     bench.uvm.advise(middle, Advice.SET_PREFERRED_LOCATION, 0)
     bench.uvm.prefetch(middle, 0, STREAM)
     assert bench.uvm.range_state(middle) == RangeState(0, 0, (), False)
-    assert bench.uvm.range_state(Span(span.pointer, 2 * PAGE, 0)) == RangeState(None, None, (), False)
+    assert bench.uvm.range_state(ManagedSpan(span.pointer, 2 * PAGE, 0)) == RangeState(None, None, (), False)
     assert bench.uvm.range_state(span).preferred is None, "not the same everywhere"
 
 
 @pytest.mark.parametrize("call", ["advise", "prefetch"])
-def test_a_range_that_runs_over_its_allocation_is_refused_by_the_driver_and_told(bench, call):
+def test_a_range_that_runs_over_its_allocation_is_rejected_by_the_driver_and_told(bench, call):
     span = bench.uvm.allocate(4 * PAGE, device=0)
-    beyond = Span(span.pointer + PAGE, span.bytes, 0)
+    beyond = ManagedSpan(span.pointer + PAGE, span.bytes, 0)
     acts = {
         "advise": lambda: bench.uvm.advise(beyond, Advice.SET_READ_MOSTLY),
         "prefetch": lambda: bench.uvm.prefetch(beyond, 0, STREAM),
@@ -140,7 +140,7 @@ def test_a_range_that_runs_over_its_allocation_is_refused_by_the_driver_and_told
     assert bench.fake.open_contexts == 0
 
 
-def test_a_location_that_is_not_there_is_refused(bench):
+def test_a_location_that_is_not_there_is_rejected(bench):
     span = bench.uvm.allocate(MIB, device=0)
     with pytest.raises(DriverError, match="cuMemPrefetchAsync_v2"):
         bench.uvm.prefetch(span, 7, STREAM)
@@ -214,7 +214,7 @@ def test_memory_info_and_driver_version(bench):
 @pytest.mark.parametrize("numbers", [(0, 1, 0), (4096, 0, 0), (4096, -1, 0), (-4096, 1, 0), (4096, 1, -1)])
 def test_a_span_that_cannot_be_is_not_made(numbers):
     with pytest.raises(ValueError, match="not a valid memory range"):
-        Span(*numbers)
+        ManagedSpan(*numbers)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1 << 64])
@@ -320,7 +320,7 @@ class TestCopies:
         assert self.copy(bench, 0)
         assert len(bench.fake.journal("cuMemcpyAsync")) == 5
 
-    def test_what_the_driver_refuses_is_told(self, bench):
+    def test_what_the_driver_rejects_is_told(self, bench):
         bench.fake.fail("cuMemcpyBatchAsync_v2", INVALID_VALUE)
         with pytest.raises(DriverError, match="cuMemcpyBatchAsync_v2"):
             self.copy(bench, STREAM)

@@ -38,7 +38,7 @@ def test_many_threads_may_load_at_once(workshop):
     assert len(fake.journal("cuInit")) == 1
 
 
-def test_a_second_driver_library_is_refused_by_name(bench, workshop):
+def test_a_second_driver_library_is_rejected_by_name(bench, workshop):
     other = workshop.fake()
     with pytest.raises(UnifiedMemoryError, match="already uses") as caught:
         load(bench.uvm.path, str(other.path))
@@ -126,7 +126,7 @@ def test_a_driver_that_does_not_start_and_has_no_names(workshop):
     assert "unnamed error (100)" in answer.reason
 
 
-def test_calls_before_the_driver_is_started_are_refused(workshop):
+def test_calls_before_the_driver_is_started_are_rejected(workshop):
     shim = ctypes.CDLL(str(workshop.shim()))
     pointer, text = ctypes.c_uint64(), ctypes.c_char_p
     shim.gt_slot0_alloc.restype, shim.gt_last_function.restype, shim.gt_error_name.restype = ctypes.c_void_p, text, text
@@ -186,7 +186,7 @@ class TestFork:
             lambda uvm, span: load(uvm.path),
         ],
     )
-    def test_every_call_in_the_child_is_refused(self, bench, call):
+    def test_every_call_in_the_child_is_rejected(self, bench, call):
         span = bench.uvm.allocate(MIB, device=0)
         assert in_child(lambda: call(bench.uvm, span)) == UsedAfterForkError.__name__
 
@@ -201,7 +201,7 @@ class TestFork:
         bench.uvm.free(bench.uvm.allocate(MIB, device=0))
         assert bench.uvm.total_stats().live_bytes == 0
 
-    def test_a_grandchild_is_refused_too(self, bench):
+    def test_a_grandchild_is_rejected_too(self, bench):
         assert in_child(lambda: in_child(bench.uvm.total_stats)) == UsedAfterForkError.__name__
 
     def test_a_child_of_a_parent_that_never_reached_the_driver_may_start_it(self, workshop, tmp_path):

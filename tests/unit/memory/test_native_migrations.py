@@ -53,7 +53,7 @@ def test_asking_twice_is_asking_once_and_after_the_end_nothing_is_counted(bench:
     "function",
     ["cuptiActivityRegisterCallbacks", "cuptiActivityConfigureUnifiedMemoryCounter", "cuptiActivityEnable"],
 )
-def test_what_cupti_refuses_is_told(bench: Bench, function: str) -> None:
+def test_what_cupti_rejects_is_told(bench: Bench, function: str) -> None:
     bench.fake.fail(function, 33)
     found = bench.uvm.count_migrations([str(bench.fake.path)])
     assert isinstance(found, Unavailable)

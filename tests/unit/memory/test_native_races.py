@@ -58,14 +58,14 @@ def test_after_a_storm_every_counter_adds_up(bench):
     bench.uvm.set_managed_cap(300 * KIB)
     for number in range(2):
         bench.uvm.configure_slot(number, SlotPolicy(0, 200 * KIB, preferred="host", accessed_by_device=True))
-    got, refused = [0] * THREADS, [0] * THREADS
+    got, rejected = [0] * THREADS, [0] * THREADS
 
     def work(index):
         rng, slot, held = random.Random(index), bench.slot(index % 2), []
         for _ in range(300):
             size = rng.randrange(1, 60 * KIB)
             if (pointer := slot.alloc(size)) is None:
-                refused[index] += 1
+                rejected[index] += 1
             else:
                 got[index] += 1
                 held.append((pointer, size))
@@ -76,7 +76,7 @@ def test_after_a_storm_every_counter_adds_up(bench):
 
     storm(work)
     total = bench.uvm.total_stats()
-    assert (total.allocations, total.frees, total.refused) == (sum(got), sum(got), sum(refused))
+    assert (total.allocations, total.frees, total.rejected) == (sum(got), sum(got), sum(rejected))
     assert total.refused_by_cap > 0
     assert total.refused_by_driver > 0
     assert total.failed_advises > 0
@@ -85,7 +85,7 @@ def test_after_a_storm_every_counter_adds_up(bench):
         mine = range(number, THREADS, 2)
         assert (stats.live_bytes, stats.failed_frees, stats.refused_unusable) == (0, 0, 0)
         assert (stats.allocations, stats.frees) == (sum(got[i] for i in mine),) * 2
-        assert stats.refused == sum(refused[i] for i in mine)
+        assert stats.rejected == sum(rejected[i] for i in mine)
         assert 0 < stats.peak_bytes <= 200 * KIB
     assert total.live_bytes == bench.fake.in_use == bench.fake.open_contexts == 0
     assert total.peak_bytes <= 300 * KIB
@@ -116,7 +116,7 @@ def test_racing_threads_fill_the_cap_to_the_byte_and_never_beyond(bench):
     assert bench.uvm.total_stats().refused_by_cap == THREADS * room - room
 
 
-def test_when_the_demand_is_exactly_the_cap_nobody_is_refused(bench):
+def test_when_the_demand_is_exactly_the_cap_nobody_is_rejected(bench):
     bench.fake.quiet()
     bench.uvm.set_managed_cap(THREADS * 8 * KIB)
     bench.uvm.configure_slot(0, SlotPolicy(0, THREADS * 8 * KIB))
@@ -128,7 +128,7 @@ def test_when_the_demand_is_exactly_the_cap_nobody_is_refused(bench):
             bench.slot().free(pointer, 8 * KIB)
 
     storm(work)
-    assert bench.uvm.total_stats().refused == 0
+    assert bench.uvm.total_stats().rejected == 0
 
 
 def test_a_watcher_never_sees_more_live_bytes_than_the_cap(bench):
@@ -187,16 +187,16 @@ def test_the_cap_counts_what_other_threads_are_just_asking_the_driver_for(bench)
     bench.uvm.set_managed_cap(2 * 8 * KIB)
     bench.uvm.memory_info(0)
     bench.fake.meet("cuMemAllocManaged", 2)
-    spans, refused = queue.SimpleQueue(), queue.SimpleQueue()
+    spans, rejected = queue.SimpleQueue(), queue.SimpleQueue()
 
     def work(_index):
         try:
             spans.put(bench.uvm.allocate(8 * KIB, device=0))
         except ManagedCapError:
-            refused.put(True)
+            rejected.put(True)
 
     storm(work)
-    assert (spans.qsize(), refused.qsize()) == (2, THREADS - 2)
+    assert (spans.qsize(), rejected.qsize()) == (2, THREADS - 2)
     assert bench.fake.most_in_use == 2 * 8 * KIB
 
 

@@ -21,7 +21,7 @@ def calls(bench, prefix="cu"):
 def test_a_slot_is_off_until_it_is_configured(bench):
     assert bench.slot().alloc(MIB) is None
     stats = bench.uvm.slot_stats(0)
-    assert (stats.refused, stats.refused_unusable, stats.live_bytes) == (1, 1, 0)
+    assert (stats.rejected, stats.refused_unusable, stats.live_bytes) == (1, 1, 0)
     assert stats.last_error is not None
     assert stats.last_error.name == "SLOT_DISABLED"
     assert calls(bench) == []
@@ -111,7 +111,7 @@ def test_a_slot_stops_exactly_at_its_cap(bench):
     slot.free(last, MIB)
     assert slot.alloc(MIB) is not None
     stats = bench.uvm.slot_stats(0)
-    assert (stats.refused_by_cap, stats.refused, stats.live_bytes) == (2, 2, 3 * MIB)
+    assert (stats.refused_by_cap, stats.rejected, stats.live_bytes) == (2, 2, 3 * MIB)
     assert stats.last_error is not None
     assert stats.last_error.name == "CAP"
 
@@ -124,7 +124,7 @@ def test_a_size_near_the_end_of_the_number_range_does_not_slip_under_the_cap(ben
     assert (stats.live_bytes, stats.refused_by_cap, stats.refused_by_driver) == (MIB, 1, 0)
 
 
-def test_a_cap_lowered_below_what_is_live_refuses_until_enough_is_freed(bench):
+def test_a_cap_lowered_below_what_is_live_rejects_until_enough_is_freed(bench):
     bench.uvm.configure_slot(0, PLAIN)
     slot = bench.slot()
     first, second = slot.alloc(4 * MIB), slot.alloc(4 * MIB)
@@ -157,7 +157,7 @@ def test_without_being_told_the_process_cap_is_4_gib(bench):
     assert bench.slot().alloc(4 * GIB + 1) is not None
 
 
-def test_a_process_cap_that_refuses_leaves_the_slots_room_untouched(bench):
+def test_a_process_cap_that_rejects_leaves_the_slots_room_untouched(bench):
     bench.uvm.set_managed_cap(MIB)
     bench.uvm.configure_slot(0, SlotPolicy(0, cap_bytes=8 * MIB))
     for _ in range(20):
@@ -177,7 +177,7 @@ def test_a_driver_that_is_out_of_memory_gives_null_and_nothing_is_counted_as_liv
     assert bench.slot().alloc(4 * MIB) is not None
 
 
-def test_a_refusal_of_ours_is_not_blamed_on_the_function_that_failed_before_it(bench):
+def test_a_rejection_of_ours_is_not_blamed_on_the_function_that_failed_before_it(bench):
     bench.uvm.configure_slot(0, SlotPolicy(0, cap_bytes=MIB))
     bench.fake.fail("cuMemAllocManaged", OUT_OF_MEMORY)
     assert bench.slot().alloc(MIB) is None
@@ -217,7 +217,7 @@ def test_an_advice_that_fails_is_counted_and_the_memory_still_handed_out(bench, 
     pointer = bench.slot().alloc(MIB)
     assert pointer is not None
     stats = bench.uvm.slot_stats(0)
-    assert (stats.failed_advises, stats.refused, stats.live_bytes) == (1, 0, MIB)
+    assert (stats.failed_advises, stats.rejected, stats.live_bytes) == (1, 0, MIB)
     assert stats.last_error is not None
     assert (stats.last_error.code, stats.last_error.function) == (INVALID_VALUE, "cuMemAdvise_v2")
     assert len(bench.fake.journal("cuMemAdvise_v2")) == 3, "one refusal does not stop the other advice"
@@ -254,7 +254,7 @@ def test_freeing_null_is_nothing(bench):
     assert (stats.frees, stats.failed_frees, stats.live_bytes) == (0, 0, 0)
 
 
-def test_another_device_than_the_configured_one_is_refused_before_the_driver_is_asked(bench):
+def test_another_device_than_the_configured_one_is_rejected_before_the_driver_is_asked(bench):
     bench.uvm.configure_slot(0, PLAIN)
     bench.fake.clear()
     assert bench.slot().alloc(MIB, device=1) is None
@@ -271,7 +271,7 @@ def test_nothing_is_handed_out_for_no_bytes(bench):
     assert bench.uvm.slot_stats(0).refused_unusable == 1
 
 
-def test_a_disabled_slot_refuses_but_still_takes_its_memory_back(bench):
+def test_a_disabled_slot_rejects_but_still_takes_its_memory_back(bench):
     bench.uvm.configure_slot(0, PLAIN)
     pointer = bench.slot().alloc(MIB)
     bench.uvm.disable_slot(0)

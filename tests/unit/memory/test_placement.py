@@ -9,31 +9,33 @@ from hypothesis import strategies as st
 
 from gracetune.hardware.machine import ProfileName
 from gracetune.memory.arena import LARGE_UNIT, SMALL_SEGMENT, SMALLEST_LARGE, arena_shape, slot_policy
-from gracetune.memory.placement import Role, place
-from gracetune.memory.transport import LinkSpeeds, ManagedSpeeds, Way, choose_transport
+from gracetune.memory.placement import Role, choose_placement
+from gracetune.memory.transport import LinkSpeeds, ManagedSpeeds, TransportPath, choose_transport
 from gracetune.units import GIB, MIB
 
 
 @pytest.mark.parametrize(("role", "profile"), list(product(get_args(Role), get_args(ProfileName))))
 def test_every_role_has_a_place_and_a_reason_on_every_machine(role: Role, profile: ProfileName) -> None:
-    placement = place(role, profile)
+    placement = choose_placement(role, profile)
     assert placement.reason
     if profile in ("cpu", "integrated"):
         assert not placement.moved_before_use
     if profile != "superchip":
-        assert not placement.place.startswith("managed")
+        assert not placement.kind.startswith("managed")
 
 
 def test_the_table_of_the_design() -> None:
-    assert place("cold_weights", "superchip").place == "managed_host"
-    assert place("cold_weights", "discrete").place == "pinned_host"
-    assert place("latent_cache", "superchip").place == "managed_host"
-    assert place("latent_cache", "superchip", local_ranks=4).place == "shared_host"
-    assert place("latent_cache", "discrete", local_ranks=4).place == "shared_host"
-    assert place("text_cache", "superchip", size=GIB, device_bytes=96 * GIB).place == "managed_device"
-    assert place("text_cache", "superchip", size=3 * GIB, device_bytes=96 * GIB).place == "managed_host"
-    assert place("text_cache", "superchip", size=1).place == "managed_host", "unknown device memory is not guessed"
-    assert place("optimizer_state", "superchip").place == "device", "offloading it is not built"
+    assert choose_placement("cold_weights", "superchip").kind == "managed_host"
+    assert choose_placement("cold_weights", "discrete").kind == "pinned_host"
+    assert choose_placement("latent_cache", "superchip").kind == "managed_host"
+    assert choose_placement("latent_cache", "superchip", local_ranks=4).kind == "shared_host"
+    assert choose_placement("latent_cache", "discrete", local_ranks=4).kind == "shared_host"
+    assert choose_placement("text_cache", "superchip", size=GIB, device_bytes=96 * GIB).kind == "managed_device"
+    assert choose_placement("text_cache", "superchip", size=3 * GIB, device_bytes=96 * GIB).kind == "managed_host"
+    assert choose_placement("text_cache", "superchip", size=1).kind == "managed_host", (
+        "unknown device memory is not guessed"
+    )
+    assert choose_placement("optimizer_state", "superchip").kind == "device", "offloading it is not built"
 
 
 @given(st.integers(0, 64 * GIB), st.one_of(st.none(), st.integers(1, 2 * GIB)))
@@ -62,7 +64,9 @@ def test_access_patterns() -> None:
 
 
 def speeds(gather: float, hidden: float) -> LinkSpeeds:
-    return LinkSpeeds(Way(55, 0.93), 55.0, ManagedSpeeds(Way(gather, hidden), Way(49, 0.9), 13.0))
+    return LinkSpeeds(
+        TransportPath(55, 0.93), 55.0, ManagedSpeeds(TransportPath(gather, hidden), TransportPath(49, 0.9), 13.0)
+    )
 
 
 @pytest.mark.parametrize(

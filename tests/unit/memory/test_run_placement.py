@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gracetune.cache.batches import JUDGED, Batch, BatchSource
-from gracetune.cache.residence import CacheRole, CacheType, Where
+from gracetune.cache.residence import CacheResources, CacheRole, CacheType
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
 from gracetune.config.run_config import RunConfig
@@ -28,10 +28,17 @@ from gracetune.memory.lookahead import LookAhead, LookAheadStats
 from gracetune.memory.managed import ManagedBuffer, ManagedHeap
 from gracetune.memory.managed_slab import ManagedSlab
 from gracetune.memory.native import HOST
-from gracetune.memory.placement import FOLLOW_CACHES, Hints, Waits, hints_of, rehome
-from gracetune.memory.transport import LinkSpeeds, ManagedSpeeds, Measured, Way, choose_transport, mover_for
+from gracetune.memory.placement import FOLLOW_CACHES, Hints, StepWaits, hints_of, rehome
+from gracetune.memory.transport import (
+    LinkSpeeds,
+    ManagedSpeeds,
+    MeasuredTransport,
+    TransportPath,
+    choose_transport,
+    mover_for,
+)
 from gracetune.train.assembly import transport_of
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from gracetune.units import GIB, MIB
 from runs.made_runs import TinyModel, config_for, run
 from runs.test_resume import losses
@@ -52,11 +59,11 @@ from unit.data.folders import made_up
 from unit.memory.test_lookahead import Clocked
 
 MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"
-ASKED = Hints(True, "memory.enable_uvm_hints is true", asked=True)
-REFUSED = Hints(False, "memory.enable_uvm_hints is false")
-PINNED = Way(55, 0.98)
-COHERENT = LinkSpeeds(PINNED, 55.0, ManagedSpeeds(Way(54, 0.97), Way(49, 0.4), 15.0))
-OVER_PCIE = LinkSpeeds(PINNED, 55.0, ManagedSpeeds(Way(51, 0.10), Way(49, 0.4), 15.0))
+REQUESTED = Hints(True, "memory.enable_uvm_hints is true", requested=True)
+REJECTED = Hints(False, "memory.enable_uvm_hints is false")
+PINNED = TransportPath(55, 0.98)
+COHERENT = LinkSpeeds(PINNED, 55.0, ManagedSpeeds(TransportPath(54, 0.97), TransportPath(49, 0.4), 15.0))
+OVER_PCIE = LinkSpeeds(PINNED, 55.0, ManagedSpeeds(TransportPath(51, 0.10), TransportPath(49, 0.4), 15.0))
 
 
 def machine(name: str) -> Machine:
@@ -95,11 +102,11 @@ def heap(bench: Any, monkeypatch: pytest.MonkeyPatch) -> ManagedHeap:
 
 
 def stores(
-    disk: DiskStore, index: DataIndex, where: Where, kind: CacheType = "unified_memory"
+    disk: DiskStore, index: DataIndex, resources: CacheResources, kind: CacheType = "unified_memory"
 ) -> tuple[ResidentStore, ResidentStore]:
     def load(name: str, role: CacheRole) -> ResidentStore:
         visits = latent_visits(index, LATENT) if role == "latent_cache" else text_visits(index, TEXT)
-        return load_resident([disk], visits, name=name, role=role, kind=kind, where=where)
+        return load_resident([disk], visits, name=name, role=role, kind=kind, resources=resources)
 
     return load("latents-0", "latent_cache"), load("texts-0", "text_cache")
 
@@ -114,20 +121,22 @@ def batches(source: BatchSource) -> list[Mapping[str, torch.Tensor]]:
     return found
 
 
-def read(index: DataIndex, two: tuple[ResidentStore, ResidentStore], where: Where, size: int = 2, **more: Any) -> Any:
-    assert where.transport is not None
+def read(
+    index: DataIndex, two: tuple[ResidentStore, ResidentStore], resources: CacheResources, size: int = 2, **more: Any
+) -> Any:
+    assert resources.transport is not None
     return BatchSource(
         Loader(index, batch_size=size, epochs=1), latents=two[0], texts=two[1], keys=KEYS, device=CPU,
-        mover=mover_for(where.transport, CPU), **more,
+        mover=mover_for(resources.transport, CPU), **more,
     )  # fmt: skip
 
 
 def test_on_a_superchip_hints_are_on_the_caches_and_the_driver_knows_them(
     bench: Any, heap: ManagedHeap, index: DataIndex, disk: DiskStore
 ) -> None:
-    where = Where(machine("gh200-numa"), 0, heap, transport=choose_transport("superchip", COHERENT))
-    latents, texts = two = stores(disk, index, where)
-    assert (latents.report.residence.place, texts.report.residence.place) == ("managed_host", "managed_device")
+    resources = CacheResources(machine("gh200-numa"), 0, heap, transport=choose_transport("superchip", COHERENT))
+    latents, texts = two = stores(disk, index, resources)
+    assert (latents.report.residence.kind, texts.report.residence.kind) == ("managed_host", "managed_device")
     assert latents.managed is not None
     assert texts.managed is not None
     assert latents.managed._buffer.state().preferred == HOST
@@ -141,7 +150,7 @@ def test_on_a_superchip_hints_are_on_the_caches_and_the_driver_knows_them(
     assert len(prefetched) == 2, "the text cache and the masks, once each"
     assert heap.hints.bytes >= latents.report.size + texts.report.size
     expected = batches(source_of(Loader(index, batch_size=2, epochs=1), resident(disk, index)))
-    found = batches(read(index, two, where))
+    found = batches(read(index, two, resources))
     assert len(found) == len(expected) > 3
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
@@ -157,26 +166,28 @@ def test_false_means_no_managed_memory_anywhere(
     name: str, bench: Any, heap: ManagedHeap, index: DataIndex, disk: DiskStore
 ) -> None:
     found = machine(name)
-    where = Where(found, 0, None, REFUSED.reason, hints=REFUSED, transport=choose_transport(found.profile.value, None))
-    two = stores(disk, index, where)
+    resources = CacheResources(
+        found, 0, None, REJECTED.reason, hints=REJECTED, transport=choose_transport(found.profile.value, None)
+    )
+    two = stores(disk, index, resources)
     for store in two:
         assert store.managed is None
-        assert store.report.residence.place in ("pinned_host", "shared_host")
+        assert store.report.residence.kind in ("pinned_host", "shared_host")
         assert any("memory.enable_uvm_hints is false" in line for line in store.report.lines()), store.report.lines()
-    assert len(batches(read(index, two, where))) > 3
+    assert len(batches(read(index, two, resources))) > 3
     for store in two:
         store.close()
     assert bench.uvm.total_stats().allocations == 0
     assert not bench.fake.journal("cuMemAdvise")
 
 
-def test_hints_the_driver_refuses_are_counted_and_said(
+def test_hints_the_driver_rejects_are_counted_and_said(
     bench: Any, heap: ManagedHeap, index: DataIndex, disk: DiskStore
 ) -> None:
     bench.fake.fail("cuMemAdvise_v2", 801, every=1)
-    two = stores(disk, index, Where(machine("gh200-numa"), 0, heap, hints=ASKED))
+    two = stores(disk, index, CacheResources(machine("gh200-numa"), 0, heap, hints=REQUESTED))
     for store in two:
-        assert store.report.residence.place == "pinned_host"
+        assert store.report.residence.kind == "pinned_host"
         assert "cache type unified_memory is not available: cuMemAdvise_v2 failed" in store.report.lines()[1]
         store.close()
     assert (heap.hints.bytes, heap.hints.refused) == (0, 2)
@@ -184,7 +195,7 @@ def test_hints_the_driver_refuses_are_counted_and_said(
 
 
 @pytest.mark.parametrize(
-    ("name", "hints", "speeds", "place", "said"),
+    ("name", "hints", "speeds", "place", "stated"),
     [
         (
             "x86-h200",
@@ -193,11 +204,11 @@ def test_hints_the_driver_refuses_are_counted_and_said(
             "pinned_host",
             "set memory.enable_uvm_hints: true to use managed memory",
         ),
-        ("x86-h200", ASKED, OVER_PCIE, "managed_host", "memory.enable_uvm_hints is true"),
+        ("x86-h200", REQUESTED, OVER_PCIE, "managed_host", "memory.enable_uvm_hints is true"),
         ("gh200-numa", FOLLOW_CACHES, COHERENT, "managed_host", "gathered over the link"),
         ("gh200-numa", FOLLOW_CACHES, OVER_PCIE, "pinned_host", "51 GB/s, 10% hidden, against 55 GB/s, 98% hidden"),
-        ("gh200-numa", ASKED, OVER_PCIE, "managed_host", "memory.enable_uvm_hints is true"),
-        ("gb10", ASKED, None, "shared_host", "one pool: read in place"),
+        ("gh200-numa", REQUESTED, OVER_PCIE, "managed_host", "memory.enable_uvm_hints is true"),
+        ("gb10", REQUESTED, None, "shared_host", "one pool: read in place"),
     ],
 )
 def test_the_switch_and_the_measurement_decide_where_a_cache_is(
@@ -205,27 +216,27 @@ def test_the_switch_and_the_measurement_decide_where_a_cache_is(
     hints: Hints,
     speeds: LinkSpeeds | None,
     place: str,
-    said: str,
+    stated: str,
     heap: ManagedHeap,
     index: DataIndex,
     disk: DiskStore,
 ) -> None:
     found = machine(name)
-    where = Where(found, 0, heap, hints=hints, transport=choose_transport(found.profile.value, speeds))
-    two = stores(disk, index, where)
-    assert two[0].report.residence.place == place
-    assert said in "\n".join(two[0].report.lines())
+    resources = CacheResources(found, 0, heap, hints=hints, transport=choose_transport(found.profile.value, speeds))
+    two = stores(disk, index, resources)
+    assert two[0].report.residence.kind == place
+    assert stated in "\n".join(two[0].report.lines())
     for store in two:
         store.close()
 
 
 def test_on_one_pool_nothing_is_copied(heap: ManagedHeap, index: DataIndex, disk: DiskStore) -> None:
     found = machine("gb10")
-    where = Where(found, 0, transport=choose_transport(found.profile.value, None))
-    two = stores(disk, index, where, kind="memory")
+    resources = CacheResources(found, 0, transport=choose_transport(found.profile.value, None))
+    two = stores(disk, index, resources, kind="memory")
     inside = [range(one._slab.view.data_ptr(), one._slab.view.data_ptr() + len(one._slab.view)) for one in two]  # type: ignore[union-attr]
     seen = 0
-    with read(index, two, where, size=1) as source:
+    with read(index, two, resources, size=1) as source:
         while not isinstance(outcome := source.next(), Exhausted):
             if isinstance(outcome, Batch):
                 seen += 1
@@ -233,13 +244,13 @@ def test_on_one_pool_nothing_is_copied(heap: ManagedHeap, index: DataIndex, disk
                 assert outcome.tensors["latents"].data_ptr() in inside[0], "read where it lies"
                 assert outcome.tensors["prompt_embeds"].data_ptr() in inside[1]
     assert seen > 3
-    with read(index, two, where, size=1) as source:
+    with read(index, two, resources, size=1) as source:
         batch = source.next()
         assert isinstance(batch, Batch)
         batch.tensors["latents"].add_(1)
         with pytest.raises(CacheWrittenError, match="wrote into latents"):
             source.next()
-    assert len(batches(read(index, stores(disk, index, where), where, size=3))) > 1, "several are put together"
+    assert len(batches(read(index, stores(disk, index, resources), resources, size=3))) > 1, "several are put together"
     for store in two:
         store.close()
 
@@ -295,9 +306,9 @@ def test_a_cache_that_is_waited_for_moves_to_the_gpu_and_back_when_memory_is_tig
     bench: Any, heap: ManagedHeap, tmp_path: Path
 ) -> None:
     index = made_up({"counts": [40], "cache_latents": "disk"})
-    where = Where(machine("gh200-numa"), 0, heap, transport=choose_transport("superchip", COHERENT))
+    resources = CacheResources(machine("gh200-numa"), 0, heap, transport=choose_transport("superchip", COHERENT))
     with fill(tmp_path / "cache", index) as disk:
-        latents, texts = stores(disk, index, where)
+        latents, texts = stores(disk, index, resources)
         slab = latents.managed
         assert slab is not None
         # As large as a cache is: one that shares its page with others cannot be moved.
@@ -341,7 +352,7 @@ def test_a_cache_that_is_waited_for_moves_to_the_gpu_and_back_when_memory_is_tig
 
 
 def test_what_moves_a_cache() -> None:
-    long, short = Waits(20, 100, is_deepest=True), Waits(1, 100, is_deepest=True)
+    long, short = StepWaits(20, 100, is_deepest=True), StepWaits(1, 100, is_deepest=True)
     calm: dict[str, Any] = {"size": GIB, "room": 2 * GIB, "memory_tight": False, "was_sent_back": False}
     found = rehome("host", long, **calm)
     assert found is not None
@@ -361,30 +372,30 @@ def test_what_moves_a_cache() -> None:
 
 
 def test_a_machine_is_measured_once(heap: ManagedHeap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+    requested: list[bool] = []
 
-    def measure(device: int, heap: ManagedHeap | None) -> Measured:
-        asked.append(heap is not None)
-        return Measured(COHERENT if heap is not None else replace(COHERENT, managed=None), 0.25)
+    def measure(device: int, heap: ManagedHeap | None) -> MeasuredTransport:
+        requested.append(heap is not None)
+        return MeasuredTransport(COHERENT if heap is not None else replace(COHERENT, managed=None), 0.25)
 
     monkeypatch.setattr("gracetune.train.assembly.measure_link", measure)
-    chip, card = Where(machine("gh200-numa"), 0, heap), Where(machine("x86-h200"), 0, heap)
+    chip, card = CacheResources(machine("gh200-numa"), 0, heap), CacheResources(machine("x86-h200"), 0, heap)
     first, second = (transport_of(chip, tmp_path, heap) for _ in range(2))
-    assert asked == [True]
+    assert requested == [True]
     assert (first.transport, second.transport) == ("managed_gather", "managed_gather")
     assert first.reason.endswith("measured in 0.25 s")
     assert f"measured before ({tmp_path / FILE})" in second.reason
     plain = transport_of(chip, tmp_path, None)
-    assert (plain.transport, asked) == ("pinned_copy", [True]), "what is known already is not measured again"
+    assert (plain.transport, requested) == ("pinned_copy", [True]), "what is known already is not measured again"
     assert "no managed memory was asked for" in plain.reason
     assert transport_of(card, tmp_path, None).transport == "pinned_copy"
     insisted = transport_of(card, tmp_path, heap, insists=True)
     assert insisted.transport == "managed_gather", "as asked, whatever is faster"
     assert "54 GB/s, 97% hidden; pinned copies reach 55 GB/s, 98% hidden" in insisted.reason
-    assert asked == [True, False, True], "another machine, and then its managed memory"
-    assert transport_of(Where(machine("gb10"), 0), tmp_path, None).transport == "in_place"
-    assert transport_of(Where(machine("gh200-numa"), None), tmp_path, None).transport == "in_place"
-    assert asked == [True, False, True], "nothing to measure"
+    assert requested == [True, False, True], "another machine, and then its managed memory"
+    assert transport_of(CacheResources(machine("gb10"), 0), tmp_path, None).transport == "in_place"
+    assert transport_of(CacheResources(machine("gh200-numa"), None), tmp_path, None).transport == "in_place"
+    assert requested == [True, False, True], "nothing to measure"
 
 
 @pytest.mark.parametrize(
@@ -398,11 +409,11 @@ def test_a_machine_is_measured_once(heap: ManagedHeap, tmp_path: Path, monkeypat
 def test_a_link_that_cannot_be_measured_says_so(
     error: Exception, insists: bool, transport: str, heap: ManagedHeap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(device: int, heap: ManagedHeap | None) -> Measured:
+    def fail(device: int, heap: ManagedHeap | None) -> MeasuredTransport:
         raise error
 
     monkeypatch.setattr("gracetune.train.assembly.measure_link", fail)
-    found = transport_of(Where(machine("gh200-numa"), 0, heap), tmp_path, heap, insists=insists)
+    found = transport_of(CacheResources(machine("gh200-numa"), 0, heap), tmp_path, heap, insists=insists)
     assert found.transport == transport
     assert f"not measured ({str(error).splitlines()[0]})" in found.reason
     assert not list(tmp_path.iterdir())
@@ -415,7 +426,7 @@ def test_the_file_of_measured_speeds_is_only_a_memory(tmp_path: Path) -> None:
     assert (
         machine_key(found.model_copy(update={"software": found.software.model_copy(update={"torch": "9"})}), 0) != key
     )
-    measured = Measured(COHERENT, 0.5)
+    measured = MeasuredTransport(COHERENT, 0.5)
     assert remember(tmp_path / "new", key, measured) is None
     assert recall(tmp_path / "new", key, with_managed=True) == measured
     assert recall(tmp_path / "new", "another machine", with_managed=False) is None
@@ -442,25 +453,25 @@ def test_a_whole_run_with_managed_caches_learns_what_one_without_learns(
         config_for("sdxl", tiny_model, tmp_path / name, cache=UNIFIED, memory=memory, training={"max_steps": 3})
         for name, memory in (("without", {"enable_uvm_hints": False}), ("hinted", {}))
     )
-    heard = Heard()
+    heard = CollectingView()
     run(without, heard)
-    assert "residency hints: off, memory.enable_uvm_hints is false" in heard.said
-    assert "batches: in_place, no GPU: batches are read in place" in heard.said
-    said = "texts-0: cache type unified_memory is not used: memory.enable_uvm_hints is false"
-    assert said in heard.said
+    assert "residency hints: off, memory.enable_uvm_hints is false" in heard.lines
+    assert "batches: in_place, no GPU: batches are read in place" in heard.lines
+    stated = "texts-0: cache type unified_memory is not used: memory.enable_uvm_hints is false"
+    assert stated in heard.lines
 
-    def where(config: RunConfig, *_: Any) -> Where:
-        return Where(
+    def resources(config: RunConfig, *_: Any) -> CacheResources:
+        return CacheResources(
             machine("gh200-numa"), 0, heap, hints=hints_of(config), transport=choose_transport("superchip", COHERENT)
         )
 
-    monkeypatch.setattr("gracetune.train.load.where_of", where)
-    heard = Heard()
+    monkeypatch.setattr("gracetune.train.load.cache_resources", resources)
+    heard = CollectingView()
     run(hinted, heard)
     assert losses(without) == losses(hinted)
-    assert any(line.startswith("latents-0: 4 entries") and "in managed_host" in line for line in heard.said)
-    assert any(line.startswith("texts-0: ") and "in managed_device" in line for line in heard.said)
-    assert any("time_ids" in line and "placed on the GPU" in line for line in heard.said)
+    assert any(line.startswith("latents-0: 4 entries") and "in managed_host" in line for line in heard.lines)
+    assert any(line.startswith("texts-0: ") and "in managed_device" in line for line in heard.lines)
+    assert any("time_ids" in line and "placed on the GPU" in line for line in heard.lines)
     assert heap.hints.bytes > 0
     gc.collect()  # the last batch, read in place
     assert heap.held_bytes == 0, "everything managed was given back"

@@ -21,7 +21,7 @@ from gracetune.hardware.machine import Gpu
 from gracetune.hardware.probe import read_host_memory
 from gracetune.hardware.recording import load_recording
 from gracetune.hostmem.sensors import HostReading, HostSensor
-from gracetune.memory.governor import Governor, Limits
+from gracetune.memory.governor import Governor, PressureLimits
 from gracetune.memory.reclaim import TorchReclaimer
 from gracetune.memory.sensors import (
     ALLOCATED,
@@ -31,7 +31,7 @@ from gracetune.memory.sensors import (
     ArenaUsage,
     DeviceReading,
     DeviceSensor,
-    Reading,
+    MemoryReading,
     Sensors,
     TorchCuda,
     device_reading,
@@ -41,7 +41,7 @@ from gracetune.units import GIB, MIB
 MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"
 NAMES = sorted(folder.name for folder in MACHINES.iterdir())
 TOTAL = 100 * GIB
-LIMITS = Limits(threshold=0.10, min_bytes=0, host_reserve=GIB)
+LIMITS = PressureLimits(threshold=0.10, min_bytes=0, host_reserve=GIB)
 NO_ARENA = ArenaUsage(0, 0)
 HOST = HostReading(mem_available=400 * GIB, cgroup_available=None)
 
@@ -328,12 +328,12 @@ class TestStageOverAModelledCard:
     def test_up_into_the_arena_and_back(self) -> None:
         card = Card(held_fraction=0.9, arena_reserved=40 * GIB)  # 50 GiB on the device
         governor = Governor(sensors_over(card), Idle(), LIMITS)
-        stages = [governor.sample().state.stage]
+        memory_stages = [governor.sample().state.stage]
         card.allocate(30 * GIB)
         for size in (5, 30, 30, 5, 5, 5, 5):
             perform(card, ("step", size * GIB))
-            stages.append(governor.sample().state.stage)
-        assert stages == [1, 1, 2, 2, 2, 2, 1, 1]
+            memory_stages.append(governor.sample().state.stage)
+        assert memory_stages == [1, 1, 2, 2, 2, 2, 1, 1]
         assert (governor.counters.transitions, governor.counters.light_reclamations) == (2, 1)
 
     def test_a_healthy_run_whose_cache_fills_the_card_does_not_flap(self) -> None:
@@ -456,7 +456,7 @@ class TestTogether:
         machine = load_recording(MACHINES / "x86-h200")
         device = DeviceSensor(card, exact_below=never)
         sensors = Sensors(HostSensor(machine.gpus, MACHINES / "x86-h200"), device, card)
-        assert sensors.read() == Reading(2 * GIB, DeviceReading(80 * GIB, TOTAL), machine.host.headroom)
+        assert sensors.read() == MemoryReading(2 * GIB, DeviceReading(80 * GIB, TOTAL), machine.host.headroom)
         assert sensors.vitals().device_available == 80 * GIB
         assert sensors.read().unknown == ()
 
@@ -494,10 +494,10 @@ class TestTorchOnTheCpu:
             itself: Thing
 
         class Buffers:
-            asked: list[tuple[int, bool]] = []  # noqa: RUF012
+            requested: list[tuple[int, bool]] = []  # noqa: RUF012
 
             def demote_cold(self, *, at_most: int, everything: bool) -> None:
-                self.asked.append((at_most, everything))
+                self.requested.append((at_most, everything))
 
         reclaimer = TorchReclaimer(0, Buffers())
         gc.disable()
@@ -513,7 +513,7 @@ class TestTorchOnTheCpu:
         reclaimer.release_host_caches()
         reclaimer.demote_cold(at_most=0, everything=True)
         reclaimer.demote_cold(at_most=5, everything=True)
-        assert Buffers.asked == [(5, True)]
+        assert Buffers.requested == [(5, True)]
 
 
 def test_deciding_and_watching_need_no_torch() -> None:

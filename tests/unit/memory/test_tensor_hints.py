@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gracetune.hostmem.hint import Hint, both, not_applied, together
 from gracetune.hostmem.pages import HINT_PAGE
-from gracetune.memory.batch_hints import WISHES, tensors_with_wishes
+from gracetune.memory.batch_hints import KEY_HINTS, tensors_with_hints
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import HOST
 from gracetune.memory.tensor_hints import is_dense, prefer, prefetch
@@ -40,7 +40,7 @@ def test_a_view_with_an_offset_hints_its_own_pages_only(heap: ManagedHeap, bench
     assert all(f"bytes={2 * HINT_PAGE}" in line or f"size={2 * HINT_PAGE}" in line for line in advice), advice
 
 
-def test_a_view_inside_one_page_is_refused(heap: ManagedHeap) -> None:
+def test_a_view_inside_one_page_is_rejected(heap: ManagedHeap) -> None:
     hint = prefer(heap.uvm, heap.empty((4 * HINT_PAGE,), torch.uint8).cpu()[10:20], "device")
     assert not hint
     assert "shares its page" in hint.reason
@@ -70,7 +70,7 @@ def test_other_tensors_get_a_reason(heap: ManagedHeap) -> None:
             assert reason in hint.reason
 
 
-def test_a_refusal_of_the_driver_is_named(heap: ManagedHeap, bench) -> None:
+def test_a_rejection_of_the_driver_is_named(heap: ManagedHeap, bench) -> None:
     view = heap.empty((HINT_PAGE,), torch.uint8).cpu()
     bench.fake.fail("cuMemAdvise_v2", 801)
     assert "cuMemAdvise_v2" in prefer(heap.uvm, view, "host").reason
@@ -120,7 +120,7 @@ def test_the_batch_is_walked_whatever_its_shape() -> None:
         "count": 3,
         "nothing": None,
     }
-    found = {name: wish for name, _, wish in tensors_with_wishes(batch)}
+    found = {name: key_hint for name, _, key_hint in tensors_with_hints(batch)}
     assert set(found) == {"latents", "prompt_embeds.0", "prompt_embeds.1.deep", "audio_features.mel",
                           "conditioning.text_embeds", "conditioning.pooled_embeds",
                           "latent_group.latents.attention_mask", "named.pooled_embeds",
@@ -128,12 +128,12 @@ def test_the_batch_is_walked_whatever_its_shape() -> None:
     assert (found["latents"].home, found["latents"].prefetch) == ("host", False)
     assert (found["audio_features.mel"].home, found["audio_features.mel"].prefetch) == ("host", True)
     assert found["latent_group.latents.attention_mask"].home == "device"
-    assert {"latents", "text_embeddings", "waveform"} <= set(WISHES)
+    assert {"latents", "text_embeddings", "waveform"} <= set(KEY_HINTS)
 
 
 def test_hints_add_up() -> None:
-    done, refused = Hint(True, 8, "moved"), not_applied("too small")
-    assert together([done, refused, done]) == Hint(True, 16, "moved; too small")
+    done, rejected = Hint(True, 8, "moved"), not_applied("too small")
+    assert together([done, rejected, done]) == Hint(True, 16, "moved; too small")
     assert not together([])
-    assert both(done, refused) == Hint(True, 8, "moved; too small")
-    assert not both(refused, refused)
+    assert both(done, rejected) == Hint(True, 8, "moved; too small")
+    assert not both(rejected, rejected)

@@ -17,12 +17,12 @@ from gracetune.config.run_config import RunConfig
 from gracetune.hardware.machine import Machine
 from gracetune.hardware.recording import load_recording
 from gracetune.memory import unified_memory as layer
-from gracetune.memory.arena_size import Room, arena_size
+from gracetune.memory.arena_size import ArenaRoom, arena_size
 from gracetune.memory.errors import ManagedCapError
 from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.train.assembly import open_memory
-from gracetune.train.runtime import Launch, Runtime
-from gracetune.train.view import Heard
+from gracetune.train.runtime import LaunchEnvironment, Runtime
+from gracetune.train.view import CollectingView
 from gracetune.units import GIB
 from unit.memory.conftest import Bench
 
@@ -76,7 +76,7 @@ class TestOtherManagedMemory:
 
     def test_is_what_a_plan_sizes_the_arena_by(self, reserved: list[int]) -> None:
         opened("gb200", local_ranks=2, managed_elsewhere=53 * GIB)
-        room = Room.for_arena(machine("gb200"), sharers=2)
+        room = ArenaRoom.for_arena(machine("gb200"), sharers=2)
         assert reserved == [arena_size(room, OPTIONS.uvm_oversubscription_ratio, other_managed=53 * GIB).bytes]
 
 
@@ -96,16 +96,16 @@ class TestForce:
 class TestOpenMemory:
     """The arguments that a run passes on. Only the GPU is simulated."""
 
-    def open(self, name: str, memory: Mapping[str, bool] = UVM, **given: Any) -> Heard:
+    def open(self, name: str, memory: Mapping[str, bool] = UVM, **given: Any) -> CollectingView:
         tree = {
             "name": "run", "output_dir": "out", "model": {"family": "wan"}, "training": {"max_steps": 1},
             "datasets": [{"id": "data", "path": "/nowhere"}], "memory": memory,
         }  # fmt: skip
         runtime = Runtime(
             rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0), precision="bf16",
-            launch=Launch(), key="",
+            launch=LaunchEnvironment(), key="",
         )  # fmt: skip
-        view = Heard()
+        view = CollectingView()
         with ExitStack() as stack:
             config = RunConfig.model_validate(tree)
             assert open_memory(config, machine(name), runtime, Environment({}), view, stack, **given) is not None
@@ -113,7 +113,7 @@ class TestOpenMemory:
 
     def test_the_arenas_line_names_what_is_managed_beside_it(self, reserved: list[int]) -> None:
         view = self.open("gh200-numa", managed_elsewhere=60 * GIB)
-        (line,) = [text for text in view.said if text.startswith("overflow arena: ")]
+        (line,) = [text for text in view.lines if text.startswith("overflow arena: ")]
         assert "60.0 GiB for managed caches and parked experts" in line
 
     def test_the_flag_reaches_the_cap(self, reserved: list[int], bench: Bench) -> None:
@@ -131,16 +131,18 @@ class TestOpenMemory:
 
 
 def test_a_room_for_the_arena_keeps_more_than_the_hosts_reserve() -> None:
-    plain = Room.of(machine("gh200-numa"))
-    assert Room.for_arena(machine("gh200-numa"), sharers=3) == replace(plain, reserve=plain.reserve * 5 // 4, sharers=3)
+    plain = ArenaRoom.of(machine("gh200-numa"))
+    assert ArenaRoom.for_arena(machine("gh200-numa"), sharers=3) == replace(
+        plain, reserve=plain.reserve * 5 // 4, sharers=3
+    )
 
 
 def test_a_profiler_that_takes_cupti_over_ends_the_counting_and_not_the_run(reserved: list[int], bench: Bench) -> None:
     found = UnifiedMemory.open(MemoryOptions(enable_uvm_hints=True), machine("gh200-numa"))
     assert isinstance(found, UnifiedMemory)
-    for asked in (lambda: found.uvm_stats().migrations, found.close):
+    for requested in (lambda: found.uvm_stats().migrations, found.close):
         assert bench.uvm.count_migrations([str(bench.fake.path)]) is None
         found.uncounted = None
         bench.fake.fail("cuptiActivityFlushAll", 33)
-        assert asked() is None
+        assert requested() is None
         assert found.uncounted

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from gracetune.cache.collate import collate
 from gracetune.data.media.load import Sample, to_pixels
-from gracetune.data.refs import Augmentation, Bucket, CaptionRef, Fit, SampleRef
+from gracetune.data.refs import AppliedAugmentation, Bucket, CaptionRef, Fit, SampleRef
 from gracetune.models.registry import FOOTPRINTS
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, ModelFacts, ModelSpec, Placement
+from gracetune.models.spec import EncodeOptions, ModelFacts, ModelSpec, PartPlacement
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = PartPlacement(torch.device("cpu"), torch.float32)
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 SHORT, LONG = "a red cat", "a blue dog with a much longer story: 猫 and so on"
 WIDE = (48, 32)
@@ -39,19 +39,19 @@ def image(seed: int = 0, size: tuple[int, int] = WIDE) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def sample_of(picture: Image.Image, *conditioning: Sample, digest: str = "0123456789abcdef" * 2, **more: Any) -> Sample:
+def sample_of(image: Image.Image, *conditioning: Sample, digest: str = "0123456789abcdef" * 2, **more: Any) -> Sample:
     """An image as `data.load` returns it. `more`: fit, augmentation and mask."""
     ref = SampleRef(
         dataset="d",
         path="a.png",
         digest=digest,
-        bucket=Bucket(*picture.size),
-        fit=more.get("fit", Fit(picture.size, picture.size)),
+        bucket=Bucket(*image.size),
+        fit=more.get("fit", Fit(image.size, image.size)),
         caption=CaptionRef(""),
-        augmentation=more.get("augmentation", Augmentation()),
+        augmentation=more.get("augmentation", AppliedAugmentation()),
         conditioning=tuple(sample.ref for sample in conditioning),
     )
-    return Sample(ref, to_pixels([picture])[:, 0], None, more.get("mask"), conditioning)
+    return Sample(ref, to_pixels([image])[:, 0], None, more.get("mask"), conditioning)
 
 
 def batch_of(*entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -137,7 +137,11 @@ def check_targets_are_counted(spec: ModelSpec) -> None:
 def check_half_precision(spec: ModelSpec, folder: Path, entries: list[dict[str, Tensor]], noisy: Tensor) -> None:
     """A bfloat16 denoiser predicts in bfloat16, close to its float32 prediction, from entries of either dtype."""
     # Flux' model time is in thousandths, which bfloat16 cannot all represent. It can represent these.
-    facts, level, half = spec.inspect(source(folder)), torch.tensor([0.25, 0.5]), Placement(CPU.device, torch.bfloat16)
+    facts, level, half = (
+        spec.inspect(source(folder)),
+        torch.tensor([0.25, 0.5]),
+        PartPlacement(CPU.device, torch.bfloat16),
+    )
     answers = []
     for placement in (CPU, half):
         denoiser = spec.load_denoiser(source(folder), facts.experts[0], placement)
@@ -150,7 +154,7 @@ def check_half_precision(spec: ModelSpec, folder: Path, entries: list[dict[str, 
 
 def assert_id_tells_apart(spec: ModelSpec, folder: Path) -> None:
     """Everything that changes an entry changes the id."""
-    half = Placement(torch.device("cpu"), torch.bfloat16)
+    half = PartPlacement(torch.device("cpu"), torch.bfloat16)
     latent = [
         spec.load_latent_encoder(source(folder), placement, options).id
         for placement in (CPU, half)

@@ -11,9 +11,9 @@ import torch
 from gracetune.cache.encoder import LatentEncoder, TextEncoder
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.models.spec import EncodeOptions, PartPlacement
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = PartPlacement(torch.device("cpu"), torch.float32)
 
 
 @cache

@@ -91,8 +91,8 @@ def inputs(family: str, flavour: str, *, batch: int, side: int, text: int) -> di
             "timestep": torch.ones(batch),
             "encoder_hidden_states": caption,
         }
-        picture = {"encoder_hidden_states_image": torch.empty(batch, 257, 1280)} if "image_dim" in options else {}
-        return given | picture
+        image = {"encoder_hidden_states_image": torch.empty(batch, 257, 1280)} if "image_dim" in options else {}
+        return given | image
     if family == "qwen_image":
         return {
             "hidden_states": torch.empty(batch, tokens, 64),

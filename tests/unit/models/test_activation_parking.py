@@ -15,7 +15,7 @@ from gracetune.models.activation_parking import ActivationParking, HostClock
 from gracetune.models.footprint import STAYING
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 
 CPU = torch.device("cpu")
 TinyModel = Callable[[str, str], Path]
@@ -205,7 +205,7 @@ def test_tiny_model_gets_equal_gradients(tiny_model: TinyModel, family: str) -> 
     found = []
     parking, _, homes = counted(least=64)
     for check in (None, parking.checkpoint):
-        denoiser: Any = spec.load_denoiser(source, spec.inspect(source).experts[0], Placement(CPU, torch.float32))
+        denoiser: Any = spec.load_denoiser(source, spec.inspect(source).experts[0], PartPlacement(CPU, torch.float32))
         denoiser.train()
         denoiser.enable_gradient_checkpointing(check)
         trained = [

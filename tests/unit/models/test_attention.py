@@ -22,15 +22,15 @@ from gracetune.errors import ConfigError
 from gracetune.models import attention
 from gracetune.models.attention import (
     BACKENDS,
-    Asked,
     AttentionFacts,
+    AttentionName,
     apply_attention,
     attention_facts,
     choose_attention,
 )
 from gracetune.models.loading import load_component
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 from unit.models.model_inputs import answer
 
 CPU = torch.device("cpu")
@@ -43,8 +43,8 @@ def gpu(capability: tuple[int, int] = (9, 0), dtype: torch.dtype = torch.bfloat1
 
 
 def test_names_exist_in_the_config_and_in_diffusers() -> None:
-    assert get_args(Asked) == get_args(Training.model_fields["attention"].annotation)
-    assert {"auto", *BACKENDS} == set(get_args(Asked))
+    assert get_args(AttentionName) == get_args(Training.model_fields["attention"].annotation)
+    assert {"auto", *BACKENDS} == set(get_args(AttentionName))
     assert set(BACKENDS.values()) <= {name.value for name in AttentionBackendName}
 
 
@@ -69,13 +69,13 @@ def test_what_auto_chooses(facts: AttentionFacts, backend: str | None, reason: s
     assert reason in choice.reason
 
 
-@pytest.mark.parametrize("asked", [*BACKENDS])
-def test_supported_requests_are_used(asked: Asked) -> None:
-    assert choose_attention(asked, gpu()).backend == BACKENDS[asked]
+@pytest.mark.parametrize("requested", [*BACKENDS])
+def test_supported_requests_are_used(requested: AttentionName) -> None:
+    assert choose_attention(requested, gpu()).backend == BACKENDS[requested]
 
 
 @pytest.mark.parametrize(
-    ("asked", "facts", "why"),
+    ("requested", "facts", "why"),
     [
         ("cudnn", gpu(lacking={"cudnn": "torch does not support it here"}), "torch does not support it here"),
         ("flash", gpu(masked=True), "uses attention masks"),
@@ -90,13 +90,15 @@ def test_supported_requests_are_used(asked: Asked) -> None:
         ("efficient", attention_facts(CPU, torch.float32), "only on a CUDA GPU"),
     ],
 )
-def test_unsupported_requests_are_rejected_with_alternatives(asked: Asked, facts: AttentionFacts, why: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        choose_attention(asked, facts)
-    (problem,) = refused.value.problems
+def test_unsupported_requests_are_rejected_with_alternatives(
+    requested: AttentionName, facts: AttentionFacts, why: str
+) -> None:
+    with pytest.raises(ConfigError) as rejected:
+        choose_attention(requested, facts)
+    (problem,) = rejected.value.problems
     assert why in problem.found
     possible = problem.expected.removeprefix("one of ").split(", ")
-    assert asked not in possible
+    assert requested not in possible
     assert {"auto", "sdpa", "math"} <= set(possible)
     for name in possible:
         choose_attention(name, facts)  # type: ignore[arg-type]
@@ -151,8 +153,8 @@ def test_models_run_on_the_chosen_kernel(
     allowed: tuple[bool, bool],
 ) -> None:
     source = ModelSource("tiny", tiny_model(family, flavour))
-    plain = load_component(source, component, cls, Placement(CPU, torch.float32))
-    model = load_component(source, component, cls, Placement(CPU, torch.float32, backend))
+    plain = load_component(source, component, cls, PartPlacement(CPU, torch.float32))
+    model = load_component(source, component, cls, PartPlacement(CPU, torch.float32, backend))
     torch.testing.assert_close(answer(model, torch.float32), answer(plain, torch.float32), atol=1e-3, rtol=1e-3)
     calls = len(used_kernels) // 2
     assert calls > 0
@@ -176,7 +178,7 @@ def test_cudnn_gets_the_models_tensors_without_copies(
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     source = ModelSource("tiny", tiny_model(family, flavour))
-    model = load_component(source, component, cls, Placement(CPU, torch.float32, "_native_cudnn"))
+    model = load_component(source, component, cls, PartPlacement(CPU, torch.float32, "_native_cudnn"))
     answer(model, torch.float32)
     assert set(seen) == {(True, False)}, "[B, tokens, heads, width], turned and not copied"
     seen.clear()
@@ -189,7 +191,7 @@ def test_a_unets_kernel_can_be_changed_and_released(
     tiny_model: TinyModel, used_kernels: list[tuple[bool, bool]]
 ) -> None:
     source = ModelSource("tiny", tiny_model("sdxl", "base-1.0"))
-    unet: Any = load_component(source, "unet", UNet2DConditionModel, Placement(CPU, torch.float32))
+    unet: Any = load_component(source, "unet", UNet2DConditionModel, PartPlacement(CPU, torch.float32))
     processors = {name: type(processor) for name, processor in unet.attn_processors.items()}
     for backend, allowed in (
         ("_native_math", (False, True)),
@@ -211,7 +213,7 @@ def test_gradients_through_a_bound_unet(tiny_model: TinyModel) -> None:
     source = ModelSource("tiny", tiny_model("sdxl", "base-1.0"))
     gradients = []
     for backend in (None, "_native_math"):
-        unet: Any = load_component(source, "unet", UNet2DConditionModel, Placement(CPU, torch.float32, backend))
+        unet: Any = load_component(source, "unet", UNet2DConditionModel, PartPlacement(CPU, torch.float32, backend))
         unet.enable_gradient_checkpointing()
         unet.train()
         inputs = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -226,7 +228,7 @@ def test_gradients_through_a_bound_unet(tiny_model: TinyModel) -> None:
 def test_a_package_for_a_model_that_does_not_dispatch(tiny_model: TinyModel) -> None:
     source = ModelSource("tiny", tiny_model("sdxl", "base-1.0"))
     with pytest.raises(ConfigError, match="which calls torch's attention directly"):
-        load_component(source, "unet", UNet2DConditionModel, Placement(CPU, torch.float32, "flash"))
+        load_component(source, "unet", UNet2DConditionModel, PartPlacement(CPU, torch.float32, "flash"))
 
 
 def test_flash_attention_3_replaces_torchs_flash_kernel(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,11 +236,13 @@ def test_flash_attention_3_replaces_torchs_flash_kernel(tiny_model: TinyModel, m
     from diffusers.models import attention_dispatch
 
     assert "register_autograd" not in inspect.getsource(attention_dispatch), "look at it again: diffusers may train it"
-    asked: list[str] = []
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", asked.append)
+    requested: list[str] = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", requested.append)
     source = ModelSource("tiny", tiny_model("wan", "t2v-14b-2.2"))
-    model: Any = load_component(source, "transformer", WanTransformer3DModel, Placement(CPU, torch.float32, "_flash_3"))
-    assert asked == ["FA3"]
+    model: Any = load_component(
+        source, "transformer", WanTransformer3DModel, PartPlacement(CPU, torch.float32, "_flash_3")
+    )
+    assert requested == ["FA3"]
     assert model.blocks[0].attn1.processor._attention_backend == "_native_flash"
 
 

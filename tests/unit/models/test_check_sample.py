@@ -16,20 +16,20 @@ from gracetune.models.source import ModelSource
 from gracetune.models.spec import SampleRequest
 from unit.models import loaded
 
-PICTURE = Image.new("RGB", (64, 64))
+IMAGE = Image.new("RGB", (64, 64))
 SIZE = {"width": 1001, "height": 1004}
-MANY, NONE = {"references": (PICTURE,) * 3}, {"references": ()}
+MANY, NONE = {"references": (IMAGE,) * 3}, {"references": ()}
 CASES: list[tuple[str, str, tuple[Any, ...], list[dict[str, Any]]]] = [
     ("wan", "t2v-14b-2.2", (), [SIZE, {"frames": 8}, {**SIZE, **MANY, "frames": 8}]),
     ("wan", "t2v-1.3b-2.1", (), [SIZE, MANY]),
     ("wan", "ti2v-5b-2.2", (), [SIZE, {"height": 80}, MANY]),
-    ("wan", "i2v-14b-2.2", (PICTURE,), [SIZE, NONE, MANY]),
-    ("wan", "i2v-14b-480p-2.1", (PICTURE,), [SIZE, NONE, MANY]),
+    ("wan", "i2v-14b-2.2", (IMAGE,), [SIZE, NONE, MANY]),
+    ("wan", "i2v-14b-480p-2.1", (IMAGE,), [SIZE, NONE, MANY]),
     ("qwen_image", "t2i", (), [SIZE, MANY, {**SIZE, "steps": 1}]),
-    ("qwen_image", "edit", (PICTURE,), [{**SIZE, **NONE}, MANY]),
-    ("qwen_image", "edit-2509", (PICTURE, PICTURE), [SIZE, NONE, {"steps": 1}]),
+    ("qwen_image", "edit", (IMAGE,), [{**SIZE, **NONE}, MANY]),
+    ("qwen_image", "edit-2509", (IMAGE, IMAGE), [SIZE, NONE, {"steps": 1}]),
     ("flux", "dev", (), [{**SIZE, **MANY}]),
-    ("flux", "kontext", (PICTURE,), [SIZE, NONE, MANY]),
+    ("flux", "kontext", (IMAGE,), [SIZE, NONE, MANY]),
     ("sdxl", "base-1.0", (), [SIZE, MANY]),
     ("stable_audio", "open-1.0", (), [MANY]),
 ]
@@ -58,5 +58,5 @@ def test_rejected_like_the_pipeline_without_loading(
 def test_the_5b_supports_an_optional_first_frame(tiny_model: Callable[[str, str], Path]) -> None:
     spec = spec_of("wan")
     facts = spec.inspect(ModelSource("tiny", tiny_model("wan", "ti2v-5b-2.2")))
-    for references in ((), (PICTURE,)):
+    for references in ((), (IMAGE,)):
         spec.check_sample(SampleRequest("a cat", width=64, height=96, references=references), facts)

@@ -21,8 +21,8 @@ from gracetune.adapters.fast import products
 from gracetune.adapters.fast.modules import LoraLinear as FastLora
 from gracetune.adapters.trainable import select
 from gracetune.config.run_config import Adapter
-from gracetune.models.footprint import Block
-from gracetune.models.qwen_image.attention import PairwiseAttention
+from gracetune.models.footprint import FootprintBlock
+from gracetune.models.qwen_image.attention import QwenPairwiseAttention
 from gracetune.models.registry import FOOTPRINTS
 from gracetune.models.wan import attention as wan_attention
 from gracetune.models.wan.attention import turn_by_pairs
@@ -61,7 +61,7 @@ def _two_streams() -> tuple[Any, ...]:
 
 
 def _by_pairs(block: QwenImageTransformerBlock) -> nn.Module:
-    block.attn.set_processor(cast(Any, PairwiseAttention)())
+    block.attn.set_processor(cast(Any, QwenPairwiseAttention)())
     return block
 
 
@@ -101,7 +101,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-def block_of(case: Case) -> Block:
+def block_of(case: Case) -> FootprintBlock:
     return FOOTPRINTS[case.family][0].blocks[case.block]
 
 
@@ -167,7 +167,7 @@ class TestProductsOnto:
     ) -> None:
         use_flash_attention(monkeypatch)
         monkeypatch.setattr(wan_attention, "dispatch_attention_fn", transformer_wan.dispatch_attention_fn)
-        monkeypatch.setattr(products, "pays_in_halves", lambda x: x.dtype == BF16)
+        monkeypatch.setattr(products, "use_half_kernels", lambda x: x.dtype == BF16)
         with costly_work_known():
             kept, backward = split_by_compiler(
                 lambda: with_fewer_passes(WAN), lambda _block: WAN.call(), batch=BATCH, budget=float(BUDGETS[policy])

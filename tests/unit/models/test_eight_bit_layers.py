@@ -23,7 +23,7 @@ from gracetune.models.loading import load_component
 from gracetune.models.published import build_published
 from gracetune.models.registry import FOOTPRINTS, spec_of
 from gracetune.models.source import ModelSource, open_source
-from gracetune.models.spec import EightBits, Placement
+from gracetune.models.spec import EightBitLayers, PartPlacement
 from gracetune.storage.errors import WeightFileError
 from unit.models import original_names as original
 from unit.models.model_inputs import answer
@@ -39,9 +39,9 @@ def flavour_of(family: str) -> str:
 
 def loaded(folder: Path, family: str, fp8: bool = True, **options: Any) -> nn.Module:
     spec, source = spec_of(family), ModelSource("tiny", folder)
-    layers = EightBits(spec.default_targets, **options) if fp8 else None
+    layers = EightBitLayers(spec.default_targets, **options) if fp8 else None
     return spec.load_denoiser(
-        source, spec.inspect(source).experts[0], Placement(CPU, torch.bfloat16, eight_bits=layers)
+        source, spec.inspect(source).experts[0], PartPlacement(CPU, torch.bfloat16, eight_bits=layers)
     )
 
 
@@ -89,7 +89,7 @@ def test_int8_is_closer_than_fp8(tiny_model: TinyModel, family: str) -> None:
 def test_published_models_quantize_what_the_plan_counts(family: str) -> None:
     footprint: Footprint = FOOTPRINTS[family][0]  # type: ignore[index]
     model = build_published(family, footprint.flavour)  # type: ignore[arg-type]
-    names = eight_bit_weights(model, EightBits(spec_of(family).default_targets))
+    names = eight_bit_weights(model, EightBitLayers(spec_of(family).default_targets))
     held = sum(model.get_parameter(name).numel() for name in names)
     assert held == footprint.linear_weights
 
@@ -98,8 +98,8 @@ class TestLayers:
     def test_unsupported_sides_are_not_quantized_with_a_reason(self) -> None:
         model = nn.ModuleDict({"fits": nn.Linear(32, 48), "odd": nn.Linear(32, 24), "other": nn.Linear(32, 32)})
         patterns = ("fits", "odd")
-        assert eight_bit_weights(model, EightBits(patterns)) == {"fits.weight"}
-        put = eight_bits.putting(model, EightBits(patterns, "one"), CPU)
+        assert eight_bit_weights(model, EightBitLayers(patterns)) == {"fits.weight"}
+        put = eight_bits.putting(model, EightBitLayers(patterns, "one"), CPU)
         put("fits.weight", torch.ones(48, 32))
         line = eight_bit_line(model, patterns)
         assert "fp8 for 1 layers" in line
@@ -111,11 +111,11 @@ class TestLayers:
         model["b"].weight = model["a"].weight
         model["norm"]["c"] = nn.Linear(16, 16)
         model["d"] = nn.Linear(16, 16)
-        assert eight_bit_weights(model, EightBits(("*",)), exact=["norm"]) == {"d.weight"}
+        assert eight_bit_weights(model, EightBitLayers(("*",)), exact=["norm"]) == {"d.weight"}
 
     def test_no_layer_at_all_is_an_error(self) -> None:
         with pytest.raises(ConfigError, match="without any layer it applies to"):
-            eight_bit_weights(nn.ModuleDict({"a": nn.Linear(16, 16)}), EightBits(("blocks.*.to_q",)))
+            eight_bit_weights(nn.ModuleDict({"a": nn.Linear(16, 16)}), EightBitLayers(("blocks.*.to_q",)))
 
     def test_groups_are_bounded_except_for_a_larger_weight(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(eight_bits, "AT_ONCE", 10)
@@ -147,7 +147,8 @@ class TestReading:
         spec, source = spec_of("wan"), ModelSource("tiny", folder)
         cls = type(spec.build_denoiser(source, spec.inspect(source).experts[0]))
         model = load_component(
-            source, "transformer", cls, Placement(CPU, torch.bfloat16, eight_bits=EightBits(spec.default_targets)),
+            source, "transformer", cls, PartPlacement(CPU, torch.bfloat16,
+            eight_bits=EightBitLayers(spec.default_targets)),
             progress=lambda done, total: progress.append((done, total)),
         )  # fmt: skip
         assert len(alive) == len(rounded(model)) == 20
@@ -181,8 +182,8 @@ class TestReading:
         save_file(tensors, folder / "transformer" / "diffusion_pytorch_model.safetensors")
         with pytest.raises(WeightFileError) as caught:
             loaded(folder, "wan")
-        told = {problem.key for problem in caught.value.problems}
-        assert told == {"blocks.0.attn1.to_q.weight", "blocks.1.attn1.to_q.weight", "patch_embedding.bias"}
+        message = {problem.key for problem in caught.value.problems}
+        assert message == {"blocks.0.attn1.to_q.weight", "blocks.1.attn1.to_q.weight", "patch_embedding.bias"}
 
     def test_a_single_file_of_the_authors_names(self, tiny_model: TinyModel, tmp_path: Path) -> None:
         import shutil
@@ -193,7 +194,7 @@ class TestReading:
         save_file(original.renamed(tensors, original.wan), folder / "wan2.1.safetensors")
         spec = spec_of("wan")
         source = open_source(Model(family="wan", path=str(folder / "wan2.1.safetensors")))
-        placement = Placement(CPU, torch.bfloat16, eight_bits=EightBits(spec.default_targets))
+        placement = PartPlacement(CPU, torch.bfloat16, eight_bits=EightBitLayers(spec.default_targets))
         model = spec.load_denoiser(source, spec.inspect(source).experts[0], placement)
         expected = loaded(folder, "wan")
         assert rounded(model).keys() == rounded(expected).keys()

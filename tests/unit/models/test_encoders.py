@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.cache.encoder import CutsTexts, Prompt
+from gracetune.cache.encoder import Prompt, ReportsTruncation
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import Model, RunConfig, Training
 from gracetune.errors import ConfigError
@@ -46,7 +46,7 @@ def test_ids_need_no_loading(family: str, flavour: str, tiny_model: TinyModel, t
     texts, latents = encoders.load_text(), encoders.load_latents()
     assert encoders.text_id() == texts.id
     assert encoders.latent_id() == latents.id
-    assert encoders.reads_pictures() == texts.reads_pictures == (flavour == "edit-2509")
+    assert encoders.reads_images() == texts.reads_images == (flavour == "edit-2509")
 
 
 @pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[0], FLAVOURS[2], FLAVOURS[4], FLAVOURS[5]])
@@ -71,25 +71,25 @@ def test_ids_cover_what_decides_the_entries(family: str, flavour: str, tiny_mode
 def test_weights_are_read_once_for_all_runs_with_a_cache(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = config("sdxl", tiny_model("sdxl", "base-1.0"), tmp_path)
-    ids = [encoders_of(asked, CPU).text_id(), encoders_of(asked, CPU).latent_id()]
+    requested = config("sdxl", tiny_model("sdxl", "base-1.0"), tmp_path)
+    ids = [encoders_of(requested, CPU).text_id(), encoders_of(requested, CPU).latent_id()]
 
     def unread(*_: object) -> str:
         raise AssertionError("weights were read again")
 
     monkeypatch.setattr(fingerprint, "_digest", unread)
-    assert [encoders_of(asked, CPU).text_id(), encoders_of(asked, CPU).latent_id()] == ids
+    assert [encoders_of(requested, CPU).text_id(), encoders_of(requested, CPU).latent_id()] == ids
 
 
 def test_image_to_video_must_agree_within_a_run(tmp_path: Path) -> None:
     def clips(name: str, start: bool) -> Dataset:
         return Dataset(id=name, path=name, dataset_type="video", video={"image_to_video": start})  # type: ignore[arg-type]
 
-    asked = config("wan", tmp_path, tmp_path)
-    assert not encode_options(asked).image_to_video
-    same = asked.model_copy(update={"datasets": (clips("a", True), clips("b", True))})
+    requested = config("wan", tmp_path, tmp_path)
+    assert not encode_options(requested).image_to_video
+    same = requested.model_copy(update={"datasets": (clips("a", True), clips("b", True))})
     assert encode_options(same).image_to_video
-    mixed = asked.model_copy(update={"datasets": (clips("a", True), clips("b", False))})
+    mixed = requested.model_copy(update={"datasets": (clips("a", True), clips("b", False))})
     with pytest.raises(ConfigError, match=r"video\.image_to_video\n.*datasets\[a\] true, datasets\[b\] false"):
         encode_options(mixed)
 
@@ -109,20 +109,22 @@ def test_foreign_files_in_the_cache_folder_stay(tiny_model: TinyModel, tmp_path:
 
 
 def test_tiling_of_an_earlier_run_is_remembered(tiny_model: TinyModel, tmp_path: Path) -> None:
-    asked = config("sdxl", tiny_model("sdxl", "base-1.0"), tmp_path)
-    first = encoders_of(asked, CPU)
+    requested = config("sdxl", tiny_model("sdxl", "base-1.0"), tmp_path)
+    first = encoders_of(requested, CPU)
     untiled = first.latent_id()
     first.tile("one sample did not fit")
-    tiled = encoders_of(asked.model_copy(update={"model": asked.model.model_copy(update={"vae_tiling": True})}), CPU)
+    tiled = encoders_of(
+        requested.model_copy(update={"model": requested.model.model_copy(update={"vae_tiling": True})}), CPU
+    )
     assert first.latent_id() == first.load_latents().id == tiled.latent_id()
     assert tiled.tiling_note() is None  # its config asks for them
-    loaded = encoders_of(asked, CPU).load_latents()  # before anybody asked for the id
+    loaded = encoders_of(requested, CPU).load_latents()  # before anybody asked for the id
     assert loaded.id == tiled.latent_id()
-    again = encoders_of(asked, CPU)
+    again = encoders_of(requested, CPU)
     assert again.latent_id() == tiled.latent_id()
     assert "one sample did not fit" in (again.tiling_note() or "")
     again.forget_tiling()
-    assert encoders_of(asked, CPU).latent_id() == untiled
+    assert encoders_of(requested, CPU).latent_id() == untiled
 
 
 CAPTIONS = ["a cat", "", "日本 👀 a longer caption, of several words", "word " * 700, "two cats"]
@@ -175,7 +177,7 @@ def test_truncated_captions_are_recorded(
     family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     encoder = encoders_of(config(family, tiny_model(family, flavour), tmp_path), CPU).load_text()
-    assert isinstance(encoder, CutsTexts)
+    assert isinstance(encoder, ReportsTruncation)
     for _ in range(2):
         encoder.encode([Prompt(text) for text in CAPTIONS])
     assert encoder.cut, "the long one"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gracetune.models.expert_streaming import Following, StreamedParking
+from gracetune.models.expert_streaming import StreamedParking, StreamedSwap
 from gracetune.models.experts import ExpertHost
 from gracetune.models.parking import CopyParking, InlineLane, frozen_tensors
 
@@ -63,34 +63,34 @@ def parked(expert: nn.Module) -> StreamedParking:
     return StreamedParking(expert, ["Block"], CPU, InlineLane())
 
 
-def here(parking: StreamedParking) -> list[bool]:
-    return [piece._block is not None for piece in parking.pieces]
+def on_device(parking: StreamedParking) -> list[bool]:
+    return [part._block is not None for part in parking.parts]
 
 
 def host(*, room: int = 0, repeated: bool = False) -> tuple[ExpertHost, list[Expert]]:
-    made = ExpertHost(parked, "in a test", room=lambda *, here, away: room)
+    made = ExpertHost(parked, "in a test", room=lambda *, on_device, elsewhere: room)
     experts = [Expert(seed, repeated=repeated) for seed in range(2)]
     for name, expert in zip(("high", "low"), experts, strict=True):
         made.add(name, expert)
     return made, experts
 
 
-class TestPieces:
+class TestParts:
     def test_cover_the_whole_module_once(self) -> None:
         expert = Expert(0)
         expert.blocks[3].base.weight = expert.blocks[1].base.weight
         before, tensors = values(expert), frozen_tensors(expert)
         parking = parked(expert)
-        assert len(parking.pieces) == BLOCKS + 1
-        assert sum(len(piece._slots) for piece in parking.pieces) == len(tensors)
+        assert len(parking.parts) == BLOCKS + 1
+        assert sum(len(part._slots) for part in parking.parts) == len(tensors)
         for step in (parking.finish, parking.park, parking.start, parking.finish, parking.park):
             step()
             assert all(torch.equal(*pair) for pair in zip(values(expert), before, strict=True))
-        assert not any(here(parking))
+        assert not any(on_device(parking))
 
     def test_without_blocks_there_is_one(self) -> None:
         parking = StreamedParking(Expert(0), (), CPU, InlineLane())
-        assert len(parking.pieces) == 1
+        assert len(parking.parts) == 1
 
 
 @pytest.mark.parametrize("repeated", [False, True])
@@ -105,19 +105,21 @@ class TestFollowing:
         most = leaving.bytes
         for parameters in leaving.trained:
             for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _: order.append((here(leaving), here(coming))))
-        with Following(leaving, coming) as moving:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _: order.append((on_device(leaving), on_device(coming)))
+                )
+        with StreamedSwap(leaving, coming) as moving:
             loss.backward()
         for old, new in order:
-            held = sum(piece.bytes for piece, there in zip(leaving.pieces, old, strict=True) if there)
-            held += sum(piece.bytes for piece, there in zip(coming.pieces, new, strict=True) if there)
+            held = sum(part.bytes for part, existing in zip(leaving.parts, old, strict=True) if existing)
+            held += sum(part.bytes for part, existing in zip(coming.parts, new, strict=True) if existing)
             assert held <= most, "never more than one expert's worth"
             assert old == sorted(old, reverse=True), "the last leaves first"
             assert new[1:] == sorted(new[1:], reverse=True), "the first block comes first"
-        assert here(leaving) == [True, True, *[False] * (BLOCKS - 1)], "the first block may still be at work"
+        assert on_device(leaving) == [True, True, *[False] * (BLOCKS - 1)], "the first block may still be at work"
         assert moving.moved
         assert moving.brought_bytes == sum(
-            p.bytes for p, there in zip(coming.pieces, here(coming), strict=True) if there
+            p.bytes for p, existing in zip(coming.parts, on_device(coming), strict=True) if existing
         )
         assert moving.brought_bytes > leaving.bytes // 2
 
@@ -152,7 +154,7 @@ class TestFollowing:
         assert made.active is None
         wanted = Expert(0, repeated=repeated)(given())
         assert torch.equal(made.activate("high")(given()), wanted)
-        assert not any(here(made._parking["low"])), "what had come of the other is gone again"  # type: ignore[arg-type]
+        assert not any(on_device(made._parking["low"])), "what had come of the other is gone again"  # type: ignore[arg-type]
         assert torch.equal(made.activate("low")(given()), Expert(1, repeated=repeated)(given()))
 
     def test_error_in_the_backward_pass_leaves_a_working_host(self, repeated: bool) -> None:
@@ -228,7 +230,9 @@ def test_blocks_are_waited_for_when_they_are_called(compiled: bool, lane: LateLa
 
 def test_settle_makes_weights_readable(lane: LateLane) -> None:
     """For a checkpoint after a validation that activated the expert, and one after a step that did not start."""
-    made = ExpertHost(lambda module: StreamedParking(module, ["Block"], CPU, lane), "", room=lambda *, here, away: 0)
+    made = ExpertHost(
+        lambda module: StreamedParking(module, ["Block"], CPU, lane), "", room=lambda *, on_device, elsewhere: 0
+    )
     experts, before = [Expert(seed) for seed in range(2)], [values(Expert(seed)) for seed in range(2)]
     for name, expert in zip(("high", "low"), experts, strict=True):
         made.add(name, expert)
@@ -244,7 +248,7 @@ def test_settle_makes_weights_readable(lane: LateLane) -> None:
 
 
 def test_parked_expert_and_deleted_modules_hold_no_memory() -> None:
-    made = ExpertHost(parked, "in a test", room=lambda *, here, away: 0)
+    made = ExpertHost(parked, "in a test", room=lambda *, on_device, elsewhere: 0)
     experts = [Expert(seed) for seed in range(2)]
     for block in experts[0].blocks[:3]:
         block.requires_grad_(False)  # nobody hears when a gradient arrives here
@@ -255,7 +259,7 @@ def test_parked_expert_and_deleted_modules_hold_no_memory() -> None:
         experts[0](given()).backward()
     parking = made._parking["high"]
     assert isinstance(parking, StreamedParking)
-    assert not any(here(parking))
+    assert not any(on_device(parking))
     gone = weakref.ref(parking)
     del made, parking
     assert gone() is None, "without the garbage collector, while its module is still there"

@@ -17,15 +17,15 @@ from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.models.experts import (
     ExpertHost,
     choose_parking,
-    expert_for_window,
+    expert_for_step,
     next_expert,
+    noise_range_of,
     trained_experts,
-    window_of_levels,
 )
 from gracetune.models.loading import load_component
-from gracetune.models.parking import CopyParking, InlineLane, Staying, frozen_tensors, pinned_bytes
+from gracetune.models.parking import CopyParking, InlineLane, NoParking, frozen_tensors, pinned_bytes
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Expert, ModelFacts, Placement
+from gracetune.models.spec import Expert, ModelFacts, PartPlacement
 from unit.models.expert_levels import expert_at
 
 CPU = torch.device("cpu")
@@ -45,26 +45,26 @@ ONE = ModelFacts("flux", "dev", (Expert("", "transformer"),), Flow(1000.0))
 
 
 def test_turns_are_counted_in_optimizer_steps() -> None:
-    assert [expert_for_window(window, 2, (HIGH, LOW)) for window in range(6)] == [HIGH, HIGH, LOW, LOW, HIGH, HIGH]
-    assert {expert_for_window(window, 3, (LOW,)) for window in range(9)} == {LOW}
+    assert [expert_for_step(step, 2, (HIGH, LOW)) for step in range(6)] == [HIGH, HIGH, LOW, LOW, HIGH, HIGH]
+    assert {expert_for_step(step, 3, (LOW,)) for step in range(9)} == {LOW}
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50), st.sampled_from([(HIGH, LOW), (LOW, HIGH), (HIGH,), ("",)]))
 def test_experts_train_equally_often_and_next_expert_announces_changes(
-    window: int, every: int, trained: tuple[str, ...]
+    step: int, every: int, trained: tuple[str, ...]
 ) -> None:
-    start = window - window % (every * len(trained))
-    turns = [expert_for_window(index, every, trained) for index in range(start, start + every * len(trained))]
+    start = step - step % (every * len(trained))
+    turns = [expert_for_step(index, every, trained) for index in range(start, start + every * len(trained))]
     assert all(turns.count(name) == every for name in trained)
-    then = expert_for_window(window + 1, every, trained)
-    expected = then if then != expert_for_window(window, every, trained) else None
-    assert next_expert(window, every, trained) == expected
+    then = expert_for_step(step + 1, every, trained)
+    expected = then if then != expert_for_step(step, every, trained) else None
+    assert next_expert(step, every, trained) == expected
 
 
 @pytest.mark.parametrize("wrong", [(-1, 1, (HIGH,)), (0, 0, (HIGH,)), (0, 1, ())])
 def test_invalid_turns_are_rejected(wrong: tuple[int, int, tuple[str, ...]]) -> None:
     with pytest.raises(ValueError, match="expected 0 or more"):
-        expert_for_window(*wrong)
+        expert_for_step(*wrong)
 
 
 def test_trained_experts_of_a_config() -> None:
@@ -80,13 +80,13 @@ def test_trained_experts_of_a_config() -> None:
 @given(st.fractions(0, 1, max_denominator=1000))
 def test_sampled_levels_belong_to_their_expert(share: Fraction) -> None:
     for name in (HIGH, LOW):
-        lowest, highest = window_of_levels(name, facts())
+        lowest, highest = noise_range_of(name, facts())
         level = lowest + float(share) * (highest - lowest)
         if level < highest:
             assert expert_at(level, facts()).name == name
-    assert window_of_levels("", ONE) == (0.0, 1.0)
+    assert noise_range_of("", ONE) == (0.0, 1.0)
     with pytest.raises(KeyError, match="no expert 'middle'"):
-        window_of_levels("middle", facts())
+        noise_range_of("middle", facts())
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_memory_that_cannot_be_pinned() -> None:
 
 
 def host_of(*names: str, room: int = 1 << 40, spare: int = 0) -> ExpertHost:
-    host = ExpertHost(copying, "for the test", room=lambda *, here, away: room, spare=spare)
+    host = ExpertHost(copying, "for the test", room=lambda *, on_device, elsewhere: room, spare=spare)
     for index, name in enumerate(names):
         host.add(name, Denoiser(index))
     return host
@@ -306,9 +306,9 @@ def test_prepare_needs_room() -> None:
     size = copying(Denoiser(0)).bytes
     tight = host_of(HIGH, LOW, room=size + 99, spare=100)
     tight.activate(HIGH)
-    refused = tight.prepare(LOW)
-    assert not refused.started
-    assert "no room beside the active expert" in refused.reason
+    rejected = tight.prepare(LOW)
+    assert not rejected.started
+    assert "no room beside the active expert" in rejected.reason
     tight.activate(LOW)
     roomy = host_of(HIGH, LOW, "third", room=size + 100, spare=100)
     roomy.activate(HIGH)
@@ -318,13 +318,13 @@ def test_prepare_needs_room() -> None:
 
 
 def test_managed_bytes_of_parked_experts_are_passed_to_room() -> None:
-    class Managed(Staying):
+    class Managed(NoParking):
         bytes = managed = 100
 
-    asked: list[tuple[int, int]] = []
+    begin_mark: list[tuple[int, int]] = []
 
-    def room(*, here: int, away: int) -> int:
-        asked.append((here, away))
+    def room(*, on_device: int, elsewhere: int) -> int:
+        begin_mark.append((on_device, elsewhere))
         return 100
 
     host = ExpertHost(lambda module: Managed(), "for the test", room=room)
@@ -335,10 +335,10 @@ def test_managed_bytes_of_parked_experts_are_passed_to_room() -> None:
     host.activate(LOW)
     assert host.prepare(HIGH).started
     host.activate("third")
-    assert asked == [(100, 200)] * 2
+    assert begin_mark == [(100, 200)] * 2
 
 
-class OutOfRoom(Staying):
+class OutOfRoom(NoParking):
     """A device that is full or fragmented."""
 
     bytes = 1
@@ -386,15 +386,15 @@ def test_resident_experts_do_not_move(tiny_model: Callable[[str, str], Path]) ->
     source = ModelSource("tiny", folder)
     host = ExpertHost.open(choose_parking("cpu", park=True, experts=2), CPU)
     for name, component in ((HIGH, "transformer"), (LOW, "transformer_2")):
-        host.add(name, load_component(source, component, WanTransformer3DModel, Placement(CPU, torch.bfloat16)))
-    where = {name: addresses(host.module(name)) for name in (HIGH, LOW)}
+        host.add(name, load_component(source, component, WanTransformer3DModel, PartPlacement(CPU, torch.bfloat16)))
+    placement = {name: addresses(host.module(name)) for name in (HIGH, LOW)}
     assert not host.moves
     assert host.prepare(LOW).started
     host.activate(LOW)
     host.activate(HIGH)
-    assert {name: addresses(host.module(name)) for name in (HIGH, LOW)} == where
+    assert {name: addresses(host.module(name)) for name in (HIGH, LOW)} == placement
     assert host.reason == "resident: no GPU: everything is in host memory"
-    assert Staying.bytes == 0
+    assert NoParking.bytes == 0
 
 
 def test_managed_parking_needs_a_heap() -> None:
@@ -412,7 +412,7 @@ def test_wans_experts_predict_the_same_after_any_number_of_turns(tiny_model: Cal
     }
     expected = {}
     for name, component in ((HIGH, "transformer"), (LOW, "transformer_2")):
-        model = load_component(source, component, WanTransformer3DModel, Placement(CPU, torch.float32))
+        model = load_component(source, component, WanTransformer3DModel, PartPlacement(CPU, torch.float32))
         expected[name] = model(**given_to, return_dict=False)[0]
         host.add(name, model)
     for name in (HIGH, LOW, LOW, HIGH, LOW):

@@ -11,14 +11,14 @@ import torch
 
 from gracetune.config.run_config import Model, Objective, RunConfig
 from gracetune.errors import ConfigError
-from gracetune.models.experts import window_of_levels
+from gracetune.models.experts import noise_range_of
 from gracetune.models.fact_overrides import facts_of, with_boundary, with_prediction
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import ModelFacts, Placement, SampleRequest
+from gracetune.models.spec import ModelFacts, PartPlacement, SampleRequest
 from unit.models.expert_levels import expert_at
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = PartPlacement(torch.device("cpu"), torch.float32)
 TinyModel = Callable[[str, str], Path]
 
 
@@ -40,16 +40,16 @@ def facts(tiny_model: TinyModel, family: str, flavour: str) -> tuple[ModelSource
 def test_expert_boundary_applies_to_training_and_sampling(tiny_model: TinyModel) -> None:
     spec, (source, own) = spec_of("wan"), facts(tiny_model, "wan", "t2v-14b-2.2")
     moved = facts_of(config("wan", expert_boundary=0.5), spec, source)
-    assert window_of_levels("high_noise", moved) == (0.5, 1.0)
-    assert window_of_levels("low_noise", moved) == (0.0, 0.5)
+    assert noise_range_of("high_noise", moved) == (0.5, 1.0)
+    assert noise_range_of("low_noise", moved) == (0.0, 0.5)
     assert expert_at(0.5, moved).name == "high_noise"
     assert facts_of(config("wan"), spec, source) == own
-    asked: dict[str, list[float]] = {}
+    requested: dict[str, list[float]] = {}
     for given in (None, moved):
         pipeline = spec.load_pipeline(source, {}, CPU, given)
-        asked.clear()
+        requested.clear()
         for name in ("transformer", "transformer_2"):
-            times = asked.setdefault(name, [])
+            times = requested.setdefault(name, [])
 
             def note(_module: Any, _args: Any, named: Any, times: list[float] = times) -> None:
                 times.append(float(named["timestep"].max()))
@@ -57,29 +57,29 @@ def test_expert_boundary_applies_to_training_and_sampling(tiny_model: TinyModel)
             getattr(pipeline, name).register_forward_pre_hook(note, with_kwargs=True)
         spec.sample(pipeline, SampleRequest("a cat", width=16, height=16, steps=6, guidance=1.0))
         boundary = 875 if given is None else 500
-        assert min(asked["transformer"]) >= boundary > max(asked["transformer_2"])
+        assert min(requested["transformer"]) >= boundary > max(requested["transformer_2"])
 
 
 @pytest.mark.parametrize(
-    ("family", "found", "asked"),
+    ("family", "found", "requested"),
     [("flux", "dev", "krea"), ("qwen_image", "t2i", "t2i-2512"), ("wan", "i2v-14b-480p-2.1", "i2v-14b-720p-2.1")],
 )
 def test_config_decides_between_indistinguishable_flavours(
-    tiny_model: TinyModel, family: str, found: str, asked: str
+    tiny_model: TinyModel, family: str, found: str, requested: str
 ) -> None:
     spec, (source, own) = spec_of(family), facts(tiny_model, family, found)
     assert own.flavour == found
-    assert facts_of(config(family, flavour=asked), spec, source).flavour == asked
+    assert facts_of(config(family, flavour=requested), spec, source).flavour == requested
 
 
 @pytest.mark.parametrize(
-    ("family", "found", "asked"),
+    ("family", "found", "requested"),
     [("flux", "dev", "kontext"), ("qwen_image", "edit", "t2i"), ("wan", "ti2v-5b-2.2", "t2v-14b-2.2")],
 )
-def test_weights_of_another_flavour(tiny_model: TinyModel, family: str, found: str, asked: str) -> None:
+def test_weights_of_another_flavour(tiny_model: TinyModel, family: str, found: str, requested: str) -> None:
     source, _ = facts(tiny_model, family, found)
-    with pytest.raises(ConfigError, match=rf"model\.flavour\n.*{asked}, for weights of {found}\n"):
-        facts_of(config(family, flavour=asked), spec_of(family), source)
+    with pytest.raises(ConfigError, match=rf"model\.flavour\n.*{requested}, for weights of {found}\n"):
+        facts_of(config(family, flavour=requested), spec_of(family), source)
 
 
 def test_boundary_needs_two_experts(tiny_model: TinyModel) -> None:
@@ -94,16 +94,16 @@ def test_prediction_override_reaches_the_sampler(tiny_model: TinyModel) -> None:
     level = torch.tensor([0.3])
     assert other.schedule.coefficients(level) == own.schedule.coefficients(level)
     request = SampleRequest("a cat", width=32, height=32, steps=2)
-    drawn = []
+    generated = []
     for given in (None, own, other):
         pipeline = spec.load_pipeline(source, {}, CPU, given)
         assert pipeline.scheduler.config.prediction_type == (given or own).schedule.prediction
-        drawn.append(spec.sample(pipeline, request).frames[0].tobytes())
-    assert drawn[0] == drawn[1] != drawn[2]
+        generated.append(spec.sample(pipeline, request).frames[0].tobytes())
+    assert generated[0] == generated[1] != generated[2]
 
 
 @pytest.mark.parametrize(
-    ("family", "flavour", "asked", "expected"),
+    ("family", "flavour", "requested", "expected"),
     [
         ("sdxl", "base-1.0", "flow", "epsilon or v_prediction"),
         ("flux", "dev", "epsilon", "flow"),
@@ -111,14 +111,14 @@ def test_prediction_override_reaches_the_sampler(tiny_model: TinyModel) -> None:
     ],
 )
 def test_unsupported_predictions_are_rejected(
-    tiny_model: TinyModel, family: str, flavour: str, asked: Any, expected: str
+    tiny_model: TinyModel, family: str, flavour: str, requested: Any, expected: str
 ) -> None:
     own = facts(tiny_model, family, flavour)[1]
     assert with_prediction(own, own.schedule.prediction) is own
     with pytest.raises(
-        ConfigError, match=rf"objective\.prediction\n.*{asked}, for {flavour}.*\n.*expected  {expected}\n"
+        ConfigError, match=rf"objective\.prediction\n.*{requested}, for {flavour}.*\n.*expected  {expected}\n"
     ):
-        with_prediction(own, asked)
+        with_prediction(own, requested)
 
 
 def test_epsilon_with_zero_terminal_snr_is_rejected(tiny_v_prediction: Path) -> None:

@@ -16,7 +16,7 @@ from gracetune.adapters.attach import describe
 from gracetune.adapters.trainable import select, trainable
 from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.run_config import Adapter, Model
-from gracetune.models.footprint import Block, Footprint
+from gracetune.models.footprint import Footprint, FootprintBlock
 from gracetune.models.registry import FOOTPRINTS, footprint_of, spec_of
 from gracetune.planning.activations import Method, Policy, activations
 from unit.models import published
@@ -129,7 +129,7 @@ def conv_layers(model: nn.Module, family: str) -> Counter[tuple[str, tuple[int, 
     return Counter((name, tuple(layer.weight.shape), layer.bias is not None) for name, layer in layers)
 
 
-def matching(model: nn.Module, block: Block, pattern: str) -> list[nn.Linear]:
+def matching(model: nn.Module, block: FootprintBlock, pattern: str) -> list[nn.Linear]:
     """Linear layers inside the repeated blocks; a U-Net has them deep inside, and at two widths."""
     start = {"transformers": "*attentions.*"}.get(block.name, f"{block.name}.")
     start = f"*{start}" if block.name.startswith("attentions") else start
@@ -268,9 +268,9 @@ class TestPasses:
         with on_meta(torch.float32):
             model = vae.build()
             frames = (1,) if vae.video or name == "VAE (Qwen-Image)" else ()
-            picture = torch.empty(1, 3, *frames, side, side)
+            image = torch.empty(1, 3, *frames, side, side)
             latents = torch.empty(1, vae.channels, *frames, side // vae.spatial, side // vae.spatial)
-            encode = inference_peak(model, lambda: model.encode(picture).latent_dist)
+            encode = inference_peak(model, lambda: model.encode(image).latent_dist)
             decode = inference_peak(model, lambda: model.decode(latents))
         assert codec.encode == pytest.approx(encode / 4 / side**2, rel=0.01)
         assert codec.decode == pytest.approx(decode / 4 / side**2, rel=0.01)

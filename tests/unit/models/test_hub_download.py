@@ -14,7 +14,7 @@ from gracetune.hub.access import HubAccess
 from gracetune.models.hub_download import HubFetcher, HubName
 from gracetune.models.source import open_source
 from gracetune.storage import transfer
-from gracetune.storage.transfer import Patience
+from gracetune.storage.transfer import RetryPolicy
 from servers.hub import TOKEN, HubServer
 
 NAME = "owner/tiny"
@@ -28,53 +28,53 @@ FILES = {
 }
 
 
-def fetcher(said: list[str] | None = None, shown: list[tuple[int, int]] | None = None) -> HubFetcher:
+def fetcher(stated: list[str] | None = None, shown: list[tuple[int, int]] | None = None) -> HubFetcher:
     """With the environment as it is now."""
 
     def show(name: str) -> Any:
         return lambda done, total: None if shown is None else shown.append((done, total))
 
-    say = (lambda text: None) if said is None else said.append
-    return HubFetcher(HubAccess.of(Environment.capture()), say, show, Patience(attempts=3, first_pause=0.01))
+    report = (lambda text: None) if stated is None else stated.append
+    return HubFetcher(HubAccess.of(Environment.capture()), report, show, RetryPolicy(attempts=3, first_pause=0.01))
 
 
-def refusal(name: str = NAME, revision: str | None = None, **more: Any) -> str:
-    with pytest.raises(ConfigError) as refused:
+def rejection(name: str = NAME, revision: str | None = None, **more: Any) -> str:
+    with pytest.raises(ConfigError) as rejected:
         fetcher()("model.path", name, revision, None, **more)
-    said = str(refused.value)
-    assert all(word in said for word in ("found", "expected", "try"))
-    return said
+    stated = str(rejected.value)
+    assert all(word in stated for word in ("found", "expected", "try"))
+    return stated
 
 
 def test_needed_files_are_downloaded_once(hub: HubServer) -> None:
     hub.model(NAME, FILES)
-    said: list[str] = []
+    stated: list[str] = []
     shown: list[tuple[int, int]] = []
-    folder = fetcher(said, shown)("model.path", NAME, None, None)
+    folder = fetcher(stated, shown)("model.path", NAME, None, None)
     assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()) == [
         "model_index.json", "unet/config.json", "unet/diffusion_pytorch_model.safetensors", "vae/config.json",
     ]  # fmt: skip
     weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
     assert weights.read_bytes() == FILES["unet/diffusion_pytorch_model.safetensors"]
-    assert "3 files, 48.9 KiB to download to" in said[0]
-    assert "free" in said[0]
+    assert "3 files, 48.9 KiB to download to" in stated[0]
+    assert "free" in stated[0]
     assert shown[-1] == (shown[-1][1], shown[-1][1])
     sent = hub.sent
-    assert fetcher(said)("model.path", NAME, None, None) == folder
+    assert fetcher(stated)("model.path", NAME, None, None) == folder
     assert hub.sent == sent
-    assert len(said) == 1
+    assert len(stated) == 1
 
 
 def test_files_of_equal_content_are_downloaded_once(hub: HubServer) -> None:
     """For example two experts with equal weights. The hub's cache has one file for both."""
     weights = FILES["unet/diffusion_pytorch_model.safetensors"]
     hub.model(NAME, {**FILES, "unet_2/config.json": b"{}", "unet_2/diffusion_pytorch_model.safetensors": weights})
-    said: list[str] = []
-    folder = fetcher(said)("model.path", NAME, None, None)
+    stated: list[str] = []
+    folder = fetcher(stated)("model.path", NAME, None, None)
     assert [(folder / part / "diffusion_pytorch_model.safetensors").read_bytes() for part in ("unet", "unet_2")] == [
         weights, weights,
     ]  # fmt: skip
-    assert "3 files, 48.9 KiB to download to" in said[0]
+    assert "3 files, 48.9 KiB to download to" in stated[0]
 
 
 def test_earlier_download_is_enough_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,11 +85,11 @@ def test_earlier_download_is_enough_offline(hub: HubServer, monkeypatch: pytest.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert fetcher()("model.path", NAME, None, None) == folder
     assert len(hub.requests) == before
-    said = refusal("owner/another")
-    assert "HF_HUB_OFFLINE=1 forbids asking the hub" in said
-    assert "hf download owner/another on a machine with network" in said
+    stated = rejection("owner/another")
+    assert "HF_HUB_OFFLINE=1 forbids asking the hub" in stated
+    assert "hf download owner/another on a machine with network" in stated
     (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
-    assert "is incomplete" in refusal()
+    assert "is incomplete" in rejection()
 
 
 def test_interrupted_download_resumes(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_interrupted_download_resumes(hub: HubServer, monkeypatch: pytest.Monkey
     monkeypatch.setattr("gracetune.models.hub_download._REQUESTS", 1)
     hub.model(NAME, FILES)
     hub.faults.break_after += [4096] * 8 + [5] * 100
-    assert "the hub is out of reach" in refusal()
+    assert "the hub is out of reach" in rejection()
     hub.faults.break_after.clear()
     before = hub.sent
     fetcher()("model.path", NAME, None, None)
@@ -108,14 +108,14 @@ def test_interrupted_download_resumes(hub: HubServer, monkeypatch: pytest.Monkey
 def test_wrong_content_is_rejected(hub: HubServer) -> None:
     hub.model(NAME, FILES)
     hub.faults.corrupt = 50
-    assert "content with sha256" in refusal()
+    assert "content with sha256" in rejection()
 
 
 def test_single_files_and_revisions(hub: HubServer) -> None:
     hub.model(NAME, {"x/tuned.safetensors": b"M" * 300, **FILES}, revisions={"v1": {"old.safetensors": b"O" * 300}})
     assert fetcher()("model.path", NAME, None, None, "x/tuned.safetensors").read_bytes() == b"M" * 300
     assert fetcher()("model.path", NAME, "v1", None, "old.safetensors").read_bytes() == b"O" * 300
-    assert "v9 of owner/tiny" in refusal(revision="v9")
+    assert "v9 of owner/tiny" in rejection(revision="v9")
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,13 @@ def test_address_opens_like_an_id(hub: HubServer) -> None:
 
 def test_missing_access_is_an_error_with_a_remedy(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.model(NAME, FILES, gated=True)
-    said = refusal()
-    assert "https://huggingface.co/owner/tiny" in said
-    assert "hf auth login" in said
+    stated = rejection()
+    assert "https://huggingface.co/owner/tiny" in stated
+    assert "hf auth login" in stated
     hub.model(NAME, FILES, private=True)
-    assert "for a private model: hf auth login" in refusal()
+    assert "for a private model: hf auth login" in rejection()
     monkeypatch.setenv("HF_TOKEN", "hf_wrongwrongwrong")
-    assert "hf_wrong" not in refusal()
+    assert "hf_wrong" not in rejection()
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert fetcher()("model.path", NAME, None, None)
 
@@ -159,7 +159,7 @@ def test_missing_access_is_an_error_with_a_remedy(hub: HubServer, monkeypatch: p
 def test_too_small_disk_is_an_error(hub: HubServer) -> None:
     hub.model(NAME, FILES)
     hub.faults.claimed_sizes["unet/diffusion_pytorch_model.safetensors"] = 10**15
-    said = refusal()
-    assert "909 TiB to download" in said
-    assert "HF_HOME" in said
+    stated = rejection()
+    assert "909 TiB to download" in stated
+    assert "HF_HOME" in stated
     assert hub.sent == 0

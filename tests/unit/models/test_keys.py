@@ -13,7 +13,7 @@ from torch import nn
 
 from gracetune.config.families import FAMILIES
 from gracetune.models.key_maps import KEY_MAPS
-from gracetune.models.keys import Fused, KeyMap, Place, Rule
+from gracetune.models.keys import Fused, KeyMap, KeyMapRule, MappedLayers
 from unit.models.original_names import sdxl_unet
 from unit.models.published import FLUX, QWEN, WAN, denoiser
 
@@ -55,13 +55,13 @@ def check_bijection(keys: KeyMap, paths: Sequence[str]) -> None:
         original = keys.original(path)
         assert original is not None
         assert seen.setdefault((original.name, original.part), path) == path, "two layers share an original name"
-        assert original.place.paths[original.part] == path
+        assert original.mapped.paths[original.part] == path
         for name in (path, path.replace(".", "_")):
-            assert keys.find(name) == Place((path,), "diffusers")
+            assert keys.find(name) == MappedLayers((path,), "diffusers")
         for name in (original.name, original.name.replace(".", "_")):
             found = keys.find(name)
             assert found is not None
-            assert found.paths == original.place.paths or name in (path, path.replace(".", "_"))
+            assert found.paths == original.mapped.paths or name in (path, path.replace(".", "_"))
 
 
 @pytest.mark.parametrize(("family", "flavour"), FLAVOURS)
@@ -144,7 +144,7 @@ def test_underscored_names_are_unambiguous(keys: KeyMap) -> None:
             means.setdefault(path.replace(".", "_"), set()).add((path,))
     for entry in (*keys.rules, *keys.fused):
         for counts in itertools.product(range(3), repeat=entry.original.count("{}")):
-            parts = [entry.ours] if isinstance(entry, Rule) else [part for part, _ in entry.parts]
+            parts = [entry.ours] if isinstance(entry, KeyMapRule) else [part for part, _ in entry.parts]
             paths = tuple(part.format(*counts) for part in parts)
             means.setdefault(entry.original.format(*counts).replace(".", "_"), set()).add(paths)
             for other in (other for other, original in keys.other_names if original == entry.original):
@@ -167,8 +167,8 @@ def test_other_names_refer_to_existing_layers(keys: KeyMap) -> None:
 
 def test_fused_families_say_so() -> None:
     assert {family for family, keys in KEY_MAPS.items() if keys.fused} == {"flux", "stable_audio"}
-    place = KEY_MAPS["flux"].find("lora_unet_single_blocks_3_linear1".removeprefix("lora_unet_"))
-    assert place == Place(
+    mapped = KEY_MAPS["flux"].find("lora_unet_single_blocks_3_linear1".removeprefix("lora_unet_"))
+    assert mapped == MappedLayers(
         tuple(f"single_transformer_blocks.3.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
         "original",
         (1, 1, 1, 4),
@@ -191,9 +191,9 @@ def test_order_follows_the_blocks() -> None:
 
 
 def test_custom_map() -> None:
-    keys = KeyMap("x", "transformer", (Rule("a.{}.b", "c.{}"),), (Fused("f.{}", (("a.{}.q", 1), ("a.{}.k", 2))),))
-    assert keys.find("c_7") == Place(("a.7.b",), "original")
-    assert keys.find("f.7") == Place(("a.7.q", "a.7.k"), "original", (1, 2))
+    keys = KeyMap("x", "transformer", (KeyMapRule("a.{}.b", "c.{}"),), (Fused("f.{}", (("a.{}.q", 1), ("a.{}.k", 2))),))
+    assert keys.find("c_7") == MappedLayers(("a.7.b",), "original")
+    assert keys.find("f.7") == MappedLayers(("a.7.q", "a.7.k"), "original", (1, 2))
     found = keys.original("a.7.k")
     assert found is not None
     assert (found.name, found.part) == ("f.7", 1)

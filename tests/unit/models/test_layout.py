@@ -17,9 +17,9 @@ from gracetune.errors import ConfigError, GracetuneError
 from gracetune.models.layout import part_config, read_config
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, open_source
-from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.models.spec import EncodeOptions, PartPlacement
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = PartPlacement(torch.device("cpu"), torch.float32)
 TinyModel = Callable[[str, str], Path]
 FAMILIES = {
     "wan": "t2v-14b-2.2",
@@ -71,7 +71,7 @@ def test_complete_folder_with_a_unicode_name(family: str, tiny_model: TinyModel,
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("breaks", "says"),
+    ("breaks", "expected_text"),
     [
         (without("tokenizer/tokenizer.json"), "tokenizer without its vocabulary"),
         (written("tokenizer/tokenizer.json", "{"), r"tokenizer\.json: [\s\S]*invalid JSON"),
@@ -89,14 +89,16 @@ def test_complete_folder_with_a_unicode_name(family: str, tiny_model: TinyModel,
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_problems_are_named(family: str, breaks: Break, says: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_problems_are_named(
+    family: str, breaks: Break, expected_text: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(tiny_model(family, FAMILIES[family]), tmp_path / "model"))
     breaks(folder)
-    with pytest.raises(GracetuneError, match=says):
+    with pytest.raises(GracetuneError, match=expected_text):
         everything(family, folder)
 
 
-def test_a_processor_without_its_pictures_half(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_processor_without_its_images_half(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model("qwen_image", "edit"), tmp_path / "model"))
     without("processor/preprocessor_config.json", "processor/processor_config.json")(folder)
     with pytest.raises(ConfigError, match="processor cannot be read"):

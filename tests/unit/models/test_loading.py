@@ -19,7 +19,7 @@ from gracetune.errors import ConfigError
 from gracetune.models.layout import part_tensors, read_config, read_index, weight_file
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 from gracetune.storage.errors import WeightFileError
 from unit.models.model_inputs import answer
 
@@ -71,7 +71,7 @@ def test_every_part_equals_diffusers_own_loading(
     assert "vae" in found
     assert len(found) >= 2
     for component, cls in found.items():
-        ours = load_component(source, component, cls, Placement(CPU, dtype))
+        ours = load_component(source, component, cls, PartPlacement(CPU, dtype))
         theirs = cls.from_pretrained(source.folder / component, torch_dtype=dtype)
         assert_same_model(ours, theirs)
         assert not ours.training
@@ -86,18 +86,18 @@ def test_every_part_equals_diffusers_own_loading(
 def test_stable_audios_projection_and_weights_made_of_two(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model("stable_audio", "open-1.0"))
     cls = diffusers.StableAudioProjectionModel
-    ours = load_component(source, "projection_model", cls, Placement(CPU, torch.float32))
+    ours = load_component(source, "projection_model", cls, PartPlacement(CPU, torch.float32))
     assert_same_model(ours, cls.from_pretrained(source.folder / "projection_model"))
-    vae = load_component(source, "vae", diffusers.AutoencoderOobleck, Placement(CPU, torch.float32))
-    normed = [module for module in vae.modules() if hasattr(module, "weight_g")]
-    assert normed
-    assert {module.weight.device.type for module in normed} == {"cpu"}
+    vae = load_component(source, "vae", diffusers.AutoencoderOobleck, PartPlacement(CPU, torch.float32))
+    norm_output = [module for module in vae.modules() if hasattr(module, "weight_g")]
+    assert norm_output
+    assert {module.weight.device.type for module in norm_output} == {"cpu"}
     copy.deepcopy(vae)  # torch refuses that while a computed weight hangs on a graph
 
 
 def test_wan_keeps_its_float32_layers(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model("wan", "t2v-14b-2.2"))
-    model = load_component(source, "transformer", WanTransformer3DModel, Placement(CPU, torch.bfloat16))
+    model = load_component(source, "transformer", WanTransformer3DModel, PartPlacement(CPU, torch.bfloat16))
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert dtypes["blocks.0.attn1.to_q.weight"] == torch.bfloat16
     assert dtypes["condition_embedder.time_embedder.linear_1.weight"] == torch.float32
@@ -113,7 +113,7 @@ def test_meta_build_has_all_names_and_no_memory(tiny_model: TinyModel, family: s
     source = source_of(tiny_model(family, flavour))
     component, cls = next(iter(parts(source, "diffusers", diffusers.ModelMixin).items()))
     built = build_component(source, component, cls)
-    loaded = load_component(source, component, cls, Placement(CPU, torch.float32))
+    loaded = load_component(source, component, cls, PartPlacement(CPU, torch.float32))
     assert [(name, p.shape) for name, p in built.named_parameters()] == [
         (name, p.shape) for name, p in loaded.named_parameters()
     ]
@@ -127,7 +127,7 @@ def test_text_models_equal_transformers_own_loading(tiny_model: TinyModel, famil
     found = parts(source, "transformers", transformers.PreTrainedModel)
     assert found
     for component, cls in found.items():
-        ours = load_text_model(source, component, cls, Placement(CPU, torch.bfloat16))
+        ours = load_text_model(source, component, cls, PartPlacement(CPU, torch.bfloat16))
         theirs = cls.from_pretrained(source.folder / component, dtype=torch.bfloat16)
         assert_same_model(ours, theirs)
         assert not ours.training
@@ -155,7 +155,7 @@ def test_sharded_weights_and_variants(unet_folder: Path, variant: str | None) ->
     source = source_of(unet_folder, variant=variant)
     assert weight_file(source, "unet").suffix == ".json"
     assert len({one.path for one in part_tensors(source, "unet")}) > 1
-    assert_same_model(load_component(source, "unet", UNet2DConditionModel, Placement(CPU, torch.float32)), theirs)
+    assert_same_model(load_component(source, "unet", UNet2DConditionModel, PartPlacement(CPU, torch.float32)), theirs)
 
 
 def test_part_without_the_variant_uses_its_plain_file(unet_folder: Path) -> None:
@@ -175,7 +175,7 @@ def test_attention_blocks_under_their_first_names(unet_folder: Path) -> None:
     save_file(renamed, file)
     assert any(".proj_attn." in name for name in renamed)
     assert_same_model(
-        load_component(source_of(unet_folder), "vae", AutoencoderKL, Placement(CPU, torch.float32)), theirs
+        load_component(source_of(unet_folder), "vae", AutoencoderKL, PartPlacement(CPU, torch.float32)), theirs
     )
 
 
@@ -184,7 +184,7 @@ def test_ignorable_tensors_are_skipped(tiny_model: TinyModel, tmp_path: Path) ->
     file = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
     save_file({**load_file(file), "blocks.0.attn2.norm_added_q.weight": torch.ones(3)}, file)  # as published
     source = source_of(tmp_path / "model")
-    ours = load_component(source, "transformer", WanTransformer3DModel, Placement(CPU, torch.float32))
+    ours = load_component(source, "transformer", WanTransformer3DModel, PartPlacement(CPU, torch.float32))
     assert_same_model(ours, WanTransformer3DModel.from_pretrained(file.parent))
 
 
@@ -220,14 +220,14 @@ def test_tied_parameters_stay_tied(tmp_path: Path, names: tuple[str, ...]) -> No
         },
         part / "diffusion_pytorch_model.safetensors",
     )
-    model: Any = load_component(source_of(tmp_path), "transformer", Tied, Placement(CPU, torch.float32))
+    model: Any = load_component(source_of(tmp_path), "transformer", Tied, PartPlacement(CPU, torch.float32))
     assert model.first.weight is model.second.weight
     assert torch.equal(model.first.weight, weight)
     assert torch.equal(model.saved, torch.ones(4))
     assert model.counts.tolist() == [3, 2, 1, 0]
     assert model.exact.dtype == torch.float32
     state = torch.get_rng_state()
-    half = load_component(source_of(tmp_path), "transformer", Tied, Placement(CPU, torch.bfloat16))
+    half = load_component(source_of(tmp_path), "transformer", Tied, PartPlacement(CPU, torch.bfloat16))
     assert torch.equal(torch.get_rng_state(), state)
     if len(names) == 2:  # of a parameter that is stored once, diffusers leaves the other name on meta
         theirs = Tied.from_pretrained(part, torch_dtype=torch.bfloat16).state_dict()
@@ -239,7 +239,7 @@ def test_tied_parameters_stay_tied(tmp_path: Path, names: tuple[str, ...]) -> No
 
 
 def load_unet(folder: Path) -> nn.Module:
-    return load_component(source_of(folder), "unet", UNet2DConditionModel, Placement(CPU, torch.float32))
+    return load_component(source_of(folder), "unet", UNet2DConditionModel, PartPlacement(CPU, torch.float32))
 
 
 def edit_unet(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -251,9 +251,9 @@ def edit_unet(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> No
 
 def test_misspelt_tensor_is_reported_with_the_closest_name(unet_folder: Path) -> None:
     edit_unet(unet_folder, lambda tensors: tensors.update({"conv_inn.weight": tensors.pop("conv_in.weight")}))
-    with pytest.raises(WeightFileError) as refused:
+    with pytest.raises(WeightFileError) as rejected:
         load_unet(unet_folder)
-    by_key = {problem.key: problem for problem in refused.value.problems}
+    by_key = {problem.key: problem for problem in rejected.value.problems}
     assert by_key["conv_in.weight"].hint == "is it 'conv_inn.weight'?"
     assert by_key["conv_inn.weight"].found == "a tensor without a destination"
 
@@ -268,7 +268,7 @@ def test_a_value_float16_cannot_hold(unet_folder: Path) -> None:
     edit_unet(unet_folder, lambda tensors: tensors["conv_in.bias"].fill_(1e6))
     source = source_of(unet_folder)
     with pytest.raises(WeightFileError, match="the value 1e\\+06"):
-        load_component(source, "unet", UNet2DConditionModel, Placement(CPU, torch.float16))
+        load_component(source, "unet", UNet2DConditionModel, PartPlacement(CPU, torch.float16))
 
 
 def test_a_truncated_file(unet_folder: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_truncated_file(unet_folder: Path) -> None:
 
 def test_another_class_than_the_config_says(unet_folder: Path) -> None:
     with pytest.raises(ConfigError, match="UNet2DConditionModel\n  expected  WanTransformer3DModel"):
-        load_component(source_of(unet_folder), "unet", WanTransformer3DModel, Placement(CPU, torch.float32))
+        load_component(source_of(unet_folder), "unet", WanTransformer3DModel, PartPlacement(CPU, torch.float32))
 
 
 def test_quantized_weights_are_rejected(unet_folder: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_missing_part_and_a_broken_configuration(unet_folder: Path) -> None:
 def test_on_the_meta_device_nothing_is_read(tiny_model: TinyModel, tmp_path: Path, family: str, flavour: str) -> None:
     source = source_of(tmp_path / "model")
     shutil.copytree(tiny_model(family, flavour), source.folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    placement = Placement(torch.device("meta"), torch.bfloat16)
+    placement = PartPlacement(torch.device("meta"), torch.bfloat16)
     models = [load_component(source, *part, placement) for part in parts(source, "diffusers", DiffusersModel).items()]
     texts = parts(source, "transformers", transformers.PreTrainedModel)
     models += [load_text_model(source, *part, placement) for part in texts.items()]
@@ -332,7 +332,7 @@ def test_text_weights_of_another_shape(unet_folder: Path) -> None:
     save_file({**tensors, changed: torch.zeros(3, 3)}, file, {"format": "pt"})
     with pytest.raises(WeightFileError, match=r"fc1\.weight\n.*shape \(3, 3\)\n.*as config.json says"):
         load_text_model(
-            source_of(unet_folder), "text_encoder", transformers.CLIPTextModel, Placement(CPU, torch.float32)
+            source_of(unet_folder), "text_encoder", transformers.CLIPTextModel, PartPlacement(CPU, torch.float32)
         )
 
 
@@ -344,4 +344,4 @@ def test_text_weights_of_another_model(unet_folder: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
     cls = transformers.CLIPTextModel
     with pytest.raises(WeightFileError, match=r"fc1.weight\n  found     no tensor of this name"):
-        load_text_model(source_of(unet_folder), "text_encoder", cls, Placement(CPU, torch.float32))
+        load_text_model(source_of(unet_folder), "text_encoder", cls, PartPlacement(CPU, torch.float32))

@@ -19,7 +19,7 @@ from gracetune.models.layout import part_tensors
 from gracetune.models.loading import load_component, load_text_model
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, open_source
-from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.models.spec import EncodeOptions, PartPlacement
 from gracetune.storage.errors import WeightFileError
 from unit.models import original_names as original
 
@@ -65,7 +65,7 @@ def test_wan_under_its_authors_names_with_its_float32_layers(wan_file: Path, dty
     theirs = WanTransformer3DModel.from_pretrained(wan_file.parent / "transformer", torch_dtype=dtype)
     spoil(wan_file.parent, "transformer")
     source = wan_source(wan_file)
-    ours = load_component(source, "transformer", WanTransformer3DModel, Placement(CPU, dtype))
+    ours = load_component(source, "transformer", WanTransformer3DModel, PartPlacement(CPU, dtype))
     assert_same(ours, theirs)
     assert {one.path for one in part_tensors(source, "transformer")} == {wan_file}
     vae = wan_file.parent / "vae" / "diffusion_pytorch_model.safetensors"
@@ -75,7 +75,7 @@ def test_wan_under_its_authors_names_with_its_float32_layers(wan_file: Path, dty
 def test_comfyuis_prefix(wan_file: Path) -> None:
     save_file({f"model.diffusion_model.{name}": t for name, t in load_file(wan_file).items()}, wan_file)
     theirs = WanTransformer3DModel.from_pretrained(wan_file.parent / "transformer")
-    ours = load_component(wan_source(wan_file), "transformer", WanTransformer3DModel, Placement(CPU, torch.float32))
+    ours = load_component(wan_source(wan_file), "transformer", WanTransformer3DModel, PartPlacement(CPU, torch.float32))
     assert_same(ours, theirs)
 
 
@@ -83,7 +83,7 @@ def test_diffusers_own_names_in_one_file(wan_file: Path) -> None:
     shutil.copyfile(wan_file.parent / "transformer" / "diffusion_pytorch_model.safetensors", wan_file)
     theirs = WanTransformer3DModel.from_pretrained(wan_file.parent / "transformer")
     spoil(wan_file.parent, "transformer")
-    ours = load_component(wan_source(wan_file), "transformer", WanTransformer3DModel, Placement(CPU, torch.float32))
+    ours = load_component(wan_source(wan_file), "transformer", WanTransformer3DModel, PartPlacement(CPU, torch.float32))
     assert_same(ours, theirs)
 
 
@@ -116,7 +116,7 @@ def test_a_whole_sdxl_checkpoint(tiny_model: TinyModel, tmp_path: Path) -> None:
     for part in texts:
         spoil(folder, part, "model")
     source = open_source(Model(family="sdxl", path=str(file)))
-    placement = Placement(CPU, torch.float32)
+    placement = PartPlacement(CPU, torch.float32)
     ours = {part: load_component(source, part, cls, placement) for part, cls in classes.items()}
     ours |= {part: load_text_model(source, part, cls, placement) for part, cls in texts.items()}
     for part, model in ours.items():
@@ -130,7 +130,7 @@ def test_each_part_of_a_whole_checkpoint_is_known_by_its_own_tensors(tiny_model:
     spec = spec_of("sdxl")
     folder = copied(tiny_model("sdxl", "base-1.0"), tmp_path / "sdxl")
     tensors = whole_sdxl(folder)
-    placement = Placement(torch.device("meta"), torch.float32)
+    placement = PartPlacement(torch.device("meta"), torch.float32)
 
     def ids(**changed: torch.Tensor) -> tuple[EncoderId, EncoderId]:
         file = folder / "sd_xl.safetensors"
@@ -161,9 +161,9 @@ def test_a_missing_tensor_and_one_too_many(wan_file: Path) -> None:
     tensors = load_file(wan_file)
     tensors["blocks.0.ffn.9.weight"] = tensors.pop("blocks.0.ffn.2.weight")
     save_file(tensors, wan_file)
-    with pytest.raises(WeightFileError) as refused:
-        load_component(wan_source(wan_file), "transformer", WanTransformer3DModel, Placement(CPU, torch.float32))
-    by_key = {problem.key: problem.found for problem in refused.value.problems}
+    with pytest.raises(WeightFileError) as rejected:
+        load_component(wan_source(wan_file), "transformer", WanTransformer3DModel, PartPlacement(CPU, torch.float32))
+    by_key = {problem.key: problem.found for problem in rejected.value.problems}
     assert by_key["blocks.0.ffn.net.2.weight"] == "no tensor of this name"
     assert by_key["blocks.0.ffn.9.weight"] == "an unexpected tensor"
 
@@ -173,11 +173,11 @@ def test_another_shape_and_a_value_too_large(wan_file: Path) -> None:
     tensors["head.head.bias"].fill_(1e6)
     save_file(tensors, wan_file)
     with pytest.raises(WeightFileError, match=r"the value 1e\+06"):
-        load_component(wan_source(wan_file), "transformer", WanTransformer3DModel, Placement(CPU, torch.float16))
+        load_component(wan_source(wan_file), "transformer", WanTransformer3DModel, PartPlacement(CPU, torch.float16))
     tensors["head.head.bias"] = torch.zeros(3)
     save_file(tensors, wan_file)
     with pytest.raises(WeightFileError, match=r"shape \(3,\)"):
-        load_component(wan_source(wan_file), "transformer", WanTransformer3DModel, Placement(CPU, torch.float32))
+        load_component(wan_source(wan_file), "transformer", WanTransformer3DModel, PartPlacement(CPU, torch.float32))
 
 
 def test_weights_of_another_family(wan_file: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_weights_of_another_family(wan_file: Path, tiny_model: TinyModel, tmp_pa
     shutil.copyfile(wan_file, folder / "model.safetensors")
     source = open_source(Model(family="sdxl", path=str(folder / "model.safetensors")))
     with pytest.raises(WeightFileError, match=r"check that this file belongs to model\.family"):
-        load_component(source, "unet", UNet2DConditionModel, Placement(CPU, torch.float32))
+        load_component(source, "unet", UNet2DConditionModel, PartPlacement(CPU, torch.float32))
 
 
 def test_a_class_diffusers_reads_no_single_file_for(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_class_diffusers_reads_no_single_file_for(tiny_model: TinyModel, tmp_p
     save_file({"model.model.a": torch.ones(2)}, folder / "model.safetensors")
     source = open_source(Model(family="stable_audio", path=str(folder / "model.safetensors")))
     with pytest.raises(ConfigError, match="a layout diffusers reads for StableAudioDiTModel"):
-        load_component(source, "transformer", StableAudioDiTModel, Placement(CPU, torch.float32))
+        load_component(source, "transformer", StableAudioDiTModel, PartPlacement(CPU, torch.float32))
 
 
 def test_text_encoders_in_an_unsupported_layout(wan_file: Path) -> None:

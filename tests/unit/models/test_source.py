@@ -23,10 +23,10 @@ def model(path: Path | str | None, family: str = "sdxl", **options: Any) -> Mode
     return Model(family=family, path=None if path is None else str(path), **options)  # type: ignore[arg-type]
 
 
-def refusal(asked: Model, **options: Any) -> str:
-    with pytest.raises(ConfigError) as refused:
-        open_source(asked, **options)
-    return str(refused.value)
+def rejection(requested: Model, **options: Any) -> str:
+    with pytest.raises(ConfigError) as rejected:
+        open_source(requested, **options)
+    return str(rejected.value)
 
 
 @pytest.fixture
@@ -88,9 +88,9 @@ def test_a_hub_id_and_an_unset_path_are_found_in_the_hubs_cache(sdxl: Path, hub_
 
 
 def test_revision_of_a_local_folder_is_rejected(sdxl: Path) -> None:
-    said = refusal(model(sdxl, revision="v2.0"))
-    assert f"v2.0, with {sdxl}" in said
-    assert "remove model.revision" in said
+    stated = rejection(model(sdxl, revision="v2.0"))
+    assert f"v2.0, with {sdxl}" in stated
+    assert "remove model.revision" in stated
 
 
 def test_a_single_file_takes_its_configuration_from_around_it_or_the_published_model(
@@ -104,9 +104,9 @@ def test_a_single_file_takes_its_configuration_from_around_it_or_the_published_m
     assert open_source(model(beside)).folder == sdxl
     assert open_source(model(beside)).single_file == beside
     assert open_source(model(file, vae_path=str(sdxl / "vae"))).folder == sdxl
-    said = refusal(model(file))
-    assert "weights without a configuration" in said
-    assert "stabilityai/stable-diffusion-xl-base-1.0" in said
+    stated = rejection(model(file))
+    assert "weights without a configuration" in stated
+    assert "stabilityai/stable-diffusion-xl-base-1.0" in stated
     snapshot = put_into_cache(hub_cache, "stabilityai/stable-diffusion-xl-base-1.0", sdxl)
     assert open_source(model(file)).folder == snapshot
 
@@ -115,29 +115,29 @@ def test_a_single_file_takes_its_configuration_from_around_it_or_the_published_m
 
 
 def test_unknown_hub_id_names_every_folder_tried(hub_cache: Path) -> None:
-    said = refusal(model("someone/their-model", revision="abc"))
-    assert "someone/their-model at revision abc" in said
-    assert str(Path("someone/their-model").absolute()) in said
-    assert str(hub_cache / "models--someone--their-model") in said
-    assert "hf download someone/their-model" in said
+    stated = rejection(model("someone/their-model", revision="abc"))
+    assert "someone/their-model at revision abc" in stated
+    assert str(Path("someone/their-model").absolute()) in stated
+    assert str(hub_cache / "models--someone--their-model") in stated
+    assert "hf download someone/their-model" in stated
 
 
 def test_interrupted_download(sdxl: Path, hub_cache: Path) -> None:
     snapshot = put_into_cache(hub_cache, "someone/half", sdxl)
     shutil.rmtree(snapshot / "vae")
-    assert "lacks vae" in refusal(model("someone/half"))
+    assert "lacks vae" in rejection(model("someone/half"))
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "~/nothing-here", "a/b/c", "model.safetensors"])
 def test_missing_paths(name: str) -> None:
-    assert "which does not exist" in refusal(model(name))
+    assert "which does not exist" in rejection(model(name))
 
 
 def test_folders_of_the_wrong_kind(sdxl: Path, tmp_path: Path, hub_cache: Path) -> None:
-    assert "one part of a model (unet), not a whole one\n" in refusal(model(sdxl / "unet"))
-    assert f"--set model.path={sdxl}" in refusal(model(sdxl / "unet"))
+    assert "one part of a model (unet), not a whole one\n" in rejection(model(sdxl / "unet"))
+    assert f"--set model.path={sdxl}" in rejection(model(sdxl / "unet"))
     put_into_cache(hub_cache, "someone/theirs", sdxl)
-    assert "--set model.path=someone/theirs" in refusal(model(hub_cache / "models--someone--theirs"))
+    assert "--set model.path=someone/theirs" in rejection(model(hub_cache / "models--someone--theirs"))
     for name, content, expected in [
         ("adapter", "adapter_config.json", "an adapter saved by peft"),
         ("pickled", "pytorch_model.bin", "pickled weights, pytorch_model.bin"),
@@ -147,43 +147,43 @@ def test_folders_of_the_wrong_kind(sdxl: Path, tmp_path: Path, hub_cache: Path) 
         folder = tmp_path / name
         folder.mkdir()
         (folder / content).write_bytes(b"")
-        assert expected in refusal(model(folder))
+        assert expected in rejection(model(folder))
     (tmp_path / "empty").mkdir()
-    assert "it is empty" in refusal(model(tmp_path / "empty"))
+    assert "it is empty" in rejection(model(tmp_path / "empty"))
     (sdxl / INDEX).unlink()
-    assert "parts (text_encoder, text_encoder_2, unet, vae) without model_index.json" in refusal(model(sdxl))
+    assert "parts (text_encoder, text_encoder_2, unet, vae) without model_index.json" in rejection(model(sdxl))
 
 
 @pytest.mark.parametrize("ending", ["bin", "ckpt", "pt", "pth"])
 def test_pickled_files(tmp_path: Path, ending: str) -> None:
     file = tmp_path / f"model.{ending}"
     torch.save({}, file)
-    assert "pickled weights" in refusal(model(file))
+    assert "pickled weights" in rejection(model(file))
 
 
 def test_files_of_the_wrong_kind(sdxl: Path, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert "a .gguf file" in refusal(model(tmp_path / "model.gguf"))
+    assert "a .gguf file" in rejection(model(tmp_path / "model.gguf"))
     for key in ("lora_unet_a.lora_up.weight", "transformer.a.lora_A.weight", "diffusion_model.a.lokr_w1"):
         save_file({key: torch.ones(1), key.rsplit(".", 1)[0] + ".alpha": torch.ones(1)}, tmp_path / "lora.safetensors")
-        assert "an adapter" in refusal(model(tmp_path / "lora.safetensors"))
-    assert "a file" in refusal(model(sdxl, vae_path=str(sdxl / INDEX)))
-    assert "it holds" in refusal(model(sdxl, vae_path=str(tmp_path)))
+        assert "an adapter" in rejection(model(tmp_path / "lora.safetensors"))
+    assert "a file" in rejection(model(sdxl, vae_path=str(sdxl / INDEX)))
+    assert "it holds" in rejection(model(sdxl, vae_path=str(tmp_path)))
 
 
 def test_one_file_for_a_model_with_two_experts(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = tmp_path / "wan"
     shutil.copytree(tiny_model("wan", "t2v-14b-2.2"), folder)
     shutil.copyfile(folder / "transformer" / "diffusion_pytorch_model.safetensors", folder / "tuned.safetensors")
-    assert "has two denoisers" in refusal(model(folder / "tuned.safetensors", family="wan"))
+    assert "has two denoisers" in rejection(model(folder / "tuned.safetensors", family="wan"))
 
 
 def test_unknown_variant(sdxl: Path) -> None:
-    assert "this model has no variants" in refusal(model(sdxl, variant="fp16"))
+    assert "this model has no variants" in rejection(model(sdxl, variant="fp16"))
     weights = sdxl / "unet" / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_suffix(".fp16.safetensors"))
     assert open_source(model(sdxl, variant="fp16")).variant == "fp16"
-    assert "one of fp16, or none" in refusal(model(sdxl, variant="bf16"))
+    assert "one of fp16, or none" in rejection(model(sdxl, variant="bf16"))
 
 
 # -- which files of a repository are needed ---------------------------------------------------------------------------

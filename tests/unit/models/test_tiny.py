@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from gracetune.config.families import FAMILIES, find_flavour, flavours
 from gracetune.errors import ConfigError
 from gracetune.models import tiny
-from gracetune.models.common.tiny_parts import Weights, clip_tokenizer, save, t5_tokenizer
+from gracetune.models.common.tiny_parts import TinyWeights, clip_tokenizer, save, t5_tokenizer
 from gracetune.models.footprint import AudioLatents
 from gracetune.models.qwen_image.tiny import qwen_tokenizer
 from gracetune.models.registry import FOOTPRINTS, geometry, spec_of
@@ -92,17 +92,17 @@ def test_built_and_reloaded_models_generate_the_same(
     built[0].set_progress_bar_config(disable=True)
     read = load(tiny_model(family, flavour))
     assert type(read) is type(built[0])
-    drawn = sample(read, family, flavour)
-    assert np.isfinite(drawn).all()
-    assert 0.01 < drawn.std() < 10
+    generated = sample(read, family, flavour)
+    assert np.isfinite(generated).all()
+    assert 0.01 < generated.std() < 10
     for name, part in built[0].components.items():
         if isinstance(part, torch.nn.Module):
             stored = read.components[name].state_dict()
             assert stored.keys() == part.state_dict().keys()
             assert all(torch.equal(weight, stored[key]) for key, weight in part.state_dict().items())
     # Weights mapped from a file lie at other addresses, where the CPU's kernels add up in another order.
-    np.testing.assert_allclose(drawn, sample(built[0], family, flavour), rtol=1e-4, atol=1e-5)
-    assert not np.array_equal(drawn, sample(read, family, flavour, prompt="something else"))
+    np.testing.assert_allclose(generated, sample(built[0], family, flavour), rtol=1e-4, atol=1e-5)
+    assert not np.array_equal(generated, sample(read, family, flavour, prompt="something else"))
 
 
 @every_flavour
@@ -119,20 +119,20 @@ def test_it_is_the_pipeline_of_the_published_weights(family: str, flavour: str, 
 def test_shapes_match_the_family(family: str, flavour: str, tiny_model: TinyModel) -> None:
     vae = load(tiny_model(family, flavour)).vae
     latents = next(footprint for footprint in FOOTPRINTS[family] if footprint.flavour == flavour).latents
-    asked = geometry(family, flavour)
+    requested = geometry(family, flavour)
     with torch.no_grad():
         if isinstance(latents, AudioLatents):
-            assert vae.config.sampling_rate == asked.sample_rate
-            sound = torch.zeros(1, asked.channels or 0, 3 * (asked.audio_multiple or 0))
+            assert vae.config.sampling_rate == requested.sample_rate
+            sound = torch.zeros(1, requested.channels or 0, 3 * (requested.audio_multiple or 0))
             assert vae.encode(sound).latent_dist.mean.shape[2] == 3  # fewer channels than published, see its recipe
             return
-        side, frames = asked.side_multiple, asked.frame_step + 1
-        video = torch.zeros(1, 3, *((frames,) if asked.makes == "video" else ()), side, side)
+        side, frames = requested.side_multiple, requested.frame_step + 1
+        video = torch.zeros(1, 3, *((frames,) if requested.makes == "video" else ()), side, side)
         if family == "qwen_image":  # a video VAE that sees one frame
             video = video[:, :, None]
         shape = vae.encode(video).latent_dist.mean.shape
     assert (shape[1], shape[-1], shape[-2]) == (latents.channels, side // latents.spatial, side // latents.spatial)
-    if asked.makes == "video":
+    if requested.makes == "video":
         assert shape[2] == 1 + (frames - 1) // latents.temporal
 
 
@@ -149,8 +149,8 @@ def test_gradients_reach_every_parameter(family: str, flavour: str, tiny_model: 
         module(**calls[0] | {"return_dict": False})[0].square().mean().backward()
         trained = {key: p for key, p in module.named_parameters() if p.requires_grad}
         without = {key for key, p in trained.items() if p.grad is None or not p.grad.any()}
-        known = UNREACHED.get(family, ())
-        assert without == {key for key in trained if any(fnmatch(key, pattern) for pattern in known)}
+        supported = UNREACHED.get(family, ())
+        assert without == {key for key in trained if any(fnmatch(key, pattern) for pattern in supported)}
         assert all(p.grad.isfinite().all() for p in module.parameters() if p.grad is not None)
 
 
@@ -175,10 +175,10 @@ def test_both_experts_are_used(flavour: str, boundary: float, steps: int, tiny_m
 def test_several_references(flavour: str, tiny_model: TinyModel) -> None:
     pipeline = load(tiny_model("qwen_image", flavour))
     recorder = Recorder().watch(pipeline)
-    drawn = [sample(pipeline, "qwen_image", flavour, references=count) for count in (1, 3)]
+    generated = [sample(pipeline, "qwen_image", flavour, references=count) for count in (1, 3)]
     tokens = [call["hidden_states"].shape[1] for call in recorder.calls["transformer"]]
     assert tokens == [1 + 4] * 2 + [1 + 3 * 4] * 2  # one token to draw, four of each reference; two steps each
-    assert not np.array_equal(*drawn)
+    assert not np.array_equal(*generated)
 
 
 def test_the_5b_generates_from_an_image_too(tiny_model: TinyModel) -> None:
@@ -194,11 +194,11 @@ def test_v_prediction(tiny_v_prediction: Path, tiny_model: TinyModel) -> None:
     pipeline = load(tiny_v_prediction)
     assert pipeline.scheduler.config.prediction_type == "v_prediction"
     assert pipeline.scheduler.config.rescale_betas_zero_snr
-    drawn = sample(pipeline, "sdxl", "base-1.0")
-    assert np.isfinite(drawn).all()
+    generated = sample(pipeline, "sdxl", "base-1.0")
+    assert np.isfinite(generated).all()
     plain = load(tiny_model("sdxl", "base-1.0"))
     assert plain.scheduler.config.prediction_type == "epsilon"
-    assert not np.array_equal(drawn, sample(plain, "sdxl", "base-1.0"))
+    assert not np.array_equal(generated, sample(plain, "sdxl", "base-1.0"))
 
 
 @given(st.text(min_size=1))
@@ -253,7 +253,7 @@ def test_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "flavour", "says"),
+    ("family", "flavour", "expected_text"),
     [
         ("wann", "t2v-14b-2.2", r"model\.family\n  found     wann\n  expected  wan, .*\n  try       wan$"),
         ("wan", "t2v-14b-2.3", r"model\.flavour\n  found     t2v-14b-2\.3\n(.*\n)+  try       t2v-14b-2\.2$"),
@@ -262,9 +262,9 @@ def test_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("call", [tiny.build, lambda f, n, folder: tiny.cached(f, n, folder)])
 def test_unknown_names_are_rejected(
-    call: Callable[..., Path], family: str, flavour: str, says: str, tmp_path: Path
+    call: Callable[..., Path], family: str, flavour: str, expected_text: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=expected_text):
         call(family, flavour, tmp_path / "model")
     assert not [*tmp_path.iterdir()]
 
@@ -299,7 +299,7 @@ def test_builders_reject_unknown_flavours(tmp_path: Path) -> None:
 
 def test_modules_continue_one_stream_of_numbers() -> None:
     def two(seed: int) -> list[torch.Tensor]:
-        weights = Weights(seed)
+        weights = TinyWeights(seed)
         return [weights.of(lambda: torch.nn.Linear(4, 4)).weight.detach() for _ in range(2)]
 
     first, second = two(0)

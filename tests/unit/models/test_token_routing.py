@@ -22,7 +22,7 @@ from gracetune.models.activation_parking import ActivationParking, HostClock
 from gracetune.models.parking import InlineLane
 from gracetune.models.registry import footprint_of, spec_of
 from gracetune.models.source import open_source
-from gracetune.models.spec import ModelFacts, ModelSpec, Placement
+from gracetune.models.spec import ModelFacts, ModelSpec, PartPlacement
 from gracetune.models.token_routing import KEPT, TokenRouter, block_lists, install, kept_tokens, put_back, rows_of
 from gracetune.train.blocks import prepare_blocks
 
@@ -86,7 +86,7 @@ def opened(tiny_model: TinyModel, family: str, flavour: str) -> Tiny:
     spec = spec_of(family)
     source = open_source(Model(family=family, path=str(tiny_model(family, flavour))))
     facts = spec.inspect(source)
-    denoiser = spec.load_denoiser(source, facts.experts[0], Placement(CPU, torch.float32))
+    denoiser = spec.load_denoiser(source, facts.experts[0], PartPlacement(CPU, torch.float32))
     install(denoiser, family)
     return Tiny(spec, facts, denoiser)
 

@@ -12,10 +12,10 @@ from gracetune.adapters.attach import attach
 from gracetune.config.run_config import Adapter
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 from unit.models.model_inputs import inputs_of
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = PartPlacement(torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_default_targets_are_exactly_the_trainable_layers(
     spec, source = spec_of(family), ModelSource(flavour, tiny_model(family, flavour))
     facts = spec.inspect(source)
     untrained = (*spec.untrained, *facts.untrained)
-    learnt = {}
+    learned = {}
     for left_out in (untrained, ()):
         denoiser = spec.load_denoiser(source, facts.experts[0], CPU)
         attached = attach(
@@ -45,9 +45,9 @@ def test_default_targets_are_exactly_the_trainable_layers(
         denoiser(**inputs, return_dict=False)[0].square().sum().backward()
         ups = {name: one for name, one in attached.parameters().items() if one.grad is not None and one.grad.any()}
         assert attached.selection is not None
-        learnt[left_out] = {name.rpartition(".")[0].removesuffix(".lora_B") for name in ups}, attached.selection
-    found, selection = learnt[untrained]
-    reached, everything = learnt[()]
+        learned[left_out] = {name.rpartition(".")[0].removesuffix(".lora_B") for name in ups}, attached.selection
+    found, selection = learned[untrained]
+    reached, everything = learned[()]
     assert {path for path in selection.paths if not any(name.startswith(path) for name in found)} == set()
     assert len(everything.paths) - len(selection.paths) == idle
     assert found == reached

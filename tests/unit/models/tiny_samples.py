@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from gracetune.config.families import flavours
-from gracetune.models.qwen_image.processor import PictureProcessor
+from gracetune.models.qwen_image.processor import ImageProcessor
 from gracetune.models.registry import geometry
 
 PROMPT = "a red cat, 猫 🐈"
@@ -44,13 +44,13 @@ DENOISERS = ("transformer", "transformer_2", "unet")
 
 def load(folder: Path, **changed: Any) -> Any:
     if (folder / "processor").is_dir():  # the stock one asks for torchvision
-        changed["processor"] = PictureProcessor.from_pretrained(folder / "processor")
+        changed["processor"] = ImageProcessor.from_pretrained(folder / "processor")
     pipeline = DiffusionPipeline.from_pretrained(folder, **changed)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def picture(seed: int = 0) -> Image.Image:
+def image(seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 48, 3), dtype=np.uint8))
 
 
@@ -88,23 +88,23 @@ def caption(pipeline: Any, prompt: str) -> torch.Tensor:
 
 
 def arguments(pipeline: Any, family: str, flavour: str, prompt: str, references: int) -> dict[str, Any]:
-    asked = geometry(family, flavour)
-    if asked.makes == "audio":
+    requested = geometry(family, flavour)
+    if requested.makes == "audio":
         return {"prompt": prompt}
-    given: dict[str, Any] = {"prompt": prompt, "width": asked.side_multiple, "height": asked.side_multiple}
-    if asked.makes == "video":
-        given["num_frames"] = asked.frame_step + 1
-    pictures = [picture(seed) for seed in range(references)]
+    given: dict[str, Any] = {"prompt": prompt, "width": requested.side_multiple, "height": requested.side_multiple}
+    if requested.makes == "video":
+        given["num_frames"] = requested.frame_step + 1
+    images = [image(seed) for seed in range(references)]
     if family == "wan" and not isinstance(pipeline, WanPipeline):
         del given["prompt"]
         words = {"prompt_embeds": caption(pipeline, prompt), "negative_prompt_embeds": caption(pipeline, "")}
-        return given | words | {"image": picture()}
+        return given | words | {"image": image()}
     if flavour == "schnell":
         given["max_sequence_length"] = 256
     if flavour == "kontext":
-        given |= {"image": picture(), "_auto_resize": False, "max_area": 32 * 32}
+        given |= {"image": image(), "_auto_resize": False, "max_area": 32 * 32}
     if "edit" in flavour:
-        given["image"] = pictures if "-25" in flavour else pictures[0]
+        given["image"] = images if "-25" in flavour else images[0]
     return given
 
 

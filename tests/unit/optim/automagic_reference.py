@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gracetune.optim.element_rates import Limits
+from gracetune.optim.element_rates import RateLimits
 
 
 @dataclass
 class Reference:
     parameter: Tensor
     lr: float = 1e-6
-    limits: Limits = field(default_factory=Limits)
+    limits: RateLimits = field(default_factory=RateLimits)
     eps: float = 1e-30
     clip: float = 1.0
     beta2: float = 0.999

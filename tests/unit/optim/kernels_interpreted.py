@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 
 from gracetune.optim.automagic_cuda import CudaStack
-from gracetune.optim.automagic_stack import Rule, Stack
-from gracetune.optim.element_rates import Limits, RateGrid
+from gracetune.optim.automagic_stack import Stack, UpdateRule
+from gracetune.optim.element_rates import RateGrid, RateLimits
 
 # No bf16: the interpreter cuts it off where a GPU rounds.
 CASES = (
-    ((16, 50), torch.float32, 0.0, Limits()),
-    ((300, 16), torch.float32, 0.1, Limits(1e-5, 1e-7, 2e-4)),
-    ((4, 3, 3, 5), torch.float32, 0.0, Limits()),
-    ((7, 130), torch.float16, 0.0, Limits(1e-3, 1e-4, 1e-1)),
-    ((1, 9), torch.float32, 0.0, Limits(1e-9, 1e-10, 1e-3)),
+    ((16, 50), torch.float32, 0.0, RateLimits()),
+    ((300, 16), torch.float32, 0.1, RateLimits(1e-5, 1e-7, 2e-4)),
+    ((4, 3, 3, 5), torch.float32, 0.0, RateLimits()),
+    ((7, 130), torch.float16, 0.0, RateLimits(1e-3, 1e-4, 1e-1)),
+    ((1, 9), torch.float32, 0.0, RateLimits(1e-9, 1e-10, 1e-3)),
 )
 
 
-def agree(shape: tuple[int, ...], dtype: torch.dtype, decay: float, limits: Limits) -> None:
+def agree(shape: tuple[int, ...], dtype: torch.dtype, decay: float, limits: RateLimits) -> None:
     draw = torch.Generator().manual_seed(0)
-    rule = Rule(RateGrid.of(limits), 0.999, 1e-30, 1.0, decay)
+    rule = UpdateRule(RateGrid.of(limits), 0.999, 1e-30, 1.0, decay)
     ours = [torch.randn(shape, generator=draw).to(dtype).requires_grad_() for _ in range(3)]
     plain = [parameter.detach().clone().requires_grad_() for parameter in ours]
     stacks = [

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from gracetune.config.run_config import Optimizer as Asked
+from gracetune.config.run_config import Optimizer as Requested
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import build_optimizer, load_named_state, named_state, parameter_names
 from gracetune.optim.record import ParamGroup
@@ -28,19 +28,19 @@ class Model(nn.Module):
         self.conv = nn.Conv2d(1, 3, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pictures = self.conv(x.reshape(-1, 1, 2, 3)).mean()
-        return self.second(torch.tanh(self.first(x))).square().mean() + pictures.square()
+        images = self.conv(x.reshape(-1, 1, 2, 3)).mean()
+        return self.second(torch.tanh(self.first(x))).square().mean() + images.square()
 
 
 def optimizer_of(model: nn.Module, name: str) -> tuple[torch.optim.Optimizer, dict[str, torch.Tensor]]:
     groups = [ParamGroup("", "", dict(model.named_parameters()))]
     name, _, rates = name.partition(" ")
-    asked: dict[str, Any] = {"name": name, "lr": 1e-3, "weight_decay": 0.01}
+    config: dict[str, Any] = {"name": name, "lr": 1e-3, "weight_decay": 0.01}
     if name == "automagic":
-        asked["limits"] = {"lr_bump": 1e-4, "max_lr": 1e-1}
+        config["limits"] = {"lr_bump": 1e-4, "max_lr": 1e-1}
     if rates:
-        asked["options"] = {"rates": rates}
-    return build_optimizer(Asked.model_validate(asked), groups), parameter_names(groups)
+        config["options"] = {"rates": rates}
+    return build_optimizer(Requested.model_validate(config), groups), parameter_names(groups)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

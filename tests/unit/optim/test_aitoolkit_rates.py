@@ -69,7 +69,7 @@ def test_rates_and_signs_get_our_names_in_the_files_order(tmp_path: Path, groups
         (SHAPES, {"kind": "dora"}, "kind dora; expected one of kind lora or lokr"),
     ],
 )
-def test_what_cannot_be_placed_is_refused(
+def test_what_cannot_be_placed_is_rejected(
     tmp_path: Path, shapes: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(NotImportableError, match=words) as caught:
@@ -77,7 +77,7 @@ def test_what_cannot_be_placed_is_refused(
     assert "--set optimizer.rates_from=null" in str(caught.value)
 
 
-def test_another_optimizers_file_is_refused(tmp_path: Path) -> None:
+def test_another_optimizers_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "optimizer.pt"
     torch.save({"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": [{"params": [0]}]}, path)
     with pytest.raises(NotImportableError, match="no lr_mask for parameter 0"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracetune.optim import automagic_stack
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.element_rates import Limits
+from gracetune.optim.element_rates import RateLimits
 from gracetune.optim.named_state import NamedState, StateMismatchError
 from unit.optim.automagic_reference import Reference
 
@@ -40,7 +40,7 @@ class TestAgainstTheReference:
     @given(
         st.lists(st.sampled_from(SHAPES), min_size=1, max_size=6),
         st.integers(0, 1000),
-        st.sampled_from([Limits(), Limits(1e-4, 1e-3, 1e-2), Limits(3e-8, 1e-7, 1e-2)]),
+        st.sampled_from([RateLimits(), RateLimits(1e-4, 1e-3, 1e-2), RateLimits(3e-8, 1e-7, 1e-2)]),
         st.sampled_from([0.0, 0.3]),
         st.lists(st.sets(st.integers(0, 5), max_size=3), min_size=1, max_size=6),
         st.integers(1, 200),
@@ -49,7 +49,7 @@ class TestAgainstTheReference:
         self,
         shapes: list[tuple[int, ...]],
         seed: int,
-        limits: Limits,
+        limits: RateLimits,
         decay: float,
         left_out: list[set[int]],
         chunk: int,
@@ -76,7 +76,7 @@ class TestAgainstTheReference:
 
     def test_rates_follow_for_hundreds_of_steps(self) -> None:
         parameters = made([(12, 9)])
-        reference = Reference(parameters[0].detach().clone(), 1e-4, Limits(1e-5, 1e-6, 5e-4))
+        reference = Reference(parameters[0].detach().clone(), 1e-4, RateLimits(1e-5, 1e-6, 5e-4))
         optimizer = Automagic(named(parameters), lr=1e-4, lr_bump=1e-5, min_lr=1e-6, max_lr=5e-4)
         for number in range(300):
             (gradient,) = give(parameters, number)
@@ -92,7 +92,7 @@ class TestAgainstTheReference:
 
     def test_bf16_parameters_are_moved_in_float32(self) -> None:
         parameters = made([(6, 6), (6, 6), (5,)], torch.bfloat16)
-        limits = Limits(1e-2, 1e-2, 1e-1)
+        limits = RateLimits(1e-2, 1e-2, 1e-1)
         plain = [Reference(p.detach().clone(), 5e-2, limits) for p in parameters]
         optimizer = Automagic(named(parameters), lr=5e-2, lr_bump=1e-2, min_lr=1e-2, max_lr=1e-1)
         for number in range(5):
@@ -191,7 +191,7 @@ class TestEdges:
         assert all(torch.equal(a, b.detach()) for a, b in zip(before, parameters, strict=True))
 
     @pytest.mark.parametrize("changes", [{"beta2": 1.0}, {"eps": 0.0}, {"clip_threshold": 0.0}, {"weight_decay": -1.0}])
-    def test_senseless_options_are_refused(self, changes: dict[str, float]) -> None:
+    def test_senseless_options_are_rejected(self, changes: dict[str, float]) -> None:
         with pytest.raises(ValueError, match="beta2"):
             Automagic(named(made([(2, 2)])), **changes)  # type: ignore[arg-type]
 
@@ -216,7 +216,7 @@ class TestEdges:
     def test_eps_may_be_a_pair(self) -> None:
         assert Automagic(named(made([(2, 2)])), eps=(1e-20, 1e-3)).param_groups[0]["eps"] == 1e-20
 
-    def test_fused_is_refused_where_it_cannot_be(self) -> None:
+    def test_fused_is_rejected_where_it_cannot_be(self) -> None:
         with pytest.raises(ValueError, match="CUDA"):
             Automagic(named(made([(2, 2)])), fused=True)
 
@@ -288,7 +288,7 @@ class TestState:
             found, before = other.learning_rates()["0"], optimizer.learning_rates()["0"]
             torch.testing.assert_close(found, before, rtol=1e-2, atol=0)
 
-    def test_other_parameters_are_refused_with_lists(self) -> None:
+    def test_other_parameters_are_rejected_with_lists(self) -> None:
         _, optimizer = trained(range(2), [(4, 4), (3,)])
         saved = optimizer.named_state()
         target = Automagic([("layer.0", made([(4, 4)])[0]), ("other", made([(3,)])[0])])
@@ -301,7 +301,7 @@ class TestState:
         with pytest.raises(StateMismatchError, match="different"):
             Automagic(named(made([(4, 5), (3,)]))).load_named_state(saved)
 
-    def test_another_optimizers_state_is_refused(self) -> None:
+    def test_another_optimizers_state_is_rejected(self) -> None:
         with pytest.raises(StateMismatchError, match="'AdamW'"):
             Automagic(named(made([(4, 4)]))).load_named_state(NamedState({}, {"optimizer": "AdamW"}))
 

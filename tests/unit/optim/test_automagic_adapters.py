@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gracetune.config.run_config import Optimizer as Asked
+from gracetune.config.run_config import Optimizer as Requested
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import build_optimizer, load_named_state, named_state, parameter_names
 from gracetune.optim.record import ParamGroup
 from unit.adapters.denoisers import ADAPTERS, TinyModel, load
 
-ASKED = Asked.model_validate(
+REQUESTED = Requested.model_validate(
     {
         "name": "automagic",
         "lr": 1e-3,
@@ -38,7 +38,7 @@ def test_trains_within_each_experts_limits(kind: str, family: str, tiny_model: T
         ParamGroup("high_noise", "high_noise", attached[0].parameters()),
         ParamGroup("low_noise", "low_noise", attached[1].parameters()),
     ]
-    optimizer = build_optimizer(ASKED, groups)
+    optimizer = build_optimizer(REQUESTED, groups)
     assert isinstance(optimizer, Automagic)
     wanted = torch.randn(experts[0]().shape, generator=torch.Generator().manual_seed(5))
     losses: list[list[float]] = [[], []]
@@ -62,6 +62,6 @@ def test_trains_within_each_experts_limits(kind: str, family: str, tiny_model: T
     names = parameter_names(groups)
     saved = named_state(optimizer, names)
     assert {key.rpartition(":")[0] for key in saved.tensors} == set(names)
-    other = build_optimizer(ASKED, groups)
+    other = build_optimizer(REQUESTED, groups)
     load_named_state(other, names, saved)
     assert all(torch.equal(saved.tensors[key], now) for key, now in named_state(other, names).tensors.items())

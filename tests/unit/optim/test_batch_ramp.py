@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gracetune.config.run_config import BatchRamp, Training
 from gracetune.errors import ConfigError
-from gracetune.optim.batch_ramp import Ramp, Window, ramp_of
+from gracetune.optim.batch_ramp import Ramp, StepBatch, ramp_of
 
 
 @st.composite
@@ -21,7 +21,9 @@ def ramps(draw: st.DrawFn) -> Ramp:
 
 @given(ramps(), st.integers(0, 500), st.integers(0, 100))
 def test_samples_are_those_of_the_windows(ramp: Ramp, consumed: int, count: int) -> None:
-    sizes = [window.micro_batch * window.accumulation for window in islice(ramp.windows(consumed), count)]
+    sizes = [
+        step_batch.micro_batch * step_batch.accumulation for step_batch in islice(ramp.step_batches(consumed), count)
+    ]
     assert ramp.samples(consumed, count) == sum(sizes)
 
 
@@ -31,54 +33,54 @@ def test_a_run_without_an_end_is_counted_at_once() -> None:
 
 @given(ramps(), st.integers(0, 1000))
 def test_a_window_is_as_near_to_the_wanted_batch_as_whole_micro_batches_allow(ramp: Ramp, consumed: int) -> None:
-    window = ramp.window(consumed)
-    size = window.micro_batch * window.accumulation * ramp.world_size
-    grain = ramp.world_size if window.micro_batch < ramp.micro_batch else ramp.micro_batch * ramp.world_size
-    assert window.accumulation >= 1
-    assert 1 <= window.micro_batch <= ramp.micro_batch
+    step_batch = ramp.step_batch(consumed)
+    size = step_batch.micro_batch * step_batch.accumulation * ramp.world_size
+    grain = ramp.world_size if step_batch.micro_batch < ramp.micro_batch else ramp.micro_batch * ramp.world_size
+    assert step_batch.accumulation >= 1
+    assert 1 <= step_batch.micro_batch <= ramp.micro_batch
     assert abs(size - ramp.effective(consumed)) <= grain / 2
 
 
 @given(ramps())
 def test_windows_only_grow_and_end_at_the_target(ramp: Ramp) -> None:
-    windows = list(islice(ramp.windows(), ramp.ramp_steps + 2))
-    sizes = [window.micro_batch * window.accumulation for window in windows]
+    step_batches = list(islice(ramp.step_batches(), ramp.ramp_steps + 2))
+    sizes = [step_batch.micro_batch * step_batch.accumulation for step_batch in step_batches]
     assert sizes == sorted(sizes)
-    assert windows[-1] == ramp.window(ramp.ramp_steps)
+    assert step_batches[-1] == ramp.step_batch(ramp.ramp_steps)
 
 
 @given(ramps(), st.integers(0, 20))
 def test_a_resumed_ramp_goes_on_where_it_was(ramp: Ramp, done: int) -> None:
-    windows = list(islice(ramp.windows(), done + 10))
-    consumed = sum(window.accumulation for window in windows[:done])
-    assert list(islice(ramp.windows(consumed), 10)) == windows[done:]
+    step_batches = list(islice(ramp.step_batches(), done + 10))
+    consumed = sum(step_batch.accumulation for step_batch in step_batches[:done])
+    assert list(islice(ramp.step_batches(consumed), 10)) == step_batches[done:]
 
 
 def test_the_documented_recipe_ramps_the_micro_batch_itself() -> None:
     """`train_batch_size` 32 with an initial effective batch of 4: a no-op in the fork."""
     ramp = Ramp(initial=4, target=64, ramp_steps=10, micro_batch=32)
-    assert [ramp.window(n) for n in (0, 5, 7, 8, 10)] == [
-        Window(4, 1), Window(19, 1), Window(32, 1), Window(32, 1), Window(32, 2),
+    assert [ramp.step_batch(n) for n in (0, 5, 7, 8, 10)] == [
+        StepBatch(4, 1), StepBatch(19, 1), StepBatch(32, 1), StepBatch(32, 1), StepBatch(32, 2),
     ]  # fmt: skip
 
 
 def test_without_a_ramp_every_window_is_the_config_s() -> None:
     ramp = ramp_of(Training(batch_size=3, gradient_accumulation_steps=5), world_size=2)
-    assert set(islice(ramp.windows(), 20)) == {Window(3, 5)}
+    assert set(islice(ramp.step_batches(), 20)) == {StepBatch(3, 5)}
     assert ramp.first_line is None
 
 
 def test_the_log_line_speaks_in_micro_batches() -> None:
-    asked = BatchRamp(
+    config = BatchRamp(
         enabled=True, initial_effective_batch_size=4, target_effective_batch_size=32, batch_rampup_steps=100
     )
-    ramp = ramp_of(Training(batch_size=2, ramp=asked), world_size=1)
+    ramp = ramp_of(Training(batch_size=2, ramp=config), world_size=1)
     assert ramp.first_line == "GH200 gradient accumulation ramp enabled (initial=2, target=16, ramp_steps=100)"
 
 
-def test_fewer_samples_than_processes_is_refused() -> None:
-    asked = BatchRamp(
+def test_fewer_samples_than_processes_is_rejected() -> None:
+    config = BatchRamp(
         enabled=True, initial_effective_batch_size=2, target_effective_batch_size=32, batch_rampup_steps=100
     )
     with pytest.raises(ConfigError, match="at least 4"):
-        ramp_of(Training(ramp=asked), world_size=4)
+        ramp_of(Training(ramp=config), world_size=4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gracetune.config.run_config import Optimizer as Asked
+from gracetune.config.run_config import Optimizer as Requested
 from gracetune.errors import ConfigError
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import (
@@ -26,8 +26,8 @@ from gracetune.optim.record import ParamGroup
 PRODIGIES = {"prodigy": "prodigyopt", "prodigy_plus_schedule_free": "prodigyplus"}
 
 
-def asked(name: str = "adamw", **changes: object) -> Asked:
-    return Asked.model_validate({"name": name, **changes})
+def settings(name: str = "adamw", **changes: object) -> Requested:
+    return Requested.model_validate({"name": name, **changes})
 
 
 def layers(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -55,16 +55,16 @@ def need(name: str) -> None:
 
 class TestBuilding:
     def test_each_name_gives_its_optimizer(self) -> None:
-        assert type(build_optimizer(asked("adamw"), both())) is torch.optim.AdamW
-        assert type(build_optimizer(asked("adafactor"), both())).__module__.startswith("transformers")
-        assert type(build_optimizer(asked("lion"), both())) is Lion
-        assert type(build_optimizer(asked("automagic"), both())) is Automagic
+        assert type(build_optimizer(settings("adamw"), both())) is torch.optim.AdamW
+        assert type(build_optimizer(settings("adafactor"), both())).__module__.startswith("transformers")
+        assert type(build_optimizer(settings("lion"), both())) is Lion
+        assert type(build_optimizer(settings("automagic"), both())) is Automagic
 
     @pytest.mark.parametrize("name", PRODIGIES)
     def test_prodigies_where_they_are_installed(self, name: str) -> None:
         need(name)
         groups = both()
-        optimizer = build_optimizer(asked(name, lr=1.0), groups)
+        optimizer = build_optimizer(settings(name, lr=1.0), groups)
         before = [parameter.detach().clone() for parameter in parameter_names(groups).values()]
         for step in range(3):
             give(groups, step)
@@ -78,39 +78,39 @@ class TestBuilding:
     def test_a_missing_package_is_named(self, name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
         with pytest.raises(ConfigError, match=f"pip install {package}"):
-            build_optimizer(asked(name), both())
+            build_optimizer(settings(name), both())
 
     def test_8_bit_is_for_gpus(self) -> None:
         with pytest.raises(ConfigError, match="these are on cpu"):
-            build_optimizer(asked("adamw_8bit"), both())
+            build_optimizer(settings("adamw_8bit"), both())
 
     def test_settings_arrive(self) -> None:
-        made = build_optimizer(asked(lr=3e-4, weight_decay=0.05, betas=(0.8, 0.95), eps=1e-6), both())
+        made = build_optimizer(settings(lr=3e-4, weight_decay=0.05, betas=(0.8, 0.95), eps=1e-6), both())
         for group in made.param_groups:
             assert (group["lr"], group["weight_decay"], group["betas"], group["eps"]) == (3e-4, 0.05, (0.8, 0.95), 1e-6)
 
     def test_unset_means_the_optimizers_own(self) -> None:
         own = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).defaults
-        made = build_optimizer(asked(), both()).param_groups[0]
+        made = build_optimizer(settings(), both()).param_groups[0]
         assert all(made[name] == own[name] for name in ("weight_decay", "betas", "eps"))
 
     def test_adamw_is_fused_where_it_can_be(self) -> None:
-        assert build_optimizer(asked(), both()).defaults["fused"] is True
-        assert not build_optimizer(asked(options={"foreach": True}), both()).defaults["fused"]
+        assert build_optimizer(settings(), both()).defaults["fused"] is True
+        assert not build_optimizer(settings(options={"foreach": True}), both()).defaults["fused"]
         half = [ParamGroup("", "", layers(dtype=torch.bfloat16))]
-        assert not build_optimizer(asked(), half).defaults["fused"]
+        assert not build_optimizer(settings(), half).defaults["fused"]
 
     def test_groups_keep_name_stage_and_rate(self) -> None:
         groups = [ParamGroup("a", "", layers(0), lr=1e-2), ParamGroup("b", "", layers(1))]
-        made = build_optimizer(asked("lion", lr=1e-3), groups).param_groups
+        made = build_optimizer(settings("lion", lr=1e-3), groups).param_groups
         assert [(group["name"], group["lr"]) for group in made] == [("a", 1e-2), ("b", 1e-3)]
         assert made[0]["param_names"][0] == "a/to_q.lora_A.weight"
 
     def test_nothing_and_two_alike_are_mistakes(self) -> None:
         with pytest.raises(ValueError, match="nothing to train"):
-            build_optimizer(asked(), [])
+            build_optimizer(settings(), [])
         with pytest.raises(ValueError, match="one name"):
-            build_optimizer(asked(), [ParamGroup("a", "", layers()), ParamGroup("a", "", layers())])
+            build_optimizer(settings(), [ParamGroup("a", "", layers()), ParamGroup("a", "", layers())])
 
     def test_names_of_one_group_without_a_name_are_plain(self) -> None:
         assert [*parameter_names([ParamGroup("", "", layers())])] == [*layers()]
@@ -118,8 +118,8 @@ class TestBuilding:
 
 class TestOptions:
     def test_are_handed_over(self) -> None:
-        assert build_optimizer(asked(options={"amsgrad": True}), both()).defaults["amsgrad"] is True
-        assert build_optimizer(asked("automagic", options={"beta2": 0.9}), both()).defaults["beta2"] == 0.9
+        assert build_optimizer(settings(options={"amsgrad": True}), both()).defaults["amsgrad"] is True
+        assert build_optimizer(settings("automagic", options={"beta2": 0.9}), both()).defaults["beta2"] == 0.9
 
     @pytest.mark.parametrize(
         ("name", "option", "near"),
@@ -130,35 +130,35 @@ class TestOptions:
             ("adafactor", "clip_treshold", "clip_threshold"),
         ],
     )
-    def test_misspelt_ones_are_refused_with_the_nearest(self, name: str, option: str, near: str) -> None:
+    def test_misspelt_ones_are_rejected_with_the_nearest(self, name: str, option: str, near: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            build_optimizer(asked(name, options={option: 1}), both())
+            build_optimizer(settings(name, options={option: 1}), both())
         (problem,) = caught.value.problems
         assert problem.key == f"optimizer.options.{option}"
         assert problem.hint == f"write `{near}`"
 
     def test_all_problems_come_at_once(self) -> None:
         with pytest.raises(ConfigError) as caught:
-            build_optimizer(asked("lion", eps=1e-8, options={"nonsense": 1, "lr": 2}), both())
+            build_optimizer(settings("lion", eps=1e-8, options={"nonsense": 1, "lr": 2}), both())
         keys = [problem.key for problem in caught.value.problems]
         assert keys == ["optimizer.eps", "optimizer.options.nonsense", "optimizer.options.lr"]
 
-    def test_given_twice_is_refused(self) -> None:
+    def test_given_twice_is_rejected(self) -> None:
         with pytest.raises(ConfigError, match="one of the two"):
-            build_optimizer(asked(weight_decay=0.1, options={"weight_decay": 0.2}), both())
+            build_optimizer(settings(weight_decay=0.1, options={"weight_decay": 0.2}), both())
 
     def test_limits_have_a_place_of_their_own(self) -> None:
         with pytest.raises(ConfigError, match=r"optimizer\.limits\.max_lr"):
-            build_optimizer(asked("automagic", options={"max_lr": 1e-2}), both())
+            build_optimizer(settings("automagic", options={"max_lr": 1e-2}), both())
 
-    def test_values_the_optimizer_refuses_are_our_error(self) -> None:
+    def test_values_the_optimizer_rejects_are_our_error(self) -> None:
         with pytest.raises(ConfigError, match="change what `optimizer` says"):
-            build_optimizer(asked("automagic", options={"beta2": 2.0}), both())
+            build_optimizer(settings("automagic", options={"beta2": 2.0}), both())
         with pytest.raises(ConfigError, match="adafactor"):
-            build_optimizer(asked("adafactor", options={"warmup_init": True}), both())
+            build_optimizer(settings("adafactor", options={"warmup_init": True}), both())
 
     def test_without_effect_are_taken_and_said(self) -> None:
-        config = asked("adafactor", options={"stochastic_rounding": True})
+        config = settings("adafactor", options={"stochastic_rounding": True})
         build_optimizer(config, both())
         assert "fp32" in optimizer_notes(config)[0]
         with pytest.raises(ConfigError, match="stochastic_rounding"):
@@ -167,12 +167,12 @@ class TestOptions:
 
 class TestAdafactor:
     def test_takes_the_configs_rate(self) -> None:
-        group = build_optimizer(asked("adafactor", lr=1e-3, eps=1e-20), both()).param_groups[0]
+        group = build_optimizer(settings("adafactor", lr=1e-3, eps=1e-20), both()).param_groups[0]
         assert (group["lr"], group["relative_step"], group["scale_parameter"]) == (1e-3, False, False)
         assert group["eps"] == (1e-20, 1e-3)
 
     def test_or_its_own_if_asked_to(self) -> None:
-        config = asked("adafactor", options={"relative_step": True, "scale_parameter": True, "eps": [1e-30, 1e-3]})
+        config = settings("adafactor", options={"relative_step": True, "scale_parameter": True, "eps": [1e-30, 1e-3]})
         groups = both()
         optimizer = build_optimizer(config, groups)
         before = next(iter(groups[0].parameters.values())).detach().clone()
@@ -185,7 +185,7 @@ class TestAdafactor:
 
 class TestAutomagicLimits:
     def limits(self, **changes: object) -> list[tuple[float, float, float]]:
-        groups = build_optimizer(asked("automagic", **changes), both()).param_groups
+        groups = build_optimizer(settings("automagic", **changes), both()).param_groups
         return [(group["lr_bump"], group["min_lr"], group["max_lr"]) for group in groups]
 
     def test_unset_are_the_published_ones(self) -> None:
@@ -202,24 +202,24 @@ class TestAutomagicLimits:
         found = self.limits(limits={"max_lr": 1e-4, "lr_bump": 2e-6}, low_noise={"max_lr": 5e-4})
         assert found == [(2e-6, 1e-7, 1e-4), (2e-6, 1e-7, 5e-4)]
 
-    def test_that_contradict_each_other_are_refused(self) -> None:
+    def test_that_contradict_each_other_are_rejected(self) -> None:
         with pytest.raises(ConfigError, match=r"optimizer\.high_noise"):
             self.limits(limits={"min_lr": 1e-4}, high_noise={"max_lr": 1e-5})
 
     def test_of_an_expert_that_is_not_trained_are_said(self) -> None:
-        config = asked("automagic", lr=1e-6, high_noise={"max_lr": 1e-4})
+        config = settings("automagic", lr=1e-6, high_noise={"max_lr": 1e-4})
         (note,) = optimizer_notes(config, both()[1:])
         assert note == "optimizer.high_noise: not used, that expert is not trained"
         assert optimizer_notes(config, both()) == ()
 
     def test_a_start_outside_is_said(self) -> None:
-        (note,) = optimizer_notes(asked("automagic", lr=1e-2), [ParamGroup("", "", layers())])
+        (note,) = optimizer_notes(settings("automagic", lr=1e-2), [ParamGroup("", "", layers())])
         assert "rates start at 0.001" in note
 
 
 def test_a_low_rate_for_prodigy_is_said() -> None:
-    assert "1 is usual" in optimizer_notes(asked("prodigy", lr=1e-4))[0]
-    assert optimizer_notes(asked("prodigy", lr=1.0)) == ()
+    assert "1 is usual" in optimizer_notes(settings("prodigy", lr=1e-4))[0]
+    assert optimizer_notes(settings("prodigy", lr=1.0)) == ()
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -257,7 +257,7 @@ class TestState:
             give(groups, step, only="high_noise" if step // 2 % 2 == 0 else "low_noise")
             optimizer.step()
 
-        config = asked(name, **changes)
+        config = settings(name, **changes)
         whole = both()
         optimizer = build_optimizer(config, whole)
         for step in range(9):
@@ -281,35 +281,35 @@ class TestState:
             assert torch.equal(one, two)
 
     @pytest.mark.parametrize("name", ["adamw", "automagic"])
-    def test_of_other_parameters_is_refused(self, name: str) -> None:
+    def test_of_other_parameters_is_rejected(self, name: str) -> None:
         groups = both()
-        optimizer = build_optimizer(asked(name), groups)
+        optimizer = build_optimizer(settings(name), groups)
         give(groups, 0)
         optimizer.step()
         saved = named_state(optimizer, parameter_names(groups))
         one = [ParamGroup("low_noise", "low_noise", layers())]
-        target = build_optimizer(asked(name), one)
+        target = build_optimizer(settings(name), one)
         with pytest.raises(StateMismatchError, match=r"not ours \(\d+\): high_noise/to_q"):
             load_named_state(target, parameter_names(one), saved)
         assert not target.state
 
-    def test_of_another_optimizer_is_refused(self) -> None:
+    def test_of_another_optimizer_is_rejected(self) -> None:
         groups = both()
-        saved = named_state(build_optimizer(asked("lion"), groups), parameter_names(groups))
+        saved = named_state(build_optimizer(settings("lion"), groups), parameter_names(groups))
         with pytest.raises(StateMismatchError, match="the state of 'Lion', not of 'AdamW'"):
-            load_named_state(build_optimizer(asked("adamw"), groups), parameter_names(groups), saved)
+            load_named_state(build_optimizer(settings("adamw"), groups), parameter_names(groups), saved)
 
     def test_an_expert_never_gets_the_others_state(self) -> None:
         groups = both()
-        optimizer = build_optimizer(asked("adamw"), groups)
+        optimizer = build_optimizer(settings("adamw"), groups)
         give(groups, 0, only="low_noise")
         optimizer.step()
         saved = named_state(optimizer, parameter_names(groups))
-        swapped = build_optimizer(asked("adamw"), groups[::-1])
+        swapped = build_optimizer(settings("adamw"), groups[::-1])
         names = parameter_names(groups)
         with pytest.raises(StateMismatchError, match="groups"):
             load_named_state(swapped, names, saved)
-        again = build_optimizer(asked("adamw"), groups)
+        again = build_optimizer(settings("adamw"), groups)
         load_named_state(again, names, saved)
         held = {name for name, parameter in names.items() if again.state.get(parameter)}
         assert held == {name for name in names if name.startswith("low_noise/")}
@@ -330,11 +330,11 @@ class TestState:
 
     def test_a_changed_rate_counts_after_a_resume(self) -> None:
         groups = both()
-        optimizer = build_optimizer(asked("adamw", lr=1e-3), groups)
+        optimizer = build_optimizer(settings("adamw", lr=1e-3), groups)
         give(groups, 0)
         optimizer.step()
         saved = named_state(optimizer, parameter_names(groups))
-        other = build_optimizer(asked("adamw", lr=1e-5), groups)
+        other = build_optimizer(settings("adamw", lr=1e-5), groups)
         load_named_state(other, parameter_names(groups), saved)
         assert other.param_groups[0]["lr"] == 1e-5
 
@@ -342,7 +342,7 @@ class TestState:
 @pytest.mark.parametrize("name", ["adamw", "automagic", "lion"])
 def test_what_an_optimizer_keeps_is_what_is_counted(name: str) -> None:
     groups = both()
-    optimizer = build_optimizer(asked(name), groups)
+    optimizer = build_optimizer(settings(name), groups)
     give(groups, 0)
     optimizer.step()
     saved = named_state(optimizer, parameter_names(groups)).tensors

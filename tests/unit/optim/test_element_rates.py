@@ -7,17 +7,17 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gracetune.optim.element_rates import Limits, RateGrid
+from gracetune.optim.element_rates import RateGrid, RateLimits
 
 NO = torch.tensor([False])
 
 
 @st.composite
-def limits(draw: st.DrawFn) -> Limits:
+def limits(draw: st.DrawFn) -> RateLimits:
     low, high = sorted(draw(st.tuples(st.floats(1e-9, 1e-1), st.floats(1e-9, 1e-1))))
     bump = draw(st.floats(1e-10, 1e-2))
     assume(high / bump < 1e9)
-    return Limits(bump, low, high)
+    return RateLimits(bump, low, high)
 
 
 def walk(grid: RateGrid, stored: torch.Tensor, ups: list[bool]) -> torch.Tensor:
@@ -28,14 +28,14 @@ def walk(grid: RateGrid, stored: torch.Tensor, ups: list[bool]) -> torch.Tensor:
 
 class TestGrid:
     def test_of_the_defaults(self) -> None:
-        grid = RateGrid.of(Limits())
+        grid = RateGrid.of(RateLimits())
         assert (grid.bump, grid.highest, grid.dtype) == (65, 65000, torch.int16)
 
     @given(limits())
-    def test_takes_the_finest_unit_that_fits(self, asked: Limits) -> None:
-        grid = RateGrid.of(asked)
-        span = Fraction(asked.max_lr) / Fraction(asked.lr_bump)
-        assert grid.unit * grid.bump == pytest.approx(asked.lr_bump, rel=1e-15)
+    def test_takes_the_finest_unit_that_fits(self, config: RateLimits) -> None:
+        grid = RateGrid.of(config)
+        span = Fraction(config.max_lr) / Fraction(config.lr_bump)
+        assert grid.unit * grid.bump == pytest.approx(config.lr_bump, rel=1e-15)
         room = 65535 if grid.dtype == torch.int16 else 1 << 30
         assert span * grid.bump <= room * (1 + Fraction(1, 10**11))
         assert span * (grid.bump + 1) > room * (1 - Fraction(1, 10**11)) or grid.bump == 1 << 30
@@ -48,17 +48,17 @@ class TestGrid:
     )
     def test_a_thousand_bumps_reach_the_top_exactly(self, bump: float, top: float, dtype: torch.dtype) -> None:
         """From `top` - 1000 bumps: no bump is swallowed, at whatever height."""
-        asked = Limits(bump, bump, top)
-        grid = RateGrid.of(asked)
+        config = RateLimits(bump, bump, top)
+        grid = RateGrid.of(config)
         assert grid.dtype == dtype
         stored = torch.tensor([grid.stored(max(bump, top - 1000 * bump))], dtype=grid.dtype)
         almost = walk(grid, stored, [True] * 998)
         assert int(almost) - int(stored) == 998 * grid.bump
-        there = walk(grid, almost, [True] * 2)
-        assert grid.read(there).item() == torch.tensor(top, dtype=torch.float32).item()
+        existing = walk(grid, almost, [True] * 2)
+        assert grid.read(existing).item() == torch.tensor(top, dtype=torch.float32).item()
 
     def test_a_thousand_steps_of_the_defaults_go_from_start_to_end(self) -> None:
-        grid = RateGrid.of(Limits())
+        grid = RateGrid.of(RateLimits())
         stored = torch.tensor([grid.stored(1e-6)], dtype=grid.dtype)
         for bumps in range(1, 1001):
             stored = walk(grid, stored, [True])
@@ -68,20 +68,20 @@ class TestGrid:
         assert grid.read(down).item() == torch.tensor(1e-7).item()
 
     @given(limits(), st.floats(1e-9, 1e-1), st.lists(st.booleans(), max_size=60))
-    def test_stays_within_a_unit_of_exact_rates(self, asked: Limits, start: float, ups: list[bool]) -> None:
-        grid = RateGrid.of(asked)
-        exact = min(max(start, asked.min_lr), asked.max_lr)
+    def test_stays_within_a_unit_of_exact_rates(self, config: RateLimits, start: float, ups: list[bool]) -> None:
+        grid = RateGrid.of(config)
+        exact = min(max(start, config.min_lr), config.max_lr)
         stored = torch.tensor([grid.stored(start)], dtype=grid.dtype)
         for up in ups:
-            exact = min(max(exact + (asked.lr_bump if up else -asked.lr_bump), asked.min_lr), asked.max_lr)
+            exact = min(max(exact + (config.lr_bump if up else -config.lr_bump), config.min_lr), config.max_lr)
             stored = walk(grid, stored, [up])
             found = float(grid.read(stored))
             assert abs(found - exact) <= 1.001 * grid.unit + 1e-6 * exact
-            assert asked.min_lr * (1 - 1e-6) <= found <= asked.max_lr * (1 + 1e-6)
+            assert config.min_lr * (1 - 1e-6) <= found <= config.max_lr * (1 + 1e-6)
 
     @given(limits(), st.floats(1e-9, 1e-1))
-    def test_up_and_down_is_where_it_was(self, asked: Limits, start: float) -> None:
-        grid = RateGrid.of(asked)
+    def test_up_and_down_is_where_it_was(self, config: RateLimits, start: float) -> None:
+        grid = RateGrid.of(config)
         stored = torch.tensor([grid.stored(start)], dtype=grid.dtype)
         up = walk(grid, stored, [True])
         assume(int(up) + grid.bias < grid.highest)
@@ -89,23 +89,23 @@ class TestGrid:
         assert torch.equal(walk(grid, up, [False]), stored)
 
     def test_fresh_elements_do_not_move(self) -> None:
-        grid = RateGrid.of(Limits())
+        grid = RateGrid.of(RateLimits())
         stored = torch.tensor([grid.stored(1e-5)] * 2, dtype=grid.dtype)
         moved = grid.moved(stored, torch.tensor([True, False]), torch.tensor([True, True]))
         assert torch.equal(moved - grid.bias, stored.int())
 
     @given(limits(), st.floats(1e-9, 1e-1))
-    def test_tensors_are_stored_as_numbers_are(self, asked: Limits, rate: float) -> None:
-        grid = RateGrid.of(asked)
+    def test_tensors_are_stored_as_numbers_are(self, config: RateLimits, rate: float) -> None:
+        grid = RateGrid.of(config)
         assert abs(int(grid.store(torch.tensor([rate], dtype=torch.float64))) - grid.stored(rate)) <= 1
 
 
 class TestLimits:
     @pytest.mark.parametrize("values", [(0, 1e-7, 1e-3), (1e-6, 1e-2, 1e-3), (1e-6, float("nan"), 1e-3), (1e-6, 0, 1)])
-    def test_that_make_no_sense_are_refused(self, values: tuple[float, float, float]) -> None:
+    def test_that_make_no_sense_are_rejected(self, values: tuple[float, float, float]) -> None:
         with pytest.raises(ValueError, match="all above 0, and min_lr at most max_lr"):
-            Limits(*values)
+            RateLimits(*values)
 
-    def test_a_bump_too_small_for_the_range_is_refused(self) -> None:
+    def test_a_bump_too_small_for_the_range_is_rejected(self) -> None:
         with pytest.raises(ValueError, match="more than a billion times"):
-            RateGrid.of(Limits(1e-15, 1e-7, 1e-3))
+            RateGrid.of(RateLimits(1e-15, 1e-7, 1e-3))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gracetune.config.run_config import Ema as EmaConfig
 from gracetune.errors import GracetuneError
-from gracetune.optim.ema import Ema
+from gracetune.optim.ema import EmaWeights
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -25,7 +25,7 @@ def move(held: dict[str, torch.Tensor], seed: int) -> None:
 @given(st.floats(0.01, 0.9999), st.integers(1, 4), st.integers(0, 12), st.booleans(), st.integers(0, 6))
 def test_follows_its_formula(decay: float, every: int, steps: int, ramp: bool, copied: int) -> None:
     held = parameters()
-    ema = Ema(held, decay=decay, update_every=every, ramp=ramp, copy_until=copied)
+    ema = EmaWeights(held, decay=decay, update_every=every, ramp=ramp, copy_until=copied)
     expected = {name: parameter.detach().double() for name, parameter in held.items()}
     for step in range(1, steps + 1):
         move(held, step)
@@ -43,7 +43,7 @@ def test_follows_its_formula(decay: float, every: int, steps: int, ramp: bool, c
 
 def test_small_moves_of_bf16_parameters_are_not_lost() -> None:
     held = {"a": torch.ones(4, dtype=torch.bfloat16)}
-    ema = Ema(held, decay=0.999)
+    ema = EmaWeights(held, decay=0.999)
     held["a"].add_(1.0)
     for _ in range(100):
         ema.update()
@@ -51,7 +51,7 @@ def test_small_moves_of_bf16_parameters_are_not_lost() -> None:
     torch.testing.assert_close(ema.averages["a"], torch.full((4,), 2 - 0.999**100), rtol=1e-4, atol=0)
 
 
-def fail_inside(ema: Ema) -> None:
+def fail_inside(ema: EmaWeights) -> None:
     with ema.swapped():
         raise RuntimeError("in the middle")
 
@@ -59,7 +59,7 @@ def fail_inside(ema: Ema) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swapping_gives_the_averages_and_brings_back_every_bit(dtype: torch.dtype) -> None:
     held = parameters(dtype)
-    ema = Ema(held, decay=0.9)
+    ema = EmaWeights(held, decay=0.9)
     move(held, 1)
     ema.update()
     before = {name: parameter.detach().clone() for name, parameter in held.items()}
@@ -76,14 +76,14 @@ def test_swapping_gives_the_averages_and_brings_back_every_bit(dtype: torch.dtyp
 
 def test_resumes_to_the_bit() -> None:
     whole, first = parameters(), parameters()
-    uninterrupted, ema = Ema(whole, decay=0.9, update_every=2), Ema(first, decay=0.9, update_every=2)
+    uninterrupted, ema = EmaWeights(whole, decay=0.9, update_every=2), EmaWeights(first, decay=0.9, update_every=2)
     for step in range(7):
         move(whole, step)
         uninterrupted.update()
     for step in range(3):
         move(first, step)
         ema.update()
-    resumed = Ema(first, decay=0.9, update_every=2)
+    resumed = EmaWeights(first, decay=0.9, update_every=2)
     resumed.load_named_state(dict(ema.averages), ema.steps)
     for step in range(3, 7):
         move(first, step)
@@ -91,8 +91,8 @@ def test_resumes_to_the_bit() -> None:
     assert all(torch.equal(resumed.averages[name], uninterrupted.averages[name]) for name in whole)
 
 
-def test_state_of_other_parameters_is_refused_and_changes_nothing() -> None:
-    ema = Ema(parameters(), decay=0.9)
+def test_state_of_other_parameters_is_rejected_and_changes_nothing() -> None:
+    ema = EmaWeights(parameters(), decay=0.9)
     before = {name: average.clone() for name, average in ema.averages.items()}
     state = {"a": torch.zeros(3, 3), "c": torch.zeros(3, 2)}
     with pytest.raises(GracetuneError) as caught:
@@ -103,7 +103,7 @@ def test_state_of_other_parameters_is_refused_and_changes_nothing() -> None:
 
 
 def test_comes_from_the_config() -> None:
-    assert Ema.from_config(parameters(), EmaConfig()) is None
-    made = Ema.from_config(parameters(), EmaConfig(enabled=True, decay=0.5, update_every=3))
+    assert EmaWeights.from_config(parameters(), EmaConfig()) is None
+    made = EmaWeights.from_config(parameters(), EmaConfig(enabled=True, decay=0.5, update_every=3))
     assert made is not None
     assert (made.decay, made.update_every) == (0.5, 3)

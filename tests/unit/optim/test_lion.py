@@ -72,6 +72,6 @@ def test_decoupled_decay_does_not_scale_with_the_rate() -> None:
 
 
 @pytest.mark.parametrize("options", [{"lr": -1.0}, {"betas": (0.9, 1.5)}, {"lr": 0.0, "decoupled_weight_decay": True}])
-def test_senseless_options_are_refused(options: dict[str, float]) -> None:
+def test_senseless_options_are_rejected(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"lr|rate"):
         Lion(made(), **options)  # type: ignore[arg-type]

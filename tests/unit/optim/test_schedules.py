@@ -29,10 +29,10 @@ def optimizer(*rates: float) -> torch.optim.SGD:
     )
 
 
-def followed(asked: Schedule, total: int, *rates: float, name: str = "adamw") -> list[list[float]]:
+def followed(config: Schedule, total: int, *rates: float, name: str = "adamw") -> list[list[float]]:
     """The rates of every step of a run, group by group, as the optimizer sees them."""
     sgd = optimizer(*rates)
-    scheduler = build_schedule(sgd, asked, optimizer_name=name, total=total).scheduler
+    scheduler = build_schedule(sgd, config, optimizer_name=name, total=total).scheduler
     seen: list[list[float]] = [[] for _ in rates]
     for _ in range(total):
         for group, rates_seen in zip(sgd.param_groups, seen, strict=True):
@@ -59,7 +59,7 @@ class TestAgainstDiffusers:
         end = 1e-7 if name == "polynomial" else 0.0  # theirs has no other
         cycles = 3 if name == "cosine_with_restarts" else 1
         power = 2.0 if name == "polynomial" else 1.0
-        asked = schedule(name, warmup_steps=warmup, cycles=cycles, power=power, end_lr=end)
+        config = schedule(name, warmup_steps=warmup, cycles=cycles, power=power, end_lr=end)
         sgd = optimizer(2e-4)
         options = {"num_warmup_steps": warmup, "num_training_steps": 50, **theirs}
         scheduler = get_scheduler(optimizer=sgd, **options)  # type: ignore[arg-type]
@@ -68,58 +68,58 @@ class TestAgainstDiffusers:
             expected.append(sgd.param_groups[0]["lr"])
             sgd.step()
             scheduler.step()
-        assert followed(asked, 50, 2e-4)[0] == pytest.approx(expected, rel=1e-9, abs=1e-18)
+        assert followed(config, 50, 2e-4)[0] == pytest.approx(expected, rel=1e-9, abs=1e-18)
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
     total = draw(st.integers(1, 400))
-    asked = schedule(
+    config = schedule(
         draw(st.sampled_from(NAMES)),
         warmup_steps=draw(st.integers(0, total - 1)),
         cycles=draw(st.sampled_from([0.5, 1, 1.5, 3])),
         power=draw(st.floats(0.1, 4)),
         end_lr=draw(st.floats(0, 1e-4)),
     )
-    return asked, total
+    return config, total
 
 
 class TestRates:
     @given(schedules())
     def test_stay_between_0_and_the_groups_own(self, made: tuple[Schedule, int]) -> None:
-        asked, total = made
+        config, total = made
         for step in range(total + 20):
-            rate = learning_rate(step, total, asked, 1e-3)
-            warming = asked.name != "constant" and step < asked.warmup_steps
-            assert (0 if warming else min(asked.end_lr, 1e-3)) * (1 - 1e-9) <= rate <= 1e-3 * (1 + 1e-9)
+            rate = learning_rate(step, total, config, 1e-3)
+            warming = config.name != "constant" and step < config.warmup_steps
+            assert (0 if warming else min(config.end_lr, 1e-3)) * (1 - 1e-9) <= rate <= 1e-3 * (1 + 1e-9)
 
     @given(schedules())
     def test_warm_up_is_a_straight_line_that_ends_at_the_rate(self, made: tuple[Schedule, int]) -> None:
-        asked, total = made
-        if asked.name == "constant":
-            assert learning_rate(0, total, asked, 1e-3) == 1e-3
+        config, total = made
+        if config.name == "constant":
+            assert learning_rate(0, total, config, 1e-3) == 1e-3
             return
-        for step in range(asked.warmup_steps + 1):
-            expected = 1e-3 * step / max(1, asked.warmup_steps) if step < asked.warmup_steps else 1e-3
-            assert learning_rate(step, total, asked, 1e-3) == pytest.approx(expected)
+        for step in range(config.warmup_steps + 1):
+            expected = 1e-3 * step / max(1, config.warmup_steps) if step < config.warmup_steps else 1e-3
+            assert learning_rate(step, total, config, 1e-3) == pytest.approx(expected)
 
     @pytest.mark.parametrize("name", FALLING)
     def test_end_at_the_end_and_stay_there(self, name: str) -> None:
-        asked = schedule(name, end_lr=1e-6, warmup_steps=10)
-        assert learning_rate(100, 100, asked, 1e-3) == pytest.approx(1e-6)
-        assert learning_rate(1000, 100, asked, 1e-3) == pytest.approx(1e-6)
-        assert learning_rate(99, 100, asked, 1e-3) > 1e-6
+        config = schedule(name, end_lr=1e-6, warmup_steps=10)
+        assert learning_rate(100, 100, config, 1e-3) == pytest.approx(1e-6)
+        assert learning_rate(1000, 100, config, 1e-3) == pytest.approx(1e-6)
+        assert learning_rate(99, 100, config, 1e-3) > 1e-6
 
     def test_restarts_jump_back_to_the_top(self) -> None:
-        asked = schedule("cosine_with_restarts", cycles=4)
-        rates = [learning_rate(step, 100, asked, 1.0) for step in range(100)]
+        config = schedule("cosine_with_restarts", cycles=4)
+        rates = [learning_rate(step, 100, config, 1.0) for step in range(100)]
         jumps = [at for at in range(1, 100) if rates[at] > rates[at - 1]]
         assert jumps == [25, 50, 75]
         assert [rates[at] for at in jumps] == [1.0, 1.0, 1.0]
 
     def test_sine_is_a_wave_from_the_top(self) -> None:
-        asked = schedule("sine", cycles=2, end_lr=0.2)
-        rates = [learning_rate(step, 100, asked, 1.0) for step in range(101)]
+        config = schedule("sine", cycles=2, end_lr=0.2)
+        rates = [learning_rate(step, 100, config, 1.0) for step in range(101)]
         assert [rates[at] for at in (0, 25, 50, 75, 100)] == pytest.approx([1.0, 0.2, 1.0, 0.2, 1.0])
         assert max(abs(b - a) for a, b in pairwise(rates)) < 0.06
 
@@ -138,50 +138,50 @@ class TestBuilding:
 
     @pytest.mark.parametrize("name", ["automagic", "prodigy_plus_schedule_free"])
     def test_optimizers_that_find_their_own_are_left_constant_and_it_is_said(self, name: str) -> None:
-        asked = schedule("cosine", warmup_steps=3)
-        assert followed(asked, 10, 1e-3, name=name) == [[1e-3] * 10]
-        (note,) = build_schedule(optimizer(1e-3), asked, optimizer_name=name, total=10).notes
+        config = schedule("cosine", warmup_steps=3)
+        assert followed(config, 10, 1e-3, name=name) == [[1e-3] * 10]
+        (note,) = build_schedule(optimizer(1e-3), config, optimizer_name=name, total=10).notes
         assert "cosine" in note
         assert name in note
         assert effective(schedule(), name) == (schedule(), ())
 
     @pytest.mark.parametrize(
-        ("asked", "word"),
+        ("config", "word"),
         [
             (schedule("constant", warmup_steps=5), "constant_with_warmup"),
             (schedule("cosine", cycles=3), "schedule.cycles"),
             (schedule("linear", power=2.0), "schedule.power"),
         ],
     )
-    def test_what_means_nothing_is_said(self, asked: Schedule, word: str) -> None:
-        (note,) = effective(asked, "adamw")[1]
+    def test_what_means_nothing_is_said(self, config: Schedule, word: str) -> None:
+        (note,) = effective(config, "adamw")[1]
         assert word in note
 
-    def test_an_end_above_the_rate_is_refused(self) -> None:
-        asked = schedule("polynomial", end_lr=1e-2)
+    def test_an_end_above_the_rate_is_rejected(self) -> None:
+        config = schedule("polynomial", end_lr=1e-2)
         with pytest.raises(ConfigError) as caught:
-            build_schedule(optimizer(1e-3), asked, optimizer_name="adamw", total=10)
+            build_schedule(optimizer(1e-3), config, optimizer_name="adamw", total=10)
         assert [problem.key for problem in caught.value.problems] == ["schedule.end_lr"]
 
     @pytest.mark.parametrize("name", ["constant_with_warmup", *FALLING])
     def test_a_warm_up_longer_than_the_run_is_said_and_followed(self, name: str) -> None:
-        asked = schedule(name, warmup_steps=50)
-        assert followed(asked, 5, 1e-3)[0] == pytest.approx([0, 2e-5, 4e-5, 6e-5, 8e-5])
-        (note,) = build_schedule(optimizer(1e-3), asked, optimizer_name="adamw", total=5).notes
+        config = schedule(name, warmup_steps=50)
+        assert followed(config, 5, 1e-3)[0] == pytest.approx([0, 2e-5, 4e-5, 6e-5, 8e-5])
+        (note,) = build_schedule(optimizer(1e-3), config, optimizer_name="adamw", total=5).notes
         assert "rises to 0.08 of optimizer.lr" in note
-        assert build_schedule(optimizer(1e-3), asked, optimizer_name="adamw", total=51).notes == ()
+        assert build_schedule(optimizer(1e-3), config, optimizer_name="adamw", total=51).notes == ()
 
     def test_resumes_where_it_was(self) -> None:
-        asked = schedule("cosine", warmup_steps=3)
-        whole = followed(asked, 20, 1e-3)[0]
+        config = schedule("cosine", warmup_steps=3)
+        whole = followed(config, 20, 1e-3)[0]
         sgd = optimizer(1e-3)
-        scheduler = build_schedule(sgd, asked, optimizer_name="adamw", total=20).scheduler
+        scheduler = build_schedule(sgd, config, optimizer_name="adamw", total=20).scheduler
         for _ in range(8):
             sgd.step()
             scheduler.step()
         saved = scheduler.state_dict()
         again = optimizer(1e-3)
-        resumed = build_schedule(again, asked, optimizer_name="adamw", total=20).scheduler
+        resumed = build_schedule(again, config, optimizer_name="adamw", total=20).scheduler
         resumed.load_state_dict(saved)
         again.step()
         resumed.step()
@@ -190,10 +190,10 @@ class TestBuilding:
     @pytest.mark.parametrize("steps", [0, 2, 8])
     def test_moves_to_a_number_of_steps(self, steps: int) -> None:
         """Back or ahead: the very next optimizer step has the rate of that step, and so have those after it."""
-        asked = schedule("cosine", warmup_steps=3)
-        whole = followed(asked, 20, 1e-3)[0]
+        config = schedule("cosine", warmup_steps=3)
+        whole = followed(config, 20, 1e-3)[0]
         sgd = optimizer(1e-3)
-        scheduler = build_schedule(sgd, asked, optimizer_name="adamw", total=20).scheduler
+        scheduler = build_schedule(sgd, config, optimizer_name="adamw", total=20).scheduler
         for _ in range(5):
             sgd.step()
             scheduler.step()
@@ -205,20 +205,20 @@ class TestBuilding:
             scheduler.step()
 
 
-@pytest.mark.parametrize(("warmup", "said"), [(0, "whole waves"), (40, "is a wave in SimpleTuner, and here too")])
-def test_a_simpletuner_config_is_told_what_sine_is(tmp_path: Path, warmup: int, said: str) -> None:
+@pytest.mark.parametrize(("warmup", "stated"), [(0, "whole waves"), (40, "is a wave in SimpleTuner, and here too")])
+def test_a_simpletuner_config_is_told_what_sine_is(tmp_path: Path, warmup: int, stated: str) -> None:
     example = Path(__file__).parents[3] / "examples" / "gh200_large_batch.json"
-    asked = {**json.loads(example.read_text()), "lr_scheduler": "sine", "lr_warmup_steps": warmup}
-    (tmp_path / "c.json").write_text(json.dumps(asked))
+    config = {**json.loads(example.read_text()), "lr_scheduler": "sine", "lr_warmup_steps": warmup}
+    (tmp_path / "c.json").write_text(json.dumps(config))
     resolved = load(tmp_path / "c.json", environment=Environment({}))
-    assert any("lr_scheduler" in note and said in note for note in resolved.notes)
+    assert any("lr_scheduler" in note and stated in note for note in resolved.notes)
     assert resolved.config.schedule.half_period == (warmup or None)
 
 
 class TestWaves:
     def test_take_half_a_period_from_top_to_bottom(self) -> None:
-        asked = schedule("cosine", half_period=10, end_lr=1e-4)
-        rates = [learning_rate(step, 40, asked, 1e-3) for step in range(41)]
+        config = schedule("cosine", half_period=10, end_lr=1e-4)
+        rates = [learning_rate(step, 40, config, 1e-3) for step in range(41)]
         assert rates[0] == rates[20] == rates[40] == 1e-3
         assert rates[10] == rates[30] == pytest.approx(1e-4)
         sine = [learning_rate(step, 40, schedule("sine", half_period=10), 1e-3) for step in range(16)]

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gracetune.adapters.state import Stage
-from gracetune.config.run_config import Optimizer as Asked
+from gracetune.adapters.state import ExpertStage
+from gracetune.config.run_config import Optimizer as Requested
 from gracetune.optim.build import build_optimizer, named_state, parameter_names
-from gracetune.optim.ema import Ema
+from gracetune.optim.ema import EmaWeights
 from gracetune.optim.record import ParamGroup
 from gracetune.optim.step_skipping import heeds, move_towards, step_unless, waiting_note
-from gracetune.train.gradients import Clip, FlatGradients
+from gracetune.train.gradients import FlatGradients, GradientClipping
 
 NAMES = ("adamw", "adafactor", "lion", "automagic", "prodigy", "prodigy_plus_schedule_free")
 OPTIONAL = {"prodigy": "prodigyopt", "prodigy_plus_schedule_free": "prodigyplus"}
-STAGES: tuple[Stage, ...] = ("high_noise", "low_noise")
+EXPERTS: tuple[ExpertStage, ...] = ("high_noise", "low_noise")
 SHAPES = ((6, 4), (6, 4), (5,), (3, 2, 2, 2))
 
 
@@ -32,13 +32,13 @@ class Trained:
         def tensors() -> dict[str, nn.Parameter]:
             return {f"t{at}": nn.Parameter(torch.randn(shape, generator=draw)) for at, shape in enumerate(SHAPES)}
 
-        self.groups = [ParamGroup(stage, stage, tensors()) for stage in STAGES]
-        asked: dict[str, Any] = {"name": name, "lr": 1e-2, "weight_decay": 0.1}
-        self.optimizer = build_optimizer(Asked.model_validate(asked), self.groups)
+        self.groups = [ParamGroup(expert, expert, tensors()) for expert in EXPERTS]
+        config: dict[str, Any] = {"name": name, "lr": 1e-2, "weight_decay": 0.1}
+        self.optimizer = build_optimizer(Requested.model_validate(config), self.groups)
         self.named: Any = parameter_names(self.groups)
-        self.ema = Ema(self.named, decay=0.9)
+        self.ema = EmaWeights(self.named, decay=0.9)
 
-    def window(self, number: int, *, nan: bool = False) -> None:
+    def step(self, number: int, *, nan: bool = False) -> None:
         group: Any = self.groups[number % 2].parameters
         gradients = FlatGradients(group)
         gradients.open()
@@ -47,7 +47,7 @@ class Trained:
             parameter.grad = torch.randn(parameter.shape, generator=draw)
         if nan:
             group["t1"].grad[0, 0] = float("nan")
-        bad = (~gradients.finish(1.0, Clip()).isfinite()).float()
+        bad = (~gradients.finish(1.0, GradientClipping()).isfinite()).float()
         step_unless(self.optimizer, bad)
         self.ema.update(bad)
         gradients.close()
@@ -72,15 +72,15 @@ def test_a_window_without_finite_gradients_leaves_no_trace(name: str, first: int
         pytest.skip(f"{OPTIONAL[name]} is not installed")
     met, never = Trained(name), Trained(name)
     for number in range(first):
-        met.window(number)
-        never.window(number)
+        met.step(number)
+        never.step(number)
     before = met.state()
-    met.window(first, nan=True)
+    met.step(first, nan=True)
     after = met.state()
     assert_same({key: after[key] for key in before}, before)
     for number in range(first, first + 4):
-        met.window(number)
-        never.window(number)
+        met.step(number)
+        never.step(number)
     assert_same(met.state(), never.state())
     moved = met.state()
     assert any(not torch.equal(moved[key], before[key]) for key in before)

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.config.run_config import RunConfig
-from gracetune.models.footprint import AudioLatents, Footprint, PixelLatents, Shape
+from gracetune.models.footprint import AudioLatents, Footprint, PixelLatents, SampleShape
 from gracetune.models.registry import FOOTPRINTS, footprint_of
 from gracetune.planning.dataset_facts import DatasetFacts
 from gracetune.planning.demand import Demand, Need
 from gracetune.planning.estimate import AdapterPath, estimate
 from gracetune.units import GIB, MIB
 
-SQUARE = Shape(1024, 1024)
+SQUARE = SampleShape(1024, 1024)
 
 
 def run_config(family: str = "wan", **sections: Any) -> RunConfig:
@@ -57,11 +57,11 @@ class TestLatents:
     def test_wan_has_one_plane_and_one_more_per_four_frames(self, frames: int, planes: int) -> None:
         latents = FOOTPRINTS["wan"][0].latents
         assert isinstance(latents, PixelLatents)
-        assert latents.elements(Shape(832, 480, frames)) == 16 * planes * 104 * 60
-        assert latents.tokens(Shape(832, 480, frames)) == planes * 52 * 30
+        assert latents.elements(SampleShape(832, 480, frames)) == 16 * planes * 104 * 60
+        assert latents.tokens(SampleShape(832, 480, frames)) == planes * 52 * 30
 
     def test_the_long_clip_of_the_benchmark_has_32760_tokens(self) -> None:
-        assert FOOTPRINTS["wan"][0].latents.tokens(Shape(832, 480, 81)) == 32_760
+        assert FOOTPRINTS["wan"][0].latents.tokens(SampleShape(832, 480, 81)) == 32_760
 
     @pytest.mark.parametrize(
         ("family", "tokens"), [("wan", 4096), ("qwen_image", 4096), ("flux", 4096), ("sdxl", 128 * 128)]
@@ -72,8 +72,8 @@ class TestLatents:
     def test_audio_is_as_long_as_the_model_takes(self) -> None:
         latents = FOOTPRINTS["stable_audio"][0].latents
         assert isinstance(latents, AudioLatents)
-        assert latents.tokens(Shape(seconds=1000)) == 1024 + 1
-        assert latents.elements(Shape(seconds=10)) == 64 * 216
+        assert latents.tokens(SampleShape(seconds=1000)) == 1024 + 1
+        assert latents.elements(SampleShape(seconds=10)) == 64 * 216
 
     def test_references_of_edit_models_join_the_tokens(self) -> None:
         edit, plain = FOOTPRINTS["qwen_image"][3], FOOTPRINTS["qwen_image"][0]
@@ -144,7 +144,7 @@ class TestTrained:
 class TestActivations:
     @given(st.integers(1, 64), st.integers(1, 8), st.sampled_from(sorted(FOOTPRINTS)))
     @settings(deadline=None)
-    def test_a_larger_batch_or_picture_never_needs_less(self, batch: int, cells: int, family: str) -> None:
+    def test_a_larger_batch_or_image_never_needs_less(self, batch: int, cells: int, family: str) -> None:
         def totals(count: int, side: int) -> list[int]:
             datasets = [{"id": "data", "path": "/nowhere", "resolution": side}]
             if "audio" in family:
@@ -155,10 +155,10 @@ class TestActivations:
             load = demand.workloads[0]
             return [entry.total(load.batch) for entry in load.activations]
 
-        here = totals(batch, 128 * cells)
-        assert all(more >= less for more, less in zip(totals(batch + 1, 128 * cells), here, strict=True))
-        assert all(more >= less for more, less in zip(totals(batch, 128 * (cells + 1)), here, strict=True))
-        assert here == sorted(here, reverse=True)
+        current = totals(batch, 128 * cells)
+        assert all(more >= less for more, less in zip(totals(batch + 1, 128 * cells), current, strict=True))
+        assert all(more >= less for more, less in zip(totals(batch, 128 * (cells + 1)), current, strict=True))
+        assert current == sorted(current, reverse=True)
 
     def test_without_a_compiler_there_is_no_half(self) -> None:
         assert demand_of(run_config(), compiled=False).settings.policies == ("off", "full")
@@ -312,9 +312,9 @@ class TestRemarks:
         self, family: str, adapter: dict[str, Any], idle: str | None
     ) -> None:
         with_it, without = demand_of(run_config(family, adapter=adapter)), demand_of(run_config(family))
-        told = [line for line in with_it.assumptions if "no effect" in line]
-        assert [line for line in told if str(idle) in line] == told
-        assert bool(told) == (idle is not None)
+        message = [line for line in with_it.assumptions if "no effect" in line]
+        assert [line for line in message if str(idle) in line] == message
+        assert bool(message) == (idle is not None)
         if idle is None:
             # Convolutions in front of the first attention now have a gradient, and keep their inputs for it.
             assert with_it.training_peak("off") > without.training_peak("off")

@@ -164,7 +164,7 @@ class TestText:
         assert "DOES NOT FIT" in text
 
 
-class TestRefusals:
+class TestRejections:
     @pytest.mark.parametrize(
         ("content", "words"),
         [
@@ -181,9 +181,9 @@ class TestRefusals:
         path = tmp_path / "machine.json"
         if content is not None:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        with pytest.raises(ConfigError) as refusal:
+        with pytest.raises(ConfigError) as rejection:
             run(config, "--machine", path)
-        (problem,) = refusal.value.problems
+        (problem,) = rejection.value.problems
         assert problem.key == "--machine"
         assert words in problem.found
         assert "gracetune doctor" in problem.hint
@@ -205,16 +205,16 @@ class TestRefusals:
         data["machine"]["host"] |= host
         data["machine"]["gpus"][0] |= gpu
         report.write_text(json.dumps(data))
-        with pytest.raises(ConfigError) as refusal:
+        with pytest.raises(ConfigError) as rejection:
             run(config, "--machine", report)
-        (problem,) = refusal.value.problems
+        (problem,) = rejection.value.problems
         assert words in problem.found
         assert "gracetune doctor --output" in problem.hint
 
     def test_one_process_that_is_to_share(self, config: Path, report: Path) -> None:
-        with pytest.raises(ConfigError) as refusal:
+        with pytest.raises(ConfigError) as rejection:
             run(config, "--machine", report, "--fsdp")
-        (problem,) = refusal.value.problems
+        (problem,) = rejection.value.problems
         assert (problem.key, problem.hint) == ("--fsdp", "--processes 2 --fsdp")
 
     def test_a_config_that_cannot_be_read(self, tmp_path: Path, report: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.models.footprint import Shape
+from gracetune.models.footprint import SampleShape
 from gracetune.models.registry import FOOTPRINTS
 from gracetune.planning.dataset_facts import DatasetFacts, largest_sample, survey
 from gracetune.units import MIB
@@ -66,32 +66,32 @@ class TestSurvey:
 
     def test_elsewhere_the_number_is_the_users_or_a_guess_and_both_are_said(self) -> None:
         away = {"id": "d", "path": "/not/here", "type": "in_memory"}
-        (guessed,), (told,) = survey(config(away)), survey(config(away), samples=7, option="--samples")
+        (guessed,), (message,) = survey(config(away)), survey(config(away), samples=7, option="--samples")
         assert guessed.samples == 1000
         assert "(a guess)" in str(guessed.assumed), "a run has no option for it"
         (asking,) = survey(config(away), option="--samples")
         assert "(a guess; say --samples N)" in str(asking.assumed)
-        assert told == DatasetFacts("d", 7, 14 * MIB, told.assumed)
-        assert "--samples" in str(told.assumed)
+        assert message == DatasetFacts("d", 7, 14 * MIB, message.assumed)
+        assert "--samples" in str(message.assumed)
         (limited,) = survey(config({**away, "max_samples": 5}), samples=7)
         assert limited.samples == 5
         assert "max_samples" in str(limited.assumed)
 
 
-def shape(**options: Any) -> Shape:
+def shape(**options: Any) -> SampleShape:
     return largest_sample(Dataset.model_validate({"id": "d", "path": "p", **options}), WAN).shape
 
 
 class TestLargestSample:
-    def test_the_same_picture_in_three_notations(self) -> None:
+    def test_the_same_image_in_three_notations(self) -> None:
         square = {"enabled": True, "aspect": "square"}
-        assert shape(resolution=1024) == Shape(1024, 1024)
-        assert shape(resolution=1.048576, resolution_type="area") == Shape(1024, 1024)
-        assert shape(resolution=1024, resolution_type="pixel", crop=square) == Shape(1024, 1024)
+        assert shape(resolution=1024) == SampleShape(1024, 1024)
+        assert shape(resolution=1.048576, resolution_type="area") == SampleShape(1024, 1024)
+        assert shape(resolution=1024, resolution_type="pixel", crop=square) == SampleShape(1024, 1024)
 
     def test_sides_are_whole_tokens(self) -> None:
         assert shape(resolution=500).width % 16 == 0
-        assert shape(resolution=1) == Shape(16, 16)
+        assert shape(resolution=1) == SampleShape(16, 16)
 
     def test_a_fixed_short_side_lets_the_other_grow(self) -> None:
         wide = largest_sample(Dataset(id="d", path="p", resolution=512, resolution_type="pixel"), WAN)

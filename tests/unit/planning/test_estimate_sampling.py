@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from gracetune.planning.demand import Demand
-from gracetune.planning.layout import Choice, lay
+from gracetune.planning.layout import PlanChoice, lay
 from gracetune.planning.memory_tiers import tiers_of
 from unit.hardware.machines import load as load_machine
 from unit.planning.test_estimate import demand_of, need, run_config
 
-DRAWN: dict[str, Any] = {"enabled": True, "every_steps": 10, "prompts": [{"prompt": "a fox"}]}
+GENERATED: dict[str, Any] = {"enabled": True, "every_steps": 10, "prompts": [{"prompt": "a fox"}]}
 
 
-def asked(family: str, flavour: str, **sections: Any) -> Demand:
-    return demand_of(run_config(family, model={"flavour": flavour}, validation=DRAWN, **sections))
+def requested(family: str, flavour: str, **sections: Any) -> Demand:
+    return demand_of(run_config(family, model={"flavour": flavour}, validation=GENERATED, **sections))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def asked(family: str, flavour: str, **sections: Any) -> Demand:
 def test_encoders_are_counted_while_samples_are_drawn_with_them(
     family: str, flavour: str, encoder: str, in_memory: bool
 ) -> None:
-    demand = asked(family, flavour)
+    demand = requested(family, flavour)
     assert ("sample" in need(demand, encoder).busy) is in_memory
     assert [one.name for one in demand.needs if one.name == "encoding the prompts"] == [
         "encoding the prompts"
@@ -48,9 +48,11 @@ def test_a_parked_encoder_comes_back_for_samples_that_need_it() -> None:
     """On a discrete GPU: parked encoders are in host memory while it trains, and on the GPU while it draws."""
     machine = load_machine("x86-h200")
     tiers = tiers_of(machine, None)
-    size = need(asked("qwen_image", "edit-2509"), "text encoder (Qwen2.5-VL 7B)").bytes
+    size = need(requested("qwen_image", "edit-2509"), "text encoder (Qwen2.5-VL 7B)").bytes
     edits, draws = (
-        lay(asked("qwen_image", flavour), Choice("off", "bf16", 1, 1, False, park_encoders=True), machine, tiers)
+        lay(
+            requested("qwen_image", flavour), PlanChoice("off", "bf16", 1, 1, False, park_encoders=True), machine, tiers
+        )
         for flavour in ("edit-2509", "t2i")
     )
 

@@ -79,8 +79,8 @@ class TestPlacement:
         few = demand("sdxl")
         assert tier_of(plan(few, machine("gh200-numa")), "captions") == "device"
         assert tier_of(plan(few, machine("x86-h200")), "captions") == "host"
-        told = {"memory": {"enable_uvm_hints": False}}, {"cache": {"text_cache_type": "memory"}}
-        for otherwise in told:
+        message = {"memory": {"enable_uvm_hints": False}}, {"cache": {"text_cache_type": "memory"}}
+        for otherwise in message:
             assert tier_of(plan(demand("sdxl", **otherwise), machine("gh200-numa")), "captions") == "host"
 
     def test_one_pool_holds_everything_once(self) -> None:
@@ -183,9 +183,9 @@ class TestLadder:
         assert found.verdict == "fits"
         assert (found.checkpointing.value, found.checkpointing.activation_memory_budget) == (value, budget)
         assert all(entry.automatic for entry in found.changes)
-        told = {"half": "about 7 %", "quarter": "between 7 %", "tenth": "between 7 %", "full": "1.4x slower"}
+        message = {"half": "about 7 %", "quarter": "between 7 %", "tenth": "between 7 %", "full": "1.4x slower"}
         steps = [entry for entry in found.changes if entry.key == "training.gradient_checkpointing"]
-        assert all(told[entry.after.removeprefix("auto: ")] in entry.why for entry in steps)
+        assert all(message[entry.after.removeprefix("auto: ")] in entry.why for entry in steps)
         assert bool(steps) == (value != "off")
 
     def test_off_is_the_users_word_and_changing_it_is_a_change(self) -> None:
@@ -243,24 +243,24 @@ class TestLadder:
         assert any("overflow" in line.why and line.tier == "host" for line in found.lines)
 
     def test_overflow_the_config_asked_for_needs_no_edit(self) -> None:
-        asked = demand(training={"gradient_checkpointing": "off", "batch_size": 4}, memory={"use_uvm": True})
-        found = plan(asked, machine("gh200-numa"))
+        requested = demand(training={"gradient_checkpointing": "off", "batch_size": 4}, memory={"use_uvm": True})
+        found = plan(requested, machine("gh200-numa"))
         assert found.verdict == "fits"
         assert change(found, "memory.use_uvm").automatic
         assert not any("use_uvm" in note for note in found.notes)
-        elsewhere = plan(asked, machine("x86-h200"))
+        elsewhere = plan(requested, machine("x86-h200"))
         assert any("use_uvm" in note for note in elsewhere.notes)
 
     def test_without_a_coherent_link_only_force_counts_on_the_arena_and_says_what_that_can_do(self) -> None:
-        asked = demand(training={"gradient_checkpointing": "off", "batch_size": 8}, memory={"use_uvm": True})
-        assert plan(asked, machine("x86-h200")).verdict == "fits with these changes"
-        forced = plan(asked, machine("x86-h200"), force_oversubscription=True)
+        requested = demand(training={"gradient_checkpointing": "off", "batch_size": 8}, memory={"use_uvm": True})
+        assert plan(requested, machine("x86-h200")).verdict == "fits with these changes"
+        forced = plan(requested, machine("x86-h200"), force_oversubscription=True)
         assert (forced.verdict, forced.spilled_bytes > 100 * GIB) == ("fits", True)
         assert "over PCIe" in change(forced, "memory.use_uvm").why
         assert any("can hang the driver until the machine is rebooted" in note for note in forced.notes)
         unasked = demand(training={"gradient_checkpointing": "off", "batch_size": 8})
         assert plan(unasked, machine("x86-h200"), force_oversubscription=True).spilled_bytes == 0
-        pool = plan(asked, machine("gb10"), force_oversubscription=True)
+        pool = plan(requested, machine("gb10"), force_oversubscription=True)
         assert pool.spilled_bytes == 0, "one pool has no memory beyond the GPU's"
 
     def test_overflow_stops_where_main_memory_ends(self) -> None:

@@ -151,7 +151,7 @@ class TestSharded:
         assert sized(parts, "optimizer (adamw)") == pytest.approx(sized(whole, "optimizer (adamw)") / 8, rel=0.01)
         assert sized(parts, "compute copy") == sized(whole, "compute copy"), "autograd keeps every cast"
 
-    def test_fp8_is_refused_as_the_run_refuses_it(self) -> None:
+    def test_fp8_is_rejected_as_the_run_rejects_it(self) -> None:
         with pytest.raises(ConfigError, match="fp8 weights cannot be sharded"):
             demand(model={"family": "wan", "base_precision": "fp8"}, processes=Processes(2, 2, sharded=True))
         tight = plan(demand(processes=Processes(2, 2, sharded=True), **FULL), with_gpus(small_gpu(20), 2))

@@ -15,8 +15,8 @@ from gracetune.hardware.machine import Machine
 from gracetune.hardware.recording import load_recording
 from gracetune.planning.activations import Activations, Policy
 from gracetune.planning.config_demand import demand_of
-from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Settings, Workload
-from gracetune.planning.layout import Choice, lay, needs_under
+from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, PlanSettings, Workload
+from gracetune.planning.layout import PlanChoice, lay, needs_under
 from gracetune.planning.memory_tiers import FRAGMENTATION, HEADROOM, tiers_of
 from gracetune.planning.plan import INPUTS, Plan, plan
 from gracetune.planning.processes import Processes
@@ -76,7 +76,7 @@ def demands(draw: st.DrawFn) -> Demand:
         denoisers=tuple(Denoiser(f"expert {index}", sizes, idle_in_training=index > 0) for index in range(experts)),
         workloads=tuple(draw(st.lists(workloads(policies), min_size=1, max_size=3))),
         codec=CodecPasses(draw(st.integers(1, 8)), "cache.vae_batch_size", encode, encode // 4, 0, 0, False, ""),
-        settings=Settings(
+        settings=PlanSettings(
             checkpointing=draw(st.sampled_from(["off", "auto", "full"])),
             policies=policies,
             precision=precision,
@@ -130,7 +130,7 @@ class TestEveryPlan:
     @given(demands(), machines(), st.data())
     @settings(deadline=None)
     def test_every_byte_is_placed_exactly_once(self, demand: Demand, machine: Machine, data: st.DataObject) -> None:
-        choice = Choice(
+        choice = PlanChoice(
             policy=data.draw(st.sampled_from(demand.settings.policies)),
             precision=data.draw(st.sampled_from(["bf16", "fp8", "fp8 one layout"])),
             batch_cap=data.draw(st.integers(1, 80)),

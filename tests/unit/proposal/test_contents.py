@@ -8,12 +8,12 @@ import pytest
 
 from gracetune.errors import ConfigError
 from gracetune.proposal.contents import look_at
-from unit.data.folders import image, pictures, write
+from unit.data.folders import image, images, write
 from unit.data.media.generated import audio_bytes, every, tone, video_bytes
 
 
 def test_images_and_their_captions(tmp_path: Path) -> None:
-    files = pictures(4) | {"more/last.png": image(64, 64, seed=9), "notes.md": "not a caption"}
+    files = images(4) | {"more/last.png": image(64, 64, seed=9), "notes.md": "not a caption"}
     found = look_at(write(tmp_path / "cats", files))
     assert (found.media, len(found.files), found.passed_over) == ("image", 5, 0)
     assert found.captions == {f"{number:03}.png": f"picture {number}" for number in range(4)}

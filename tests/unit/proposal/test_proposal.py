@@ -18,7 +18,7 @@ from gracetune.proposal.presets import preset_named, presets
 from gracetune.proposal.proposal import Answers, Proposal, default_model, default_preset, default_trigger, propose
 from gracetune.proposal.text import text_of
 from gracetune.units import GIB
-from unit.data.folders import image, pictures, write
+from unit.data.folders import image, images, write
 from unit.data.media.generated import audio_bytes, every, tone, video_bytes
 from unit.hardware.machines import load
 
@@ -96,7 +96,7 @@ def test_a_trigger_word_is_in_the_prompts(folders: dict[str, Path]) -> None:
 
 
 def test_images_without_captions_are_called_by_the_folders_name(tmp_path: Path) -> None:
-    contents = look_at(write(tmp_path / "My Cat", pictures(4, captions=False)))
+    contents = look_at(write(tmp_path / "My Cat", images(4, captions=False)))
     config = propose(contents, answered(contents, "sdxl"), GH200).config
     assert config.datasets[0].captions.trigger_word == "My-Cat"
     assert [one.prompt for one in config.validation.prompts] == ["My-Cat"]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[2]
 PYPROJECT = """
 [build-system]
 requires = []
@@ -67,7 +67,7 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path: Path, login: dict[str, str], bare_machine: Path, put_distribution, torch_files) -> Checkout:
     path = tmp_path / "check out"
-    shutil.copytree(HERE / "tiny_checkout", path, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(FOLDER / "tiny_checkout", path, ignore=shutil.ignore_patterns("__pycache__"))
     (path / "scripts").mkdir()
     for name in ("scripts/bootstrap.sh", "scripts/pick_torch.py", "Makefile"):
         shutil.copy(ROOT / name, path / name)
@@ -148,9 +148,9 @@ def test_a_machines_venv_with_cuda_torch_is_reused(
     put_distribution(machine, "lagging", "0.9")
     checkout.require(TORCH, "companion>=1.0", "lagging>=1.0")
     python = str(machine / "bin" / "python")
-    said = checkout.bootstrap(PYTHON=python, PIP_CONSTRAINT="/nonexistent/vendor-constraints.txt")
-    assert "torch 2.11.0a0+vendor.25.12 with CUDA 13.0 is already here: .venv will use it" in said
-    assert "PIP_CONSTRAINT is left aside" in said
+    stated = checkout.bootstrap(PYTHON=python, PIP_CONSTRAINT="/nonexistent/vendor-constraints.txt")
+    assert "torch 2.11.0a0+vendor.25.12 with CUDA 13.0 is already here: .venv will use it" in stated
+    assert "PIP_CONSTRAINT is left aside" in stated
     assert checkout.answer() == "torch 2.11.0a0+vendor.25.12"
     local = checkout.versions()
     assert "torch" not in local  # never replaced
@@ -163,8 +163,8 @@ def test_a_machines_venv_with_cuda_torch_is_reused(
 def test_the_systems_cuda_torch_is_reused(checkout: Checkout, base_python: Path, put_distribution, torch_files) -> None:
     user_base = Path(checkout.environment["PYTHONUSERBASE"])
     put_distribution(user_base, "torch", "2.12.0", torch_files("2.12.0+cu130", "13.0"))
-    said = checkout.bootstrap(PYTHON=str(base_python))
-    assert "torch 2.12.0+cu130 with CUDA 13.0 is already here: .venv will use it" in said
+    stated = checkout.bootstrap(PYTHON=str(base_python))
+    assert "torch 2.12.0+cu130 with CUDA 13.0 is already here: .venv will use it" in stated
     assert "include-system-site-packages = true" in (checkout.path / ".venv" / "pyvenv.cfg").read_text()
     assert checkout.answer() == "torch 2.12.0+cu130"
     assert "torch" not in checkout.versions()
@@ -190,8 +190,8 @@ def test_a_python_with_cuda_torch_comes_before_the_first_one(
     for name, python in (("python3", checkout.environment["PYTHON"]), ("python3.13", machine / "bin" / "python")):
         (tools / name).write_text(f'#!/bin/sh\nexec "{python}" "$@"\n')
         (tools / name).chmod(0o755)
-    said = checkout.bootstrap(PYTHON="", PATH=f"{tools}:{checkout.environment['PATH']}")
-    assert f"creating .venv with {tools / 'python3.13'}" in said
+    stated = checkout.bootstrap(PYTHON="", PATH=f"{tools}:{checkout.environment['PATH']}")
+    assert f"creating .venv with {tools / 'python3.13'}" in stated
     assert checkout.answer() == "torch 2.11.0"
 
 
@@ -228,8 +228,8 @@ def test_pip_stands_in_for_a_missing_ensurepip(
     assert checkout.answer() == "torch 2.12.0"
 
 
-class TestRefusals:
-    def refusal(self, checkout: Checkout, **variables: str) -> str:
+class TestRejections:
+    def rejection(self, checkout: Checkout, **variables: str) -> str:
         done = checkout.run(**variables)
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
@@ -243,18 +243,18 @@ class TestRefusals:
             (tools / name).symlink_to(shutil.which(name) or "")
         (tools / "python3").write_text("#!/bin/sh\nexit 1\n")  # what `python3` answers when it is 3.10
         (tools / "python3").chmod(0o755)
-        said = self.refusal(checkout, PYTHON="", PATH=str(tools))
-        assert "found no Python 3.11 or newer (tried: python3 python3.13" in said
-        assert "sudo apt-get install python3.12" in said
+        stated = self.rejection(checkout, PYTHON="", PATH=str(tools))
+        assert "found no Python 3.11 or newer (tried: python3 python3.13" in stated
+        assert "sudo apt-get install python3.12" in stated
 
     def test_a_python_that_does_not_run(self, checkout: Checkout) -> None:
-        said = self.refusal(checkout, PYTHON="/nonexistent/python")
-        assert "PYTHON=/nonexistent/python does not run, or is older than Python 3.11." in said
+        stated = self.rejection(checkout, PYTHON="/nonexistent/python")
+        assert "PYTHON=/nonexistent/python does not run, or is older than Python 3.11." in stated
 
     def test_neither_ensurepip_nor_pip(self, checkout: Checkout, tmp_path: Path) -> None:
         for name in ("ensurepip", "pip"):
             (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} was left out')")
-        said = self.refusal(checkout, PYTHONPATH=str(tmp_path))
-        assert "cannot create a virtual environment" in said
-        assert "sudo apt-get install python3." in said
-        assert "-venv" in said
+        stated = self.rejection(checkout, PYTHONPATH=str(tmp_path))
+        assert "cannot create a virtual environment" in stated
+        assert "sudo apt-get install python3." in stated
+        assert "-venv" in stated

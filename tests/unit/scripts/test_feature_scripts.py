@@ -104,7 +104,7 @@ class TestBothScripts:
             assert f"--{flag}" in done.stdout
 
     @pytest.mark.parametrize(
-        ("flags", "told"),
+        ("flags", "messages"),
         [
             (["--atention"], "a flag of this script"),
             (["--level", "smoke"], "one of: unit integration system performance"),
@@ -113,10 +113,10 @@ class TestBothScripts:
             (["--baseline", "/nowhere/at/all"], "gracetune baseline capture CONFIG"),
         ],
     )
-    def test_wrong_flags_are_exit_code_2(self, flags: list[str], told: str, name: str) -> None:
+    def test_wrong_flags_are_exit_code_2(self, flags: list[str], messages: str, name: str) -> None:
         done = bash(SCRIPTS / name, *flags)
         assert done.returncode == 2
-        assert told in done.stderr
+        assert messages in done.stderr
         assert not done.stdout
 
     def test_it_can_be_executed(self, name: str) -> None:

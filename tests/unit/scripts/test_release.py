@@ -158,7 +158,7 @@ class TestRelease:
         again = subprocess.run(command, capture_output=True, check=True).stdout
         assert again == (release / f"gracetune-{__version__}.cdx.json").read_bytes()
 
-    def test_is_refused_over_another_and_of_uncommitted_changes(self, checkout: Path, release: Path) -> None:
+    def test_is_rejected_over_another_and_of_uncommitted_changes(self, checkout: Path, release: Path) -> None:
         done = released(checkout, release)
         assert done.returncode == 1
         assert "holds a release" in done.stderr

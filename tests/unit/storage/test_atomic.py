@@ -94,9 +94,9 @@ def test_without_replace_an_existing_file_is_kept(tmp_path: Path) -> None:
 
 
 def test_chunks_of_any_size_are_written_in_order(tmp_path: Path) -> None:
-    pieces = [bytes([number % 256]) * (number % 7) for number in range(2000)] + [b"x" * 9_000_000, b"end"]
-    write_file(tmp_path / "a.bin", (memoryview(piece) for piece in pieces))
-    assert (tmp_path / "a.bin").read_bytes() == b"".join(pieces)
+    chunks = [bytes([number % 256]) * (number % 7) for number in range(2000)] + [b"x" * 9_000_000, b"end"]
+    write_file(tmp_path / "a.bin", (memoryview(chunk) for chunk in chunks))
+    assert (tmp_path / "a.bin").read_bytes() == b"".join(chunks)
 
 
 def test_replacing_accepts_a_library_that_replaces_the_temporary_file(tmp_path: Path) -> None:

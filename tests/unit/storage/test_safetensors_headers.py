@@ -25,7 +25,7 @@ def write(path: Path, header: object, data: bytes = DATA) -> Path:
     return path
 
 
-def refusal(path: Path) -> str:
+def rejection(path: Path) -> str:
     with pytest.raises(WeightFileError) as caught:
         open_weights(path)
     assert all(problem.file is not None for problem in caught.value.problems)
@@ -65,13 +65,13 @@ class TestAFile:
             assert library.keys() == ["a"]
 
 
-class TestRefusals:
+class TestRejections:
     """Each names the file and the tensor, what was found, what was expected, and what to do."""
 
     def test_truncated_data(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a.safetensors", {"a": FOUR_FLOATS}, DATA[:-1])
         size = path.stat().st_size
-        assert refusal(path) == (
+        assert rejection(path) == (
             f"{path}: data\n  found     a file of {size} bytes: it is truncated\n"
             f"  expected  {size + 1} bytes, as its header says\n"
             "  try       download it again, and compare its size with the one at the source"
@@ -80,25 +80,25 @@ class TestRefusals:
     def test_truncated_inside_the_header(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a.safetensors", {"a": FOUR_FLOATS})
         path.write_bytes(path.read_bytes()[:20])
-        assert "the file ends after 20 bytes" in refusal(path)
+        assert "the file ends after 20 bytes" in rejection(path)
 
     @pytest.mark.parametrize("content", [b"", b"\x01", b"\x00" * 8, b"\xff" * 8, b"<!DOCTYPE html>", b"PK\x03\x04" * 9])
     def test_a_file_of_another_format(self, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "a.safetensors"
         path.write_bytes(content)
-        assert "expected  a safetensors file" in refusal(path)
+        assert "expected  a safetensors file" in rejection(path)
 
     def test_a_git_lfs_pointer(self, tmp_path: Path) -> None:
         path = tmp_path / "a.safetensors"
         path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
-        assert "try       git lfs pull" in refusal(path)
+        assert "try       git lfs pull" in rejection(path)
 
     def test_bytes_after_the_last_tensor(self, tmp_path: Path) -> None:
-        assert "bytes, as its header says" in refusal(write(tmp_path / "a", {"a": FOUR_FLOATS}, DATA + b"x"))
+        assert "bytes, as its header says" in rejection(write(tmp_path / "a", {"a": FOUR_FLOATS}, DATA + b"x"))
 
     def test_overlap(self, tmp_path: Path) -> None:
         two = FOUR_FLOATS | {"shape": [2], "data_offsets": [8, 16]}
-        text = refusal(write(tmp_path / "a", {"a": FOUR_FLOATS, "b": two}))
+        text = rejection(write(tmp_path / "a", {"a": FOUR_FLOATS, "b": two}))
         assert ": b\n  found     it shares 8 bytes with the tensor before it" in text
 
     def test_gap(self, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ class TestRefusals:
             "a": FOUR_FLOATS | {"shape": [1], "data_offsets": [0, 4]},
             "b": FOUR_FLOATS | {"shape": [2], "data_offsets": [8, 16]},
         }
-        text = refusal(write(tmp_path / "a", header))
+        text = rejection(write(tmp_path / "a", header))
         assert ": b\n  found     it begins 4 bytes after the end of the tensor before it" in text
 
     @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ class TestRefusals:
         ],
     )
     def test_a_bad_entry(self, tmp_path: Path, change: dict[str, Any], words: str) -> None:
-        text = refusal(write(tmp_path / "a", {"bad": FOUR_FLOATS | change}))
+        text = rejection(write(tmp_path / "a", {"bad": FOUR_FLOATS | change}))
         assert ": bad\n" in text
         assert words in text
 
@@ -152,20 +152,20 @@ class TestRefusals:
         ],
     )
     def test_a_bad_header(self, tmp_path: Path, header: bytes) -> None:
-        assert "  try       " in refusal(write(tmp_path / "a", header))
+        assert "  try       " in rejection(write(tmp_path / "a", header))
 
     def test_thousands_of_problems_are_counted_not_listed(self, tmp_path: Path) -> None:
-        text = refusal(write(tmp_path / "a", {str(number): None for number in range(3000)}))
+        text = rejection(write(tmp_path / "a", {str(number): None for number in range(3000)}))
         assert "2,992 more problems of this kind" in text
         assert len(text) < 4000
 
     def test_paths_that_are_not_files(self, tmp_path: Path) -> None:
-        assert "No such file" in refusal(tmp_path / "missing.safetensors")
+        assert "No such file" in rejection(tmp_path / "missing.safetensors")
         os.mkfifo(tmp_path / "pipe.safetensors")
-        assert "not a regular file" in refusal(tmp_path / "pipe.safetensors")
-        assert "it holds pipe.safetensors" in refusal(tmp_path)
+        assert "not a regular file" in rejection(tmp_path / "pipe.safetensors")
+        assert "it holds pipe.safetensors" in rejection(tmp_path)
         (tmp_path / "empty").mkdir()
-        assert "it holds no safetensors file" in refusal(tmp_path / "empty")
+        assert "it holds no safetensors file" in rejection(tmp_path / "empty")
 
 
 NAME = st.text(min_size=1, max_size=3)
@@ -269,14 +269,14 @@ class TestAnIndex:
 
     def test_a_tensor_missing_from_its_shard(self, tmp_path: Path) -> None:
         self.shards(tmp_path)
-        text = refusal(self.index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"}))
+        text = rejection(self.index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"}))
         assert ": b\n  found     not in one.safetensors" in text
 
     def test_a_tensor_it_does_not_mention(self, tmp_path: Path) -> None:
         half = FOUR_FLOATS | {"shape": [2]}
         header = {"a": half | {"data_offsets": [0, 8]}, "extra": half | {"data_offsets": [8, 16]}}
         write(tmp_path / "one.safetensors", header)
-        text = refusal(self.index(tmp_path, {"a": "one.safetensors"}))
+        text = rejection(self.index(tmp_path, {"a": "one.safetensors"}))
         assert ": extra\n  found     in one.safetensors, where the index does not look for it" in text
 
     def test_a_tensor_that_is_in_two_files(self, tmp_path: Path) -> None:
@@ -284,21 +284,21 @@ class TestAnIndex:
         half = FOUR_FLOATS | {"shape": [2]}
         header = {"a": half | {"data_offsets": [0, 8]}, "b": half | {"data_offsets": [8, 16]}}
         write(tmp_path / "two.safetensors", header)
-        text = refusal(self.index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}))
+        text = rejection(self.index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}))
         assert ": a\n  found     in two.safetensors, where the index does not look for it" in text
 
     def test_all_broken_files_at_once(self, tmp_path: Path) -> None:
         write(tmp_path / "one.safetensors", {"a": FOUR_FLOATS}, b"")
-        text = refusal(self.index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}))
+        text = rejection(self.index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}))
         assert "it is truncated" in text
         assert "No such file" in text
 
     @pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "", "..", "a\\b", "a\0b", 7, None])
     def test_names_only_files_beside_it(self, tmp_path: Path, name: object) -> None:
-        assert "expected  an object: tensor name -> name of a file" in refusal(self.index(tmp_path, {"a": name}))
+        assert "expected  an object: tensor name -> name of a file" in rejection(self.index(tmp_path, {"a": name}))
 
     @pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', "[]", "{", '{"weight_map": {"a": "x", "a": "x"}}'])
     def test_invalid_index_files(self, tmp_path: Path, content: str) -> None:
         path = tmp_path / "model.safetensors.index.json"
         path.write_text(content)
-        assert "  try       download it again" in refusal(path)
+        assert "  try       download it again" in rejection(path)

@@ -13,9 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.storage import transfer as module
-from gracetune.storage.transfer import Patience, RemoteFile, TransferError, begun, digest_of, is_of_this_disk, transfer
+from gracetune.storage.transfer import (
+    RemoteFile,
+    RetryPolicy,
+    TransferError,
+    begun,
+    digest_of,
+    is_of_this_disk,
+    transfer,
+)
 
-QUICK = Patience(attempts=2, first_pause=0.0)
+QUICK = RetryPolicy(attempts=2, first_pause=0.0)
 
 
 class Storage:

@@ -82,7 +82,7 @@ class TestSchema:
             ({"time_s": "now"}, "time_s"),
         ],
     )
-    def test_what_is_no_event_is_refused_with_the_reason(self, change: dict[str, Any], match: str) -> None:
+    def test_what_is_no_event_is_rejected_with_the_reason(self, change: dict[str, Any], match: str) -> None:
         good = to_json(Record(1.0, step(7)))
         with pytest.raises(NotAnEventError, match=match):
             from_json({**good, **change})
@@ -102,7 +102,7 @@ class TestSchema:
         assert from_json({**to_json(Record(1.0, step(7))), "novelty": 3}).event == step(7)
 
     @pytest.mark.parametrize("line", [b"", b"[1]", b'{"v":1}', b"{", b"\xff\xfe", b"[" * 100_000, b'"x"', b"7"])
-    def test_garbage_is_refused(self, line: bytes) -> None:
+    def test_garbage_is_rejected(self, line: bytes) -> None:
         with pytest.raises(NotAnEventError):
             from_line(line)
 
@@ -156,11 +156,11 @@ class TestLog:
     def test_survives_kill_9(self, tmp_path: Path) -> None:
         path = tmp_path / "logs" / "events.jsonl"
 
-        def work(say: Callable[[str], None]) -> None:
+        def work(report: Callable[[str], None]) -> None:
             sink = JsonlSink(path)
             for number in range(1, 10_000):
                 sink.write(Record(0.0, step(number)))
-                say(str(number))
+                report(str(number))
                 if number == 50:
                     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -225,8 +225,8 @@ class TestMerging:
             lines = [*reader.lines()]
             merged = merge([line.record for line in lines if line.record is not None])
             assert tuple(line.record for line in lines if line.stands) == merged
-            standing = [line for line in lines if line.stands]
-            again = reader.at(line.begin for line in standing)
+            status = [line for line in lines if line.stands]
+            again = reader.at(line.begin for line in status)
             assert [to_line(record) for record in again] == [to_line(record) for record in merged]  # nan is not nan
 
 
@@ -253,12 +253,12 @@ class Failing:
 class TestHub:
     def test_a_failing_sink_is_told_once_and_dropped_and_the_others_go_on(self) -> None:
         good, bad = Failing("good", -1, OSError()), Failing("bad", 2, RuntimeError("the tracker is down"))
-        told: list[str] = []
-        with Telemetry([bad, good], report=told.append) as telemetry:
+        message: list[str] = []
+        with Telemetry([bad, good], report=message.append) as telemetry:
             for number in range(1, 6):
                 telemetry.emit(step(number))
         text = "bad failed and is left out from here on: RuntimeError: the tracker is down"
-        assert told == [text]
+        assert message == [text]
         assert bad.got == [step(1), step(2)]
         assert good.got == [step(1), step(2), Warned(message=text, step=3), step(3), step(4), step(5)]
         assert (good.closed, bad.closed) == (True, False)
@@ -274,8 +274,8 @@ class TestHub:
             telemetry.emit(Warned(message="said with its step", step=1))
             telemetry.emit(step(2))
             telemetry.warn("late")
-        said = [event.message if isinstance(event, Warned) else type(event).__name__ for event in sink.got]
-        assert said == ["RunStarted", "early", "StepDone", "odd", "said with its step", "StepDone", "late"]
+        stated = [event.message if isinstance(event, Warned) else type(event).__name__ for event in sink.got]
+        assert stated == ["RunStarted", "early", "StepDone", "odd", "said with its step", "StepDone", "late"]
         assert [event.step for event in sink.got if isinstance(event, Warned)] == [None, 1, 1, 2]
 
     def test_what_is_reported_of_a_sink_is_logged_once(self) -> None:
@@ -306,25 +306,25 @@ class TestHub:
         assert sink.got == [step(1), warned, warned]
 
     def test_all_sinks_failing_at_once_stops_nothing(self) -> None:
-        told: list[str] = []
+        message: list[str] = []
         sinks = [Failing(f"sink {number}", 0, ValueError("x")) for number in range(3)]
-        telemetry = Telemetry(sinks, report=told.append)
+        telemetry = Telemetry(sinks, report=message.append)
         telemetry.emit(step(1))
         telemetry.emit(step(2))
-        assert len(told) == 3
+        assert len(message) == 3
 
     def test_failing_to_close_is_told(self) -> None:
-        told: list[str] = []
+        message: list[str] = []
         sink = Failing("late", 1, OSError("gone"))
-        with Telemetry([sink], report=told.append) as telemetry:
+        with Telemetry([sink], report=message.append) as telemetry:
             telemetry.emit(step(1))
-        assert told == ["late failed and is left out from here on: OSError: gone"]
+        assert message == ["late failed and is left out from here on: OSError: gone"]
 
     def test_an_error_of_ours_is_told_in_its_own_words(self) -> None:
-        told: list[str] = []
+        message: list[str] = []
         error = TelemetryError("the webhook", found="no answer", expected="an answer", hint="check the network")
-        Telemetry([Failing("it", 0, error)], report=told.append).emit(step(1))
-        assert told == ["it failed and is left out from here on: no answer; check the network"]
+        Telemetry([Failing("it", 0, error)], report=message.append).emit(step(1))
+        assert message == ["it failed and is left out from here on: no answer; check the network"]
 
     def test_threads_may_emit(self, tmp_path: Path) -> None:
         with Telemetry([JsonlSink(tmp_path / "events.jsonl")]) as telemetry:
@@ -342,17 +342,17 @@ class TestHub:
         assert [one.time_s for one in log.records] == sorted(one.time_s for one in log.records)
 
     def test_a_full_disk_stops_the_log_and_not_the_run(self, tmp_path: Path) -> None:
-        def work(say: Callable[[str], None]) -> None:
+        def work(report: Callable[[str], None]) -> None:
             own_mounts()
             mount_tmpfs(tmp_path / "small", 64 << 10)
-            told: list[str] = []
+            message: list[str] = []
             other = Failing("other", -1, OSError())
             path = tmp_path / "small" / "events.jsonl"
-            with Telemetry([JsonlSink(path), other], report=told.append) as telemetry:
+            with Telemetry([JsonlSink(path), other], report=message.append) as telemetry:
                 for number in range(1, 1001):
                     telemetry.emit(step(number))
-            assert len(told) == 1
-            assert "No space left on device" in told[0]
+            assert len(message) == 1
+            assert "No space left on device" in message[0]
             assert len(other.got) == 1001
             log = read_log(path)
             assert [one.event for one in log.records] == [step(n) for n in range(1, len(log.records) + 1)]

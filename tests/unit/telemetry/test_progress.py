@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gracetune.telemetry import number_format as words
 from gracetune.telemetry.curves import evenly, finite, smoothed, thinned, ticks
 from gracetune.telemetry.events import Event, MemorySampled, MemoryStageChanged, RunStarted
-from gracetune.telemetry.progress import Progress
+from gracetune.telemetry.progress import ProgressTracker
 from gracetune.units import format_bytes, format_duration
 from unit.telemetry.sample_events import any_event, memory, start, step
 
@@ -22,75 +22,75 @@ curve = st.lists(st.tuples(st.integers(0, 10_000).map(float), numbers), max_size
 
 class TestProgress:
     def test_warm_up_does_not_count(self) -> None:
-        progress = Progress()
+        progress = ProgressTracker()
         progress.observe(start())
         for number, pace in enumerate([90_000, 40_000, 9_000, 1000, 1100, 1050], 1):
             progress.observe(step(number, step_ms=float(pace)))
             if number <= 3:
-                assert progress.standing().seconds_per_step is None
-                assert "measuring" in progress.standing().line()
-        standing = progress.standing()
-        assert standing.seconds_per_step == 1.05
-        assert standing.eta_s == pytest.approx(14 * 1.05)
+                assert progress.status().seconds_per_step is None
+                assert "measuring" in progress.status().line()
+        status = progress.status()
+        assert status.seconds_per_step == 1.05
+        assert status.eta_s == pytest.approx(14 * 1.05)
 
     def test_an_event_of_several_steps_counts_once_its_first_step_is_warm(self) -> None:
-        progress = Progress()
+        progress = ProgressTracker()
         progress.observe(start())
         progress.observe(step(10, steps=10, step_ms=9000.0))
-        assert progress.standing().seconds_per_step is None
+        assert progress.status().seconds_per_step is None
         progress.observe(step(20, steps=10, step_ms=800.0))
-        assert progress.standing().seconds_per_step == 0.8
+        assert progress.status().seconds_per_step == 0.8
 
     def test_a_resumed_run_warms_up_again(self) -> None:
-        progress = Progress()
+        progress = ProgressTracker()
         progress.observe(start(10))
-        assert progress.standing().step == 10
+        assert progress.status().step == 10
         progress.observe(step(11))
-        assert progress.standing().seconds_per_step is None
+        assert progress.status().seconds_per_step is None
         progress.observe(step(14, step_ms=500.0))
-        assert progress.standing().seconds_per_step == 0.5
+        assert progress.status().seconds_per_step == 0.5
 
     @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=80))
     def test_the_pace_is_the_median_of_the_recent(self, paces: list[float]) -> None:
-        progress = Progress(warm_up_steps=0, recent=7)
+        progress = ProgressTracker(warm_up_steps=0, recent=7)
         for number, pace in enumerate(paces, 1):
             progress.observe(step(number, step_ms=pace))
-        assert progress.standing().seconds_per_step == pytest.approx(median(paces[-7:]) / 1000)
+        assert progress.status().seconds_per_step == pytest.approx(median(paces[-7:]) / 1000)
 
     def test_the_line(self) -> None:
-        progress = Progress(warm_up_steps=0)
+        progress = ProgressTracker(warm_up_steps=0)
         progress.observe(start())
         progress.observe(step(5, loss=0.12345, step_ms=1520.0))
         progress.observe(memory(5))
-        assert progress.standing().line() == (
+        assert progress.status().line() == (
             "step 5/20 · loss 0.1235 (high_noise) · 1.52 s/it · ETA 22.8 s · memory stage 1 · "
             "device 36.0 GiB · host 7.00 GiB"
         )
 
     def test_the_memory_stage_is_shown_from_the_step_that_changed_it(self) -> None:
-        progress = Progress(warm_up_steps=0)
+        progress = ProgressTracker(warm_up_steps=0)
         progress.observe(start())
         progress.observe(step(5))
-        assert progress.standing().memory_stage is None
+        assert progress.status().memory_stage is None
         progress.observe(MemoryStageChanged(step=7, before=1, after=2))
-        assert progress.standing().line().startswith("step 7/20 · loss")
-        assert progress.standing().line().endswith(" · memory stage 2")
+        assert progress.status().line().startswith("step 7/20 · loss")
+        assert progress.status().line().endswith(" · memory stage 2")
         progress.observe(start(7))
-        assert progress.standing().line() == "step 7/20 · measuring"
+        assert progress.status().line() == "step 7/20 · measuring"
 
     def test_without_anything_known(self) -> None:
-        assert Progress().standing().line() == "step 0 · measuring"
-        progress = Progress()
+        assert ProgressTracker().status().line() == "step 0 · measuring"
+        progress = ProgressTracker()
         progress.observe(RunStarted(run="x"))
         progress.observe(MemorySampled(step=0, used_bytes={}))
-        assert progress.standing().line() == "step 0 · measuring"
+        assert progress.status().line() == "step 0 · measuring"
 
     @given(st.lists(any_event, max_size=6))
     def test_no_event_can_break_it(self, events: list[Event]) -> None:
-        progress = Progress(warm_up_steps=0)
+        progress = ProgressTracker(warm_up_steps=0)
         for event in events:
             progress.observe(event)
-        assert progress.standing().line().startswith("step ")
+        assert progress.status().line().startswith("step ")
 
 
 class TestWords:

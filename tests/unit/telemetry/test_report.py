@@ -43,7 +43,7 @@ class Page(HTMLParser):
         self.labels: list[str] = []
         self.ids: list[str] = []
         self.headings: list[str] = []
-        self.pictures = 0
+        self.images = 0
         self.feed(text)
         self.close()
         assert self.open == []
@@ -56,7 +56,7 @@ class Page(HTMLParser):
         self.ids += [str(values["id"])] if "id" in values else []
         assert not any(name.startswith("on") for name in values)
         if tag == "img":
-            self.pictures += 1
+            self.images += 1
             assert values["alt"], "a picture without words"
         if tag == "svg":
             self.labels.append(str(values["aria-label"]))
@@ -153,13 +153,13 @@ class TestWholeRun:
 
     def test_samples_are_shown_and_linked(self, run: tuple[Page, dict[str, object]], tmp_path: Path) -> None:
         page, _ = run
-        assert page.pictures == 5
+        assert page.images == 5
         assert page.addresses.count("./samples/clip%20%231.mp4") == 5
         assert "./samples/cat%2020.png" in page.addresses
         assert "../outside.png is not in the run" in page.text
         (first, *_) = [one for one in page.addresses if one.startswith("data:")]
-        with Image.open(io.BytesIO(base64.b64decode(first.split(",")[1]))) as picture:
-            assert picture.size == (192, 128)
+        with Image.open(io.BytesIO(base64.b64decode(first.split(",")[1]))) as image:
+            assert image.size == (192, 128)
 
     def test_loading_is_told_for_both_experts(self, run: tuple[Page, dict[str, object]]) -> None:
         page, facts = run
@@ -315,18 +315,18 @@ class TestOtherRuns:
             assert all(re.fullmatch(r"[ML0-9. Z-]*", path) for path in svg)
 
 
-class TestPictures:
+class TestImages:
     @pytest.mark.parametrize("path", ["/etc/passwd", "../x.png", "a/../../x.png", "gone.png", "a\0b", "", "."])
     def test_nothing_outside_the_run_is_linked(self, tmp_path: Path, path: str) -> None:
         (tmp_path / "run" / "a").mkdir(parents=True)
         (tmp_path / "x.png").write_bytes(b"outside")
         assert link_to(path, tmp_path / "run") is None
 
-    def test_a_file_that_is_no_picture_is_linked(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_no_image_is_linked(self, tmp_path: Path) -> None:
         (tmp_path / "x.png").write_bytes(b"no picture")
         files = (SampleFile(path="x.png", kind="image", prompt="p"),)
         (row,) = grid([ValidationDone(step=3, files=files)], tmp_path).rows
-        assert (row.cells[0].link, row.cells[0].picture) == ("./x.png", None)
+        assert (row.cells[0].link, row.cells[0].image) == ("./x.png", None)
 
     def test_many_validations_are_spread_evenly_and_told(self, tmp_path: Path) -> None:
         files = tuple(SampleFile(path="x.png", kind="image", prompt=str(number)) for number in range(30))
@@ -341,14 +341,14 @@ class TestLoading:
     def test_of_a_lycoris_adapter_diffusers_needs_a_conversion(self, tmp_path: Path) -> None:
         run = start()
         lokr = type(run)(run="x", adapter="lokr", model="org/wan")
-        told = how_to_load(lokr, ["a b_high_noise.safetensors", "a b_low_noise.safetensors"], tmp_path)
+        message = how_to_load(lokr, ["a b_high_noise.safetensors", "a b_low_noise.safetensors"], tmp_path)
         line = f"gracetune adapter convert '{tmp_path / 'a b_low_noise.safetensors'}' --to diffusers --lora-rank 64"
-        assert f"{line} --model org/wan" in told["diffusers"]
+        assert f"{line} --model org/wan" in message["diffusers"]
 
     def test_the_newest_file_is_the_one(self, tmp_path: Path) -> None:
-        told = how_to_load(start(), ["cats_10.safetensors", "cats_20.safetensors"], tmp_path)
-        assert "cats_20.safetensors" in told["ComfyUI"]
-        assert "cats_10" not in told["ComfyUI"] + told["diffusers"]
+        message = how_to_load(start(), ["cats_10.safetensors", "cats_20.safetensors"], tmp_path)
+        assert "cats_20.safetensors" in message["ComfyUI"]
+        assert "cats_10" not in message["ComfyUI"] + message["diffusers"]
 
     def test_a_whole_model_or_nothing_has_no_such_advice(self, tmp_path: Path) -> None:
         assert how_to_load(start(), [], tmp_path) == {}

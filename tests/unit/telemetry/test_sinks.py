@@ -47,30 +47,30 @@ class TestScalars:
 
 class TestTensorBoard:
     def written(self, folder: Path, *events: Event) -> None:
-        told: list[str] = []
-        with Telemetry([TensorBoardSink(folder / "logs", folder)], report=told.append) as telemetry:
+        message: list[str] = []
+        with Telemetry([TensorBoardSink(folder / "logs", folder)], report=message.append) as telemetry:
             for event in events:
                 telemetry.emit(event)
-        assert told == []
+        assert message == []
 
     def read(self, folder: Path) -> EventAccumulator:
         found = EventAccumulator(str(folder / "logs"), size_guidance={"images": 0, "scalars": 0, "tensors": 0})
         found.Reload()
         return found
 
-    def test_curves_and_pictures_arrive(self, tmp_path: Path) -> None:
+    def test_curves_and_images_arrive(self, tmp_path: Path) -> None:
         events = [event for event in whole_run(tmp_path) if not isinstance(event, ValidationDone)]
-        pictures = [event for event in whole_run(tmp_path) if isinstance(event, ValidationDone)]
+        images = [event for event in whole_run(tmp_path) if isinstance(event, ValidationDone)]
         kept = [
             ValidationDone(step=one.step, files=tuple(file for file in one.files if "outside" not in file.path))
-            for one in pictures
+            for one in images
         ]
         self.written(tmp_path, *events, *kept)
         found = self.read(tmp_path)
         losses = {one.step: one.value for one in found.Scalars("train/loss")}
         assert losses == pytest.approx({number: step(number).loss for number in range(1, 21)})
-        stages = {one.step: one.value for one in found.Scalars("uvm/uvm.stage")}
-        assert (stages[9], stages[20]) == (2, 3)
+        memory_stages = {one.step: one.value for one in found.Scalars("uvm/uvm.stage")}
+        assert (memory_stages[9], memory_stages[20]) == (2, 3)
         assert [one.value for one in found.Scalars("train/effective_batch")] == [4]
         assert [one.value for one in found.Scalars("memory/look_ahead_batches")] == [2]
         assert [one.value for one in found.Scalars("uvm/light_reclamation_ms")] == [7]
@@ -85,13 +85,13 @@ class TestTensorBoard:
         assert [number for number, _ in losses] == [*range(1, 8)]
         assert [loss for _, loss in losses[5:]] == [7.0, 7.0]
 
-    def test_a_picture_that_is_gone_drops_the_sink_and_stops_nothing(self, tmp_path: Path) -> None:
-        told: list[str] = []
-        with Telemetry([TensorBoardSink(tmp_path / "logs", tmp_path)], report=told.append) as telemetry:
+    def test_a_image_that_is_gone_drops_the_sink_and_stops_nothing(self, tmp_path: Path) -> None:
+        message: list[str] = []
+        with Telemetry([TensorBoardSink(tmp_path / "logs", tmp_path)], report=message.append) as telemetry:
             for event in whole_run(tmp_path):
                 telemetry.emit(event)
-        assert len(told) == 1
-        assert "outside.png" in told[0]
+        assert len(message) == 1
+        assert "outside.png" in message[0]
 
     @pytest.mark.parametrize("fault", ["full", "removed"])
     def test_a_file_that_cannot_be_written_is_one_warning_and_no_traceback(
@@ -99,9 +99,9 @@ class TestTensorBoard:
     ) -> None:
         """A disk that fills up under it, or a folder that somebody removes. What was written before can be read."""
 
-        def work(say: Callable[[str], None]) -> None:
-            told: list[str] = []
-            with Telemetry([TensorBoardSink(tmp_path / "logs", tmp_path)], report=told.append) as telemetry:
+        def work(report: Callable[[str], None]) -> None:
+            message: list[str] = []
+            with Telemetry([TensorBoardSink(tmp_path / "logs", tmp_path)], report=message.append) as telemetry:
                 telemetry.emit(start())
                 telemetry.emit(step(1))
                 if fault == "full":
@@ -112,8 +112,8 @@ class TestTensorBoard:
                     shutil.rmtree(tmp_path / "logs")
                 for number in range(2, 100):
                     telemetry.emit(step(number))
-            assert len(told) == 1
-            assert ("File too large" if fault == "full" else "its folder was removed") in told[0]
+            assert len(message) == 1
+            assert ("File too large" if fault == "full" else "its folder was removed") in message[0]
 
         Child(work).join()
         assert "Traceback" not in capfd.readouterr().err
@@ -211,11 +211,11 @@ class TestWebhook:
         server.server_close()
 
     def sent(self, url: str, *events: Event, timeout_s: float = 5.0) -> list[str]:
-        told: list[str] = []
-        with Telemetry([WebhookSink(url, timeout_s=timeout_s)], report=told.append) as telemetry:
+        message: list[str] = []
+        with Telemetry([WebhookSink(url, timeout_s=timeout_s)], report=message.append) as telemetry:
             for event in events:
                 telemetry.emit(event)
-        return told
+        return message
 
     @pytest.mark.parametrize(
         ("outcome", "reason"), [("finished", ""), ("failed", "NaN at step 7"), ("interrupted", "")]
@@ -236,23 +236,23 @@ class TestWebhook:
         assert self.sent(f"http://127.0.0.1:{server.server_port}/", step(1, loss=float("nan")), end()) == []
         assert json.loads(server.got[0][2])["loss"] == "nan"  # type: ignore[attr-defined]
 
-    def test_a_refusal_is_a_warning_without_the_secret(self, server: HTTPServer) -> None:
+    def test_a_rejection_is_a_warning_without_the_secret(self, server: HTTPServer) -> None:
         server.answer = 403  # type: ignore[attr-defined]
-        (told,) = self.sent(f"http://127.0.0.1:{server.server_port}/hook?secret=1", end())
-        assert "the answer 403" in told
-        assert "secret" not in told
+        (message,) = self.sent(f"http://127.0.0.1:{server.server_port}/hook?secret=1", end())
+        assert "the answer 403" in message
+        assert "secret" not in message
 
     def test_nobody_there_and_nobody_answering_are_warnings(self) -> None:
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
             port = silent.getsockname()[1]
-            (told,) = self.sent(f"http://127.0.0.1:{port}/", end())
-            assert "refused" in told
+            (message,) = self.sent(f"http://127.0.0.1:{port}/", end())
+            assert "refused" in message
             silent.listen()
-            (told,) = self.sent(f"http://127.0.0.1:{port}/", end(), timeout_s=0.2)
-            assert "timed out" in told
+            (message,) = self.sent(f"http://127.0.0.1:{port}/", end(), timeout_s=0.2)
+            assert "timed out" in message
 
     @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://x/y", "example.org/hook", "", "http://", "data:,x"])
-    def test_other_addresses_are_refused_at_once(self, url: str) -> None:
+    def test_other_addresses_are_rejected_at_once(self, url: str) -> None:
         with pytest.raises(TelemetryError, match="https://HOST"):
             WebhookSink(url)

@@ -17,8 +17,8 @@ from gracetune.config.rules import broken_rules
 from gracetune.errors import ConfigError
 from gracetune.hardware import probe
 from gracetune.models.fp8 import Fp8Linear
-from gracetune.train.base_precision import refuse_eight_bits
-from gracetune.train.runtime import Launch, Runtime, open_runtime
+from gracetune.train.base_precision import reject_eight_bits
+from gracetune.train.runtime import LaunchEnvironment, Runtime, open_runtime
 
 CPU = torch.device("cpu")
 JOB = StepJob("wan14b", precision="fp8", smoke=True)
@@ -32,19 +32,19 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
 def runtime(*, sharded: bool) -> Runtime:
     return Runtime(
         rank=0, world_size=1, local_rank=0, local_world_size=1, device=CPU, precision="bf16",
-        launch=Launch(sharded=sharded), key="",
+        launch=LaunchEnvironment(sharded=sharded), key="",
     )  # fmt: skip
 
 
-def test_weights_spread_over_processes_are_refused(wan: RandomModel, tmp_path: Path) -> None:
+def test_weights_spread_over_processes_are_rejected(wan: RandomModel, tmp_path: Path) -> None:
     config = config_of(JOB, wan.source.folder, tmp_path)
-    refuse_eight_bits(config, runtime(sharded=False))
-    refuse_eight_bits(config_of(replace(JOB, precision="bf16"), wan.source.folder, tmp_path), runtime(sharded=True))
+    reject_eight_bits(config, runtime(sharded=False))
+    reject_eight_bits(config_of(replace(JOB, precision="bf16"), wan.source.folder, tmp_path), runtime(sharded=True))
     with pytest.raises(ConfigError, match=r"replicas[\s\S]*base_precision=bf16"):
-        refuse_eight_bits(config, runtime(sharded=True))
+        reject_eight_bits(config, runtime(sharded=True))
 
 
-def test_a_full_fine_tune_is_refused_with_the_rest_of_the_config(wan: RandomModel, tmp_path: Path) -> None:
+def test_a_full_fine_tune_is_rejected_with_the_rest_of_the_config(wan: RandomModel, tmp_path: Path) -> None:
     config = config_of(JOB, wan.source.folder, tmp_path)
     whole = config.model_copy(update={"adapter": config.adapter.model_copy(update={"kind": "full_finetune"})})
     broken = [one for one in broken_rules(whole) if one.path == ("model", "base_precision")]
@@ -63,14 +63,16 @@ def test_the_trainers_own_step_learns_on_them(wan: RandomModel, tmp_path: Path, 
             decided = decide(job, config, probe(), wan, opened.device)
             decided = replace(decided, choices=replace(decided.choices, fp8_layouts=layouts))  # type: ignore[arg-type]
             with trainer(job, config, decided, probe(), wan, opened) as run:
-                held = [one for one in run.trainee.host.module("high_noise").modules() if isinstance(one, Fp8Linear)]
-                said = [line for line in run.trainee.decisions if line.startswith("base weights: fp8")]
+                held = [
+                    one for one in run.trained_model.host.module("high_noise").modules() if isinstance(one, Fp8Linear)
+                ]
+                stated = [line for line in run.trained_model.decisions if line.startswith("base weights: fp8")]
                 losses[precision] = torch.stack([run.step() for _ in range(3)])
-                state = run.trainee.attached["high_noise"].state()
+                state = run.trained_model.attached["high_noise"].state()
                 assert not any(
                     tensor.dtype.itemsize == 1 for one in state.layers.values() for tensor in one.tensors.values()
                 )
-        assert bool(held) == bool(said) == (precision == "fp8")
+        assert bool(held) == bool(stated) == (precision == "fp8")
         assert all((layer.fp8_turned is None) == (layouts == "one") for layer in held)
     assert torch.allclose(losses["fp8"], losses["bf16"], rtol=0.03)
     assert not torch.equal(losses["fp8"], losses["bf16"])

@@ -25,7 +25,7 @@ from gracetune.models.attention import _with_kernel
 from gracetune.models.parking import InlineLane
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import ModelFacts, Placement
+from gracetune.models.spec import ModelFacts, PartPlacement
 from gracetune.train.blocks import Preparation, costly_work_known, prepare_blocks
 from gracetune.train.planning import shapes_of
 
@@ -45,10 +45,10 @@ class Wan:
     ) -> None:  # fmt: skip
         source = ModelSource("tiny", folder)
         self.facts: ModelFacts = SPEC.inspect(source)
-        placement = Placement(CPU, torch.float32, attention)
+        placement = PartPlacement(CPU, torch.float32, attention)
         self.denoiser: Any = SPEC.load_denoiser(source, self.facts.experts[0], placement)
         self.attached: Attached = attach(
-            self.denoiser, Adapter(kind="lora", rank=2, targets=targets), family="wan", stage="high_noise",
+            self.denoiser, Adapter(kind="lora", rank=2, targets=targets), family="wan", expert="high_noise",
             default_targets=(), seed=0,
         )  # fmt: skip
         self.denoiser.train()

@@ -20,8 +20,19 @@ from gracetune.config.token_routes import Route
 from gracetune.models.registry import spec_of
 from gracetune.train.assembly import why_not_captured
 from gracetune.train.blocks import Preparation
-from gracetune.train.cuda_graphs import MOST, PROBES, STATES, WORTH, CapturedPass, CaptureError, Gpu, Replay, Run, Turns
-from gracetune.train.gradients import Clip, FlatGradients
+from gracetune.train.cuda_graphs import (
+    MOST,
+    PROBES,
+    STATES,
+    WORTH,
+    CapturedPass,
+    GraphCaptureError,
+    GraphDevice,
+    Replay,
+    Run,
+    SharedGraphPool,
+)
+from gracetune.train.gradients import FlatGradients, GradientClipping
 from gracetune.units import GIB
 from unit.models.test_token_routing import TinyModel, opened
 
@@ -59,13 +70,13 @@ class Again:
         self.replay = run
 
 
-class Device(Gpu):
+class Device(GraphDevice):
     """One of this test's making: busy or waiting, with so much memory. Every forward pass keeps a GiB."""
 
     def __init__(self, waits: bool, error: Exception | None, free: int, synchronises: bool) -> None:
-        self.asked = self.recorded = self.pools = self.left = self.on_side_stream = 0
+        self.requested = self.recorded = self.pools = self.left = self.on_side_stream = 0
         self._waits, self._error, self._free, self._synchronises = waits, error, free, synchronises
-        self._held, self._kept, self._there = 0, GIB, WeakSet[CapturedPass]()
+        self._held, self._kept, self._existing = 0, GIB, WeakSet[CapturedPass]()
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -80,7 +91,7 @@ class Device(Gpu):
 
     def is_launch_bound(self) -> bool:
         """Steps before this one would say that it is busy."""
-        self.asked += 1
+        self.requested += 1
         return self._waits and self.left == 0
 
     @contextmanager
@@ -92,32 +103,34 @@ class Device(Gpu):
         return self._held
 
     def free(self) -> int:
-        return self._free - GIB * bool(self._there)
+        return self._free - GIB * bool(self._existing)
 
     def pool(self) -> Any:
         self.pools += 1
         return object()
 
-    def capture(self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, turns: Turns) -> CapturedPass:
+    def capture(
+        self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, turns: SharedGraphPool
+    ) -> CapturedPass:
         """What is recorded is run again, on what all recordings share: the last forward pass's answer."""
         if self._error is not None:
             raise self._error
         self.recorded += 1
-        places = [one.clone() for one in inputs]
-        answer = run(places).detach().clone()
+        buffers = [one.clone() for one in inputs]
+        answer = run(buffers).detach().clone()
         gradient = torch.full_like(answer, torch.nan)
 
         def forward() -> None:
             self.left += 1
             with torch.enable_grad():
-                self.live = run(places)
+                self.live = run(buffers)
             answer.copy_(self.live.detach())
 
         def backward() -> None:
             gradients.add(torch.autograd.grad((self.live,), gradients.parameters, (gradient,), allow_unused=True))
 
-        made = CapturedPass(places, answer, gradient, (Again(forward), Again(backward)), turns)
-        self._there.add(made)
+        made = CapturedPass(buffers, answer, gradient, (Again(forward), Again(backward)), turns)
+        self._existing.add(made)
         return made
 
 
@@ -125,29 +138,29 @@ class Setup:
     def __init__(
         self, waits: bool = True, error: Exception | None = None, free: int = 8 * GIB, synchronises: bool = False
     ) -> None:
-        self.net, self.said = Net(), list[str]()
+        self.net, self.lines = Net(), list[str]()
         self.gpu = Device(waits, error, free, synchronises)
         self.gradients = FlatGradients(dict(self.net.named_parameters()), small=10)
-        self.replay = Replay(SPEC, {self.net: self.gradients}, say=self.said.append, gpu=self.gpu)
+        self.replay = Replay(SPEC, {self.net: self.gradients}, report=self.lines.append, gpu=self.gpu)
 
-    def window(self, seed: int, size: int = 3, micro_batches: int = 2, sizes: Sequence[int] = ()) -> list[Tensor]:
+    def step(self, seed: int, size: int = 3, micro_batches: int = 2, sizes: Sequence[int] = ()) -> list[Tensor]:
         """All gradients of a window, by the replaying way; they are those of the plain one, every time."""
         generator = torch.Generator().manual_seed(seed)
         plain = {name: torch.zeros_like(one) for name, one in self.net.named_parameters()}
         self.gradients.open()
         for count in sizes or [size] * micro_batches:
-            drawn = [torch.rand(count, width, generator=generator) for width in (6, 5)]
+            generated = [torch.rand(count, width, generator=generator) for width in (6, 5)]
             level = torch.rand(count, generator=generator)
-            batch = {"text": drawn[1], "latents": drawn[0]}
-            self.replay(self.net, drawn[0], level, batch, FACTS).square().sum().backward()
+            batch = {"text": generated[1], "latents": generated[0]}
+            self.replay(self.net, generated[0], level, batch, FACTS).square().sum().backward()
             self.gradients.collect()
             other = Net()
             other.load_state_dict(self.net.state_dict())
-            predict(other, drawn[0], level, batch, FACTS).square().sum().backward()
+            predict(other, generated[0], level, batch, FACTS).square().sum().backward()
             for name, one in other.named_parameters():
                 if one.grad is not None:
                     plain[name] += one.grad
-        self.gradients.finish(1.0, Clip(limit=None))
+        self.gradients.finish(1.0, GradientClipping(limit=None))
         found = [one.grad.clone() for one in self.net.parameters() if one.grad is not None]
         self.gradients.close()
         for one, wanted in zip(found, plain.values(), strict=True):
@@ -158,57 +171,57 @@ class Setup:
 def test_a_window_has_the_same_gradients_before_and_after_it_is_recorded() -> None:
     setup = Setup()
     for seed in range(5):
-        setup.window(seed)
+        setup.step(seed)
     assert setup.gpu.recorded == 1
-    assert setup.gpu.asked == PROBES
-    assert len(setup.said) == 1
-    assert setup.said[0].startswith("CUDA graph: on")
+    assert setup.gpu.requested == PROBES
+    assert len(setup.lines) == 1
+    assert setup.lines[0].startswith("CUDA graph: on")
 
 
 def test_weights_that_have_changed_are_read_by_the_next_replay() -> None:
     setup = Setup()
     for seed in range(3):
-        setup.window(seed)
+        setup.step(seed)
     with torch.no_grad():
         setup.net.first.weight.mul_(2)
-    setup.window(9)
+    setup.step(9)
     assert setup.gpu.recorded == 1
 
 
 def test_nothing_is_recorded_where_the_gpu_has_work() -> None:
     setup = Setup(waits=False)
     for seed in range(5):
-        setup.window(seed)
+        setup.step(seed)
     assert setup.gpu.recorded == 0
-    assert setup.gpu.asked == 1
-    assert setup.said == [BUSY.format(3)]
+    assert setup.gpu.requested == 1
+    assert setup.lines == [BUSY.format(3)]
 
 
 def test_work_left_of_replayed_steps_says_nothing_about_another_shape() -> None:
     setup = Setup()
     for seed in range(6):
-        setup.window(seed, 3)
+        setup.step(seed, 3)
     assert setup.gpu.left > 0
     for seed in range(2):
-        setup.window(seed, 2)
+        setup.step(seed, 2)
     assert setup.gpu.recorded == 2
-    assert len(setup.said) == 1
+    assert len(setup.lines) == 1
 
 
 def test_each_shape_has_its_own_and_there_are_not_too_many() -> None:
     setup = Setup(free=64 * GIB)
     for _ in range(2):
         for size in range(1, MOST + 3):
-            setup.window(size, size, micro_batches=WARM_UP)
+            setup.step(size, size, micro_batches=WARM_UP)
     assert setup.gpu.recorded == MOST
     assert setup.gpu.pools == 1
-    assert setup.said[1:] == [f"CUDA graph: off for latents [{MOST + 1}, 6]: {MOST} other shapes are captured"]
+    assert setup.lines[1:] == [f"CUDA graph: off for latents [{MOST + 1}, 6]: {MOST} other shapes are captured"]
 
 
 def test_shapes_take_turns_within_a_window() -> None:
     setup = Setup()
     for seed in range(4):
-        setup.window(seed, sizes=(3, 2, 3, 2))
+        setup.step(seed, sizes=(3, 2, 3, 2))
     assert setup.gpu.recorded == 2
 
 
@@ -234,23 +247,23 @@ def test_views_are_given_as_tensors_of_their_own_before_and_while_it_is_recorded
 def test_a_new_shape_gets_the_recordings_memory_where_there_is_no_room_for_both() -> None:
     setup = Setup(free=SCARCE)
     for seed in range(3):
-        setup.window(seed, 2)
+        setup.step(seed, 2)
     assert (setup.gpu.recorded, setup.gpu.pools) == (1, 1)
-    setup.window(5, 4, micro_batches=1)
-    setup.window(6, 2)
+    setup.step(5, 4, micro_batches=1)
+    setup.step(6, 2)
     assert (setup.gpu.recorded, setup.gpu.pools) == (2, 2), "let go, and recorded again"
-    assert len(setup.said) == 1
+    assert len(setup.lines) == 1
 
 
 def test_where_a_shape_that_is_never_recorded_has_no_room_beside_others_none_is() -> None:
     setup = Setup(free=SCARCE)
     for seed in range(3):
-        setup.window(seed, 2)
+        setup.step(seed, 2)
     setup.gpu._waits = False  # larger ones keep it busy
     for seed in range(4):
-        setup.window(seed, sizes=(4, 2))
-    assert setup.said[1:] == [BUSY.format(4), OFF + "there is no room for it beside samples of other shapes"]
-    setup.window(1, 2)
+        setup.step(seed, sizes=(4, 2))
+    assert setup.lines[1:] == [BUSY.format(4), OFF + "there is no room for it beside samples of other shapes"]
+    setup.step(1, 2)
 
 
 def test_without_gradients_it_is_the_plain_call() -> None:
@@ -258,25 +271,25 @@ def test_without_gradients_it_is_the_plain_call() -> None:
     with torch.no_grad():
         for _ in range(6):
             setup.replay(setup.net, torch.ones(1, 6), torch.ones(1), {"text": torch.ones(1, 5)}, FACTS)
-    assert setup.gpu.asked == setup.gpu.recorded == 0
+    assert setup.gpu.requested == setup.gpu.recorded == 0
 
 
 def test_where_memory_ends_while_it_is_recorded_the_run_goes_on_without() -> None:
     setup = Setup(error=torch.OutOfMemoryError("CUDA out of memory"))
     for seed in range(4):
-        setup.window(seed)
+        setup.step(seed)
     why = "the GPU's memory was full before all of it was captured"
-    assert setup.said == [f"CUDA graph: off for latents [3, 6]: {why}"]
+    assert setup.lines == [f"CUDA graph: off for latents [3, 6]: {why}"]
 
 
 def test_a_capture_that_fails_turns_graphs_off_and_the_run_goes_on() -> None:
-    setup = Setup(error=CaptureError("operation not permitted when stream is capturing"))
+    setup = Setup(error=GraphCaptureError("operation not permitted when stream is capturing"))
     for seed in range(4):
-        setup.window(seed)
+        setup.step(seed)
     found = "a capture failed: operation not permitted when stream is capturing"
-    assert setup.said == [f"{OFF}{found}. Losses are not affected; please report this"]
+    assert setup.lines == [f"{OFF}{found}. Losses are not affected; please report this"]
     launched = setup.gpu.on_side_stream
-    setup.window(9)
+    setup.step(9)
     assert setup.gpu.on_side_stream == launched == WARM_UP, "nothing is left on the side stream"
 
 
@@ -284,36 +297,36 @@ def test_a_failed_capture_takes_those_before_it_along() -> None:
     """Their graphs share the random generator's state, which a failed capture spoils."""
     setup = Setup()
     for seed in range(3):
-        setup.window(seed)
-    setup.gpu._error = CaptureError("operation not permitted when stream is capturing")
+        setup.step(seed)
+    setup.gpu._error = GraphCaptureError("operation not permitted when stream is capturing")
     for seed in range(4):
-        setup.window(seed, sizes=(2, 3))
+        setup.step(seed, sizes=(2, 3))
     assert setup.gpu.recorded == 1
-    assert setup.said[-1].startswith(OFF + "a capture failed")
+    assert setup.lines[-1].startswith(OFF + "a capture failed")
 
 
 def test_shapes_that_take_the_memory_from_each_other_are_not_recorded_for_ever() -> None:
     setup = Setup(free=SCARCE)
     for size in range(2, 40):
-        setup.window(size, sizes=(1, 1, 1, 1, size))
-    assert setup.said[1:] == [OFF + "samples of many shapes take the memory from each other"]
+        setup.step(size, sizes=(1, 1, 1, 1, size))
+    assert setup.lines[1:] == [OFF + "samples of many shapes take the memory from each other"]
     assert setup.gpu.recorded == PROBES + 1
 
 
 def test_recordings_that_were_worth_it_make_room_for_another_shape() -> None:
     setup = Setup(free=SCARCE)
     for size in range(2, 6):
-        setup.window(size, sizes=(1,) * (WORTH + 1 + WARM_UP))
-        setup.window(size, size, micro_batches=1)
-    assert len(setup.said) == 1
+        setup.step(size, sizes=(1,) * (WORTH + 1 + WARM_UP))
+        setup.step(size, size, micro_batches=1)
+    assert len(setup.lines) == 1
     assert setup.gpu.recorded == 4
 
 
 def test_a_model_that_waits_for_the_device_is_not_recorded() -> None:
     setup = Setup(synchronises=True)
     for seed in range(4):
-        setup.window(seed)
-    assert setup.said == ["CUDA graph: off for latents [3, 6]: the model waits for the GPU in its forward pass"]
+        setup.step(seed)
+    assert setup.lines == ["CUDA graph: off for latents [3, 6]: the model waits for the GPU in its forward pass"]
     assert setup.gpu.recorded == 0
 
 
@@ -329,7 +342,7 @@ def test_the_watch_hears_of_waiting_every_time_and_leaves_other_warnings_as_they
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        with Gpu().watched() as found:
+        with GraphDevice().watched() as found:
             for _ in range(2):
                 warn("called a synchronizing CUDA operation")
             elsewhere = threading.Thread(target=warn, args=("called a synchronizing CUDA operation",))
@@ -350,11 +363,11 @@ GRADIENTS = 4 * sum(one.numel() for one in Net().parameters())
 def test_it_needs_room_for_what_a_step_keeps_and_returns(missing: int, recorded: int) -> None:
     setup = Setup(free=int(1.3 * GIB) + (1 + STATES) * GRADIENTS + GIB - missing)
     for seed in range(4):
-        setup.window(seed)
+        setup.step(seed)
     assert setup.gpu.recorded == recorded
     if not recorded:
         why = "it takes 2.30 GiB of its own, and 2.30 GiB are free"
-        assert setup.said == [f"CUDA graph: off for latents [3, 6]: {why}"]
+        assert setup.lines == [f"CUDA graph: off for latents [3, 6]: {why}"]
 
 
 @pytest.mark.parametrize(("size", "recorded"), [(2, 2), (4, 1)])
@@ -362,32 +375,32 @@ def test_what_others_have_is_enough_for_smaller_ones_only(size: int, recorded: i
     """A place of memory serves what is not larger than it."""
     setup = Setup(free=8 * GIB)
     for seed in range(3):
-        setup.window(seed, 3)
+        setup.step(seed, 3)
     setup.gpu._kept = GIB * size // 3
-    setup.window(5, size, micro_batches=WARM_UP)
+    setup.step(5, size, micro_batches=WARM_UP)
     setup.gpu._free = 3 * GIB
-    setup.window(6, size)
+    setup.step(6, size)
     assert setup.gpu.recorded == recorded
 
 
 def test_what_was_recorded_once_needs_no_room_for_states_again() -> None:
     setup = Setup(free=int(1.3 * GIB) + (1 + STATES) * GRADIENTS + GIB)
     for seed in range(3):
-        setup.window(seed)
+        setup.step(seed)
     setup.replay.release()
     setup.gpu._free -= STATES * GRADIENTS  # they are there now
-    setup.window(7)
+    setup.step(7)
     assert setup.gpu.recorded == 2
 
 
 def test_what_is_released_is_recorded_again() -> None:
     setup = Setup()
     for seed in range(3):
-        setup.window(seed)
+        setup.step(seed)
     setup.replay.release()
-    setup.window(7)
+    setup.step(7)
     assert setup.gpu.recorded == 2
-    assert len(setup.said) == 1
+    assert len(setup.lines) == 1
 
 
 def test_a_pass_beside_training_is_replayed_or_launched_and_never_leads_to_a_capture() -> None:
@@ -399,22 +412,22 @@ def test_a_pass_beside_training_is_replayed_or_launched_and_never_leads_to_a_cap
             return setup.replay(setup.net, given[0], given[2].flatten(), batch, FACTS).detach().clone()
 
     launched = [aside() for _ in range(WARM_UP + 1)]
-    assert (setup.gpu.recorded, setup.gpu.asked) == (0, 0)
+    assert (setup.gpu.recorded, setup.gpu.requested) == (0, 0)
     for seed in range(2):
-        setup.window(seed)
+        setup.step(seed)
     assert setup.gpu.recorded == 1, "its passes have not shortened the warm-up, or lengthened it"
     replays = setup.replay.counters["cuda_graph.replays"]
     assert torch.equal(aside(), launched[0])
     assert setup.replay.counters == {"cuda_graph.captures": 1, "cuda_graph.replays": replays + 1}
-    setup.window(7)
+    setup.step(7)
 
 
 def test_weights_that_have_moved_are_recorded_anew() -> None:
     setup = Setup()
     for seed in range(3):
-        setup.window(seed)
+        setup.step(seed)
     setup.net.last.weight.data = setup.net.last.weight.data.clone()
-    setup.window(7)
+    setup.step(7)
     assert setup.gpu.recorded == 2
 
 
@@ -422,14 +435,14 @@ def test_weights_that_have_moved_are_recorded_anew() -> None:
 def test_a_second_forward_pass_before_the_backward_pass_is_an_error(other: int) -> None:
     setup = Setup()
     for seed in range(3):
-        setup.window(seed, sizes=(3, 2))
+        setup.step(seed, sizes=(3, 2))
 
     def answer(size: int) -> Tensor:
         batch = {"text": torch.ones(size, 5), "latents": torch.ones(size, 6)}
         return setup.replay(setup.net, torch.ones(size, 6), torch.ones(size), batch, FACTS)
 
     for seed in range(3):
-        setup.window(seed, sizes=(3, 2))
+        setup.step(seed, sizes=(3, 2))
     first = answer(3)
     answer(other)
     with pytest.raises(RuntimeError, match="before the backward pass of this one"):
@@ -455,20 +468,20 @@ def test_what_may_be_recorded(
 ) -> None:
     config: Any = SimpleNamespace(adapter=Adapter.model_validate(adapter), keeps_masked_tokens=False)
     experts = {"high_noise": Preparation(2, compiled=True), "low_noise": prepared}
-    trainee: Any = SimpleNamespace(
+    trained_model: Any = SimpleNamespace(
         spec=spec_of("wan"), facts=SimpleNamespace(family="wan"), prepared=experts, strengths=strengths,
         host=SimpleNamespace(moves=moves),
     )  # fmt: skip
-    assert (why_not_captured(config, trainee) is None) is recorded
+    assert (why_not_captured(config, trained_model) is None) is recorded
 
 
 def test_a_family_that_was_never_recorded_is_not() -> None:
     config: Any = SimpleNamespace(adapter=Adapter(), keeps_masked_tokens=False)
-    trainee: Any = SimpleNamespace(
+    trained_model: Any = SimpleNamespace(
         spec=spec_of("stable_audio"), facts=SimpleNamespace(family="stable_audio"), strengths={},
         prepared={"": Preparation(2, compiled=True)}, host=SimpleNamespace(moves=False),
     )  # fmt: skip
-    assert why_not_captured(config, trainee) == "stable_audio has not been captured on a GPU yet"
+    assert why_not_captured(config, trained_model) == "stable_audio has not been captured on a GPU yet"
 
 
 def test_a_replay_reads_which_tokens_are_kept_from_its_inputs(tiny_model: TinyModel) -> None:

@@ -10,7 +10,7 @@ from gracetune.config.rules import broken_rules
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.train.determinism import deterministic
-from gracetune.train.view import Heard
+from gracetune.train.view import CollectingView
 from runs.made_runs import TinyModel, config_for, run
 from runs.test_resume import losses
 
@@ -23,7 +23,7 @@ def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CUBLAS)
 
 
-def asked(**training: Any) -> RunConfig:
+def requested(**training: Any) -> RunConfig:
     values = {
         "name": "n", "output_dir": "o", "model": {"family": "sdxl"}, "datasets": [{"id": "d", "path": "p"}],
         "training": {"max_steps": 1, **training},
@@ -32,48 +32,54 @@ def asked(**training: Any) -> RunConfig:
 
 
 def test_torch_and_cublas_are_told_and_torch_chooses_again_afterwards() -> None:
-    view = Heard()
-    with deterministic(asked(deterministic=True), view):
+    view = CollectingView()
+    with deterministic(requested(deterministic=True), view):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
-    assert ":4096:8" in view.said[0]
-    with deterministic(asked(), Heard()):
+    assert ":4096:8" in view.lines[0]
+    with deterministic(requested(), CollectingView()):
         assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_workspace_with_which_cublas_does_not_repeat_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_with_which_cublas_does_not_repeat_itself_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUBLAS, ":0:0")
-    with pytest.raises(ConfigError, match=r":0:0.*\n?.*:4096:8"), deterministic(asked(deterministic=True), Heard()):
+    with (
+        pytest.raises(ConfigError, match=r":0:0.*\n?.*:4096:8"),
+        deterministic(requested(deterministic=True), CollectingView()),
+    ):
         pass
     monkeypatch.setenv(CUBLAS, ":16:8")
-    view = Heard()
-    with deterministic(asked(deterministic=True), view):
+    view = CollectingView()
+    with deterministic(requested(deterministic=True), view):
         pass
-    assert ":16:8" in view.said[0]
+    assert ":16:8" in view.lines[0]
 
 
 def test_an_operation_without_a_repeatable_kernel_is_told_without_a_traceback() -> None:
-    told = pytest.raises(GracetuneError, match=r"--set training\.deterministic=false")
-    with told, deterministic(asked(deterministic=True), Heard()):
+    message = pytest.raises(GracetuneError, match=r"--set training\.deterministic=false")
+    with message, deterministic(requested(deterministic=True), CollectingView()):
         torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
     assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(RuntimeError, match="something else"), deterministic(asked(deterministic=True), Heard()):
+    with (
+        pytest.raises(RuntimeError, match="something else"),
+        deterministic(requested(deterministic=True), CollectingView()),
+    ):
         raise RuntimeError("something else")
 
 
-def test_a_package_whose_kernels_do_not_repeat_themselves_is_refused() -> None:
-    assert [one.path for one in broken_rules(asked(deterministic=True, attention="flash_attn_3"))] == [
+def test_a_package_whose_kernels_do_not_repeat_themselves_is_rejected() -> None:
+    assert [one.path for one in broken_rules(requested(deterministic=True, attention="flash_attn_3"))] == [
         ("training", "attention")
     ]
-    assert not broken_rules(asked(deterministic=True))
+    assert not broken_rules(requested(deterministic=True))
 
 
 @pytest.mark.full
 def test_a_deterministic_run_learns_what_any_run_on_a_cpu_learns(tiny_model: TinyModel, tmp_path: Path) -> None:
     plain = config_for("flux", tiny_model, tmp_path / "plain", training={"max_steps": 2})
     run(plain)
-    told = config_for("flux", tiny_model, tmp_path / "told", training={"max_steps": 2, "deterministic": True})
-    view = Heard()
-    run(told, view)
-    assert view.said[0].startswith("deterministic")
-    assert losses(told) == losses(plain)
+    message = config_for("flux", tiny_model, tmp_path / "told", training={"max_steps": 2, "deterministic": True})
+    view = CollectingView()
+    run(message, view)
+    assert view.lines[0].startswith("deterministic")
+    assert losses(message) == losses(plain)

@@ -48,13 +48,15 @@ def checked(tiny_model: TinyModel, family: str, adapter: dict[str, Any], **check
     check_adapter(config, spec, source, spec.inspect(source))
 
 
-@pytest.mark.parametrize(("family", "adapter", "format", "says", "hint"), WRONG)
-def test_files_that_a_program_reads_wrongly(family, adapter, format, says, hint, tiny_model: TinyModel) -> None:
-    with pytest.raises(ConfigError) as refused:
+@pytest.mark.parametrize(("family", "adapter", "format", "expected_text", "hint"), WRONG)
+def test_files_that_a_program_reads_wrongly(
+    family, adapter, format, expected_text, hint, tiny_model: TinyModel
+) -> None:
+    with pytest.raises(ConfigError) as rejected:
         checked(tiny_model, family, adapter, format=format)
-    (problem,) = refused.value.problems
+    (problem,) = rejected.value.problems
     assert problem.key == "checkpoints.format"
-    assert says in problem.found
+    assert expected_text in problem.found
     assert f"--set checkpoints.{hint}" in problem.hint or f"--set {hint}" in problem.hint
     settings = dict(
         one.split("=") for one in problem.hint.split("; or ")[0].removeprefix("--set checkpoints.").split(", for ")[:1]
@@ -99,8 +101,8 @@ def test_every_kind_has_a_format(tiny_model: TinyModel) -> None:
 
 
 def test_a_program_that_does_not_read_a_format_at_all(tiny_model: TinyModel) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         checked(tiny_model, "wan", {"kind": "lokr", "rank": 2}, format="comfyui", for_program="lycoris")
-    (problem,) = refused.value.problems
+    (problem,) = rejected.value.problems
     assert "--set checkpoints.format=lycoris" in problem.hint
     assert "--set checkpoints.for_program=null" in problem.hint

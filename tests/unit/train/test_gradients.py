@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gracetune.train.gradients import Clip, FlatGradients
+from gracetune.train.gradients import FlatGradients, GradientClipping
 from gracetune.train.loss_scale import LossScale, NoScale
 
 
@@ -32,7 +32,7 @@ def test_every_sample_of_a_window_weighs_the_same_whatever_its_micro_batch(sizes
     for part in samples.split(sizes):
         losses(ours, part).sum().backward()
         gradients.collect()
-    norm = gradients.finish(1 / len(samples), Clip(limit=None))
+    norm = gradients.finish(1 / len(samples), GradientClipping(limit=None))
     losses(reference, samples).mean().backward()
     expected = [parameter.grad for parameter in reference.parameters()]
     for parameter, wanted in zip(ours.parameters(), expected, strict=True):
@@ -47,7 +47,7 @@ def test_clipping_is_torchs(kind: Any) -> None:
     gradients = FlatGradients(dict(ours.named_parameters()))
     gradients.open()
     losses(ours, samples).sum().backward()
-    gradients.finish(1.0, Clip(kind, 0.05))
+    gradients.finish(1.0, GradientClipping(kind, 0.05))
     losses(reference, samples).sum().backward()
     if kind == "norm":
         nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
@@ -58,9 +58,15 @@ def test_clipping_is_torchs(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, torch.tensor(2.0**-16)], ids=["number", "scale"])
-@pytest.mark.parametrize("clip", [Clip(), Clip("value", 0.05), Clip(limit=None)], ids=["norm", "value", "none"])
+@pytest.mark.parametrize(
+    "clip",
+    [GradientClipping(), GradientClipping("value", 0.05), GradientClipping(limit=None)],
+    ids=["norm", "value", "none"],
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e25], ids=str)
-def test_what_is_not_finite_becomes_nothing_and_is_told(bad: float, clip: Clip, factor: float | torch.Tensor) -> None:
+def test_what_is_not_finite_becomes_nothing_and_is_told(
+    bad: float, clip: GradientClipping, factor: float | torch.Tensor
+) -> None:
     """One bad gradient among good ones; of the last, only the norm is not finite."""
     network = model()
     gradients = FlatGradients(dict(network.named_parameters()))
@@ -87,7 +93,7 @@ def test_ranks_are_summed() -> None:
     gradients.open()
     losses(network, torch.ones(1, 5)).sum().backward()
     before = [parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None]
-    gradients.finish(0.5, Clip(limit=None))
+    gradients.finish(0.5, GradientClipping(limit=None))
     for parameter, one in zip(network.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.grad, one)
 

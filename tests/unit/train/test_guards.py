@@ -5,11 +5,11 @@ import torch
 
 from gracetune.train.guards import _Norm, _what_failed
 from gracetune.train.position import Position
-from gracetune.train.training_state import Standing
+from gracetune.train.training_state import ResumePoint
 
 
-@pytest.mark.parametrize(("step", "said"), [(0, "so nothing is saved"), (7, "saved at step 7")])
-def test_only_what_was_learnt_is_said_to_be_saved(step: int, said: str) -> None:
+@pytest.mark.parametrize(("step", "stated"), [(0, "so nothing is saved"), (7, "saved at step 7")])
+def test_only_what_was_learnt_is_said_to_be_saved(step: int, stated: str) -> None:
     """A run that has not learnt anything writes no checkpoint (`Saving`)."""
-    before = Standing(Position(step=step), {}, step, 0)
-    assert said in _what_failed(_Norm(step + 1, torch.tensor(torch.nan), None, (), before), 1, step)
+    before = ResumePoint(Position(step=step), {}, step, 0)
+    assert stated in _what_failed(_Norm(step + 1, torch.tensor(torch.nan), None, (), before), 1, step)

@@ -26,7 +26,7 @@ def config_of(root: Path, kind: str) -> RunConfig:
     )  # fmt: skip
 
 
-def place(*paths: Path) -> None:
+def location(*paths: Path) -> None:
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
@@ -59,7 +59,7 @@ def test_temporary_files_of_processes_that_are_no_more(tmp_path: Path) -> None:
     config = config_of(tmp_path, "lora")
     out = tmp_path / "out"
     for folder in (out, out / "samples", out / "cache", out / "cache" / "scan"):
-        place(folder / temporary_name(), folder / "mine.tmp", folder / ".gracetune-mine.tmp")
+        location(folder / temporary_name(), folder / "mine.tmp", folder / ".gracetune-mine.tmp")
     with unfinished(out) as (_, held):
         assert tidied(config, "{}") == []
         assert held.exists(), "another process writes it"
@@ -72,8 +72,8 @@ def test_step_files_go_only_where_the_journal_says_so(tmp_path: Path) -> None:
     config = config_of(tmp_path, "lora")
     folder = RunFolder.of(config)
     for step in (1, 2, 3, 4):
-        place(*(folder.adapter(one.name, step) for one in EXPERTS))
-    place(folder.path / "a [b]_000000004_other.safetensors")
+        location(*(folder.adapter(one.name, step) for one in EXPERTS))
+    location(folder.path / "a [b]_000000004_other.safetensors")
     before = files(folder.path)
     # Checkpoint 1 was retired, the process was killed when it saved step 4; somebody removed checkpoint 2 by hand.
     assert tidied(config, '{"saving": [4], "retiring": [1]}', (3,)) == []
@@ -86,7 +86,7 @@ def test_step_files_go_only_where_the_journal_says_so(tmp_path: Path) -> None:
 def test_a_step_whose_checkpoint_is_complete_keeps_its_files(tmp_path: Path) -> None:
     config = config_of(tmp_path, "lora")
     folder = RunFolder.of(config)
-    place(folder.adapter("high_noise", 3))
+    location(folder.adapter("high_noise", 3))
     assert tidied(config, '{"saving": [3], "retiring": [3]}', (3,)) == []
     assert folder.adapter("high_noise", 3).exists()
 
@@ -101,7 +101,7 @@ def test_half_a_model_never_stays(tmp_path: Path, prefix: str) -> None:
         out / f"{prefix}a [b]_000000004" / name / MODEL_FILE for name in (".transformer.tmp", temporary_name())
     ]
     others = [out / "a [b] copy" / temporary_name() / "config.json", out / "other" / ".transformer.tmp" / MODEL_FILE]
-    place(*whole, *temporary, *others)
+    location(*whole, *temporary, *others)
     assert tidied(config, "{}") == []
     assert {path for path in out.rglob("*") if path.is_file()} - {out / "checkpoints" / ".gracetune.lock"} == {
         *whole,
@@ -114,10 +114,10 @@ def test_half_of_the_final_files(tmp_path: Path) -> None:
     """Killed between the two experts: what is there is no result. With both it is one."""
     config = config_of(tmp_path, "full_finetune")
     folder = RunFolder.of(config)
-    place(*model(folder.model(), "transformer"), folder.model() / "vae" / "config.json")
+    location(*model(folder.model(), "transformer"), folder.model() / "vae" / "config.json")
     assert tidied(config, '{"finishing": [5]}', (5,)) == []
     assert files(folder.model()) == {"vae", "vae/config.json"}, "which somebody put there"
-    place(*model(folder.model(), "transformer", "transformer_2"))
+    location(*model(folder.model(), "transformer", "transformer_2"))
     both = files(folder.model())
     assert tidied(config, '{"finishing": [5]}') == []
     assert files(folder.model()) == both
@@ -126,7 +126,7 @@ def test_half_of_the_final_files(tmp_path: Path) -> None:
 def test_what_somebody_put_beside_a_models_files_stays(tmp_path: Path) -> None:
     folder = RunFolder.of(config_of(tmp_path, "full_finetune"))
     mine = folder.model(3) / "transformer" / "notes.txt"
-    place(*model(folder.model(3), "transformer", "transformer_2"), mine)
+    location(*model(folder.model(3), "transformer", "transformer_2"), mine)
     folder.model(4).symlink_to(folder.model(3))
     assert folder.remove_step(EXPERTS, 4) == []
     assert folder.model(4).is_symlink()

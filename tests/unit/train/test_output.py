@@ -18,9 +18,9 @@ from gracetune.models.experts import ExpertHost, choose_parking
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
-from gracetune.models.spec import Expert, Placement
+from gracetune.models.spec import Expert, PartPlacement
 from gracetune.train.output import RunFolder, base_weight, check_format, for_format
-from gracetune.train.trained_model import Trainee
+from gracetune.train.trained_model import TrainedModel
 from unit.adapters.formats import comfyui_reader
 from unit.adapters.formats.test_comfyui import in_original_layout
 
@@ -33,14 +33,14 @@ def test_a_runs_own_dora_gives_comfyui_the_weights_that_were_trained(path: Any, 
     source = open_source(Model(family="wan", path=str(tiny_model("wan", "t2v-14b-2.2"))))
     facts = spec.inspect(source)
     cpu = torch.device("cpu")
-    denoiser = spec.load_denoiser(source, facts.experts[1], Placement(cpu, torch.float32))
+    denoiser = spec.load_denoiser(source, facts.experts[1], PartPlacement(cpu, torch.float32))
     before = {name: tensor.clone() for name, tensor in denoiser.state_dict().items()}
     adapter = Adapter(kind="dora", rank=2)
     attached = attach(
         denoiser,
         adapter,
         family="wan",
-        stage="low_noise",
+        expert="low_noise",
         default_targets=spec.default_targets,
         seed=0,
         adapter_path=path,
@@ -50,12 +50,12 @@ def test_a_runs_own_dora_gives_comfyui_the_weights_that_were_trained(path: Any, 
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
     host = ExpertHost.open(choose_parking("cpu", park=False, experts=1, managed=False), cpu)
     host.add("low_noise", denoiser)
-    trainee = Trainee(spec, source, facts, host, {"low_noise": attached}, torch.float32, {})
+    trained_model = TrainedModel(spec, source, facts, host, {"low_noise": attached}, torch.float32, {})
 
     trained = attached.state()
     with pytest.raises(CannotHoldError):
         FORMATS["comfyui"].write(trained, torch.float32)
-    held = for_format(trainee, "low_noise", "comfyui")
+    held = for_format(trained_model, "low_noise", "comfyui")
     file, _ = FORMATS["comfyui"].write(held, torch.float32)
     weights = {name: before[f"{name}.weight"] for name in trained.layers}
     assert all(torch.equal(base_weight(denoiser, name), weight) for name, weight in weights.items())
@@ -67,41 +67,41 @@ def test_a_runs_own_dora_gives_comfyui_the_weights_that_were_trained(path: Any, 
         torch.testing.assert_close(loaded[key], weight, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(original[key], weight, atol=1e-3)
 
-    assert for_format(trainee, "low_noise", "diffusers").layers.keys() == trained.layers.keys()
+    assert for_format(trained_model, "low_noise", "diffusers").layers.keys() == trained.layers.keys()
     config = RunConfig.model_validate(
         {
             "name": "n", "output_dir": "o", "model": {"family": "wan"}, "datasets": [{"id": "d", "path": "p"}],
             "training": {"max_steps": 1}, "adapter": adapter, "checkpoints": {"format": "comfyui"},
         }
     )  # fmt: skip
-    (note,) = check_format(trainee, config)
+    (note,) = check_format(trained_model, config)
     assert "ComfyUI alone" in note
 
 
 def test_what_a_run_would_write_over_is_kept_under_another_name(tmp_path: Path) -> None:
-    folder, stages = RunFolder(tmp_path, "a [b]"), ("high_noise", "low_noise")
+    folder, trained = RunFolder(tmp_path, "a [b]"), ("high_noise", "low_noise")
 
-    def there() -> dict[str, str]:
+    def finished() -> dict[str, str]:
         return {path.name: path.read_text() for path in tmp_path.iterdir()}
 
-    for stage in stages:
+    for expert in trained:
         for step in (None, 2, 4):
-            folder.adapter(stage, step).write_text(f"{stage} {step}")
+            folder.adapter(expert, step).write_text(f"{expert} {step}")
     (tmp_path / "a [b]_000000004_other.safetensors").write_text("of someone else")
-    assert len(folder.set_aside(stages, after=2)) == 2
-    notes = folder.move_finished(stages, 4)
+    assert len(folder.set_aside(trained, after=2)) == 2
+    notes = folder.move_finished(trained, 4)
     assert notes[0].endswith("it is now called finished-a [b]_000000004_high_noise.safetensors")
     experts = [
-        Expert(stage, component) for stage, component in zip(stages, ("transformer", "transformer_2"), strict=True)
+        Expert(expert, component) for expert, component in zip(trained, ("transformer", "transformer_2"), strict=True)
     ]
     assert folder.remove_step(experts, 4) == []
     kept = {
         "a [b]_000000004_other.safetensors": "of someone else",
-        **{f"a [b]_000000002_{stage}.safetensors": f"{stage} 2" for stage in stages},
-        **{f"set-aside-a [b]_000000004_{stage}.safetensors": f"{stage} 4" for stage in stages},
-        **{f"finished-a [b]_000000004_{stage}.safetensors": f"{stage} None" for stage in stages},
+        **{f"a [b]_000000002_{expert}.safetensors": f"{expert} 2" for expert in trained},
+        **{f"set-aside-a [b]_000000004_{expert}.safetensors": f"{expert} 4" for expert in trained},
+        **{f"finished-a [b]_000000004_{expert}.safetensors": f"{expert} None" for expert in trained},
     }
-    assert there() == kept
+    assert finished() == kept
     folder.adapter("high_noise").write_text("again")
-    folder.move_finished(stages, 4)
-    assert there() == {**kept, "finished-2-a [b]_000000004_high_noise.safetensors": "again"}
+    folder.move_finished(trained, 4)
+    assert finished() == {**kept, "finished-2-a [b]_000000004_high_noise.safetensors": "again"}

@@ -51,16 +51,16 @@ def test_the_length_in_steps_is_what_the_loop_will_do(
     loader = Loader(data, batch_size=micro, epochs=epochs)
     done = consumed = 0
     while True:
-        window, filled = ramp.window(consumed), 0
-        while filled < window.accumulation:
-            outcome = loader.next_batch(window.micro_batch, step=done)
+        step, filled = ramp.step_batch(consumed), 0
+        while filled < step.accumulation:
+            outcome = loader.next_batch(step.micro_batch, step=done)
             if isinstance(outcome, Exhausted):
                 break
             filled += isinstance(outcome, BatchRef)
         if not filled:
             break
         done, consumed = done + 1, consumed + filled
-        if filled < window.accumulation:
+        if filled < step.accumulation:
             break
     assert length_of(data, ramp, batch_size=micro, max_steps=None, epochs=epochs).steps == done
 
@@ -74,13 +74,13 @@ def control() -> Iterator[Control]:
     """One that listens to signals, of a run that is training."""
     own = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which ignores it
     before = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGUSR1)}
-    control, said = Control(), []
-    control.phase, control.say = "training", said.append
+    control, stated = Control(), []
+    control.phase, control.report = "training", stated.append
     with listening(control):
         yield control
     assert {number: signal.getsignal(number) for number in before} == before
     signal.signal(signal.SIGHUP, own)
-    assert len(said) <= 1
+    assert len(stated) <= 1
 
 
 @pytest.mark.parametrize("number", ENDING)
@@ -135,14 +135,14 @@ def test_what_sigusr1_does_is_read_from_the_environment() -> None:
     assert (problem.found, problem.expected) == ("end", "validate or stop")
 
 
-def picture(width: int, height: int, level: int) -> Image.Image:
+def image(width: int, height: int, level: int) -> Image.Image:
     return Image.fromarray(np.full((height, width, 3), level, dtype=np.uint8))
 
 
 def test_samples_become_files_people_can_open(tmp_path: Path) -> None:
-    path, kind = write_sample(tmp_path / "a", Sampled(frames=(picture(40, 30, 9),)))
+    path, kind = write_sample(tmp_path / "a", Sampled(frames=(image(40, 30, 9),)))
     assert (path.name, kind, Image.open(path).size) == ("a.png", "image", (40, 30))
-    frames = tuple(picture(33, 31, 20 * number) for number in range(5))
+    frames = tuple(image(33, 31, 20 * number) for number in range(5))
     path, kind = write_sample(tmp_path / "b", Sampled(frames=frames, fps=24.0), fps=12.5)
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
@@ -157,8 +157,8 @@ def test_samples_become_files_people_can_open(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.png", "b.mp4", "c.wav"]
 
 
-def test_a_sheet_shows_every_picture(tmp_path: Path) -> None:
-    sheet = Image.open(contact_sheet(tmp_path / "sheet.png", [picture(64, 32, 50 * number) for number in range(5)]))
+def test_a_sheet_shows_every_image(tmp_path: Path) -> None:
+    sheet = Image.open(contact_sheet(tmp_path / "sheet.png", [image(64, 32, 50 * number) for number in range(5)]))
     assert sheet.size == (3 * 64, 2 * 32)
     assert [sheet.getpixel((column * 64 + 5, row * 32 + 5)) for row, column in ((0, 0), (0, 1), (1, 1))] == [
         (0, 0, 0), (50, 50, 50), (200, 200, 200)
@@ -176,11 +176,11 @@ def test_what_a_prompt_leaves_unset_comes_from_its_section(tmp_path: Path) -> No
             },
         }
     )  # fmt: skip
-    asked = [one.request for one in requests_of(config)]
-    assert [(one.prompt, one.width, one.seed, one.guidance, one.steps) for one in asked] == [
+    requested = [one.request for one in requests_of(config)]
+    assert [(one.prompt, one.width, one.seed, one.guidance, one.steps) for one in requested] == [
         ("a", 640, 5, 3.0, 20), ("a", 640, 6, 3.0, 20), ("b", 64, 101, 1.0, 4), ("b", 64, 102, 1.0, 4)
     ]  # fmt: skip
-    assert {one.negative_prompt for one in asked} == {"blur"}
+    assert {one.negative_prompt for one in requested} == {"blur"}
 
 
 def test_the_loop_reads_on_one_screen() -> None:
@@ -205,10 +205,10 @@ def test_what_libraries_say_of_their_own_accord_is_kept_quiet_and_only_inside() 
         for handler, former in zip(handlers, before, strict=True):
             handler.setStream(former)
     assert library.is_progress_bar_enabled() == bars
-    said = stream.getvalue()
-    assert "some weights were not used" in said
-    assert "`X`" not in said
-    assert "`Y`" in said
+    stated = stream.getvalue()
+    assert "some weights were not used" in stated
+    assert "`X`" not in stated
+    assert "`Y`" in stated
 
 
 def test_an_error_of_telemetry_is_told_like_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,10 +216,10 @@ def test_an_error_of_telemetry_is_told_like_one_of_ours(capsys: pytest.CaptureFi
         raise TelemetryError("report", found="no log", expected="a log", hint="look at the folder")
 
     assert start(fail) == 1
-    told = capsys.readouterr().err
-    assert "no log" in told
-    assert "Traceback" not in told
+    message = capsys.readouterr().err
+    assert "no log" in message
+    assert "Traceback" not in message
 
 
 def test_the_guides_name_for_the_ramp() -> None:
-    assert gh200.GH200GradientRamp(4, 16, 10, 4).window(10).accumulation == 4
+    assert gh200.GH200GradientRamp(4, 16, 10, 4).step_batch(10).accumulation == 4

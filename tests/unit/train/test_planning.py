@@ -8,10 +8,10 @@ import torch
 from gracetune.models.attention import AttentionFacts, _calls_torch_directly, choose_attention
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 from gracetune.planning.plan import plan
 from gracetune.planning.processes import Processes
-from gracetune.train.planning import Planned, choose_base
+from gracetune.train.planning import PlannedRun, choose_base
 from runs.made_runs import FLAVOURS, TinyModel
 from unit.models.model_inputs import answer
 from unit.planning.test_plan import config_of, demand, small_gpu
@@ -38,7 +38,7 @@ def test_what_a_family_says_about_its_attention_is_what_its_denoiser_does(
     spec = spec_of(family)
     source = ModelSource("tiny", tiny_model(family, FLAVOURS[family]))
     expert = spec.inspect(source).experts[0]
-    denoiser = spec.load_denoiser(source, expert, Placement(torch.device("cpu"), torch.float32))
+    denoiser = spec.load_denoiser(source, expert, PartPlacement(torch.device("cpu"), torch.float32))
     answer(denoiser, torch.float32)
     assert any(masks) == spec.attention.masked
     assert any(_calls_torch_directly(module) for module in denoiser.modules()) == (not spec.attention.dispatched)
@@ -57,7 +57,7 @@ class TestAuto:
     @pytest.mark.parametrize(("gigabytes", "held"), [(48, "bf16"), (26, "int8")])
     def test_the_plan_decides(self, gigabytes: int, held: str) -> None:
         needed = demand(**AUTO)
-        found, why = choose_base(config_of(**AUTO), Planned(needed, plan(needed, small_gpu(gigabytes))))
+        found, why = choose_base(config_of(**AUTO), PlannedRun(needed, plan(needed, small_gpu(gigabytes))))
         assert found == held
         assert why is not None
         assert "usable in GPU memory" in why
@@ -67,12 +67,12 @@ class TestAuto:
         training = {**AUTO["training"], "mixed_precision": "fp16"}
         needed = demand(model=AUTO["model"], training=training)
         config = config_of(model=AUTO["model"], training=training)
-        assert choose_base(config, Planned(needed, plan(needed, small_gpu(48))))[0] == "fp16"
+        assert choose_base(config, PlannedRun(needed, plan(needed, small_gpu(48))))[0] == "fp16"
 
     @pytest.mark.parametrize(("parameters", "held"), [(10 * 10**9, "bf16"), (20 * 10**9, "int8")])
     def test_weights_the_plan_is_not_for_are_weighed_themselves(self, parameters: int, held: str) -> None:
         needed = demand(**AUTO)
-        planned = Planned(needed, plan(needed, small_gpu(48)), not_ours="others", parameters=parameters)
+        planned = PlannedRun(needed, plan(needed, small_gpu(48)), not_ours="others", parameters=parameters)
         found, why = choose_base(config_of(**AUTO), planned)
         assert found == held
         assert why is not None
@@ -84,13 +84,13 @@ class TestAuto:
         unknown = machine.gpus[0].model_copy(update={"memory_total": None, "memory_free": None})
         found = plan(needed, machine.model_copy(update={"gpus": (unknown,)}))
         assert found.verdict == "unknown"
-        assert choose_base(config_of(**AUTO), Planned(needed, found))[0] == "int8"
-        assert choose_base(config_of(**AUTO), Planned(needed, found, not_ours="others"))[0] == "int8"
+        assert choose_base(config_of(**AUTO), PlannedRun(needed, found))[0] == "int8"
+        assert choose_base(config_of(**AUTO), PlannedRun(needed, found, not_ours="others"))[0] == "int8"
 
     def test_sharded_weights_stay_in_16_bits(self) -> None:
         needed = demand(**AUTO, processes=Processes(2, 2, sharded=True))
         for others in (None, "others"):
-            planned = Planned(needed, plan(needed, small_gpu(12)), not_ours=others, parameters=10**12)
+            planned = PlannedRun(needed, plan(needed, small_gpu(12)), not_ours=others, parameters=10**12)
             found, why = choose_base(config_of(**AUTO), planned)
             assert found == "bf16"
             assert "FSDP" in str(why)
@@ -98,4 +98,4 @@ class TestAuto:
     def test_what_a_config_says_needs_no_reason(self) -> None:
         needed = demand(model={"base_precision": "int8"})
         config = config_of(model={"base_precision": "int8"})
-        assert choose_base(config, Planned(needed, plan(needed, small_gpu(48)))) == ("int8", None)
+        assert choose_base(config, PlannedRun(needed, plan(needed, small_gpu(48)))) == ("int8", None)

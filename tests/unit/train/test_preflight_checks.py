@@ -10,11 +10,11 @@ from gracetune.checkpoint.store import CheckpointStore
 from gracetune.errors import ConfigError, GracetuneError, MachineError, Problem
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.train.preflight_checks import Checks
-from gracetune.train.runtime import Launch, Runtime
+from gracetune.train.runtime import LaunchEnvironment, Runtime
 
 ALONE = Runtime(
     rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"), precision="fp32",
-    launch=Launch(), key="",
+    launch=LaunchEnvironment(), key="",
 )  # fmt: skip
 
 
@@ -22,47 +22,47 @@ def problem(key: str) -> Problem:
     return Problem(key, "this", "that", "type it")
 
 
-def refuse(error: Exception) -> int:
+def reject(error: Exception) -> int:
     raise error
 
 
-def test_what_needs_a_refused_value_is_skipped_and_all_else_is_said() -> None:
+def test_what_needs_a_rejected_value_is_skipped_and_all_else_is_said() -> None:
     checks = Checks()
     good = checks.run(lambda: 3)
-    bad = checks.run(lambda: refuse(ConfigError([problem("model.path")])))
+    bad = checks.run(lambda: reject(ConfigError([problem("model.path")])))
     follows = checks.run(lambda: bad.value + good.value)
-    checks.run(lambda: refuse(CheckpointError(problem("a checkpoint"))))
-    checks.run(lambda: refuse(TelemetryError("logging.webhook", found="this", expected="that", hint="type it")))
-    checks.run(lambda: refuse(MachineError("no such GPU; use another")))
-    assert (good.value, bad.is_refused, follows.is_known, follows.is_refused) == (3, True, False, False)
-    with pytest.raises(ConfigError) as refused:
+    checks.run(lambda: reject(CheckpointError(problem("a checkpoint"))))
+    checks.run(lambda: reject(TelemetryError("logging.webhook", found="this", expected="that", hint="type it")))
+    checks.run(lambda: reject(MachineError("no such GPU; use another")))
+    assert (good.value, bad.is_rejected, follows.is_known, follows.is_rejected) == (3, True, False, False)
+    with pytest.raises(ConfigError) as rejected:
         checks.raise_all(ALONE)
-    keys = [one.key for one in refused.value.problems]
+    keys = [one.key for one in rejected.value.problems]
     assert keys == ["model.path", "a checkpoint", "logging.webhook", "this run"]
-    assert refused.value.problems[-1].found == "no such GPU; use another"
+    assert rejected.value.problems[-1].found == "no such GPU; use another"
 
 
 def test_one_error_is_raised_as_it_is_and_none_passes() -> None:
     checks = Checks()
     checks.raise_all(ALONE)
     error = MachineError("no such GPU; use another")
-    checks.run(lambda: refuse(error))
-    with pytest.raises(MachineError) as refused:
+    checks.run(lambda: reject(error))
+    with pytest.raises(MachineError) as rejected:
         checks.raise_all(ALONE)
-    assert refused.value is error
+    assert rejected.value is error
 
 
 def test_a_key_that_is_known_to_be_wrong_is_not_said_again() -> None:
     checks = Checks([("model.path", problem("pretrained_model_name_or_path"))])
-    assert checks.run(lambda: refuse(ConfigError([problem("model.path")]))).is_refused
-    with pytest.raises(ConfigError) as refused:
+    assert checks.run(lambda: reject(ConfigError([problem("model.path")]))).is_rejected
+    with pytest.raises(ConfigError) as rejected:
         checks.raise_all(ALONE)
-    assert [one.key for one in refused.value.problems] == ["pretrained_model_name_or_path"]
+    assert [one.key for one in rejected.value.problems] == ["pretrained_model_name_or_path"]
 
 
 def test_an_error_that_is_none_of_ours_is_raised_at_once() -> None:
     with pytest.raises(ZeroDivisionError):
-        Checks().run(lambda: refuse(ZeroDivisionError()))
+        Checks().run(lambda: reject(ZeroDivisionError()))
 
 
 def test_asking_for_a_folder_leaves_no_trace(tmp_path: Path) -> None:

@@ -19,39 +19,39 @@ from hypothesis import strategies as st
 from gracetune.errors import MachineError
 from gracetune.train import rank_monitor as module
 from gracetune.train.control import InterruptedBySignal
-from gracetune.train.rank_monitor import LostRankError, Peers
+from gracetune.train.rank_monitor import LostRankError, RankMonitor
 from gracetune.train.resume import _settings_for, _without_resume
 from unit.cache.processes import Child
 
 RESET = RuntimeError("Connection reset by peer")
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"BEAT_S": 0.05, "SILENT_BEATS": 20, "GRACE_S": 0.3, "SETTLED_S": 1.0}.items():
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "SAID_S", {True: 0.2, False: 0.4})
+    monkeypatch.setattr(module, "REPORT_EVERY_S", {True: 0.2, False: 0.4})
 
 
 class Ranks:
     """Processes that meet in a store of this one, as those of a launcher do."""
 
-    def __init__(self, *work: Callable[[Peers, Say], None]) -> None:
+    def __init__(self, *work: Callable[[RankMonitor, Report], None]) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
         self.children = [Child(partial(self._run, rank, len(work), one)) for rank, one in enumerate(work)]
         for child in self.children:
             assert child.wait_for_word()
 
-    def _run(self, rank: int, count: int, work: Callable[[Peers, Say], None], say: Say) -> None:
+    def _run(self, rank: int, count: int, work: Callable[[RankMonitor, Report], None], report: Report) -> None:
         store = dist.TCPStore("127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=60))
-        peers = Peers(store, rank, count, store_in_rank_0=False)
+        peers = RankMonitor(store, rank, count, store_in_rank_0=False)
         peers.advice = lambda: "go on with: the same command"
         store.wait([f"peer/{one}/beat" for one in range(count)])
         peers.start()
-        say("ready")
+        report("ready")
         store.wait(["go"])
-        work(peers, say)
+        work(peers, report)
 
     def go(self) -> None:
         self.store.set("go", "1")
@@ -59,21 +59,21 @@ class Ranks:
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.children[rank].pid, number)
 
-    def said(self, rank: int) -> list[str]:
+    def lines(self, rank: int) -> list[str]:
         return self.children[rank].join()[1:]
 
 
-def explaining(error: BaseException) -> Callable[[Peers, Say], None]:
-    def work(peers: Peers, say: Say) -> None:
+def explaining(error: BaseException) -> Callable[[RankMonitor, Report], None]:
+    def work(peers: RankMonitor, report: Report) -> None:
         found = peers.explain(error)
         assert peers.explain(found) is found, "on its way through another level"
-        say(type(found).__name__)
-        say(str(found))
+        report(type(found).__name__)
+        report(str(found))
 
     return work
 
 
-def sleeping(peers: Peers, say: Say) -> None:
+def sleeping(peers: RankMonitor, report: Report) -> None:
     time.sleep(60)
 
 
@@ -81,7 +81,7 @@ def test_a_killed_rank_is_named_by_all_and_one_says_how_to_go_on() -> None:
     ranks = Ranks(explaining(RESET), sleeping, explaining(RESET))
     ranks.signal(1, signal.SIGKILL)
     ranks.go()
-    first, other = ranks.said(0), ranks.said(2)
+    first, other = ranks.lines(0), ranks.lines(2)
     assert first[0] == other[0] == "LostRankError"
     assert first[1].startswith(f"rank 1 of 3 is lost: its process (pid {ranks.children[1].pid} on ")
     assert first[1].endswith("\ngo on with: the same command")
@@ -91,38 +91,38 @@ def test_a_killed_rank_is_named_by_all_and_one_says_how_to_go_on() -> None:
 def test_a_rank_that_stops_with_an_error_says_why_and_the_others_repeat_it() -> None:
     ranks = Ranks(explaining(RESET), explaining(MachineError("no room; make some")))
     ranks.go()
-    assert ranks.said(1) == ["MachineError", "no room; make some"]
-    kind, text = ranks.said(0)
+    assert ranks.lines(1) == ["MachineError", "no room; make some"]
+    kind, text = ranks.lines(0)
     assert kind == "LostRankError"
     assert text == "rank 1 of 2 is lost: it stopped: no room; make some\ngo on with: the same command"
 
 
 def test_a_rank_that_was_interrupted_interrupts_the_others() -> None:
-    def late(peers: Peers, say: Say) -> None:
+    def late(peers: RankMonitor, report: Report) -> None:
         time.sleep(0.2)
-        explaining(RESET)(peers, say)
+        explaining(RESET)(peers, report)
 
     ranks = Ranks(late, explaining(InterruptedBySignal("SIGTERM")))
     ranks.go()
-    assert ranks.said(1) == ["InterruptedBySignal", "SIGTERM"]
-    assert ranks.said(0) == ["InterruptedBySignal", "SIGTERM (rank 1)"]
+    assert ranks.lines(1) == ["InterruptedBySignal", "SIGTERM"]
+    assert ranks.lines(0) == ["InterruptedBySignal", "SIGTERM (rank 1)"]
 
 
 def test_an_error_while_all_peers_live_is_raised_as_it_is() -> None:
     own = ValueError("a mistake of ours")
     ranks = Ranks(explaining(own), sleeping)
     ranks.go()
-    assert ranks.said(0) == ["ValueError", "a mistake of ours"]
+    assert ranks.lines(0) == ["ValueError", "a mistake of ours"]
     ranks.children[1].kill()
 
 
 def test_a_stopped_rank_ends_those_that_wait_for_it(tmp_path: Path) -> None:
     """The main thread is in a collective that does not return. The wait is said first."""
 
-    def stuck(peers: Peers, say: Say) -> None:
+    def stuck(peers: RankMonitor, report: Report) -> None:
         os.dup2(os.open(tmp_path / "stderr", os.O_WRONLY | os.O_CREAT), 2)
         sys.stderr = os.fdopen(2, "w")
-        peers.on_forced_end = lambda error: say(f"logged: rank {error.lost}")
+        peers.on_forced_end = lambda error: report(f"logged: rank {error.lost}")
         with peers.meeting():
             time.sleep(60)
 
@@ -134,13 +134,13 @@ def test_a_stopped_rank_ends_those_that_wait_for_it(tmp_path: Path) -> None:
         pass
     _, status = os.waitpid(waiting.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 1
-    assert waiting.said == ["ready", "logged: rank (1,)"]
-    said = (tmp_path / "stderr").read_text()
-    assert "rank 0 has waited" in said
-    assert "for rank 1, which" in said
-    assert "error rank 1 of 2 is lost: " in said
-    assert "does not answer" in said
-    assert said.endswith("go on with: the same command\n")
+    assert waiting.lines == ["ready", "logged: rank (1,)"]
+    last_report = (tmp_path / "stderr").read_text()
+    assert "rank 0 has waited" in last_report
+    assert "for rank 1, which" in last_report
+    assert "error rank 1 of 2 is lost: " in last_report
+    assert "does not answer" in last_report
+    assert last_report.endswith("go on with: the same command\n")
     ranks.children[1].kill()
 
 
@@ -148,27 +148,27 @@ def test_the_process_that_holds_the_store_is_named_when_it_is_killed() -> None:
     """Without a launcher that is rank 0."""
     reading, writing = os.pipe()
 
-    def first(say: Say) -> None:
+    def first(report: Report) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(writing, f"{store.port}\n".encode())
-        Peers(store, 0, 2, store_in_rank_0=True)
+        RankMonitor(store, 0, 2, store_in_rank_0=True)
         time.sleep(60)
 
-    def second(say: Say) -> None:
+    def second(report: Report) -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        peers = Peers(store, 1, 2, store_in_rank_0=True)
+        peers = RankMonitor(store, 1, 2, store_in_rank_0=True)
         store.wait(["peer/0/beat"])
         peers.start()
         os.kill(host.pid, signal.SIGKILL)
         found = peers.explain(RESET)
         assert isinstance(found, LostRankError)
         assert (found.lost, found.speaks) == ((0,), True)
-        say(str(found))
+        report(str(found))
 
     host = Child(first)
     port = int(os.read(reading, 100))
-    (said,) = Child(second).join()
-    assert said.startswith(f"rank 0 of 2 is lost: its process (pid {host.pid} on ")
+    (last_report,) = Child(second).join()
+    assert last_report.startswith(f"rank 0 of 2 is lost: its process (pid {host.pid} on ")
     os.waitpid(host.pid, 0)
 
 

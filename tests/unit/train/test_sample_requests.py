@@ -22,7 +22,7 @@ from gracetune.train.sample_requests import check_requests, requests_of
 TinyModel = Callable[[str, str], Path]
 
 
-def asked_for(family: str, validation: dict[str, Any]) -> RunConfig:
+def requested(family: str, validation: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "n", "output_dir": "o", "model": {"family": family}, "datasets": [{"id": "d", "path": "p"}],
@@ -31,8 +31,8 @@ def asked_for(family: str, validation: dict[str, Any]) -> RunConfig:
     )  # fmt: skip
 
 
-def refused(family: str, flavour: str, tiny_model: TinyModel, validation: dict[str, Any]) -> list[Problem]:
-    config, spec = asked_for(family, {"every_steps": 1, **validation}), spec_of(family)
+def rejected(family: str, flavour: str, tiny_model: TinyModel, validation: dict[str, Any]) -> list[Problem]:
+    config, spec = requested(family, {"every_steps": 1, **validation}), spec_of(family)
     with pytest.raises(ConfigError) as error:
         check_requests(config, spec, facts_of(config, spec, ModelSource("tiny", tiny_model(family, flavour))), print)
     return list(error.value.problems)
@@ -40,7 +40,7 @@ def refused(family: str, flavour: str, tiny_model: TinyModel, validation: dict[s
 
 def test_all_that_is_wrong_is_said_at_once_by_the_key_it_comes_from(tiny_model: TinyModel) -> None:
     prompts = [{"prompt": "a"}, {"prompt": "b", "width": 90, "num_frames": 8}, {"prompt": "c", "width": 64}]
-    found = refused(
+    found = rejected(
         "wan", "t2v-14b-2.2", tiny_model,
         {"width": 1000, "height": 64, "prompts": prompts, "images_per_prompt": 2},
     )  # fmt: skip
@@ -63,17 +63,17 @@ def test_all_that_is_wrong_is_said_at_once_by_the_key_it_comes_from(tiny_model: 
 def test_every_family_judges_its_own(
     family: str, flavour: str, validation: dict[str, Any], key: str, tiny_model: TinyModel
 ) -> None:
-    assert [problem.key for problem in refused(family, flavour, tiny_model, validation)] == [key]
+    assert [problem.key for problem in rejected(family, flavour, tiny_model, validation)] == [key]
 
 
-def test_references_that_are_no_pictures(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_references_that_are_no_images(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Also one that only its pixels give away: it is decoded, not merely opened."""
     Image.effect_noise((64, 64), 50).save(tmp_path / "whole.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:1000])
     (tmp_path / "text.png").write_text("no picture")
     names = [str(tmp_path / name) for name in ("text.png", "cut.png", "gone.png", "whole.png")]
     prompts = [{"prompt": "a", "references": [name]} for name in names]
-    found = refused("qwen_image", "edit", tiny_model, {"prompts": prompts})
+    found = rejected("qwen_image", "edit", tiny_model, {"prompts": prompts})
     assert [problem.key for problem in found] == [f"validation.prompts[{number}].references" for number in range(3)]
     assert [problem.found.split(": ")[0] for problem in found] == names[:3]
     assert "not an image" in found[0].found
@@ -86,34 +86,34 @@ def test_what_is_not_drawn_is_not_judged(tiny_model: TinyModel) -> None:
     facts = spec.inspect(ModelSource("tiny", tiny_model("wan", "t2v-14b-2.2")))
     prompts = [{"prompt": "a", "width": 90}]
     warned: list[str] = []
-    check_requests(asked_for("wan", {"enabled": False, "prompts": prompts}), spec, facts, warned.append)
+    check_requests(requested("wan", {"enabled": False, "prompts": prompts}), spec, facts, warned.append)
     assert warned == []
-    check_requests(asked_for("wan", {"prompts": prompts}), spec, facts, warned.append)  # on request alone
+    check_requests(requested("wan", {"prompts": prompts}), spec, facts, warned.append)  # on request alone
     assert warned
     assert all("samples cannot be drawn as they are asked for" in line for line in warned)
     outside = replace(spec, check_sample=type(spec).check_sample)  # a family that says nothing about its requests
-    check_requests(asked_for("wan", {"every_steps": 1, "prompts": prompts}), outside, facts, warned.append)
+    check_requests(requested("wan", {"every_steps": 1, "prompts": prompts}), outside, facts, warned.append)
 
 
 def test_a_generator_takes_every_seed_a_config_may_have() -> None:
     highest = {"seed": 2**63 - 1, "walk_seed": True, "images_per_prompt": 2}
-    config = asked_for("wan", {**highest, "prompts": [{"prompt": "a"}, {"prompt": "b"}]})
+    config = requested("wan", {**highest, "prompts": [{"prompt": "a"}, {"prompt": "b"}]})
     assert [torch.Generator().manual_seed(one.request.seed).initial_seed() for one in requests_of(config)] == [
         2**63 - 1, 2**63, 2**63, 2**63 + 1
     ]  # fmt: skip
     for wrong in ({"seed": 2**64}, {"prompts": [{"prompt": "a", "seed": 2**64}]}):
         with pytest.raises(ValidationError, match="seed"):
-            asked_for("wan", wrong)
+            requested("wan", wrong)
 
 
-@pytest.mark.parametrize(("family", "flavour", "told"), [("sdxl", "base-1.0", []), ("flux", "dev", ["flux"])])
+@pytest.mark.parametrize(("family", "flavour", "message"), [("sdxl", "base-1.0", []), ("flux", "dev", ["flux"])])
 def test_a_rescaled_guidance_is_used_or_said_to_be_unused(
-    tiny_model: TinyModel, family: str, flavour: str, told: list[str]
+    tiny_model: TinyModel, family: str, flavour: str, message: list[str]
 ) -> None:
-    config, spec = asked_for(family, {"guidance_rescale": 0.5, "prompts": [{"prompt": "a"}]}), spec_of(family)
+    config, spec = requested(family, {"guidance_rescale": 0.5, "prompts": [{"prompt": "a"}]}), spec_of(family)
     heard: list[str] = []
     facts = facts_of(config, spec, ModelSource("tiny", tiny_model(family, flavour)))
     check_requests(config, spec, facts, heard.append)
-    wanted = [f"validation.guidance_rescale is not used: the pipeline of {name} has no such option" for name in told]
+    wanted = [f"validation.guidance_rescale is not used: the pipeline of {name} has no such option" for name in message]
     assert [line for line in heard if "rescale" in line] == wanted
     assert requests_of(config)[0].request.guidance_rescale == 0.5

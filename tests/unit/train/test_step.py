@@ -14,23 +14,23 @@ from gracetune.config.run_config import Adapter, Model, Objective
 from gracetune.data.refs import BatchRef, Bucket, CaptionRef, SampleRef
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
-from gracetune.models.spec import ModelFacts, ModelSpec, Placement
+from gracetune.models.spec import ModelFacts, ModelSpec, PartPlacement
 from gracetune.train.first_batch import Example
-from gracetune.train.step import Goal, TrainStep
-from gracetune.train.trained_model import Trainee
+from gracetune.train.step import TrainingGoal, TrainStep
+from gracetune.train.trained_model import TrainedModel
 
 TinyModel = Callable[[str, str], Path]
 
 
 def batch_of(indexes: tuple[int, ...], *, weights: tuple[float, ...] | None = None, mask: bool = False) -> Batch:
     """Samples that depend on their index alone."""
-    drawn = [torch.Generator().manual_seed(index) for index in indexes]
+    generated = [torch.Generator().manual_seed(index) for index in indexes]
     tensors = {
-        "latents": torch.stack([torch.randn(16, 1, 8, 8, generator=one) for one in drawn]),
-        "prompt_embeds": torch.stack([torch.randn(6, 32, generator=one) for one in drawn]),
+        "latents": torch.stack([torch.randn(16, 1, 8, 8, generator=one) for one in generated]),
+        "prompt_embeds": torch.stack([torch.randn(6, 32, generator=one) for one in generated]),
     }
     if mask:
-        tensors["loss_mask"] = torch.stack([torch.full((1, 1, 8, 8), 0.5) for _ in drawn])
+        tensors["loss_mask"] = torch.stack([torch.full((1, 1, 8, 8), 0.5) for _ in generated])
     refs = tuple(
         SampleRef("d", f"{index}.png", str(index), Bucket(64, 64), None, CaptionRef(""), loss_weight=weight)
         for index, weight in zip(indexes, weights or (1.0,) * len(indexes), strict=True)
@@ -43,12 +43,12 @@ def wan(tiny_model: TinyModel) -> tuple[ModelSpec, ModelFacts, nn.Module]:
     spec = spec_of("wan")
     source = open_source(Model(family="wan", path=str(tiny_model("wan", "t2v-14b-2.2"))))
     facts = spec.inspect(source)
-    return spec, facts, spec.load_denoiser(source, facts.experts[1], Placement(torch.device("cpu"), torch.float32))
+    return spec, facts, spec.load_denoiser(source, facts.experts[1], PartPlacement(torch.device("cpu"), torch.float32))
 
 
 def test_a_samples_loss_does_not_depend_on_its_batch(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
     spec, facts, denoiser = wan
-    step = TrainStep(spec, facts, Goal.from_config(Objective(), facts, ["low_noise"]), seed=1)
+    step = TrainStep(spec, facts, TrainingGoal.from_config(Objective(), facts, ["low_noise"]), seed=1)
     together = step(denoiser, batch_of((3, 8, 5)), "low_noise")
     alone = [step(denoiser, batch_of((index,)), "low_noise") for index in (3, 8, 5)]
     torch.testing.assert_close(together.each, torch.cat([one.each for one in alone]))
@@ -73,7 +73,7 @@ def test_the_kept_first_batch_has_memory_of_its_own_and_the_strides_that_blocks_
 
 def test_levels_stay_in_the_experts_own_window(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
     spec, facts, denoiser = wan
-    goal = Goal.from_config(Objective(timesteps="uniform"), facts, ["high_noise", "low_noise"])
+    goal = TrainingGoal.from_config(Objective(timesteps="uniform"), facts, ["high_noise", "low_noise"])
     step = TrainStep(spec, facts, goal, seed=1)
     batch = batch_of(tuple(range(16)))
     high, low = (step(denoiser, batch, name).level for name in ("high_noise", "low_noise"))
@@ -82,7 +82,7 @@ def test_levels_stay_in_the_experts_own_window(wan: tuple[ModelSpec, ModelFacts,
 
 def test_weights_and_masks_count(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
     spec, facts, denoiser = wan
-    step = TrainStep(spec, facts, Goal.from_config(Objective(), facts, ["low_noise"]), seed=1)
+    step = TrainStep(spec, facts, TrainingGoal.from_config(Objective(), facts, ["low_noise"]), seed=1)
     plain = step(denoiser, batch_of((0, 1)), "low_noise").each
     weighted = step(denoiser, batch_of((0, 1), weights=(0.0, 2.0)), "low_noise").each
     torch.testing.assert_close(weighted, plain * torch.tensor([0.0, 2.0]))
@@ -92,7 +92,7 @@ def test_weights_and_masks_count(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -
 
 def test_another_seed_asks_other_questions(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
     spec, facts, denoiser = wan
-    goal = Goal.from_config(Objective(), replace(facts), ["low_noise"])
+    goal = TrainingGoal.from_config(Objective(), replace(facts), ["low_noise"])
     one, two = (TrainStep(spec, facts, goal, seed=seed)(denoiser, batch_of((0,)), "low_noise") for seed in (1, 2))
     assert float(one.total) != float(two.total)
 
@@ -105,9 +105,11 @@ def test_regularisation_data_asks_for_the_base_models_own_answer(
     spec, facts, denoiser = wan
     adapter = Adapter.model_validate({"kind": kind, "rank": 2})
     attached = attach(denoiser, adapter, family="wan", default_targets=spec.default_targets, seed=0)
-    trainee = Trainee(spec, None, facts, None, {"low_noise": attached}, torch.float32, {"d": 0.5}, frozenset({"d"}))  # type: ignore[arg-type]
-    goal = Goal.from_config(Objective(), facts, ["low_noise"])
-    step = TrainStep(spec, facts, goal, seed=1, base=trainee.base_for)
+    trained_model = TrainedModel(
+        spec, None, facts, None, {"low_noise": attached}, torch.float32, {"d": 0.5}, frozenset({"d"})
+    )  # type: ignore[arg-type]
+    goal = TrainingGoal.from_config(Objective(), facts, ["low_noise"])
+    step = TrainStep(spec, facts, goal, seed=1, base=trained_model.base_for)
     batch = batch_of((3, 8))
     try:
         parameters = [*attached.parameters().values()]
@@ -124,12 +126,12 @@ def test_regularisation_data_asks_for_the_base_models_own_answer(
         loss, slope = gradients()
         assert loss > 0
         assert slope > 0
-        with trainee.strength_for(batch, "low_noise"):
+        with trained_model.strength_for(batch, "low_noise"):
             weaker, _ = gradients()
         assert 0 < weaker < loss
         plain = TrainStep(spec, facts, goal, seed=1)(denoiser, batch, "low_noise")
         assert float(plain.total.detach()) != loss
-        other = replace(trainee, regularised=frozenset())
+        other = replace(trained_model, regularised=frozenset())
         unasked = TrainStep(spec, facts, goal, seed=1, base=other.base_for)(denoiser, batch, "low_noise")
         assert torch.equal(unasked.each, plain.each)
     finally:

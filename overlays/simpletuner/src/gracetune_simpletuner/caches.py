@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from gracetune.extension import CachePlace, CacheRole, CacheType, probe
+from gracetune.extension import CacheResources, CacheRole, CacheType, probe
 from gracetune_simpletuner.errors import stopping
 from gracetune_simpletuner.hooks import Around, check_reads
 from gracetune_simpletuner.memory import Layer
@@ -45,12 +45,15 @@ class Caches:
 
         check_reads("Trainer", trainer)
         check_reads("config.loader", trainer.config)
-        asked = self.overlay.options.cache
-        kinds: dict[CacheRole, CacheType] = {"latent_cache": asked.vae_cache_type, "text_cache": asked.text_cache_type}
+        requested = self.overlay.options.cache
+        kinds: dict[CacheRole, CacheType] = {
+            "latent_cache": requested.vae_cache_type,
+            "text_cache": requested.text_cache_type,
+        }
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        where = CachePlace(probe(), device, self._layer.heap, self._layer.why_not)
+        location = CacheResources(probe(), device, self._layer.heap, self._layer.why_not)
         launch = self.overlay.launch
-        residents = Residents(kinds, where, self.overlay.telemetry.of("caches"), sharers=launch.local_count)
+        residents = Residents(kinds, location, self.overlay.telemetry.of("caches"), sharers=launch.local_count)
         if residents.wants("latent_cache"):
             for name, backend in StateTracker.get_data_backends(_types=_TYPES).items():
                 self._load_latents(residents, name, backend)
@@ -76,13 +79,13 @@ class Caches:
         check_reads("data backend", cache.cache_data_backend)
         reason = _why_not_latents(cache, backend.get("config", {}))
         if reason is not None:
-            self.overlay.telemetry.of("caches").refuse("caches_left_on_disk", f"{name}: {reason}")
+            self.overlay.telemetry.of("caches").reject("caches_left_on_disk", f"{name}: {reason}")
             return
         check_reads("dataset", backend)
         check_reads("metadata backend", backend["metadata_backend"])
         buckets = backend["metadata_backend"].aspect_ratio_bucket_indices
-        pictures = [picture for bucket in buckets.values() for picture in bucket]
-        files = [cache.generate_vae_cache_filename(picture)[0] for picture in pictures]
+        images = [image for bucket in buckets.values() for image in bucket]
+        files = [cache.generate_vae_cache_filename(image)[0] for image in images]
         residents.fill("latent_cache", cache.cache_dir, files, cache.cache_data_backend.torch_load)
 
     def _load_text(self, residents: Residents, cache: Any) -> None:
@@ -90,7 +93,7 @@ class Caches:
         check_reads("data backend", cache.data_backend)
         reason = "text_cache_disable" if cache.text_cache_disable else _why_not_local(cache.data_backend)
         if reason is not None:
-            self.overlay.telemetry.of("caches").refuse("caches_left_on_disk", f"{cache.id}: {reason}")
+            self.overlay.telemetry.of("caches").reject("caches_left_on_disk", f"{cache.id}: {reason}")
             return
         listed = cache.data_backend.list_files(["pt"], cache.cache_dir)
         files = [file for _, _, found in listed for file in found]

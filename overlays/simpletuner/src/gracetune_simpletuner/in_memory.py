@@ -93,12 +93,12 @@ class StagedDatasets:
         self.overlay.at_end.append(backend.close)
         report = backend.report if isinstance(backend, InMemoryBackend) else None
         staged = Staged(dataset.id, dataset.path, backend, telemetry.of("in_memory"))
-        told: dict[str, Any] = {"dataset": dataset.id, "files": len(staged.files)}
+        message: dict[str, Any] = {"dataset": dataset.id, "files": len(staged.files)}
         if isinstance(backend, InMemoryBackend):
-            told["stored_bytes"] = backend.stored
+            message["stored_bytes"] = backend.stored
         if report is not None:
-            told |= {"raw_bytes": report.raw, "seconds_s": round(report.seconds, 3), "lines": report.lines()}
-        self.overlay.note(f"{dataset.id}: {len(staged.files)} files staged in memory", event="staged", **told)
+            message |= {"raw_bytes": report.raw, "seconds_s": round(report.seconds, 3), "lines": report.lines()}
+        self.overlay.note(f"{dataset.id}: {len(staged.files)} files staged in memory", event="staged", **message)
         return staged
 
     def find(self, path: Any) -> tuple[Staged, str] | None:
@@ -189,7 +189,7 @@ def _is_upstreams(path: str) -> bool:
 
 def _wrappers(datasets: StagedDatasets) -> dict[str, Around]:
     backends: tuple[Around, ...] = (_create_backend, _from_representation)
-    loaders: tuple[Around, ...] = (_load_picture, _load_by_path, _load_by_path, _load_by_path)
+    loaders: tuple[Around, ...] = (_load_image, _load_by_path, _load_by_path, _load_by_path)
     names = [hook.target for hook in hooks_of("in_memory")]
     return {name: partial(one, datasets) for name, one in zip(names, backends + loaders, strict=True)}
 
@@ -209,7 +209,7 @@ def _from_representation(datasets: StagedDatasets, original: Any, representation
     return plain if staged is None else reading_from(staged, plain)
 
 
-def _load_picture(datasets: StagedDatasets, original: Any, source: Any, *rest: Any, **more: Any) -> Any:
+def _load_image(datasets: StagedDatasets, original: Any, source: Any, *rest: Any, **more: Any) -> Any:
     found = datasets.find(source)
     return original(source if found is None else found[0].read(found[1]), *rest, **more)
 

@@ -39,7 +39,7 @@ class Layer:
 
         if not torch.cuda.is_available():
             self.why_not = "there is no CUDA device"
-            self._told(False, self.why_not)
+            self._report_text(False, self.why_not)
             return
         self.device = torch.cuda.current_device()
         environment = self.overlay.environment
@@ -52,12 +52,12 @@ class Layer:
         )
         if isinstance(opened, Unavailable):
             self.why_not = str(opened)
-            self._told(False, self.why_not)
+            self._report_text(False, self.why_not)
             return
         self._opened = opened
         gh200.attach(opened)
         self.overlay.at_end.append(self._close)
-        self._told(True, str(opened.arena_size.reason), arena_bytes=opened.arena_size.bytes)
+        self._report_text(True, str(opened.arena_size.reason), arena_bytes=opened.arena_size.bytes)
 
     def at_boundary(self, trainer: Any) -> None:
         if not self._met_trainer:
@@ -75,12 +75,12 @@ class Layer:
     def _close(self) -> None:
         if self._opened is not None:
             stats = gh200.memory_stats(self.device or 0)
-            told = {name: value for name, value in stats.items() if name.startswith("uvm.")}
-            self.overlay.telemetry.tell("memory_stats", stats=told)
+            message = {name: value for name, value in stats.items() if name.startswith("uvm.")}
+            self.overlay.telemetry.emit("memory_stats", stats=message)
             self._opened.close()
             self._opened = None
 
-    def _told(self, opened: bool, reason: str, **content: Any) -> None:
+    def _report_text(self, opened: bool, reason: str, **content: Any) -> None:
         words = "open" if opened else "not available"
         self.overlay.note(f"memory layer {words}: {reason}", event="memory", opened=opened, reason=reason, **content)
 
@@ -117,10 +117,10 @@ def _place_batch(overlay: Overlay, original: Any, trainer: Any, *arguments: Any,
         hint = gh200.optimize_batch_for_gh200(batch)
         counts.add("hinted_bytes", hint.bytes)
         if not hint.tensors and not hint:
-            counts.refuse("batches", hint.reason)
+            counts.reject("batches", hint.reason)
         for one in hint.tensors.values():
             if one:
                 counts.add("tensors")
             else:
-                counts.refuse("tensors", one.reason)
+                counts.reject("tensors", one.reason)
     return batch

@@ -47,8 +47,8 @@ class OverlayOptions:
     @property
     def wants_memory(self) -> bool:
         """The memory layer: its arena, or managed memory for a cache."""
-        asked = (self.cache.vae_cache_type, self.cache.text_cache_type)
-        return self.memory.use_uvm or "unified_memory" in asked
+        requested = (self.cache.vae_cache_type, self.cache.text_cache_type)
+        return self.memory.use_uvm or "unified_memory" in requested
 
     @property
     def wants_placement(self) -> bool:
@@ -118,9 +118,9 @@ def _section(kind: type[_S], draft: Draft, path: tuple[str, ...]) -> _S:
         return kind.model_validate(draft.get(path) or {})
     except ValidationError as error:
         for one in error.errors():
-            here = (*path, *one["loc"])
-            origin = draft.origin(here)
-            key = origin.key if origin is not None and origin.key else ".".join(map(str, here))
+            key_path = (*path, *one["loc"])
+            origin = draft.origin(key_path)
+            key = origin.key if origin is not None and origin.key else ".".join(map(str, key_path))
             draft.problems.append(Problem(key, repr(one["input"]), one["msg"], f"correct or remove {key}", draft.file))
         return kind()
 

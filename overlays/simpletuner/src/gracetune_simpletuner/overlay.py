@@ -36,13 +36,13 @@ class Launch:
 
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
         # Ranks of one launch have the same parent; where that is not so, the launcher's own name for it tells.
-        said = "\0".join(environment.get(name) or "" for name in names)
+        stated = "\0".join(environment.get(name) or "" for name in names)
         return cls(
             rank=number("RANK", 0),
             count=number("WORLD_SIZE", 1),
             local_rank=number("LOCAL_RANK", 0),
             local_count=number("LOCAL_WORLD_SIZE", 1),
-            key=f"{os.getppid()}\0{said}",
+            key=f"{os.getppid()}\0{stated}",
         )
 
 
@@ -75,7 +75,7 @@ class Overlay:
 
     def note(self, text: str, event: str = "attached", **content: Any) -> None:
         logger.info("gracetune: %s", text)
-        self.telemetry.tell(event, note=text, **content)
+        self.telemetry.emit(event, note=text, **content)
 
     def start_telling(self) -> None:
         """Something was asked for: from here on there is a file that says what became of it."""
@@ -90,5 +90,5 @@ class Overlay:
                 close()
             except Exception as error:  # training is over: whatever it is, the rest must be closed too
                 logger.warning("gracetune: not closed in order", exc_info=True)
-                self.telemetry.tell("not_closed", error=f"{type(error).__name__}: {error}")
+                self.telemetry.emit("not_closed", error=f"{type(error).__name__}: {error}")
         self.telemetry.finish()

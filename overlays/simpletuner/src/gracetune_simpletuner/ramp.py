@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from gracetune.extension import ConfigError, Problem, Ramp, RampWindow, Training, ramp_of
+from gracetune.extension import ConfigError, Problem, Ramp, StepBatch, Training, ramp_of
 from gracetune_simpletuner.errors import stopping
 from gracetune_simpletuner.hooks import Around, check_reads
 from gracetune_simpletuner.overlay import Overlay
@@ -27,27 +27,27 @@ logger = logging.getLogger("gracetune.overlay")
 
 def micro_batches_of(ramp: Ramp, steps: int) -> int:
     """How many micro-batches the first `steps` optimizer steps take."""
-    return sum(window.accumulation for window in islice(ramp.windows(), steps))
+    return sum(step_batch.accumulation for step_batch in islice(ramp.step_batches(), steps))
 
 
 def steps_in(ramp: Ramp, micro_batches: int) -> int:
     """How many whole windows there are in so many micro-batches, at least one."""
     consumed = steps = 0
-    for window in ramp.windows():
-        consumed += window.accumulation
+    for step_batch in ramp.step_batches():
+        consumed += step_batch.accumulation
         if consumed > micro_batches:
             break
         steps += 1
     return max(1, steps)
 
 
-class RampedWindows:
+class RampedSteps:
     """Where the ramp is: the open window, and the samples it has had."""
 
     def __init__(self, overlay: Overlay, ramp: Ramp) -> None:
         self.overlay, self.ramp = overlay, ramp
         self.consumed: int | None = None
-        self.window: RampWindow | None = None
+        self.step_batch: StepBatch | None = None
         self._left = 0
         self._samples = 0
         self._batch = ramp.micro_batch
@@ -70,15 +70,15 @@ class RampedWindows:
                 check_reads("Trainer", self._trainer)
                 check_reads("Trainer.state", self._trainer.state)
                 self.consumed = micro_batches_of(self.ramp, int(self._trainer.state["global_step"]))
-            window = self.ramp.window(self.consumed)
-            if self.window is None or window.accumulation != self.window.accumulation:
-                logger.debug("GH200 ramp adjusted gradient_accumulation_steps -> %d", window.accumulation)
-                self.overlay.telemetry.tell("ramp", micro_batches=self.consumed, accumulation=window.accumulation)
-            self.window, self._left = window, window.accumulation
+            step_batch = self.ramp.step_batch(self.consumed)
+            if self.step_batch is None or step_batch.accumulation != self.step_batch.accumulation:
+                logger.debug("GH200 ramp adjusted gradient_accumulation_steps -> %d", step_batch.accumulation)
+                self.overlay.telemetry.emit("ramp", micro_batches=self.consumed, accumulation=step_batch.accumulation)
+            self.step_batch, self._left = step_batch, step_batch.accumulation
             self._samples, self._correction = 0, 1.0
             accelerator.step = 0
-            accelerator.gradient_accumulation_steps = window.accumulation
-            self._trainer.config.gradient_accumulation_steps = window.accumulation
+            accelerator.gradient_accumulation_steps = step_batch.accumulation
+            self._trainer.config.gradient_accumulation_steps = step_batch.accumulation
             self.overlay.telemetry.of("ramp").add("windows")
         self._left -= 1
         self.consumed = (self.consumed or 0) + 1
@@ -91,8 +91,8 @@ class RampedWindows:
 
     def close(self, accelerator: Any) -> None:
         """After the last backward pass of a window: its gradients are divided by the samples it really had."""
-        assert self.window is not None
-        full = self.window.accumulation * self.ramp.micro_batch * self.ramp.world_size
+        assert self.step_batch is not None
+        full = self.step_batch.accumulation * self.ramp.micro_batch * self.ramp.world_size
         had = _over_all_ranks(accelerator, self._samples) if self.ramp.world_size > 1 else self._samples
         if had == full or self._correction != 1.0:
             return
@@ -108,31 +108,33 @@ class RampedWindows:
         self._epochs_are_upstreams |= epochs_were_unset
         batches = int(config.total_num_batches)
         if config.overrode_max_train_steps:
-            told = "max_train_steps"
+            message = "max_train_steps"
             was, now = config.max_train_steps, steps_in(self.ramp, math.ceil(batches * float(config.num_train_epochs)))
             config.max_train_steps = now
         elif self._epochs_are_upstreams:
-            told = "num_train_epochs"
+            message = "num_train_epochs"
             needed = micro_batches_of(self.ramp, int(config.max_train_steps))
             was, now = config.num_train_epochs, math.ceil(needed / max(1, batches))
             config.num_train_epochs = now
         else:
             return
         if was != now:
-            self.overlay.note(f"{told} is {now} with the ramp, not {was}", event="ramp_steps", upstream=was, ramp=now)
+            self.overlay.note(
+                f"{message} is {now} with the ramp, not {was}", event="ramp_steps", upstream=was, ramp=now
+            )
 
 
 def activate(overlay: Overlay, config: Any) -> None:
     options = overlay.options.ramp
     training = Training(batch_size=int(config.train_batch_size), ramp=options)
     ramp = ramp_of(training, overlay.launch.count)
-    _refuse_what_cannot_be(ramp, config)
-    overlay.activate("ramp", RampedWindows(overlay, ramp).wrappers())
+    _reject_what_cannot_be(ramp, config)
+    overlay.activate("ramp", RampedSteps(overlay, ramp).wrappers())
     if ramp.first_line is not None:
         overlay.note(ramp.first_line, event="ramp_enabled")
 
 
-def _refuse_what_cannot_be(ramp: Ramp, config: Any) -> None:
+def _reject_what_cannot_be(ramp: Ramp, config: Any) -> None:
     problems = []
     full = ramp.micro_batch * ramp.world_size
     if min(ramp.initial, ramp.target) < full:
@@ -184,32 +186,32 @@ def _over_all_ranks(accelerator: Any, count: int) -> int:
 # -- the wrappers -----------------------------------------------------------------------------------------------------
 
 
-def _recalculated(windows: RampedWindows, original: Any, trainer: Any, *rest: Any, **more: Any) -> Any:
+def _recalculated(step_batches: RampedSteps, original: Any, trainer: Any, *rest: Any, **more: Any) -> Any:
     with stopping():
         check_reads("config.epochs", trainer.config)
         unset = not trainer.config.num_train_epochs
     result = original(trainer, *rest, **more)
     with stopping():
-        windows.correct_steps(trainer.config, epochs_were_unset=unset)
+        step_batches.correct_steps(trainer.config, epochs_were_unset=unset)
     return result
 
 
-def _batch_prepared(windows: RampedWindows, original: Any, trainer: Any, *rest: Any, **more: Any) -> Any:
+def _batch_prepared(step_batches: RampedSteps, original: Any, trainer: Any, *rest: Any, **more: Any) -> Any:
     batch = original(trainer, *rest, **more)
     if batch:
-        windows.saw_batch(trainer, batch)
+        step_batches.saw_batch(trainer, batch)
     return batch
 
 
-def _micro_batch(windows: RampedWindows, original: Any, accelerator: Any, *rest: Any, **more: Any) -> Any:
+def _micro_batch(step_batches: RampedSteps, original: Any, accelerator: Any, *rest: Any, **more: Any) -> Any:
     with stopping():
-        windows.open_if_closed(accelerator)
+        step_batches.open_if_closed(accelerator)
     return original(accelerator, *rest, **more)
 
 
-def _backward(windows: RampedWindows, original: Any, accelerator: Any, loss: Any, *rest: Any, **more: Any) -> Any:
-    weight = windows.weight()
+def _backward(step_batches: RampedSteps, original: Any, accelerator: Any, loss: Any, *rest: Any, **more: Any) -> Any:
+    weight = step_batches.weight()
     result = original(accelerator, loss if weight == 1.0 else loss * weight, *rest, **more)
     if accelerator.sync_gradients:
-        windows.close(accelerator)
+        step_batches.close(accelerator)
     return result

@@ -72,24 +72,24 @@ def _without_blocks(
 def _decide(overlay: Overlay, config: Any) -> None:
     check_reads("config", config)
     overlay.output_dir = Path(config.output_dir)
-    asked = read_options(
+    requested = read_options(
         overlay.blocks,
         overlay.environment,
         batch_size=int(config.train_batch_size),
         accumulation=int(config.gradient_accumulation_steps),
         file="config",
     )
-    overlay.options = asked
-    if not asked.wants_anything:
+    overlay.options = requested
+    if not requested.wants_anything:
         return
     overlay.start_telling()
-    for note in asked.notes:
+    for note in requested.notes:
         overlay.note(note, event="note")
     telling.activate(overlay)
     layer = memory.activate(overlay)
-    if asked.wants_caches:
+    if requested.wants_caches:
         caches.activate(overlay, layer)
-    if asked.ramp.enabled:
+    if requested.ramp.enabled:
         ramp.activate(overlay, config)
 
 

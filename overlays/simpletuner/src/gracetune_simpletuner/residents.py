@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from gracetune.extension import (
-    CachePlace,
+    CacheResources,
     CacheRole,
     CacheType,
     HostSensor,
@@ -125,9 +125,9 @@ class Residents:
     """Safe for several threads."""
 
     def __init__(
-        self, kinds: dict[CacheRole, CacheType], where: CachePlace, counts: Counts, *, sharers: int = 1
+        self, kinds: dict[CacheRole, CacheType], location: CacheResources, counts: Counts, *, sharers: int = 1
     ) -> None:
-        self._where, self._counts, self._sharers = where, counts, sharers
+        self._resources, self._counts, self._sharers = location, counts, sharers
         self._roles = {role: _Role(kind) for role, kind in kinds.items()}
         self._folders: dict[str, CacheRole] = {}
         self._entries: dict[str, tuple[Any, int, _Filling]] = {}
@@ -160,7 +160,7 @@ class Residents:
 
     def _loaded(self, path: str, load: Callable[[str], Any]) -> Any:
         if _size_of(path) == 0:
-            self._counts.refuse("entries_left_on_disk", "not written yet")
+            self._counts.reject("entries_left_on_disk", "not written yet")
             return None
         return load(path)
 
@@ -195,7 +195,7 @@ class Residents:
         return [
             {
                 "cache": name,
-                "place": role.residence.place,
+                "place": role.residence.kind,
                 "reason": role.residence.reason,
                 "notes": list(role.residence.notes),
                 "used_bytes": sum(filling.used for filling in role.slabs),
@@ -215,26 +215,26 @@ class Residents:
     def _settle_on(self, role: CacheRole, size: int) -> None:
         chosen = self._roles[role]
         if chosen.residence is None:
-            where = self._where
+            location = self._resources
             chosen.residence = choose_residence(
                 chosen.kind,
                 role,
-                where.profile,
+                location.profile,
                 size=size,
-                device_bytes=where.device_bytes,
-                no_managed=where.no_heap if where.heap is None else None,
+                device_bytes=location.device_bytes,
+                no_managed=location.no_heap if location.heap is None else None,
             )
 
     def _put(self, role: CacheRole, path: str, value: Any, expected: int) -> None:
         try:
             needed = needed_bytes(value)
         except UnfitError as error:
-            self._counts.refuse("entries_left_on_disk", str(error))
+            self._counts.reject("entries_left_on_disk", str(error))
             return
         with self._lock, torch.inference_mode(False), torch.no_grad():
             filling = self._room(role, needed, expected)
             if filling is None:
-                self._counts.refuse("entries_left_on_disk", "main memory has no room to spare")
+                self._counts.reject("entries_left_on_disk", "main memory has no room to spare")
                 return
             self._entries[path] = (filling.keep(value), needed, filling)
         self._counts.add("entries")
@@ -256,20 +256,20 @@ class Residents:
 
     def _spare(self) -> int | None:
         """Bytes this process may still take; None where nobody knows."""
-        headroom = HostSensor(nodes=self._where.machine.host.numa_nodes).read().headroom
-        return None if headroom is None else max(0, headroom - host_reserve(self._where.machine)) // self._sharers
+        headroom = HostSensor(nodes=self._resources.machine.host.numa_nodes).read().headroom
+        return None if headroom is None else max(0, headroom - host_reserve(self._resources.machine)) // self._sharers
 
     def _slab(self, role: CacheRole, size: int) -> Slab:
         chosen = self._roles[role]
         assert chosen.residence is not None
-        if chosen.residence.is_managed and self._where.heap is not None:
+        if chosen.residence.is_managed and self._resources.heap is not None:
             try:
                 # Upstream puts batches together on the CPU, so the pages are at home where that reads them.
-                return ManagedSlab(self._where.heap, size, "host")
+                return ManagedSlab(self._resources.heap, size, "host")
             except UnifiedMemoryError as error:
-                told = f"unified_memory was asked for and refused: {str(error).splitlines()[0]}"
-                chosen.residence = chosen.residence.instead("pinned_host", "page-locked main memory", told)
-        slab = MemorySlab.own(size, self._where.device)
+                message = f"unified_memory was asked for and refused: {str(error).splitlines()[0]}"
+                chosen.residence = chosen.residence.instead("pinned_host", "page-locked main memory", message)
+        slab = MemorySlab.own(size, self._resources.device)
         self.notes += [f"{format_bytes(size)}: {note}" for note in slab.notes]
         return slab
 

@@ -37,7 +37,7 @@ class Counts:
         with self._lock:
             self._counts[name] += amount
 
-    def refuse(self, name: str, reason: str) -> None:
+    def reject(self, name: str, reason: str) -> None:
         """Something asked for that was not done, and why."""
         with self._lock:
             self._reasons.setdefault(name, Counter())[reason] += 1
@@ -70,7 +70,7 @@ class Telemetry:
         for line in waiting:
             self._append(line)
 
-    def tell(self, event: str, **content: Any) -> None:
+    def emit(self, event: str, **content: Any) -> None:
         line = json.dumps({"format": FORMAT, "event": event, "time_s": round(self._clock(), 3)} | content)
         with self._lock:
             if self._path is None:
@@ -81,7 +81,7 @@ class Telemetry:
     def finish(self) -> None:
         """The counts of every feature."""
         if self._path is not None:
-            self.tell("finished", counts={name: counts.snapshot() for name, counts in sorted(self.counts.items())})
+            self.emit("finished", counts={name: counts.snapshot() for name, counts in sorted(self.counts.items())})
 
     def _append(self, line: str) -> None:
         """A disk that is full costs lines, and never the run."""

@@ -50,21 +50,21 @@ def scaled(alpha: float | None, rank: int, convention: Convention) -> float:
     return checked_alpha(alpha)
 
 
-def checked_alpha(value: object, where: str = "") -> float:
-    """A number that fp32 can hold. `where` follows the word in messages."""
-    said = f"alpha{where} is"
+def checked_alpha(value: object, location: str = "") -> float:
+    """A number that fp32 can hold. `location` follows the word in messages."""
+    subject = f"alpha{location} is"
     if isinstance(value, bool):
-        raise LayerError(f"{said} {str(value).lower()}: it is a number")
+        raise LayerError(f"{subject} {str(value).lower()}: it is a number")
     if isinstance(value, str):
-        raise LayerError(f'{said} the text "{short(value, 20)}": it is a number, without quotes')
+        raise LayerError(f'{subject} the text "{short(value, 20)}": it is a number, without quotes')
     if not isinstance(value, int | float):
-        raise LayerError(f"{said} {short(repr(value), 20)}: it is a number")
+        raise LayerError(f"{subject} {short(repr(value), 20)}: it is a number")
     if isinstance(value, float) and math.isnan(value):
-        raise LayerError(f"{said} NaN")
+        raise LayerError(f"{subject} NaN")
     if value in (math.inf, -math.inf):
-        raise LayerError(f"{said} infinite: half precision ends at 65504")
+        raise LayerError(f"{subject} infinite: half precision ends at 65504")
     if abs(value) > _FP32_MAX:
-        raise LayerError(f"{said} above {_FP32_MAX:.2g}, where fp32 ends")
+        raise LayerError(f"{subject} above {_FP32_MAX:.2g}, where fp32 ends")
     return float(value)
 
 

@@ -49,12 +49,12 @@ class DiagOft(Algorithm):
         identity = torch.eye(blocks.shape[1], device=blocks.device, dtype=blocks.dtype)
         rotation = (identity + skew) @ torch.linalg.inv(identity - skew)
         rows = weight.reshape(blocks.shape[0], blocks.shape[1], -1)
-        turned = torch.einsum("knm,kni->kmi", rotation - identity, rows).reshape(weight.shape)
+        rotated = torch.einsum("knm,kni->kmi", rotation - identity, rows).reshape(weight.shape)
         rescale = tensors.get("rescale")
         if rescale is None:
-            return turned
+            return rotated
         rescale = rescale.reshape(-1, *(1,) * (weight.dim() - 1))
-        return rescale * turned + (rescale - 1) * weight
+        return rescale * rotated + (rescale - 1) * weight
 
     def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
         blocks = tensors["oft_blocks"]
@@ -77,10 +77,10 @@ class DiagOft(Algorithm):
         """A file's alpha is OFT's constraint: LyCORIS writes that there is none, for ComfyUI it is left out."""
         return None if format == "comfyui" else 0.0
 
-    def refusal(self, format: str, tensors: Tensors) -> str | None:
+    def rejection(self, format: str, tensors: Tensors) -> str | None:
         if format == "comfyui":
             return "ComfyUI leaves out OFT's rescale" if "rescale" in tensors else None
-        return super().refusal(format, tensors)
+        return super().rejection(format, tensors)
 
 
 ALGORITHM = DiagOft()

@@ -88,8 +88,8 @@ class FullDelta(Algorithm):
     def alpha_in(self, format: str, alpha: float) -> float | None:
         return None
 
-    def refusal(self, format: str, tensors: Tensors) -> str | None:
-        return None if format == "comfyui" else super().refusal(format, tensors)
+    def rejection(self, format: str, tensors: Tensors) -> str | None:
+        return None if format == "comfyui" else super().rejection(format, tensors)
 
 
 ALGORITHM = FullDelta()

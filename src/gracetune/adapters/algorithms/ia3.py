@@ -83,8 +83,8 @@ class Ia3(Algorithm):
     def alpha_in(self, format: str, alpha: float) -> float | None:
         return None
 
-    def refusal(self, format: str, tensors: Tensors) -> str | None:
-        return "ComfyUI does not know (IA)3" if format == "comfyui" else super().refusal(format, tensors)
+    def rejection(self, format: str, tensors: Tensors) -> str | None:
+        return "ComfyUI does not know (IA)3" if format == "comfyui" else super().rejection(format, tensors)
 
 
 ALGORITHM = Ia3()

@@ -21,7 +21,7 @@ from gracetune.adapters.algorithms.assembly import (
     sides,
 )
 from gracetune.adapters.algorithms.matrices import (
-    core_refusal,
+    core_rejection,
     core_size,
     hadamard_norm,
     is_estimated,
@@ -160,10 +160,10 @@ class Loha(Algorithm):
     def columns(self, tensors: Tensors) -> int | None:
         return tensors["hada_w1_b"].shape[1] * core_size(tensors.get("hada_t1"))
 
-    def refusal(self, format: str, tensors: Tensors) -> str | None:
+    def rejection(self, format: str, tensors: Tensors) -> str | None:
         if format != "comfyui":
-            return super().refusal(format, tensors)
-        return core_refusal(tensors.get("hada_t1")) or core_refusal(tensors.get("hada_t2"))
+            return super().rejection(format, tensors)
+        return core_rejection(tensors.get("hada_t1")) or core_rejection(tensors.get("hada_t2"))
 
 
 def _count(tensors: Tensors) -> int:

@@ -223,12 +223,12 @@ class Lokr(Algorithm):
         ranks: dict[str, int] = {}
         check_matrices(tensors, ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b"))
         for factor in ("lokr_w1", "lokr_w2"):
-            pieces = {f"{factor}_a", f"{factor}_b"} & tensors.keys()
-            if factor in tensors and pieces:
+            parts = {f"{factor}_a", f"{factor}_b"} & tensors.keys()
+            if factor in tensors and parts:
                 raise LayerError(f"{factor} both whole and in pieces")
-            if factor not in tensors and len(pieces) < 2:
+            if factor not in tensors and len(parts) < 2:
                 raise LayerError(f"neither {factor} nor both {factor}_a and {factor}_b")
-            if pieces:
+            if parts:
                 inner = tensors[f"{factor}_b"].shape[0]
                 outer = tensors[f"{factor}_a"].shape[0 if factor == "lokr_w2" and "lokr_t2" in tensors else 1]
                 if inner != outer:
@@ -255,9 +255,9 @@ class Lokr(Algorithm):
         first = tensors.get("lokr_w1")
         return (tensors["lokr_w1_b"] if first is None else first).shape[1] * inner
 
-    def refusal(self, format: str, tensors: Tensors) -> str | None:
+    def rejection(self, format: str, tensors: Tensors) -> str | None:
         if format != "comfyui":
-            return super().refusal(format, tensors)
+            return super().rejection(format, tensors)
         if "lokr_t2" in tensors:
             return "torch.kron refuses what ComfyUI builds of LoKr's Tucker form, and ComfyUI then leaves the layer out"
         second = tensors.get("lokr_w2")

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 from gracetune.adapters.algorithms.matrices import (
-    core_refusal,
+    core_rejection,
     core_size,
     product_norm,
     shaped,
@@ -84,7 +84,7 @@ class LowRank(Algorithm):
     def columns(self, tensors: Tensors) -> int | None:
         return math.prod(tensors[self.down].shape[1:]) * core_size(tensors.get(CORE))
 
-    def refusal(self, format: str, tensors: Tensors) -> str | None:
+    def rejection(self, format: str, tensors: Tensors) -> str | None:
         if format == "diffusers" and CORE in tensors:
             return "PEFT has no Tucker form"
-        return core_refusal(tensors.get(CORE)) if format == "comfyui" else None
+        return core_rejection(tensors.get(CORE)) if format == "comfyui" else None

@@ -181,7 +181,7 @@ def core_size(core: Tensor | None) -> int:
     return 1 if core is None else math.prod(core.shape[2:])
 
 
-def core_refusal(core: Tensor | None) -> str | None:
+def core_rejection(core: Tensor | None) -> str | None:
     """ComfyUI's, of a Tucker form."""
     if core is not None and core.ndim != 4:
         return "ComfyUI takes Tucker forms of 2-d convolutions only"

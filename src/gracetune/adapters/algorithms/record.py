@@ -225,7 +225,7 @@ class Algorithm(ABC):
         """What a format's file says; None where it says nothing."""
         return alpha
 
-    def refusal(self, format: str, tensors: Tensors) -> str | None:
+    def rejection(self, format: str, tensors: Tensors) -> str | None:
         """Why a format cannot hold such a layer. An algorithm that ComfyUI has code for says so here."""
         return {
             "diffusers": "diffusers loads LoRA and DoRA for this family, nothing else",

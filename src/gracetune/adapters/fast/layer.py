@@ -26,14 +26,14 @@ def reference(layer: nn.Module, options: LayerOptions, why: str) -> Computation:
 
 class FastLayer(AttachedLayer):
     def __init__(
-        self, path: str, layer: nn.Linear, options: LayerOptions, how: Computation, model: nn.Module
+        self, path: str, layer: nn.Linear, options: LayerOptions, computation: Computation, model: nn.Module
     ) -> None:  # fmt: skip
         record = algorithm(options.algorithm)
         tensors, rank = record.first_values(layer, options)
         super().__init__(path, options.algorithm, options.alpha, rank)
         self._names = {name: registered(name) for name in tensors}
         self._base = layer
-        self._layer = record.fused_layer()(layer, tensors, how, scale=self.scale, dropout=options.dropout)
+        self._layer = record.fused_layer()(layer, tensors, computation, scale=self.scale, dropout=options.dropout)
         model.set_submodule(path, self._layer, strict=True)
 
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -32,11 +32,11 @@ class HoldsWeightOtherwise(Protocol):
 
 class AdaptedLinear(nn.Module):
     def __init__(
-        self, base: nn.Linear, tensors: Mapping[str, Tensor], how: Computation, *, scale: float, dropout: float
+        self, base: nn.Linear, tensors: Mapping[str, Tensor], computation: Computation, *, scale: float, dropout: float
     ) -> None:  # fmt: skip
         super().__init__()
         self.base_layer = base
-        self.how = how
+        self.computation = computation
         self.dropout = dropout
         self.scale = scale
         self.set_strength(1.0)
@@ -89,7 +89,7 @@ class AdaptedLinear(nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        return f"{self.how.form}, scale={self.scale}, strength={float(self.strength)}, dropout={self.dropout}"
+        return f"{self.computation.form}, scale={self.scale}, strength={float(self.strength)}, dropout={self.dropout}"
 
     @property
     def undisturbed(self) -> bool:
@@ -112,17 +112,17 @@ class LowRankLinear(SharesInput, AdaptedLinear):
             return products.low_rank_linears(x, [self._low_rank()])[0]
         return super().answer(x)
 
-    def _low_rank(self) -> products.LowRank:
-        return products.LowRank(*self.factors(), self.scale, self.base_layer.weight, self.base_layer.bias)
+    def _low_rank(self) -> products.LowRankFactors:
+        return products.LowRankFactors(*self.factors(), self.scale, self.base_layer.weight, self.base_layer.bias)
 
     def together(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         given = x.to(products.compute_dtype(x))
         alike = [one for one in layers if isinstance(one, LowRankLinear) and one.active and one.undisturbed]
-        if len(alike) < len(layers) or not products.pays_in_halves(given):
+        if len(alike) < len(layers) or not products.use_half_kernels(given):
             return tuple(layer(x) for layer in layers)
         if all(one.adds_to(given) for one in alike):
             return products.low_rank_linears(given, [one._low_rank() for one in alike])
-        added = products.low_rank_linears(given, [products.LowRank(*one.factors(), one.scale) for one in alike])
+        added = products.low_rank_linears(given, [products.LowRankFactors(*one.factors(), one.scale) for one in alike])
         return tuple(one.base_layer(given) + more for one, more in zip(alike, added, strict=True))
 
     def added(self, x: Tensor) -> Tensor:
@@ -157,9 +157,9 @@ class DoraLinear(AdaptedLinear):
     row_squares: Tensor
 
     def __init__(
-        self, base: nn.Linear, tensors: Mapping[str, Tensor], how: Computation, *, scale: float, dropout: float
+        self, base: nn.Linear, tensors: Mapping[str, Tensor], computation: Computation, *, scale: float, dropout: float
     ) -> None:  # fmt: skip
-        super().__init__(base, tensors, how, scale=scale, dropout=dropout)
+        super().__init__(base, tensors, computation, scale=scale, dropout=dropout)
         self.other_form = isinstance(base, HoldsWeightOtherwise)
         # Of a frozen weight, so once is enough; found again from it, so no part of what is saved.
         self.register_buffer("row_squares", row_lengths(base).square(), persistent=False)
@@ -183,9 +183,9 @@ class LokrLinear(AdaptedLinear):
     """Products of small factors are made in fp32 and rounded once."""
 
     def __init__(
-        self, base: nn.Linear, tensors: Mapping[str, Tensor], how: Computation, *, scale: float, dropout: float
+        self, base: nn.Linear, tensors: Mapping[str, Tensor], computation: Computation, *, scale: float, dropout: float
     ) -> None:  # fmt: skip
-        super().__init__(base, tensors, how, scale=scale, dropout=dropout)
+        super().__init__(base, tensors, computation, scale=scale, dropout=dropout)
         for name in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"):
             if name not in tensors:
                 self.register_parameter(name, None)
@@ -206,16 +206,16 @@ class LokrLinear(AdaptedLinear):
         return self.lokr_w2 if self.lokr_w2 is not None else products.product(self.lokr_w2_a, self.lokr_w2_b)
 
     def answer(self, x: Tensor) -> Tensor:
-        if self.how.form == "kronecker" and self.adds_to(x):
+        if self.computation.form == "kronecker" and self.adds_to(x):
             first = self.first
             if products.mixes_in_one_pass(first):
                 return products.kronecker_linear(x, self.base_layer, first, self.second, self.scale)
         return super().answer(x)
 
     def added(self, x: Tensor) -> Tensor:
-        if self.how.form == "kronecker by rank":
+        if self.computation.form == "kronecker by rank":
             return products.kronecker_by_rank(x, self.first, self.lokr_w2_a, self.lokr_w2_b, self.factor)
-        return products.kronecker(x, self.first, self.second, self.factor, self.how)
+        return products.kronecker(x, self.first, self.second, self.factor, self.computation)
 
 
 class LohaLinear(AdaptedLinear):
@@ -225,6 +225,8 @@ class LohaLinear(AdaptedLinear):
     hada_w2_b: nn.Parameter
 
     def added(self, x: Tensor) -> Tensor:
-        compute = products.hadamard_by_rank if self.how.form == "hadamard by rank" else products.hadamard_rebuilt
+        compute = (
+            products.hadamard_by_rank if self.computation.form == "hadamard by rank" else products.hadamard_rebuilt
+        )
         factors = (self.hada_w1_a, self.hada_w1_b, self.hada_w2_a, self.hada_w2_b)
         return compute(x, *factors, self.factor)

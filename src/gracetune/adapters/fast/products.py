@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from gracetune import kernels
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.delta import EPSILON
-from gracetune.kernels import pays_in_halves as pays_in_halves
+from gracetune.kernels import use_half_kernels as use_half_kernels
 from gracetune.kernels.fused_products import goes_to_rank, is_thin, mixed_and_product, products
 
 
@@ -54,19 +54,19 @@ def _scaled(factor: Tensor, scale: Scale) -> Tensor:
 
 def low_rank(x: Tensor, down: Tensor, up: Tensor, scale: Scale) -> Tensor:
     """scale up (down x), with down [r, in] and up [out, r]."""
-    if isinstance(scale, float) and pays_in_halves(x):
-        return low_rank_linears(x, [LowRank(down, up, scale)])[0]
+    if isinstance(scale, float) and use_half_kernels(x):
+        return low_rank_linears(x, [LowRankFactors(down, up, scale)])[0]
     return F.linear(F.linear(x, down.to(x.dtype)), _scaled(up, scale).to(x.dtype))
 
 
 def can_be_added_to(x: Tensor, base: nn.Linear) -> bool:
     """Whether the base layer's product can be added to the adapter's: frozen, and in the computation's precision."""
     weight = base.weight
-    return pays_in_halves(x) and weight.dtype == x.dtype and not weight.requires_grad
+    return use_half_kernels(x) and weight.dtype == x.dtype and not weight.requires_grad
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRankFactors:
     """Of one layer: its factors, and the frozen weight and bias whose answer is wanted with what the adapter adds."""
 
     down: Tensor
@@ -76,7 +76,7 @@ class LowRank:
     bias: Tensor | None = None
 
 
-def low_rank_linears(x: Tensor, layers: Sequence[LowRank]) -> tuple[Tensor, ...]:
+def low_rank_linears(x: Tensor, layers: Sequence[LowRankFactors]) -> tuple[Tensor, ...]:
     """The answers of layers with the same input, which is read once for all of their adapters."""
     rows = x.reshape(-1, x.shape[-1])
     tensors = [(one.weight, one.bias, one.down, one.up) for one in layers]
@@ -193,10 +193,10 @@ class _Product(torch.autograd.Function):
 # -- LoKr -------------------------------------------------------------------------------------------------------------
 
 
-def kronecker(x: Tensor, w1: Tensor, w2: Tensor, scale: Scale, how: Computation) -> Tensor:
+def kronecker(x: Tensor, w1: Tensor, w2: Tensor, scale: Scale, computation: Computation) -> Tensor:
     """scale (w1 (x) w2) x, with w1 [a, c] and w2 [b, d]."""
     rows = x.reshape(-1, w1.shape[1], w2.shape[1])
-    added: Tensor = _Kronecker.apply(rows, _scaled(w1, scale).to(x.dtype), w2.to(x.dtype), how.w1_first)  # type: ignore[no-untyped-call]
+    added: Tensor = _Kronecker.apply(rows, _scaled(w1, scale).to(x.dtype), w2.to(x.dtype), computation.w1_first)  # type: ignore[no-untyped-call]
     return added.reshape(*x.shape[:-1], w1.shape[0] * w2.shape[0])
 
 

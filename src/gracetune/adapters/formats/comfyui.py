@@ -19,7 +19,7 @@ from gracetune.adapters.algorithms.low_rank import LowRank
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.formats.diffusers import misread_by_converter
-from gracetune.adapters.formats.reading import Reading, read_states
+from gracetune.adapters.formats.reading import AdapterContents, read_states
 from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
     Fault,
@@ -28,7 +28,7 @@ from gracetune.adapters.formats.writing import (
     Written,
     alpha_in,
     faults_by,
-    original_refusal,
+    original_rejection,
     original_stems,
     our_stems,
     row_magnitude,
@@ -43,7 +43,7 @@ CONVENTION = Convention(without_alpha="rank")
 
 def write(state: AdapterState, dtype: torch.dtype) -> Written:
     plain = all(layer.alpha == layer.rank for layer in state.layers.values() if _is_lora(layer))
-    spelling = Spelling("comfyui", "A", lambda layer: _alpha(layer, plain=plain), refusal)
+    spelling = Spelling("comfyui", "A", lambda layer: _alpha(layer, plain=plain), rejection)
     return write_with(state, dtype, spelling, _stems if KEY_MAPS[state.family].comfyui_takes_ours else _ORIGINAL)
 
 
@@ -68,10 +68,10 @@ def _has_bias(layer: Layer) -> bool:
 
 def _is_cut(path: str, keys: KeyMap) -> bool:
     original = keys.original(path)
-    return original is not None and (original.place.fused or original.place.halves_swapped)
+    return original is not None and (original.mapped.fused or original.mapped.halves_swapped)
 
 
-def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> Reading:
+def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> AdapterContents:
     return read_states(tensors, metadata, family, CONVENTION)
 
 
@@ -79,23 +79,23 @@ _OTHER_NORM = "ComfyUI divides DoRA's magnitudes by the norm of the base weight 
 _WITH_MODEL = "with --model MODEL they are written so that the result is right"
 
 
-def refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
+def rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
     reason = _misreads(layer)
     if reason is not None:
         return f"{reason}; {_WITH_MODEL}" if reason == _OTHER_NORM else reason
     if not keys.comfyui_takes_ours:
-        return original_refusal(layer, path, keys)
-    return None if _has_bias(layer) else cut_refusal(layer, path, keys)
+        return original_rejection(layer, path, keys)
+    return None if _has_bias(layer) else cut_rejection(layer, path, keys)
 
 
 def _misreads(layer: Layer) -> str | None:
     """What ComfyUI gets wrong of a layer under any name."""
     if row_magnitude(layer) is not None:
         return _OTHER_NORM
-    return algorithm(layer.algorithm).refusal("comfyui", layer.tensors)
+    return algorithm(layer.algorithm).rejection("comfyui", layer.tensors)
 
 
-def cut_refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
+def cut_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
     """For families whose fused matrices ComfyUI cuts up: what it cannot put into a cut or a reordered matrix."""
     original = keys.original(path)
     if original is None or not _is_cut(path, keys):
@@ -103,7 +103,7 @@ def cut_refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
     if _has_bias(layer):
         return "ComfyUI does not load a bias into a matrix it cuts up or reorders"
     decomposed = not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors)
-    if original.place.halves_swapped and (algorithm(layer.algorithm).depends_on_weight or decomposed):
+    if original.mapped.halves_swapped and (algorithm(layer.algorithm).depends_on_weight or decomposed):
         return "ComfyUI reorders the rows of this layer's change, but not what it is computed from"
     return None
 
@@ -112,7 +112,7 @@ def cut_refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
 
 
 def _wrong_by_our_names(layer: Layer, path: str, keys: KeyMap) -> str | None:
-    return _misreads(layer) or (cut_refusal(layer, path, keys) if keys.comfyui_takes_ours else None)
+    return _misreads(layer) or (cut_rejection(layer, path, keys) if keys.comfyui_takes_ours else None)
 
 
 misread_by_original_names = faults_by(lambda layer, path, keys: _misreads(layer))
@@ -130,7 +130,7 @@ def _alpha(layer: Layer, *, plain: bool) -> float | None:
 FORMAT = Format(
     write,
     read,
-    readers={"comfyui": faults_by(refusal), "diffusers": misread_by_converter},
+    readers={"comfyui": faults_by(rejection), "diffusers": misread_by_converter},
     made_for=("comfyui",),
     all_families=("comfyui",),
     alpha_is_optional=True,

@@ -13,8 +13,8 @@ from torch import Tensor
 from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.errors import UnclearFamilyError
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
-from gracetune.adapters.formats.names import Located, locate, split
-from gracetune.adapters.state import Stage
+from gracetune.adapters.formats.names import LocatedKey, locate, split
+from gracetune.adapters.state import ExpertStage
 from gracetune.config.adapter_kinds import ALGORITHMS
 from gracetune.config.export_formats import FormatName
 from gracetune.errors import Problem, short
@@ -25,14 +25,14 @@ Spelled = FormatName | Literal["other"]
 
 _HEADER_FIELDS = ("gracetune.family", "ss_base_model_version", "modelspec.architecture")
 _IN_NAME = re.compile(r"(?:^|[_\-.])(high|low)_noise(?=$|[_\-.])")
-_EXPERTS: tuple[Stage, Stage] = ("high_noise", "low_noise")
+_EXPERTS: tuple[ExpertStage, ExpertStage] = ("high_noise", "low_noise")
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Detected:
     family: str
-    stages: tuple[Stage, ...]
+    experts: tuple[ExpertStage, ...]
     """Two where the file holds both experts; `("",)` where nothing tells."""
     algorithms: tuple[str, ...]
     format: Spelled
@@ -56,22 +56,22 @@ def detect(
         why = f"family: {family}, as asked for"
     keys = KEY_MAPS[family]
     located = list(_located(stems, keys))
-    told = _stages_told(located, metadata, name) if keys.experts else {}
-    stages, stage_why = _stages(told)
+    evidence = _expert_evidence(located, metadata, name) if keys.experts else {}
+    experts, expert_reasons = _experts(evidence)
     spelled, format_why = _format(tensors, located, metadata, keys)
     return Detected(
         keys.family,
-        stages,
+        experts,
         _algorithms(tensors, metadata),
         spelled,
-        (why, *stage_why, format_why),
-        _contradictions(told, stages),
+        (why, *expert_reasons, format_why),
+        _contradictions(evidence, experts),
     )
 
 
-def _located(stems: Mapping[str, int], names: KeyMap) -> dict[Located, int]:
+def _located(stems: Mapping[str, int], names: KeyMap) -> dict[LocatedKey, int]:
     """The layers that stems name, and how many keys each has."""
-    found: Counter[Located] = Counter()
+    found: Counter[LocatedKey] = Counter()
     for stem, count in stems.items():
         located = locate(stem, names)
         if located is not None:
@@ -88,9 +88,9 @@ def _family(keys: tuple[str, ...], stems: Mapping[str, int], metadata: Mapping[s
     best = [family for family, located in known.items() if sum(located.values()) == most]
     why = f"{most} of {len(keys)} keys name its layers"
     if len(best) > 1:
-        said = [family for family in _said(metadata) if family in best]
-        if said:
-            best, why = said[:1], f"{why}, and the header says so"
+        claimed = [family for family in _claimed_families(metadata) if family in best]
+        if claimed:
+            best, why = claimed[:1], f"{why}, and the header says so"
     if len(best) > 1:
         deep = [family for family in best if not any(_too_deep(found, KEY_MAPS[family]) for found in known[family])]
         if len(deep) == 1:
@@ -104,7 +104,7 @@ def _family(keys: tuple[str, ...], stems: Mapping[str, int], metadata: Mapping[s
     return best[0], f"family: {best[0]}, {why}"
 
 
-def _said(metadata: Mapping[str, str]) -> Iterable[str]:
+def _claimed_families(metadata: Mapping[str, str]) -> Iterable[str]:
     if metadata.get("gracetune.family") in KEY_MAPS:
         yield metadata["gracetune.family"]
     for entry in _HEADER_FIELDS:
@@ -112,45 +112,53 @@ def _said(metadata: Mapping[str, str]) -> Iterable[str]:
         yield from (family for family, keys in KEY_MAPS.items() if any(mark in value for mark in keys.header_marks))
 
 
-def _too_deep(found: Located, keys: KeyMap) -> bool:
-    return any(keys.beyond_depth(path) for path in found.place.paths)
+def _too_deep(found: LocatedKey, keys: KeyMap) -> bool:
+    return any(keys.beyond_depth(path) for path in found.mapped.paths)
 
 
-def _stages_told(located: list[Located], metadata: Mapping[str, str], name: str) -> dict[str, tuple[Stage, ...]]:
+def _expert_evidence(
+    located: list[LocatedKey], metadata: Mapping[str, str], name: str
+) -> dict[str, tuple[ExpertStage, ...]]:
     """Who names an expert, the most trustworthy first."""
-    in_keys = {found.stage for found in located}
-    told: dict[str, tuple[Stage, ...]] = {}
+    in_keys = {found.expert for found in located}
+    evidence: dict[str, tuple[ExpertStage, ...]] = {}
     if len(in_keys) > 1:  # diffusers' pair names only the second of two
-        told["its keys"] = _EXPERTS
+        evidence["its keys"] = _EXPERTS
     elif in_keys - {""}:
-        told["its keys"] = tuple(in_keys)
-    for stage in _EXPERTS:
-        if metadata.get("gracetune.stage") == stage:
-            told["its header"] = (stage,)
+        evidence["its keys"] = tuple(in_keys)
+    for expert in _EXPERTS:
+        if metadata.get("gracetune.stage") == expert:
+            evidence["its header"] = (expert,)
     in_name = _IN_NAME.findall(name)
     if in_name:  # the last: a run may be called after an expert too
-        told["its file's name"] = (_EXPERTS[0 if in_name[-1] == "high" else 1],)
-    return told
+        evidence["its file's name"] = (_EXPERTS[0 if in_name[-1] == "high" else 1],)
+    return evidence
 
 
-def _stages(told: Mapping[str, tuple[Stage, ...]]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
-    for place, stages in told.items():
-        if len(stages) > 1:
-            return stages, ("stage: keys of both experts",)
-        return stages, (f"stage: {stages[0]}, by {place}",)
+def _experts(evidence: Mapping[str, tuple[ExpertStage, ...]]) -> tuple[tuple[ExpertStage, ...], tuple[str, ...]]:
+    for source, experts in evidence.items():
+        if len(experts) > 1:
+            return experts, ("stage: keys of both experts",)
+        return experts, (f"stage: {experts[0]}, by {source}",)
     return ("",), ()
 
 
-def _contradictions(told: Mapping[str, tuple[Stage, ...]], stages: tuple[Stage, ...]) -> tuple[str, ...]:
+def _contradictions(
+    evidence: Mapping[str, tuple[ExpertStage, ...]], experts: tuple[ExpertStage, ...]
+) -> tuple[str, ...]:
     """A file of both experts may be called anything; one of a single expert that is named after the other may not."""
-    if len(stages) > 1:
+    if len(experts) > 1:
         return ()
-    first = next(iter(told), "")
-    return tuple(f"{first} says {stages[0]}, {place} {said[0]}" for place, said in told.items() if said[0] != stages[0])
+    first = next(iter(evidence), "")
+    return tuple(
+        f"{first} says {experts[0]}, {source} {claimed[0]}"
+        for source, claimed in evidence.items()
+        if claimed[0] != experts[0]
+    )
 
 
 def _format(
-    tensors: Mapping[str, Tensor], located: list[Located], metadata: Mapping[str, str], keys: KeyMap
+    tensors: Mapping[str, Tensor], located: list[LocatedKey], metadata: Mapping[str, str], keys: KeyMap
 ) -> tuple[Spelled, str]:
     first = Counter(found.prefixes[0] if found.prefixes else "" for found in located)
     prefix = first.most_common(1)[0][0] if first else ""
@@ -165,28 +173,33 @@ def _format(
     plain = prefix in ("", "base_model.model.", "transformer.", "unet.", f"{keys.component}.")
     if not plain:
         return "other", f"format: other, keys begin with {prefix}"
-    said = metadata.get("gracetune.format")
+    claimed = metadata.get("gracetune.format")
     kinds = set(_algorithms(tensors, metadata))
     with_alpha = any(key.endswith(".alpha") for key in tensors) or not all(
         algorithm(kind).trained_by_peft for kind in kinds
     )
     of_peft = prefix == "base_model.model."
-    if HEADER_ENTRY not in metadata and not of_peft and keys.comfyui_takes_ours and (said == "comfyui" or with_alpha):
+    if (
+        HEADER_ENTRY not in metadata
+        and not of_peft
+        and keys.comfyui_takes_ours
+        and (claimed == "comfyui" or with_alpha)
+    ):
         return "comfyui", f"format: comfyui, which takes {keys.component}.<path> for this family"
     return "diffusers", f"format: diffusers, keys begin with {prefix or 'the layer itself'}"
 
 
 def _algorithms(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[str, ...]:
     """By the keys; only LoRA and LoCon have the same, and the header of our own files tells them apart."""
-    said = metadata.get("gracetune.algorithm", "").split(",")
+    claimed = metadata.get("gracetune.algorithm", "").split(",")
     layers: dict[str, set[str]] = {}
     for key in tensors:
         parts = split(key)
         if parts:
             layers.setdefault(parts.stem, set()).add(parts.tensor)
     kinds = Counter(kind for names in layers.values() if (kind := _kind(names)) is not None)
-    if "locon" in said and "lora" not in said:
-        for kind in ("lora", *(("dora",) if "dora" not in said else ())):
+    if "locon" in claimed and "lora" not in claimed:
+        for kind in ("lora", *(("dora",) if "dora" not in claimed else ())):
             kinds["locon"] += kinds.pop(kind, 0)
     return tuple(kind for kind, count in kinds.most_common() if count)
 

@@ -19,14 +19,14 @@ from gracetune.adapters.algorithms.assembly import Convention, LayerError, check
 from gracetune.adapters.algorithms.low_rank import PEFT_NAMES
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.formats.layers import common_alpha, common_rank, is_in_a_block, is_plain_lora
-from gracetune.adapters.formats.reading import Reading, Scale, read_states
+from gracetune.adapters.formats.reading import AdapterContents, Scale, read_states
 from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
     Written,
     cast,
     faults_by,
     identity,
-    refuse_what_does_not_fit,
+    reject_what_does_not_fit,
     row_magnitude,
 )
 from gracetune.adapters.safetensors_file import PEFT_CONFIG
@@ -46,7 +46,7 @@ _MOST_PATTERNS, _MOST_REPEATING = 2_000, 16
 
 def write(state: AdapterState, dtype: torch.dtype) -> Written:
     keys = KEY_MAPS[state.family]
-    refuse_what_does_not_fit(state, "diffusers", lambda layer, path: refusal(layer))
+    reject_what_does_not_fit(state, "diffusers", lambda layer, path: rejection(layer))
     tensors: dict[str, Tensor] = {}
     for path, layer in state.layers.items():
         stem = f"{keys.component}.{path}"
@@ -56,12 +56,12 @@ def write(state: AdapterState, dtype: torch.dtype) -> Written:
     return tensors, identity(state, "diffusers") | {HEADER_ENTRY: json.dumps(config, sort_keys=True)}
 
 
-def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> Reading:
+def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> AdapterContents:
     return read_states(tensors, metadata, family, Convention(), scale_in(metadata, KEY_MAPS[family].component))
 
 
-def refusal(layer: Layer) -> str | None:
-    reason = algorithm(layer.algorithm).refusal("diffusers", layer.tensors)
+def rejection(layer: Layer) -> str | None:
+    reason = algorithm(layer.algorithm).rejection("diffusers", layer.tensors)
     if reason is not None:
         return reason
     if "dora_scale" in layer.tensors and row_magnitude(layer) is None:
@@ -213,7 +213,10 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
 FORMAT = Format(
     write,
     read,
-    readers={"diffusers": faults_by(lambda layer, path, keys: refusal(layer)), "comfyui": faults_by(_wrong_in_comfyui)},
+    readers={
+        "diffusers": faults_by(lambda layer, path, keys: rejection(layer)),
+        "comfyui": faults_by(_wrong_in_comfyui),
+    },
     made_for=("diffusers",),
     all_families=("diffusers",),
 )

@@ -19,86 +19,88 @@ from gracetune.adapters.algorithms.assembly import LayerError
 from gracetune.adapters.algorithms.low_rank import LowRank
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.state import Layer
-from gracetune.models.keys import Place
+from gracetune.models.keys import MappedLayers
 
 
-def joined(layers: Mapping[int, Layer], place: Place) -> Layer:
-    """`layers` by their position in `place`. Raises `LayerError`."""
+def joined(layers: Mapping[int, Layer], mapped: MappedLayers) -> Layer:
+    """`layers` by their position in `mapped`. Raises `LayerError`."""
     first = next(iter(layers.values()))
     if all(_is_difference(layer) for layer in layers.values()):
-        return _stacked(layers, place)
+        return _stacked(layers, mapped)
     for layer in layers.values():
         if _pair(layer) is None:
-            raise LayerError(f"{layer.algorithm} on part of a matrix that holds {_parts(place)} in one")
+            raise LayerError(f"{layer.algorithm} on part of a matrix that holds {_parts(mapped)} in one")
         if (layer.rank, layer.alpha) != (first.rank, first.alpha):
-            raise LayerError(f"different ranks or alphas on {_parts(place)}, which are one matrix there")
+            raise LayerError(f"different ranks or alphas on {_parts(mapped)}, which are one matrix there")
     index, present = next(iter(layers.items()))
     down, up = _matrices(present)
     assert present.rank is not None
-    rank, unit = present.rank, up.shape[0] // place.shares[index]
-    rows = [unit * share for share in place.shares]
+    rank, unit = present.rank, up.shape[0] // mapped.shares[index]
+    rows = [unit * share for share in mapped.shares]
     joined_down = down.new_zeros(rank * len(rows), *down.shape[1:])
     joined_up = up.new_zeros(sum(rows), rank * len(rows), *up.shape[2:])
     for part, layer in layers.items():
         down, up = _matrices(layer)
         top, left = sum(rows[:part]), rank * part
         if up.shape[0] != rows[part] or down.shape[1:] != joined_down.shape[1:]:
-            raise LayerError(f"{place.paths[part]} is {up.shape[0]}x{down.shape[1]}, which does not fit its neighbours")
+            raise LayerError(
+                f"{mapped.paths[part]} is {up.shape[0]}x{down.shape[1]}, which does not fit its neighbours"
+            )
         joined_down[left : left + rank] = down
         joined_up[top : top + rows[part], left : left + rank] = up
     tensors = {"lora_A.weight": joined_down, "lora_B.weight": joined_up}
     return Layer("lora", tensors, first.alpha * len(rows), rank * len(rows))
 
 
-def parted(layer: Layer, place: Place) -> dict[str, Layer]:
-    """The layers of `place` that one of the whole matrix stands for. Raises `LayerError`."""
+def parted(layer: Layer, mapped: MappedLayers) -> dict[str, Layer]:
+    """The layers of `mapped` that one of the whole matrix stands for. Raises `LayerError`."""
     if _is_difference(layer):
-        return _unstacked(layer, place)
+        return _unstacked(layer, mapped)
     if _pair(layer) is None:
-        raise LayerError(f"{layer.algorithm} over {_parts(place)} in one matrix: it cannot be cut into these layers")
+        raise LayerError(f"{layer.algorithm} over {_parts(mapped)} in one matrix: it cannot be cut into these layers")
     assert layer.rank is not None
     down, up = _matrices(layer)
-    unit = _unit(up.shape[0], place)
-    ups = up.split([unit * share for share in place.shares])
+    unit = _unit(up.shape[0], mapped)
+    ups = up.split([unit * share for share in mapped.shares])
     count = len(ups)
     if layer.rank % count or not _along_diagonal(ups, layer.rank // count):
-        each = zip(place.paths, ups, strict=True)
+        each = zip(mapped.paths, ups, strict=True)
         return {path: _layer(layer, down.clone(), rows.clone(), layer.alpha) for path, rows in each}
     rank = layer.rank // count
     parts = {}
-    for part, (path, rows) in enumerate(zip(place.paths, ups, strict=True)):
+    for part, (path, rows) in enumerate(zip(mapped.paths, ups, strict=True)):
         block = slice(part * rank, (part + 1) * rank)
         parts[path] = _layer(layer, down[block].clone(), rows[:, block].clone(), layer.alpha / count)
     return _not_empty(parts)
 
 
-def _stacked(layers: Mapping[int, Layer], place: Place) -> Layer:
+def _stacked(layers: Mapping[int, Layer], mapped: MappedLayers) -> Layer:
     index, present = next(iter(layers.items()))
     names = set(present.tensors)
     if any(set(layer.tensors) != names for layer in layers.values()):
-        raise LayerError(f"a bias on some of {_parts(place)} only, which are one matrix there")
-    unit = present.tensors["diff"].shape[0] // place.shares[index]
+        raise LayerError(f"a bias on some of {_parts(mapped)} only, which are one matrix there")
+    unit = present.tensors["diff"].shape[0] // mapped.shares[index]
     tensors = {}
     for name in sorted(names):
         like = present.tensors[name]
-        blank = [like.new_zeros(unit * share, *like.shape[1:]) for share in place.shares]
-        pieces = [layers[part].tensors[name] if part in layers else rows for part, rows in enumerate(blank)]
-        if any(piece.shape != rows.shape for piece, rows in zip(pieces, blank, strict=True)):
-            raise LayerError(f"the sizes of {_parts(place)} do not fit together")
-        tensors[name] = torch.cat(pieces)
+        blank = [like.new_zeros(unit * share, *like.shape[1:]) for share in mapped.shares]
+        blocks = [layers[part].tensors[name] if part in layers else rows for part, rows in enumerate(blank)]
+        if any(block.shape != rows.shape for block, rows in zip(blocks, blank, strict=True)):
+            raise LayerError(f"the sizes of {_parts(mapped)} do not fit together")
+        tensors[name] = torch.cat(blocks)
     return Layer("full_delta", tensors, 1.0, None)
 
 
-def _unstacked(layer: Layer, place: Place) -> dict[str, Layer]:
-    unit = _unit(layer.tensors["diff"].shape[0], place)
-    rows = [unit * share for share in place.shares]
+def _unstacked(layer: Layer, mapped: MappedLayers) -> dict[str, Layer]:
+    unit = _unit(layer.tensors["diff"].shape[0], mapped)
+    rows = [unit * share for share in mapped.shares]
     if any(tensor.shape[:1] != (sum(rows),) for tensor in layer.tensors.values()):
         raise LayerError(f"a bias of another size than the {sum(rows)} outputs")
-    pieces = {name: tensor.split(rows) for name, tensor in layer.tensors.items()}
+    blocks = {name: tensor.split(rows) for name, tensor in layer.tensors.items()}
     return _not_empty(
         {
-            path: Layer("full_delta", {name: cut[part].clone() for name, cut in pieces.items()}, 1.0, None)
-            for part, path in enumerate(place.paths)
+            path: Layer("full_delta", {name: cut[part].clone() for name, cut in blocks.items()}, 1.0, None)
+            for part, path in enumerate(mapped.paths)
         }
     )
 
@@ -109,11 +111,11 @@ def _not_empty(parts: Mapping[str, Layer]) -> dict[str, Layer]:
     return filled or dict(parts)
 
 
-def _unit(outputs: int, place: Place) -> int:
+def _unit(outputs: int, mapped: MappedLayers) -> int:
     """Rows of a share of one."""
-    unit, left_over = divmod(outputs, sum(place.shares))
+    unit, left_over = divmod(outputs, sum(mapped.shares))
     if left_over or not unit:
-        raise LayerError(f"{outputs} outputs do not divide among {_parts(place)}")
+        raise LayerError(f"{outputs} outputs do not divide among {_parts(mapped)}")
     return unit
 
 
@@ -154,5 +156,5 @@ def _along_diagonal(ups: tuple[Tensor, ...], rank: int) -> bool:
     return True
 
 
-def _parts(place: Place) -> str:
-    return ", ".join(path.rpartition(".")[2] for path in place.paths)
+def _parts(mapped: MappedLayers) -> str:
+    return ", ".join(path.rpartition(".")[2] for path in mapped.paths)

@@ -17,9 +17,9 @@ from gracetune.adapters.formats.comfyui import misread_by_original_names
 from gracetune.adapters.formats.diffusers import misread_by_converter
 from gracetune.adapters.formats.layers import is_in_a_block, is_plain_lora
 from gracetune.adapters.formats.lycoris import misread
-from gracetune.adapters.formats.reading import Reading, read_states
+from gracetune.adapters.formats.reading import AdapterContents, read_states
 from gracetune.adapters.formats.record import Format, Reader
-from gracetune.adapters.formats.writing import Fault, Spelling, Written, alpha_in, original_refusal, original_stems
+from gracetune.adapters.formats.writing import Fault, Spelling, Written, alpha_in, original_rejection, original_stems
 from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.models.key_maps import KEY_MAPS
@@ -28,11 +28,11 @@ CONVENTION = Convention(without_alpha="rank")  # sd-scripts' rule: no alpha is a
 
 
 def write(state: AdapterState, dtype: torch.dtype) -> Written:
-    spelling = Spelling("kohya", "down", lambda layer: alpha_in("kohya", layer), original_refusal)
+    spelling = Spelling("kohya", "down", lambda layer: alpha_in("kohya", layer), original_rejection)
     return write_with(state, dtype, spelling, original_stems("lora_unet_", "_"))
 
 
-def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> Reading:
+def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> AdapterContents:
     return read_states(tensors, metadata, family, CONVENTION)
 
 
@@ -44,7 +44,7 @@ def _of_what_it_holds(reader: Reader) -> Reader:
 
     def misread_layers(state: AdapterState) -> Iterator[Fault]:
         keys = KEY_MAPS[state.family]
-        found = {path: original_refusal(layer, path, keys) for path, layer in state.layers.items()}
+        found = {path: original_rejection(layer, path, keys) for path, layer in state.layers.items()}
         yield from ((path, reason) for path, reason in found.items() if reason is not None)
         held = {path: layer for path, layer in state.layers.items() if found[path] is None}
         yield from reader(replace(state, layers=held))

@@ -15,7 +15,7 @@ from gracetune.adapters.algorithms.lokr import split_as_lycoris_does
 from gracetune.adapters.algorithms.registry import is_loadable
 from gracetune.adapters.delta import MAGNITUDE
 from gracetune.adapters.formats.comfyui import misread_by_our_names
-from gracetune.adapters.formats.reading import Reading, read_states
+from gracetune.adapters.formats.reading import AdapterContents, read_states
 from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import Spelling, Written, alpha_in, faults_by, our_stems, row_magnitude
 from gracetune.adapters.formats.writing import write as write_with
@@ -29,7 +29,7 @@ def write(state: AdapterState, dtype: torch.dtype) -> Written:
     return write_with(state, dtype, spelling, our_stems("lycoris_", "_"))
 
 
-def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> Reading:
+def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> AdapterContents:
     return read_states(tensors, metadata, family, CONVENTION)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gracetune.adapters.algorithms.registry import algorithms
-from gracetune.adapters.state import Stage
-from gracetune.models.keys import KeyMap, Place
+from gracetune.adapters.state import ExpertStage
+from gracetune.models.keys import KeyMap, MappedLayers
 
 _TENSORS = dict.fromkeys(("alpha", *(name for record in algorithms() for name in record.file_tensors)))
 _SUFFIXES: tuple[tuple[str, str], ...] = (
@@ -38,7 +38,12 @@ _PREFIXES = (
     "pipe.dit.",  # DiffSynth-Studio, where it is not told to leave it out
 )
 _EXPERT = re.compile(r"transformer_?([12])[._]|(high_noise|low_noise)/")  # the second: our own checkpoints
-_STAGES: dict[str, Stage] = {"1": "high_noise", "2": "low_noise", "high_noise": "high_noise", "low_noise": "low_noise"}
+_EXPERT_NAMES: dict[str, ExpertStage] = {
+    "1": "high_noise",
+    "2": "low_noise",
+    "high_noise": "high_noise",
+    "low_noise": "low_noise",
+}
 _LONGEST = 1_000
 """Characters of a key: no layer's name has half as many."""
 _TEXT_ENCODERS = ("lora_te", "text_encoder")
@@ -55,10 +60,10 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Located:
-    stage: Stage
+class LocatedKey:
+    expert: ExpertStage
     """Empty where the key does not say."""
-    place: Place
+    mapped: MappedLayers
     prefixes: tuple[str, ...]
 
     @property
@@ -96,33 +101,33 @@ def _tidy(key: str) -> str:
 
 
 @lru_cache(maxsize=8192)  # of one file each name is asked for by who recognises it and by who reads it
-def locate(stem: str, keys: KeyMap) -> Located | None:
+def locate(stem: str, keys: KeyMap) -> LocatedKey | None:
     """The layer a stem names. Never two: what is peeled off first wins only if the rest agrees."""
     found = list(_peeled(stem, keys, "", ()))
     if not found:
         return None
-    meanings = {(located.stage, located.place.paths) for located in found}
+    meanings = {(located.expert, located.mapped.paths) for located in found}
     return found[0] if len(meanings) == 1 else None
 
 
-def _peeled(stem: str, keys: KeyMap, stage: Stage, prefixes: tuple[str, ...]) -> Iterator[Located]:
-    place = _find(stem, keys)
-    if place is not None:
-        yield Located(stage, place, prefixes)
+def _peeled(stem: str, keys: KeyMap, own: ExpertStage, prefixes: tuple[str, ...]) -> Iterator[LocatedKey]:
+    mapped = _find(stem, keys)
+    if mapped is not None:
+        yield LocatedKey(own, mapped, prefixes)
         return
-    expert = _EXPERT.match(stem) if keys.experts and not stage else None
+    expert = _EXPERT.match(stem) if keys.experts and not own else None
     if expert:
-        yield from _peeled(stem[expert.end() :], keys, _STAGES[expert[1] or expert[2]], (*prefixes, expert[0]))
+        yield from _peeled(stem[expert.end() :], keys, _EXPERT_NAMES[expert[1] or expert[2]], (*prefixes, expert[0]))
     for prefix in _PREFIXES:
         if stem.startswith(prefix) and prefix not in prefixes:
-            yield from _peeled(stem[len(prefix) :], keys, stage, (*prefixes, prefix))
+            yield from _peeled(stem[len(prefix) :], keys, own, (*prefixes, prefix))
 
 
-def _find(stem: str, keys: KeyMap) -> Place | None:
+def _find(stem: str, keys: KeyMap) -> MappedLayers | None:
     """diffusers once put `processor` in front of an attention's layers, and left the 0 of `to_out.0` out."""
-    place = keys.find(stem)
-    if place is not None or not ("processor" in stem or stem.endswith("to_out")):
-        return place
+    mapped = keys.find(stem)
+    if mapped is not None or not ("processor" in stem or stem.endswith("to_out")):
+        return mapped
     plain = stem.replace(".processor.", ".").replace("_processor_", "_")
     zero = (f"{plain}.0", f"{plain}_0") if plain.endswith("to_out") else ()
     return next((found for name in (plain, *zero) if (found := keys.find(name)) is not None), None)

@@ -71,7 +71,7 @@ def misread_in(state: AdapterState, format: FormatName, program: Program | None 
     return [wrong for one in made_for if (wrong := misread_by(state, format, one)) is not None]
 
 
-def refuse_misread(state: AdapterState, format: FormatName, program: Program | None = None) -> None:
+def reject_misread(state: AdapterState, format: FormatName, program: Program | None = None) -> None:
     wrong = misread_in(state, format, program)
     if not wrong:
         return
@@ -127,7 +127,7 @@ def format_for(state: AdapterState, program: Program) -> FormatName:
 def loadable(state: AdapterState) -> AdapterState:
     """Without layers that no program loads: there is no program to be right in, and the file is for training on."""
     layers = {path: layer for path, layer in state.layers.items() if is_loadable(layer.algorithm)}
-    return AdapterState(state.family, state.stage, layers, state.metadata)
+    return AdapterState(state.family, state.expert, layers, state.metadata)
 
 
 def _described(faults: Iterable[Fault]) -> str:

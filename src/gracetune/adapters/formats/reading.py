@@ -16,15 +16,15 @@ from gracetune.adapters.errors import (
     AdapterFileError,
     AlteredFileError,
     BrokenLayerError,
-    MixedStagesError,
+    MixedExpertsError,
     NotFiniteError,
     UnknownKeysError,
 )
 from gracetune.adapters.formats import fused_layers as fusing
 from gracetune.adapters.formats.layers import assemble
-from gracetune.adapters.formats.names import Located, is_of_text_encoder, locate, split
+from gracetune.adapters.formats.names import LocatedKey, is_of_text_encoder, locate, split
 from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swapped
-from gracetune.adapters.state import AdapterState, Layer, Stage
+from gracetune.adapters.state import AdapterState, ExpertStage, Layer
 from gracetune.errors import Problem, short
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
@@ -40,11 +40,11 @@ _GIVE_ALPHA = (
 
 
 @dataclass(frozen=True)
-class Reading:
+class AdapterContents:
     """All that a file holds, and all that is wrong with it."""
 
     family: str
-    states: Mapping[Stage, AdapterState]
+    states: Mapping[ExpertStage, AdapterState]
     unknown: tuple[str, ...] = ()
     """Keys that name no layer, or no tensor of an adapter."""
     broken: Mapping[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Reading:
     altered: bool = False
     """The file's own hash says that its tensors are no longer those it was written with."""
 
-    def checked(self, file: str | None = None) -> Reading:
+    def checked(self, file: str | None = None) -> AdapterContents:
         """Itself, if nothing is wrong with the file."""
         for error in self.errors(file):
             raise error
@@ -83,7 +83,7 @@ class Reading:
         if self.contradictions:
             hint = "rename the file, or write it anew where it was made"
             problems = [Problem("stage", text, "one expert", hint, file) for text in self.contradictions]
-            found.append(MixedStagesError(problems))
+            found.append(MixedExpertsError(problems))
         return found
 
     def _broken_problems(self, file: str | None) -> list[Problem]:
@@ -124,7 +124,7 @@ def _altered_problem(file: str | None) -> Problem:
 class _Gathered:
     """One layer on its way: tensors as they are found."""
 
-    located: Located
+    located: LocatedKey
     stem: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     alpha: float | None = None
@@ -138,7 +138,7 @@ def read_states(
     family: str,
     convention: Convention,
     scale: Scale | None = None,
-) -> Reading:
+) -> AdapterContents:
     """The states in a file, by stage; the stage is empty where the keys do not tell it."""
     keys = KEY_MAPS[family]
     kinds = metadata.get("gracetune.algorithm", "").split(",")
@@ -148,7 +148,7 @@ def read_states(
         convention = replace(convention, lora_is_locon=False)
     convention = replace(convention, dora_by_base=metadata.get(DORA_ENTRY) == BY_BASE)
     gathered, unknown, broken = _gather(tensors, keys)
-    layers: dict[Stage, dict[str, Layer]] = {}
+    layers: dict[ExpertStage, dict[str, Layer]] = {}
     without_scale: dict[str, int] = {}
     for found in gathered:
         if found.stem in broken:
@@ -160,17 +160,17 @@ def read_states(
             if isinstance(fault, NoScaleError):
                 without_scale[found.stem] = fault.rank
             continue
-        of_stage = layers.setdefault(found.located.stage, {})
+        of_expert = layers.setdefault(found.located.expert, {})
         for path, layer in parts.items():
-            if path in of_stage:
+            if path in of_expert:
                 broken[found.stem] = f"a second adapter for {path}"
                 continue
-            of_stage[path] = layer
+            of_expert[path] = layer
     states = {
-        stage: AdapterState(family, stage, {path: found[path] for path in keys.in_order(found)}, dict(metadata))
-        for stage, found in layers.items()
+        expert: AdapterState(family, expert, {path: found[path] for path in keys.in_order(found)}, dict(metadata))
+        for expert, found in layers.items()
     }
-    return Reading(family, states, tuple(unknown), broken, without_scale, not_finite(tensors))
+    return AdapterContents(family, states, tuple(unknown), broken, without_scale, not_finite(tensors))
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -181,8 +181,8 @@ def not_finite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 def _gather(tensors: Mapping[str, Tensor], keys: KeyMap) -> tuple[list[_Gathered], list[str], dict[str, str]]:
     unknown: list[str] = []
     broken: dict[str, str] = {}
-    gathered: dict[tuple[Stage, tuple[str, ...]], _Gathered] = {}
-    places: dict[str, Located | None] = {}
+    gathered: dict[tuple[ExpertStage, tuple[str, ...]], _Gathered] = {}
+    places: dict[str, LocatedKey | None] = {}
     for key in sorted(tensors):
         parts = split(key)
         if parts is not None and parts.stem not in places:
@@ -191,7 +191,7 @@ def _gather(tensors: Mapping[str, Tensor], keys: KeyMap) -> tuple[list[_Gathered
         if parts is None or located is None:
             unknown.append(key)
             continue
-        entry = gathered.setdefault((located.stage, located.place.paths), _Gathered(located, parts.stem))
+        entry = gathered.setdefault((located.expert, located.mapped.paths), _Gathered(located, parts.stem))
         if parts.tensor == "alpha":
             if tensors[key].numel() != 1:
                 broken[parts.stem] = f"an alpha of {tensors[key].numel()} numbers"
@@ -222,28 +222,28 @@ def _canonical(name: str, tensor: Tensor) -> tuple[str, Tensor]:
 
 
 def _layers(found: _Gathered, convention: Convention, scale: Scale | None) -> dict[str, Layer]:
-    place = found.located.place
+    mapped = found.located.mapped
     alpha = found.alpha
     narrow = next((found.tensors[name] for name in _NARROW if name in found.tensors), None)
     if alpha is None and scale is not None and narrow is not None and narrow.ndim > 1:
-        alpha = scale(place.paths[0], narrow.shape[0])
+        alpha = scale(mapped.paths[0], narrow.shape[0])
     if found.located.is_bare or found.of_aitoolkit:
         convention = replace(convention, without_alpha="undefined")
     layer = assemble(found.tensors, alpha, convention)
     if found.of_aitoolkit and layer.alpha != layer.rank:
         raise LayerError("ai-toolkit's DoRA with another alpha than its rank: its formula is not DoRA's then")
     if found.located.is_of_peft and "lokr_w1" in layer.tensors and layer.rank is None:
-        layer = _scaled_by_peft(layer, place.paths[0], scale)
+        layer = _scaled_by_peft(layer, mapped.paths[0], scale)
     if convention.dora_by_base:
         layer = by_base(layer)
-    if place.fused:
-        return fusing.parted(layer, place)
-    if place.halves_swapped:
+    if mapped.fused:
+        return fusing.parted(layer, mapped)
+    if mapped.halves_swapped:
         decomposed = not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors)
         if not algorithm(layer.algorithm).row_tensors or decomposed:
             raise LayerError(f"{layer.algorithm} on a layer whose rows are in another order in diffusers")
         layer = swapped(layer)
-    return {place.paths[0]: layer}
+    return {mapped.paths[0]: layer}
 
 
 _NARROW = ("lora_A.weight", "lokr_w2_b", "lokr_w1_b", "hada_w1_b")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gracetune.adapters.formats.reading import Reading
+from gracetune.adapters.formats.reading import AdapterContents
 from gracetune.adapters.formats.writing import Fault, Written
 from gracetune.adapters.state import AdapterState
 from gracetune.config.export_formats import Program
@@ -26,7 +26,7 @@ Reader = Callable[[AdapterState], Iterable[Fault]]
 class Format:
     write: Callable[[AdapterState, torch.dtype], Written]
     """Raises `CannotHoldError` for what the format has no place for."""
-    read: Callable[[Mapping[str, Tensor], Mapping[str, str], str], Reading]
+    read: Callable[[Mapping[str, Tensor], Mapping[str, str], str], AdapterContents]
     """Understands every spelling; differs in what a file means that does not say its scale."""
     readers: Mapping[Program, Reader] = field(default_factory=dict)
     """Programs that read such files of all families, or of those that list them (`KeyMap.also_read_by`)."""

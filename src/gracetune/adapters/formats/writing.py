@@ -43,7 +43,7 @@ class Spelling:
     lora: Literal["A", "down"]
     """`lora_A`, `lora_B` or `lora_down`, `lora_up`."""
     alpha: Callable[[Layer], float | None]
-    refusal: Callable[[Layer, str, KeyMap], str | None]
+    rejection: Callable[[Layer, str, KeyMap], str | None]
     """Why the format cannot hold this layer at this path."""
 
 
@@ -63,7 +63,7 @@ Stems = Callable[[AdapterState, KeyMap, list[Fault]], Iterator[Stem]]
 
 def write(state: AdapterState, dtype: torch.dtype, spelling: Spelling, stems: Stems) -> Written:
     keys = KEY_MAPS[state.family]
-    refuse_what_does_not_fit(state, spelling.format, lambda layer, path: spelling.refusal(layer, path, keys))
+    reject_what_does_not_fit(state, spelling.format, lambda layer, path: spelling.rejection(layer, path, keys))
     tensors: dict[str, Tensor] = {}
     faults: list[Fault] = []
     for stem in stems(state, keys, faults):
@@ -99,32 +99,32 @@ def original_stems(prefix: str, separator: str) -> Stems:
                 continue
             done.add(original.name)
             name = prefix + original.name.replace(".", separator)
-            if not original.place.fused:
-                yield Stem(name, swapped(layer) if original.place.halves_swapped else layer)
+            if not original.mapped.fused:
+                yield Stem(name, swapped(layer) if original.mapped.halves_swapped else layer)
                 continue
             parts = {
-                index: state.layers[part] for index, part in enumerate(original.place.paths) if part in state.layers
+                index: state.layers[part] for index, part in enumerate(original.mapped.paths) if part in state.layers
             }
             try:
-                yield Stem(name, fusing.joined(parts, original.place))
+                yield Stem(name, fusing.joined(parts, original.mapped))
             except LayerError as fault:
-                faults.append((original.place.paths[next(iter(parts))], str(fault)))
+                faults.append((original.mapped.paths[next(iter(parts))], str(fault)))
 
     return stems
 
 
-def original_refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
+def original_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
     """What the original layout itself leaves no room for."""
     original = keys.original(path)
     if original is None:
         return None
-    if original.place.fused and not fusing.can_be_joined(layer):
-        parts = ", ".join(part.rpartition(".")[2] for part in original.place.paths)
+    if original.mapped.fused and not fusing.can_be_joined(layer):
+        parts = ", ".join(part.rpartition(".")[2] for part in original.mapped.paths)
         only = "only plain LoRAs or differences of its parts can be joined"
         return f"{parts} are one matrix in the original model, and {only}"
-    if original.place.halves_swapped and not algorithm(layer.algorithm).row_tensors:
+    if original.mapped.halves_swapped and not algorithm(layer.algorithm).row_tensors:
         return "the rows of this layer are in another order in the original model, and this kind cannot be reordered"
-    if original.place.halves_swapped and not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors):
+    if original.mapped.halves_swapped and not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors):
         return "the rows of this layer are in another order in the original model, and DoRA's would have to follow"
     return None
 
@@ -142,13 +142,13 @@ def faults_by(reason: Callable[[Layer, str, KeyMap], str | None]) -> Callable[[A
     return faults
 
 
-def refuse_what_does_not_fit(
-    state: AdapterState, format: FormatName, refusal: Callable[[Layer, str], str | None]
+def reject_what_does_not_fit(
+    state: AdapterState, format: FormatName, rejection: Callable[[Layer, str], str | None]
 ) -> None:
     keys = KEY_MAPS[state.family]
     reasons = [(path, f"no layer of {state.family} is called this") for path in state.layers if not keys.knows(path)]
     for path, layer in state.layers.items():
-        reason = refusal(layer, path)
+        reason = rejection(layer, path)
         if reason is None and format != "comfyui" and BASE_MAGNITUDE in layer.tensors:
             reason = "its DoRA was converted for ComfyUI and means something else elsewhere: use the file it came from"
         if reason is not None:
@@ -182,7 +182,7 @@ def identity(state: AdapterState, format: FormatName) -> dict[str, str]:
     }
     if any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):
         found[DORA_ENTRY] = BY_BASE
-    return found | ({"gracetune.stage": state.stage} if state.stage else {})
+    return found | ({"gracetune.stage": state.expert} if state.expert else {})
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str, layer: Layer) -> Tensor:

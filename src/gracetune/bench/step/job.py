@@ -13,7 +13,7 @@ from gracetune.config.families import names_of
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.footprint import Footprint, PixelLatents, Shape
+from gracetune.models.footprint import Footprint, PixelLatents, SampleShape
 from gracetune.models.registry import FOOTPRINTS, geometry
 
 AdapterKind = Literal["lora", "lokr", "loha", "dora"]
@@ -60,7 +60,7 @@ class Preset:
         assert isinstance(latents, PixelLatents), "no bench is about sound"
         return latents
 
-    def latent_shape(self, shape: Shape) -> tuple[int, ...]:
+    def latent_shape(self, shape: SampleShape) -> tuple[int, ...]:
         latents = self.latents
         sides = (shape.height // latents.spatial, shape.width // latents.spatial)
         planes = (latents.planes(shape),) if latents.temporal > 1 else ()
@@ -148,11 +148,11 @@ class StepJob:
         return "tiny" if self.smoke else "published"
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> SampleShape:
         """What is really computed: a smoke test's is tiny, whatever was asked."""
         if not self.smoke:
-            return Shape(self.width, self.height, self.frames)
-        return Shape(_SMOKE_SIDE, _SMOKE_SIDE, min(self.frames, _SMOKE_FRAMES))
+            return SampleShape(self.width, self.height, self.frames)
+        return SampleShape(_SMOKE_SIDE, _SMOKE_SIDE, min(self.frames, _SMOKE_FRAMES))
 
     @property
     def tokens(self) -> int:

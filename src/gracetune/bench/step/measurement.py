@@ -24,7 +24,7 @@ from gracetune.bench.step.random_model import RandomModel, make_model
 from gracetune.bench.step.recomputation import counting
 from gracetune.bench.step.row import StepRow, gib
 from gracetune.bench.step.self_check import time_self_check
-from gracetune.bench.step.trainer import Decided, decide, trainer
+from gracetune.bench.step.trainer import StepChoices, decide, trainer
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError, MachineError
@@ -42,7 +42,7 @@ _GRAPHS: Final = 4
 """Of few blocks: two kinds, and the first of each kind may have its own."""
 _LIBRARIES: Final = ("diffusers", "transformers", "peft", "lycoris-lora", "accelerate")
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Bench:
     runtime: Runtime
     stamp: Stamp
     folder: Path
-    say: Say = lambda text: None
+    report: Report = lambda text: None
     _made: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     @property
@@ -99,23 +99,23 @@ class Bench:
         config = config_of(job, model.source.folder, Path(tempfile.mkdtemp(dir=self.folder)) / "out")
         decided = decide(job, config, self.machine, model, self.device)
         for line in decided.reasons:
-            self.say(line)
+            self.report(line)
         with trainer(job, config, decided, self.machine, model, self.runtime) as run:
-            attached = run.trainee.attached[model.expert.name]
+            attached = run.trained_model.attached[model.expert.name]
             assert attached.selection is not None, "only a full fine-tune has none"
-            targets, reasons = attached.selection.paths, (*decided.reasons, *run.trainee.decisions)
-            trained = sum(parameter.numel() for parameter in run.trainee.parameters().values())
-            self.say(f"{trained / 1e6:.1f} M trained parameters; first step")
+            targets, reasons = attached.selection.paths, (*decided.reasons, *run.trained_model.decisions)
+            trained = sum(parameter.numel() for parameter in run.trained_model.parameters().values())
+            self.report(f"{trained / 1e6:.1f} M trained parameters; first step")
             with counting() as repeated:
                 ours = measure(run.step, self.device, job.steps)
-            self.say(f"{ours.ms:.1f} ms a step, {ours.once_s:.1f} s once")
-            reasons += run.said
-            for prepared in run.trainee.prepared.values():
-                refuse_many_graphs(prepared)
+            self.report(f"{ours.ms:.1f} ms a step, {ours.once_s:.1f} s once")
+            reasons += run.lines
+            for prepared in run.trained_model.prepared.values():
+                reject_many_graphs(prepared)
             of_adapter, of_file = time_self_check(run, config)
             self_check = of_adapter + of_file
             share = self_check / (5 * ours.ms / 1000)
-            self.say(f"self-check: {of_adapter:.2f} s + {of_file:.2f} s for the file, {share:.2f} % of 500 steps")
+            self.report(f"self-check: {of_adapter:.2f} s + {of_file:.2f} s for the file, {share:.2f} % of 500 steps")
             del run, attached
         self._let_go("the trainer")
         flops = self._flops(job, model, targets)
@@ -129,7 +129,7 @@ class Bench:
 
     def _made_row(
         self, job: StepJob, name: str, ours: Pace, plain: Pace | None, flops: StepFlops, speeds: dict[str, float],
-        decided: Decided, share: float | None, numerics: Numerics, reasons: tuple[str, ...], trained: int,
+        decided: StepChoices, share: float | None, numerics: Numerics, reasons: tuple[str, ...], trained: int,
         self_check: float,
     ) -> StepRow:  # fmt: skip
         """Longer than our functions are: one line for each column."""
@@ -217,7 +217,7 @@ class Bench:
         """Always in bf16 and with AdamW: what the libraries offer."""
 
         def timed() -> Pace:
-            self.say(f"baseline: {_baseline_words(job)}")
+            self.report(f"baseline: {_baseline_words(job)}")
             loop = PlainLoop(job, config, model, targets, self.device)
             if loop.trained != trained:
                 raise GracetuneError(f"not the same adapter: {trained:,} and {loop.trained:,} trained parameters")
@@ -226,7 +226,7 @@ class Bench:
         key = ("baseline", job.bench, job.scale, job.adapter, job.batch, job.shape)
         pace: Pace = self._once(key, timed)
         self._let_go("the baseline")
-        self.say(f"baseline: {pace.ms:.1f} ms a step")
+        self.report(f"baseline: {pace.ms:.1f} ms a step")
         return pace
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -254,16 +254,16 @@ class Bench:
 
 
 @contextmanager
-def opened(machine: Machine, stamp: Stamp, say: Say = lambda text: None) -> Iterator[Bench]:
+def opened(machine: Machine, stamp: Stamp, report: Report = lambda text: None) -> Iterator[Bench]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gracetune-bench-")))
         # One process, whatever a launcher's variables say.
         runtime = stack.enter_context(open_runtime("bf16", Environment({})))
         runtime.seed(0)
-        yield Bench(machine, runtime, stamp, folder, say)
+        yield Bench(machine, runtime, stamp, folder, report)
 
 
-def refuse_many_graphs(prepared: Preparation) -> None:
+def reject_many_graphs(prepared: Preparation) -> None:
     """Blocks are compiled because one graph serves them all; where it does not, the step is not the one meant."""
     if prepared.stats.graphs > max(_GRAPHS, prepared.blocks // 4):
         raise GracetuneError(f"{prepared.stats.graphs} graphs for {prepared.blocks} blocks of one shape")

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.adapters.attach import attach
-from gracetune.adapters.state import Stage
+from gracetune.adapters.state import ExpertStage
 from gracetune.bench.step.job import StepJob, config_of
 from gracetune.bench.step.random_data import random_batch
 from gracetune.bench.step.random_model import RandomModel
 from gracetune.diffusion.schedule import noisy, target
 from gracetune.models.attention import attention_facts, choose_attention
-from gracetune.models.spec import EightBits, Placement
+from gracetune.models.spec import EightBitLayers, PartPlacement
 from gracetune.train.blocks import prepare_blocks
 
 SIDE = 256
@@ -66,33 +66,33 @@ def _distance(ours: Tensor, exact: Tensor) -> float:
 
 
 def _gradients(
-    job: StepJob, model: RandomModel, device: torch.device, how: Literal["reference", "run", "library"]
+    job: StepJob, model: RandomModel, device: torch.device, mode: Literal["reference", "run", "library"]
 ) -> Tensor:
     """One vector in float64, on the CPU."""
     config = config_of(job, model.source.folder, model.source.folder)
-    fp8 = EightBits(model.spec.default_targets) if job.precision == "fp8" and how == "run" else None
+    fp8 = EightBitLayers(model.spec.default_targets) if job.precision == "fp8" and mode == "run" else None
     # A run's own kernel: it has a backward pass of its own.
     facts = attention_facts(device, torch.bfloat16, model.spec.attention)
-    attention = choose_attention("auto", facts).backend if how == "run" else None
-    placement = Placement(device, torch.bfloat16, attention, fp8)
+    attention = choose_attention("auto", facts).backend if mode == "run" else None
+    placement = PartPlacement(device, torch.bfloat16, attention, fp8)
     denoiser: Any = model.spec.load_denoiser(model.source, model.expert, placement)
-    if how == "reference":
+    if mode == "reference":
         denoiser.float()
-    computed = torch.float32 if how == "reference" else torch.bfloat16
+    computed = torch.float32 if mode == "reference" else torch.bfloat16
     attached = attach(
         denoiser,
         config.adapter,
         family=model.spec.family,
-        stage=cast(Stage, model.expert.name),
+        expert=cast(ExpertStage, model.expert.name),
         default_targets=model.spec.default_targets,
         conv_targets=model.spec.conv_targets,
         untrained=(*model.spec.untrained, *model.facts.untrained),
         seed=config.training.seed,
-        adapter_path="auto" if how == "run" else "library",
+        adapter_path="auto" if mode == "run" else "library",
     )
     parameters = attached.parameters()
     _unsettle(parameters)
-    if how == "run" and _compiles(device):
+    if mode == "run" and _compiles(device):
         prepare_blocks(denoiser.train(), model.spec.repeated_blocks, checkpointing=False, compiled=True, shapes="one")
     batch = random_batch(job, model, device)
     clean = batch["latents"].float()
@@ -100,7 +100,7 @@ def _gradients(
     # It and a thousand times it are exact in bf16: some models round their time to that.
     level = torch.full((job.batch,), 0.5, device=device)
     seen = noisy(model.facts.schedule, clean, noise, level).to(torch.bfloat16).to(computed)
-    with torch.autocast(device.type, torch.bfloat16, enabled=how != "reference"):
+    with torch.autocast(device.type, torch.bfloat16, enabled=mode != "reference"):
         answer = model.spec.predict(denoiser, seen, level, batch, model.facts)
     wanted = target(model.facts.schedule, clean, noise, level)
     torch.nn.functional.mse_loss(answer.float(), wanted).backward()
@@ -114,5 +114,5 @@ def _unsettle(parameters: dict[str, nn.Parameter]) -> None:
     """The same for every path: drawn on the CPU, in the order of names."""
     generator = torch.Generator().manual_seed(7)
     for name in sorted(parameters):
-        drawn = SPREAD * torch.randn(parameters[name].shape, generator=generator)
-        parameters[name].add_(drawn.to(parameters[name]))
+        values = SPREAD * torch.randn(parameters[name].shape, generator=generator)
+        parameters[name].add_(values.to(parameters[name]))

@@ -20,7 +20,7 @@ from gracetune.bench.step.random_data import random_batch
 from gracetune.bench.step.random_model import RandomModel
 from gracetune.config.run_config import RunConfig
 from gracetune.diffusion.schedule import noisy, target
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 
 
 class PlainLoop:
@@ -28,7 +28,7 @@ class PlainLoop:
         self, job: StepJob, config: RunConfig, model: RandomModel, targets: Sequence[str], device: torch.device
     ) -> None:
         self._model, self._device = model, device
-        denoiser: Any = model.plain_denoiser(Placement(device, torch.bfloat16))
+        denoiser: Any = model.plain_denoiser(PartPlacement(device, torch.bfloat16))
         denoiser.train()
         self._network: nn.Module | None = None
         if job.adapter in ("lora", "dora"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracetune.bench.step.job import Entries, StepJob
 from gracetune.bench.step.random_model import RandomModel
-from gracetune.cache.batches import Keys
+from gracetune.cache.batches import SampleKeys
 from gracetune.cache.encoder import EncoderId
 from gracetune.cache.keys import Key
 from gracetune.cache.stats import StoreStats
@@ -20,11 +20,11 @@ from gracetune.data.items import DatasetIndex, Item
 from gracetune.data.media.probe import ImageFacts, VideoFacts
 from gracetune.data.media_files import MediaFile
 from gracetune.data.refs import Bucket
-from gracetune.models.footprint import Shape
+from gracetune.models.footprint import SampleShape
 from gracetune.models.registry import geometry
-from gracetune.train.data import Ready
+from gracetune.train.data import CachedSamples
 
-DRAWN: Final = 4
+ENTRIES: Final = 4
 """Different entries of each kind; the samples of an epoch share them."""
 _RATE: Final = 16.0
 
@@ -34,7 +34,7 @@ class RandomEntries:
 
     def __init__(self, shapes: Entries, *, seed: int, pinned: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._drawn = [_entry(shapes, generator, pinned=pinned) for _ in range(DRAWN)]
+        self._entries = [_entry(shapes, generator, pinned=pinned) for _ in range(ENTRIES)]
         self._numbers: dict[Key, int] = {}
 
     @property
@@ -42,15 +42,15 @@ class RandomEntries:
         return StoreStats()
 
     def look_up(self, key: Key) -> Mapping[str, Tensor]:
-        return self._drawn[self._numbers.setdefault(key, len(self._numbers)) % DRAWN]
+        return self._entries[self._numbers.setdefault(key, len(self._numbers)) % ENTRIES]
 
     def read(self, key: Key) -> Mapping[str, Tensor]:
         return self.look_up(key)
 
 
 def _entry(shapes: Entries, generator: torch.Generator, *, pinned: bool) -> dict[str, Tensor]:
-    drawn = {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
-    return {name: tensor.pin_memory() if pinned else tensor for name, tensor in drawn.items()}
+    values = {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+    return {name: tensor.pin_memory() if pinned else tensor for name, tensor in values.items()}
 
 
 def entry_shapes(job: StepJob, model: RandomModel) -> tuple[Entries, Entries]:
@@ -61,12 +61,12 @@ def entry_shapes(job: StepJob, model: RandomModel) -> tuple[Entries, Entries]:
     return latents, preset.texts(model.denoiser_config, tokens)
 
 
-def random_data(job: StepJob, config: RunConfig, model: RandomModel, *, pinned: bool) -> Ready:
+def random_data(job: StepJob, config: RunConfig, model: RandomModel, *, pinned: bool) -> CachedSamples:
     latents, texts = entry_shapes(job, model)
     seed = config.training.seed
-    return Ready(
+    return CachedSamples(
         index=_index(job, config, model),
-        keys=Keys(EncoderId("latent", "random", ()), EncoderId("text", "random", ())),
+        keys=SampleKeys(EncoderId("latent", "random", ()), EncoderId("text", "random", ())),
         latents=RandomEntries(latents, seed=seed, pinned=pinned),
         texts=RandomEntries(texts, seed=seed + 1, pinned=pinned),
     )
@@ -76,17 +76,17 @@ def _index(job: StepJob, config: RunConfig, model: RandomModel) -> DataIndex:
     shape = job.shape
     bucket = Bucket(shape.width, shape.height, shape.frames)
     facts = _facts(shape)
-    count = DRAWN * job.batch
+    count = ENTRIES * job.batch
     items = tuple(
         Item(MediaFile(f"{number}", 1, f"{number:032x}", facts), bucket, captions=(f"sample {number}",))
         for number in range(count)
     )
     dataset = DatasetIndex(0, config.datasets[0], items)
-    place = geometry(model.facts.family, model.facts.flavour)
-    return DataIndex(config.training.seed, place, (dataset,), (), {})
+    data_geometry = geometry(model.facts.family, model.facts.flavour)
+    return DataIndex(config.training.seed, data_geometry, (dataset,), (), {})
 
 
-def _facts(shape: Shape) -> ImageFacts | VideoFacts:
+def _facts(shape: SampleShape) -> ImageFacts | VideoFacts:
     if shape.frames == 1:
         return ImageFacts(shape.width, shape.height, False)
     return VideoFacts(shape.width, shape.height, shape.frames, shape.frames / _RATE)
@@ -100,6 +100,6 @@ def random_batch(job: StepJob, model: RandomModel, device: torch.device | str, *
     for shapes in entry_shapes(job, model):
         for name, shape in shapes.items():
             whole = (job.batch, *shape)
-            drawn = torch.empty(whole, device="meta") if on_meta else torch.randn(whole, generator=generator)
-            batch[name] = drawn.to(device, torch.bfloat16)
+            values = torch.empty(whole, device="meta") if on_meta else torch.randn(whole, generator=generator)
+            batch[name] = values.to(device, torch.bfloat16)
     return batch

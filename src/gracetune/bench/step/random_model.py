@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.bench.step.job import Preset, Scale
-from gracetune.models.loading import Draw, load_component
+from gracetune.models.loading import RandomFill, load_component
 from gracetune.models.published import build_published
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, read_json
-from gracetune.models.spec import Expert, ModelFacts, ModelSpec, Placement
+from gracetune.models.spec import Expert, ModelFacts, ModelSpec, PartPlacement
 from gracetune.models.tiny import build
 from gracetune.seeded_random import torch_seed
 
@@ -36,7 +36,7 @@ class RandomModel:
     spec: ModelSpec
     """The family's, but for one function: its denoisers are drawn instead of read."""
     facts: ModelFacts
-    plain_denoiser: Callable[[Placement], nn.Module]
+    plain_denoiser: Callable[[PartPlacement], nn.Module]
     """The library's own class, with nothing of ours in it."""
 
     @property
@@ -65,26 +65,26 @@ def make_model(preset: Preset, folder: Path, scale: Scale, *, seed: int = 0) -> 
             published.save_config(str(part))
     facts = spec.inspect(source)
 
-    def drawn(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
+    def build_random(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
         cls = type(spec.build_denoiser(source, expert))
-        return load_component(source, expert.component, cls, placement, draw=drawing(seed), adjust=spec.adjust)
+        return load_component(source, expert.component, cls, placement, random_fill=drawing(seed), adjust=spec.adjust)
 
-    def as_published(placement: Placement) -> nn.Module:
+    def as_published(placement: PartPlacement) -> nn.Module:
         expert = facts.experts[0]
         cls = type(spec.build_denoiser(source, expert))
-        return load_component(source, expert.component, cls, placement, draw=drawing(seed))
+        return load_component(source, expert.component, cls, placement, random_fill=drawing(seed))
 
-    return RandomModel(preset, source, replace(spec, load_denoiser=drawn), facts, as_published)
+    return RandomModel(preset, source, replace(spec, load_denoiser=build_random), facts, as_published)
 
 
-def drawing(seed: int) -> Draw:
+def drawing(seed: int) -> RandomFill:
     """Normal values of the spread the layers' own constructors give them, never zeros.
 
     Each tensor's depend on the seed and its name alone, so that a model held in another precision has the same ones.
     """
 
     @torch.no_grad()
-    def draw(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    def random_fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         done: set[int] = set()
         for name, tensor in tensors.items():
             if id(tensor) in done or not tensor.is_floating_point():
@@ -95,7 +95,7 @@ def drawing(seed: int) -> Draw:
             generator = torch.Generator(tensor.device).manual_seed(torch_seed(seed, "weights", name))
             tensor.normal_(mean, spread, generator=generator)
 
-    return draw
+    return random_fill
 
 
 def _first_values(module: nn.Module, name: str, tensor: Tensor) -> tuple[float, float]:

@@ -16,7 +16,7 @@ ROW_KEYS: Final = (
 
 
 @dataclass(frozen=True)
-class Bar:
+class TargetBar:
     """What the project has promised for one row. Ratios are to the baseline of the same run."""
 
     must_ms: float | None = None

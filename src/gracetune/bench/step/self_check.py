@@ -18,10 +18,10 @@ from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.train.control import Stop
 from gracetune.train.first_batch import Example
 from gracetune.train.hooks import RunStarts
-from gracetune.train.loop import run_window
+from gracetune.train.loop import run_step
 from gracetune.train.output import RunFolder, save_weights
-from gracetune.train.self_check import STEPS, SelfProof
-from gracetune.train.view import Heard
+from gracetune.train.self_check import STEPS, SelfCheck
+from gracetune.train.view import CollectingView
 
 T = TypeVar("T")
 
@@ -29,16 +29,16 @@ T = TypeVar("T")
 def time_self_check(trainer: Trainer, config: RunConfig) -> tuple[float, float]:
     """Seconds of its two parts: the adapter after its third step, and its first file. Writing the file is not counted,
     since every run does that anyway."""
-    job, folder, view = trainer.job, RunFolder.of(config), Heard()
+    job, folder, view = trainer.job, RunFolder.of(config), CollectingView()
     while isinstance(batch := job.next_batch(1), EpochEnd):
         continue
     if not isinstance(batch, Batch):
         raise GracetuneError("the data of the measurement is exhausted")
     example = Example(batch)
-    for expert in job.trainee.trained:  # a run has these from its dry batch
-        denoiser = job.trainee.host.activate(expert)
-        example.keep(expert, *(example.ask(job.step, job.trainee, denoiser, expert) for _ in range(2)))
-    check = SelfProof(
+    for expert in job.trained_model.trained:  # a run has these from its dry batch
+        denoiser = job.trained_model.host.activate(expert)
+        example.keep(expert, *(example.ask(job.step, job.trained_model, denoiser, expert) for _ in range(2)))
+    check = SelfCheck(
         config, folder, job.evaluated, example, job.control, job.pauses, Telemetry(), view, steps=job.length.steps
     )
     check.start(RunStarts(replace(job.position), job.length.steps))
@@ -53,12 +53,12 @@ def time_self_check(trainer: Trainer, config: RunConfig) -> tuple[float, float]:
     of_adapter = 0.0
 
     for _ in range(STEPS):
-        done = run_window(job)
+        done = run_step(job)
         if isinstance(done, Stop):
             raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
-        of_adapter += timed(partial(check.window, done))[1]
+        of_adapter += timed(partial(check.step_ends, done))[1]
     folder.make_private()
-    files = save_weights(job.trainee, config, folder, job.position.step, final=False, write=True)
+    files = save_weights(job.trained_model, config, folder, job.position.step, final=False, write=True)
     wrong, of_file = timed(partial(check.check_saved, files))
     failed = job.control.stop.reason if job.control.stop is not None else wrong
     if failed:

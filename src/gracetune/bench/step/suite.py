@@ -11,7 +11,7 @@ from typing import Final
 from gracetune.bench.step.clock import free
 from gracetune.bench.step.job import FEWEST_SAMPLES, StepJob
 from gracetune.bench.step.measurement import Bench
-from gracetune.bench.step.row import Bar, StepRow
+from gracetune.bench.step.row import StepRow, TargetBar
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.units import GIB
@@ -22,17 +22,17 @@ _LORA: Final = StepJob("wan14b", baseline=True)
 @dataclass(frozen=True)
 class Task:
     job: StepJob
-    bar: Bar
+    bar: TargetBar
 
 
 WAN14B: Final[Mapping[str, Task]] = MappingProxyType(
     {
-        "lora": Task(_LORA, Bar(must_ms=470, aim_ms=420, must_ratio=2.1)),
-        "lora-45gib": Task(replace(_LORA, memory_limit=45 * GIB), Bar(must_ms=530, aim_ms=490)),
-        "lokr": Task(replace(_LORA, adapter="lokr"), Bar(must_ms=560, aim_ms=470, must_ratio=3.0)),
-        "lora-fp8": Task(replace(_LORA, precision="fp8"), Bar(must_ms=370, aim_ms=300)),
-        "automagic": Task(replace(_LORA, optimizer="automagic"), Bar(must_slower=0.02, than="lora")),
-        "video": Task(replace(_LORA, width=832, height=480, frames=81), Bar(must_ratio=1.3, aim_ratio=1.6)),
+        "lora": Task(_LORA, TargetBar(must_ms=470, aim_ms=420, must_ratio=2.1)),
+        "lora-45gib": Task(replace(_LORA, memory_limit=45 * GIB), TargetBar(must_ms=530, aim_ms=490)),
+        "lokr": Task(replace(_LORA, adapter="lokr"), TargetBar(must_ms=560, aim_ms=470, must_ratio=3.0)),
+        "lora-fp8": Task(replace(_LORA, precision="fp8"), TargetBar(must_ms=370, aim_ms=300)),
+        "automagic": Task(replace(_LORA, optimizer="automagic"), TargetBar(must_slower=0.02, than="lora")),
+        "video": Task(replace(_LORA, width=832, height=480, frames=81), TargetBar(must_ratio=1.3, aim_ratio=1.6)),
     }
 )
 """By name, in the order they are measured; the one that takes minutes is last."""
@@ -58,11 +58,11 @@ def measured(
     done: dict[str, StepRow] = {}
     failed: dict[str, str] = {}
     for name, task in chosen(only).items():
-        bench.say(f"-- {name}")
+        bench.report(f"-- {name}")
         try:
             row = bench.row(replace(task.job, steps=steps, smoke=smoke), name)
         except (GracetuneError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
-            bench.say(traceback.format_exc())
+            bench.report(traceback.format_exc())
             failed[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
         else:
             done[name] = judged(row, task.bar, done)
@@ -72,7 +72,7 @@ def measured(
         raise GracetuneError("not measured: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
 
 
-def judged(row: StepRow, bar: Bar, others: Mapping[str, StepRow]) -> StepRow:
+def judged(row: StepRow, bar: TargetBar, others: Mapping[str, StepRow]) -> StepRow:
     """A smoke test's times mean nothing; a bar against a row that was not measured is open."""
     if row.smoke:
         return replace(row, bar=bar.words())

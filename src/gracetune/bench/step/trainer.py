@@ -1,6 +1,6 @@
 """The step that is measured: a run's own, from its entries in memory to its optimizer.
 
-`load_trainee`, `assembly` and `run_window` are what `gracetune train` calls. Different are the weights (drawn), the
+`load_trained_model`, `assembly` and `run_step` are what `gracetune train` calls. Different are the weights (drawn), the
 entries (drawn), and that nothing is logged, saved or sampled.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from gracetune.bench.step.job import StepJob
 from gracetune.bench.step.random_data import random_data
 from gracetune.bench.step.random_model import RandomModel
-from gracetune.cache.batches import Live
+from gracetune.cache.batches import LiveEncoder
 from gracetune.cache.errors import EntriesError
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
@@ -25,21 +25,21 @@ from gracetune.planning.activations import BUDGETS, Policy
 from gracetune.planning.memory_tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
 from gracetune.train.assembly import assemble, begin, open_host
 from gracetune.train.control import Control, Stop
-from gracetune.train.data import Ready, open_source
-from gracetune.train.job import Job
-from gracetune.train.loop import run_window
-from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit
+from gracetune.train.data import CachedSamples, open_source
+from gracetune.train.job import TrainingJob
+from gracetune.train.loop import run_step
+from gracetune.train.planning import PlannedRun, choose, make_plan, reject_misfit
 from gracetune.train.runtime import Runtime
-from gracetune.train.trained_model import Choices, Trainee, load_trainee
-from gracetune.train.view import Heard, View
+from gracetune.train.trained_model import DenoiserChoices, TrainedModel, load_trained_model
+from gracetune.train.view import CollectingView, View
 
 
 @dataclass(frozen=True)
-class Decided:
+class StepChoices:
     """How the step is run, and why."""
 
-    planned: Planned
-    choices: Choices
+    planned: PlannedRun
+    choices: DenoiserChoices
     reasons: tuple[str, ...]
 
     @property
@@ -61,12 +61,12 @@ class Decided:
 
 def decide(
     job: StepJob, config: RunConfig, machine: Machine, model: RandomModel, device: torch.device
-) -> Decided:  # fmt: skip
+) -> StepChoices:  # fmt: skip
     limited = machine if job.memory_limit is None else with_limit(machine, job.memory_limit)
     planned = make_plan(config, limited, model.spec, model.source, model.facts)
-    refuse_misfit(planned, allowed=False)
+    reject_misfit(planned, allowed=False)
     choices, reasons = choose(config, planned, model.spec.attention, device, torch.bfloat16, shapes=1)
-    return Decided(planned, choices, reasons)
+    return StepChoices(planned, choices, reasons)
 
 
 def with_limit(machine: Machine, limit: int) -> Machine:
@@ -79,21 +79,21 @@ def with_limit(machine: Machine, limit: int) -> Machine:
 class Trainer:
     """One run, ready to step."""
 
-    def __init__(self, job: Job, view: Heard) -> None:
+    def __init__(self, job: TrainingJob, view: CollectingView) -> None:
         self.job, self._view = job, view
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def lines(self) -> tuple[str, ...]:
         """What the run has told its user so far."""
-        return tuple(self._view.said)
+        return tuple(self._view.lines)
 
     @property
-    def trainee(self) -> Trainee:
-        return self.job.trainee
+    def trained_model(self) -> TrainedModel:
+        return self.job.trained_model
 
     def step(self) -> Tensor:
         """One window; its loss per sample, on the device."""
-        done = run_window(self.job)
+        done = run_step(self.job)
         if isinstance(done, Stop):
             raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
         return done.loss / done.samples
@@ -101,24 +101,26 @@ class Trainer:
 
 @contextmanager
 def trainer(
-    job: StepJob, config: RunConfig, decided: Decided, machine: Machine, model: RandomModel, runtime: Runtime
+    job: StepJob, config: RunConfig, decided: StepChoices, machine: Machine, model: RandomModel, runtime: Runtime
 ) -> Iterator[Trainer]:
     with ExitStack() as stack:
         host = open_host(config, decided.planned, machine, runtime, None, model.facts)
-        trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, decided.choices, host)
+        trained_model = load_trained_model(
+            config, model.spec, model.source, model.facts, runtime, decided.choices, host
+        )
         ready = random_data(job, config, model, pinned=runtime.device.type == "cuda")
-        view = Heard()
-        yield Trainer(assemble_unresumed(config, trainee, ready, runtime, view, stack), view)
+        view = CollectingView()
+        yield Trainer(assemble_unresumed(config, trained_model, ready, runtime, view, stack), view)
 
 
 def assemble_unresumed(
-    config: RunConfig, trainee: Trainee, ready: Ready, runtime: Runtime, view: View, stack: ExitStack
-) -> Job:  # fmt: skip
+    config: RunConfig, trained_model: TrainedModel, ready: CachedSamples, runtime: Runtime, view: View, stack: ExitStack
+) -> TrainingJob:  # fmt: skip
     """A job at step 0, beside which nothing happens: what a measurement of the step needs."""
-    beginning, live = begin(config, trainee, ready.index, runtime, view), Live()
-    source = open_source(ready, beginning.state.loader, live, runtime, None, stack, on_decision=view.say)
+    beginning, live = begin(config, trained_model, ready.index, runtime, view), LiveEncoder()
+    source = open_source(ready, beginning.state.loader, live, runtime, None, stack, on_decision=view.report)
     return assemble(
-        config, trainee, ready, live, beginning, source, runtime, None, Control(), view,
+        config, trained_model, ready, live, beginning, source, runtime, None, Control(), view,
         on_epoch_end=lambda ended: None, memory_alarm=lambda: None, repair=_cannot_repair,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gracetune.config.alloc_conf import OPTION_NAMES
 from gracetune.config.dialects.peer_file import PeerBlock, PeerFile
-from gracetune.config.dialects.table import Key, KeyRule, KeyTable, apply, known_block
+from gracetune.config.dialects.table import Key, KeyRule, KeyTable, apply, supported_block
 from gracetune.config.dialects.values import as_flag, as_given, as_list, as_number, is_number
 from gracetune.config.draft import Draft, Path
 
@@ -30,13 +30,13 @@ def read_guide_options(values: Mapping[str, Any], draft: Draft) -> None:
 
 def read_in_memory(block: PeerBlock, dataset: Path) -> None:
     """How one dataset is staged, where it has a block that says so."""
-    staging = known_block(block, "in_memory", IN_MEMORY)
+    staging = supported_block(block, "in_memory", IN_MEMORY)
     if staging is not None:
         apply(staging, IN_MEMORY, None, dataset)
 
 
 def _optimizations(options: PeerBlock, _: None) -> None:
-    gh200 = known_block(options, "gh200_optimizations", OPTIMIZATIONS)
+    gh200 = supported_block(options, "gh200_optimizations", OPTIMIZATIONS)
     if gh200 is not None:
         apply(gh200, OPTIMIZATIONS, None)
     _ramp(options, gh200)
@@ -67,7 +67,7 @@ def _batch(draft: Draft, name: str) -> int:
 
 
 def _cache(options: PeerBlock, _: None) -> None:
-    cache = known_block(options, "cache_config", CACHE)
+    cache = supported_block(options, "cache_config", CACHE)
     if cache is not None:
         apply(cache, CACHE, None)
 

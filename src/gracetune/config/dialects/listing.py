@@ -42,7 +42,7 @@ def _table(table: KeyTable[Any]) -> Iterator[str]:
     elsewhere = [*_in_no_rule(table, {name for names in together for name in names})]
     if elsewhere:
         yield f"- decide how the others are read: {_names(elsewhere)}"
-    for effect in (Effect.NOTED, Effect.REFUSED):
+    for effect in (Effect.NOTED, Effect.REJECTED):
         for note, listed in _by_note(table, effect).items():
             what = "noted" if effect is Effect.NOTED else "refused"
             yield f"- {what} ({note}): {_names(listed)}"

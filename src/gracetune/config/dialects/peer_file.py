@@ -40,7 +40,7 @@ class PeerBlock:
 
     reading: PeerFile
     values: Mapping[str, Any]
-    place: str = ""
+    key_path: str = ""
     """Where in the file it stands, such as `datasets[0]`; empty at the top."""
     written: Mapping[str, str] = field(default_factory=dict)
     """The whole key of values that are written elsewhere or under another name."""
@@ -71,7 +71,7 @@ class PeerBlock:
         return self.values.get(name)
 
     def key(self, name: str) -> str:
-        return self.written.get(name) or (f"{self.place}.{name}" if self.place else name)
+        return self.written.get(name) or (f"{self.key_path}.{name}" if self.key_path else name)
 
     def origin(self, name: str) -> Origin:
         self.used.add(name)
@@ -100,9 +100,9 @@ class PeerBlock:
         if keys:
             self.reading.unused.setdefault(heading, []).extend(keys)
 
-    def refuse(self, name: str, why: str, hint: str = "", *, found: Any = _OWN) -> None:
+    def reject(self, name: str, why: str, hint: str = "", *, found: Any = _OWN) -> None:
         value = self.take(name)
-        self.draft.refuse(self.key(name), value if found is _OWN else found, why, hint, self.file)
+        self.draft.reject(self.key(name), value if found is _OWN else found, why, hint, self.file)
 
     def problem(self, name: str, expected: str, hint: str, *, found: Any = _OWN) -> None:
         value = self.take(name)
@@ -136,15 +136,15 @@ class PeerBlock:
         """The mapping below a key; an empty one where there is none."""
         return block_at(self.reading, self.get(name), self.key(name))
 
-    def without_nulls(self, value: Mapping[Any, Any], place: str) -> PeerBlock:
+    def without_nulls(self, value: Mapping[Any, Any], key_path: str) -> PeerBlock:
         """A mapping of the same file that is no section of the peer's, without the keys that are null."""
         values = {str(key): item for key, item in value.items() if item is not None}
-        return PeerBlock(replace(self.reading, homes={}), values, place, elsewhere=self.elsewhere)
+        return PeerBlock(replace(self.reading, homes={}), values, key_path, elsewhere=self.elsewhere)
 
 
-def block_at(reading: PeerFile, value: Any, place: str) -> PeerBlock:
+def block_at(reading: PeerFile, value: Any, key_path: str) -> PeerBlock:
     """The mapping at a place of the config; anything else there is a problem, and an empty mapping."""
     if value is not None and not isinstance(value, Mapping):
-        reading.draft.problem(place, value, "a mapping", "indent its keys below it")
+        reading.draft.problem(key_path, value, "a mapping", "indent its keys below it")
     values = {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
-    return PeerBlock(reading, values, place)
+    return PeerBlock(reading, values, key_path)

@@ -9,7 +9,7 @@ PLAN_DECIDES = (
 )
 
 
-def hold_in_few_bits(block: PeerBlock, name: str, asked: str, rest: str = "") -> None:
-    """`asked`: the type the file names. The result is at least as exact, so that nothing has to make up for it."""
+def hold_in_few_bits(block: PeerBlock, name: str, requested: str, rest: str = "") -> None:
+    """`requested`: the type the file names. The result is at least as exact, so that nothing has to make up for it."""
     block.assign(("model", "base_precision"), "auto", name)
-    block.note(f"{block.key(name)}: {asked} is asked for; {PLAN_DECIDES}, at least as exact as asked{rest}")
+    block.note(f"{block.key(name)}: {requested} is asked for; {PLAN_DECIDES}, at least as exact as asked{rest}")

@@ -28,7 +28,7 @@ C = TypeVar("C")
 class Effect(StrEnum):
     ACTS = "becomes part of the config"
     NOTED = "changes nothing about what is learnt: named in a note"
-    REFUSED = "would change what is learnt, and is not done here"
+    REJECTED = "would change what is learnt, and is not done here"
 
 
 class Unless(ABC):
@@ -101,8 +101,8 @@ def noted(heading: str, names: str, unless: Unless | None = None) -> tuple[Key, 
     return tuple(Key(name, unless=unless, note=heading, effect=Effect.NOTED) for name in names.split())
 
 
-def refused(name: str, unless: Unless, why: str) -> Key:
-    return Key(name, unless=unless, note=why, effect=Effect.REFUSED)
+def rejected(name: str, unless: Unless, why: str) -> Key:
+    return Key(name, unless=unless, note=why, effect=Effect.REJECTED)
 
 
 def read_elsewhere(names: str) -> tuple[Key, ...]:
@@ -177,11 +177,11 @@ def decline(block: PeerBlock, key: Key) -> None:
     if key.effect is Effect.NOTED:
         block.list_unused(key.note, key.name)
     else:
-        block.refuse(key.name, key.note, key.unless.hint(key.name) if key.unless is not None else "")
+        block.reject(key.name, key.note, key.unless.hint(key.name) if key.unless is not None else "")
 
 
 def report_unknown(block: PeerBlock, name: str, table: KeyTable[Any]) -> None:
-    section = block.place.rpartition(".")[2].partition("[")[0] or "the file"
+    section = block.key_path.rpartition(".")[2].partition("[")[0] or "the file"
     home = next((home for home, keys in block.reading.homes.items() if name in keys and keys is not table), None)
     hint = f"move it to `{home}`" if home is not None else misspelt(name, table, table.otherwise)
     block.problem(name, table.expected.format(section=section), hint)
@@ -206,7 +206,7 @@ def put_row(block: PeerBlock, key: Key, root: Path = ()) -> None:
         block.default(path, key.default, key.name)
 
 
-def known_block(block: PeerBlock, name: str, table: KeyTable[Any]) -> PeerBlock | None:
+def supported_block(block: PeerBlock, name: str, table: KeyTable[Any]) -> PeerBlock | None:
     """The mapping below a key, unknown keys in it reported; None where there is none."""
     value = block.take(name)
     if value is None:

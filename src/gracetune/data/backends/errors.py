@@ -51,6 +51,6 @@ def too_many(count: int, total: int, share: float) -> bool:
     return count > Fraction(str(share)) * total
 
 
-def told(key: str, *, found: str, expected: str, hint: str) -> str:
+def problem_text(key: str, *, found: str, expected: str, hint: str) -> str:
     """The text of an error message in the common form: key, found, expected, hint."""
     return str(Problem(key, found, expected, hint))

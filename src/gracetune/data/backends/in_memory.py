@@ -23,7 +23,7 @@ from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.staging.report import StagingReport
 from gracetune.hostmem.errors import StagingError
 from gracetune.hostmem.segment import Segment, SegmentHandle
-from gracetune.hostmem.segment_writer import Entry
+from gracetune.hostmem.segment_writer import SegmentEntry
 from gracetune.hostmem.sharing import LocalRanks, fetch
 
 
@@ -111,7 +111,7 @@ class InMemoryBackend(Storage):
         for part in (*self._companions, *self._segments):
             part.close()
 
-    def _find(self, path: str) -> tuple[Segment, Entry]:
+    def _find(self, path: str) -> tuple[Segment, SegmentEntry]:
         checked(path, self._root)
         self._check_open()
         for segment in self._segments:
@@ -186,5 +186,5 @@ def _open_descriptors(handle: StagedHandle) -> list[io.FileIO]:
     return files
 
 
-def _facts(entry: Entry) -> FileStat:
+def _facts(entry: SegmentEntry) -> FileStat:
     return FileStat(size=entry.size, modified_ns=entry.modified_ns)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from gracetune.data.backend import FileStat
-from gracetune.data.backends.errors import StorageError, told
+from gracetune.data.backends.errors import StorageError, problem_text
 from gracetune.data.backends.handle import SourceHandle
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import checked, printable
@@ -48,7 +48,9 @@ class LocalBackend(Storage):
         if "\0" in self._given or not Path(self._folder).is_dir():
             found = "a file" if Path(self._folder).is_file() else "no such folder"
             raise StorageError(
-                told(self._given, found=found, expected="a folder", hint="check the spelling of the dataset's path")
+                problem_text(
+                    self._given, found=found, expected="a folder", hint="check the spelling of the dataset's path"
+                )
             )
         self._plain_folders = {""}
         """Folders below the root whose path contains no link. Cached, so that each is checked once, not per file."""

@@ -21,7 +21,7 @@ from gracetune.data.backends.shared import Storage
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.staging.backend import plain_backend
 from gracetune.data.staging.copying import StagingOptions
-from gracetune.data.staging.file_selection import MEDIA, Selection, select
+from gracetune.data.staging.file_selection import MEDIA, ExtensionSelection, select
 from gracetune.data.staging.progress import OnProgress, unwatched
 from gracetune.data.staging.stager import Stager, limit_for, threads_for
 from gracetune.errors import ConfigError, Problem
@@ -36,7 +36,7 @@ def open_backend(
     machine: Machine | None = None,
     ranks: LocalRanks | None = None,
     on_progress: OnProgress = unwatched,
-    selection: Selection | None = None,
+    selection: ExtensionSelection | None = None,
 ) -> Storage:
     """Open a dataset's backend, and stage it if it is of type `in_memory`. The caller must close it.
 
@@ -96,7 +96,7 @@ class GH200InMemoryBackend(InMemoryBackend):
             on_progress=on_progress,
         )
         listing = stager.survey()
-        segments, report = stager.stage(listing)
+        segments, report = stager.stage_files(listing)
         super().__init__(segments, root=source.root, report=report)
         unreadable = [one for one in report.unreadable if suffix_of(one.path) in selection.media]
         total = sum(suffix_of(path) in selection.media for path in listing.files)
@@ -107,11 +107,13 @@ class GH200InMemoryBackend(InMemoryBackend):
 
 def _checked_options(compression: str | None, num_workers: int | None, memory_limit_gb: float | None) -> Compression:
     """Validate options that do not come from a configuration, and return the compression."""
-    known = ("none", *CODECS)
+    supported = ("none", *CODECS)
     codec = (compression or "none").strip().lower()
     problems = []
-    if codec not in known:
-        problems.append(Problem("compression", repr(compression), f"one of {', '.join(known)}", "compression='lz4'"))
+    if codec not in supported:
+        problems.append(
+            Problem("compression", repr(compression), f"one of {', '.join(supported)}", "compression='lz4'")
+        )
     if num_workers is not None and num_workers < 1:
         problems.append(Problem("num_workers", str(num_workers), "1 or more", "leave it out for one per CPU"))
     if memory_limit_gb is not None and not (math.isfinite(memory_limit_gb) and memory_limit_gb > 0):

@@ -14,7 +14,7 @@ _DRIVE = re.compile(r"[A-Za-z]:/")
 _NO_NAMES = frozenset(["", ".", ".."])
 
 
-def refusal(path: str) -> str | None:
+def rejection(path: str) -> str | None:
     """Why this is not a valid path below a root; None if it is valid."""
     if not path:
         return "it is empty"
@@ -37,7 +37,7 @@ def refusal(path: str) -> str | None:
 
 def checked(path: str, root: str) -> str:
     """The path itself if it is valid. Raises OutsideRootError with the reason otherwise."""
-    reason = refusal(path)
+    reason = rejection(path)
     if reason is not None:
         raise OutsideRootError(f"{printable(path)!r} is not a path in {root}: {reason}")
     return path

@@ -18,7 +18,7 @@ from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.open import open_backend
 from gracetune.data.backends.registry import options_of
 from gracetune.data.backends.shared import Storage
-from gracetune.data.staging.file_selection import Selection, selection_for
+from gracetune.data.staging.file_selection import ExtensionSelection, selection_for
 from gracetune.data.staging.progress import OnProgress, unwatched
 from gracetune.hardware import Machine
 from gracetune.hostmem.sharing import LocalRanks
@@ -30,7 +30,7 @@ class SharedFolder:
 
     dataset: Dataset
     """The first of these datasets, with the combined staging options."""
-    selection: Selection
+    selection: ExtensionSelection
     """Every file that any of them needs. Only used if the folder is staged."""
     ids: tuple[str, ...]
 
@@ -64,7 +64,7 @@ def sharing_notes(folders: Sequence[SharedFolder]) -> Iterator[str]:
             limited = "" if limit is None else f"; memory_limit_gb {limit:g}, the smallest of them, applies to all"
             yield f"datasets {', '.join(folder.ids)} share {folder.dataset.path}: it is staged once{limited}"
     for position, folder in enumerate(staged):
-        others = [other for other in staged[:position] if _place(other.dataset) == _place(folder.dataset)]
+        others = [other for other in staged[:position] if _source_of(other.dataset) == _source_of(folder.dataset)]
         if others:
             first = others[0].dataset
             yield (
@@ -133,14 +133,14 @@ def find_folder(folders: list[SharedFolder], dataset: Dataset) -> SharedFolder:
     return found
 
 
-def _place(dataset: Dataset) -> tuple[str, str]:
+def _source_of(dataset: Dataset) -> tuple[str, str]:
     """Backend type and real location, which are the same for datasets of one folder."""
     path = dataset.path if "://" in dataset.path else os.path.realpath(Path(dataset.path).expanduser())
     return dataset.type, path
 
 
 def _can_share(one: Dataset, other: Dataset) -> bool:
-    if _place(one) != _place(other) or one.storage != other.storage:
+    if _source_of(one) != _source_of(other) or one.storage != other.storage:
         return False
     if is_installed(one.type):
         return options_of(one) == options_of(other)
@@ -158,7 +158,7 @@ def _shared(datasets: Sequence[Dataset]) -> SharedFolder:
     selections = [selection_for(dataset) for dataset in datasets]
     return SharedFolder(
         datasets[0].model_copy(update={"in_memory": options}),
-        Selection(
+        ExtensionSelection(
             media=frozenset[str]().union(*(one.media for one in selections)),
             sidecars=frozenset[str]().union(*(one.sidecars for one in selections)),
         ),

@@ -18,7 +18,7 @@ from gracetune.data.staging.progress import OnProgress, unwatched
 
 if TYPE_CHECKING:  # keeps the configuration's code out of worker processes, which start faster (scan_workers.py)
     from gracetune.config.dataset_config import Dataset
-    from gracetune.data.staging.file_selection import Selection
+    from gracetune.data.staging.file_selection import ExtensionSelection
     from gracetune.hardware import Machine
     from gracetune.hostmem.sharing import LocalRanks
 
@@ -34,7 +34,7 @@ class Opening:
     ranks: LocalRanks | None = None
     """The local processes of the launch; None for a single process."""
     on_progress: OnProgress = unwatched
-    selection: Selection | None = None
+    selection: ExtensionSelection | None = None
     """The files to stage; None stages those the dataset needs."""
 
 

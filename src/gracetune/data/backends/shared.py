@@ -9,7 +9,7 @@ from typing import BinaryIO, Self
 from gracetune.data.backend import FileStat
 from gracetune.data.backends.handle import BackendHandle
 from gracetune.data.backends.listing import Listing
-from gracetune.data.backends.paths import refusal
+from gracetune.data.backends.paths import rejection
 from gracetune.data.errors import MissingFileError
 from gracetune.hostmem.errors import StagingError
 
@@ -64,5 +64,5 @@ class Storage(ABC):
 
 def why_unlisted(path: str) -> str | None:
     """Why an existing file is left out of the listing; None if it is not."""
-    reason = refusal(path)
+    reason = rejection(path)
     return None if reason is None else f"it cannot be used: {reason}"

@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 from gracetune.config.dataset_config import StorageAccess
 from gracetune.data.backend import FileStat
-from gracetune.data.backends.errors import StorageError, told
+from gracetune.data.backends.errors import StorageError, problem_text
 from gracetune.data.backends.handle import BackendHandle, SourceHandle
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import checked, printable
@@ -65,7 +65,7 @@ class UrlBackend(Storage):
         self._url, self._access = url, access
         protocols = [part.partition("://")[0] for part in url.split("::")]
         self._protocol = protocols[0]
-        _refuse_local(url, protocols)
+        _reject_local(url, protocols)
         if access is not None and access.signature is not None and not is_single_file(url):
             raise _with_query(url)
         self._errors = error_types(protocols)
@@ -82,10 +82,10 @@ class UrlBackend(Storage):
             package = next((PACKAGES[protocol] for protocol in protocols if protocol in PACKAGES), None)
             hint = f"pip install {package}" if package else str(error)
             found = f"the library for {'::'.join(protocols)}:// is not installed"
-            raise StorageError(told(self._url, found=found, expected=package or "it", hint=hint)) from error
+            raise StorageError(problem_text(self._url, found=found, expected=package or "it", hint=hint)) from error
         except ValueError as error:
             raise StorageError(
-                told(
+                problem_text(
                     self._url,
                     found=str(error),
                     expected="a URL such as s3://bucket/folder, gs://bucket/folder or https://host/folder",
@@ -258,15 +258,19 @@ class _Remote(io.RawIOBase):
         super().close()
 
 
-def _refuse_local(url: str, protocols: Sequence[str]) -> None:
+def _reject_local(url: str, protocols: Sequence[str]) -> None:
     """Reject local files, for which `LocalBackend` checks links. Local archives are accepted."""
     if "://" not in url:
         raise StorageError(
-            told(url, found="not a URL", expected="a URL such as s3://bucket/folder", hint="for a folder: type: local")
+            problem_text(
+                url, found="not a URL", expected="a URL such as s3://bucket/folder", hint="for a folder: type: local"
+            )
         )
     if _LOCAL.intersection(protocols) and protocols[0] not in _ARCHIVES:
         raise StorageError(
-            told(url, found="a folder of this machine", expected="remote storage", hint="type: local, with its path")
+            problem_text(
+                url, found="a folder of this machine", expected="remote storage", hint="type: local, with its path"
+            )
         )
     if protocols[0] in WEB and ("?" in url or "#" in url):
         raise _with_query(url)
@@ -274,7 +278,9 @@ def _refuse_local(url: str, protocols: Sequence[str]) -> None:
 
 def _with_query(url: str) -> StorageError:
     found, expected = "a web address with ? or #", "the address of a folder, an archive or a table"
-    return StorageError(told(redact(url), found=found, expected=expected, hint="remove everything from ? or # on"))
+    return StorageError(
+        problem_text(redact(url), found=found, expected=expected, hint="remove everything from ? or # on")
+    )
 
 
 def _modified_ns(info: dict[str, Any]) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from gracetune.config.dataset_config import RowFilter
-from gracetune.data.backends.paths import is_hidden, refusal, suffix_of
+from gracetune.data.backends.paths import is_hidden, rejection, suffix_of
 from gracetune.data.copies.errors import DamagedPartError
 from gracetune.data.copies.rows import FILTERED, PartWriter, passes, stem_of
 from gracetune.data.media import Kind, kind_of
@@ -54,7 +54,7 @@ def unpack_archive(
     try:
         for member, read in _members(path):
             last = member
-            if is_hidden(member) or refusal(member) is not None:
+            if is_hidden(member) or rejection(member) is not None:
                 writer.leave_out("a member that is hidden or leads out of the archive")
                 continue
             folder, _, file = member.rpartition("/")

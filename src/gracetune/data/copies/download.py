@@ -18,7 +18,7 @@ from typing import Any, Final
 from gracetune.data.backends.errors import too_many
 from gracetune.data.copies.archives import read_index, unpack_archive
 from gracetune.data.copies.errors import CopyError, DamagedPartError
-from gracetune.data.copies.folder import CopyFolder, FinishedPart, Manifest
+from gracetune.data.copies.folder import CopyFolder, CopyManifest, FinishedPart
 from gracetune.data.copies.layout import Part, kind_for, media_column
 from gracetune.data.copies.parquet import unpack_parquet
 from gracetune.data.copies.plan import UNPACKED_AT_ONCE, CopyPlan, part_file, wanted_columns
@@ -30,7 +30,7 @@ from gracetune.data.media import kind_of
 from gracetune.data.text_format import counted
 from gracetune.storage.atomic import publish_folder, sync_folder, temporary_name, write_file
 from gracetune.storage.line_file import LineFile
-from gracetune.storage.transfer import OnFetched, Patience, TransferError, transfer
+from gracetune.storage.transfer import OnFetched, RetryPolicy, TransferError, transfer
 
 REQUESTS: Final = 8
 """Requests in flight at once."""
@@ -39,9 +39,9 @@ _ROW_FILES = ".jsonl"
 
 
 @dataclass(frozen=True)
-class MadeCopy:
+class FinishedCopy:
     folder: CopyFolder
-    manifest: Manifest
+    manifest: CopyManifest
     notes: tuple[str, ...] = ()
 
 
@@ -49,14 +49,14 @@ def make_copy(
     plan: CopyPlan,
     *,
     on_fetched: OnFetched = lambda done, total: None,
-    patience: Patience = Patience(),  # noqa: B008
-) -> MadeCopy:
+    patience: RetryPolicy = RetryPolicy(),  # noqa: B008
+) -> FinishedCopy:
     """Make the copy. The caller must hold the folder's lock."""
     return _Making(plan, on_fetched, patience).run()
 
 
 class _Making:
-    def __init__(self, plan: CopyPlan, on_fetched: OnFetched, patience: Patience) -> None:
+    def __init__(self, plan: CopyPlan, on_fetched: OnFetched, patience: RetryPolicy) -> None:
         self._plan, self._patience = plan, patience
         self._folder, self._source, self._dataset = plan.folder, plan.source, plan.dataset
         self._kind = kind_for(plan.dataset)
@@ -64,12 +64,12 @@ class _Making:
         self._stopped = threading.Event()
         self._counter = _Counter(plan.layout.size, plan.layout.size - plan.to_fetch, on_fetched, self._stopped)
 
-    def run(self) -> MadeCopy:
+    def run(self) -> FinishedCopy:
         plan, folder = self._plan, self._folder
         before = folder.manifest()
         if before is None or before.revision != self._source.revision:
             folder.start_over()
-        begun = Manifest(
+        begun = CopyManifest(
             source=self._source.address, revision=self._source.revision, format=plan.layout.format,
             split=plan.options.split,
         )  # fmt: skip
@@ -128,41 +128,41 @@ class _Making:
         the copy writes one itself."""
         name = f"source-{METADATA}" if part.path == METADATA else part.path
         target = (self._folder.root if part.path == METADATA else self._folder.data) / name
-        here = self._bring(part, requests)
+        local_file = self._bring(part, requests)
         target.parent.mkdir(parents=True, exist_ok=True)
         if self._plan.options.tile is not None and kind_of(part.path) == "image":
-            return self._take_tile(part, here, target)
-        if here == self._source.cached(part.path):
-            _link_or_copy(here, target, self._folder.incoming)
+            return self._take_tile(part, local_file, target)
+        if local_file == self._source.cached(part.path):
+            _link_or_copy(local_file, target, self._folder.incoming)
         else:
-            here.replace(target)
+            local_file.replace(target)
         sync_folder(target.parent)
         is_medium = kind_of(part.path) == self._kind
         return _finished(part, part.path, files=int(part.path != METADATA), size=target.stat().st_size,
                          samples=int(is_medium))  # fmt: skip
 
-    def _take_tile(self, part: Part, here: Path, target: Path) -> FinishedPart:
+    def _take_tile(self, part: Part, local_file: Path, target: Path) -> FinishedPart:
         tile = self._plan.options.tile
         if tile is None:
             raise ValueError("local_copy.tile is not set")
         target = target.with_name(f"{stem_of(target.name)}.png")
         try:
-            write_file(target, cut_tile(here.read_bytes(), tile))
+            write_file(target, cut_tile(local_file.read_bytes(), tile))
         except (OSError, ValueError) as error:
             raise DamagedPartError(part.path, f"an image that cannot be cropped: {error}") from error
-        _forget(here, self._source.cached(part.path))
+        _forget(local_file, self._source.cached(part.path))
         at = f"{stem_of(part.path)}.png"
         return _finished(part, at, files=1, size=target.stat().st_size, samples=1)
 
     def _unpack(self, part: Part, requests: Executor) -> FinishedPart:
         """Fetch and unpack a table or an archive. Its folder appears once all files are written."""
-        here = self._bring(part, requests)
+        local_file = self._bring(part, requests)
         target = self._folder.data / part.folder
         temporary = self._folder.incoming / temporary_name()
         temporary.mkdir(parents=True)
         writer = PartWriter(temporary, part.folder, kind=self._kind, tile=self._plan.options.tile)
         try:
-            self._read_into(writer, part, here)
+            self._read_into(writer, part, local_file)
             self._read_tables(writer, temporary)
             writer.close()
             if target.exists():
@@ -172,18 +172,19 @@ class _Making:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _forget(here, self._source.cached(part.path))
+        _forget(local_file, self._source.cached(part.path))
         return _finished(part, part.folder, files=writer.files, size=writer.size, samples=writer.samples,
                          left_out=writer.left_out, columns=tuple(writer.columns))  # fmt: skip
 
-    def _read_into(self, writer: PartWriter, part: Part, here: Path) -> None:
+    def _read_into(self, writer: PartWriter, part: Part, local_file: Path) -> None:
         options = self._plan.options
         if self._plan.layout.format == "parquet":
-            unpack_parquet(here, part.path, writer, media=media_column(self._dataset, options),
+            unpack_parquet(local_file, part.path, writer, media=media_column(self._dataset, options),
                            filters=options.filter, rows=part.rows)  # fmt: skip
             return
         known = read_index(self._index_of(part))
-        unpack_archive(here, part.path, writer, kind=self._kind, media=options.media_column, filters=options.filter,
+        unpack_archive(local_file, part.path, writer, kind=self._kind, media=options.media_column,
+        filters=options.filter,
                        index=known)  # fmt: skip
 
     def _index_of(self, part: Part) -> bytes:
@@ -208,9 +209,9 @@ class _Making:
 
     def _bring(self, part: Part, requests: Executor) -> Path:
         """Transfer a part if needed. Returns its path on this disk, complete and checked."""
-        here = self._source.cached(part.path)
-        if here is not None:
-            return here
+        local_file = self._source.cached(part.path)
+        if local_file is not None:
+            return local_file
         incoming = part_file(self._folder, part)
         complete = incoming.with_suffix(".complete")
         if not complete.exists():
@@ -249,7 +250,7 @@ class _Making:
 
     # -- completion ---------------------------------------------------------------------------------------------------
 
-    def _finish(self, begun: Manifest, rows: FolderRows | None) -> MadeCopy:
+    def _finish(self, begun: CopyManifest, rows: FolderRows | None) -> FinishedCopy:
         """Remove outdated parts, write the metadata and mark the copy complete."""
         finished = self._folder.finished()
         self._remove_others(finished)
@@ -275,7 +276,7 @@ class _Making:
             f"dataset {self._dataset.id}: {counted(count, 'sample')} left out of the copy: {reason}"
             for reason, count in left_out.items()
         ]
-        return MadeCopy(self._folder, manifest, tuple(notes))
+        return FinishedCopy(self._folder, manifest, tuple(notes))
 
     def _remove_others(self, finished: Mapping[str, FinishedPart]) -> None:
         """Remove finished parts that the source no longer has."""
@@ -315,8 +316,8 @@ class _Making:
             columns = (name for part in parts for name in part.columns)
         empty = dict.fromkeys(columns)
         if empty or rows is None:
-            pieces = (json.dumps({**empty, **row}, ensure_ascii=False).encode() + b"\n" for row in lines)
-            write_file(self._folder.data / METADATA, pieces)
+            chunks = (json.dumps({**empty, **row}, ensure_ascii=False).encode() + b"\n" for row in lines)
+            write_file(self._folder.data / METADATA, chunks)
 
     def _rows_of(self, part: FinishedPart) -> Iterator[Mapping[str, Any]]:
         path = self._folder.data / part.at
@@ -367,18 +368,18 @@ def _finished(
     )  # fmt: skip
 
 
-def _link_or_copy(here: Path, target: Path, incoming: Path) -> None:
+def _link_or_copy(local_file: Path, target: Path, incoming: Path) -> None:
     """Hard-link a file to `target`, or copy it if it is on another disk."""
     temporary = incoming / temporary_name()
     incoming.mkdir(parents=True, exist_ok=True)
     try:
-        temporary.hardlink_to(here.resolve())
+        temporary.hardlink_to(local_file.resolve())
     except OSError:
-        shutil.copyfile(here, temporary)
+        shutil.copyfile(local_file, temporary)
     temporary.replace(target)
 
 
-def _forget(here: Path, cached: Path | None) -> None:
+def _forget(local_file: Path, cached: Path | None) -> None:
     """Remove a file after unpacking, unless it belongs to another cache."""
-    if here != cached:
-        here.unlink(missing_ok=True)
+    if local_file != cached:
+        local_file.unlink(missing_ok=True)

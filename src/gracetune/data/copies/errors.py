@@ -32,12 +32,14 @@ class CopyError(DataError):
         return cls(problem_of(error, f"dataset {dataset}", folder, elsewhere=elsewhere, then=_GO_ON))
 
     @classmethod
-    def of_column(cls, dataset: str, column: str, option: str, *, where: str, known: Collection[str]) -> CopyError:
+    def of_column(
+        cls, dataset: str, column: str, option: str, *, location: str, supported: Collection[str]
+    ) -> CopyError:
         """The error for a table without the column that an option names."""
-        near = nearest(column, [*known])
+        near = nearest(column, [*supported])
         return cls.of(
             dataset,
-            found=f"no column `{column}` in {where}; the columns are {', '.join(known) or 'unnamed'}",
+            found=f"no column `{column}` in {location}; the columns are {', '.join(supported) or 'unnamed'}",
             expected="a column of the dataset",
             hint=set_option(dataset, option, near or "COLUMN"),
         )

@@ -1,6 +1,6 @@
 """The folder of one copy and the files that describe its state.
 
-    copy.json       the source, its commit, and whether the copy is complete (`Manifest`)
+    copy.json       the source, its commit, and whether the copy is complete (`CopyManifest`)
     parts.jsonl     one line for each finished part: its source file, its digest and its files (`FinishedPart`)
     data/           the dataset as it is read: media, captions, metadata.jsonl
     incoming/       unfinished parts, from which transfers resume
@@ -36,7 +36,7 @@ VERSION: Final = 1
 _POLL_SECONDS = 0.2
 
 
-class Manifest(BaseModel):
+class CopyManifest(BaseModel):
     """The content of `copy.json`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -101,14 +101,14 @@ class CopyFolder:
         digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
         return cls(folder / f"{name}-{digest}")
 
-    def manifest(self) -> Manifest | None:
+    def manifest(self) -> CopyManifest | None:
         """The manifest; None if there is none that this release can read. The copy then starts over."""
         try:
-            return Manifest.model_validate_json((self.root / "copy.json").read_bytes())
+            return CopyManifest.model_validate_json((self.root / "copy.json").read_bytes())
         except (OSError, ValidationError):
             return None
 
-    def write_manifest(self, manifest: Manifest) -> None:
+    def write_manifest(self, manifest: CopyManifest) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         write_file(self.root / "copy.json", manifest.model_dump_json(indent=1).encode())
 
@@ -130,7 +130,7 @@ class CopyFolder:
     def journal(self) -> LineFile:
         return LineFile(self.root / "parts.jsonl")
 
-    def is_there(self, part: FinishedPart) -> bool:
+    def has_part(self, part: FinishedPart) -> bool:
         """Whether a part's files exist with the recorded count and size."""
         path = self.data / part.at
         try:
@@ -184,12 +184,12 @@ def _measure(folder: Path, *, own: bool = True) -> tuple[int, int]:
     With `own`, for a whole copy, the generated `metadata.jsonl` is left out too.
     """
     files = size = 0
-    for where, _, names in os.walk(folder):
+    for folder_path, _, names in os.walk(folder):
         for name in names:
-            if name.startswith(".") or (own and name == METADATA and Path(where) == folder):
+            if name.startswith(".") or (own and name == METADATA and Path(folder_path) == folder):
                 continue
             try:
-                size += os.lstat(f"{where}/{name}").st_size
+                size += os.lstat(f"{folder_path}/{name}").st_size
             except OSError:
                 continue
             files += 1

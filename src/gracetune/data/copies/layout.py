@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from gracetune.config.dataset_config import Dataset, LocalCopy
 from gracetune.data.backend import FileStat
 from gracetune.data.backends.listing import Listing
-from gracetune.data.backends.paths import is_hidden, refusal
+from gracetune.data.backends.paths import is_hidden, rejection
 from gracetune.data.caption_tables import table_kind
 from gracetune.data.copies.archives import is_archive
 from gracetune.data.copies.errors import CopyError
@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SourceLayout:
     format: CopyFormat
     parts: tuple[Part, ...]
     """The files with the samples, in order."""
@@ -68,19 +68,19 @@ def media_column(dataset: Dataset, options: LocalCopy) -> str:
     return options.media_column or ("url" if options.format == "urls" else kind_for(dataset))
 
 
-def lay_out(dataset: Dataset, options: LocalCopy, source: CopySource) -> Layout:
+def lay_out(dataset: Dataset, options: LocalCopy, source: CopySource) -> SourceLayout:
     """Choose the files to copy from the source's listing."""
-    files = {path: file for path, file in source.files().items() if not is_hidden(path) and refusal(path) is None}
+    files = {path: file for path, file in source.files().items() if not is_hidden(path) and rejection(path) is None}
     found = options.format if options.format != "auto" else _detect(dataset, files)
     candidates = _candidates(dataset, found, files)
     if not candidates:
         raise _nothing(dataset, found, files)
     if found == "urls":
-        return Layout("urls", tuple(Part(path, files[path]) for path in candidates))
+        return SourceLayout("urls", tuple(Part(path, files[path]) for path in candidates))
     chosen = _of_split(dataset, options, source, candidates)
     wanted = dict.fromkeys(path for _, paths in chosen for path in paths)
     whole = all(part.is_whole for part, _ in chosen)
-    layout = Layout(
+    layout = SourceLayout(
         found, tuple(Part(path, files[path]) for path in wanted), tuple(_beside(dataset, found, files, wanted)),
         () if whole else chosen,
     )  # fmt: skip
@@ -92,12 +92,12 @@ def lay_out(dataset: Dataset, options: LocalCopy, source: CopySource) -> Layout:
     return layout
 
 
-def with_rows(layout: Layout, counts: Mapping[str, int]) -> Layout:
+def with_rows(layout: SourceLayout, counts: Mapping[str, int]) -> SourceLayout:
     """Resolve a sliced split of tables once their row counts are known. Files without wanted rows are dropped."""
     return _sliced(layout, counts) if layout.slices else layout
 
 
-def _sliced(layout: Layout, counts: Mapping[str, int]) -> Layout:
+def _sliced(layout: SourceLayout, counts: Mapping[str, int]) -> SourceLayout:
     rows: dict[str, range] = {}
     for part, paths in layout.slices:
         # `wanted` counts rows over all files of the split; `first` is the number of the file's first row in it.
@@ -112,7 +112,7 @@ def _sliced(layout: Layout, counts: Mapping[str, int]) -> Layout:
         for part in layout.parts
         if part.path in rows
     )
-    return Layout(layout.format, kept, layout.beside)
+    return SourceLayout(layout.format, kept, layout.beside)
 
 
 def _detect(dataset: Dataset, files: Mapping[str, RemoteFile]) -> CopyFormat:
@@ -198,12 +198,12 @@ def _nothing(dataset: Dataset, found: str, files: Mapping[str, RemoteFile]) -> C
     for path in files:
         ending = f".{path.rpartition('.')[2].lower()}" if "." in path.rpartition("/")[2] else "no extension"
         counts[ending] = counts.get(ending, 0) + 1
-    there = ", ".join(f"{count} x {name}" for name, count in sorted(counts.items(), key=lambda one: -one[1])[:5])
+    listed = ", ".join(f"{count} x {name}" for name, count in sorted(counts.items(), key=lambda one: -one[1])[:5])
     wanted = {"parquet": ".parquet files", "archives": "tar or zip archives", "urls": "a table"}
     return CopyError.of(
         dataset.id,
         found=f"no {wanted.get(found, f'{kind_for(dataset)} files')} in {dataset.path}: "
-        + (f"it holds {there}" if there else "it is empty"),
+        + (f"it holds {listed}" if listed else "it is empty"),
         expected=f"{kind_for(dataset)} files, Parquet tables or archives of them",
         hint="check the dataset's path, its dataset_type and local_copy.format",
     )

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from gracetune.config.dataset_config import Dataset, LocalCopy
 from gracetune.config.run_config import RunConfig
-from gracetune.data.copies.download import MadeCopy, make_copy
+from gracetune.data.copies.download import FinishedCopy, make_copy
 from gracetune.data.copies.errors import CopyError
-from gracetune.data.copies.folder import CopyFolder, Manifest
+from gracetune.data.copies.folder import CopyFolder, CopyManifest
 from gracetune.data.copies.plan import CopyPlan, plan_copy
 from gracetune.hub.access import HubAccess
-from gracetune.storage.transfer import OnFetched, Patience, is_of_this_disk
+from gracetune.storage.transfer import OnFetched, RetryPolicy, is_of_this_disk
 from gracetune.units import format_bytes, format_duration
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Copies:
@@ -39,7 +39,7 @@ class Copies:
                 seen.add(folder.root)
                 yield dataset, options, folder
 
-    def complete(self) -> Iterator[tuple[Dataset, Manifest]]:
+    def complete(self) -> Iterator[tuple[Dataset, CopyManifest]]:
         """The datasets whose copy is complete."""
         for dataset in self._config.datasets:
             if not dataset.disabled and dataset.has_local_copy:
@@ -65,10 +65,10 @@ class Copies:
     def make(
         self,
         *,
-        say: Say = lambda text: None,
-        warn: Say = lambda text: None,
+        report: Report = lambda text: None,
+        warn: Report = lambda text: None,
         on_fetched: Callable[[str], OnFetched] = lambda name: lambda done, total: None,
-        patience: Patience = Patience(),  # noqa: B008 - frozen
+        patience: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
         announced: bool = False,
     ) -> None:
         """Make all missing copies. If several processes need a copy, one makes it and the others wait.
@@ -77,13 +77,13 @@ class Copies:
         """
         for dataset, options, folder in self.wanted():
             if self._plan_if_needed(dataset, folder):
-                announce: Say = _nothing if announced else say
-                self._make(dataset, options, folder, say, warn, on_fetched(dataset.id), patience, announce)
+                announce: Report = _nothing if announced else report
+                self._make(dataset, options, folder, report, warn, on_fetched(dataset.id), patience, announce)
             else:
                 manifest = folder.manifest()
                 if manifest is not None:
                     at = f" at {manifest.revision[:12]}" if manifest.revision else ""
-                    say(f"dataset {dataset.id}: the copy of {manifest.source}{at} in {folder.root}")
+                    report(f"dataset {dataset.id}: the copy of {manifest.source}{at} in {folder.root}")
 
     def localized(self) -> RunConfig:
         """The config with addresses replaced by folders. Raises CopyError if a copy is missing or incomplete."""
@@ -117,10 +117,11 @@ class Copies:
         return plan if plan.missing or not folder.is_complete() else None
 
     def _make(
-        self, dataset: Dataset, options: LocalCopy, folder: CopyFolder, say: Say, warn: Say, on_fetched: OnFetched,
-        patience: Patience, announce: Say,
+        self, dataset: Dataset, options: LocalCopy, folder: CopyFolder, report: Report, warn: Report,
+        on_fetched: OnFetched,
+        patience: RetryPolicy, announce: Report,
     ) -> None:  # fmt: skip
-        with _explained(dataset, folder), folder.locked(say):
+        with _explained(dataset, folder), folder.locked(report):
             plan = self._plan(dataset, options, folder)  # again, under the lock: another process may have made the copy
             if plan is None:
                 return
@@ -128,10 +129,10 @@ class Copies:
             for line in plan.lines():
                 announce(line)
             began = time.monotonic()
-            made: MadeCopy = make_copy(plan, on_fetched=on_fetched, patience=patience)
+            made: FinishedCopy = make_copy(plan, on_fetched=on_fetched, patience=patience)
         took = time.monotonic() - began
         size = f"{made.manifest.files} files, {format_bytes(made.manifest.bytes)}"
-        say(f"dataset {dataset.id}: {size} in {folder.root}, in {format_duration(took)}")
+        report(f"dataset {dataset.id}: {size} in {folder.root}, in {format_duration(took)}")
         for note in made.notes:
             warn(note)
 
@@ -153,7 +154,7 @@ def _nothing(text: str) -> None:
 
 def _device(folder: Path) -> int:
     """The device number of the disk that the folder is on or will be on."""
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return place.stat().st_dev
+    existing = folder.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    return existing.stat().st_dev

@@ -63,7 +63,7 @@ def check_columns(dataset: str, facts: ParquetFacts, media: str, others: Mapping
         raise CopyError.of(dataset, found=found, expected="a column with the files' bytes", hint=hint)
     for column, option in others.items():
         if column not in facts.columns and column.partition(".")[0] not in facts.columns:
-            raise CopyError.of_column(dataset, column, option, where=name, known=facts.columns)
+            raise CopyError.of_column(dataset, column, option, location=name, supported=facts.columns)
 
 
 def unpack_parquet(

@@ -12,7 +12,7 @@ import xxhash
 from gracetune.config.dataset_config import Dataset, LocalCopy
 from gracetune.data.copies.errors import CopyError, DamagedPartError
 from gracetune.data.copies.folder import CopyFolder
-from gracetune.data.copies.layout import Layout, Part, kind_for, lay_out, media_column, with_rows
+from gracetune.data.copies.layout import Part, SourceLayout, kind_for, lay_out, media_column, with_rows
 from gracetune.data.copies.parquet import ParquetFacts, check_columns, read_facts
 from gracetune.data.copies.rows import METADATA
 from gracetune.data.copies.sources import CopySource, open_file, open_source
@@ -38,7 +38,7 @@ class CopyPlan:
     source: CopySource
     index: CopySource | None
     """The source of the archives' index files (`local_copy.index`)."""
-    layout: Layout
+    layout: SourceLayout
     missing: tuple[Part, ...]
     """Parts that are not in the copy yet."""
     to_fetch: int
@@ -142,7 +142,9 @@ def wanted_columns(dataset: Dataset, options: LocalCopy) -> dict[str, str]:
     return {column: option for option, column in named.items()}
 
 
-def _look_into(dataset: Dataset, options: LocalCopy, source: CopySource, layout: Layout) -> tuple[Layout, ParquetFacts]:
+def _look_into(
+    dataset: Dataset, options: LocalCopy, source: CopySource, layout: SourceLayout
+) -> tuple[SourceLayout, ParquetFacts]:
     """Check the columns of the first table. If only a part of a split is wanted, read the row counts of all tables."""
     first = layout.parts[0].path
 
@@ -162,15 +164,15 @@ def _look_into(dataset: Dataset, options: LocalCopy, source: CopySource, layout:
     return layout, facts
 
 
-def _missing(folder: CopyFolder, layout: Layout) -> Iterator[Part]:
+def _missing(folder: CopyFolder, layout: SourceLayout) -> Iterator[Part]:
     finished = folder.finished()
     for part in (*layout.beside, *layout.parts):
         done = finished.get(part.path)
-        if done is None or not done.is_of(part) or not folder.is_there(done):
+        if done is None or not done.is_of(part) or not folder.has_part(done):
             yield part
 
 
-def _disk_needed(layout: Layout, missing: tuple[Part, ...], options: LocalCopy) -> int:
+def _disk_needed(layout: SourceLayout, missing: tuple[Part, ...], options: LocalCopy) -> int:
     """Bytes for the result, and for the largest parts that are on disk twice while they are being unpacked."""
     sizes = sorted((part.remote.size or 0 for part in missing), reverse=True)
     growth = _TILE_GROWTH if options.tile is not None else 1
@@ -179,7 +181,7 @@ def _disk_needed(layout: Layout, missing: tuple[Part, ...], options: LocalCopy) 
     return sum(sizes) * growth + sum(sizes[:UNPACKED_AT_ONCE])
 
 
-def _samples(dataset: Dataset, layout: Layout, facts: ParquetFacts | None) -> int | None:
+def _samples(dataset: Dataset, layout: SourceLayout, facts: ParquetFacts | None) -> int | None:
     if layout.format == "files":
         return sum(kind_of(part.path) == kind_for(dataset) for part in layout.parts)
     if facts is None:
@@ -193,10 +195,10 @@ def _samples(dataset: Dataset, layout: Layout, facts: ParquetFacts | None) -> in
 
 def _free(folder: Path) -> int | None:
     """Free space on the disk that the folder is on or will be on."""
-    place = folder.absolute()
-    while not place.is_dir() and place != place.parent:
-        place = place.parent
+    existing = folder.absolute()
+    while not existing.is_dir() and existing != existing.parent:
+        existing = existing.parent
     try:
-        return shutil.disk_usage(place).free
+        return shutil.disk_usage(existing).free
     except OSError:
         return None

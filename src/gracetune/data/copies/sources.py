@@ -18,7 +18,7 @@ from gracetune.data.backends.url import UrlBackend
 from gracetune.data.backends.url_access import UrlRanges, explain
 from gracetune.data.copies.errors import CopyError
 from gracetune.errors import Problem
-from gracetune.hub.access import HubAccess, Repo, is_server_error, refusal, unreachable_errors, why
+from gracetune.hub.access import HubAccess, Repo, is_server_error, rejection, unreachable_errors, why
 from gracetune.storage.transfer import RangeReader, RemoteFile, is_of_this_disk
 
 if TYPE_CHECKING:
@@ -196,9 +196,9 @@ class FolderSource:
 
 def open_file(source: CopySource, path: str) -> BinaryIO:
     """A seekable stream of a file that transfers only what is read. For footers and dataset cards."""
-    here = source.cached(path)
-    if here is not None:
-        return here.open("rb")
+    local_file = source.cached(path)
+    if local_file is not None:
+        return local_file.open("rb")
     size = source.files()[path].size or 0
     return io.BufferedReader(_Ranged(source.ranges(path), size), buffer_size=1 << 16)
 
@@ -286,9 +286,9 @@ def _hub_explained(dataset: Dataset, repo: Repo, hub: HubAccess) -> Iterator[Non
     except FileNotFoundError as error:
         # fsspec wraps the hub's error, which is the cause and has the real reason.
         if isinstance(error.__cause__, HfHubHTTPError):
-            raise CopyError(refusal(f"dataset {dataset.id}", repo, error.__cause__)) from error
+            raise CopyError(rejection(f"dataset {dataset.id}", repo, error.__cause__)) from error
         raise
     except HfHubHTTPError as error:
         if is_server_error(error):
             raise
-        raise CopyError(refusal(f"dataset {dataset.id}", repo, error)) from error
+        raise CopyError(rejection(f"dataset {dataset.id}", repo, error)) from error

@@ -165,7 +165,7 @@ def _data_files(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, li
 
 def _pattern(glob: str) -> str:
     """A glob as a regular expression. `*` does not match `/`, but `**` does."""
-    return "".join(_WILDCARDS.get(piece, re.escape(piece)) for piece in re.split(r"(\*\*/|\*\*|\*|\?)", glob))
+    return "".join(_WILDCARDS.get(chunk, re.escape(chunk)) for chunk in re.split(r"(\*\*/|\*\*|\*|\?)", glob))
 
 
 _WILDCARDS: Final = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}

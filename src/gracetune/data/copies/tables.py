@@ -44,13 +44,13 @@ def folder_rows(dataset: Dataset, tables: Mapping[str, bytes], media: str | None
         if kind is None:
             continue
         folder = PurePosixPath(path).parent
-        for where, row in read_rows(data, kind, path):
+        for location, row in read_rows(data, kind, path):
             columns.update(dict.fromkeys(row))
             name, of_several = _file_of(row, media)
             if name is None:
                 continue
             chosen = chosen or of_several
-            file = str(PurePosixPath(*_clean(folder / name.strip().replace("\\", "/"), where)))
+            file = str(PurePosixPath(*_clean(folder / name.strip().replace("\\", "/"), location)))
             values = {key: plain(value) for key, value in row.items() if not key.endswith(FILE_NAME)}
             rows[file] = {**values, FILE_NAME: file}
     if tables and not rows:
@@ -66,7 +66,7 @@ def check_table_columns(dataset: str, columns: Iterable[str], wanted: Mapping[st
     known = [*columns]
     for column, option in wanted.items():
         if column not in known and column.partition(".")[0] not in known:
-            raise CopyError.of_column(dataset, column, option, where="the dataset's tables", known=known)
+            raise CopyError.of_column(dataset, column, option, location="the dataset's tables", supported=known)
 
 
 def _file_of(row: Mapping[str, Any], media: str | None) -> tuple[str | None, bool]:
@@ -86,13 +86,15 @@ def _media_columns(columns: Iterable[str]) -> str:
     return ", ".join(found) or "unset"
 
 
-def _clean(path: PurePosixPath, where: str) -> Iterator[str]:
+def _clean(path: PurePosixPath, location: str) -> Iterator[str]:
     """The parts of a path with `..` resolved. Raises CopyError if it leads out of the dataset."""
     parts: list[str] = []
     for part in path.parts:
         if part == "..":
             if not parts:
-                raise CopyError(Problem(where, f"{path}, which leads out of the dataset", "a file of it", "correct it"))
+                raise CopyError(
+                    Problem(location, f"{path}, which leads out of the dataset", "a file of it", "correct it")
+                )
             parts.pop()
         elif part not in (".", ""):
             parts.append(part)
@@ -119,11 +121,11 @@ def read_addresses(dataset: str, data: bytes, path: str, column: str) -> list[Ad
         found, expected = f"{path}, which is not a table", "a csv, jsonl, json or parquet file with a column of URLs"
         raise CopyError.of(dataset, found=found, expected=expected, hint="check the dataset's path")
     found_rows: dict[str, Address] = {}
-    for number, (where, row) in enumerate(read_rows(data, kind, path)):
+    for number, (location, row) in enumerate(read_rows(data, kind, path)):
         if column not in row:
             near = nearest(column, [str(name) for name in row])
             hint = set_option(dataset, "local_copy.media_column", near or next(iter(row), "url"))
-            found = f"{where}: no column `{column}`; the columns are {', '.join(map(str, row))}"
+            found = f"{location}: no column `{column}`; the columns are {', '.join(map(str, row))}"
             raise CopyError.of(dataset, found=found, expected="a column of URLs", hint=hint)
         url = row[column]
         if isinstance(url, str) and url.strip():

@@ -34,7 +34,7 @@ def fetch_addresses(plan: CopyPlan, journal: LineFile, folder: CopyFolder, kind:
         data = file.read()
     addresses = read_addresses(plan.dataset.id, data, table, media_column(plan.dataset, plan.options))
     chosen = [address for address in addresses if passes(address.row, plan.options.filter)]
-    done = {name for name, part in folder.finished().items() if part.samples and folder.is_there(part)}
+    done = {name for name, part in folder.finished().items() if part.samples and folder.has_part(part)}
     missing = [address for address in chosen if _key(address) not in done]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="addresses") as pool:
         for part in pool.map(lambda address: _fetch(address, folder, kind), missing):

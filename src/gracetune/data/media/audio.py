@@ -49,15 +49,15 @@ def decode_audio(stream: BinaryIO, path: str, clip: Clip, bucket: Bucket) -> Sou
     if clip.sample_rate is None:
         raise DataError(f"{path}: its clip has no sample rate")
     with opened_sound(stream, path) as source:
-        window = _window(source, round(clip.start * clip.sample_rate), bucket.audio_samples, clip.sample_rate)
+        excerpt = _read_excerpt(source, round(clip.start * clip.sample_rate), bucket.audio_samples, clip.sample_rate)
         total = source.length / source.rate
-    if not np.isfinite(window).all():
+    if not np.isfinite(excerpt).all():
         raise UnreadableMediaError(path, "it contains non-finite samples")
-    missing = bucket.audio_samples - window.shape[1]
-    if window.shape[1] == 0 or (missing > SLACK * clip.sample_rate and not clip.pad):
+    missing = bucket.audio_samples - excerpt.shape[1]
+    if excerpt.shape[1] == 0 or (missing > SLACK * clip.sample_rate and not clip.pad):
         needed = f"{clip.start:.2f} to {clip.start + bucket.audio_samples / clip.sample_rate:.2f} s"
         raise UnreadableMediaError(path, f"ends after {total:.2f} s, but the clip needs {needed}")
-    full = np.pad(_mixed(window, bucket.audio_channels, path), ((0, 0), (0, missing)))
+    full = np.pad(_mixed(excerpt, bucket.audio_channels, path), ((0, 0), (0, missing)))
     return np.clip(full, -1.0, 1.0)
 
 
@@ -199,7 +199,7 @@ class _ContainerSound:
         return sound[:, :end]
 
     def check_end(self) -> None:
-        """Nothing to do: `refuse_cut_off` has already checked a container, and a bare stream has no length."""
+        """Nothing to do: `reject_cut_off` has already checked a container, and a bare stream has no length."""
 
     def _measured(self) -> int:
         """The length in samples, from the header or else from all packets."""
@@ -222,7 +222,7 @@ class _ContainerSound:
         return _joined(AudioResampler(format="fltp").resample(frame), self.channels)
 
 
-def _window(source: SoundSource, first: int, count: int, rate: int) -> Sound:
+def _read_excerpt(source: SoundSource, first: int, count: int, rate: int) -> Sound:
     """The samples from `first` to `first + count` at `rate`, or as many as exist."""
     if source.rate == rate:
         return source.read(first, count)
@@ -268,10 +268,10 @@ def _converted(sound: Sound, rate: int, layout: str, target: int, target_layout:
     frame = AudioFrame.from_ndarray(np.ascontiguousarray(sound), format="fltp", layout=layout)
     frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
     resampler = AudioResampler(format="fltp", layout=target_layout, rate=target)
-    pieces = [*resampler.resample(frame), *resampler.resample(None)]
-    return _joined(pieces, 1 if target_layout == "mono" else 2)
+    chunks = [*resampler.resample(frame), *resampler.resample(None)]
+    return _joined(chunks, 1 if target_layout == "mono" else 2)
 
 
-def _joined(pieces: list[AudioFrame], channels: int) -> Sound:
+def _joined(chunks: list[AudioFrame], channels: int) -> Sound:
     nothing = np.zeros((channels, 0), np.float32)
-    return np.concatenate([nothing, *(np.asarray(piece.to_ndarray(), np.float32) for piece in pieces)], axis=1)
+    return np.concatenate([nothing, *(np.asarray(excerpt.to_ndarray(), np.float32) for excerpt in chunks)], axis=1)

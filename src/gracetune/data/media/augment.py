@@ -2,9 +2,9 @@
 
 Entries are written as in ai-toolkit (`{"method": "ColorJitter", "params": {"hue": 0.1, "p": 0.5}}`) or flat
 (`{"method": "ColorJitter", "hue": 0.1, "p": 0.5}`), with albumentations' option names, meanings and defaults. Random
-values depend only on the sample's `Augmentation` and digest. All frames of a video get the same values, and a mask is
-flipped and rotated with its image. For images that are not square, `RandomRotate90` only makes half turns, because the
-bucket must not change.
+values depend only on the sample's `AppliedAugmentation` and digest. All frames of a video get the same values, and a
+mask is flipped and rotated with its image. For images that are not square, `RandomRotate90` only makes half turns,
+because the bucket must not change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image, ImageEnhance, ImageFilter
 
 from gracetune.config.spelling import nearest
-from gracetune.data.refs import Augmentation, Transform
+from gracetune.data.refs import AppliedAugmentation, Transform
 from gracetune.errors import ConfigError, Problem
 from gracetune.seeded_random import uniform
 
@@ -44,36 +44,36 @@ class _Method:
 
 
 @dataclass(frozen=True)
-class Happening:
+class AppliedTransform:
     """A transform that is applied to this sample, with its random values."""
 
     method: str
     values: Values
 
 
-def read_transforms(entries: Sequence[Mapping[str, Any]], where: str) -> tuple[Transform, ...]:
-    """Validate the `transforms` of a config and fill in defaults. `where` names the list in messages."""
+def read_transforms(entries: Sequence[Mapping[str, Any]], location: str) -> tuple[Transform, ...]:
+    """Validate the `transforms` of a config and fill in defaults. `location` names the list in messages."""
     problems: list[Problem] = []
-    transforms = [_read(entry, f"{where}[{number}]", problems) for number, entry in enumerate(entries)]
+    transforms = [_read(entry, f"{location}[{number}]", problems) for number, entry in enumerate(entries)]
     if problems:
         raise ConfigError(problems)
     return tuple(transform for transform in transforms if transform is not None)
 
 
-def augmented(pictures: Sequence[Image.Image], augmentation: Augmentation, digest: str) -> list[Image.Image]:
+def augmented(images: Sequence[Image.Image], augmentation: AppliedAugmentation, digest: str) -> list[Image.Image]:
     """Apply the augmentation to one image, or to all frames of a video."""
     happenings = list(happening(augmentation, digest))
-    return [_changed(picture, augmentation, happenings) for picture in pictures]
+    return [_changed(image, augmentation, happenings) for image in images]
 
 
-def augmented_mask(mask: Image.Image, augmentation: Augmentation, digest: str) -> Image.Image:
+def augmented_mask(mask: Image.Image, augmentation: AppliedAugmentation, digest: str) -> Image.Image:
     """Apply the flips and the transforms that move pixels."""
     return _changed(
         mask, augmentation, [found for found in happening(augmentation, digest) if METHODS[found.method].moves]
     )
 
 
-def happening(augmentation: Augmentation, digest: str) -> Iterator[Happening]:
+def happening(augmentation: AppliedAugmentation, digest: str) -> Iterator[AppliedTransform]:
     """The transforms that are applied to this variant of the sample."""
     if augmentation.seed is None:
         return
@@ -82,82 +82,84 @@ def happening(augmentation: Augmentation, digest: str) -> Iterator[Happening]:
         key = (augmentation.seed, "transform", augmentation.epoch, subject, number)
         if uniform(*key, "p") < transform.p:
             values = {name: low + (high - low) * uniform(*key, name) for name, (low, high) in transform.options}
-            yield Happening(transform.method, {**values, "turn": uniform(*key, "turn")})
+            yield AppliedTransform(transform.method, {**values, "turn": uniform(*key, "turn")})
 
 
-def _changed(picture: Image.Image, augmentation: Augmentation, happenings: Sequence[Happening]) -> Image.Image:
+def _changed(
+    image: Image.Image, augmentation: AppliedAugmentation, happenings: Sequence[AppliedTransform]
+) -> Image.Image:
     if augmentation.flip_x:
-        picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if augmentation.flip_y:
-        picture = picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
     for found in happenings:
-        picture = METHODS[found.method].effect(picture, found.values)
-    return picture
+        image = METHODS[found.method].effect(image, found.values)
+    return image
 
 
-def _flip_x(picture: Image.Image, values: Values) -> Image.Image:
-    return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+def _flip_x(image: Image.Image, values: Values) -> Image.Image:
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
 
-def _flip_y(picture: Image.Image, values: Values) -> Image.Image:
-    return picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+def _flip_y(image: Image.Image, values: Values) -> Image.Image:
+    return image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
 
 
-def _rotate90(picture: Image.Image, values: Values) -> Image.Image:
+def _rotate90(image: Image.Image, values: Values) -> Image.Image:
     turns = (None, Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
     quarters = int(values["turn"] * 4)
-    turn = turns[quarters if picture.width == picture.height else quarters // 2 * 2]
-    return picture if turn is None else picture.transpose(turn)
+    turn = turns[quarters if image.width == image.height else quarters // 2 * 2]
+    return image if turn is None else image.transpose(turn)
 
 
-def _brightness_contrast(picture: Image.Image, values: Values) -> Image.Image:
+def _brightness_contrast(image: Image.Image, values: Values) -> Image.Image:
     contrast, brightness = 1 + values["contrast_limit"], 255 * values["brightness_limit"]
-    return _by_table(picture, lambda level: level * contrast + brightness)
+    return _by_table(image, lambda level: level * contrast + brightness)
 
 
-def _gamma(picture: Image.Image, values: Values) -> Image.Image:
-    return _by_table(picture, lambda level: 255 * (level / 255) ** (values["gamma_limit"] / 100))
+def _gamma(image: Image.Image, values: Values) -> Image.Image:
+    return _by_table(image, lambda level: 255 * (level / 255) ** (values["gamma_limit"] / 100))
 
 
-def _jitter(picture: Image.Image, values: Values) -> Image.Image:
-    picture = ImageEnhance.Brightness(picture).enhance(values["brightness"])
-    picture = ImageEnhance.Contrast(picture).enhance(values["contrast"])
-    picture = ImageEnhance.Color(picture).enhance(values["saturation"])
-    return _shifted(picture, round(values["hue"] * 256), 0, 0)
+def _jitter(image: Image.Image, values: Values) -> Image.Image:
+    image = ImageEnhance.Brightness(image).enhance(values["brightness"])
+    image = ImageEnhance.Contrast(image).enhance(values["contrast"])
+    image = ImageEnhance.Color(image).enhance(values["saturation"])
+    return _shifted(image, round(values["hue"] * 256), 0, 0)
 
 
-def _hue_saturation_value(picture: Image.Image, values: Values) -> Image.Image:
+def _hue_saturation_value(image: Image.Image, values: Values) -> Image.Image:
     hue = round(values["hue_shift_limit"] / 180 * 256)
-    return _shifted(picture, hue, round(values["sat_shift_limit"]), round(values["val_shift_limit"]))
+    return _shifted(image, hue, round(values["sat_shift_limit"]), round(values["val_shift_limit"]))
 
 
-def _grey(picture: Image.Image, values: Values) -> Image.Image:
-    return picture.convert("L").convert("RGB")
+def _grey(image: Image.Image, values: Values) -> Image.Image:
+    return image.convert("L").convert("RGB")
 
 
-def _blur(picture: Image.Image, values: Values) -> Image.Image:
-    return picture.filter(ImageFilter.BoxBlur((_odd(values["blur_limit"]) - 1) / 2))
+def _blur(image: Image.Image, values: Values) -> Image.Image:
+    return image.filter(ImageFilter.BoxBlur((_odd(values["blur_limit"]) - 1) / 2))
 
 
-def _gaussian_blur(picture: Image.Image, values: Values) -> Image.Image:
+def _gaussian_blur(image: Image.Image, values: Values) -> Image.Image:
     # OpenCV's formula for the sigma of a kernel size, used if no sigma is given.
     kernel_sigma = 0.3 * ((_odd(values["blur_limit"]) - 1) * 0.5 - 1) + 0.8
-    return picture.filter(ImageFilter.GaussianBlur(values["sigma_limit"] or kernel_sigma))
+    return image.filter(ImageFilter.GaussianBlur(values["sigma_limit"] or kernel_sigma))
 
 
-def _by_table(picture: Image.Image, level: Callable[[int], float]) -> Image.Image:
+def _by_table(image: Image.Image, level: Callable[[int], float]) -> Image.Image:
     """Map every color level by a function, rounded and clipped."""
-    return picture.point([min(255, max(0, round(level(value)))) for value in range(256)] * 3)
+    return image.point([min(255, max(0, round(level(value)))) for value in range(256)] * 3)
 
 
-def _shifted(picture: Image.Image, hue: int, saturation: int, value: int) -> Image.Image:
+def _shifted(image: Image.Image, hue: int, saturation: int, value: int) -> Image.Image:
     """Shift in HSV. Hue wraps around at 256; saturation and value are clipped."""
     if not (hue or saturation or value):
-        return picture
+        return image
     table = [(level + hue) % 256 for level in range(256)]
     for shift in (saturation, value):
         table += [min(255, max(0, level + shift)) for level in range(256)]
-    return picture.convert("HSV").point(table).convert("RGB")
+    return image.convert("HSV").point(table).convert("RGB")
 
 
 def _odd(size: float) -> int:
@@ -210,40 +212,44 @@ METHODS: Mapping[str, _Method] = {
 _PROBABILITY = 0.5
 
 
-def _read(entry: Mapping[str, Any], where: str, problems: list[Problem]) -> Transform | None:
+def _read(entry: Mapping[str, Any], location: str, problems: list[Problem]) -> Transform | None:
     given = {key: value for key, value in entry.items() if key not in ("method", "params")}
     params = entry.get("params", {})
     if isinstance(params, Mapping):
         given |= params
     else:
-        problems.append(Problem(f"{where}.params", repr(params), "the method's options", "write {p: 0.5}"))
+        problems.append(Problem(f"{location}.params", repr(params), "the method's options", "write {p: 0.5}"))
     name = entry.get("method")
     if not isinstance(name, str) or name not in METHODS:
         near = nearest(name, METHODS) if isinstance(name, str) else None
         hint = f"write `{near}`" if near else "choose one of them, or remove the entry"
-        problems.append(Problem(f"{where}.method", repr(name), f"one of {', '.join(METHODS)}", hint))
+        problems.append(Problem(f"{location}.method", repr(name), f"one of {', '.join(METHODS)}", hint))
         return None
     options = METHODS[name].options
-    problems += [_unknown(f"{where}.{key}", key, name) for key in given if key not in {*options, "p", "always_apply"}]
+    problems += [
+        _unknown(f"{location}.{key}", key, name) for key in given if key not in {*options, "p", "always_apply"}
+    ]
     probability = 1.0 if given.get("always_apply") is True else given.get("p", _PROBABILITY)
     if not _is_number(probability) or not 0 <= probability <= 1:
-        problems.append(Problem(f"{where}.p", repr(probability), "a probability from 0 to 1", f"write {_PROBABILITY}"))
+        problems.append(
+            Problem(f"{location}.p", repr(probability), "a probability from 0 to 1", f"write {_PROBABILITY}")
+        )
         probability = _PROBABILITY
     ranges = {
-        key: _range(given[key], option, f"{where}.{key}", problems) if key in given else option.default
+        key: _range(given[key], option, f"{location}.{key}", problems) if key in given else option.default
         for key, option in options.items()
     }
     return Transform(name, float(probability), tuple(sorted(ranges.items())))
 
 
-def _unknown(where: str, key: str, method: str) -> Problem:
-    known = [*METHODS[method].options, "p"]
-    near = nearest(key, known)
+def _unknown(location: str, key: str, method: str) -> Problem:
+    supported = [*METHODS[method].options, "p"]
+    near = nearest(key, supported)
     hint = f"write `{near}`" if near else f"remove `{key}`"
-    return Problem(where, f"`{key}`", f"an option of {method}: {', '.join(known)}", hint)
+    return Problem(location, f"`{key}`", f"an option of {method}: {', '.join(supported)}", hint)
 
 
-def _range(value: Any, option: _Option, where: str, problems: list[Problem]) -> Range:
+def _range(value: Any, option: _Option, location: str, problems: list[Problem]) -> Range:
     found = _as_range(value, option)
     low, high = option.limits
     if found is not None and low <= found[0] <= found[1] <= high:
@@ -251,7 +257,7 @@ def _range(value: Any, option: _Option, where: str, problems: list[Problem]) -> 
     forms = "two numbers, the smaller first" if option.widen is None else "one number, or two with the smaller first"
     first, last = option.default
     expected = f"{forms}, from {low:g} to {high:g}"
-    problems.append(Problem(where, repr(value), expected, f"write [{first:g}, {last:g}]"))
+    problems.append(Problem(location, repr(value), expected, f"write [{first:g}, {last:g}]"))
     return option.default
 
 

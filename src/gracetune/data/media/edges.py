@@ -32,9 +32,9 @@ Whole = np.ndarray[Any, np.dtype[np.int32]]
 Marked = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def canny_edges(picture: Image.Image, thresholds: Canny) -> Image.Image:
+def canny_edges(image: Image.Image, thresholds: Canny) -> Image.Image:
     """White edges on black, in RGB and of the picture's size."""
-    pixels = np.asarray(picture.convert("RGB"))
+    pixels = np.asarray(image.convert("RGB"))
     weak, strong = np.zeros(pixels.shape[:2], np.bool_), np.zeros(pixels.shape[:2], np.bool_)
     for top in range(0, len(pixels), BAND):
         above = min(top, _AROUND)

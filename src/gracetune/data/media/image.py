@@ -48,7 +48,7 @@ UPRIGHT = {
 """The transposition that makes an image of each EXIF orientation upright."""
 
 
-class _BombsUnsaid:
+class _NoBombWarnings:
     """Suppresses Pillow's warning about large images. We reject them with an error that names the file instead.
 
     Warning filters belong to the whole process. The first thread to enter sets the filter, and the last one to leave
@@ -73,7 +73,7 @@ class _BombsUnsaid:
                 self._changed.close()
 
 
-BOMBS_UNSAID = _BombsUnsaid()
+NO_BOMB_WARNINGS = _NoBombWarnings()
 
 
 def decode_image(
@@ -88,8 +88,8 @@ def decode_image(
 ) -> Image.Image:
     """Decode to RGB in the bucket's size. `own_colours` keeps the colors of transparent areas instead of white. With
     `canny`, the result is the edges of the image, found before it is scaled."""
-    picture = open_rgb(data, path, own_colours=own_colours, max_pixels=max_pixels)
-    return fit_to_bucket(picture if canny is None else canny_edges(picture, canny), path, fit, bucket)
+    image = open_rgb(data, path, own_colours=own_colours, max_pixels=max_pixels)
+    return fit_to_bucket(image if canny is None else canny_edges(image, canny), path, fit, bucket)
 
 
 def open_rgb(data: Bytes, path: str, *, own_colours: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -101,18 +101,18 @@ def open_rgb(data: Bytes, path: str, *, own_colours: bool = False, max_pixels: i
 def decode_alpha(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The alpha channel at the file's own size; all white if the file has none."""
     with damage_named(path):
-        picture = open_upright(data, path, max_pixels)
-        if not picture.has_transparency_data:
-            return Image.new("L", picture.size, 255)
-        return picture.convert("RGBA").getchannel("A")
+        image = open_upright(data, path, max_pixels)
+        if not image.has_transparency_data:
+            return Image.new("L", image.size, 255)
+        return image.convert("RGBA").getchannel("A")
 
 
 def open_upright(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode the first frame in the file's own mode, with its EXIF orientation applied."""
-    picture = open_header(stream_over(memoryview(data)), path, max_pixels)  # without a copy of a staged file
-    picture.load()
-    transpose = UPRIGHT.get(_orientation(picture))
-    return picture if transpose is None else picture.transpose(transpose)
+    image = open_header(stream_over(memoryview(data)), path, max_pixels)  # without a copy of a staged file
+    image.load()
+    transpose = UPRIGHT.get(_orientation(image))
+    return image if transpose is None else image.transpose(transpose)
 
 
 def open_header(stream: BinaryIO, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -120,38 +120,38 @@ def open_header(stream: BinaryIO, path: str, max_pixels: int = MAX_PIXELS) -> Im
     if stream.seek(0, io.SEEK_END) == 0:
         raise UnreadableMediaError(path, "the file is empty (0 bytes)")
     stream.seek(0)
-    with BOMBS_UNSAID:
-        picture = Image.open(stream)
-    pixels = picture.width * picture.height
+    with NO_BOMB_WARNINGS:
+        image = Image.open(stream)
+    pixels = image.width * image.height
     if pixels > max_pixels:
-        raise UnreadableMediaError(path, too_large(f"{picture.width}x{picture.height}", pixels, max_pixels))
-    return picture
+        raise UnreadableMediaError(path, too_large(f"{image.width}x{image.height}", pixels, max_pixels))
+    return image
 
 
-def size_upright(picture: Image.Image, stream: BinaryIO) -> tuple[int, int]:
+def size_upright(image: Image.Image, stream: BinaryIO) -> tuple[int, int]:
     """Width and height after EXIF orientation. Decodes only files that store their EXIF after the pixels."""
-    if picture.format == "TIFF":  # Pillow has already swapped the sides
-        return picture.size
-    if picture.format == "PNG" and "exif" not in picture.info and not _png_describes_itself_late(stream):
-        return picture.size
-    sideways = _orientation(picture) >= 5  # 5 to 8 swap width and height
-    return (picture.height, picture.width) if sideways else picture.size
+    if image.format == "TIFF":  # Pillow has already swapped the sides
+        return image.size
+    if image.format == "PNG" and "exif" not in image.info and not _png_describes_itself_late(stream):
+        return image.size
+    sideways = _orientation(image) >= 5  # 5 to 8 swap width and height
+    return (image.height, image.width) if sideways else image.size
 
 
 def fit_to_bucket(
-    picture: Image.Image, path: str, fit: Fit, bucket: Bucket, method: Image.Resampling = Image.Resampling.LANCZOS
+    image: Image.Image, path: str, fit: Fit, bucket: Bucket, method: Image.Resampling = Image.Resampling.LANCZOS
 ) -> Image.Image:
     """Scale with antialiasing, then crop. Checks the size first, because the crop is valid only for this image."""
-    if picture.size != fit.original:
+    if image.size != fit.original:
         raise DataError(
-            f"{path}: {picture.width}x{picture.height} now, {fit.original[0]}x{fit.original[1]} when the dataset was "
+            f"{path}: {image.width}x{image.height} now, {fit.original[0]}x{fit.original[1]} when the dataset was "
             "scanned; start the run again to scan it again"
         )
     right, bottom = fit.left + bucket.width, fit.top + bucket.height
     if min(fit.left, fit.top) < 0 or right > fit.resized[0] or bottom > fit.resized[1]:
         crop = (fit.left, fit.top, right, bottom)
         raise DataError(f"{path}: the crop {crop} extends beyond the scaled image {fit.resized}")
-    resized = picture if picture.size == fit.resized else picture.resize(fit.resized, method)
+    resized = image if image.size == fit.resized else image.resize(fit.resized, method)
     return resized.crop((fit.left, fit.top, right, bottom))
 
 
@@ -173,26 +173,26 @@ def too_large(size: str, pixels: int, max_pixels: int) -> str:
     return f"{size} is {pixels / 1e6:.1f} megapixels, more than the {max_pixels / 1e6:.1f} allowed; scale it down"
 
 
-def _rgb(picture: Image.Image, path: str, own_colours: bool) -> Image.Image:
-    profile = picture.info.get("icc_profile")
-    if picture.mode.startswith(("I", "F")):
-        return eight_bits(picture, path).convert("RGB")
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-    elif picture.mode != "CMYK":
-        picture = picture.convert("RGB")
-    picture = _srgb(picture, profile)
-    if picture.mode != "RGBA" or own_colours:
-        return picture.convert("RGB")
-    white = Image.new("RGBA", picture.size, "white")
-    return Image.alpha_composite(white, picture).convert("RGB")
+def _rgb(image: Image.Image, path: str, own_colours: bool) -> Image.Image:
+    profile = image.info.get("icc_profile")
+    if image.mode.startswith(("I", "F")):
+        return eight_bits(image, path).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+    elif image.mode != "CMYK":
+        image = image.convert("RGB")
+    image = _srgb(image, profile)
+    if image.mode != "RGBA" or own_colours:
+        return image.convert("RGB")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB")
 
 
-def eight_bits(picture: Image.Image, path: str) -> Image.Image:
+def eight_bits(image: Image.Image, path: str) -> Image.Image:
     """Convert 16-bit or 32-bit grayscale to 8 bits, if the range of its values has a clear meaning."""
-    values = np.asarray(picture)
+    values = np.asarray(image)
     low, high = values.min(), values.max()
-    if picture.mode == "F":
+    if image.mode == "F":
         if not (low >= 0 and high <= 1):  # NaN fails this comparison too
             raise UnreadableMediaError(path, f"floats from {low} to {high}, expected 0 to 1; save it with 8 or 16 bits")
         return Image.fromarray(np.rint(values * 255).astype(np.uint8))
@@ -202,26 +202,26 @@ def eight_bits(picture: Image.Image, path: str) -> Image.Image:
     return Image.fromarray(((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
 
 
-def _srgb(picture: Image.Image, profile: object) -> Image.Image:
+def _srgb(image: Image.Image, profile: object) -> Image.Image:
     if not isinstance(profile, bytes) or not profile:
-        return picture
+        return image
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        if source.profile.xcolor_space.strip() != picture.mode.removesuffix("A"):
-            return picture
+        if source.profile.xcolor_space.strip() != image.mode.removesuffix("A"):
+            return image
         if "sRGB" in ImageCms.getProfileDescription(source):
-            return picture
+            return image
         target = ImageCms.createProfile("sRGB")
-        mode = "RGB" if picture.mode == "CMYK" else picture.mode
-        return ImageCms.profileToProfile(picture, source, target, outputMode=mode) or picture
+        mode = "RGB" if image.mode == "CMYK" else image.mode
+        return ImageCms.profileToProfile(image, source, target, outputMode=mode) or image
     except (ImageCms.PyCMSError, OSError, ValueError):  # the profile is damaged, but not the image
-        return picture
+        return image
 
 
-def _orientation(picture: Image.Image) -> int:
+def _orientation(image: Image.Image) -> int:
     """The EXIF orientation from 1 to 8. Unreadable EXIF counts as 1, because the image itself may be intact."""
     try:
-        value = picture.getexif().get(_ORIENTATION, 1)
+        value = image.getexif().get(_ORIENTATION, 1)
     except (SyntaxError, struct.error, ValueError, KeyError, IndexError, TypeError):
         return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1

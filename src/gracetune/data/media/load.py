@@ -96,8 +96,8 @@ def _pixels(ref: SampleRef, fit: Fit, backend: Backend, limits: DecodeLimits) ->
 def _mask(ref: SampleRef, fit: Fit, mask: MaskRef, backend: Backend, limits: DecodeLimits) -> Tensor:
     import torch
 
-    picture = decode_mask(backend.read(mask.path), mask, fit, ref.bucket, limits.max_pixels)
-    return torch.from_numpy(weights(augmented_mask(picture, ref.augmentation, ref.digest), mask))[None]
+    image = decode_mask(backend.read(mask.path), mask, fit, ref.bucket, limits.max_pixels)
+    return torch.from_numpy(weights(augmented_mask(image, ref.augmentation, ref.digest), mask))[None]
 
 
 def _audio(ref: SampleRef, backend: Backend) -> Tensor:
@@ -109,10 +109,10 @@ def _audio(ref: SampleRef, backend: Backend) -> Tensor:
         return torch.from_numpy(decode_audio(stream, ref.path, ref.clip, ref.bucket))
 
 
-def to_pixels(pictures: Sequence[Image.Image]) -> Tensor:
+def to_pixels(images: Sequence[Image.Image]) -> Tensor:
     """Images as a contiguous tensor [C, F, H, W] in [-1, 1]."""
     import torch
 
-    frames = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))  # [F, H, W, C], 0 to 255
+    frames = torch.from_numpy(np.stack([np.asarray(image) for image in images]))  # [F, H, W, C], 0 to 255
     pixels = frames.permute(3, 0, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     return pixels.div_(127.5).sub_(1.0)

@@ -15,8 +15,8 @@ from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.media.audio import opened_sound
 from gracetune.data.media.image import MAX_PIXELS, Bytes, damage_named, open_header, size_upright, too_large
-from gracetune.data.media.truncated_clips import refuse_cut_off
-from gracetune.data.media.video import Video, opened, shown_packets, size_shown
+from gracetune.data.media.truncated_clips import reject_cut_off
+from gracetune.data.media.video import VideoSource, opened, shown_packets, size_shown
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ def image_facts(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> ImageFa
 
 
 def _image_facts(stream: BinaryIO, path: str, max_pixels: int) -> ImageFacts:
-    with damage_named(path), open_header(stream, path, max_pixels) as picture:
-        width, height = size_upright(picture, stream)
-        return ImageFacts(width, height, picture.has_transparency_data)
+    with damage_named(path), open_header(stream, path, max_pixels) as image:
+        width, height = size_upright(image, stream)
+        return ImageFacts(width, height, image.has_transparency_data)
 
 
 def probe_video(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> VideoFacts:
     with backend.open(path) as stream:
-        refuse_cut_off(stream, path)
+        reject_cut_off(stream, path)
         with opened(stream, path) as video:
             # Decode one frame: only the frame holds its rotation, and a video must have at least one.
             first = next(video.container.decode(video.stream), None)
@@ -88,7 +88,7 @@ def probe_video(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> Vi
 
 def probe_audio(backend: Backend, path: str) -> AudioFacts:
     with backend.open(path) as stream:
-        refuse_cut_off(stream, path)
+        reject_cut_off(stream, path)
         with opened_sound(stream, path) as source:
             if source.length < 1:
                 raise UnreadableMediaError(path, "it contains no samples")
@@ -96,7 +96,7 @@ def probe_audio(backend: Backend, path: str) -> AudioFacts:
             return AudioFacts(source.rate, source.channels, source.length)
 
 
-def _length(video: Video) -> tuple[int, float]:
+def _length(video: VideoSource) -> tuple[int, float]:
     """Frames and seconds from the packets, because headers are often incomplete and sometimes wrong."""
     shown = shown_packets(video)
     (first, _), (last, last_duration) = shown[0], shown[-1]

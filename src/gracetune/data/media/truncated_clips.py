@@ -22,7 +22,7 @@ _OPEN_LENGTH = 0x7FFFF000
 _OGG_HEADER, _OGG_LARGEST = 27, 27 + 255 + 255 * 255
 
 
-def refuse_cut_off(stream: BinaryIO, path: str) -> None:
+def reject_cut_off(stream: BinaryIO, path: str) -> None:
     """Raise UnreadableMediaError if the file is shorter than its container says."""
     size = stream.seek(0, io.SEEK_END)
     complete = whole_size(stream)

@@ -49,28 +49,28 @@ def decode_video(
         with opened(stream, path, seeks=reading.seeks) as video:
             video.stream.codec_context.thread_count = threads
             converter = _FrameConverter(video, max_pixels)
-            pictures: list[Image.Image] = []
+            images: list[Image.Image] = []
             previous = None
             try:
                 # Scale each frame at once and release it: a clip of full-size frames may not fit into memory.
                 for frame in _wanted(video, clip, bucket.frames, reading, times):
                     # A frame that is displayed at several times is converted once.
                     is_same = frame is previous
-                    pictures.append(pictures[-1] if is_same else _fitted(converter.picture(frame), path, fit, bucket))
+                    images.append(images[-1] if is_same else _fitted(converter.image(frame), path, fit, bucket))
                     previous = frame
             except _RetryError as error:
                 reading = error.reading
                 continue
-            return pictures
+            return images
 
 
-def _fitted(picture: Image.Image, path: str, fit: Fit, bucket: Bucket) -> Image.Image:
+def _fitted(image: Image.Image, path: str, fit: Fit, bucket: Bucket) -> Image.Image:
     """Scale and crop a frame. A frame of a different size means a damaged file, not an error of the run."""
-    if picture.size != fit.original:
-        found, known = (f"{width}x{height}" for width, height in (picture.size, fit.original))
+    if image.size != fit.original:
+        found, known = (f"{width}x{height}" for width, height in (image.size, fit.original))
         reason = f"a frame of {found} in a video of {known}: the file is damaged or was replaced"
         raise UnreadableMediaError(path, reason)
-    return fit_to_bucket(picture, path, fit, bucket)
+    return fit_to_bucket(image, path, fit, bucket)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _missed() -> _RetryError:
 
 
 @dataclass(frozen=True)
-class Video:
+class VideoSource:
     """An open file and its displayed video stream."""
 
     path: str
@@ -143,7 +143,7 @@ class Video:
 
 
 @contextmanager
-def opened(stream: BinaryIO, path: str, *, seeks: bool = True) -> Iterator[Video]:
+def opened(stream: BinaryIO, path: str, *, seeks: bool = True) -> Iterator[VideoSource]:
     """Open a video. Every error of FFmpeg inside the `with` block becomes UnreadableMediaError."""
     with container_of(stream, path) as container:
         shown = [found for found in container.streams.video if not found.disposition & Disposition.attached_pic]
@@ -151,7 +151,7 @@ def opened(stream: BinaryIO, path: str, *, seeks: bool = True) -> Iterator[Video
             raise UnreadableMediaError(path, "it contains no video")
         if shown[0].codec_context is None:
             raise UnreadableMediaError(path, "FFmpeg cannot decode its video: the codec is unsupported or damaged")
-        yield Video(path, container, shown[0], seeks)
+        yield VideoSource(path, container, shown[0], seeks)
 
 
 @contextmanager
@@ -199,7 +199,7 @@ _TRANSPOSES = {
 _SIDEWAYS = {turn for signs, turn in _TRANSPOSES.items() if signs[0] == 0}
 
 
-def shown_packets(video: Video) -> list[tuple[int, int]]:
+def shown_packets(video: VideoSource) -> list[tuple[int, int]]:
     """Time and duration of every displayed frame, in ticks and in display order, without decoding."""
     shown = [
         (packet.pts, packet.duration or 0)
@@ -220,7 +220,7 @@ def _times_of(stream: BinaryIO, path: str, numbers: tuple[int, ...]) -> list[flo
 
 
 def _wanted(
-    video: Video, clip: Clip, count: int, reading: _Reading, times: list[float] | None = None
+    video: VideoSource, clip: Clip, count: int, reading: _Reading, times: list[float] | None = None
 ) -> Iterator[VideoFrame]:
     """The frames of a clip, by the way it selects them."""
     if times is not None:
@@ -235,7 +235,7 @@ def _wanted(
     return _in_a_row(video, clip, count)
 
 
-def _shown_at(video: Video, clip: Clip, times: list[float]) -> Iterator[VideoFrame]:
+def _shown_at(video: VideoSource, clip: Clip, times: list[float]) -> Iterator[VideoFrame]:
     """The frame displayed at each of the times, which must be in order."""
     frames = video.read_from(times[0])
     # `shown` is the frame displayed so far, `following` the next one, read ahead to know when `shown` ends.
@@ -251,7 +251,7 @@ def _shown_at(video: Video, clip: Clip, times: list[float]) -> Iterator[VideoFra
         yield shown
 
 
-def _in_a_row(video: Video, clip: Clip, count: int) -> Iterator[VideoFrame]:
+def _in_a_row(video: VideoSource, clip: Clip, count: int) -> Iterator[VideoFrame]:
     """Consecutive frames from the one displayed at the start of the clip.
 
     With a variable frame rate fewer than `count` may be left from there. Then the last `count` frames of the file are
@@ -283,7 +283,7 @@ def _in_a_row(video: Video, clip: Clip, count: int) -> Iterator[VideoFrame]:
     raise _short(video, clip, last, f"{count} frames")
 
 
-def _short(video: Video, clip: Clip, last: VideoFrame | None, what: str = "frames") -> UnreadableMediaError:
+def _short(video: VideoSource, clip: Clip, last: VideoFrame | None, what: str = "frames") -> UnreadableMediaError:
     end = 0.0 if last is None else video.end(last)
     needed = f"{clip.start:.2f} to {clip.start + clip.duration:.2f} s"
     return UnreadableMediaError(video.path, f"ends after {end:.2f} s, but the clip needs {what} from {needed}")
@@ -292,12 +292,12 @@ def _short(video: Video, clip: Clip, last: VideoFrame | None, what: str = "frame
 class _FrameConverter:
     """Converts frames to images. It reuses one converter, because building its HDR tables takes a second."""
 
-    def __init__(self, video: Video, max_pixels: int) -> None:
+    def __init__(self, video: VideoSource, max_pixels: int) -> None:
         self._video, self._max_pixels = video, max_pixels
         self._reformatter = VideoReformatter()
         self._turn: tuple[Image.Transpose | None] | None = None
 
-    def picture(self, frame: VideoFrame) -> Image.Image:
+    def image(self, frame: VideoFrame) -> Image.Image:
         if frame.is_corrupt:  # FFmpeg has concealed the parts it could not decode
             raise UnreadableMediaError(self._video.path, f"the frame at {self._video.at(frame):.2f} s is damaged")
         square = _square(self._video.stream, frame)
@@ -314,13 +314,13 @@ class _FrameConverter:
             dst_color_primaries=ColorPrimaries.BT709 if hdr else None,
             threads=1,
         )
-        picture = Image.fromarray(rgb.to_ndarray())
-        if picture.size != square:
-            picture = picture.resize(square, Image.Resampling.LANCZOS)
+        image = Image.fromarray(rgb.to_ndarray())
+        if image.size != square:
+            image = image.resize(square, Image.Resampling.LANCZOS)
         # Read the orientation once per file: accessing a frame's side data puts the frame into a reference cycle, which
         # keeps its pixels in memory until the next garbage collection.
         self._turn = self._turn or (orientation_of(frame),)
-        return picture if self._turn[0] is None else picture.transpose(self._turn[0])
+        return image if self._turn[0] is None else image.transpose(self._turn[0])
 
 
 def _square(stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:

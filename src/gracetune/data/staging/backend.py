@@ -10,7 +10,7 @@ from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.record import DatasetBackend, Opening
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.staging.copying import StagingOptions
-from gracetune.data.staging.file_selection import Selection, selection_for
+from gracetune.data.staging.file_selection import ExtensionSelection, selection_for
 from gracetune.data.staging.progress import OnProgress, unwatched
 from gracetune.data.staging.stager import Stager, limit_for, open_for, threads_for
 from gracetune.hardware import Machine, probe
@@ -34,7 +34,11 @@ BACKEND: Final = DatasetBackend("in_memory", open=open_staged)
 
 
 def stager_for(
-    dataset: Dataset, machine: Machine, on_progress: OnProgress = unwatched, *, selection: Selection | None = None
+    dataset: Dataset,
+    machine: Machine,
+    on_progress: OnProgress = unwatched,
+    *,
+    selection: ExtensionSelection | None = None,
 ) -> Stager:
     """The stager of a dataset of type `in_memory`."""
     options = dataset.in_memory

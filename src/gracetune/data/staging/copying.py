@@ -29,14 +29,14 @@ from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.errors import DataError, MissingFileError, UnreadableMediaError
 from gracetune.data.staging.estimate import Estimate, estimate_stored
-from gracetune.data.staging.memory_guard import MemoryGuard
+from gracetune.data.staging.memory_guard import StagingMemoryGuard
 from gracetune.data.staging.progress import OnProgress, StagingProgress, unwatched
 from gracetune.data.staging.report import StagingReport
-from gracetune.hostmem.compression import CHUNK, CHUNK_OVERHEAD, RAW, Codec, Compression, codec_for, shrinks
+from gracetune.hostmem.compression import CHUNK, CHUNK_OVERHEAD, RAW, Compression, CompressionCodec, codec_for, shrinks
 from gracetune.hostmem.hint import together
 from gracetune.hostmem.numa import NodeChoice
 from gracetune.hostmem.segment import Segment
-from gracetune.hostmem.segment_writer import UNREADABLE, ArenaWriter, Entry, capacity_for
+from gracetune.hostmem.segment_writer import UNREADABLE, ArenaWriter, SegmentEntry, capacity_for
 from gracetune.units import MIB
 
 MOST_THREADS: Final = 72
@@ -63,12 +63,12 @@ def segments_for(size: int, threads: int) -> int:
     return max(1, min(threads, MOST_SEGMENTS, size // SEGMENT_BYTES))
 
 
-def stage(
+def stage_files(
     source: Backend,
     listing: Listing,
     options: StagingOptions,
     *,
-    guard: MemoryGuard,
+    guard: StagingMemoryGuard,
     choice: NodeChoice,
     on_progress: OnProgress = unwatched,
 ) -> tuple[list[Segment], StagingReport]:
@@ -95,7 +95,7 @@ class _OpenSegment:
     """A segment that is being filled, and its entries so far."""
 
     writer: ArenaWriter
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[SegmentEntry] = field(default_factory=list)
 
 
 def _sealed(open_segments: list[_OpenSegment]) -> list[Segment]:
@@ -147,8 +147,8 @@ class _Run:
     def __init__(
         self,
         source: Backend,
-        guard: MemoryGuard,
-        codec: Codec | None,
+        guard: StagingMemoryGuard,
+        codec: CompressionCodec | None,
         options: StagingOptions,
         files: Mapping[str, FileStat],
     ) -> None:
@@ -210,7 +210,7 @@ class _Worker:
         while (following := self._run.next_file()) is not None:
             path, facts = following
             try:
-                self._segment.entries.append(self._stage(path, facts))
+                self._segment.entries.append(self._stage_file(path, facts))
                 self._run.advance(done=1)
             except _StoppedError:
                 return
@@ -218,14 +218,14 @@ class _Worker:
                 self._segment.entries.append(self._reason(path, facts, error.reason))
                 self._run.unreadable(path, error.reason)
 
-    def _reason(self, path: str, facts: FileStat, reason: str) -> Entry:
+    def _reason(self, path: str, facts: FileStat, reason: str) -> SegmentEntry:
         """Store the reason in place of an unreadable file."""
         text = reason.encode(errors="backslashreplace")
         offset = self._segment.writer.reserve(len(text))
         stored = self._write_all(offset, [text])
-        return Entry(path, UNREADABLE, offset, stored, facts.size, facts.modified_ns, bytes(16))
+        return SegmentEntry(path, UNREADABLE, offset, stored, facts.size, facts.modified_ns, bytes(16))
 
-    def _stage(self, path: str, facts: FileStat) -> Entry:
+    def _stage_file(self, path: str, facts: FileStat) -> SegmentEntry:
         source = self._run.source
         for _ in range(ATTEMPTS):
             try:
@@ -243,7 +243,7 @@ class _Worker:
             facts = now
         raise UnreadableMediaError(path, f"it kept changing while it was read ({ATTEMPTS} times)")
 
-    def _store(self, path: str, facts: FileStat, stream: io.BufferedIOBase) -> Entry:
+    def _store(self, path: str, facts: FileStat, stream: io.BufferedIOBase) -> SegmentEntry:
         """Store the stream, up to the expected size. The entry's `size` is one larger if the stream has more bytes."""
         digest = xxhash.xxh3_128()
         chunks = self._chunks(stream, facts.size, digest)
@@ -255,7 +255,7 @@ class _Worker:
             offset = self._segment.writer.reserve(facts.size + -(-facts.size // CHUNK) * CHUNK_OVERHEAD)
             pack = codec.pack if codec is not None else memoryview
             stored = self._write_all(offset, chain([first], map(pack, chunks)))
-        return Entry(
+        return SegmentEntry(
             path=path,
             codec=RAW if codec is None else codec.number,
             offset=offset,
@@ -265,7 +265,7 @@ class _Worker:
             digest=digest.digest(),
         )
 
-    def _decided(self, first: memoryview) -> tuple[Codec | None, bytes | memoryview]:
+    def _decided(self, first: memoryview) -> tuple[CompressionCodec | None, bytes | memoryview]:
         """Decide by the first chunk whether to compress the file. Returns the codec and the chunk in stored form."""
         codec = self._run.codec
         if codec is not None and first:
@@ -274,13 +274,13 @@ class _Worker:
                 return codec, packed
         return None, first
 
-    def _write_all(self, offset: int, pieces: Iterable[bytes | memoryview]) -> int:
+    def _write_all(self, offset: int, chunks: Iterable[bytes | memoryview]) -> int:
         stored = 0
         try:
-            for piece in pieces:
-                self._run.guard.take(len(piece))
-                stored += len(piece)
-                self._segment.writer.write(offset + stored - len(piece), piece)
+            for chunk in chunks:
+                self._run.guard.take(len(chunk))
+                stored += len(chunk)
+                self._segment.writer.write(offset + stored - len(chunk), chunk)
         except BaseException:
             self._forget(offset, stored)
             raise

@@ -11,7 +11,7 @@ from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.paths import suffix_of
 from gracetune.data.errors import DataError
 from gracetune.data.text_format import counted
-from gracetune.hostmem.compression import CHUNK, Codec, shrinks
+from gracetune.hostmem.compression import CHUNK, CompressionCodec, shrinks
 
 SAMPLES_PER_KIND: Final = 4
 KINDS: Final = 16
@@ -44,7 +44,7 @@ def decimal(count: int) -> str:
     return f"{count} B"
 
 
-def estimate_stored(source: Backend, files: Mapping[str, FileStat], codec: Codec | None) -> Estimate:
+def estimate_stored(source: Backend, files: Mapping[str, FileStat], codec: CompressionCodec | None) -> Estimate:
     """Estimate the stored size. Without a codec it is exact."""
     raw = sum(facts.size for facts in files.values())
     if codec is None:
@@ -59,7 +59,7 @@ def estimate_stored(source: Backend, files: Mapping[str, FileStat], codec: Codec
     return Estimate(len(files), raw, stored, codec.name, ratios)
 
 
-def _ratio(source: Backend, paths: list[str], files: Mapping[str, FileStat], codec: Codec) -> float:
+def _ratio(source: Backend, paths: list[str], files: Mapping[str, FileStat], codec: CompressionCodec) -> float:
     """The compression ratio of a few files of different sizes, by their first chunk, as staging decides too."""
     by_size = sorted(paths, key=lambda path: (files[path].size, path))
     step = max(1, len(by_size) // SAMPLES_PER_KIND)

@@ -41,7 +41,7 @@ _OF_DATASET: Final[dict[str, tuple[Kind, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Selection:
+class ExtensionSelection:
     """The extensions to stage, in lower case with their dot."""
 
     media: frozenset[str]
@@ -52,18 +52,18 @@ class Selection:
         unselected = []
         chosen = {}
         for path, facts in listing.files.items():
-            reason = self._refusal(path)
+            reason = self._rejection(path)
             if reason is None:
                 chosen[path] = facts
             else:
                 unselected.append(LeftOut(path, reason))
         return Listing(chosen, listing.left_out, tuple(unselected))
 
-    def covers(self, other: Selection) -> bool:
+    def covers(self, other: ExtensionSelection) -> bool:
         """Whether this selects every file that the other selects."""
         return other.media <= self.media | self.sidecars and other.sidecars <= self.media | self.sidecars
 
-    def _refusal(self, path: str) -> str | None:
+    def _rejection(self, path: str) -> str | None:
         if is_hidden(path):
             return "hidden: a name that starts with a dot"
         suffix = suffix_of(path)
@@ -72,16 +72,18 @@ class Selection:
         return f"not staged: {suffix or 'no extension'} is neither a selected media type nor a sidecar"
 
 
-def select(media: Iterable[Kind], *, extensions: Iterable[str] | None = None, also: Iterable[str] = ()) -> Selection:
+def select(
+    media: Iterable[Kind], *, extensions: Iterable[str] | None = None, also: Iterable[str] = ()
+) -> ExtensionSelection:
     """Select media by kind, or by `extensions` instead. Sidecars and the extensions in `also` are always selected."""
     if extensions is None:
         chosen = frozenset[str]().union(*(MEDIA[kind] for kind in media))
     else:
         chosen = frozenset(map(dotted, extensions))
-    return Selection(chosen, SIDECARS | frozenset(map(dotted, also)))
+    return ExtensionSelection(chosen, SIDECARS | frozenset(map(dotted, also)))
 
 
-def selection_for(dataset: Dataset) -> Selection:
+def selection_for(dataset: Dataset) -> ExtensionSelection:
     """The files that a dataset needs."""
     captions = dataset.captions
     also = [captions.extension.rpartition(".")[2]]  # only the last part of `tags.md`, as `suffix_of` returns it

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from gracetune.data.backends.errors import MemoryLimitError, told
+from gracetune.data.backends.errors import MemoryLimitError, problem_text
 from gracetune.data.staging.estimate import Estimate, decimal
 from gracetune.units import MIB, format_bytes
 
@@ -14,7 +14,7 @@ ASK_EVERY: Final = 128 * MIB
 """Free main memory is measured again each time this many bytes have been staged."""
 
 
-class MemoryGuard:
+class StagingMemoryGuard:
     """Checks staged bytes against the dataset's limit, the control group and main memory. Thread-safe.
 
     `headroom` returns the bytes this process can still allocate (None if unknown). `reserve` bytes of it stay free.
@@ -70,7 +70,7 @@ class MemoryGuard:
 
     def _over_limit(self, found: str, wanted: int) -> str:
         enough = -(-wanted // 10**9)
-        return told(
+        return problem_text(
             f"dataset {self._dataset}: in_memory.memory_limit_gb",
             found=found,
             expected=f"at most {decimal(self._limit or 0)}",
@@ -79,7 +79,7 @@ class MemoryGuard:
 
     def _over_headroom(self, found: str, left: int) -> str:
         usable = max(0, left - self._reserve)
-        return told(
+        return problem_text(
             f"dataset {self._dataset}: main memory",
             found=found,
             expected=f"at most {decimal(usable)}: {format_bytes(left)} is free in main memory and the control group, "

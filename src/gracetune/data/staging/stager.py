@@ -11,10 +11,10 @@ from gracetune.data.backend import Backend
 from gracetune.data.backends.handle import to_json
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.listing import Listing, survey
-from gracetune.data.staging.copying import StagingOptions, default_threads, stage
+from gracetune.data.staging.copying import StagingOptions, default_threads, stage_files
 from gracetune.data.staging.estimate import Estimate, estimate_stored
-from gracetune.data.staging.file_selection import Selection
-from gracetune.data.staging.memory_guard import MemoryGuard
+from gracetune.data.staging.file_selection import ExtensionSelection
+from gracetune.data.staging.memory_guard import StagingMemoryGuard
 from gracetune.data.staging.progress import OnProgress, unwatched
 from gracetune.data.staging.report import StagingReport
 from gracetune.hardware import Machine
@@ -29,7 +29,7 @@ from gracetune.hostmem.sharing import LocalRanks, Offer
 @dataclass(frozen=True)
 class Stager:
     source: Backend
-    selection: Selection
+    selection: ExtensionSelection
     options: StagingOptions
     machine: Machine
     limit: int | None = None
@@ -48,8 +48,8 @@ class Stager:
         estimate = estimate_stored(self.source, self.survey().files, codec_for(self.options.compression))
         return estimate, self._guard(spoken_for=spoken_for).check(estimate)
 
-    def stage(self, listing: Listing) -> tuple[list[Segment], StagingReport]:
-        return stage(
+    def stage_files(self, listing: Listing) -> tuple[list[Segment], StagingReport]:
+        return stage_files(
             self.source,
             listing,
             self.options,
@@ -58,7 +58,7 @@ class Stager:
             on_progress=self.on_progress,
         )
 
-    def _guard(self, *, spoken_for: int = 0) -> MemoryGuard:
+    def _guard(self, *, spoken_for: int = 0) -> StagingMemoryGuard:
         sensor = HostSensor(self.machine.gpus)
 
         def headroom() -> int | None:
@@ -66,10 +66,10 @@ class Stager:
             return None if left is None else left - spoken_for
 
         reserve = host_reserve(self.machine)
-        return MemoryGuard(self.options.dataset, limit=self.limit, headroom=headroom, reserve=reserve)
+        return StagingMemoryGuard(self.options.dataset, limit=self.limit, headroom=headroom, reserve=reserve)
 
     def open(self) -> InMemoryBackend:
-        segments, report = self.stage(self.survey())
+        segments, report = self.stage_files(self.survey())
         return InMemoryBackend(segments, root=self.source.root, report=report)
 
 
@@ -91,8 +91,8 @@ def open_for(ranks: LocalRanks, name: str, make: Callable[[], Stager]) -> InMemo
     return backend
 
 
-def threads_for(machine: Machine, asked: int | None) -> int:
-    return asked or default_threads(machine.host.cpu_count or os.cpu_count())
+def threads_for(machine: Machine, requested: int | None) -> int:
+    return requested or default_threads(machine.host.cpu_count or os.cpu_count())
 
 
 def limit_for(gigabytes: float | None) -> int | None:

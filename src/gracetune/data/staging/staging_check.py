@@ -13,7 +13,7 @@ from gracetune.data.staging.estimate import Estimate
 from gracetune.hardware import Machine, probe
 
 
-class Rehearsal:
+class StagingCheck:
     """Replaces `BackendPool` for a dry run: opens datasets without staging and raises the errors that a run would.
 
     Memory that one dataset will need counts as used for the next.

@@ -21,11 +21,11 @@ from gracetune.memory.native.records import (
     Advice,
     Failure,
     Features,
+    ManagedSpan,
     Migrations,
     RangeState,
     SlotPolicy,
     SlotSymbols,
-    Span,
     Unavailable,
 )
 
@@ -263,7 +263,7 @@ class Uvm:
 
     # -- managed memory ------------------------------------------------------------------------------------------------
 
-    def allocate(self, size: int, device: int) -> Span:
+    def allocate(self, size: int, device: int) -> ManagedSpan:
         """Allocate uninitialized managed memory without any advice."""
         if not 0 < size < _UNLIMITED:
             raise ValueError(f"cannot allocate {size} bytes")
@@ -271,15 +271,15 @@ class Uvm:
         code = self._shim.gt_managed_alloc(device, size, byref(pointer))
         if code == Code.CAP:
             total = self.total_stats()
-            raise ManagedCapError(asked=size, live=total.live_bytes, cap=total.cap_bytes or 0)
+            raise ManagedCapError(requested=size, live=total.live_bytes, cap=total.cap_bytes or 0)
         self._check(code)
-        return Span(pointer.value, size, device)
+        return ManagedSpan(pointer.value, size, device)
 
-    def free(self, span: Span) -> None:
+    def free(self, span: ManagedSpan) -> None:
         """Free a span that `allocate` returned."""
         self._check(self._shim.gt_managed_free(span.device, span.pointer, span.bytes))
 
-    def advise(self, span: Span, advice: Advice, location: int | None = None) -> None:
+    def advise(self, span: ManagedSpan, advice: Advice, location: int | None = None) -> None:
         """Give advice. All advice except read-mostly and UNSET_PREFERRED_LOCATION needs a `location`."""
         if location is None:
             if advice not in _WITHOUT_LOCATION:
@@ -287,7 +287,7 @@ class Uvm:
             location = span.device  # the driver ignores it
         self._check(self._shim.gt_advise(span.device, span.pointer, span.bytes, advice, location))
 
-    def prefetch(self, span: Span, location: int, stream: int) -> None:
+    def prefetch(self, span: ManagedSpan, location: int, stream: int) -> None:
         """Enqueue the migration on `stream` (a CUDA stream handle of `span.device`; 0 is the default stream)."""
         self._check(self._shim.gt_prefetch(span.device, span.pointer, span.bytes, location, stream))
 
@@ -309,7 +309,7 @@ class Uvm:
             )
         )
 
-    def range_state(self, span: Span) -> RangeState:
+    def range_state(self, span: ManagedSpan) -> RangeState:
         return RangeState(
             preferred=_somewhere(self._attribute(span, _RangeAttribute.PREFERRED_LOCATION)[0]),
             last_prefetch=_somewhere(self._attribute(span, _RangeAttribute.LAST_PREFETCH_LOCATION)[0]),
@@ -324,15 +324,15 @@ class Uvm:
         self._check(self._shim.gt_is_managed(device, pointer, byref(managed)))
         return bool(managed.value)
 
-    def allocation_of(self, pointer: int, device: int) -> Span:
+    def allocation_of(self, pointer: int, device: int) -> ManagedSpan:
         """The allocation that contains `pointer`."""
         start, size = c_uint64(), c_uint64()
         self._check(self._shim.gt_pointer_range(device, pointer, byref(start), byref(size)))
-        return Span(start.value, size.value, device)
+        return ManagedSpan(start.value, size.value, device)
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _attribute(self, span: Span, attribute: _RangeAttribute, count: int = 1) -> list[int]:
+    def _attribute(self, span: ManagedSpan, attribute: _RangeAttribute, count: int = 1) -> list[int]:
         values = (c_int32 * count)()
         self._check(self._shim.gt_range_attribute(span.device, span.pointer, span.bytes, attribute, values, count))
         return list(values)

@@ -47,7 +47,7 @@ class Advice(IntEnum):
 
 
 @dataclass(frozen=True)
-class Span:
+class ManagedSpan:
     """A range of managed memory, and the GPU whose context is used for driver calls on it."""
 
     pointer: int

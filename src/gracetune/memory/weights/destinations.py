@@ -11,7 +11,7 @@ from torch import Tensor
 from gracetune.errors import Problem
 from gracetune.storage.errors import WeightFileError
 from gracetune.storage.safetensors_files import TORCH_DTYPES
-from gracetune.storage.safetensors_headers import TensorEntry, Weights, shortened
+from gracetune.storage.safetensors_headers import TensorEntry, WeightFiles, shortened
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:
@@ -20,7 +20,7 @@ def torch_dtype(entry: TensorEntry) -> torch.dtype:
     return TORCH_DTYPES[entry.dtype]
 
 
-def find_problems(weights: Weights, destinations: Mapping[str, Tensor], unused: tuple[str, ...]) -> list[Problem]:
+def find_problems(weights: WeightFiles, destinations: Mapping[str, Tensor], unused: tuple[str, ...]) -> list[Problem]:
     found = {name: weights.entries[name] for name in destinations if name in weights.entries}
     mismatches = (_mismatch(entry, destinations[name]) for name, entry in found.items())
     return [
@@ -31,7 +31,7 @@ def find_problems(weights: Weights, destinations: Mapping[str, Tensor], unused: 
     ]
 
 
-def _missing(weights: Weights, names: list[str]) -> list[Problem]:
+def _missing(weights: WeightFiles, names: list[str]) -> list[Problem]:
     problems = []
     for position, name in enumerate(names):
         # Searching for a similar name is slow, and users read only the first few problems.

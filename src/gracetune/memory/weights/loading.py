@@ -35,14 +35,14 @@ from gracetune.storage.safetensors_files import TORCH_DTYPES
 from gracetune.storage.safetensors_headers import (
     FileIdentity,
     TensorEntry,
-    Weights,
+    WeightFiles,
     open_weights,
     read_fully,
     unreadable,
 )
 from gracetune.units import MIB
 
-__all__ = ["LoadReport", "Progress", "load_into", "open_weights", "torch_dtype"]
+__all__ = ["Progress", "WeightLoadReport", "load_into", "open_weights", "torch_dtype"]
 
 CHUNK = 16 * MIB
 """Bytes per read. Large enough to make the overhead negligible, small enough that threads share one tensor."""
@@ -53,7 +53,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class WeightLoadReport:
     """The result of loading weights."""
 
     bytes_read: int
@@ -65,14 +65,14 @@ class LoadReport:
 
 
 def load_into(
-    weights: Weights,
+    weights: WeightFiles,
     destinations: Mapping[str, Tensor],
     *,
     allow_unused: bool = False,
     keep_page_cache: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> LoadReport:
+) -> WeightLoadReport:
     """Fill each destination from the tensor of the same name. Shapes must be equal; floating-point dtypes may differ.
 
     All problems with names, shapes and dtypes are found before anything is read. `allow_unused` permits tensors in the
@@ -94,10 +94,10 @@ def load_into(
         page_caches = {} if keep_page_cache else _page_caches(descriptors, jobs)
         bytes_read = _run(_Reader(descriptors, stagings, page_caches), jobs, count, progress)
     converted = tuple(name for name, tensor in destinations.items() if tensor.dtype != _dtype_of(weights, name))
-    return LoadReport(bytes_read, len(destinations), converted, unused)
+    return WeightLoadReport(bytes_read, len(destinations), converted, unused)
 
 
-def _dtype_of(weights: Weights, name: str) -> torch.dtype:
+def _dtype_of(weights: WeightFiles, name: str) -> torch.dtype:
     return TORCH_DTYPES[weights.entries[name].dtype]
 
 
@@ -138,11 +138,11 @@ def _jobs(wanted: list[TensorEntry], destinations: Mapping[str, Tensor]) -> Iter
         if _is_direct(tensor, entry):
             whole = bytes_of(tensor)
             for start in range(0, entry.size, CHUNK):
-                piece = whole[start : start + CHUNK]
-                yield _Job(entry, entry.start + start, len(piece), piece, direct=True)
+                chunk = whole[start : start + CHUNK]
+                yield _Job(entry, entry.start + start, len(chunk), chunk, direct=True)
         else:
-            for first, piece in _pieces(tensor, CHUNK // item):
-                yield _Job(entry, entry.start + first * item, piece.numel() * item, piece, direct=False)
+            for first, chunk in _chunks(tensor, CHUNK // item):
+                yield _Job(entry, entry.start + first * item, chunk.numel() * item, chunk, direct=False)
 
 
 def _is_direct(tensor: Tensor, entry: TensorEntry) -> bool:
@@ -150,7 +150,7 @@ def _is_direct(tensor: Tensor, entry: TensorEntry) -> bool:
     return same_bytes and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def _pieces(tensor: Tensor, most: int, first: int = 0) -> Iterator[tuple[int, Tensor]]:
+def _chunks(tensor: Tensor, most: int, first: int = 0) -> Iterator[tuple[int, Tensor]]:
     """Divide a tensor of any strides into views of at most `most` elements that are consecutive in the file.
 
     Yields each view with the number of its first element.
@@ -162,7 +162,7 @@ def _pieces(tensor: Tensor, most: int, first: int = 0) -> Iterator[tuple[int, Te
     step = max(1, most // row)
     for index in range(0, tensor.shape[0], step):
         part = tensor[index : index + step]
-        yield from _pieces(part if row <= most else part[0], most, first + index * row)
+        yield from _chunks(part if row <= most else part[0], most, first + index * row)
 
 
 def _stagings(

@@ -66,9 +66,9 @@ def files_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def drawn(posterior: Posterior, samples: Sequence[Sample], how: str) -> Tensor:
+def sample_posterior(posterior: Posterior, samples: Sequence[Sample], mode: str) -> Tensor:
     """The posterior's mean, or a sample of it whose randomness depends only on the item's content."""
-    if how == "mean":
+    if mode == "mean":
         return posterior.mean
     noise = torch.stack([normals_for_content(sample.ref.digest, posterior.mean.shape[1:]) for sample in samples])
     return posterior.mean + posterior.std * noise.to(posterior.mean)

@@ -31,7 +31,7 @@ def use_sigmoid(model: nn.Module) -> None:
 class SigmoidGelu(GELU):
     def gelu(self, gate: Tensor) -> Tensor:
         """The argument keeps diffusers' name."""
-        if not kernels.pays_in_halves(gate):
+        if not kernels.use_half_kernels(gate):
             result: Tensor = super().gelu(gate)
             return result
         return gelu_by_sigmoid(gate)
@@ -42,7 +42,7 @@ class PlainSigmoidGelu(nn.GELU):
 
     def forward(self, input: Tensor) -> Tensor:
         """The argument keeps torch's name."""
-        if not kernels.pays_in_halves(input):
+        if not kernels.use_half_kernels(input):
             return super().forward(input)
         return gelu_by_sigmoid(input)
 

@@ -14,7 +14,7 @@ from gracetune.cache.encoder import EncoderId
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import SampleRef
-from gracetune.models.common.encoding import drawn, latent_mask
+from gracetune.models.common.encoding import latent_mask, sample_posterior
 from gracetune.models.common.vae_encoder import VaeEncoder
 from gracetune.models.spec import EncodeOptions
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def nothing_more(sample: Sample) -> Entry:
-    """The default of `Codec.more`."""
+    """The default of `ImageCodec.more`."""
     return {}
 
 
 @dataclass(frozen=True)
-class Codec:
+class ImageCodec:
     """How one family's VAE is used. The denoiser gets latents as (z - offset) x scale, per channel."""
 
     offset: tuple[float, ...]
@@ -43,10 +43,10 @@ class Codec:
     """Other conditioning of a sample, computed from its ref alone."""
 
 
-class PictureLatents(VaeEncoder):
+class ImageLatents(VaeEncoder):
     """Satisfies `cache.encoder.LatentEncoder`."""
 
-    def __init__(self, vae: Any, identity: EncoderId, codec: Codec, options: EncodeOptions) -> None:
+    def __init__(self, vae: Any, identity: EncoderId, codec: ImageCodec, options: EncodeOptions) -> None:
         super().__init__(vae, identity, options)
         self._codec = codec
         self._device, self._dtype = vae.device, vae.dtype
@@ -66,7 +66,7 @@ class PictureLatents(VaeEncoder):
         return entries
 
     def beside(self, ref: SampleRef) -> Entry:
-        """The part of an entry that needs no pixels. Satisfies `cache.encoder.KnowsMore`."""
+        """The part of an entry that needs no pixels. Satisfies `cache.encoder.DescribesEntries`."""
         return self._codec.more(Sample(ref, None, None, None, ()))
 
     def _references(self, samples: Sequence[Sample]) -> int:
@@ -84,7 +84,7 @@ class PictureLatents(VaeEncoder):
         pixels = torch.stack([_image_pixels(sample) for sample in samples]).to(self._device, self._dtype)
         # Some VAEs need a time dimension: [B, C, 1, H, W].
         posterior = self._vae.encode(pixels[:, :, None] if self._codec.video else pixels).latent_dist
-        latents = drawn(posterior, samples, self._options.posterior).float()
+        latents = sample_posterior(posterior, samples, self._options.posterior).float()
         latents = latents[:, :, 0] if self._codec.video else latents
         offset, scale = (_per_channel(values, latents) for values in (self._codec.offset, self._codec.scale))
         # Copies, so that an entry does not keep the whole batch's memory alive.

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from gracetune.cache.encoder import EncoderId, Prompt
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.common.encoding import release
-from gracetune.models.common.tokens import CutTexts
+from gracetune.models.common.tokens import TruncatedTexts
 from gracetune.models.layout import TOKENIZER, read_config
 from gracetune.models.progress_bars import without_bars
 from gracetune.models.source import ModelSource, read_json
@@ -71,24 +71,24 @@ class PipelineText:
         self,
         pipeline: Any,
         identity: EncoderId,
-        encode: Callable[[Any, torch.device, Sequence[Prompt], CutTexts], list[Entry]],
+        encode: Callable[[Any, torch.device, Sequence[Prompt], TruncatedTexts], list[Entry]],
         *,
         device: torch.device,
-        reads_pictures: bool = False,
+        reads_images: bool = False,
         lengths: Callable[[Any, Sequence[str]], list[int]] = lambda pipeline, texts: [0] * len(texts),
     ) -> None:
         """`lengths` returns the token counts of texts, for encoders that only batch texts of equal length."""
         self._pipeline, self._identity, self._encode, self._lengths = pipeline, identity, encode, lengths
-        self._device, self._reads_pictures = device, reads_pictures
-        self._cut = CutTexts()
+        self._device, self._reads_images = device, reads_images
+        self._cut = TruncatedTexts()
 
     @property
     def id(self) -> EncoderId:
         return self._identity
 
     @property
-    def reads_pictures(self) -> bool:
-        return self._reads_pictures
+    def reads_images(self) -> bool:
+        return self._reads_images
 
     @property
     def cut(self) -> Mapping[str, Sequence[str]]:

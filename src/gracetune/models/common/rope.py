@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (a, b) of x [..., channels] to (a cos - b sin, b cos + a sin). The tables are [..., pairs]."""
     pairs = x.unflatten(-1, (-1, 2))
     sign = 2 * torch.arange(2, device=x.device) - 1

@@ -16,7 +16,7 @@ DEFAULT_SIDE = 1024
 """Side in pixels of a sample whose request names none: the size all these weights were trained for."""
 
 
-def refuse(problems: Iterable[Problem]) -> None:
+def reject(problems: Iterable[Problem]) -> None:
     """Raise ConfigError with all problems at once, if there are any."""
     found = tuple(problems)
     if found:
@@ -56,13 +56,13 @@ def reference_problems(
 
 def checked_size(request: SampleRequest, multiple: int) -> tuple[int, int]:
     """Width and height; ConfigError if the model does not support them."""
-    refuse(side_problems(*size_of(request), multiple))
+    reject(side_problems(*size_of(request), multiple))
     return size_of(request)
 
 
-def refuse_references(request: SampleRequest, model: str) -> None:
+def reject_references(request: SampleRequest, model: str) -> None:
     """ConfigError if the request has references."""
-    refuse(reference_problems(request, model))
+    reject(reference_problems(request, model))
 
 
 def batched(pipeline: Any, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ def made(kind: Any, **options: Any) -> Any:
     return kind(**options)
 
 
-class Weights:
+class TinyWeights:
     """Builds modules with random parameters from one seed. Each module continues the generator of the one before."""
 
     def __init__(self, seed: int) -> None:
@@ -79,11 +79,11 @@ def _random_values(name: str, parameter: torch.Tensor, generator: torch.Generato
 def t5_tokenizer(longest: int = T5_TOKENS) -> PreTrainedTokenizerFast:
     """A T5-like tokenizer: word pieces with a leading mark and an end token. Unknown text is split into bytes."""
     special = ("<pad>", "</s>", "<unk>")  # ids 0, 1 and 2, as in the published ones
-    pieces = [(token, 0.0) for token in special]
-    pieces += [(f"<0x{byte:02X}>", -12.0) for byte in range(256)]
-    pieces += [("▁", -4.0)] + [(f"▁{word}", -6.0) for word in _WORDS]
-    pieces += [(chr(code), -8.0) for code in range(ord("!"), ord("~") + 1)]
-    tokenizer = Tokenizer(Unigram(pieces, unk_id=2, byte_fallback=True))
+    chunks = [(token, 0.0) for token in special]
+    chunks += [(f"<0x{byte:02X}>", -12.0) for byte in range(256)]
+    chunks += [("▁", -4.0)] + [(f"▁{word}", -6.0) for word in _WORDS]
+    chunks += [(chr(code), -8.0) for code in range(ord("!"), ord("~") + 1)]
+    tokenizer = Tokenizer(Unigram(chunks, unk_id=2, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")]
     )
@@ -118,7 +118,7 @@ def t5_options(vocabulary: int) -> dict[str, Any]:
     }
 
 
-def t5_encoder(weights: Weights, vocabulary: int) -> T5EncoderModel:
+def t5_encoder(weights: TinyWeights, vocabulary: int) -> T5EncoderModel:
     encoder: T5EncoderModel = weights.of(T5EncoderModel, T5Config(**t5_options(vocabulary)))
     return encoder
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
-class CutTexts:
+class TruncatedTexts:
     """Texts of which the text encoder read only the beginning, without duplicates, by limit (`77 tokens`)."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 from torch import Tensor, nn
 
-from gracetune.models.common.rope import turned
+from gracetune.models.common.rope import apply_rope
 
 
 def use_own_processors(denoiser: nn.Module) -> None:
@@ -49,7 +49,7 @@ class OwnPositions(FluxAttnProcessor):
             value = torch.cat([own_value, value], dim=1)
         cos, sin = (table[:, :, None, ::2] for table in image_rotary_emb)  # each angle is stored twice
         answer = dispatch_attention_fn(
-            turned(query, cos, sin), turned(key, cos, sin), value, attn_mask=attention_mask,
+            apply_rope(query, cos, sin), apply_rope(key, cos, sin), value, attn_mask=attention_mask,
             backend=self._attention_backend, parallel_config=self._parallel_config,
         )  # fmt: skip
         answer = answer.flatten(2, 3).to(query.dtype)

@@ -10,31 +10,31 @@ import torch
 
 from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
 from gracetune.models.common.encoding import encoder_id, files_digest
-from gracetune.models.common.image_latents import Codec, PictureLatents
+from gracetune.models.common.image_latents import ImageCodec, ImageLatents
 from gracetune.models.common.pipelines import PipelineText
-from gracetune.models.common.tokens import CutTexts, padded_tokens
+from gracetune.models.common.tokens import TruncatedTexts, padded_tokens
 from gracetune.models.flux.load import TRANSFORMER, around, inspect, load_vae, text_parts
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.models.spec import EncodeOptions, PartPlacement
 
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
 
 
-def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> LatentEncoder:
+def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: EncodeOptions) -> LatentEncoder:
     vae: Any = load_vae(source, placement)
     channels = vae.config.latent_channels
-    codec = Codec(
+    codec = ImageCodec(
         offset=(vae.config.shift_factor or 0.0,) * channels,
         scale=(vae.config.scaling_factor,) * channels,
         dtype=placement.dtype,
         references=1 if inspect(source).flavour == "kontext" else 0,
     )
     settings = {"class": type(vae).__name__, "dtype": str(placement.dtype), "posterior": options.posterior}
-    return PictureLatents(vae, encoder_id("latent", source, ["vae"], settings), codec, options)
+    return ImageLatents(vae, encoder_id("latent", source, ["vae"], settings), codec, options)
 
 
-def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
+def load_text_encoder(source: ModelSource, placement: PartPlacement) -> TextEncoder:
     tokens = inspect(source).details["caption_tokens"]
     pipeline = around(source, {**text_parts(source, placement), "vae": None, "scheduler": None, TRANSFORMER: None})
     settings = {
@@ -49,7 +49,7 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
 
 
 def _encode(
-    pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts, *, tokens: int
+    pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: TruncatedTexts, *, tokens: int
 ) -> list[Entry]:
     """The result of the pipeline's `encode_prompt`, which would tokenize every text several times to warn of long ones.
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gracetune.models.keys import Fused, KeyMap, Rule
+from gracetune.models.keys import Fused, KeyMap, KeyMapRule
 
 _OURS, _THEIRS = "transformer_blocks.{}", "double_blocks.{}"
 _SINGLE, _THEIR_SINGLE = "single_transformer_blocks.{}", "single_blocks.{}"
 
 
-def _embedders() -> Iterator[Rule]:
+def _embedders() -> Iterator[KeyMapRule]:
     for ours, original in (("timestep", "time_in"), ("guidance", "guidance_in"), ("text", "vector_in")):
         for number, layer in ((1, "in_layer"), (2, "out_layer")):
-            yield Rule(f"time_text_embed.{ours}_embedder.linear_{number}", f"{original}.{layer}")
+            yield KeyMapRule(f"time_text_embed.{ours}_embedder.linear_{number}", f"{original}.{layer}")
 
 
 def _diffsynth_names() -> Iterator[tuple[str, str]]:
@@ -45,20 +45,20 @@ KEYS = KeyMap(
     component="transformer",
     rules=(
         *_embedders(),
-        Rule("context_embedder", "txt_in"),
-        Rule("x_embedder", "img_in"),
-        Rule(f"{_OURS}.norm1.linear", f"{_THEIRS}.img_mod.lin"),
-        Rule(f"{_OURS}.norm1_context.linear", f"{_THEIRS}.txt_mod.lin"),
-        Rule(f"{_OURS}.attn.to_out.0", f"{_THEIRS}.img_attn.proj"),
-        Rule(f"{_OURS}.attn.to_add_out", f"{_THEIRS}.txt_attn.proj"),
-        Rule(f"{_OURS}.ff.net.0.proj", f"{_THEIRS}.img_mlp.0"),
-        Rule(f"{_OURS}.ff.net.2", f"{_THEIRS}.img_mlp.2"),
-        Rule(f"{_OURS}.ff_context.net.0.proj", f"{_THEIRS}.txt_mlp.0"),
-        Rule(f"{_OURS}.ff_context.net.2", f"{_THEIRS}.txt_mlp.2"),
-        Rule(f"{_SINGLE}.norm.linear", f"{_THEIR_SINGLE}.modulation.lin"),
-        Rule(f"{_SINGLE}.proj_out", f"{_THEIR_SINGLE}.linear2"),
-        Rule("norm_out.linear", "final_layer.adaLN_modulation.1", halves_swapped=True),
-        Rule("proj_out", "final_layer.linear"),
+        KeyMapRule("context_embedder", "txt_in"),
+        KeyMapRule("x_embedder", "img_in"),
+        KeyMapRule(f"{_OURS}.norm1.linear", f"{_THEIRS}.img_mod.lin"),
+        KeyMapRule(f"{_OURS}.norm1_context.linear", f"{_THEIRS}.txt_mod.lin"),
+        KeyMapRule(f"{_OURS}.attn.to_out.0", f"{_THEIRS}.img_attn.proj"),
+        KeyMapRule(f"{_OURS}.attn.to_add_out", f"{_THEIRS}.txt_attn.proj"),
+        KeyMapRule(f"{_OURS}.ff.net.0.proj", f"{_THEIRS}.img_mlp.0"),
+        KeyMapRule(f"{_OURS}.ff.net.2", f"{_THEIRS}.img_mlp.2"),
+        KeyMapRule(f"{_OURS}.ff_context.net.0.proj", f"{_THEIRS}.txt_mlp.0"),
+        KeyMapRule(f"{_OURS}.ff_context.net.2", f"{_THEIRS}.txt_mlp.2"),
+        KeyMapRule(f"{_SINGLE}.norm.linear", f"{_THEIR_SINGLE}.modulation.lin"),
+        KeyMapRule(f"{_SINGLE}.proj_out", f"{_THEIR_SINGLE}.linear2"),
+        KeyMapRule("norm_out.linear", "final_layer.adaLN_modulation.1", halves_swapped=True),
+        KeyMapRule("proj_out", "final_layer.linear"),
     ),
     fused=(
         Fused(f"{_THEIRS}.img_attn.qkv", tuple((f"{_OURS}.attn.to_{name}", 1) for name in "qkv")),

@@ -29,7 +29,7 @@ from gracetune.models.layout import (
 )
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Expert, ModelFacts, Placement
+from gracetune.models.spec import Expert, ModelFacts, PartPlacement
 
 PIPELINES: Mapping[str, Any] = {pipeline.__name__: pipeline for pipeline in (FluxPipeline, FluxKontextPipeline)}
 TRANSFORMER = "transformer"
@@ -88,7 +88,7 @@ def made_ready(denoiser: nn.Module) -> None:
     use_sigmoid(denoiser)
 
 
-def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
+def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
     return load_component(source, expert.component, FluxTransformer2DModel, placement, adjust=made_ready)
 
 
@@ -96,12 +96,12 @@ def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
     return build_component(source, expert.component, FluxTransformer2DModel, adjust=made_ready)
 
 
-def load_vae(source: ModelSource, placement: Placement) -> nn.Module:
+def load_vae(source: ModelSource, placement: PartPlacement) -> nn.Module:
     return load_component(source, "vae", AutoencoderKL, replace(placement, attention=None))
 
 
 def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None,
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: PartPlacement, facts: ModelFacts | None = None,
     *, with_text: bool = True,
 ) -> Any:  # fmt: skip
     """A denoiser that is not given is loaded."""
@@ -112,7 +112,7 @@ def load_pipeline(
     return around(source, parts)
 
 
-def text_parts(source: ModelSource, placement: Placement) -> dict[str, Any]:
+def text_parts(source: ModelSource, placement: PartPlacement) -> dict[str, Any]:
     return {
         "text_encoder": load_text_model(source, "text_encoder", CLIPTextModel, placement),
         "text_encoder_2": load_text_model(source, "text_encoder_2", T5EncoderModel, placement),

@@ -9,7 +9,7 @@ import torch
 from diffusers import FluxKontextPipeline
 
 from gracetune.models.common.latent_packing import PATCH
-from gracetune.models.common.sample_checks import batched, reference_problems, refuse, side_problems, size_of
+from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
 _SHORT = 256
@@ -24,7 +24,7 @@ def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
 def _check(request: SampleRequest, multiple: int, *, edits: bool) -> None:
     model, references = ("FLUX.1 Kontext", 1) if edits else ("FLUX.1", 0)
     sides = side_problems(*size_of(request), multiple)
-    refuse([*sides, *reference_problems(request, model, least=references, most=references)])
+    reject([*sides, *reference_problems(request, model, least=references, most=references)])
 
 
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:

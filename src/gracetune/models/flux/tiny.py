@@ -17,7 +17,7 @@ from transformers import CLIPTextModel
 
 from gracetune.models.common.tiny_parts import (
     WIDTH,
-    Weights,
+    TinyWeights,
     clip_text_config,
     clip_tokenizer,
     made,
@@ -44,7 +44,7 @@ _RECIPES = {
 
 def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     """Write the tiny model of one flavour into `folder`, in diffusers' layout."""
-    recipe, weights = _RECIPES[flavour], Weights(seed)
+    recipe, weights = _RECIPES[flavour], TinyWeights(seed)
     tokenizer, tokenizer_2 = clip_tokenizer(), t5_tokenizer(256 if recipe.distilled else 512)
     config = clip_text_config(tokenizer)
     pipeline = made(
@@ -60,7 +60,7 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     return save(pipeline, folder)
 
 
-def _transformer(weights: Weights, recipe: _Recipe) -> Any:
+def _transformer(weights: TinyWeights, recipe: _Recipe) -> Any:
     return weights.of(
         FluxTransformer2DModel,
         in_channels=64,
@@ -75,7 +75,7 @@ def _transformer(weights: Weights, recipe: _Recipe) -> Any:
     )
 
 
-def _vae(weights: Weights) -> Any:
+def _vae(weights: TinyWeights) -> Any:
     return weights.of(
         AutoencoderKL,
         down_block_types=("DownEncoderBlock2D",) * 4,

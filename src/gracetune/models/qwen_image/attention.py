@@ -18,7 +18,7 @@ from diffusers.models.transformers.transformer_qwenimage import (
 )
 from torch import Tensor, nn
 
-from gracetune.models.common.rope import turned
+from gracetune.models.common.rope import apply_rope
 from gracetune.models.common.shared_inputs import answers
 
 
@@ -29,7 +29,7 @@ def turn_by_pairs(denoiser: nn.Module) -> None:
         return
     denoiser.pos_embed.__class__ = RealAngles  # keeps its tables and their names
     for block in cast(Any, denoiser.transformer_blocks):
-        block.attn.set_processor(cast(Any, PairwiseAttention)())
+        block.attn.set_processor(cast(Any, QwenPairwiseAttention)())
 
 
 class RealAngles(QwenEmbedRope):
@@ -46,7 +46,7 @@ class RealAngles(QwenEmbedRope):
         return torch.view_as_real(image), torch.view_as_real(caption)
 
 
-class PairwiseAttention(QwenDoubleStreamAttnProcessor2_0):
+class QwenPairwiseAttention(QwenDoubleStreamAttnProcessor2_0):
     """diffusers' processor with real-valued RoPE."""
 
     def __call__(  # type: ignore[override]  # diffusers annotates one tensor, but returns two
@@ -87,7 +87,7 @@ def _by_heads(x: Tensor, attn: Any) -> Tensor:
 def _norm_and_rope(x: Tensor, norm: nn.Module, attn: Any, angles: Tensor) -> Tensor:
     """`x` by heads, normed and rotated by `angles` [tokens, pairs, 2] or [B, tokens, pairs, 2]."""
     cos, sin = angles.unsqueeze(-3).unbind(-1)
-    return turned(norm(_by_heads(x, attn)), cos, sin)
+    return apply_rope(norm(_by_heads(x, attn)), cos, sin)
 
 
 def _joint_mask(caption: Tensor | None, image: Tensor) -> Tensor | None:

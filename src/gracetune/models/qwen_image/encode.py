@@ -19,19 +19,19 @@ from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.models.common.encoding import encoder_id, files_digest
-from gracetune.models.common.image_latents import Codec, PictureLatents, to_image
+from gracetune.models.common.image_latents import ImageCodec, ImageLatents, to_image
 from gracetune.models.common.pipelines import PipelineText
-from gracetune.models.common.tokens import CutTexts
+from gracetune.models.common.tokens import TruncatedTexts
 from gracetune.models.qwen_image.load import TRANSFORMER, around, inspect, load_vae, text_parts
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.models.spec import EncodeOptions, PartPlacement
 
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
 
 MAX_TOKENS = 512
 """Caption tokens without references: the pipeline's default. The edit pipelines do not truncate."""
-EDIT_PICTURE = 1024 * 1024
+EDIT_IMAGE = 1024 * 1024
 """Pixels of the reference that the Edit pipeline passes to its text encoder. Hard-coded there as well."""
 _MEASURED = 1024
 """Captions whose tokens are in memory at a time when only their lengths are needed."""
@@ -39,9 +39,9 @@ _REFERENCES = {"t2i": 0, "edit": 1, "edit-2509": None, "edit-2511": None}
 """Flavour -> supported number of references; None for any number."""
 
 
-def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> LatentEncoder:
+def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: EncodeOptions) -> LatentEncoder:
     vae: Any = load_vae(source, placement)
-    codec = Codec(
+    codec = ImageCodec(
         offset=tuple(vae.config.latents_mean),
         scale=tuple(1.0 / value for value in vae.config.latents_std),
         dtype=placement.dtype,
@@ -53,10 +53,10 @@ def load_latent_encoder(source: ModelSource, placement: Placement, options: Enco
         "dtype": str(placement.dtype),
         "posterior": options.posterior,
     }
-    return PictureLatents(vae, encoder_id("latent", source, ["vae"], settings), codec, options)
+    return ImageLatents(vae, encoder_id("latent", source, ["vae"], settings), codec, options)
 
 
-def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
+def load_text_encoder(source: ModelSource, placement: PartPlacement) -> TextEncoder:
     name = inspect(source).details["pipeline"]
     pipeline = around(source, {**text_parts(source, placement), "vae": None, "scheduler": None, TRANSFORMER: None})
     settings = {
@@ -72,7 +72,7 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
         encoder_id("text", source, ["text_encoder"], settings),
         _encode,
         device=placement.device,
-        reads_pictures=name != QwenImagePipeline.__name__,
+        reads_images=name != QwenImagePipeline.__name__,
         lengths=_lengths,
     )
 
@@ -88,14 +88,14 @@ def _processor_settings(source: ModelSource, pipeline: Any, pixels: int) -> dict
 
 _PROCESSOR_SETTINGS: Mapping[str, Callable[[ModelSource, Any], dict[str, str]]] = {
     QwenImagePipeline.__name__: lambda source, pipeline: {"tokens": str(MAX_TOKENS)},
-    QwenImageEditPipeline.__name__: lambda source, pipeline: _processor_settings(source, pipeline, EDIT_PICTURE),
+    QwenImageEditPipeline.__name__: lambda source, pipeline: _processor_settings(source, pipeline, EDIT_IMAGE),
     QwenImageEditPlusPipeline.__name__: lambda source, pipeline: _processor_settings(
         source, pipeline, edit_plus.CONDITION_IMAGE_SIZE
     ),
 }
 
 
-def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts) -> list[Entry]:
+def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: TruncatedTexts) -> list[Entry]:
     """Entries without a mask: the batch source builds one if the captions of a batch differ in length, and only then.
     No mask allows faster attention kernels.
     """
@@ -108,7 +108,7 @@ def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut:
     return entries
 
 
-def _embedded(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts) -> list[Tensor]:
+def _embedded(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: TruncatedTexts) -> list[Tensor]:
     """Embeddings [tokens, width] of each caption, equal to the pipeline's `encode_prompt` for that caption alone.
 
     Only captions with the same number of tokens are batched: padding would change an embedding slightly.
@@ -150,13 +150,13 @@ def _lengths(pipeline: Any, texts: Sequence[str]) -> list[int]:
 def _arguments(pipeline: Any, prompt: Prompt) -> dict[str, Any]:
     if isinstance(pipeline, QwenImageEditPlusPipeline):
         # The pipeline's template depends on whether it gets a list.
-        return {"image": [_condition_image(pipeline, picture, _plus_size) for picture in prompt.pictures] or None}
-    if len(prompt.pictures) != 1:
+        return {"image": [_condition_image(pipeline, image, _plus_size) for image in prompt.images] or None}
+    if len(prompt.images) != 1:
         raise DataError(
-            f"caption {prompt.text!r}: {len(prompt.pictures)} references, but Qwen-Image-Edit supports exactly one: "
+            f"caption {prompt.text!r}: {len(prompt.images)} references, but Qwen-Image-Edit supports exactly one: "
             "name one dataset in `conditioning`, or train flavour edit-2509, which supports several"
         )
-    return {"image": _condition_image(pipeline, prompt.pictures[0], _edit_size)}
+    return {"image": _condition_image(pipeline, prompt.images[0], _edit_size)}
 
 
 def _condition_image(pipeline: Any, sample: Sample, size: Callable[[float], tuple[int, int]]) -> Image.Image:
@@ -173,5 +173,5 @@ def _plus_size(ratio: float) -> tuple[int, int]:
 
 
 def _edit_size(ratio: float) -> tuple[int, int]:
-    width, height, _ = edit.calculate_dimensions(EDIT_PICTURE, ratio)
+    width, height, _ = edit.calculate_dimensions(EDIT_IMAGE, ratio)
     return width, height

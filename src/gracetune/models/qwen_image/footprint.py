@@ -8,79 +8,82 @@ mode.
 from __future__ import annotations
 
 from gracetune.models.footprint import (
-    Block,
-    Codec,
-    Encoder,
     Footprint,
-    Kept,
-    Linear,
+    FootprintBlock,
+    FootprintCodec,
+    FootprintEncoder,
+    FootprintKept,
+    FootprintLinear,
+    FootprintStream,
+    FootprintText,
     PixelLatents,
-    Stream,
-    Text,
 )
 
 WIDTH, FFN, HEADS, LAYERS = 3072, 12_288, 24, 60
 CAPTION_WIDTH = 3584
 CAPTION_TOKENS = 512
 PARAMETERS = 20_430_401_088
-VAE = Codec("VAE (Qwen-Image)", 126_892_531, encode=969, decode=1_731)
+VAE = FootprintCodec("VAE (Qwen-Image)", 126_892_531, encode=969, decode=1_731)
 
 
-def _stream(stream: Stream, *, modulated_by_token: bool) -> tuple[Kept, ...]:
+def _stream(stream: FootprintStream, *, modulated_by_token: bool) -> tuple[FootprintKept, ...]:
     """Saved tensors of one stream. `modulated_by_token`: every token has its own scales and gates (Edit-2511)."""
-    kept: tuple[Kept, ...] = (
-        Kept(f"{stream} norm1 input", WIDTH, stream, compiled=False),
-        Kept(f"{stream} norm1 output", WIDTH, stream, needed_by="scales"),
-        Kept(f"{stream} x1", WIDTH, stream, needed_by="weights"),
-        Kept(f"{stream} query and key before norm", 2 * WIDTH, stream),
-        Kept(f"{stream} query and key in fp32", 2 * WIDTH, stream, fp32=True, compiled=False),
-        Kept(f"{stream} query and key before the norm's weight", 2 * WIDTH, stream, needed_by="full"),
-        Kept(f"{stream} o", WIDTH, stream, needed_by="weights"),
-        Kept(f"{stream} attention output", WIDTH, stream, needed_by="scales"),
-        Kept(f"{stream} residual after attention", WIDTH, stream),
-        Kept(f"{stream} norm2 output", WIDTH, stream, needed_by="scales"),
-        Kept(f"{stream} x2", WIDTH, stream, needed_by="weights"),
-        Kept(f"{stream} before GELU", FFN, stream),
-        Kept(f"{stream} after GELU", FFN, stream, needed_by="weights"),
-        Kept(f"{stream} feed-forward output", WIDTH, stream, needed_by="scales"),
+    kept: tuple[FootprintKept, ...] = (
+        FootprintKept(f"{stream} norm1 input", WIDTH, stream, compiled=False),
+        FootprintKept(f"{stream} norm1 output", WIDTH, stream, needed_by="scales"),
+        FootprintKept(f"{stream} x1", WIDTH, stream, needed_by="weights"),
+        FootprintKept(f"{stream} query and key before norm", 2 * WIDTH, stream),
+        FootprintKept(f"{stream} query and key in fp32", 2 * WIDTH, stream, fp32=True, compiled=False),
+        FootprintKept(f"{stream} query and key before the norm's weight", 2 * WIDTH, stream, needed_by="full"),
+        FootprintKept(f"{stream} o", WIDTH, stream, needed_by="weights"),
+        FootprintKept(f"{stream} attention output", WIDTH, stream, needed_by="scales"),
+        FootprintKept(f"{stream} residual after attention", WIDTH, stream),
+        FootprintKept(f"{stream} norm2 output", WIDTH, stream, needed_by="scales"),
+        FootprintKept(f"{stream} x2", WIDTH, stream, needed_by="weights"),
+        FootprintKept(f"{stream} before GELU", FFN, stream),
+        FootprintKept(f"{stream} after GELU", FFN, stream, needed_by="weights"),
+        FootprintKept(f"{stream} feed-forward output", WIDTH, stream, needed_by="scales"),
     )
     if modulated_by_token:
-        kept += (Kept(f"{stream} scales and gates", 4 * WIDTH, stream, compiled=False),)
+        kept += (FootprintKept(f"{stream} scales and gates", 4 * WIDTH, stream, compiled=False),)
     return kept
 
 
-def _linears() -> tuple[Linear, ...]:
+def _linears() -> tuple[FootprintLinear, ...]:
     return (
-        *(Linear(f"attn.to_{part}", WIDTH, WIDTH, "image x1", "Attention") for part in "qkv"),
-        *(Linear(f"attn.add_{part}_proj", WIDTH, WIDTH, "text x1", "Attention", "text") for part in "qkv"),
-        Linear("attn.to_out.0", WIDTH, WIDTH, "image o", "Attention"),
-        Linear("attn.to_add_out", WIDTH, WIDTH, "text o", "Attention", "text"),
-        Linear("img_mlp.net.0.proj", WIDTH, FFN, "image x2", "FeedForward"),
-        Linear("img_mlp.net.2", FFN, WIDTH, "image after GELU", "FeedForward"),
-        Linear("txt_mlp.net.0.proj", WIDTH, FFN, "text x2", "FeedForward", "text"),
-        Linear("txt_mlp.net.2", FFN, WIDTH, "text after GELU", "FeedForward", "text"),
+        *(FootprintLinear(f"attn.to_{part}", WIDTH, WIDTH, "image x1", "Attention") for part in "qkv"),
+        *(FootprintLinear(f"attn.add_{part}_proj", WIDTH, WIDTH, "text x1", "Attention", "text") for part in "qkv"),
+        FootprintLinear("attn.to_out.0", WIDTH, WIDTH, "image o", "Attention"),
+        FootprintLinear("attn.to_add_out", WIDTH, WIDTH, "text o", "Attention", "text"),
+        FootprintLinear("img_mlp.net.0.proj", WIDTH, FFN, "image x2", "FeedForward"),
+        FootprintLinear("img_mlp.net.2", FFN, WIDTH, "image after GELU", "FeedForward"),
+        FootprintLinear("txt_mlp.net.0.proj", WIDTH, FFN, "text x2", "FeedForward", "text"),
+        FootprintLinear("txt_mlp.net.2", FFN, WIDTH, "text after GELU", "FeedForward", "text"),
         # The modulation reads the embedding of the noise level, one row per sample.
-        Linear("img_mod.1", WIDTH, 6 * WIDTH, "", "", "sample", default=False, scales="image"),
-        Linear("txt_mod.1", WIDTH, 6 * WIDTH, "", "", "sample", default=False, scales="text"),
+        FootprintLinear("img_mod.1", WIDTH, 6 * WIDTH, "", "", "sample", default=False, scales="image"),
+        FootprintLinear("txt_mod.1", WIDTH, 6 * WIDTH, "", "", "sample", default=False, scales="text"),
     )
 
 
-def _block(*, modulated_by_token: bool) -> Block:
+def _block(*, modulated_by_token: bool) -> FootprintBlock:
     joint = (
-        *(Kept(part, WIDTH, "joint") for part in ("query", "key", "value", "attention result")),
-        Kept("attention statistics", HEADS, "joint", fp32=True),
+        *(FootprintKept(part, WIDTH, "joint") for part in ("query", "key", "value", "attention result")),
+        FootprintKept("attention statistics", HEADS, "joint", fp32=True),
     )
     kept = (
         *_stream("image", modulated_by_token=modulated_by_token),
         *_stream("text", modulated_by_token=False),
         *joint,
     )
-    return Block(
+    return FootprintBlock(
         "transformer_blocks.*",
         LAYERS,
         kept,
-        enters=(Kept("residuals", WIDTH, "joint"),),
-        working=(Kept("gradients around the feed-forward", 2 * FFN), Kept("gradients of the residual", 2 * WIDTH)),
+        enters=(FootprintKept("residuals", WIDTH, "joint"),),
+        working=(
+            FootprintKept("gradients around the feed-forward", 2 * FFN),
+            FootprintKept("gradients of the residual", 2 * WIDTH),
+        ),
         linears=_linears(),
     )
 
@@ -100,16 +103,16 @@ def _qwen(
         latents=PixelLatents(16),
         codec=VAE,
         encoders=(
-            Encoder(
+            FootprintEncoder(
                 "text encoder (Qwen2.5-VL 7B)",
                 8_292_166_656,
                 working=569_344,
                 tokens=tokens,
                 sees_references=edits,
-                draws=edits,
+                works_while_sampling=edits,
             ),
         ),
-        text=Text(tokens, tokens * CAPTION_WIDTH),
+        text=FootprintText(tokens, tokens * CAPTION_WIDTH),
         references=edits,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gracetune.models.keys import KeyMap, Rule
+from gracetune.models.keys import KeyMap, KeyMapRule
 
 _BLOCK = (
     "img_mod.1",
@@ -24,7 +24,7 @@ _LAYERS = (
 KEYS = KeyMap(
     family="qwen_image",
     component="transformer",
-    rules=tuple(Rule(layer, layer) for layer in _LAYERS),
+    rules=tuple(KeyMapRule(layer, layer) for layer in _LAYERS),
     depths=(("transformer_blocks", 60),),
     architecture="qwen-image",
     base_version="qwen_image",

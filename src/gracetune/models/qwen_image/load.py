@@ -28,9 +28,9 @@ from gracetune.models.layout import (
 )
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.qwen_image.attention import turn_by_pairs
-from gracetune.models.qwen_image.processor import PictureProcessor
+from gracetune.models.qwen_image.processor import ImageProcessor
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Expert, ModelFacts, Placement
+from gracetune.models.spec import Expert, ModelFacts, PartPlacement
 
 PIPELINES: Mapping[str, Any] = {
     pipeline.__name__: pipeline for pipeline in (QwenImagePipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline)
@@ -89,7 +89,7 @@ def with_fewer_passes(denoiser: nn.Module) -> None:
     use_sigmoid(denoiser)
 
 
-def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
+def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
     return load_component(source, expert.component, QwenImageTransformer2DModel, placement, adjust=with_fewer_passes)
 
 
@@ -97,12 +97,12 @@ def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
     return build_component(source, expert.component, QwenImageTransformer2DModel, adjust=with_fewer_passes)
 
 
-def load_vae(source: ModelSource, placement: Placement) -> nn.Module:
+def load_vae(source: ModelSource, placement: PartPlacement) -> nn.Module:
     return load_component(source, "vae", AutoencoderKLQwenImage, replace(placement, attention=None))
 
 
 def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None,
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: PartPlacement, facts: ModelFacts | None = None,
     *, with_text: bool = True,
 ) -> Any:  # fmt: skip
     """A denoiser that is not given is loaded."""
@@ -113,12 +113,12 @@ def load_pipeline(
     return around(source, parts)
 
 
-def text_parts(source: ModelSource, placement: Placement) -> dict[str, Any]:
+def text_parts(source: ModelSource, placement: PartPlacement) -> dict[str, Any]:
     parts: dict[str, Any] = {
         "text_encoder": load_text_model(source, "text_encoder", Qwen2_5_VLForConditionalGeneration, placement)
     }
     if inspect(source).details["pipeline"] != QwenImagePipeline.__name__:
-        parts["processor"] = load_tokenizer(source, "processor", PictureProcessor)
+        parts["processor"] = load_tokenizer(source, "processor", ImageProcessor)
     return parts
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast, Qwen2VLProcessor
 
 
-class PictureProcessor(Qwen2VLProcessor):
+class ImageProcessor(Qwen2VLProcessor):
     """Reads the folder of a `Qwen2VLProcessor`, and replaces it in diffusers' pipelines."""
 
     # transformers derives a processor's parts from the names of these parameters.

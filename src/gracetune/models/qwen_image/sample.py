@@ -10,11 +10,11 @@ from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline
 
 from gracetune.errors import Problem
 from gracetune.models.common.latent_packing import PATCH
-from gracetune.models.common.sample_checks import batched, reference_problems, refuse, side_problems, size_of
+from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.qwen_image.load import PIPELINES
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
-NO_WISH = " "
+DEFAULT_NEGATIVE = " "
 """The negative prompt that the authors of the weights use for none."""
 
 _FEWEST_STEPS = 2
@@ -33,7 +33,7 @@ def _check(request: SampleRequest, pipeline: Any, multiple: int, *, stretched: b
     else:
         references = reference_problems(request, "Qwen-Image-Edit", least=1, most=1)
     steps = _step_problems(request) if stretched else ()
-    refuse([*side_problems(*size_of(request), multiple), *steps, *references])
+    reject([*side_problems(*size_of(request), multiple), *steps, *references])
 
 
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
@@ -58,7 +58,7 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
 
 def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:
     if request.embeds is None or request.negative_embeds is None:
-        return {"prompt": request.prompt, "negative_prompt": request.negative_prompt or NO_WISH}
+        return {"prompt": request.prompt, "negative_prompt": request.negative_prompt or DEFAULT_NEGATIVE}
     found: dict[str, Any] = {}
     for prefix, entry in (("", request.embeds), ("negative_", request.negative_embeds)):
         embeds = batched(pipeline, entry)["prompt_embeds"]

@@ -11,7 +11,7 @@ from gracetune.models.qwen_image.keys import KEYS
 from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline, with_fewer_passes
 from gracetune.models.qwen_image.predict import predict
 from gracetune.models.qwen_image.routing import ROUTING
-from gracetune.models.qwen_image.sample import NO_WISH, check_sample, sample
+from gracetune.models.qwen_image.sample import DEFAULT_NEGATIVE, check_sample, sample
 from gracetune.models.qwen_image.tiny import build_tiny
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelFacts, ModelSpec
 
@@ -24,7 +24,7 @@ _LAYERS = (
 )
 
 
-def _reads_pictures(facts: ModelFacts) -> str | None:
+def _reads_images(facts: ModelFacts) -> str | None:
     if facts.details["pipeline"] == QwenImagePipeline.__name__:
         return None
     return "its text encoder also reads the images to edit"
@@ -47,7 +47,7 @@ SPEC = ModelSpec(
     repeated_blocks=("QwenImageTransformerBlock",),
     build_tiny=build_tiny,
     adjust=with_fewer_passes,
-    from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False), _reads_pictures, NO_WISH),
+    from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False), _reads_images, DEFAULT_NEGATIVE),
     attention=AttentionCalls(masked=True),  # captions of different lengths in one batch
     token_routing=ROUTING,
 )

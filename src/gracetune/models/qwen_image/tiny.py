@@ -27,8 +27,8 @@ from transformers import (
     Qwen2VLProcessor,
 )
 
-from gracetune.models.common.tiny_parts import WIDTH, Weights, made, save
-from gracetune.models.qwen_image.processor import PictureProcessor
+from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, made, save
+from gracetune.models.qwen_image.processor import ImageProcessor
 
 _HEAD = WIDTH // 2
 _PIXELS_PER_TOKEN = 28
@@ -63,7 +63,7 @@ _RECIPES = {
 
 def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     """Write the tiny model of one flavour into `folder`, in diffusers' layout."""
-    recipe, weights, tokenizer = _RECIPES[flavour], Weights(seed), qwen_tokenizer()
+    recipe, weights, tokenizer = _RECIPES[flavour], TinyWeights(seed), qwen_tokenizer()
     parts: dict[str, Any] = {
         "scheduler": _scheduler(),
         "vae": weights.of(AutoencoderKLQwenImage, base_dim=8, num_res_blocks=1),
@@ -73,7 +73,7 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     }
     if not recipe.edits:
         return save(made(recipe.pipeline, **parts), folder)
-    parts["processor"] = PictureProcessor(_image_processor(), tokenizer)
+    parts["processor"] = ImageProcessor(_image_processor(), tokenizer)
     return save(made(recipe.pipeline, **parts), folder, finish=_name_the_published_processor)
 
 
@@ -107,7 +107,7 @@ def _template_texts() -> list[str]:
     return texts
 
 
-def _text_encoder(weights: Weights, tokenizer: Qwen2Tokenizer) -> Any:
+def _text_encoder(weights: TinyWeights, tokenizer: Qwen2Tokenizer) -> Any:
     ids = tokenizer.get_vocab()
     text = {
         "vocab_size": len(tokenizer),
@@ -141,7 +141,7 @@ def _text_encoder(weights: Weights, tokenizer: Qwen2Tokenizer) -> Any:
     return weights.of(Qwen2_5_VLForConditionalGeneration, config)
 
 
-def _transformer(weights: Weights, recipe: _Recipe) -> Any:
+def _transformer(weights: TinyWeights, recipe: _Recipe) -> Any:
     return weights.of(
         QwenImageTransformer2DModel,
         num_layers=2,
@@ -175,7 +175,7 @@ def _image_processor() -> Any:
 
 
 def _name_the_published_processor(folder: Path) -> None:
-    """Name the class that published folders name instead of `PictureProcessor`, with all its parts."""
+    """Name the class that published folders name instead of `ImageProcessor`, with all its parts."""
     index = folder / "model_index.json"
     named = json.loads(index.read_text(encoding="utf-8"))
     named["processor"] = ["transformers", Qwen2VLProcessor.__name__]

@@ -14,29 +14,29 @@ from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import SampleRef
 from gracetune.models.common.encoding import encoder_id, files_digest
-from gracetune.models.common.image_latents import Codec, PictureLatents
+from gracetune.models.common.image_latents import ImageCodec, ImageLatents
 from gracetune.models.common.pipelines import PipelineText
-from gracetune.models.common.tokens import CutTexts, padded_tokens
+from gracetune.models.common.tokens import TruncatedTexts, padded_tokens
 from gracetune.models.sdxl.load import UNET, around, encoding_dtype, load_vae, text_parts
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.models.spec import EncodeOptions, PartPlacement
 
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
 
 
-def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> LatentEncoder:
+def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: EncodeOptions) -> LatentEncoder:
     dtype = encoding_dtype(source, placement)
     vae: Any = load_vae(source, replace(placement, dtype=dtype))
     channels, factor = vae.config.latent_channels, vae.config.scaling_factor
     mean, std = vae.config.latents_mean or (0.0,) * channels, vae.config.latents_std or (1.0,) * channels
-    codec = Codec(tuple(mean), tuple(factor / value for value in std), placement.dtype, more=_sizes)
+    codec = ImageCodec(tuple(mean), tuple(factor / value for value in std), placement.dtype, more=_sizes)
     settings = {
         "class": type(vae).__name__,
         "dtype": f"{dtype}, kept as {placement.dtype}",
         "posterior": options.posterior,
     }
-    return PictureLatents(vae, encoder_id("latent", source, ["vae"], settings), codec, options)
+    return ImageLatents(vae, encoder_id("latent", source, ["vae"], settings), codec, options)
 
 
 def _sizes(sample: Sample) -> Entry:
@@ -74,7 +74,7 @@ def sizes_per_use(model: Model) -> PerUse | None:
     return sizes
 
 
-def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
+def load_text_encoder(source: ModelSource, placement: PartPlacement) -> TextEncoder:
     pipeline = around(source, {**text_parts(source, placement), "vae": None, "scheduler": None, UNET: None})
     settings = {
         "class": type(pipeline).__name__,
@@ -86,7 +86,7 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
     return PipelineText(pipeline, identity, _encode, device=placement.device)
 
 
-def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts) -> list[Entry]:
+def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: TruncatedTexts) -> list[Entry]:
     """The result of the pipeline's `encode_prompt`, which would tokenize every text five times to warn of long ones.
 
     Always 77 tokens: the U-Net was trained with the padding, and no mask hides it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gracetune.models.keys import KeyMap, Rule
+from gracetune.models.keys import KeyMap, KeyMapRule
 
 _LEVELS, _LAYERS = 3, 2
 _RESNET = (
@@ -24,29 +24,29 @@ _TRANSFORMER = (
 )
 
 
-def _resnet(ours: str, original: str) -> Iterator[Rule]:
+def _resnet(ours: str, original: str) -> Iterator[KeyMapRule]:
     for our_name, original_name in _RESNET:
-        yield Rule(f"{ours}.{our_name}", f"{original}.{original_name}")
+        yield KeyMapRule(f"{ours}.{our_name}", f"{original}.{original_name}")
 
 
-def _attention(ours: str, original: str) -> Iterator[Rule]:
-    yield Rule(f"{ours}.proj_in", f"{original}.proj_in")
+def _attention(ours: str, original: str) -> Iterator[KeyMapRule]:
+    yield KeyMapRule(f"{ours}.proj_in", f"{original}.proj_in")
     for name in _TRANSFORMER:
-        yield Rule(f"{ours}.transformer_blocks.{{}}.{name}", f"{original}.transformer_blocks.{{}}.{name}")
-    yield Rule(f"{ours}.proj_out", f"{original}.proj_out")
+        yield KeyMapRule(f"{ours}.transformer_blocks.{{}}.{name}", f"{original}.transformer_blocks.{{}}.{name}")
+    yield KeyMapRule(f"{ours}.proj_out", f"{original}.proj_out")
 
 
-def _down() -> Iterator[Rule]:
+def _down() -> Iterator[KeyMapRule]:
     for level in range(_LEVELS):
         for layer in range(_LAYERS):
             block = 1 + level * (_LAYERS + 1) + layer
             yield from _attention(f"down_blocks.{level}.attentions.{layer}", f"input_blocks.{block}.1")
             yield from _resnet(f"down_blocks.{level}.resnets.{layer}", f"input_blocks.{block}.0")
         block = (level + 1) * (_LAYERS + 1)
-        yield Rule(f"down_blocks.{level}.downsamplers.0.conv", f"input_blocks.{block}.0.op")
+        yield KeyMapRule(f"down_blocks.{level}.downsamplers.0.conv", f"input_blocks.{block}.0.op")
 
 
-def _up() -> Iterator[Rule]:
+def _up() -> Iterator[KeyMapRule]:
     for level in range(_LEVELS):
         for layer in range(_LAYERS + 1):
             block = level * (_LAYERS + 1) + layer
@@ -54,24 +54,24 @@ def _up() -> Iterator[Rule]:
             yield from _resnet(f"up_blocks.{level}.resnets.{layer}", f"output_blocks.{block}.0")
         last = level * (_LAYERS + 1) + _LAYERS
         # Third in its block, after the attention. The level without attention has no upsampler.
-        yield Rule(f"up_blocks.{level}.upsamplers.0.conv", f"output_blocks.{last}.2.conv")
+        yield KeyMapRule(f"up_blocks.{level}.upsamplers.0.conv", f"output_blocks.{last}.2.conv")
 
 
 KEYS = KeyMap(
     family="sdxl",
     component="unet",
     rules=(
-        Rule("conv_in", "input_blocks.0.0"),
-        Rule("time_embedding.linear_1", "time_embed.0"),
-        Rule("time_embedding.linear_2", "time_embed.2"),
-        Rule("add_embedding.linear_1", "label_emb.0.0"),
-        Rule("add_embedding.linear_2", "label_emb.0.2"),
+        KeyMapRule("conv_in", "input_blocks.0.0"),
+        KeyMapRule("time_embedding.linear_1", "time_embed.0"),
+        KeyMapRule("time_embedding.linear_2", "time_embed.2"),
+        KeyMapRule("add_embedding.linear_1", "label_emb.0.0"),
+        KeyMapRule("add_embedding.linear_2", "label_emb.0.2"),
         *_down(),
         *_resnet("mid_block.resnets.0", "middle_block.0"),
         *_attention("mid_block.attentions.0", "middle_block.1"),
         *_resnet("mid_block.resnets.1", "middle_block.2"),
         *_up(),
-        Rule("conv_out", "out.2"),
+        KeyMapRule("conv_out", "out.2"),
     ),
     architecture="stable-diffusion-xl-v1-base",
     base_version="sdxl_base_v1-0",

@@ -28,7 +28,7 @@ from gracetune.models.layout import (
 )
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Expert, ModelFacts, Placement
+from gracetune.models.spec import Expert, ModelFacts, PartPlacement
 from gracetune.storage.safetensors_headers import open_weights
 
 PIPELINES: Mapping[str, Any] = {StableDiffusionXLPipeline.__name__: StableDiffusionXLPipeline}
@@ -114,7 +114,7 @@ def _schedule(config: Mapping[str, Any]) -> Ddpm:
     return Ddpm(kept, config.get("prediction_type", "epsilon"))
 
 
-def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
+def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
     return load_component(source, expert.component, UNet2DConditionModel, placement)
 
 
@@ -122,17 +122,17 @@ def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
     return build_component(source, expert.component, UNet2DConditionModel)
 
 
-def load_vae(source: ModelSource, placement: Placement) -> nn.Module:
+def load_vae(source: ModelSource, placement: PartPlacement) -> nn.Module:
     return load_component(source, "vae", AutoencoderKL, replace(placement, attention=None))
 
 
-def encoding_dtype(source: ModelSource, placement: Placement) -> torch.dtype:
+def encoding_dtype(source: ModelSource, placement: PartPlacement) -> torch.dtype:
     """float32 if the VAE's configuration requires it: the published one overflows in half precision."""
     return torch.float32 if part_config(source, "vae", AutoencoderKL)["force_upcast"] else placement.dtype
 
 
 def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None,
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: PartPlacement, facts: ModelFacts | None = None,
     *, with_text: bool = True,
 ) -> Any:  # fmt: skip
     """A denoiser that is not given is loaded. The pipeline itself upcasts a VAE that overflows in float16."""
@@ -147,7 +147,7 @@ def load_pipeline(
     return pipeline
 
 
-def text_parts(source: ModelSource, placement: Placement) -> dict[str, Any]:
+def text_parts(source: ModelSource, placement: PartPlacement) -> dict[str, Any]:
     return {
         "text_encoder": load_text_model(source, "text_encoder", CLIPTextModel, placement),
         "text_encoder_2": load_text_model(source, "text_encoder_2", CLIPTextModelWithProjection, placement),

@@ -36,7 +36,7 @@ NAMES = FamilyNames(
     (Flavour("base-1.0", "stabilityai/stable-diffusion-xl-base-1.0", "image"),),
     pipelines=("StableDiffusionXLPipeline",),
     objective="ddpm",
-    told_sizes=True,
+    explicit_sizes=True,
     simpletuner=_SIMPLETUNER,
     aitoolkit=AiToolkitNames(
         archs={"sdxl": Arch(("base-1.0",), switch="is_xl", bucket_step=16)},

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gracetune.models.common.sample_checks import batched, reference_problems, refuse, side_problems, size_of
+from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
 
@@ -15,7 +15,7 @@ def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
 
 
 def _check(request: SampleRequest, multiple: int) -> None:
-    refuse([*side_problems(*size_of(request), multiple), *reference_problems(request, "SDXL")])
+    reject([*side_problems(*size_of(request), multiple), *reference_problems(request, "SDXL")])
 
 
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from gracetune.models.common.tiny_parts import WIDTH, Weights, clip_text_config, clip_tokenizer, made, save
+from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, clip_text_config, clip_tokenizer, made, save
 
 Prediction = Literal["epsilon", "v_prediction"]
 
@@ -32,7 +32,7 @@ def build_tiny(
     """
     if flavour not in _FLAVOURS:
         raise KeyError(flavour)
-    weights, tokenizer, tokenizer_2 = Weights(seed), clip_tokenizer(), clip_tokenizer(pad_token="!")
+    weights, tokenizer, tokenizer_2 = TinyWeights(seed), clip_tokenizer(), clip_tokenizer(pad_token="!")
     config, config_2 = clip_text_config(tokenizer), clip_text_config(tokenizer_2, act="gelu")
     pipeline = made(
         StableDiffusionXLPipeline,
@@ -47,7 +47,7 @@ def build_tiny(
     return save(pipeline, folder)
 
 
-def _unet(weights: Weights) -> Any:
+def _unet(weights: TinyWeights) -> Any:
     return weights.of(
         UNet2DConditionModel,
         sample_size=4,
@@ -66,7 +66,7 @@ def _unet(weights: Weights) -> Any:
     )
 
 
-def _vae(weights: Weights) -> Any:
+def _vae(weights: TinyWeights) -> Any:
     return weights.of(
         AutoencoderKL,
         down_block_types=("DownEncoderBlock2D",) * 4,

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from gracetune.cache.encoder import EncoderId, Prompt
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
-from gracetune.models.common.encoding import drawn, encoder_id, files_digest, release
+from gracetune.models.common.encoding import encoder_id, files_digest, release, sample_posterior
 from gracetune.models.common.pipelines import load_tokenizer
-from gracetune.models.common.tokens import CutTexts, padded_tokens
+from gracetune.models.common.tokens import TruncatedTexts, padded_tokens
 from gracetune.models.common.vae_encoder import VaeEncoder
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.models.spec import EncodeOptions, PartPlacement
 from gracetune.models.stable_audio.load import inspect, load_projection, load_t5, load_vae
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class StableAudioLatentEncoder(VaeEncoder):
         self,
         vae: Any,
         projection: Any,
-        placement: Placement,
+        placement: PartPlacement,
         options: EncodeOptions,
         identity: EncoderId,
     ) -> None:
@@ -54,7 +54,7 @@ class StableAudioLatentEncoder(VaeEncoder):
             return []
         waveforms = torch.stack([self._audio(sample) for sample in samples])  # [B, channels, samples]
         posterior = self._vae.encode(waveforms.to(self._placement.device, self._vae.dtype)).latent_dist
-        latents = drawn(posterior, samples, self._options.posterior).to("cpu", self._placement.dtype)
+        latents = sample_posterior(posterior, samples, self._options.posterior).to("cpu", self._placement.dtype)
         seconds = torch.tensor(
             [self._seconds(sample, waveform) for sample, waveform in zip(samples, waveforms, strict=True)]
         )
@@ -91,7 +91,9 @@ class StableAudioLatentEncoder(VaeEncoder):
         return clip.start, clip.start + length / self._vae.config.sampling_rate
 
 
-def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> StableAudioLatentEncoder:
+def load_latent_encoder(
+    source: ModelSource, placement: PartPlacement, options: EncodeOptions
+) -> StableAudioLatentEncoder:
     inspect(source)
     settings = {
         "class": "AutoencoderOobleck, StableAudioProjectionModel of the seconds",
@@ -107,7 +109,7 @@ def load_latent_encoder(source: ModelSource, placement: Placement, options: Enco
 class StableAudioTextEncoder:
     """T5 and the projection of its states. Satisfies `cache.encoder.TextEncoder`."""
 
-    reads_pictures = False
+    reads_images = False
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class StableAudioTextEncoder:
         projection: Any,
         tokenizer: Any,
         tokens: int,
-        placement: Placement,
+        placement: PartPlacement,
         identity: EncoderId,
     ) -> None:
         self._model = model
@@ -124,7 +126,7 @@ class StableAudioTextEncoder:
         self._tokens = tokens
         self._placement = placement
         self._id = identity
-        self._cut = CutTexts()
+        self._cut = TruncatedTexts()
 
     @property
     def id(self) -> EncoderId:
@@ -159,7 +161,7 @@ def _entry(prompt: Prompt, embeds: Tensor) -> Tensor:
     return embeds.clone() if prompt.text.strip() else torch.zeros_like(embeds[:1])
 
 
-def load_text_encoder(source: ModelSource, placement: Placement) -> StableAudioTextEncoder:
+def load_text_encoder(source: ModelSource, placement: PartPlacement) -> StableAudioTextEncoder:
     tokens: int = inspect(source).details["text_tokens"]
     settings = {
         "class": "T5EncoderModel, StableAudioProjectionModel",

@@ -5,7 +5,7 @@ ComfyUI only knows these names for this family.
 
 from __future__ import annotations
 
-from gracetune.models.keys import Fused, KeyMap, Rule
+from gracetune.models.keys import Fused, KeyMap, KeyMapRule
 
 _OURS, _THEIRS = "transformer_blocks.{}", "transformer.layers.{}"
 
@@ -14,7 +14,7 @@ KEYS = KeyMap(
     component="transformer",
     rules=(
         *(
-            Rule(f"{ours}.{number}", f"{original}.{number}")
+            KeyMapRule(f"{ours}.{number}", f"{original}.{number}")
             for ours, original in (
                 ("timestep_proj", "to_timestep_embed"),
                 ("global_proj", "to_global_embed"),
@@ -22,15 +22,15 @@ KEYS = KeyMap(
             )
             for number in (0, 2)
         ),
-        Rule("preprocess_conv", "preprocess_conv"),
-        Rule("proj_in", "transformer.project_in"),
-        Rule(f"{_OURS}.attn1.to_out.0", f"{_THEIRS}.self_attn.to_out"),
-        Rule(f"{_OURS}.attn2.to_q", f"{_THEIRS}.cross_attn.to_q"),
-        Rule(f"{_OURS}.attn2.to_out.0", f"{_THEIRS}.cross_attn.to_out"),
-        Rule(f"{_OURS}.ff.net.0.proj", f"{_THEIRS}.ff.ff.0.proj"),
-        Rule(f"{_OURS}.ff.net.2", f"{_THEIRS}.ff.ff.2"),
-        Rule("proj_out", "transformer.project_out"),
-        Rule("postprocess_conv", "postprocess_conv"),
+        KeyMapRule("preprocess_conv", "preprocess_conv"),
+        KeyMapRule("proj_in", "transformer.project_in"),
+        KeyMapRule(f"{_OURS}.attn1.to_out.0", f"{_THEIRS}.self_attn.to_out"),
+        KeyMapRule(f"{_OURS}.attn2.to_q", f"{_THEIRS}.cross_attn.to_q"),
+        KeyMapRule(f"{_OURS}.attn2.to_out.0", f"{_THEIRS}.cross_attn.to_out"),
+        KeyMapRule(f"{_OURS}.ff.net.0.proj", f"{_THEIRS}.ff.ff.0.proj"),
+        KeyMapRule(f"{_OURS}.ff.net.2", f"{_THEIRS}.ff.ff.2"),
+        KeyMapRule("proj_out", "transformer.project_out"),
+        KeyMapRule("postprocess_conv", "postprocess_conv"),
     ),
     fused=(
         Fused(f"{_THEIRS}.self_attn.to_qkv", tuple((f"{_OURS}.attn1.to_{name}", 1) for name in "qkv")),

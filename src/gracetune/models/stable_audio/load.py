@@ -27,7 +27,7 @@ from gracetune.models.layout import (
 )
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Expert, ModelFacts, Placement
+from gracetune.models.spec import Expert, ModelFacts, PartPlacement
 from gracetune.models.stable_audio.solver import solver_from
 
 PIPELINE = "StableAudioPipeline"
@@ -89,7 +89,7 @@ def _other_sizes(source: ModelSource, transformer: Mapping[str, Any], tokens: ob
 _PIPELINE: Any = StableAudioPipeline
 
 
-def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
+def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
     return load_component(source, expert.component, StableAudioDiTModel, placement)
 
 
@@ -97,21 +97,21 @@ def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
     return build_component(source, expert.component, StableAudioDiTModel)
 
 
-def load_vae(source: ModelSource, placement: Placement) -> Any:
+def load_vae(source: ModelSource, placement: PartPlacement) -> Any:
     return load_component(source, "vae", AutoencoderOobleck, replace(placement, attention=None))
 
 
-def load_projection(source: ModelSource, placement: Placement) -> Any:
+def load_projection(source: ModelSource, placement: PartPlacement) -> Any:
     part = replace(placement, attention=None)
     return load_component(source, "projection_model", StableAudioProjectionModel, part)
 
 
-def load_t5(source: ModelSource, placement: Placement) -> nn.Module:
+def load_t5(source: ModelSource, placement: PartPlacement) -> nn.Module:
     return load_text_model(source, "text_encoder", T5EncoderModel, placement)
 
 
 def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: PartPlacement, facts: ModelFacts | None = None
 ) -> Any:
     (expert,) = inspect(source).experts
     given = expert.component in denoisers

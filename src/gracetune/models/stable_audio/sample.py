@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.common.sample_checks import refuse_references
+from gracetune.models.common.sample_checks import reject_references
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
 _GUIDANCE = 7.0
@@ -15,13 +15,13 @@ _GUIDANCE = 7.0
 
 def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
     """Does not check seconds, which no config sets. `sample` does, because it knows the maximum."""
-    refuse_references(request, "Stable Audio")
+    reject_references(request, "Stable Audio")
 
 
 @torch.no_grad()
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     """Audio of the requested length; without one, the longest the weights support."""
-    refuse_references(request, "Stable Audio")
+    reject_references(request, "Stable Audio")
     rate = int(pipeline.vae.config.sampling_rate)
     longest = pipeline.transformer.config.sample_size * pipeline.vae.hop_length / rate
     if not 0 <= request.seconds <= longest:

@@ -13,7 +13,7 @@ from diffusers import (
     StableAudioProjectionModel,
 )
 
-from gracetune.models.common.tiny_parts import WIDTH, Weights, made, save, t5_encoder, t5_tokenizer
+from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, made, save, t5_encoder, t5_tokenizer
 
 _COLUMNS = 32
 """Latent columns the pipeline generates: 1.5 seconds. Training may use more, as no weight depends on it."""
@@ -28,7 +28,7 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     """Write the tiny model into `folder`, in diffusers' layout."""
     if flavour not in _FLAVOURS:
         raise KeyError(flavour)
-    weights, tokenizer = Weights(seed), t5_tokenizer(128)
+    weights, tokenizer = TinyWeights(seed), t5_tokenizer(128)
     pipeline = made(
         StableAudioPipeline,
         vae=_vae(weights),
@@ -41,7 +41,7 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     return save(pipeline, folder)
 
 
-def _transformer(weights: Weights) -> Any:
+def _transformer(weights: TinyWeights) -> Any:
     return weights.of(
         StableAudioDiTModel,
         sample_size=_COLUMNS,
@@ -58,7 +58,7 @@ def _transformer(weights: Weights) -> Any:
     )
 
 
-def _vae(weights: Weights) -> Any:
+def _vae(weights: TinyWeights) -> Any:
     return weights.of(
         AutoencoderOobleck,
         encoder_hidden_size=2 * _CHANNELS,

@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import Tensor, nn
 
 from gracetune import kernels
-from gracetune.models.common.rope import turned
+from gracetune.models.common.rope import apply_rope
 from gracetune.models.common.shared_inputs import answers
 
 
@@ -22,10 +22,10 @@ def turn_by_pairs(denoiser: nn.Module) -> None:
     """Replace the attention processors of a Wan denoiser."""
     for module in denoiser.modules():
         if isinstance(module, WanAttention):
-            module.set_processor(cast(Any, PairwiseAttention)())
+            module.set_processor(cast(Any, WanPairwiseAttention)())
 
 
-class PairwiseAttention(WanAttnProcessor):
+class WanPairwiseAttention(WanAttnProcessor):
     """diffusers' processor with RoPE in one expression, fused with the norm on a GPU."""
 
     def __call__(
@@ -56,13 +56,13 @@ class PairwiseAttention(WanAttnProcessor):
 def _norm_and_rope(x: Tensor, norm: nn.RMSNorm, heads: int, angles: tuple[Tensor, Tensor] | None) -> Tensor:
     """[B, tokens, width] -> [B, tokens, heads, head size], normed and rotated. Cross-attention has no RoPE."""
     if kernels.pay(x) and not norm.weight.requires_grad:
-        from gracetune.kernels.fused_rope import normed_turned  # triton is only installed with CUDA builds of torch
+        from gracetune.kernels.fused_rope import norm_rope  # triton is only installed with CUDA builds of torch
 
         assert norm.eps is not None, "Wan's norms set eps"
-        by_heads = normed_turned(x, norm.weight, norm.eps, *(angles or (None, None))).unflatten(2, (heads, -1))
+        by_heads = norm_rope(x, norm.weight, norm.eps, *(angles or (None, None))).unflatten(2, (heads, -1))
     else:
         by_heads = norm(x).unflatten(2, (heads, -1))
         if angles is not None:
             cos, sin = angles  # each angle is stored twice, once per channel of its pair
-            by_heads = turned(by_heads, cos[..., 0::2], sin[..., 1::2])
+            by_heads = apply_rope(by_heads, cos[..., 0::2], sin[..., 1::2])
     return cast(Tensor, by_heads)

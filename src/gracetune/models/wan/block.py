@@ -27,24 +27,24 @@ class FusedBlock(WanTransformerBlock):
         if not self._can_fuse(hidden_states, temb):
             unfused: Tensor = super().forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
             return unfused
-        from gracetune.kernels.fused_norm import added_and_normed, normed  # triton needs a CUDA build of torch
+        from gracetune.kernels.fused_norm import add_norm, modulated_norm  # triton needs a CUDA build of torch
 
         # Transposed to [6, batch, width] first, so that each of the six parts is contiguous.
         shift, scale, gate, c_shift, c_scale, c_gate = (
             (self.scale_shift_table + temb.float()).transpose(0, 1).contiguous().unbind(0)
         )
         norm2: Any = self.norm2  # a layer norm, as `_can_fuse` checked
-        h, n = normed(hidden_states, 1 + scale, shift, self.norm1.eps)
+        h, n = modulated_norm(hidden_states, 1 + scale, shift, self.norm1.eps)
         attended = self.attn1(n, None, None, rotary_emb)
         weight, bias = norm2.weight.float()[None], norm2.bias.float()[None]
-        h, n = added_and_normed(h, attended, gate, weight, bias, norm2.eps)
+        h, n = add_norm(h, attended, gate, weight, bias, norm2.eps)
         attended = self.attn2(n, encoder_hidden_states, None, None)
-        h, n = added_and_normed(h, attended, None, 1 + c_scale, c_shift, self.norm3.eps)
+        h, n = add_norm(h, attended, None, 1 + c_scale, c_shift, self.norm3.eps)
         return gated(h, self.ffn(n), c_gate)
 
     def _can_fuse(self, hidden_states: Tensor, temb: Tensor) -> bool:
         """Whether the kernels apply. They give no gradients to the modulation and the norms' weights."""
-        if not kernels.pays_in_halves(hidden_states):
+        if not kernels.use_half_kernels(hidden_states):
             return False
         if temb.ndim != 3 or type(self.norm2) is not FP32LayerNorm:
             return False

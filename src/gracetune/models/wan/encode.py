@@ -23,12 +23,12 @@ from gracetune.cache.encoder import EncoderId, Prompt
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.common.encoding import drawn, encoder_id, files_digest, latent_mask, release
+from gracetune.models.common.encoding import encoder_id, files_digest, latent_mask, release, sample_posterior
 from gracetune.models.common.pipelines import load_tokenizer
-from gracetune.models.common.tokens import CutTexts, padded_tokens
+from gracetune.models.common.tokens import TruncatedTexts, padded_tokens
 from gracetune.models.common.vae_encoder import VaeEncoder
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, ModelFacts, Placement
+from gracetune.models.spec import EncodeOptions, ModelFacts, PartPlacement
 from gracetune.models.wan.load import (
     MASK_CHANNELS,
     TEXT_TOKENS,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Eyes:
+class FirstFrameEncoder:
     """The image encoder of the 2.1 image-to-video weights, which embeds the first frame."""
 
     model: nn.Module
@@ -63,9 +63,9 @@ class WanLatentEncoder(VaeEncoder):
     def __init__(
         self,
         vae: Any,
-        eyes: Eyes | None,
+        eyes: FirstFrameEncoder | None,
         facts: ModelFacts,
-        placement: Placement,
+        placement: PartPlacement,
         options: EncodeOptions,
         identity: EncoderId,
     ) -> None:
@@ -82,7 +82,9 @@ class WanLatentEncoder(VaeEncoder):
         if not samples:
             return []
         clips = torch.stack([_clip(sample) for sample in samples]).to(self._placement.device)  # [B, 3, F, H, W]
-        latents = self._normalised(drawn(self._vae.encode(clips).latent_dist, samples, self._options.posterior))
+        latents = self._normalised(
+            sample_posterior(self._vae.encode(clips).latent_dist, samples, self._options.posterior)
+        )
         parts = {"latents": latents, **self._condition(clips, latents)}
         parts = {name: part.to("cpu", self._placement.dtype) for name, part in parts.items()}
         entries = [{name: part[index].clone() for name, part in parts.items()} for index in range(len(samples))]
@@ -141,7 +143,7 @@ def _to_pil(frame: Tensor) -> Image.Image:
     return Image.fromarray(((frame + 1) * 127.5).round().to("cpu", torch.uint8).permute(1, 2, 0).contiguous().numpy())
 
 
-def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> WanLatentEncoder:
+def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: EncodeOptions) -> WanLatentEncoder:
     facts = inspect(source)
     _check(facts, options)
     parts = ["vae"]
@@ -157,7 +159,7 @@ def load_latent_encoder(source: ModelSource, placement: Placement, options: Enco
         parts.append("image_encoder")
         settings["image encoder dtype"] = str(placement.dtype)
         settings["image processor"] = f"Pillow, {files_digest(source.part('image_processor'))}"
-        eyes = Eyes(load_image_encoder(source, placement), load_image_processor(source))
+        eyes = FirstFrameEncoder(load_image_encoder(source, placement), load_image_processor(source))
     identity = encoder_id("latent", source, parts, settings)
     return WanLatentEncoder(load_vae(source, placement), eyes, facts, placement, options, identity)
 
@@ -183,14 +185,14 @@ _has_ftfy: Callable[[], bool] = is_ftfy_available
 class WanTextEncoder:
     """UMT5. Satisfies `cache.encoder.TextEncoder`."""
 
-    reads_pictures = False
+    reads_images = False
 
-    def __init__(self, model: nn.Module, tokenizer: Any, placement: Placement, identity: EncoderId) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, placement: PartPlacement, identity: EncoderId) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._placement = placement
         self._id = identity
-        self._cut = CutTexts()
+        self._cut = TruncatedTexts()
 
     @property
     def id(self) -> EncoderId:
@@ -213,7 +215,7 @@ class WanTextEncoder:
 
 
 def embedded(
-    model: nn.Module, tokenizer: Any, captions: Sequence[str], device: torch.device, cut: CutTexts | None = None
+    model: nn.Module, tokenizer: Any, captions: Sequence[str], device: torch.device, cut: TruncatedTexts | None = None
 ) -> list[Tensor]:
     """Embeddings [tokens, width] of each caption, without padding."""
     tokens, long = padded_tokens(tokenizer, [_clean(caption) for caption in captions], TEXT_TOKENS)
@@ -225,7 +227,7 @@ def embedded(
     return [caption[:length] for caption, length in zip(states, lengths, strict=True)]
 
 
-def load_text_encoder(source: ModelSource, placement: Placement) -> WanTextEncoder:
+def load_text_encoder(source: ModelSource, placement: PartPlacement) -> WanTextEncoder:
     settings = {
         "class": "UMT5EncoderModel, last hidden state",
         "dtype": str(placement.dtype),

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gracetune.models.keys import KeyMap, Rule
+from gracetune.models.keys import KeyMap, KeyMapRule
 
 
-def _block() -> Iterator[Rule]:
+def _block() -> Iterator[KeyMapRule]:
     for ours, original in (("attn1", "self_attn"), ("attn2", "cross_attn")):
         for name in "qkv":
-            yield Rule(f"blocks.{{}}.{ours}.to_{name}", f"blocks.{{}}.{original}.{name}")
-        yield Rule(f"blocks.{{}}.{ours}.to_out.0", f"blocks.{{}}.{original}.o")
+            yield KeyMapRule(f"blocks.{{}}.{ours}.to_{name}", f"blocks.{{}}.{original}.{name}")
+        yield KeyMapRule(f"blocks.{{}}.{ours}.to_out.0", f"blocks.{{}}.{original}.o")
     for name in "kv":  # the 2.1 image-to-video weights with an image encoder
-        yield Rule(f"blocks.{{}}.attn2.add_{name}_proj", f"blocks.{{}}.cross_attn.{name}_img")
-    yield Rule("blocks.{}.ffn.net.0.proj", "blocks.{}.ffn.0")
-    yield Rule("blocks.{}.ffn.net.2", "blocks.{}.ffn.2")
+        yield KeyMapRule(f"blocks.{{}}.attn2.add_{name}_proj", f"blocks.{{}}.cross_attn.{name}_img")
+    yield KeyMapRule("blocks.{}.ffn.net.0.proj", "blocks.{}.ffn.0")
+    yield KeyMapRule("blocks.{}.ffn.net.2", "blocks.{}.ffn.2")
 
 
 KEYS = KeyMap(
     family="wan",
     component="transformer",
     rules=(
-        Rule("patch_embedding", "patch_embedding"),
-        Rule("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
-        Rule("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
-        Rule("condition_embedder.time_proj", "time_projection.1"),
-        Rule("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
-        Rule("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
-        Rule("condition_embedder.image_embedder.ff.net.0.proj", "img_emb.proj.1"),
-        Rule("condition_embedder.image_embedder.ff.net.2", "img_emb.proj.3"),
+        KeyMapRule("patch_embedding", "patch_embedding"),
+        KeyMapRule("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
+        KeyMapRule("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
+        KeyMapRule("condition_embedder.time_proj", "time_projection.1"),
+        KeyMapRule("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
+        KeyMapRule("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
+        KeyMapRule("condition_embedder.image_embedder.ff.net.0.proj", "img_emb.proj.1"),
+        KeyMapRule("condition_embedder.image_embedder.ff.net.2", "img_emb.proj.3"),
         *_block(),
-        Rule("proj_out", "head.head"),
+        KeyMapRule("proj_out", "head.head"),
     ),
     experts=True,
     depths=(("blocks", 40),),

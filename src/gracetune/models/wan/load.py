@@ -29,7 +29,7 @@ from gracetune.models.layout import (
 )
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import INDEX, ModelSource
-from gracetune.models.spec import Expert, ModelFacts, Placement
+from gracetune.models.spec import Expert, ModelFacts, PartPlacement
 from gracetune.models.wan.attention import turn_by_pairs
 from gracetune.models.wan.block import use_fused_blocks
 
@@ -197,7 +197,7 @@ def with_fewer_passes(denoiser: nn.Module) -> None:
     use_sigmoid(denoiser)
 
 
-def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
+def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
     return load_component(source, expert.component, WanTransformer3DModel, placement, adjust=with_fewer_passes)
 
 
@@ -205,12 +205,12 @@ def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
     return build_component(source, expert.component, WanTransformer3DModel, adjust=with_fewer_passes)
 
 
-def load_vae(source: ModelSource, placement: Placement) -> Any:
+def load_vae(source: ModelSource, placement: PartPlacement) -> Any:
     """Always in float32, whatever the placement's dtype, as published and as the memory plan counts it."""
     return load_component(source, "vae", AutoencoderKLWan, replace(placement, dtype=torch.float32, attention=None))
 
 
-def load_image_encoder(source: ModelSource, placement: Placement) -> nn.Module:
+def load_image_encoder(source: ModelSource, placement: PartPlacement) -> nn.Module:
     return load_text_model(source, "image_encoder", CLIPVisionModel, placement)
 
 
@@ -219,12 +219,12 @@ def load_image_processor(source: ModelSource) -> CLIPImageProcessorPil:
     return CLIPImageProcessorPil.from_pretrained(str(source.part("image_processor")), local_files_only=True)
 
 
-def load_umt5(source: ModelSource, placement: Placement) -> nn.Module:
+def load_umt5(source: ModelSource, placement: PartPlacement) -> nn.Module:
     return load_text_model(source, "text_encoder", UMT5EncoderModel, placement)
 
 
 def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None,
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: PartPlacement, facts: ModelFacts | None = None,
     *, with_text: bool = True,
 ) -> Any:  # fmt: skip
     """The pipeline class the folder names. Experts that are not given are loaded."""

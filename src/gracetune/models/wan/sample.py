@@ -9,7 +9,7 @@ import torch
 from PIL import ImageOps
 
 from gracetune.errors import Problem
-from gracetune.models.common.sample_checks import batched, refuse, side_problems
+from gracetune.models.common.sample_checks import batched, reject, side_problems
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 from gracetune.models.wan.encode import embedded
 from gracetune.models.wan.load import FROM_IMAGE, FROM_TEXT, PIPELINES
@@ -25,7 +25,7 @@ _GUIDANCE_TWO_EXPERTS = {FROM_TEXT: (4.0, 3.0), FROM_IMAGE: (3.5, 3.5)}
 def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
     known = facts.details
     starts_from_image = known["pipeline"] == FROM_IMAGE or bool(known["expand_timesteps"] and request.references)
-    refuse(_problems(request, known["side_multiple"], known["frame_step"], starts_from_image=starts_from_image))
+    reject(_problems(request, known["side_multiple"], known["frame_step"], starts_from_image=starts_from_image))
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     pipeline = _matching_pipeline(pipeline, request)
     multiple = pipeline.vae_scale_factor_spatial * pipeline.transformer.config.patch_size[1]
     step, starts_from_image = pipeline.vae_scale_factor_temporal, _takes_image(pipeline)
-    refuse(_problems(request, multiple, step, starts_from_image=starts_from_image))
+    reject(_problems(request, multiple, step, starts_from_image=starts_from_image))
     width, height = _size(request)
     options: dict[str, Any] = dict(_guidance(pipeline, request.guidance))
     if starts_from_image:

@@ -22,7 +22,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from gracetune.models.common.tiny_parts import WIDTH, Weights, made, save, t5_options, t5_tokenizer
+from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, made, save, t5_options, t5_tokenizer
 
 _IMAGE_SIDE = 28
 """Input side of the image encoder: 2 x 2 patches of 14, the smallest possible."""
@@ -52,7 +52,7 @@ _RECIPES = {
 
 def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     """Write the tiny model of one flavour into `folder`, in diffusers' layout."""
-    recipe, weights = _RECIPES[flavour], Weights(seed)
+    recipe, weights = _RECIPES[flavour], TinyWeights(seed)
     tokenizer = t5_tokenizer()
     parts = {
         "tokenizer": tokenizer,
@@ -71,11 +71,11 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     return save(made(WanImageToVideoPipeline, **parts, **image_parts, **options), folder)
 
 
-def _text_encoder(weights: Weights, tokenizer: PreTrainedTokenizerFast) -> Any:
+def _text_encoder(weights: TinyWeights, tokenizer: PreTrainedTokenizerFast) -> Any:
     return weights.of(UMT5EncoderModel, UMT5Config(**t5_options(len(tokenizer))))
 
 
-def _transformer(weights: Weights, recipe: _Recipe) -> Any:
+def _transformer(weights: TinyWeights, recipe: _Recipe) -> Any:
     # Input of image-to-video weights: latents, first-frame latents, and its mask with a channel for each of 4 frames.
     condition = recipe.channels + 4 if recipe.from_image else 0
     options = {
@@ -93,7 +93,7 @@ def _transformer(weights: Weights, recipe: _Recipe) -> Any:
     return weights.of(WanTransformer3DModel, **options)
 
 
-def _vae(weights: Weights, recipe: _Recipe) -> Any:
+def _vae(weights: TinyWeights, recipe: _Recipe) -> Any:
     narrow = {"base_dim": 8, "num_res_blocks": 1, "z_dim": recipe.channels}
     if recipe.channels == 16:
         return weights.of(AutoencoderKLWan, **narrow)
@@ -119,7 +119,7 @@ def _scheduler(recipe: _Recipe) -> Any:
     )
 
 
-def _image_encoder(weights: Weights) -> Any:
+def _image_encoder(weights: TinyWeights) -> Any:
     config = CLIPVisionConfig(
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,

@@ -19,7 +19,7 @@ from gracetune.optim.record import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gracetune.config.run_config import Optimizer as Asked
+    from gracetune.config.run_config import Optimizer as OptimizerConfig
 
 _FP32 = "what is trained is held in fp32, where there is nothing to round off"
 
@@ -38,8 +38,8 @@ def _state_size(tensors: Sequence[TrainedTensors], options: Mapping[str, Any]) -
     return StateSize(factored(tensors) + momentum, what)
 
 
-def _notes(asked: Asked, _groups: Sequence[ParamGroup]) -> list[str]:
-    if not asked.options.get("relative_step"):
+def _notes(config: OptimizerConfig, _groups: Sequence[ParamGroup]) -> list[str]:
+    if not config.options.get("relative_step"):
         return []
     return ["optimizer.lr: not used, relative_step makes Adafactor set its own rate"]
 

@@ -19,9 +19,9 @@ from gracetune.optim.record import (
 )
 
 if TYPE_CHECKING:
-    from gracetune.adapters.state import Stage
-    from gracetune.config.run_config import Optimizer as Asked
-    from gracetune.optim.element_rates import Limits
+    from gracetune.adapters.state import ExpertStage
+    from gracetune.config.run_config import Optimizer as OptimizerConfig
+    from gracetune.optim.element_rates import RateLimits
 
 _LIMITS = ("lr_bump", "min_lr", "max_lr")
 
@@ -32,52 +32,52 @@ def _state_size(tensors: Sequence[TrainedTensors], options: Mapping[str, Any]) -
     return StateSize(factored(tensors) + (size // 8 + 1) * elements(tensors), what)
 
 
-def _group_arguments(asked: Asked, stage: Stage) -> Arguments:
-    return dict(zip(_LIMITS, _values(_limits(asked, stage)), strict=True))
+def _group_arguments(config: OptimizerConfig, expert: ExpertStage) -> Arguments:
+    return dict(zip(_LIMITS, _values(_limits(config, expert)), strict=True))
 
 
-def _notes(asked: Asked, groups: Sequence[ParamGroup]) -> list[str]:
+def _notes(config: OptimizerConfig, groups: Sequence[ParamGroup]) -> list[str]:
     notes = []
-    stages = {group.stage for group in groups}
-    for stage, limits in (("high_noise", asked.high_noise), ("low_noise", asked.low_noise)):
-        if groups and limits != AutomagicLimits() and stage not in stages:
-            notes.append(f"optimizer.{stage}: not used, that expert is not trained")
+    experts = {group.expert for group in groups}
+    for expert, limits in (("high_noise", config.high_noise), ("low_noise", config.low_noise)):
+        if groups and limits != AutomagicLimits() and expert not in experts:
+            notes.append(f"optimizer.{expert}: not used, that expert is not trained")
     for group in groups:
-        notes += _start_note(asked, group)
+        notes += _start_note(config, group)
     return notes
 
 
-def _start_note(asked: Asked, group: ParamGroup) -> list[str]:
-    limits, lr = _limits(asked, group.stage), asked.lr if group.lr is None else group.lr
+def _start_note(config: OptimizerConfig, group: ParamGroup) -> list[str]:
+    limits, lr = _limits(config, group.expert), config.lr if group.lr is None else group.lr
     if lr == 0 or limits.min_lr <= lr <= limits.max_lr:
         return []
     nearer = limits.min_lr if lr < limits.min_lr else limits.max_lr
-    where = f" of {group.name}" if group.name else ""
-    return [f"optimizer.lr{where}: {lr:g} is outside min_lr and max_lr; rates start at {nearer:g}"]
+    location = f" of {group.name}" if group.name else ""
+    return [f"optimizer.lr{location}: {lr:g} is outside min_lr and max_lr; rates start at {nearer:g}"]
 
 
-def _values(limits: Limits) -> tuple[float, float, float]:
+def _values(limits: RateLimits) -> tuple[float, float, float]:
     return limits.lr_bump, limits.min_lr, limits.max_lr
 
 
-def _limits(asked: Asked, stage: Stage) -> Limits:
+def _limits(config: OptimizerConfig, expert: ExpertStage) -> RateLimits:
     """An expert's own limits, else those of all, else Automagic's."""
-    from gracetune.optim.element_rates import Limits, RateGrid
+    from gracetune.optim.element_rates import RateGrid, RateLimits
 
-    own = {"high_noise": asked.high_noise, "low_noise": asked.low_noise}.get(stage, AutomagicLimits())
-    default = Limits()
+    own = {"high_noise": config.high_noise, "low_noise": config.low_noise}.get(expert, AutomagicLimits())
+    default = RateLimits()
     chosen = [
         first if first is not None else second if second is not None else last
         for first, second, last in zip(
             (own.lr_bump, own.min_lr, own.max_lr),
-            (asked.limits.lr_bump, asked.limits.min_lr, asked.limits.max_lr),
+            (config.limits.lr_bump, config.limits.min_lr, config.limits.max_lr),
             _values(default),
             strict=True,
         )
     ]
-    key = f"optimizer.{stage or 'limits'}"
+    key = f"optimizer.{expert or 'limits'}"
     try:
-        limits = Limits(*chosen)
+        limits = RateLimits(*chosen)
         RateGrid.of(limits)
     except ValueError as error:
         found = ", ".join(f"{name} {value:g}" for name, value in zip(_LIMITS, chosen, strict=True))

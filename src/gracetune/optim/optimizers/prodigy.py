@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gracetune.optim.record import OptimizerRecord, ParamGroup, StateSize, TrainedTensors, class_of, elements
 
 if TYPE_CHECKING:
-    from gracetune.config.run_config import Optimizer as Asked
+    from gracetune.config.run_config import Optimizer as OptimizerConfig
 
 
 def _state_size(tensors: Sequence[TrainedTensors], options: Mapping[str, Any]) -> StateSize:
@@ -28,10 +28,10 @@ def nth(every: int) -> str:
     return "each" if every == 1 else f"one in {every}"
 
 
-def low_rate(asked: Asked, _groups: Sequence[ParamGroup]) -> list[str]:
-    if asked.lr >= 0.1:
+def low_rate(config: OptimizerConfig, _groups: Sequence[ParamGroup]) -> list[str]:
+    if config.lr >= 0.1:
         return []
-    return [f"optimizer.lr: {asked.name} finds its own rate and multiplies it by lr, {asked.lr:g}; 1 is usual"]
+    return [f"optimizer.lr: {config.name} finds its own rate and multiplies it by lr, {config.lr:g}; 1 is usual"]
 
 
 RECORD = OptimizerRecord(

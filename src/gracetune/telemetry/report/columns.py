@@ -11,7 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from gracetune.telemetry.curves import Point, kept_places
+from gracetune.telemetry.curves import Point, kept_indices
 from gracetune.telemetry.events import MemorySampled, StepDone
 
 
@@ -26,7 +26,7 @@ class _Curve:
         self.values.append(value)
 
     def kept(self) -> Iterator[int]:
-        return (self.positions[place] for place in kept_places(self.values))
+        return (self.positions[index] for index in kept_indices(self.values))
 
 
 class StepColumns:
@@ -67,7 +67,7 @@ class StepColumns:
         self.last = event
 
     @property
-    def stages(self) -> tuple[str, ...]:
+    def experts(self) -> tuple[str, ...]:
         """Noise experts in the order they were first trained."""
         return tuple(self._losses)
 
@@ -75,8 +75,8 @@ class StepColumns:
     def rate_groups(self) -> tuple[str, ...]:
         return tuple(self._rates)
 
-    def losses(self, stage: str) -> tuple[Point, ...]:
-        return self._points(self._losses[stage])
+    def losses(self, expert: str) -> tuple[Point, ...]:
+        return self._points(self._losses[expert])
 
     def rates(self, group: str) -> tuple[Point, ...]:
         return self._points(self._rates[group])
@@ -119,7 +119,7 @@ class MemoryColumns:
     def __init__(self) -> None:
         self._begins = array("q")
         self._used: defaultdict[tuple[str, str], _Curve] = defaultdict(_Curve)
-        self._stages = _Curve()
+        self._memory_stages = _Curve()
         self.peaks: dict[str, dict[str, int]] = {}
         """Tier -> owner -> the most it held; `total` is the most all held together."""
         self.highest: dict[str, float] = {}
@@ -140,10 +140,10 @@ class MemoryColumns:
             highest = self.highest.get(name, -math.inf)
             self.highest[name] = value if value > highest or math.isnan(highest) else highest
         if "uvm.stage" in event.counters:
-            self._stages.add(position, event.counters["uvm.stage"])
+            self._memory_stages.add(position, event.counters["uvm.stage"])
 
     def kept(self) -> list[int]:
-        return _chosen((*self._used.values(), self._stages), self._begins)
+        return _chosen((*self._used.values(), self._memory_stages), self._begins)
 
 
 def _chosen(curves: Iterable[_Curve], begins: Sequence[int]) -> list[int]:

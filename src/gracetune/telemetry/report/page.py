@@ -12,8 +12,8 @@ from gracetune.telemetry import number_format as words
 from gracetune.telemetry.curves import Series, evenly, smoothed
 from gracetune.telemetry.events import MemorySampled
 from gracetune.telemetry.report.plots import TABLE_ROWS, Plot, figure
-from gracetune.telemetry.report.run_history import Story, loss_facts, moment
-from gracetune.telemetry.report.sample_images import Cell, Grid, link_to
+from gracetune.telemetry.report.run_history import RunHistory, loss_facts, moment
+from gracetune.telemetry.report.sample_images import SampleCell, SampleGrid, link_to
 from gracetune.telemetry.report.style import STYLE
 from gracetune.telemetry.schema import plain
 
@@ -22,22 +22,24 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-ur
 _MEMORY_UNITS = ("_bytes",)
 
 
-def page(story: Story, *, pictures: Grid, how_to_load: Mapping[str, str], outputs: Sequence[str], folder: Path) -> str:
-    name = story.start.run or "a run without a name"
+def page(
+    history: RunHistory, *, images: SampleGrid, how_to_load: Mapping[str, str], outputs: Sequence[str], folder: Path
+) -> str:
+    name = history.start.run or "a run without a name"
     sections = [
-        ("Loss", _plots(_loss_plots(story), 0) + _held_out(story)),
-        ("Speed", _plots(_speed_plots(story), 100)),
-        ("Learning rate and batch", _plots(_rate_plots(story), 200)),
-        ("Memory", _memory(story)),
-        ("Transitions", _transitions(story)),
-        ("Samples through time", _samples(pictures)),
-        ("Prefetch and cache statistics", _counters(story)),
-        ("Self-check", _self_checks(story)),
-        ("Checkpoints", _checkpoints(story)),
-        ("Warnings", _warnings(story)),
+        ("Loss", _plots(_loss_plots(history), 0) + _held_out(history)),
+        ("Speed", _plots(_speed_plots(history), 100)),
+        ("Learning rate and batch", _plots(_rate_plots(history), 200)),
+        ("Memory", _memory(history)),
+        ("Transitions", _transitions(history)),
+        ("Samples through time", _samples(images)),
+        ("Prefetch and cache statistics", _counters(history)),
+        ("Self-check", _self_checks(history)),
+        ("Checkpoints", _checkpoints(history)),
+        ("Warnings", _warnings(history)),
         ("How to load the result", _loading(how_to_load, outputs, folder)),
-        ("Versions", _mapping(story.start.versions, "package", "version")),
-        ("Configuration", _configuration(story.start.config)),
+        ("Versions", _mapping(history.start.versions, "package", "version")),
+        ("Configuration", _configuration(history.start.config)),
     ]
     body = "".join(f"<section><h2>{_text(title)}</h2>{content}</section>" for title, content in sections if content)
     return (
@@ -46,49 +48,49 @@ def page(story: Story, *, pictures: Grid, how_to_load: Mapping[str, str], output
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{_text(name)} · gracetune</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>\n"
-        f'<a class="skip" href="#content">To the content</a>\n<header>{_head(story, name)}</header>\n'
-        f'<main id="content">{body}</main>\n<footer><p>{_text(_source(story))}</p></footer>\n</body>\n</html>\n'
+        f'<a class="skip" href="#content">To the content</a>\n<header>{_head(history, name)}</header>\n'
+        f'<main id="content">{body}</main>\n<footer><p>{_text(_source(history))}</p></footer>\n</body>\n</html>\n'
     )
 
 
 # -- the top ----------------------------------------------------------------------------------------------------------
 
 
-def _head(story: Story, name: str) -> str:
-    start = story.start
+def _head(history: RunHistory, name: str) -> str:
+    start = history.start
     about = " · ".join(part for part in (start.family, start.adapter, start.model, start.machine) if part)
-    outcome = {"unknown": "No end"}.get(story.outcome, story.outcome.capitalize())
-    reason = f": {story.reason}" if story.reason else ""
+    outcome = {"unknown": "No end"}.get(history.outcome, history.outcome.capitalize())
+    reason = f": {history.reason}" if history.reason else ""
     return (
         f'<h1>{_text(name)}</h1><p class="note">{_text(about)}</p>'
-        f'<p class="outcome">{_text(outcome + reason)}</p><dl class="tiles">{_tiles(story)}</dl>'
+        f'<p class="outcome">{_text(outcome + reason)}</p><dl class="tiles">{_tiles(history)}</dl>'
     )
 
 
-def _tiles(story: Story) -> str:
-    total = "" if story.start.total_steps is None else f" of {story.start.total_steps:,}"
-    share = story.steps.data_wait_share
-    tiles = [("Steps", f"{story.step:,}{total}")]
-    last = story.steps.last
+def _tiles(history: RunHistory) -> str:
+    total = "" if history.start.total_steps is None else f" of {history.start.total_steps:,}"
+    share = history.steps.data_wait_share
+    tiles = [("Steps", f"{history.step:,}{total}")]
+    last = history.steps.last
     if last is not None:
         tiles += [("Samples", f"{last.samples:,}"), ("Epochs", f"{last.epoch + 1:,}")]
-    for stage in story.stages:
-        smooth = loss_facts(story.steps.losses(stage))["last_smoothed"]
-        label = f"Loss, smoothed{f' ({stage})' if stage else ''}"
+    for expert in history.experts:
+        smooth = loss_facts(history.steps.losses(expert))["last_smoothed"]
+        label = f"Loss, smoothed{f' ({expert})' if expert else ''}"
         tiles.append((label, words.UNKNOWN if smooth is None else words.number(smooth)))
-    tiles += [("Pace", words.pace(story.seconds_per_step) if story.seconds_per_step else words.UNKNOWN)]
+    tiles += [("Pace", words.pace(history.seconds_per_step) if history.seconds_per_step else words.UNKNOWN)]
     tiles += [] if share is None else [("Waiting for data", f"{share:.1%}")]
-    tiles += [(f"Peak, {tier}", words.size(owners["total"])) for tier, owners in story.memory.peaks.items()]
-    tiles += [("Time", words.duration(story.active_s)), ("Starts", f"{len(story.starts)}")]
+    tiles += [(f"Peak, {tier}", words.size(owners["total"])) for tier, owners in history.memory.peaks.items()]
+    tiles += [("Time", words.duration(history.active_s)), ("Starts", f"{len(history.starts)}")]
     return "".join(f"<div><dt>{_text(label)}</dt><dd>{_text(value)}</dd></div>" for label, value in tiles)
 
 
-def _source(story: Story) -> str:
-    began, ended = moment(story.began_s), moment(story.ended_s)
+def _source(history: RunHistory) -> str:
+    began, ended = moment(history.began_s), moment(history.ended_s)
     lines = f"Made from the run's event log; it began {began}, the last event is of {ended}."
-    if story.unreadable:
-        numbers = ", ".join(f"{number} ({why[:60]})" for number, why in story.unreadable[:5])
-        lines += f" {len(story.unreadable)} lines of the log could not be read: {numbers}."
+    if history.unreadable:
+        numbers = ", ".join(f"{number} ({why[:60]})" for number, why in history.unreadable[:5])
+        lines += f" {len(history.unreadable)} lines of the log could not be read: {numbers}."
     return lines
 
 
@@ -99,18 +101,18 @@ def _plots(plots: Iterable[Plot], first: int) -> str:
     return "".join(figure(plot, first + number) for number, plot in enumerate(plots))
 
 
-def _loss_plots(story: Story) -> list[Plot]:
+def _loss_plots(history: RunHistory) -> list[Plot]:
     series = []
-    for stage in story.stages:
-        points, name = story.steps.losses(stage), stage or "loss"
+    for expert in history.experts:
+        points, name = history.steps.losses(expert), expert or "loss"
         series += [Series(f"{name}, each", points, faint=True), Series(name, smoothed(points))]
-    markers = [(event.step, f"{event.before or 'start'} to {event.after}") for event in story.switches]
-    markers += [(start.resumed_step, "resumed") for start in story.starts if start.resumed_step is not None]
-    missing = sum(int(loss_facts(story.steps.losses(stage))["not_finite"] or 0) for stage in story.stages)
+    markers = [(event.step, f"{event.before or 'start'} to {event.after}") for event in history.switches]
+    markers += [(start.resumed_step, "resumed") for start in history.starts if start.resumed_step is not None]
+    missing = sum(int(loss_facts(history.steps.losses(expert))["not_finite"] or 0) for expert in history.experts)
     note = f"{missing} losses are no numbers (NaN or infinite)." if missing else ""
     held_out = [
-        Series(stage or "held out", tuple((one.step, one.mean) for one in story.held_out if one.stage == stage))
-        for stage in dict.fromkeys(one.stage for one in story.held_out)
+        Series(expert or "held out", tuple((one.step, one.mean) for one in history.held_out if one.stage == expert))
+        for expert in dict.fromkeys(one.stage for one in history.held_out)
     ]
     return [
         Plot("Training loss; the heavy line is smoothed", tuple(series), markers=tuple(markers), note=note),
@@ -118,7 +120,7 @@ def _loss_plots(story: Story) -> list[Plot]:
     ]
 
 
-def _speed_plots(story: Story) -> list[Plot]:
+def _speed_plots(history: RunHistory) -> list[Plot]:
     def milliseconds(value: float) -> str:
         return words.duration(value / 1000) if value else "0"
 
@@ -126,38 +128,40 @@ def _speed_plots(story: Story) -> list[Plot]:
         Plot(
             "Step time",
             (
-                Series("step", story.steps.step_ms),
-                Series("of which waiting for data", story.steps.data_wait_ms),
+                Series("step", history.steps.step_ms),
+                Series("of which waiting for data", history.steps.data_wait_ms),
             ),
             unit=milliseconds,
         )
     ]
 
 
-def _rate_plots(story: Story) -> list[Plot]:
-    rates = tuple(Series(group, story.steps.rates(group)) for group in story.steps.rate_groups)
-    norms = Series("norm", story.steps.norms)
+def _rate_plots(history: RunHistory) -> list[Plot]:
+    rates = tuple(Series(group, history.steps.rates(group)) for group in history.steps.rate_groups)
+    norms = Series("norm", history.steps.norms)
     plots = [Plot("Learning rate", rates), Plot("Gradient norm before clipping", (norms,))]
-    if len({batch for _, batch in story.batches}) > 1:
-        plots.append(Plot("Effective batch, all processes", (Series("samples", story.batches),), stairs=True))
+    if len({batch for _, batch in history.batches}) > 1:
+        plots.append(Plot("Effective batch, all processes", (Series("samples", history.batches),), stairs=True))
     return plots
 
 
-def _memory(story: Story) -> str:
+def _memory(history: RunHistory) -> str:
     plots = []
-    for tier, owners in story.memory.peaks.items():
-        series = tuple(Series(owner, _held(story.kept_memory, tier, owner)) for owner in owners if owner != "total")
-        capacity = story.kept_memory[-1].capacity_bytes.get(tier)
+    for tier, owners in history.memory.peaks.items():
+        series = tuple(Series(owner, _held(history.kept_memory, tier, owner)) for owner in owners if owner != "total")
+        capacity = history.kept_memory[-1].capacity_bytes.get(tier)
         note = "" if capacity is None else f"The tier holds {words.size(capacity)}."
         plots.append(
             Plot(f"{tier}: memory in use, by owner", series, unit=words.size, base=1024, stacked=True, note=note)
         )
-    reclaimed = tuple((one.step, f"{one.extent} reclamation") for one in story.reclamations)
-    plots.append(Plot("Memory stage", (Series("memory stage", story.memory_stages),), stairs=True, markers=reclaimed))
-    ahead = Series("batches", story.look_ahead_depths)
+    reclaimed = tuple((one.step, f"{one.extent} reclamation") for one in history.reclamations)
+    plots.append(Plot("Memory stage", (Series("memory stage", history.memory_stages),), stairs=True, markers=reclaimed))
+    ahead = Series("batches", history.look_ahead_depths)
     plots.append(Plot("Batches brought to the GPU ahead of their step", (ahead,), stairs=True))
     rows = [
-        (tier, owner, words.size(most)) for tier, owners in story.memory.peaks.items() for owner, most in owners.items()
+        (tier, owner, words.size(most))
+        for tier, owners in history.memory.peaks.items()
+        for owner, most in owners.items()
     ]
     return _plots(plots, 300) + _table("The most each held", ("tier", "owner", "peak"), rows)
 
@@ -169,26 +173,26 @@ def _held(samples: Sequence[MemorySampled], tier: str, owner: str) -> tuple[tupl
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _transitions(story: Story) -> str:
+def _transitions(history: RunHistory) -> str:
     def size(value: int | None) -> str:
         return words.UNKNOWN if value is None else words.size(value)
 
     head = ("step", "before", "after", "why")
-    experts = [(f"{one.step:,}", one.before or "start", one.after, one.reason) for one in story.switches]
+    experts = [(f"{one.step:,}", one.before or "start", one.after, one.reason) for one in history.switches]
     batches = [
         (f"{one.step:,}", "start" if one.before is None else f"{one.before:,}", f"{one.after:,}", one.reason)
-        for one in story.batch_changes
+        for one in history.batch_changes
     ]
-    memory = [(f"{one.step:,}", str(one.before), str(one.after), one.reason) for one in story.memory_changes]
+    memory = [(f"{one.step:,}", str(one.before), str(one.after), one.reason) for one in history.memory_changes]
     arena = [
-        (f"{one.step:,}", size(one.before_bytes), size(one.after_bytes), one.reason) for one in story.arena_changes
+        (f"{one.step:,}", size(one.before_bytes), size(one.after_bytes), one.reason) for one in history.arena_changes
     ]
     reclaimed = [
         (f"{one.step:,}", one.extent, size(one.released_bytes), size(one.demoted_bytes),
          words.duration(one.duration_ms / 1000), one.reason)
-        for one in story.reclamations
+        for one in history.reclamations
     ]  # fmt: skip
-    depths = [(f"{one.step:,}", str(one.before), str(one.after), one.reason) for one in story.look_ahead]
+    depths = [(f"{one.step:,}", str(one.before), str(one.after), one.reason) for one in history.look_ahead]
     gave = ("step", "extent", "GPU memory given back", "sent to main memory", "held training up", "why")
     return "".join(
         (
@@ -202,18 +206,18 @@ def _transitions(story: Story) -> str:
     )
 
 
-def _held_out(story: Story) -> str:
+def _held_out(history: RunHistory) -> str:
     rows = [
         (f"{one.step:,}", one.stage, level, words.number(loss))
-        for one in story.held_out
+        for one in history.held_out
         for level, loss in one.losses.items()
     ]
     return _table("Held-out loss by noise level", ("step", "stage", "noise level", "loss"), rows)
 
 
-def _self_checks(story: Story) -> str:
+def _self_checks(history: RunHistory) -> str:
     rows = []
-    for one in story.self_checks:
+    for one in history.self_checks:
         what = one.file or f"after the first steps, {one.layers:,} layers"
         found = f"{len(one.idle)} layers have learnt nothing" if one.idle else "every layer has learnt something"
         if one.change is not None:
@@ -229,13 +233,13 @@ def _self_checks(story: Story) -> str:
     )
 
 
-def _counters(story: Story) -> str:
-    if not story.kept_memory:
+def _counters(history: RunHistory) -> str:
+    if not history.kept_memory:
         return ""
-    last = story.kept_memory[-1]
+    last = history.kept_memory[-1]
     rows = []
     for name, value in sorted(last.counters.items()):
-        highest = story.memory.highest[name]
+        highest = history.memory.highest[name]
         unit: Callable[[float], str] = words.size if name.endswith(_MEMORY_UNITS) else words.number
         rows.append((name, unit(value), unit(highest)))
     missing = [(name, why) for name, why in sorted(last.unavailable.items())]
@@ -244,7 +248,7 @@ def _counters(story: Story) -> str:
     )
 
 
-def _checkpoints(story: Story) -> str:
+def _checkpoints(history: RunHistory) -> str:
     rows = [
         (
             f"{one.step:,}",
@@ -254,15 +258,15 @@ def _checkpoints(story: Story) -> str:
             words.duration(one.write_ms / 1000),
             ", ".join(one.removed),
         )
-        for one in story.checkpoints
+        for one in history.checkpoints
     ]
     head = ("step", "folder", "size", "held training up", "written in", "deleted afterwards")
     return _table("Checkpoints written", head, rows)
 
 
-def _warnings(story: Story) -> str:
+def _warnings(history: RunHistory) -> str:
     counted: dict[str, list[int | None]] = {}
-    for one in story.warnings:
+    for one in history.warnings:
         counted.setdefault(one.message, []).append(one.step)
     rows = [
         ("" if steps[0] is None else f"{steps[0]:,}", f"{len(steps)}", message) for message, steps in counted.items()
@@ -277,7 +281,7 @@ def _mapping(values: Mapping[str, str], key: str, value: str) -> str:
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
-    shown = [rows[place] for place in evenly(len(rows), TABLE_ROWS)]
+    shown = [rows[index] for index in evenly(len(rows), TABLE_ROWS)]
     if len(shown) < len(rows):
         caption = f"{caption} ({len(shown)} of {len(rows):,} rows; all are in logs/events.jsonl)"
     titles = "".join(f'<th scope="col">{_text(title)}</th>' for title in head)
@@ -289,25 +293,25 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 # -- samples, loading, configuration ----------------------------------------------------------------------------------
 
 
-def _samples(pictures: Grid) -> str:
-    parts = [f'<p class="note">{_text(note)}</p>' for note in pictures.notes]
-    sheets = ", ".join(f'<a href="{_text(link)}">step {step:,}</a>' for step, link in pictures.sheets)
+def _samples(images: SampleGrid) -> str:
+    parts = [f'<p class="note">{_text(note)}</p>' for note in images.notes]
+    sheets = ", ".join(f'<a href="{_text(link)}">step {step:,}</a>' for step, link in images.sheets)
     parts += [f"<p>Contact sheets: {sheets}</p>"] if sheets else []
-    for row in pictures.rows:
+    for row in images.rows:
         seed = "" if row.seed is None else f" (seed {row.seed})"
         cells = "".join(_cell(cell) for cell in row.cells)
         parts.append(f'<h3>{_text((row.prompt or "without a prompt") + seed)}</h3><ul class="samples">{cells}</ul>')
     return "".join(parts)
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: SampleCell) -> str:
     label = f"step {cell.step:,}"
     if cell.link is None:
         return f"<li>{_text(f'{label}: {cell.file.path} is not in the run')}</li>"
     content = _text(f"{label}: {cell.file.kind}")
-    if cell.picture is not None:
+    if cell.image is not None:
         words_for_it = _text(f"{cell.file.prompt or 'sample'}, {label}")
-        content = f'<img src="{_text(cell.picture)}" alt="{words_for_it}" loading="lazy">{_text(label)}'
+        content = f'<img src="{_text(cell.image)}" alt="{words_for_it}" loading="lazy">{_text(label)}'
     return f'<li><a href="{_text(cell.link)}">{content}</a></li>'
 
 

@@ -50,25 +50,25 @@ class _Frame:
 
 def figure(plot: Plot, number: int) -> str:
     """The plot, its key and its numbers. `number` makes its names unique on the page."""
-    drawn = [series for series in plot.series if finite(series.points)]
-    if not drawn:
+    plotted = [series for series in plot.series if finite(series.points)]
+    if not plotted:
         return ""
-    stacked = _stacked(drawn) if plot.stacked else [(series.points, ()) for series in drawn]
+    stacked = _stacked(plotted) if plot.stacked else [(series.points, ()) for series in plotted]
     frame, above = _frame(plot, [points for points, _ in stacked])
     curves: list[str] = []
-    for index, (series, (upper, lower)) in enumerate(zip(drawn, stacked, strict=True)):
-        curves += _curve(_Curve(series, upper, lower, _colour(drawn, index), plot.stairs), frame)
+    for index, (series, (upper, lower)) in enumerate(zip(plotted, stacked, strict=True)):
+        curves += _curve(_Curve(series, upper, lower, _colour(plotted, index), plot.stairs), frame)
     inside = f'x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}"'
-    picture = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_escape(_words(plot, drawn))}">'
+    image = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_escape(_words(plot, plotted))}">'
         f'<defs><clipPath id="clip{number}"><rect {inside}/></clipPath></defs>'
         f"{''.join((*_axes(plot, frame), *_markers(plot, frame)))}"
         f'<g clip-path="url(#clip{number})">{"".join(curves)}</g></svg>'
     )
     notes = " ".join(note for note in (plot.note, above) if note)
-    told = f'<p class="note">{_escape(notes)}</p>' if notes else ""
+    note_html = f'<p class="note">{_escape(notes)}</p>' if notes else ""
     title = f"<figcaption>{_escape(plot.title)}</figcaption>"
-    return f'<figure class="plot">{title}{_key(drawn)}{picture}{told}{_table(plot, drawn)}</figure>'
+    return f'<figure class="plot">{title}{_key(plotted)}{image}{note_html}{_table(plot, plotted)}</figure>'
 
 
 # -- where things lie -------------------------------------------------------------------------------------------------
@@ -200,20 +200,20 @@ def _key(series: Sequence[Series]) -> str:
 
 
 def _words(plot: Plot, series: Sequence[Series]) -> str:
-    told = []
+    sentences = []
     for one in series:
         known = finite(one.points)
         low, high = (choose(y for _, y in known) for choose in (min, max))
-        told.append(
+        sentences.append(
             f"{one.name}: from {plot.unit(known[0][1])} to {plot.unit(known[-1][1])}, "
             f"lowest {plot.unit(low)}, highest {plot.unit(high)}"
         )
-    return f"{plot.title} by step. " + "; ".join(told)
+    return f"{plot.title} by step. " + "; ".join(sentences)
 
 
 def _table(plot: Plot, series: Sequence[Series]) -> str:
     xs = sorted({x for one in series for x, _ in one.points})
-    shown = [xs[place] for place in evenly(len(xs), TABLE_ROWS)]
+    shown = [xs[index] for index in evenly(len(xs), TABLE_ROWS)]
     columns = [dict(one.points) for one in series]
     head = "".join(f'<th scope="col">{_escape(one.name)}</th>' for one in series)
     rows = "".join(

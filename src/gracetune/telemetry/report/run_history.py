@@ -27,7 +27,7 @@ from gracetune.telemetry.events import (
     ValidationDone,
     Warned,
 )
-from gracetune.telemetry.progress import Progress
+from gracetune.telemetry.progress import ProgressTracker
 from gracetune.telemetry.report.columns import MemoryColumns, StepColumns
 from gracetune.telemetry.schema import plain
 from gracetune.telemetry.sinks.jsonl import LogReader
@@ -41,7 +41,7 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 @dataclass(frozen=True)
-class Story:
+class RunHistory:
     """The events that count, by kind and in order."""
 
     starts: tuple[RunStarted, ...]
@@ -90,9 +90,9 @@ class Story:
         return max([*done, self.start.resumed_step or 0])
 
     @property
-    def stages(self) -> tuple[str, ...]:
+    def experts(self) -> tuple[str, ...]:
         """Noise experts in the order they were first trained."""
-        return self.steps.stages
+        return self.steps.experts
 
     @property
     def memory_stages(self) -> tuple[Point, ...]:
@@ -129,7 +129,7 @@ class _Gathered:
     def __init__(self) -> None:
         self.steps, self.memory = StepColumns(), MemoryColumns()
         self.others: dict[type[Event], list[Event]] = {}
-        self.pace = Progress(recent=None)
+        self.pace = ProgressTracker(recent=None)
         self.began_s: float | None = None
         self.ended_s: float | None = None
         self._active = 0.0
@@ -164,7 +164,7 @@ class _Gathered:
         return self._active + (0.0 if self._process is None else self._process[1] - self._process[0])
 
 
-def tell(log: LogReader) -> Story:
+def read_history(log: LogReader) -> RunHistory:
     found, unreadable = _Gathered(), []
     for line in log.lines():
         if line.record is None:
@@ -174,7 +174,7 @@ def tell(log: LogReader) -> Story:
     ends = found.of(RunEnded)
     kept_steps = [record.event for record in log.at(found.steps.kept())]
     kept_memory = [record.event for record in log.at(found.memory.kept())]
-    return Story(
+    return RunHistory(
         starts=found.of(RunStarted),
         steps=found.steps,
         kept_steps=tuple(event for event in kept_steps if isinstance(event, StepDone)),
@@ -195,7 +195,7 @@ def tell(log: LogReader) -> Story:
         began_s=found.began_s,
         ended_s=found.ended_s,
         active_s=found.active_s,
-        seconds_per_step=found.pace.standing().seconds_per_step,
+        seconds_per_step=found.pace.status().seconds_per_step,
         unreadable=tuple(unreadable),
     )
 
@@ -203,53 +203,53 @@ def tell(log: LogReader) -> Story:
 # -- report.json ------------------------------------------------------------------------------------------------------
 
 
-def summary(story: Story, how_to_load: dict[str, str], outputs: Sequence[str]) -> dict[str, Any]:
+def summary(history: RunHistory, how_to_load: dict[str, str], outputs: Sequence[str]) -> dict[str, Any]:
     """Everything the report says, as JSON. `logged` counts the events of each list; the log itself has all of them."""
-    start, last = story.start, story.kept_memory[-1] if story.kept_memory else None
+    start, last = history.start, history.kept_memory[-1] if history.kept_memory else None
     lists: dict[str, Sequence[Any]] = {
-        "stage_transitions": story.switches,
-        "effective_batch_changes": story.batch_changes,
-        "memory_stage_changes": story.memory_changes,
-        "reclamations": story.reclamations,
-        "arena_changes": story.arena_changes,
-        "look_ahead_changes": story.look_ahead,
-        "held_out": story.held_out,
-        "self_checks": story.self_checks,
-        "validations": story.validations,
-        "checkpoints": story.checkpoints,
-        "warnings": story.warnings,
-        "unreadable_lines": story.unreadable,
+        "stage_transitions": history.switches,
+        "effective_batch_changes": history.batch_changes,
+        "memory_stage_changes": history.memory_changes,
+        "reclamations": history.reclamations,
+        "arena_changes": history.arena_changes,
+        "look_ahead_changes": history.look_ahead,
+        "held_out": history.held_out,
+        "self_checks": history.self_checks,
+        "validations": history.validations,
+        "checkpoints": history.checkpoints,
+        "warnings": history.warnings,
+        "unreadable_lines": history.unreadable,
     }
     facts = {
         "format": REPORT_FORMAT,
         "version": REPORT_VERSION,
         "run": start.run,
-        "outcome": story.outcome,
-        "reason": story.reason,
-        "began": moment(story.began_s),
-        "ended": moment(story.ended_s),
-        "active_s": story.active_s,
-        "starts": len(story.starts),
-        "step": story.step,
+        "outcome": history.outcome,
+        "reason": history.reason,
+        "began": moment(history.began_s),
+        "ended": moment(history.ended_s),
+        "active_s": history.active_s,
+        "starts": len(history.starts),
+        "step": history.step,
         "total_steps": start.total_steps,
-        "samples": story.steps.samples,
-        "epochs": story.steps.epochs,
-        "loss": {stage or "all": loss_facts(story.steps.losses(stage)) for stage in story.stages},
-        "seconds_per_step": story.seconds_per_step,
-        "data_wait_share": story.steps.data_wait_share,
-        "compile_ms": story.steps.compile_ms,
-        "peak_bytes": story.memory.peaks,
+        "samples": history.steps.samples,
+        "epochs": history.steps.epochs,
+        "loss": {expert or "all": loss_facts(history.steps.losses(expert)) for expert in history.experts},
+        "seconds_per_step": history.seconds_per_step,
+        "data_wait_share": history.steps.data_wait_share,
+        "compile_ms": history.steps.compile_ms,
+        "peak_bytes": history.memory.peaks,
         "capacity_bytes": {} if last is None else last.capacity_bytes,
         "counters": {} if last is None else last.counters,
         "unavailable": {} if last is None else last.unavailable,
         "logged": {
-            "steps": len(story.steps),
-            "memory": len(story.memory),
+            "steps": len(history.steps),
+            "memory": len(history.memory),
             **{name: len(events) for name, events in lists.items()},
         },
-        **{name: [events[place] for place in evenly(len(events), MOST_LISTED)] for name, events in lists.items()},
-        "steps": story.kept_steps,
-        "memory": story.kept_memory,
+        **{name: [events[index] for index in evenly(len(events), MOST_LISTED)] for name, events in lists.items()},
+        "steps": history.kept_steps,
+        "memory": history.kept_memory,
         "outputs": outputs,
         "how_to_load": how_to_load,
         "machine": start.machine,

@@ -18,34 +18,34 @@ _QUALITY = 80
 
 
 @dataclass(frozen=True)
-class Cell:
+class SampleCell:
     step: int
     file: SampleFile
     link: str | None
     """Relative address; None where the file lies outside the run's folder or is gone."""
-    picture: str | None
+    image: str | None
     """A data address of the small picture."""
 
 
 @dataclass(frozen=True)
-class Row:
+class SampleRow:
     prompt: str
     seed: int | None
-    cells: tuple[Cell, ...]
+    cells: tuple[SampleCell, ...]
 
 
 @dataclass(frozen=True)
-class Grid:
-    rows: tuple[Row, ...]
+class SampleGrid:
+    rows: tuple[SampleRow, ...]
     notes: tuple[str, ...]
     sheets: tuple[tuple[int, str], ...] = ()
     """Contact sheets: step and relative address."""
 
 
-def grid(validations: Sequence[ValidationDone], run_folder: Path) -> Grid:
+def grid(validations: Sequence[ValidationDone], run_folder: Path) -> SampleGrid:
     """Evenly spread over the run where there are more validations than columns."""
     made = [one for one in validations if one.files]
-    shown = [made[place] for place in evenly(len(made), MOST_COLUMNS)]
+    shown = [made[index] for index in evenly(len(made), MOST_COLUMNS)]
     rows = min(MOST_ROWS, max((len(one.files) for one in shown), default=0))
     notes = []
     if len(made) > len(shown):
@@ -54,24 +54,24 @@ def grid(validations: Sequence[ValidationDone], run_folder: Path) -> Grid:
     if most > rows:
         notes.append(f"{rows} of {most} samples of a validation are shown.")
     sheets = [(one.step, link_to(one.sheet, run_folder)) for one in validations if one.sheet is not None]
-    return Grid(
+    return SampleGrid(
         tuple(_row(shown, number, run_folder) for number in range(rows)),
         tuple(notes),
         tuple((step, link) for step, link in sheets if link is not None),
     )
 
 
-def _row(validations: Sequence[ValidationDone], number: int, run_folder: Path) -> Row:
+def _row(validations: Sequence[ValidationDone], number: int, run_folder: Path) -> SampleRow:
     having = [one for one in validations if number < len(one.files)]
     cells = tuple(_cell(one.step, one.files[number], run_folder) for one in having)
     last = cells[-1].file
-    return Row(last.prompt, last.seed, cells)
+    return SampleRow(last.prompt, last.seed, cells)
 
 
-def _cell(step: int, file: SampleFile, run_folder: Path) -> Cell:
+def _cell(step: int, file: SampleFile, run_folder: Path) -> SampleCell:
     link = link_to(file.path, run_folder)
-    picture = thumbnail(run_folder / file.path) if link is not None and file.kind == "image" else None
-    return Cell(step, file, link, picture)
+    image = thumbnail(run_folder / file.path) if link is not None and file.kind == "image" else None
+    return SampleCell(step, file, link, image)
 
 
 def link_to(path: str, run_folder: Path) -> str | None:
@@ -87,8 +87,8 @@ def thumbnail(path: Path) -> str | None:
     from PIL import Image
 
     try:
-        with Image.open(path) as picture:
-            small = picture.convert("RGB")
+        with Image.open(path) as image:
+            small = image.convert("RGB")
         small.thumbnail((SIDE, SIDE))
         stored = io.BytesIO()
         small.save(stored, "JPEG", quality=_QUALITY)

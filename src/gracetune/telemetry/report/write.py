@@ -9,7 +9,7 @@ from pathlib import Path
 from gracetune.storage.atomic import write_file
 from gracetune.telemetry.report.loading_steps import find_outputs, how_to_load
 from gracetune.telemetry.report.page import page
-from gracetune.telemetry.report.run_history import summary, tell
+from gracetune.telemetry.report.run_history import read_history, summary
 from gracetune.telemetry.report.sample_images import grid
 from gracetune.telemetry.sinks.jsonl import LogReader
 
@@ -17,27 +17,27 @@ LOG_FILE = Path("logs") / "events.jsonl"
 
 
 @dataclass(frozen=True)
-class Report:
+class WrittenReport:
     html: Path
     json: Path
 
 
-def write_report(run_folder: Path) -> Report:
+def write_report(run_folder: Path) -> WrittenReport:
     """From the event log alone: for a finished, a crashed or a running run. TelemetryError where there is no log."""
     run_folder = run_folder.absolute()
-    story = tell(LogReader(run_folder / LOG_FILE))
-    outputs = story.end.outputs if story.end is not None and story.end.outputs else find_outputs(run_folder)
-    told = dict(story.end.how_to_load) if story.end is not None else {}
-    loading = told or how_to_load(story.start, outputs, run_folder)
+    history = read_history(LogReader(run_folder / LOG_FILE))
+    outputs = history.end.outputs if history.end is not None and history.end.outputs else find_outputs(run_folder)
+    loading_steps = dict(history.end.how_to_load) if history.end is not None else {}
+    loading = loading_steps or how_to_load(history.start, outputs, run_folder)
     text = page(
-        story,
-        pictures=grid(story.validations, run_folder),
+        history,
+        images=grid(history.validations, run_folder),
         how_to_load=loading,
         outputs=outputs,
         folder=run_folder,
     )
-    facts = json.dumps(summary(story, loading, outputs), ensure_ascii=True, allow_nan=False, default=str)
-    report = Report(run_folder / "report.html", run_folder / "report.json")
+    facts = json.dumps(summary(history, loading, outputs), ensure_ascii=True, allow_nan=False, default=str)
+    report = WrittenReport(run_folder / "report.html", run_folder / "report.json")
     write_file(report.json, f"{facts}\n".encode())
     write_file(report.html, text.encode())
     return report

@@ -36,7 +36,7 @@ class JsonlSink:
         self._file.close()
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """One line of a log."""
 
     number: int
@@ -57,25 +57,25 @@ class LogReader:
         self._path = path
         self._limits = _limits(self._resumed_steps())
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         """All that are not empty. Those that are no events are told, never guessed at."""
         process = 0
         for number, begin, raw in self._raw_lines():
             try:
                 record = from_line(raw)
             except NotAnEventError as error:
-                yield Line(number, begin, None, str(error), stands=False)
+                yield LogLine(number, begin, None, str(error), stands=False)
                 continue
             process += isinstance(record.event, RunStarted)
             stands = process >= len(self._limits) or _stands(record, self._limits[process])
-            yield Line(number, begin, record, "", stands)
+            yield LogLine(number, begin, record, "", stands)
 
-    def at(self, places: Iterable[int]) -> list[Record]:
+    def at(self, offsets: Iterable[int]) -> list[Record]:
         """The records of lines that begin there."""
         found = []
         with self._open() as file:
-            for place in places:
-                file.seek(place)
+            for offset in offsets:
+                file.seek(offset)
                 found.append(from_line(file.readline()))
         return found
 
@@ -110,7 +110,7 @@ class LogReader:
 
 
 @dataclass(frozen=True)
-class Log:
+class EventLog:
     """What a log file says, all of it at once: for short ones."""
 
     records: tuple[Record, ...]
@@ -122,10 +122,10 @@ class Log:
         return merge(self.records)
 
 
-def read_log(path: Path) -> Log:
+def read_log(path: Path) -> EventLog:
     """TelemetryError where there is none."""
     lines = [*LogReader(path).lines()]
-    return Log(
+    return EventLog(
         tuple(line.record for line in lines if line.record is not None),
         tuple((line.number, line.why) for line in lines if line.record is None),
     )

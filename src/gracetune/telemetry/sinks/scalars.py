@@ -32,8 +32,8 @@ def scalars(event: Event) -> dict[str, float]:
         case EffectiveBatchChanged():
             return {"train/effective_batch": event.after}
         case HeldOutLoss():
-            place = f"held_out/{event.stage}/" if event.stage else "held_out/"
-            return {f"{place}mean": event.mean, **{f"{place}{level}": loss for level, loss in event.losses.items()}}
+            prefix = f"held_out/{event.stage}/" if event.stage else "held_out/"
+            return {f"{prefix}mean": event.mean, **{f"{prefix}{level}": loss for level, loss in event.losses.items()}}
         case CheckpointWritten():
             return {"checkpoint/snapshot_ms": event.snapshot_ms, "checkpoint/write_ms": event.write_ms}
         case ValidationDone():

@@ -64,18 +64,18 @@ class TensorBoardSink:
         if isinstance(event, Warned):
             found.append(summary.text("warnings", event.message))
         if isinstance(event, ValidationDone):
-            found += self._pictures(event)
+            found += self._images(event)
         return found
 
-    def _pictures(self, event: ValidationDone) -> Iterator[Any]:
+    def _images(self, event: ValidationDone) -> Iterator[Any]:
         import numpy as np
         from PIL import Image
         from torch.utils.tensorboard import summary
 
         for number, file in enumerate(event.files):
             if file.kind == "image":
-                with Image.open(self._run_folder / file.path) as picture:
-                    pixels = np.asarray(picture.convert("RGB"))
+                with Image.open(self._run_folder / file.path) as image:
+                    pixels = np.asarray(image.convert("RGB"))
                 yield summary.image(f"samples/{number:02d} {file.prompt[:80]}", pixels, dataformats="HWC")
 
 

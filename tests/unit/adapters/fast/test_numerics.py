@@ -145,20 +145,26 @@ class TestGradients:
     """Those written by hand, against differences."""
 
     @staticmethod
-    def drawn(*shape: int) -> torch.Tensor:
+    def values(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
     @pytest.mark.parametrize("w1_first", [True, False])
     def test_kronecker(self, w1_first: bool) -> None:
-        how = Computation("kronecker", "", w1_first=w1_first)
-        tensors = [self.drawn(2, 3, 12), self.drawn(5, 3), self.drawn(2, 4)]
+        mode = Computation("kronecker", "", w1_first=w1_first)
+        tensors = [self.values(2, 3, 12), self.values(5, 3), self.values(2, 4)]
         assert torch.autograd.gradcheck(
-            lambda x, w1, w2: products.kronecker(x, w1, w2, 0.5, how), [one.requires_grad_() for one in tensors]
+            lambda x, w1, w2: products.kronecker(x, w1, w2, 0.5, mode), [one.requires_grad_() for one in tensors]
         )
 
     @pytest.mark.parametrize("form", [products.hadamard_by_rank, products.hadamard_rebuilt])
     def test_hadamard(self, form: Any) -> None:
-        tensors = [self.drawn(2, 3, 7), self.drawn(5, 2), self.drawn(2, 7), self.drawn(5, 2) + 1, self.drawn(2, 7) + 1]
+        tensors = [
+            self.values(2, 3, 7),
+            self.values(5, 2),
+            self.values(2, 7),
+            self.values(5, 2) + 1,
+            self.values(2, 7) + 1,
+        ]
         assert torch.autograd.gradcheck(lambda *all_: form(*all_, 0.5), [one.requires_grad_() for one in tensors])
 
     def test_an_input_that_needs_none(self) -> None:

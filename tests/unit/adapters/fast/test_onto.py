@@ -15,12 +15,12 @@ from gracetune.adapters.fast.modules import AdaptedLinear, LohaLinear, LokrLinea
 from gracetune.models.common.shared_inputs import answers
 
 WIDTH, ROWS, RANK = 48, 40, 4
-HOW = Computation("low rank", "")
+MODE = Computation("low rank", "")
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "pays_in_halves", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(products, "use_half_kernels", lambda x: x.dtype == torch.bfloat16)
 
 
 def base(seed: int, outputs: int = WIDTH) -> nn.Linear:
@@ -35,7 +35,7 @@ def lora(seed: int, outputs: int = WIDTH, rank: int = RANK, **options: float) ->
         "lora_A.weight": torch.randn(rank, WIDTH, generator=draw),
         "lora_B.weight": torch.randn(outputs, rank, generator=draw),
     }
-    return LoraLinear(base(seed, outputs), tensors, HOW, **{"scale": 0.5, "dropout": 0.0, **options})
+    return LoraLinear(base(seed, outputs), tensors, MODE, **{"scale": 0.5, "dropout": 0.0, **options})
 
 
 def noise(*shape: int, seed: int = 9) -> Tensor:
@@ -54,7 +54,10 @@ def run(layers: Sequence[AdaptedLinear], x: Tensor, ask: Callable[[Tensor], Sequ
 
 def exactly(layers: Sequence[AdaptedLinear], x: Tensor) -> list[Tensor]:
     """In fp32, by the path a CPU takes."""
-    wide = [type(one)(one.base_layer.float(), _tensors(one), one.how, scale=one.scale, dropout=0.0) for one in layers]
+    wide = [
+        type(one)(one.base_layer.float(), _tensors(one), one.computation, scale=one.scale, dropout=0.0)
+        for one in layers
+    ]
     found = run(wide, x.float(), lambda given: [one(given) for one in wide])
     for one in layers:
         one.base_layer.to(torch.bfloat16)
@@ -91,22 +94,22 @@ def test_three_layers_with_one_input_are_what_they_are_alone(as_on_a_gpu: None) 
 def test_gradients_of_the_factors_are_not_rounded(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = lora(0), noise(4000, WIDTH).bfloat16()
     fast = error(run([layer], x, lambda given: [layer(given)]), exactly([layer], x))
-    monkeypatch.setattr(products, "pays_in_halves", lambda x: False)
+    monkeypatch.setattr(products, "use_half_kernels", lambda x: False)
     plain = error(run([layer], x, lambda given: [layer(given)]), exactly([layer], x))
     assert fast[2] < 0.9 * plain[2]
     assert fast[3] < 0.9 * plain[3]
 
 
-@pytest.mark.parametrize("how", ["one is off", "one has a strength", "one drops", "one is of another kind"])
-def test_layers_that_differ_answer_one_by_one(as_on_a_gpu: None, how: str) -> None:
+@pytest.mark.parametrize("mode", ["one is off", "one has a strength", "one drops", "one is of another kind"])
+def test_layers_that_differ_answer_one_by_one(as_on_a_gpu: None, mode: str) -> None:
     layers: list[AdaptedLinear] = [lora(0), lora(1), lora(2)]
-    if how == "one drops":
+    if mode == "one drops":
         layers[1].dropout = 0.5
-    elif how == "one is of another kind":
+    elif mode == "one is of another kind":
         layers[1] = LohaLinear(base(1), {}, Computation("hadamard rebuilt", ""), scale=1.0, dropout=0.0)
         layers[1].set_strength(0)
     else:
-        layers[1].set_strength(0.0 if how == "one is off" else 0.5)
+        layers[1].set_strength(0.0 if mode == "one is off" else 0.5)
     x = noise(ROWS, WIDTH).bfloat16()
     with torch.no_grad():
         torch.manual_seed(0)

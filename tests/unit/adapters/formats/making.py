@@ -12,7 +12,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from gracetune.adapters.state import AdapterState, Layer, Stage
+from gracetune.adapters.state import AdapterState, ExpertStage, Layer
 from gracetune.adapters.verification import shapes_of
 from gracetune.models.key_maps import KEY_MAPS
 
@@ -64,7 +64,7 @@ def state(
     rank: int = 2,
     alpha: float = 3.0,
     seed: int = 0,
-    stage: Stage = "",
+    expert: ExpertStage = "",
     options: Iterable[str] = (),
 ) -> AdapterState:
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +73,7 @@ def state(
         path: layer(algorithm, shapes[path], rank, alpha, generator, frozenset(options))
         for path in keys.in_order(shapes)
     }
-    return AdapterState(family, stage, layers)
+    return AdapterState(family, expert, layers)
 
 
 def layer(
@@ -86,44 +86,44 @@ def layer(
 ) -> Layer:
     """`options`: tucker (convolutions only), decomposed and both (LoKr), dora, rescale, bias, on_input."""
 
-    def drawn(*size: int) -> Tensor:
+    def values(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator) * 0.1
 
     out, inputs, *kernel = shape
     ones = (1,) * len(kernel)
     tucker = "tucker" in options and any(side > 1 for side in kernel)
     columns = inputs * int(torch.tensor([1, *kernel]).prod())
-    rows = drawn(out).abs() + 0.5
+    rows = values(out).abs() + 0.5
     magnitude = {"dora_scale": rows.reshape(out, *(1,) * (len(shape) - 1))} if "dora" in options else {}
     if algorithm in ("lora", "dora"):
-        tensors = {"lora_A.weight": drawn(rank, inputs, *kernel), "lora_B.weight": drawn(out, rank, *ones)}
+        tensors = {"lora_A.weight": values(rank, inputs, *kernel), "lora_B.weight": values(out, rank, *ones)}
         return Layer(algorithm, tensors | ({"dora_scale": rows} if algorithm == "dora" else {}), alpha, rank)
     if algorithm == "locon":
-        tensors = {"lora_down.weight": drawn(rank, inputs, *kernel), "lora_up.weight": drawn(out, rank, *ones)}
+        tensors = {"lora_down.weight": values(rank, inputs, *kernel), "lora_up.weight": values(out, rank, *ones)}
         if tucker:
-            tensors |= {"lora_down.weight": drawn(rank, inputs, *ones), "lora_mid.weight": drawn(rank, rank, *kernel)}
+            tensors |= {"lora_down.weight": values(rank, inputs, *ones), "lora_mid.weight": values(rank, rank, *kernel)}
         return Layer("locon", tensors | magnitude, alpha, rank)
     if algorithm == "loha":
         tensors = {}
         for number in "12":
             if tucker:
-                tensors[f"hada_t{number}"] = drawn(rank, rank, *kernel)
-            tensors[f"hada_w{number}_a"] = drawn(rank, out) if tucker else drawn(out, rank)
-            tensors[f"hada_w{number}_b"] = drawn(rank, inputs if tucker else columns)
+                tensors[f"hada_t{number}"] = values(rank, rank, *kernel)
+            tensors[f"hada_w{number}_a"] = values(rank, out) if tucker else values(out, rank)
+            tensors[f"hada_w{number}_b"] = values(rank, inputs if tucker else columns)
         return Layer("loha", tensors | magnitude, alpha, rank)
     if algorithm == "lokr":
-        return _lokr(shape, rank, alpha, drawn, options, magnitude)
+        return _lokr(shape, rank, alpha, values, options, magnitude)
     if algorithm == "ia3":
         on_input = "on_input" in options
         size = (1, inputs if on_input else out, *ones) if kernel else (inputs if on_input else out,)
-        return Layer("ia3", {"weight": drawn(*size), "on_input": torch.tensor(int(on_input))}, 1.0, None)
+        return Layer("ia3", {"weight": values(*size), "on_input": torch.tensor(int(on_input))}, 1.0, None)
     if algorithm == "diag_oft":
         size = _factor(out)
-        tensors = {"oft_blocks": drawn(out // size, size, size)}
+        tensors = {"oft_blocks": values(out // size, size, size)}
         if "rescale" in options:
-            tensors["rescale"] = drawn(out, *(1,) * (len(shape) - 1)) + 1
+            tensors["rescale"] = values(out, *(1,) * (len(shape) - 1)) + 1
         return Layer("diag_oft", tensors, 1.0, None)
-    tensors = {"diff": drawn(*shape)} | ({"diff_b": drawn(out)} if "bias" in options else {})
+    tensors = {"diff": values(*shape)} | ({"diff_b": values(out)} if "bias" in options else {})
     return Layer("full_delta", tensors, 1.0, None)
 
 
@@ -131,23 +131,23 @@ def _lokr(
     shape: Sequence[int],
     rank: int,
     alpha: float,
-    drawn: Callable[..., Tensor],
+    values: Callable[..., Tensor],
     options: frozenset[str],
     magnitude: dict[str, Tensor],
 ) -> Layer:
     out, inputs, *kernel = shape
     a, c = _factor(out), _factor(inputs)
     columns = inputs // c * int(torch.tensor([1, *kernel]).prod())
-    tensors = {"lokr_w1": drawn(a, c)}
+    tensors = {"lokr_w1": values(a, c)}
     if "both" in options:
-        tensors = {"lokr_w1_a": drawn(a, rank), "lokr_w1_b": drawn(rank, c)}
+        tensors = {"lokr_w1_a": values(a, rank), "lokr_w1_b": values(rank, c)}
     if "tucker" in options and any(side > 1 for side in kernel):
-        tensors |= {"lokr_t2": drawn(rank, rank, *kernel)}
-        tensors |= {"lokr_w2_a": drawn(rank, out // a), "lokr_w2_b": drawn(rank, inputs // c)}
+        tensors |= {"lokr_t2": values(rank, rank, *kernel)}
+        tensors |= {"lokr_w2_a": values(rank, out // a), "lokr_w2_b": values(rank, inputs // c)}
     elif "decomposed" in options or "both" in options:
-        tensors |= {"lokr_w2_a": drawn(out // a, rank), "lokr_w2_b": drawn(rank, columns)}
+        tensors |= {"lokr_w2_a": values(out // a, rank), "lokr_w2_b": values(rank, columns)}
     else:
-        tensors |= {"lokr_w2": drawn(out // a, inputs // c, *kernel)}
+        tensors |= {"lokr_w2": values(out // a, inputs // c, *kernel)}
     whole = "lokr_w2" in tensors and "lokr_w1" in tensors
     return Layer("lokr", tensors | magnitude, 1.0 if whole else alpha, None if whole else rank)
 

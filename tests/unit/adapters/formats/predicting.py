@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def values(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -21,19 +21,19 @@ def predict(family: str, model: Any) -> Tensor:
 
 def _wan(config: Any) -> dict[str, Any]:
     given = {
-        "hidden_states": drawn(1, config.in_channels, 3, 4, 4),
+        "hidden_states": values(1, config.in_channels, 3, 4, 4),
         "timestep": torch.tensor([500]),
-        "encoder_hidden_states": drawn(1, 5, config.text_dim, seed=1),
+        "encoder_hidden_states": values(1, 5, config.text_dim, seed=1),
     }
     if config.image_dim is not None:
-        given["encoder_hidden_states_image"] = drawn(1, 6, config.image_dim, seed=2)
+        given["encoder_hidden_states_image"] = values(1, 6, config.image_dim, seed=2)
     return given
 
 
 def _qwen_image(config: Any) -> dict[str, Any]:
     return {
-        "hidden_states": drawn(1, 16, config.in_channels),
-        "encoder_hidden_states": drawn(1, 5, config.joint_attention_dim, seed=1),
+        "hidden_states": values(1, 16, config.in_channels),
+        "encoder_hidden_states": values(1, 5, config.joint_attention_dim, seed=1),
         "encoder_hidden_states_mask": None,
         "timestep": torch.tensor([0.5]),
         "img_shapes": [[(1, 4, 4)]],
@@ -43,9 +43,9 @@ def _qwen_image(config: Any) -> dict[str, Any]:
 def _flux(config: Any) -> dict[str, Any]:
     guidance = {"guidance": torch.tensor([3.5])} if config.guidance_embeds else {}
     return guidance | {
-        "hidden_states": drawn(1, 16, config.in_channels),
-        "encoder_hidden_states": drawn(1, 5, config.joint_attention_dim, seed=1),
-        "pooled_projections": drawn(1, config.pooled_projection_dim, seed=2),
+        "hidden_states": values(1, 16, config.in_channels),
+        "encoder_hidden_states": values(1, 5, config.joint_attention_dim, seed=1),
+        "pooled_projections": values(1, config.pooled_projection_dim, seed=2),
         "timestep": torch.tensor([0.5]),
         "img_ids": torch.zeros(16, 3),
         "txt_ids": torch.zeros(5, 3),
@@ -54,23 +54,23 @@ def _flux(config: Any) -> dict[str, Any]:
 
 def _sdxl(config: Any) -> dict[str, Any]:
     width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-    extra = {"text_embeds": drawn(1, width, seed=2), "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]])}
+    extra = {"text_embeds": values(1, width, seed=2), "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]])}
     return {
-        "sample": drawn(1, 4, 8, 8),
+        "sample": values(1, 4, 8, 8),
         "timestep": torch.tensor([500]),
-        "encoder_hidden_states": drawn(1, 5, config.cross_attention_dim, seed=1),
+        "encoder_hidden_states": values(1, 5, config.cross_attention_dim, seed=1),
         "added_cond_kwargs": extra,
     }
 
 
 def _stable_audio(config: Any) -> dict[str, Any]:
     columns, half = 8, config.attention_head_dim // 2
-    angles = drawn(columns + 1, half, seed=3)
+    angles = values(columns + 1, half, seed=3)
     return {
-        "hidden_states": drawn(1, config.in_channels, columns),
+        "hidden_states": values(1, config.in_channels, columns),
         "timestep": torch.tensor([0.5]),
-        "encoder_hidden_states": drawn(1, 5, config.cross_attention_input_dim, seed=1),
-        "global_hidden_states": drawn(1, 1, config.global_states_input_dim, seed=2),
+        "encoder_hidden_states": values(1, 5, config.cross_attention_input_dim, seed=1),
+        "global_hidden_states": values(1, 1, config.global_states_input_dim, seed=2),
         "rotary_embedding": (angles.cos(), angles.sin()),
     }
 

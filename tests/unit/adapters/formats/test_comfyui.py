@@ -37,11 +37,11 @@ def in_original_layout(family: str, weights: dict[str, Tensor]) -> dict[str, Ten
         original = keys.original(path)
         assert original is not None
         key = f"diffusion_model.{original.name}.weight"
-        if original.place.halves_swapped:
+        if original.mapped.halves_swapped:
             first, second = weight.chunk(2)
             found[key] = torch.cat((second, first))
         else:
-            found[key] = torch.cat([weights[part] for part in original.place.paths])
+            found[key] = torch.cat([weights[part] for part in original.mapped.paths])
     return found
 
 
@@ -60,7 +60,7 @@ def test_comfyui_gets_the_weights_we_trained(family, format, algorithm, options,
         except CannotHoldError:
             continue
         # The other formats also hold what ComfyUI would not understand.
-        if comfyui.refusal(one.layers[path], path, keys) is None:
+        if comfyui.rejection(one.layers[path], path, keys) is None:
             held |= one.layers
     assert held, "nothing is held at all: that belongs into the table of refusals"
     state = making.state(family, {}, algorithm)
@@ -90,7 +90,7 @@ def test_dora_by_rows_measured_against_the_base(family, algorithm, options, tiny
     trained = making.state(family, shapes, algorithm, options=options).layers
     held = {path: delta.measured_by_base(layer, weights[path]) for path, layer in trained.items()}
     keys = KEY_MAPS[family]
-    held = {path: layer for path, layer in held.items() if comfyui.refusal(layer, path, keys) is None}
+    held = {path: layer for path, layer in held.items() if comfyui.rejection(layer, path, keys) is None}
     assert len(held) >= 4
     state = AdapterState(family, "", held)
     file, header = FORMATS["comfyui"].write(state, torch.float32)
@@ -111,7 +111,7 @@ def test_dora_by_rows_measured_against_the_base(family, algorithm, options, tiny
             FORMATS[format].write(again, torch.float32)
 
 
-def test_why_dora_is_refused(tiny_model) -> None:
+def test_why_dora_is_rejected(tiny_model) -> None:
     """By the rule our reader restates, DoRA as it is trained would come out as another model."""
     from gracetune.adapters.formats import kohya
 
@@ -127,7 +127,7 @@ def test_why_dora_is_refused(tiny_model) -> None:
         FORMATS["comfyui"].write(state, torch.float32)
 
 
-def test_why_lokrs_tucker_form_is_refused() -> None:
+def test_why_lokrs_tucker_form_is_rejected() -> None:
     """The very product ComfyUI computes. Should this fail, torch was mended and the refusal can go."""
     core, left, right = torch.randn(2, 2, 3, 3), torch.randn(2, 8), torch.randn(2, 4)
     second = torch.einsum("ijkl,jr,ip->prkl", core, right, left)

@@ -17,7 +17,7 @@ from unit.adapters.formats import making
 @pytest.mark.parametrize("family", making.FLAVOURS)
 def test_our_own_files(family, algorithm, format, with_header, tiny_model) -> None:
     shapes = making.one_of_each(making.in_blocks(making.layer_shapes(family, tiny_model)))
-    state = making.state(family, shapes, algorithm, stage="high_noise" if family == "wan" else "")
+    state = making.state(family, shapes, algorithm, expert="high_noise" if family == "wan" else "")
     try:
         tensors, header = FORMATS[format].write(state, torch.float32)
     except CannotHoldError:
@@ -27,7 +27,7 @@ def test_our_own_files(family, algorithm, format, with_header, tiny_model) -> No
     assert found.family == family
     assert found.algorithms == (algorithm,) or (not with_header and {algorithm, *found.algorithms} <= same_tensors)
     assert found.format == format
-    assert found.stages == (state.stage if with_header else "",)
+    assert found.experts == (state.expert if with_header else "",)
     assert found.evidence
 
 
@@ -61,7 +61,7 @@ def test_no_family(keys: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"),
+    ("name", "expert"),
     [
         ("my_lora_high_noise", "high_noise"),
         ("my_lora_000001000_low_noise", "low_noise"),
@@ -71,17 +71,17 @@ def test_no_family(keys: list[str]) -> None:
         ("yellow_noisey", ""),
     ],
 )
-def test_the_stage_in_a_files_name(name: str, stage: str) -> None:
+def test_the_stage_in_a_files_name(name: str, expert: str) -> None:
     tensors = {f"diffusion_model.blocks.0.self_attn.q.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}
-    assert detect(tensors, {}, name=name).stages == (stage,)
-    assert detect(tensors, {"gracetune.stage": "low_noise"}, name=name).stages == ("low_noise",)
+    assert detect(tensors, {}, name=name).experts == (expert,)
+    assert detect(tensors, {"gracetune.stage": "low_noise"}, name=name).experts == ("low_noise",)
 
 
 KEY = "diffusion_model.blocks.0.self_attn.q.lora_{}.weight"
 
 
 @pytest.mark.parametrize(
-    ("prefix", "header", "name", "says"),
+    ("prefix", "header", "name", "expected_text"),
     [
         ("transformer.transformer_1.", "low_noise", "x", "its keys says high_noise, its header low_noise"),
         ("transformer.transformer_2.", "", "x_high_noise", "its keys says low_noise, its file's name high_noise"),
@@ -90,10 +90,10 @@ KEY = "diffusion_model.blocks.0.self_attn.q.lora_{}.weight"
         ("transformer.", "", "x_low_noise", None),
     ],
 )
-def test_places_that_disagree_about_the_expert(prefix, header, name, says) -> None:
+def test_places_that_disagree_about_the_expert(prefix, header, name, expected_text) -> None:
     tensors = {f"{prefix}blocks.0.attn1.to_q.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}
     found = detect(tensors, {"gracetune.stage": header} if header else {}, name=name)
-    assert found.contradictions == ((says,) if says else ())
+    assert found.contradictions == ((expected_text,) if expected_text else ())
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import Tensor
 from gracetune.adapters.adapter_files import open_adapter, save
 from gracetune.adapters.attach import attach
 from gracetune.adapters.merge import merge_module
-from gracetune.adapters.state import AdapterState, Stage
+from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.config.run_config import Adapter
 from gracetune.models.key_maps import KEY_MAPS
 from unit.adapters.formats import making
@@ -41,12 +41,12 @@ WITH_LOADER = ("wan", "qwen_image", "flux", "sdxl")
 
 
 def trained(
-    family: str, denoiser: Any, *, kind: str = "lora", stage: Stage = "", seed: int = 0, **more: Any
+    family: str, denoiser: Any, *, kind: str = "lora", expert: ExpertStage = "", seed: int = 0, **more: Any
 ) -> tuple[AdapterState, Tensor]:
     """An adapter as after some training, attached as it is for training, and what the model then predicts."""
     options = {"rank": 4, "alpha": 2.0, "targets": TARGETS[family], **more}
     adapter = Adapter(kind=kind, **options)  # type: ignore[arg-type]
-    attached = attach(denoiser, adapter, family=family, stage=stage, default_targets=(), seed=seed)
+    attached = attach(denoiser, adapter, family=family, expert=expert, default_targets=(), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in attached.parameters().values():
@@ -149,20 +149,20 @@ def test_diffusers_loads_our_kohya_files(family: str, tiny_model: TinyModel, tmp
 @pytest.mark.parametrize("flavour", ["t2v-14b-2.2", "i2v-14b-2.2"])
 def test_both_experts(flavour: str, format: Any, tiny_model: TinyModel, tmp_path: Path) -> None:
     pipeline = pipeline_of("wan", tiny_model, flavour)
-    parts: tuple[tuple[Stage, Any, bool], ...] = (
+    parts: tuple[tuple[ExpertStage, Any, bool], ...] = (
         ("high_noise", pipeline.transformer, False),
         ("low_noise", pipeline.transformer_2, True),
     )
     expected = {}
-    for seed, (stage, denoiser, _) in enumerate(parts):
-        state, expected[stage] = trained("wan", denoiser, stage=stage, seed=seed)
-        save(tmp_path / f"{stage}.safetensors", state, format, torch.float32)
-    for stage, _, second in parts:
+    for seed, (expert, denoiser, _) in enumerate(parts):
+        state, expected[expert] = trained("wan", denoiser, expert=expert, seed=seed)
+        save(tmp_path / f"{expert}.safetensors", state, format, torch.float32)
+    for expert, _, second in parts:
         pipeline.load_lora_weights(
-            tmp_path / f"{stage}.safetensors", adapter_name=stage, load_into_transformer_2=second
+            tmp_path / f"{expert}.safetensors", adapter_name=expert, load_into_transformer_2=second
         )
-    for stage, denoiser, _ in parts:
-        torch.testing.assert_close(predict("wan", denoiser), expected[stage], **TOLERANCE)
+    for expert, denoiser, _ in parts:
+        torch.testing.assert_close(predict("wan", denoiser), expected[expert], **TOLERANCE)
 
 
 def test_image_to_video_with_an_image_encoder(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def read(tensors: dict[str, Tensor], format: str = "comfyui"):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "says"),
+    ("tensors", "expected_text"),
     [
         (lora(2, 3), "rank 2"),
         ({f"{STEM}.lora_A.weight": torch.ones(2, 8)}, "without lora_B.weight"),
@@ -82,8 +82,8 @@ def read(tensors: dict[str, Tensor], format: str = "comfyui"):
         ({f"{STEM}.diff": torch.ones(8, 8, dtype=torch.bool)}, "diff holds torch.bool"),
     ],
 )
-def test_broken_layers(tensors: dict[str, Tensor], says: str) -> None:
-    with pytest.raises(BrokenLayerError, match=says) as error:
+def test_broken_layers(tensors: dict[str, Tensor], expected_text: str) -> None:
+    with pytest.raises(BrokenLayerError, match=expected_text) as error:
         read(tensors)
     assert error.value.problems[0].file == "file.safetensors"
 
@@ -143,9 +143,9 @@ def test_keys_that_begin_with_the_layer_have_no_scale_of_their_own(prefix: str, 
     one = {"lora_A.weight": torch.ones(4, 8), "lora_B.weight": torch.ones(8, 4)}
     stems = [f"{prefix}blocks.{block}.attn1.to_q" for block in range(20)]
     tensors = {f"{stem}.{name}": value for stem in stems for name, value in one.items()}
-    with pytest.raises(BrokenLayerError, match="is scaled; the same for 19 more") as refused:
+    with pytest.raises(BrokenLayerError, match="is scaled; the same for 19 more") as rejected:
         read(tensors, format)
-    (problem,) = refused.value.problems
+    (problem,) = rejected.value.problems
     assert "--alpha ALPHA (DiffSynth-Studio trains with alpha = rank, 4 here)" in problem.hint
     with_alpha = tensors | {f"{stem}.alpha": torch.tensor(2.0) for stem in stems}
     (state,) = read(with_alpha, format).states.values()
@@ -240,7 +240,7 @@ def test_no_alpha_we_write_can_become_infinite(tiny_model) -> None:
             assert all(value.isfinite().all() for value in tensors.values())
 
 
-def test_values_too_large_for_half_precision_are_refused() -> None:
+def test_values_too_large_for_half_precision_are_rejected() -> None:
     state = making.state("wan", {"blocks.0.attn1.to_q": (16, 16)}, "lora")
     state.layers["blocks.0.attn1.to_q"].tensors["lora_B.weight"][0, 0] = 1e6
     with pytest.raises(CannotHoldError, match="bf16"):
@@ -294,7 +294,7 @@ def test_whatever_is_in_a_file_it_is_read_or_named(shapes: dict[tuple[str, str],
         explained = len(found.unknown) + len(found.broken) + sum(len(state.layers) for state in found.states.values())
         assert explained > 0
         for report in verify(found, {"": {"blocks.0.attn1.to_q": (8, 8), "blocks.1.attn1.to_q": (4, 4)}}):
-            assert report.stage in ("", "high_noise")
+            assert report.expert in ("", "high_noise")
         for state in found.states.values():
             norms(state)
 
@@ -317,11 +317,11 @@ KINDS = {
 def test_what_fits_can_be_applied(kind: str, data: st.DataObject) -> None:
     """All tensors of a kind, of shapes that agree or do not: a layer that is read and fits a weight has an effect."""
     sizes = st.lists(st.sampled_from([1, 2, 2, 2, 3, 4]), min_size=0 if kind in ("ia3", "oft") else 1, max_size=3)
-    drawn = {name: torch.full(data.draw(sizes, label=name), 0.5) for name in KINDS[kind]}
+    values = {name: torch.full(data.draw(sizes, label=name), 0.5) for name in KINDS[kind]}
     for other in ("double_blocks.0.img_attn.qkv", "final_layer.adaLN_modulation.1"):  # fused, and in another order
-        found = FORMATS["kohya"].read({f"{other}.{name}": tensor for name, tensor in drawn.items()}, {}, "flux")
+        found = FORMATS["kohya"].read({f"{other}.{name}": tensor for name, tensor in values.items()}, {}, "flux")
         assert found.broken or found.states
-    tensors = {f"{STEM}.{name}": tensor for name, tensor in drawn.items()}
+    tensors = {f"{STEM}.{name}": tensor for name, tensor in values.items()}
     for state in FORMATS["comfyui"].read(tensors, {}, "wan").states.values():
         norms(state)
         for layer in state.layers.values():
@@ -331,7 +331,7 @@ def test_what_fits_can_be_applied(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "expected_text"),
     [
         ({"lora_alpha": 1, "alpha_pattern": {"to_q": "x"}}, 'is the text "x"'),
         ({"lora_alpha": 1, "alpha_pattern": {"to_q": None}}, "is None: it is a number"),
@@ -349,11 +349,11 @@ def test_what_fits_can_be_applied(kind: str, data: st.DataObject) -> None:
         ({"lora_alpha": 1, "alpha_pattern": {f"x{number}": 2 for number in range(2_001)}}, "more than 2,000 entries"),
     ],
 )
-def test_a_header_that_says_no_number(config: dict[str, object], says: str) -> None:
+def test_a_header_that_says_no_number(config: dict[str, object], expected_text: str) -> None:
     """Nor may a header keep us busy for ever: its patterns are regular expressions."""
     tensors = {f"transformer.blocks.0.attn1.to_q.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
     header = {"lora_adapter_metadata": json.dumps({f"transformer.{name}": value for name, value in config.items()})}
-    with pytest.raises(BrokenLayerError, match=says):
+    with pytest.raises(BrokenLayerError, match=expected_text):
         FORMATS["diffusers"].read(tensors, header, "wan").checked()
     tensors = {key: torch.tensor(1.0) for key in tensors}
     with pytest.raises(BrokenLayerError, match="not the shape"):
@@ -366,8 +366,8 @@ def test_a_header_that_cannot_be_read_is_no_scale_of_1(text: str, entry: str) ->
     tensors = {f"transformer.blocks.0.attn1.to_q.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
     with pytest.raises(BrokenLayerError, match="no alpha: lora_adapter_metadata"):
         FORMATS["diffusers"].read(tensors, {entry: text}, "wan").checked()
-    told = {**tensors, "transformer.blocks.0.attn1.to_q.alpha": torch.tensor(2.0)}
-    layer = FORMATS["diffusers"].read(told, {entry: text}, "wan").checked().states[""].layers["blocks.0.attn1.to_q"]
+    message = {**tensors, "transformer.blocks.0.attn1.to_q.alpha": torch.tensor(2.0)}
+    layer = FORMATS["diffusers"].read(message, {entry: text}, "wan").checked().states[""].layers["blocks.0.attn1.to_q"]
     assert layer.scale == 0.5
 
 

@@ -75,7 +75,7 @@ def test_we_read_convolutions_of_peft(kind: str, tiny_model: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected_text"),
     [
         (None, "alpha / r"),
         ({"r": 0}, "r in adapter_config.json"),
@@ -83,14 +83,16 @@ def test_we_read_convolutions_of_peft(kind: str, tiny_model: Any, tmp_path: Path
         ({"rank_pattern": {"(to_q*)*": 2}}, "rank_pattern"),
     ],
 )
-def test_a_lokr_of_peft_without_its_scale_is_refused(change: Any, says: str, tiny_model: Any, tmp_path: Path) -> None:
+def test_a_lokr_of_peft_without_its_scale_is_rejected(
+    change: Any, expected_text: str, tiny_model: Any, tmp_path: Path
+) -> None:
     saved_by_peft("wan", OF_PEFT["lokr of whole factors"], tiny_model, tmp_path)
     config = tmp_path / "adapter_config.json"
     if change is None:
         config.unlink()
     else:
         config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    with pytest.raises(BrokenLayerError, match=says):
+    with pytest.raises(BrokenLayerError, match=expected_text):
         open_adapter(tmp_path / "adapter_model.safetensors", "wan").state()
 
 

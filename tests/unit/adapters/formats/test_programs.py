@@ -101,13 +101,13 @@ def is_writable(state: AdapterState, format: str) -> bool:
 def test_lycoris_loads_what_the_table_calls_right(family, algorithm, options, tiny_model) -> None:
     """And fails where the table says so."""
     model = making.denoiser(family, tiny_model(family, making.FLAVOURS[family]))
-    state, refused = held(
+    state, rejected = held(
         family, model, algorithm, options, lambda alone: misread_by(alone, "lycoris", "lycoris") is None
     )
     if algorithm == "full_delta":  # LyCORIS takes the weights out of their layers, and Wan asks this one for its dtype
         kept = {path: layer for path, layer in state.layers.items() if ".time_embedder." not in path}
         state = replace(state, layers=kept)
-    for alone in refused:
+    for alone in rejected:
         with pytest.raises((AttributeError, RuntimeError, TypeError)):
             by_lycoris(model, alone)
     assert bool(state.layers) != (algorithm == "ia3")

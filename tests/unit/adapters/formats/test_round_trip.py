@@ -15,7 +15,7 @@ from gracetune.adapters import delta
 from gracetune.adapters.adapter_files import open_adapter, save
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.registry import FORMATS
-from gracetune.adapters.state import AdapterState, Stage
+from gracetune.adapters.state import AdapterState, ExpertStage
 from unit.adapters.formats import making
 
 OPTIONS = ("tucker", "decomposed", "both", "dora", "rescale", "bias", "on_input")
@@ -54,13 +54,13 @@ def any_adapter(examples: int):
 
 
 @any_adapter(10)
-def test_any_adapter_round_trips_or_is_refused(family, format, data, tiny_model, tmp_path_factory) -> None:
+def test_any_adapter_round_trips_or_is_rejected(family, format, data, tiny_model, tmp_path_factory) -> None:
     round_trip(family, format, data, tiny_model, tmp_path_factory)
 
 
 @pytest.mark.full
 @any_adapter(200)
-def test_many_adapters_round_trip_or_are_refused(family, format, data, tiny_model, tmp_path_factory) -> None:
+def test_many_adapters_round_trip_or_are_rejected(family, format, data, tiny_model, tmp_path_factory) -> None:
     round_trip(family, format, data, tiny_model, tmp_path_factory)
 
 
@@ -72,9 +72,11 @@ def round_trip(family, format, data, tiny_model, tmp_path_factory) -> None:
     alpha = data.draw(st.sampled_from([0.5, 1.0, 2.0, 3.0, 16.0, 0.1, 1e4]), label="alpha")
     rank = data.draw(st.integers(1, 4), label="rank")
     dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
-    stage: Stage = data.draw(st.sampled_from(["", "high_noise", "low_noise"]), label="stage") if family == "wan" else ""
+    expert: ExpertStage = (
+        data.draw(st.sampled_from(["", "high_noise", "low_noise"]), label="stage") if family == "wan" else ""
+    )
     chosen = {path: shapes[path] for path in paths}
-    adapter = making.state(family, chosen, algorithm, rank=rank, alpha=alpha, stage=stage, options=options)
+    adapter = making.state(family, chosen, algorithm, rank=rank, alpha=alpha, expert=expert, options=options)
     folder = tmp_path_factory.mktemp("round-trip")
     try:
         first = save(folder / "first.safetensors", adapter, format, dtype)
@@ -84,7 +86,7 @@ def round_trip(family, format, data, tiny_model, tmp_path_factory) -> None:
         return
     opened = open_adapter(first, family)
     again = opened.state()
-    assert again.stage == stage
+    assert again.expert == expert
     assert opened.detected.format == format
     second = save(folder / "second.safetensors", again, format, dtype)
     assert first.read_bytes() == second.read_bytes()
@@ -97,13 +99,13 @@ def round_trip(family, format, data, tiny_model, tmp_path_factory) -> None:
 def test_both_experts_of_a_lokr_round_trip(format, tiny_model, tmp_path: Path) -> None:
     """The case the forks lose: full-rank LoKr of two experts, in half precision, by way of their two files."""
     shapes = making.in_blocks(making.layer_shapes("wan", tiny_model))
-    for seed, stage in enumerate(("high_noise", "low_noise")):
-        adapter = making.state("wan", shapes, "lokr", seed=seed, stage=stage)
-        first = save(tmp_path / f"first_{stage}.safetensors", adapter, format, torch.float16)
+    for seed, expert in enumerate(("high_noise", "low_noise")):
+        adapter = making.state("wan", shapes, "lokr", seed=seed, expert=expert)
+        first = save(tmp_path / f"first_{expert}.safetensors", adapter, format, torch.float16)
         again = open_adapter(first).state()
-        assert (again.family, again.stage) == ("wan", stage)
+        assert (again.family, again.expert) == ("wan", expert)
         assert {layer.alpha for layer in again.layers.values()} == {1.0}
-        second = save(tmp_path / f"second_{stage}.safetensors", again, format, torch.float16)
+        second = save(tmp_path / f"second_{expert}.safetensors", again, format, torch.float16)
         assert first.read_bytes() == second.read_bytes()
 
 
@@ -114,8 +116,8 @@ def test_a_lora_goes_through_every_pair_of_formats(family, source, target, tiny_
     shapes = making.one_of_each(making.in_blocks(making.layer_shapes(family, tiny_model)))
     adapter = making.state(family, shapes, "lora", rank=2, alpha=1.0)
     first = save(tmp_path / "first.safetensors", adapter, source, torch.bfloat16)
-    there = save(tmp_path / "there.safetensors", open_adapter(first, family).state(), target, torch.bfloat16)
-    back = save(tmp_path / "back.safetensors", open_adapter(there, family).state(), source, torch.bfloat16)
+    existing = save(tmp_path / "there.safetensors", open_adapter(first, family).state(), target, torch.bfloat16)
+    back = save(tmp_path / "back.safetensors", open_adapter(existing, family).state(), source, torch.bfloat16)
     assert first.read_bytes() == back.read_bytes()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.delta import delta
-from gracetune.adapters.errors import BrokenLayerError, MixedStagesError
+from gracetune.adapters.errors import BrokenLayerError, MixedExpertsError
 from gracetune.adapters.formats.names import locate, split
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.state import AdapterState
@@ -80,9 +80,9 @@ def spelled(stem: str) -> str:
 @pytest.mark.parametrize("number", ["1", "2"])
 @pytest.mark.parametrize("stem", [*STEMS[""], *STEMS["high_noise"]])
 def test_a_key_leads_to_its_layer_and_expert(stem: str, number: str, tensors: tuple[str, str]) -> None:
-    stage = "" if stem in STEMS[""] else {"1": "high_noise", "2": "low_noise"}[number]
+    expert = "" if stem in STEMS[""] else {"1": "high_noise", "2": "low_noise"}[number]
     name = spelled(stem)
-    if stage:
+    if expert:
         name = name.replace("transformer_1", f"transformer_{number}").replace("transformer1", f"transformer{number}")
     for suffix, expected in zip(tensors, ("lora_A.weight", "lora_B.weight"), strict=True):
         found = split(f"{name}.{suffix}")
@@ -90,7 +90,7 @@ def test_a_key_leads_to_its_layer_and_expert(stem: str, number: str, tensors: tu
         assert found.tensor == expected
         located = locate(found.stem, KEY_MAPS["wan"])
         assert located is not None
-        assert (located.place.paths, located.stage) == ((PATH,), stage)
+        assert (located.mapped.paths, located.expert) == ((PATH,), expert)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_old_diffusers_attention_processors() -> None:
         assert found is not None
         located = locate(found.stem, KEY_MAPS["sdxl"])
         assert located is not None
-        assert located.place.paths == (f"{attention.removeprefix('unet.')}.{path}",)
+        assert located.mapped.paths == (f"{attention.removeprefix('unet.')}.{path}",)
 
 
 def test_other_families_have_no_experts() -> None:
@@ -138,8 +138,8 @@ def test_other_families_have_no_experts() -> None:
 def two_experts(tiny_model, kind: str = "lokr") -> dict[str, AdapterState]:
     shapes = making.in_blocks(making.layer_shapes("wan", tiny_model))
     return {
-        stage: making.state("wan", shapes, kind, seed=seed, stage=stage)
-        for seed, stage in enumerate(("high_noise", "low_noise"))
+        expert: making.state("wan", shapes, kind, seed=seed, expert=expert)
+        for seed, expert in enumerate(("high_noise", "low_noise"))
     }
 
 
@@ -170,11 +170,11 @@ def test_both_experts_in_one_file(stem: str, tiny_model, tmp_path: Path) -> None
     file = tmp_path / "both.safetensors"
     save_file(mixed(states, stem), file)
     opened = open_adapter(file)
-    assert opened.detected.stages == ("high_noise", "low_noise")
-    with pytest.raises(MixedStagesError, match="--split"):
+    assert opened.detected.experts == ("high_noise", "low_noise")
+    with pytest.raises(MixedExpertsError, match="--split"):
         opened.state()
     for found, expected in zip(opened.states(), states.values(), strict=True):
-        assert found.stage == expected.stage
+        assert found.expert == expected.expert
         assert list(found.layers) == list(expected.layers)
         for path, layer in found.layers.items():
             assert (layer.alpha, layer.rank) == (1.0, None)
@@ -191,7 +191,7 @@ def test_both_experts_by_diffusers_names(tiny_model, tmp_path: Path) -> None:
             tensors |= {f"{prefix}.{path}.{name}": value for name, value in layer.tensors.items()}
     save_file(tensors, tmp_path / "both.safetensors")
     found = open_adapter(tmp_path / "both.safetensors").states()
-    assert [state.stage for state in found] == ["high_noise", "low_noise"]
+    assert [state.expert for state in found] == ["high_noise", "low_noise"]
 
 
 def test_some_keys_of_one_expert_and_some_of_none(tiny_model, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_some_keys_of_one_expert_and_some_of_none(tiny_model, tmp_path: Path) ->
         for name, value in state.layers[path].tensors.items()
     }
     save_file(tensors, tmp_path / "some.safetensors")
-    with pytest.raises(MixedStagesError, match="beside layers of no expert"):
+    with pytest.raises(MixedExpertsError, match="beside layers of no expert"):
         open_adapter(tmp_path / "some.safetensors")
 
 
@@ -220,7 +220,7 @@ def test_ai_toolkits_file_reads_as_ours(tiny_model, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "job_000001000_low_noise.safetensors", {"ss_base_model_version": "wan_2.2_14b"})
     opened = open_adapter(tmp_path / "job_000001000_low_noise.safetensors")
     found = opened.state()
-    assert (opened.detected.format, found.stage) == ("comfyui", "low_noise")
+    assert (opened.detected.format, found.expert) == ("comfyui", "low_noise")
     assert {(layer.alpha, layer.rank) for layer in found.layers.values()} == {(2.0, 2)}
     again, _ = FORMATS["comfyui"].write(found, torch.bfloat16)
     assert again.keys() == tensors.keys()
@@ -334,7 +334,7 @@ def test_files_of_diffsynth_studio(family: str, prefix: str, tiny_model, tmp_pat
 
 
 def test_the_final_norm_of_diffsynths_flux_has_the_originals_order() -> None:
-    place = KEY_MAPS["flux"].find("final_norm_out.linear")
-    assert place == KEY_MAPS["flux"].find("final_layer.adaLN_modulation.1")
-    assert place is not None
-    assert place.halves_swapped
+    mapped = KEY_MAPS["flux"].find("final_norm_out.linear")
+    assert mapped == KEY_MAPS["flux"].find("final_layer.adaLN_modulation.1")
+    assert mapped is not None
+    assert mapped.halves_swapped

@@ -19,7 +19,7 @@ def test_a_resolution_is_a_side_or_both(text: str, sides: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("text", ["", "big", "832x", "832x480x81", "-64", "1024.5"])
-def test_anything_else_is_refused(text: str) -> None:
+def test_anything_else_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_resolution(text)
     assert "--resolution 832x480" in caught.value.problems[0].hint
@@ -34,7 +34,7 @@ def test_every_impossible_wish_is_named_at_once() -> None:
     assert caught.value.problems[1].hint == "--frames 81"
 
 
-def test_pictures_have_no_frames() -> None:
+def test_images_have_no_frames() -> None:
     with pytest.raises(ConfigError) as caught:
         checked(StepJob("sdxl", frames=5))
     assert "sdxl makes pictures" in caught.value.problems[0].expected

@@ -22,7 +22,7 @@ from gracetune.bench.step.trainer import Trainer, decide, trainer, with_limit
 from gracetune.config.environment import Environment
 from gracetune.errors import GracetuneError
 from gracetune.hardware import probe
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 from gracetune.train.blocks import prepare_blocks
 from gracetune.train.planning import make_plan
 from gracetune.train.runtime import open_runtime
@@ -48,19 +48,19 @@ def running(job: StepJob, model: RandomModel, folder: Path) -> Iterator[Trainer]
 
 
 def test_weights_are_drawn_and_never_zero(wan: RandomModel) -> None:
-    denoiser = wan.spec.load_denoiser(wan.source, wan.expert, Placement(CPU, torch.bfloat16))
+    denoiser = wan.spec.load_denoiser(wan.source, wan.expert, PartPlacement(CPU, torch.bfloat16))
     for name, parameter in denoiser.named_parameters():
         assert parameter.isfinite().all(), name
         assert (parameter != 0).float().mean() > 0.9, name
         assert parameter.float().std() > 0, name
-    again = wan.spec.load_denoiser(wan.source, wan.expert, Placement(CPU, torch.bfloat16))
+    again = wan.spec.load_denoiser(wan.source, wan.expert, PartPlacement(CPU, torch.bfloat16))
     assert all(torch.equal(one, two) for one, two in zip(denoiser.parameters(), again.parameters(), strict=True)), (
         "the same seed draws the same weights"
     )
 
 
 def test_they_are_as_large_as_the_layers_own_first_values(wan: RandomModel) -> None:
-    denoiser = wan.spec.load_denoiser(wan.source, wan.expert, Placement(CPU, torch.float32))
+    denoiser = wan.spec.load_denoiser(wan.source, wan.expert, PartPlacement(CPU, torch.float32))
     layer = denoiser.get_submodule("blocks.0.ffn.net.2")
     assert isinstance(layer, torch.nn.Linear)
     fresh = torch.nn.Linear(layer.in_features, layer.out_features)
@@ -113,11 +113,11 @@ def test_published_sizes_are_counted_as_by_hand(tmp_path: Path) -> None:
 
 def test_it_trains_the_adapter_and_nothing_else(wan: RandomModel, tmp_path: Path) -> None:
     with running(JOB, wan, tmp_path) as run:
-        denoiser = run.trainee.host.module(wan.expert.name)
+        denoiser = run.trained_model.host.module(wan.expert.name)
         before = {name: parameter.detach().clone() for name, parameter in denoiser.named_parameters()}
         pace = measure(run.step, CPU, 5)
         changed = {name for name, parameter in denoiser.named_parameters() if not torch.equal(parameter, before[name])}
-        trained = {id(parameter) for parameter in run.trainee.parameters().values()}
+        trained = {id(parameter) for parameter in run.trained_model.parameters().values()}
         assert changed == {name for name, parameter in denoiser.named_parameters() if id(parameter) in trained}
     assert len(pace.samples_ms) == 5
     assert all(sample > 0 for sample in pace.samples_ms)
@@ -159,9 +159,9 @@ def test_the_plain_loop_trains_the_same_layers(adapter: str, wan: RandomModel, t
     before = (LycorisNetwork.TARGET_REPLACE_MODULE, LycorisNetwork.TARGET_REPLACE_NAME, LycorisNetwork.USE_FNMATCH)
     job = replace(JOB, adapter=adapter)  # type: ignore[arg-type]
     with running(job, wan, tmp_path) as run:
-        selection = run.trainee.attached[wan.expert.name].selection
+        selection = run.trained_model.attached[wan.expert.name].selection
         assert selection is not None
-        shapes = sorted(tuple(one.shape) for one in run.trainee.parameters().values())
+        shapes = sorted(tuple(one.shape) for one in run.trained_model.parameters().values())
     loop = PlainLoop(job, config_of(job, wan.source.folder, tmp_path), wan, selection.paths, CPU)
     assert sorted(tuple(one.shape) for one in loop.parameters) == shapes
     first = [parameter.detach().clone() for parameter in loop.parameters]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gracetune.bench.step.measurement import Bench
-from gracetune.bench.step.row import ROW_KEYS, Bar, StepRow
+from gracetune.bench.step.row import ROW_KEYS, StepRow, TargetBar
 from gracetune.bench.step.suite import WAN14B, chosen, judged, measured
 from gracetune.errors import ConfigError, GracetuneError
 
@@ -51,7 +51,7 @@ def test_a_row_may_be_held_against_another() -> None:
 
 def test_a_bar_reads_as_it_was_promised() -> None:
     assert WAN14B["lokr"].bar.words() == "<= 560 ms, >= 3x"
-    assert Bar(must_slower=0.02, than="lora").words() == "<= +2% against lora"
+    assert TargetBar(must_slower=0.02, than="lora").words() == "<= +2% against lora"
 
 
 def test_rows_are_chosen_by_name() -> None:
@@ -67,10 +67,10 @@ class Failing:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
+    def report(self, text: str) -> None:
+        self.lines.append(text)
 
     def row(self, job: Any, name: str) -> StepRow:
         if name == "lora-45gib":
@@ -84,4 +84,4 @@ def test_a_row_that_fails_costs_no_other_row_and_is_an_error_in_the_end() -> Non
     assert [next(rows).name, next(rows).name] == ["lora", "lokr"]
     with pytest.raises(GracetuneError, match=r"^not measured: lora-45gib: CUDA out of memory\.$"):
         next(rows)
-    assert any("Traceback" in text for text in bench.said)
+    assert any("Traceback" in text for text in bench.lines)

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_source_is_not_accessed_again(folder: Path) -> None:
     source = SlowBackend(LocalBackend(folder))
     with staged(source) as backend:
-        asked = source.requests
+        requested = source.requests
         source.latency_seconds = 60.0  # the disk goes away
         started = time.perf_counter()
         assert contents(backend) == FILES
@@ -35,7 +35,7 @@ def test_the_source_is_not_accessed_again(folder: Path) -> None:
         with backend.open("a.jpg") as stream:
             assert stream.read() == FILES["a.jpg"]
         assert time.perf_counter() - started < 5
-        assert source.requests == asked
+        assert source.requests == requested
 
 
 class TestSnapshot:

@@ -130,7 +130,7 @@ class TestReading:
         os.truncate(folder / "large.bin", 0)  # under a mapping, touching the view would now be SIGBUS
         assert view[-1] == ord("x")
 
-    def test_links_inside_are_followed_and_links_outside_refused(self, folder: Path, tmp_path: Path) -> None:
+    def test_links_inside_are_followed_and_links_outside_rejected(self, folder: Path, tmp_path: Path) -> None:
         outside = fill(tmp_path / "outside", {"secret.jpg": b"S"})
         (folder / "out.jpg").symlink_to(outside / "secret.jpg")
         (folder / "outdir").symlink_to("../outside")

@@ -20,7 +20,7 @@ from gracetune.data.media import kind_of
 from gracetune.data.staging.backend import stager_for
 from gracetune.data.staging.file_selection import MEDIA, select, selection_for
 from gracetune.data.staging.stager import threads_for
-from gracetune.data.staging.staging_check import Rehearsal
+from gracetune.data.staging.staging_check import StagingCheck
 from gracetune.errors import ConfigError
 from gracetune.hostmem.sensors import HostSensor
 from unit.data.backends.helpers import contents, fill, held, put, this_machine
@@ -233,10 +233,10 @@ class TestNameOfTheGuides:
             assert len(backend.list()) == 5
 
     def test_all_wrong_options_are_reported_at_once(self, folder: Path) -> None:
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as rejected:
             GH200InMemoryBackend(folder, compression="gzip", num_workers=0, memory_limit_gb=-1)
-        assert [problem.key for problem in refused.value.problems] == ["compression", "num_workers", "memory_limit_gb"]
-        assert "one of none, lz4, zlib, snappy, zstd" in str(refused.value)
+        assert [problem.key for problem in rejected.value.problems] == ["compression", "num_workers", "memory_limit_gb"]
+        assert "one of none, lz4, zlib, snappy, zstd" in str(rejected.value)
 
     def test_threads_are_one_for_each_cpu_up_to_72(self) -> None:
         assert threads_for(load("gh200-numa"), None) == 72
@@ -262,7 +262,7 @@ def test_importing_leaves_heavy_libraries_alone() -> None:
 class TestRehearsal:
     def test_stages_nothing_and_estimates_what_would_be(self, folder: Path) -> None:
         before = held()
-        rehearsal = Rehearsal(machine=this_machine())
+        rehearsal = StagingCheck(machine=this_machine())
         dataset = Dataset(id="pets", path=str(folder), type="in_memory")
         backend = rehearsal.open(dataset)
         assert isinstance(backend, LocalBackend)
@@ -277,14 +277,14 @@ class TestRehearsal:
 
     def test_a_shared_folder_is_estimated_once(self, folder: Path) -> None:
         datasets = [Dataset(id=name, path=str(folder), type="in_memory") for name in ("a", "b")]
-        rehearsal = Rehearsal(datasets, this_machine())
+        rehearsal = StagingCheck(datasets, this_machine())
         for dataset in datasets:
             rehearsal.open(dataset)
         assert [*rehearsal.estimates] == ["a"]
         assert rehearsal.notes == [f"datasets a, b share {folder}: it is staged once"]
 
     def test_unstaged_datasets_are_not_estimated(self, folder: Path) -> None:
-        rehearsal = Rehearsal(machine=this_machine())
+        rehearsal = StagingCheck(machine=this_machine())
         rehearsal.open(Dataset(id="pets", path=str(folder)))
         assert rehearsal.estimates == {}
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.data.backends.paths import checked, is_hidden, refusal, suffix_of
+from gracetune.data.backends.paths import checked, is_hidden, rejection, suffix_of
 from gracetune.data.errors import OutsideRootError
 
 
@@ -34,17 +34,17 @@ def test_a_path_below_a_root(path: str) -> None:
     ],
 )
 def test_invalid_paths_are_rejected_with_the_reason(path: str, why: str) -> None:
-    with pytest.raises(OutsideRootError, match="root") as refused:
+    with pytest.raises(OutsideRootError, match="root") as rejected:
         checked(path, "root")
-    assert why in str(refused.value)
-    str(refused.value).encode()  # the message itself can be printed
+    assert why in str(rejected.value)
+    str(rejected.value).encode()  # the message itself can be printed
 
 
 @given(st.lists(st.text(alphabet=st.characters(exclude_characters="/\\\0", exclude_categories=["Cs"]), min_size=1)))
 def test_any_names_joined_are_a_path_unless_one_is_a_dot(parts: list[str]) -> None:
     path = "/".join(parts)
-    refused = refusal(path) is not None
-    assert refused == (not parts or bool({".", ".."} & set(parts)) or (path[1:3] == ":/" and path[0].isascii()))
+    rejected = rejection(path) is not None
+    assert rejected == (not parts or bool({".", ".."} & set(parts)) or (path[1:3] == ":/" and path[0].isascii()))
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ backend.close()
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    pictures = {f"{number}.png": os.urandom(MIB) for number in range(40)}
-    return fill(tmp_path / "data", pictures | {f"{number}.txt": b"a picture" for number in range(40)})
+    images = {f"{number}.png": os.urandom(MIB) for number in range(40)}
+    return fill(tmp_path / "data", images | {f"{number}.txt": b"a picture" for number in range(40)})
 
 
 def digest_of(files: dict[str, bytes]) -> str:
@@ -173,10 +173,10 @@ class TestRanks:
     def test_errors_of_rank_zero_reach_the_other_ranks(self, folder: Path, key: str) -> None:
         with self.rank(folder, 1, 2, key) as first:
             dataset = Dataset(id="pets", path=str(folder), type="in_memory", in_memory=InMemory(memory_limit_gb=0.001))
-            with pytest.raises(MemoryLimitError) as refused:
+            with pytest.raises(MemoryLimitError) as rejected:
                 open_backend(dataset, machine=this_machine(), ranks=LocalRanks(0, 2, key))
-            said = " ".join(str(refused.value).split())
-            assert first.hear() == f"refused: rank 0 could not stage the dataset: {said}"
+            stated = " ".join(str(rejected.value).split())
+            assert first.hear() == f"refused: rank 0 could not stage the dataset: {stated}"
 
     def test_a_missing_folder_reaches_the_other_ranks_at_once(self, folder: Path, tmp_path: Path, key: str) -> None:
         with self.rank(folder, 1, 2, key) as first:
@@ -187,25 +187,25 @@ class TestRanks:
             assert "rank 0 could not stage the dataset" in first.hear()
             assert time.monotonic() - began < 30  # and not the 60 s that a rank waits for rank 0
 
-    def test_a_refusal_ends_soon_and_frees_the_name(self, tmp_path: Path, key: str) -> None:
+    def test_a_rejection_ends_soon_and_frees_the_name(self, tmp_path: Path, key: str) -> None:
         offer = Offer(LocalRanks(0, 3, key), "pets")
         began = time.monotonic()
-        offer.refuse("no", linger=0.2)
+        offer.reject("no", linger=0.2)
         assert time.monotonic() - began < 5
         again = Offer(LocalRanks(0, 2, key), "pets")  # would be refused if the name were taken
-        said: list[str] = []
+        stated: list[str] = []
 
         def ask() -> None:
-            with pytest.raises(StagingError) as refused:
+            with pytest.raises(StagingError) as rejected:
                 fetch_staged(LocalRanks(1, 2, key), "pets")
-            said.append(str(refused.value))
+            stated.append(str(rejected.value))
 
         asking = threading.Thread(target=ask)
         asking.start()
-        again.refuse("still no", linger=30)
+        again.reject("still no", linger=30)
         assert time.monotonic() - began < 20, "every rank has heard: nothing to wait for"
         asking.join(timeout=10)
-        assert said == ["rank 0 could not stage the dataset: still no"]
+        assert stated == ["rank 0 could not stage the dataset: still no"]
         assert "gracetune-share" not in [thread.name for thread in threading.enumerate()]
 
     def test_rank_zero_killed_while_staging_is_detected_at_once(self, key: str) -> None:

@@ -11,7 +11,7 @@ from gracetune.data.loader import Exhausted, Loader
 from gracetune.data.refs import BatchRef
 from gracetune.testing.slow_backend import SlowBackend
 from unit.data.backends.helpers import staged
-from unit.data.folders import index_of, pictures, write
+from unit.data.folders import images, index_of, write
 
 
 def epoch(index: DataIndex) -> tuple[int, float]:
@@ -24,21 +24,21 @@ def epoch(index: DataIndex) -> tuple[int, float]:
 
 
 def test_batches_come_as_fast_when_the_source_has_become_slow(tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", pictures(24))
+    folder = write(tmp_path / "data", images(24))
     source = SlowBackend(LocalBackend(folder))
     with staged(source) as backend:
         index = index_of(tmp_path, {"path": str(folder), "type": "in_memory"}, open_backend=lambda dataset: backend)
-        asked = source.requests
+        requested = source.requests
         quick = epoch(index)
         source.latency_seconds = 1.0
         slow = epoch(index)
         assert quick[0] == slow[0] == 24
         assert slow[1] < quick[1] + 0.9  # less than what a single request would take
-        assert source.requests == asked
+        assert source.requests == requested
 
 
 def test_the_same_epoch_straight_from_the_slow_source_is_slow(tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", pictures(8))
+    folder = write(tmp_path / "data", images(8))
     source = SlowBackend(LocalBackend(folder))
     index = index_of(tmp_path, {"path": str(folder)}, open_backend=lambda dataset: source)
     source.latency_seconds = 0.2

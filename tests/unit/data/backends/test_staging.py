@@ -21,9 +21,9 @@ from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.open import attach_backend
 from gracetune.data.errors import UnreadableMediaError
-from gracetune.data.staging.copying import StagingOptions, default_threads, segments_for, stage
+from gracetune.data.staging.copying import StagingOptions, default_threads, segments_for, stage_files
 from gracetune.data.staging.estimate import Estimate, estimate_stored
-from gracetune.data.staging.memory_guard import MemoryGuard
+from gracetune.data.staging.memory_guard import StagingMemoryGuard
 from gracetune.data.staging.progress import StagingProgress
 from gracetune.hostmem.compression import CHUNK, CODECS
 from gracetune.hostmem.numa import NodeChoice
@@ -132,7 +132,7 @@ class TestProgress:
         seen: list[StagingProgress] = []
         fill(tmp_path, files)
         made = stager(tmp_path)
-        segments, _ = stage(
+        segments, _ = stage_files(
             made.source,
             made.survey(),
             made.options,
@@ -173,7 +173,7 @@ class TestProgress:
 
         made = stager(tmp_path)
         with pytest.raises(KeyboardInterrupt):
-            stage(
+            stage_files(
                 made.source,
                 made.survey(),
                 made.options,
@@ -185,14 +185,14 @@ class TestProgress:
 
 
 class TestLimits:
-    def test_too_small_a_limit_is_refused_before_anything_is_read(self, tmp_path: Path) -> None:
+    def test_too_small_a_limit_is_rejected_before_anything_is_read(self, tmp_path: Path) -> None:
         fill(tmp_path, {f"{number}.png": os.urandom(MIB) for number in range(4)})
         opened: list[str] = []
         source = Meddling(tmp_path, lambda path, count: opened.append(path))
-        with pytest.raises(MemoryLimitError) as refused:
+        with pytest.raises(MemoryLimitError) as rejected:
             staged(source, limit=3 * MIB)
         assert opened == []
-        assert str(refused.value) == (
+        assert str(rejected.value) == (
             "dataset pets: in_memory.memory_limit_gb\n"
             "  found     about 4.19 MB to stage: 4 files of 4.19 MB\n"
             "  expected  at most 3.15 MB\n"
@@ -216,14 +216,14 @@ class TestLimits:
 
     def test_main_memory_is_checked_before(self, tmp_path: Path) -> None:
         fill(tmp_path, {"a.png": os.urandom(MIB)})
-        guard = MemoryGuard("pets", limit=None, headroom=lambda: 4 * GIB + 1000, reserve=4 * GIB)
+        guard = StagingMemoryGuard("pets", limit=None, headroom=lambda: 4 * GIB + 1000, reserve=4 * GIB)
         with pytest.raises(MemoryLimitError, match=r"(?s)main memory.*at most 1 kB.*reserve of 4\.00 GiB.*type: local"):
             run(tmp_path, guard)
 
     def test_main_memory_is_watched_while_staging(self, tmp_path: Path) -> None:
         fill(tmp_path, {f"{number}.png": os.urandom(MIB) for number in range(8)})
         answers = iter([GIB, 500, 99])  # somebody else takes it
-        guard = MemoryGuard("pets", limit=None, headroom=lambda: next(answers), reserve=100, ask_every=2 * MIB)
+        guard = StagingMemoryGuard("pets", limit=None, headroom=lambda: next(answers), reserve=100, ask_every=2 * MIB)
         before = held()
         with pytest.raises(MemoryLimitError, match=r"4\.19 MB staged, with more to come"):
             run(tmp_path, guard, threads=1)
@@ -231,15 +231,17 @@ class TestLimits:
 
     def test_unknown_main_memory_is_said_in_the_report(self, tmp_path: Path) -> None:
         fill(tmp_path, {"a.png": b"x"})
-        guard = MemoryGuard("pets", limit=None, headroom=lambda: None, reserve=GIB)
+        guard = StagingMemoryGuard("pets", limit=None, headroom=lambda: None, reserve=GIB)
         made = stager(tmp_path)
-        segments, report = stage(made.source, made.survey(), made.options, guard=guard, choice=NodeChoice((), "none"))
+        segments, report = stage_files(
+            made.source, made.survey(), made.options, guard=guard, choice=NodeChoice((), "none")
+        )
         assert "unknown" in report.notes[0]
         assert report.notes[0] in report.lines()
         close(segments)
 
     def test_what_was_given_back_is_free_again(self) -> None:
-        guard = MemoryGuard("pets", limit=10, headroom=lambda: GIB, reserve=0)
+        guard = StagingMemoryGuard("pets", limit=10, headroom=lambda: GIB, reserve=0)
         guard.take(6)
         guard.check(Estimate(1, 4, 4))
         with pytest.raises(MemoryLimitError):
@@ -258,9 +260,9 @@ class TestEstimate:
         assert estimate.stored == estimate.raw == sum(map(len, mixed_files().values()))
 
     def test_each_kind_is_sampled(self, tmp_path: Path) -> None:
-        pictures = {f"{number}.png": os.urandom(50_000) for number in range(20)}
+        images = {f"{number}.png": os.urandom(50_000) for number in range(20)}
         sounds = {f"{number}.wav": REPEATING * 3000 for number in range(20)}
-        made = stager(fill(tmp_path, pictures | sounds))
+        made = stager(fill(tmp_path, images | sounds))
         estimate = estimate_stored(made.source, made.survey().files, CODECS["lz4"])
         assert estimate.ratios[".png"] == 1.0
         assert estimate.ratios[".wav"] < 0.05
@@ -301,7 +303,7 @@ class TestUnreadableFiles:
                     reader.open("07.png")
             assert backend.digest("07.png") is None
 
-    def test_more_media_than_the_threshold_are_refused_by_the_guides_backend(
+    def test_more_media_than_the_threshold_are_rejected_by_the_guides_backend(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Captions do not count there: what they belong to is not known."""
@@ -318,12 +320,12 @@ class TestUnreadableFiles:
             assert backend.read("00.png") == b"x"
         bad.add("11.png")
         before = held()
-        with pytest.raises(UnreadableFilesError) as refused:
+        with pytest.raises(UnreadableFilesError) as rejected:
             opening.GH200InMemoryBackend(folder, corrupt_threshold=0.1, machine=this_machine())
-        assert [file.path for file in refused.value.files] == ["03.png", "07.png", "11.png"]
-        assert "found     3 of 20" in str(refused.value)
-        assert "expected  at most 0.1" in str(refused.value)
-        assert "\n    03.png: Input/output error" in str(refused.value)
+        assert [file.path for file in rejected.value.files] == ["03.png", "07.png", "11.png"]
+        assert "found     3 of 20" in str(rejected.value)
+        assert "expected  at most 0.1" in str(rejected.value)
+        assert "\n    03.png: Input/output error" in str(rejected.value)
         assert held() == before
 
     @pytest.mark.parametrize(("count", "total", "share", "many"), [
@@ -451,20 +453,20 @@ class BreaksOff(io.RawIOBase):
         return count
 
 
-def free_guard() -> MemoryGuard:
-    return MemoryGuard("pets", limit=None, headroom=lambda: None, reserve=0)
+def free_guard() -> StagingMemoryGuard:
+    return StagingMemoryGuard("pets", limit=None, headroom=lambda: None, reserve=0)
 
 
 def run(
     folder: Path,
-    guard: MemoryGuard,
+    guard: StagingMemoryGuard,
     *,
     threads: int = 2,
     source: LocalBackend | None = None,
 ) -> tuple[list[Segment], tuple[LeftOut, ...]]:
     backend = source or LocalBackend(folder)
     options = StagingOptions("pets", threads=threads)
-    segments, report = stage(backend, backend.survey(), options, guard=guard, choice=NodeChoice((), ""))
+    segments, report = stage_files(backend, backend.survey(), options, guard=guard, choice=NodeChoice((), ""))
     return segments, report.unreadable
 
 

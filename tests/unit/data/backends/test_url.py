@@ -57,9 +57,9 @@ class TestOpening:
         ],
     )
     def test_what_is_no_url_of_ours_says_what_to_write(self, url: str, why: str) -> None:
-        with pytest.raises(StorageError, match=why) as refused:
+        with pytest.raises(StorageError, match=why) as rejected:
             UrlBackend(url)
-        assert all(word in str(refused.value) for word in ("found", "expected", "try"))
+        assert all(word in str(rejected.value) for word in ("found", "expected", "try"))
 
     def test_an_archive_that_is_none(self, tmp_path: Path) -> None:
         (tmp_path / "a.zip").write_bytes(b"not a zip")

@@ -19,14 +19,14 @@ from gracetune.data.copies.local import Copies
 from gracetune.data.geometry import Geometry
 from gracetune.data.index_builder import build_index
 from gracetune.hub.access import HubAccess
-from gracetune.storage.transfer import Patience
+from gracetune.storage.transfer import RetryPolicy
 
-QUICK = Patience(attempts=3, first_pause=0.01)
+QUICK = RetryPolicy(attempts=3, first_pause=0.01)
 GEOMETRY = Geometry("image", side_multiple=32)
 FROM_COLUMNS = {"path": "metadata.jsonl", "filename_column": "file_name"}
 
 
-def picture(number: int, size: tuple[int, int] = (64, 64)) -> bytes:
+def encoded_image(number: int, size: tuple[int, int] = (64, 64)) -> bytes:
     """Each is different."""
     buffer = io.BytesIO()
     image = Image.new("RGB", size, (number * 37 % 256, number * 91 % 256, number * 13 % 256))
@@ -46,7 +46,7 @@ def parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
 def rows(count: int, first: int = 0, **more: Any) -> list[dict[str, Any]]:
     """An image as the `datasets` library stores it: its bytes and its name."""
     return [
-        {"image": {"bytes": picture(number), "path": f"{number}.png"}, "text": f"caption {number}", **more}
+        {"image": {"bytes": encoded_image(number), "path": f"{number}.png"}, "text": f"caption {number}", **more}
         for number in range(first, first + count)
     ]
 
@@ -73,7 +73,7 @@ def shard(count: int, first: int = 0) -> dict[str, bytes]:
     """Members named as in WebDataset."""
     members: dict[str, bytes] = {}
     for number in range(first, first + count):
-        members[f"{number:06d}.png"] = picture(number)
+        members[f"{number:06d}.png"] = encoded_image(number)
         members[f"{number:06d}.txt"] = f"text {number}".encode()
         members[f"{number:06d}.json"] = json.dumps({"prompt": f"prompt {number}", "score": number}).encode()
     return members

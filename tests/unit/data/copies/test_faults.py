@@ -19,7 +19,18 @@ from gracetune.data.copies.folder import CopyFolder
 from gracetune.storage import transfer
 from gracetune.units import MIB
 from servers.hub import HubServer
-from unit.data.copies.sample_sources import QUICK, captions, config, copies, fetched, parquet, picture, rows, shard, tar
+from unit.data.copies.sample_sources import (
+    QUICK,
+    captions,
+    config,
+    copies,
+    encoded_image,
+    fetched,
+    parquet,
+    rows,
+    shard,
+    tar,
+)
 
 NAME = "owner/pets"
 PETS = f"hf://datasets/{NAME}"
@@ -56,7 +67,7 @@ def test_broken_connections_are_resumed(hub: HubServer, tmp_path: Path) -> None:
 def test_persistent_failures_are_an_error_and_keep_the_data(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = tar({"a.png": picture(1), "noise.bin": os.urandom(60_000)})
+    data = tar({"a.png": encoded_image(1), "noise.bin": os.urandom(60_000)})
     hub.dataset(NAME, {"0.tar": data})
     run = config(tmp_path, {"path": PETS})
     monkeypatch.setattr(making, "REQUESTS", 1)
@@ -96,7 +107,7 @@ def test_a_size_that_is_not_the_one_in_the_listing(hub: HubServer, tmp_path: Pat
 
 
 def test_a_file_removed_between_listing_and_download(hub: HubServer, tmp_path: Path) -> None:
-    repo = hub.dataset(NAME, {"a.png": picture(1), "b.png": picture(2)})
+    repo = hub.dataset(NAME, {"a.png": encoded_image(1), "b.png": encoded_image(2)})
     found = copies(config(tmp_path, {"path": PETS}))
     plans = found.plans()
     hub.faults.statuses += [404]
@@ -127,14 +138,21 @@ def test_a_damaged_archive_names_the_member(hub: HubServer, tmp_path: Path) -> N
     run = config(tmp_path, {"path": PETS})
     with pytest.raises(CopyError) as failed:
         copies(run).make(patience=QUICK)
-    said = str(failed.value)
-    assert "0.tar of hf://datasets/owner/pets: a damaged archive, at or after 000000.json" in said
-    assert "to fetch it again, remove" in said
+    stated = str(failed.value)
+    assert "0.tar of hf://datasets/owner/pets: a damaged archive, at or after 000000.json" in stated
+    assert "to fetch it again, remove" in stated
     assert not (folder_of(run).data / "unpacked/0").exists()
 
 
 def test_members_outside_the_archive_are_left_out(hub: HubServer, tmp_path: Path) -> None:
-    hub.dataset(NAME, {"0.tar": tar({"../../evil.png": picture(1), "/abs.png": picture(2), "good.png": picture(3)})})
+    hub.dataset(
+        NAME,
+        {
+            "0.tar": tar(
+                {"../../evil.png": encoded_image(1), "/abs.png": encoded_image(2), "good.png": encoded_image(3)}
+            )
+        },
+    )
     run = config(tmp_path, {"path": PETS, "corrupt_threshold": 0.9})
     assert [*fetched(run)["d0"]] == ["unpacked/0/good.png"]
     assert not [*tmp_path.rglob("evil.png"), *tmp_path.rglob("abs.png")]
@@ -177,10 +195,10 @@ copies(run).make()
 def test_a_file_in_the_place_of_the_folder(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"0.tar": tar(shard(2))})
     (tmp_path / "file").write_text("")
-    with pytest.raises(CopyError) as refused:
+    with pytest.raises(CopyError) as rejected:
         fetched(config(tmp_path, {"path": PETS, "local_copy": {"folder": str(tmp_path / "file")}}))
-    assert "ENOTDIR" in refused.value.problem.found
-    assert "local_copy.folder=FOLDER" in refused.value.problem.hint
+    assert "ENOTDIR" in rejected.value.problem.found
+    assert "local_copy.folder=FOLDER" in rejected.value.problem.hint
 
 
 MAKE = """
@@ -208,7 +226,7 @@ def _process(script: str, tmp_path: Path, hub: HubServer) -> subprocess.Complete
 @pytest.mark.full
 def test_a_killed_process_leaves_no_partial_file_and_is_resumed(hub: HubServer, tmp_path: Path) -> None:
     noise = os.urandom(2 * MIB)
-    data = tar({"a.png": picture(1), "noise.bin": noise})
+    data = tar({"a.png": encoded_image(1), "noise.bin": noise})
     hub.dataset(NAME, {"0.tar": data, "1.tar": tar(shard(2))})
     hub.faults.delay = 0.05
     command = [sys.executable, "-c", MAKE, str(tmp_path), PETS]
@@ -233,7 +251,7 @@ def test_a_killed_process_leaves_no_partial_file_and_is_resumed(hub: HubServer, 
 
 @pytest.mark.full
 def test_two_processes_make_one_copy(hub: HubServer, tmp_path: Path) -> None:
-    data = tar({"a.png": picture(1), "noise.bin": os.urandom(MIB)})
+    data = tar({"a.png": encoded_image(1), "noise.bin": os.urandom(MIB)})
     hub.dataset(NAME, {"0.tar": data})
     hub.faults.delay = 0.02
     command = [sys.executable, "-c", MAKE, str(tmp_path), PETS]
@@ -242,14 +260,14 @@ def test_two_processes_make_one_copy(hub: HubServer, tmp_path: Path) -> None:
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    stated = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], stated
     assert hub.sent == len(data)
     assert folder_of(config(tmp_path, {"path": PETS})).is_complete()
 
 
 def test_a_modified_copy_is_repaired(hub: HubServer, tmp_path: Path) -> None:
-    hub.dataset(NAME, {"a.png": picture(1), "b.png": picture(2)})
+    hub.dataset(NAME, {"a.png": encoded_image(1), "b.png": encoded_image(2)})
     run = config(tmp_path, {"path": PETS})
     fetched(run)
     folder = folder_of(run)
@@ -264,7 +282,7 @@ def test_a_modified_copy_is_repaired(hub: HubServer, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_slow_server_is_waited_for_and_shown(hub: HubServer, tmp_path: Path) -> None:
-    hub.dataset(NAME, {"0.tar": tar({"a.png": picture(1), "noise.bin": os.urandom(MIB)})})
+    hub.dataset(NAME, {"0.tar": tar({"a.png": encoded_image(1), "noise.bin": os.urandom(MIB)})})
     hub.faults.delay = 0.02
     shown: list[tuple[int, int]] = []
     began = time.monotonic()

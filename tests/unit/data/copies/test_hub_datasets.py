@@ -17,9 +17,9 @@ from unit.data.copies.sample_sources import (
     captions,
     config,
     copies,
+    encoded_image,
     fetched,
     parquet,
-    picture,
     rows,
     shard,
     tar,
@@ -31,18 +31,18 @@ PETS = f"hf://datasets/{NAME}"
 TEXT = {"strategy": "jsonl", "table": {**FROM_COLUMNS, "caption_column": "text"}}
 
 
-def refusal(run: Any) -> str:
-    with pytest.raises(CopyError) as refused:
+def rejection(run: Any) -> str:
+    with pytest.raises(CopyError) as rejected:
         copies(run).plans()
-    said = str(refused.value)
-    assert all(word in said for word in ("found", "expected", "try"))
-    return said
+    stated = str(rejected.value)
+    assert all(word in stated for word in ("found", "expected", "try"))
+    return stated
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def test_tables_with_pictures_and_captions(hub: HubServer, tmp_path: Path) -> None:
+def test_tables_with_images_and_captions(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {
         "README.md": b"---\nlicense: mit\n---\n# Pets",
         "data/train-00000-of-00002.parquet": parquet(rows(5)),
@@ -71,9 +71,11 @@ def test_a_complete_copy_sends_no_request(hub: HubServer, tmp_path: Path, monkey
     assert fetched(run) == first
 
 
-def test_a_folder_of_pictures_with_a_table(hub: HubServer, tmp_path: Path) -> None:
+def test_a_folder_of_images_with_a_table(hub: HubServer, tmp_path: Path) -> None:
     table = 'file_name,prompt,score\na.png,a cat,0.9\nsub/b.png,"a dog, big",0.2\n'
-    hub.dataset(NAME, {"a.png": picture(1), "sub/b.png": picture(2), "metadata.csv": table.encode(), "c.bin": b"no"})
+    hub.dataset(
+        NAME, {"a.png": encoded_image(1), "sub/b.png": encoded_image(2), "metadata.csv": table.encode(), "c.bin": b"no"}
+    )
     run = config(
         tmp_path,
         {"path": PETS, "captions": {"strategy": "jsonl", "table": {**FROM_COLUMNS, "caption_column": "prompt"}}},
@@ -88,28 +90,28 @@ def test_rows_name_files_beside_their_table(hub: HubServer, tmp_path: Path, name
     folder = name.rpartition("/")[0]
     table = "".join(json.dumps({"file_name": f"{n}.png", "text": f"caption {n}"}) + "\n" for n in range(2))
     inside = f"{folder}/" if folder else ""
-    hub.dataset(NAME, {f"{inside}0.png": picture(0), f"{inside}1.png": picture(1), name: table.encode()})
+    hub.dataset(NAME, {f"{inside}0.png": encoded_image(0), f"{inside}1.png": encoded_image(1), name: table.encode()})
     found = fetched(config(tmp_path, {"path": PETS, "captions": TEXT}))["d0"]
     assert found == {f"{inside}{n}.png": (f"caption {n}",) for n in range(2)}
 
 
 def test_one_of_several_columns_of_files(hub: HubServer, tmp_path: Path) -> None:
     table = "before_file_name,after_file_name,text\nx/1.png,y/1.png,make it blue\n"
-    hub.dataset(NAME, {"x/1.png": picture(1), "y/1.png": picture(2), "metadata.csv": table.encode()})
+    hub.dataset(NAME, {"x/1.png": encoded_image(1), "y/1.png": encoded_image(2), "metadata.csv": table.encode()})
     run = config(tmp_path, {"path": PETS, "captions": TEXT, "local_copy": {"media_column": "after"}},
                  {"path": PETS, "local_copy": {"media_column": "before"}})  # fmt: skip
     assert fetched(run) == {"d0": {"y/1.png": ("make it blue",)}, "d1": {"x/1.png": ("",)}}
 
 
-def test_text_files_beside_pictures_are_their_captions(hub: HubServer, tmp_path: Path) -> None:
-    hub.dataset(NAME, {"a.png": picture(1), "a.txt": b"a cat", ".hidden/x.png": picture(2)})
+def test_text_files_beside_images_are_their_captions(hub: HubServer, tmp_path: Path) -> None:
+    hub.dataset(NAME, {"a.png": encoded_image(1), "a.txt": b"a cat", ".hidden/x.png": encoded_image(2)})
     assert fetched(config(tmp_path, {"path": PETS}))["d0"] == {"a.png": ("a cat",)}
 
 
 def test_archives(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {
         "shards/00000.tar": tar(shard(3)), "shards/00001.tar.gz": tar(shard(2, 3), "w:gz"),
-        "more.zip": zipped({"f/9.png": picture(9), "f/metadata.csv": b"file_name,prompt\n9.png,prompt 9\n"}),
+        "more.zip": zipped({"f/9.png": encoded_image(9), "f/metadata.csv": b"file_name,prompt\n9.png,prompt 9\n"}),
     })  # fmt: skip
     prompt = {"strategy": "jsonl", "table": {**FROM_COLUMNS, "caption_column": "prompt"}}
     found = fetched(config(tmp_path, {"path": PETS, "captions": prompt}, {"path": PETS}))
@@ -122,10 +124,10 @@ def test_archives(hub: HubServer, tmp_path: Path) -> None:
 
 def test_the_index_of_a_shard_has_captions_too(hub: HubServer, tmp_path: Path) -> None:
     index = {"files": {"1.png": {"offset": 0, "length": 3, "captions": ["one", "uno"]}}}
-    hub.dataset(NAME, {"s/0.tar": tar({"1.png": picture(1)}), "s/0.json": json.dumps(index).encode()})
+    hub.dataset(NAME, {"s/0.tar": tar({"1.png": encoded_image(1)}), "s/0.json": json.dumps(index).encode()})
     run = config(tmp_path, {"path": PETS, "captions": {"strategy": "jsonl", "table": FROM_COLUMNS}})
     assert fetched(run)["d0"] == {"unpacked/s/0/1.png": ("one", "uno")}
-    hub.dataset(NAME, {"s/0.tar": tar({"1.png": picture(1)})})
+    hub.dataset(NAME, {"s/0.tar": tar({"1.png": encoded_image(1)})})
     hub.dataset("owner/index", {"s/0.json": json.dumps(index).encode()})
     elsewhere = {"path": f"{PETS}/s", "captions": {"strategy": "jsonl", "table": FROM_COLUMNS},
                  "local_copy": {"index": "hf://datasets/owner/index/s"}}  # fmt: skip
@@ -142,7 +144,7 @@ def test_clips(hub: HubServer, tmp_path: Path) -> None:
     assert json.loads((folder / "metadata.jsonl").read_text())["prompt"] == "it runs"
 
 
-def test_pictures_side_by_side_are_cut(hub: HubServer, tmp_path: Path) -> None:
+def test_images_side_by_side_are_cut(hub: HubServer, tmp_path: Path) -> None:
     pair = Image.new("RGB", (128, 64), (255, 0, 0))
     pair.paste((0, 0, 255), (64, 0, 128, 64))
     buffer = io.BytesIO()
@@ -205,24 +207,24 @@ configs:
     hub.dataset(
         NAME, {"README.md": card.encode(), "cats/0.parquet": parquet(rows(1)), "dogs/0.parquet": parquet(rows(1, 7))}
     )
-    said = refusal(config(tmp_path, {"path": PETS}))
-    assert "several subsets: cats, dogs" in said
-    assert "local_copy.subset=cats" in said
+    stated = rejection(config(tmp_path, {"path": PETS}))
+    assert "several subsets: cats, dogs" in stated
+    assert "local_copy.subset=cats" in stated
     run = config(tmp_path, {"path": PETS, "captions": TEXT, "local_copy": {"subset": "dogs"}})
     assert [*fetched(run)["d0"].values()] == [("caption 7",)]
-    assert "one of cats, dogs" in refusal(config(tmp_path, {"path": PETS, "local_copy": {"subset": "birds"}}))
+    assert "one of cats, dogs" in rejection(config(tmp_path, {"path": PETS, "local_copy": {"subset": "birds"}}))
 
 
 def test_a_revision_and_a_folder(hub: HubServer, tmp_path: Path) -> None:
-    old = {"a/0.png": picture(0), "b/1.png": picture(1)}
-    hub.dataset(NAME, {"a/5.png": picture(5)}, revisions={"v1": old})
+    old = {"a/0.png": encoded_image(0), "b/1.png": encoded_image(1)}
+    hub.dataset(NAME, {"a/5.png": encoded_image(5)}, revisions={"v1": old})
     assert [*fetched(config(tmp_path, {"path": PETS}))["d0"]] == ["a/5.png"]
     assert [*fetched(config(tmp_path, {"path": f"{PETS}@v1"}))["d0"]] == ["a/0.png", "b/1.png"]
     assert [*fetched(config(tmp_path, {"path": f"{PETS}@v1/b"}))["d0"]] == ["1.png"]
 
 
 def test_datasets_of_one_source_share_a_copy(hub: HubServer, tmp_path: Path) -> None:
-    hub.dataset(NAME, {"a.png": picture(0)})
+    hub.dataset(NAME, {"a.png": encoded_image(0)})
     run = config(
         tmp_path,
         {"path": PETS},
@@ -253,21 +255,21 @@ def test_several_captions_and_values_inside_columns(hub: HubServer, tmp_path: Pa
 
 def test_a_missing_column(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"train.parquet": parquet(rows(3, score=0.5))})
-    said = refusal(config(tmp_path, {"path": PETS, "local_copy": {"media_column": "imagee"}}))
-    assert "no column `imagee` in train.parquet; the columns are image, text, score" in said
-    assert "local_copy.media_column=image" in said
+    stated = rejection(config(tmp_path, {"path": PETS, "local_copy": {"media_column": "imagee"}}))
+    assert "no column `imagee` in train.parquet; the columns are image, text, score" in stated
+    assert "local_copy.media_column=image" in stated
     other = {"strategy": "jsonl", "table": {**FROM_COLUMNS, "caption_column": "texts"}}
-    assert "--set 'datasets[d0].captions.table.caption_column=text'" in refusal(
+    assert "--set 'datasets[d0].captions.table.caption_column=text'" in rejection(
         config(tmp_path, {"path": PETS, "captions": other})
     )
-    assert "no column `quality`" in refusal(
+    assert "no column `quality`" in rejection(
         config(tmp_path, {"path": PETS, "local_copy": {"filter": [{"column": "quality", "minimum": 1}]}})
     )
-    assert "has the type string" in refusal(config(tmp_path, {"path": PETS, "local_copy": {"media_column": "text"}}))
+    assert "has the type string" in rejection(config(tmp_path, {"path": PETS, "local_copy": {"media_column": "text"}}))
 
 
 def test_a_column_that_a_folders_table_lacks(hub: HubServer, tmp_path: Path) -> None:
-    hub.dataset(NAME, {"a.png": picture(1), "metadata.csv": b"file_name,prompt\na.png,x\n"})
+    hub.dataset(NAME, {"a.png": encoded_image(1), "metadata.csv": b"file_name,prompt\na.png,x\n"})
     run = config(tmp_path, {"path": PETS, "captions": TEXT})
     with pytest.raises(CopyError, match=r"no column `text` in the dataset's tables; the columns are file_name, prompt"):
         copies(run).make()
@@ -276,14 +278,14 @@ def test_a_column_that_a_folders_table_lacks(hub: HubServer, tmp_path: Path) -> 
 
 def test_a_missing_split(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"data/test-00000-of-00001.parquet": parquet(rows(1))})
-    said = refusal(config(tmp_path, {"path": PETS}))
-    assert "no split train" in said
-    assert "local_copy.split=test" in said
+    stated = rejection(config(tmp_path, {"path": PETS}))
+    assert "no split train" in stated
+    assert "local_copy.split=test" in stated
 
 
 def test_nothing_to_train_on(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"notes.pdf": b"x" * 300, "README.md": b"#"})
-    assert "it holds 1 x .md, 1 x .pdf" in refusal(config(tmp_path, {"path": PETS}))
+    assert "it holds 1 x .md, 1 x .pdf" in rejection(config(tmp_path, {"path": PETS}))
     hub.dataset(NAME, {"train.parquet": parquet([{"image": {"bytes": None, "path": "x"}, "text": "a"}])})
     # A column that is all empty has no type that says what it could hold.
     with pytest.raises(CopyError, match=r"no image in|has the type struct"):
@@ -291,40 +293,40 @@ def test_nothing_to_train_on(hub: HubServer, tmp_path: Path) -> None:
 
 
 def test_a_missing_and_a_private_dataset(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "has no such dataset, or it is private" in refusal(config(tmp_path, {"path": "hf://datasets/owner/none"}))
-    hub.dataset(NAME, {"a.png": picture(1)}, private=True)
-    said = refusal(config(tmp_path, {"path": PETS}))
-    assert "https://huggingface.co/datasets/owner/pets" in said
-    assert "hf auth login" in said
+    assert "has no such dataset, or it is private" in rejection(config(tmp_path, {"path": "hf://datasets/owner/none"}))
+    hub.dataset(NAME, {"a.png": encoded_image(1)}, private=True)
+    stated = rejection(config(tmp_path, {"path": PETS}))
+    assert "https://huggingface.co/datasets/owner/pets" in stated
+    assert "hf auth login" in stated
     assert fetched(config(tmp_path, {"path": PETS, "storage": {"token": TOKEN}}))["d0"]
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert fetched(config(tmp_path / "again", {"path": PETS}))["d0"]
 
 
 def test_a_licence_and_a_revision(hub: HubServer, tmp_path: Path) -> None:
-    hub.dataset(NAME, {"a.png": picture(1)}, gated=True)
-    assert "accept its licence on https://huggingface.co/datasets/owner/pets" in refusal(
+    hub.dataset(NAME, {"a.png": encoded_image(1)}, gated=True)
+    assert "accept its licence on https://huggingface.co/datasets/owner/pets" in rejection(
         config(tmp_path, {"path": PETS})
     )
-    hub.dataset(NAME, {"a.png": picture(1)})
-    assert "v9, which owner/pets does not have" in refusal(config(tmp_path, {"path": f"{PETS}@v9"}))
+    hub.dataset(NAME, {"a.png": encoded_image(1)})
+    assert "v9, which owner/pets does not have" in rejection(config(tmp_path, {"path": f"{PETS}@v9"}))
 
 
 def test_a_disk_that_is_too_small(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"big.tar": tar(shard(1)), "small.tar": tar(shard(1, 1))})
     hub.faults.claimed_sizes["big.tar"] = 10**15
     found = copies(config(tmp_path, {"path": PETS}))
-    with pytest.raises(CopyError) as refused:
+    with pytest.raises(CopyError) as rejected:
         found.check(found.plans())
-    assert "where" in str(refused.value)
-    assert "local_copy.folder=FOLDER" in str(refused.value)
+    assert "where" in str(rejected.value)
+    assert "local_copy.folder=FOLDER" in str(rejected.value)
     with pytest.raises(CopyError):
         found.make()
     assert hub.sent == 0
 
 
 def test_memory_that_is_too_small(hub: HubServer, tmp_path: Path) -> None:
-    hub.dataset(NAME, {"a.png": picture(1)})
+    hub.dataset(NAME, {"a.png": encoded_image(1)})
     found = copies(config(tmp_path, {"path": PETS, "type": "in_memory", "local_copy": {}}))
     with pytest.raises(CopyError, match="main memory, where 10 B is free"):
         found.check(found.plans(), memory_free=10)
@@ -340,9 +342,9 @@ def test_offline_the_hubs_cache_is_read(hub: HubServer, tmp_path: Path, monkeypa
     hub.dataset(NAME, {"train.parquet": parquet(rows(2)), "README.md": b"# Pets"})
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     run = config(tmp_path, {"path": PETS, "captions": TEXT})
-    said = refusal(run)
-    assert "HF_HUB_OFFLINE=1 forbids access to the hub" in said
-    assert "hf download owner/pets --repo-type dataset" in said
+    stated = rejection(run)
+    assert "HF_HUB_OFFLINE=1 forbids access to the hub" in stated
+    assert "hf download owner/pets --repo-type dataset" in stated
     assert hub.requests == []
     snapshot_download(NAME, repo_type="dataset", endpoint=hub.url)
     before = len(hub.requests)
@@ -357,7 +359,7 @@ def test_offline_the_hubs_cache_is_read(hub: HubServer, tmp_path: Path, monkeypa
 
 def test_a_hub_out_of_reach(hub: HubServer, tmp_path: Path) -> None:
     hub.close()
-    assert "the hub is out of reach" in refusal(config(tmp_path, {"path": PETS}))
+    assert "the hub is out of reach" in rejection(config(tmp_path, {"path": PETS}))
 
 
 def test_local_archives_are_unpacked_too(tmp_path: Path) -> None:

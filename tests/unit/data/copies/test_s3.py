@@ -15,7 +15,17 @@ from gracetune.data.backends.url import UrlBackend
 from gracetune.data.backends.url_access import options_for
 from gracetune.data.copies.errors import CopyError
 from gracetune.storage import transfer
-from unit.data.copies.sample_sources import FROM_COLUMNS, config, copies, fetched, parquet, picture, rows, shard, tar
+from unit.data.copies.sample_sources import (
+    FROM_COLUMNS,
+    config,
+    copies,
+    encoded_image,
+    fetched,
+    parquet,
+    rows,
+    shard,
+    tar,
+)
 
 pytest.importorskip("s3fs", reason="s3:// needs the optional s3fs, which is not installed")
 moto = pytest.importorskip("moto.server", reason="the tests' S3 server, moto, is not installed")
@@ -64,11 +74,11 @@ def test_options_of_the_library() -> None:
 
 @pytest.mark.full
 def test_a_folder_of_a_bucket(bucket: Any, endpoint: str, tmp_path: Path) -> None:
-    put(bucket, **{"cats/a.png": picture(1), "cats/a.txt": b"a cat", "dogs/b.png": picture(2)})
+    put(bucket, **{"cats/a.png": encoded_image(1), "cats/a.txt": b"a cat", "dogs/b.png": encoded_image(2)})
     storage = {"endpoint_url": endpoint, "region": "us-east-1", **KEYS}
     run = config(tmp_path, {"path": "s3://pets/cats", "storage": storage})
     plan, = copies(run).plans()  # fmt: skip
-    assert plan.to_fetch == len(picture(1)) + len(b"a cat")
+    assert plan.to_fetch == len(encoded_image(1)) + len(b"a cat")
     assert all(part.remote.digest and part.remote.digest.startswith("md5:") for part in plan.missing)
     assert fetched(run)["d0"] == {"a.png": ("a cat",)}
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*.json*"))
@@ -90,7 +100,11 @@ def test_tables_and_archives_of_a_bucket(
     noise = os.urandom(50_000)
     put(
         bucket,
-        **{"t/0.parquet": parquet(rows(3)), "w/0.tar": tar(shard(2) | {"n.bin": noise}), "test/x.png": picture(5)},
+        **{
+            "t/0.parquet": parquet(rows(3)),
+            "w/0.tar": tar(shard(2) | {"n.bin": noise}),
+            "test/x.png": encoded_image(5),
+        },
     )
     text = {"strategy": "jsonl", "table": {**FROM_COLUMNS, "caption_column": "text"}}
     found = fetched(config(tmp_path, {"path": "s3://pets/t", "captions": text}, {"path": "s3://pets/w/0.tar"}))
@@ -107,8 +121,8 @@ def test_multipart_uploads_have_no_md5(bucket: Any, endpoint: str, tmp_path: Pat
     data = tar(shard(1) | {"n.bin": os.urandom(6 << 20)})
     upload = bucket.create_multipart_upload(Bucket="pets", Key="0.tar")["UploadId"]
     parts = []
-    for number, piece in enumerate((data[: 5 << 20], data[5 << 20 :]), start=1):
-        done = bucket.upload_part(Bucket="pets", Key="0.tar", UploadId=upload, PartNumber=number, Body=piece)
+    for number, chunk in enumerate((data[: 5 << 20], data[5 << 20 :]), start=1):
+        done = bucket.upload_part(Bucket="pets", Key="0.tar", UploadId=upload, PartNumber=number, Body=chunk)
         parts.append({"ETag": done["ETag"], "PartNumber": number})
     bucket.complete_multipart_upload(Bucket="pets", Key="0.tar", UploadId=upload, MultipartUpload={"Parts": parts})
     run = config(tmp_path, {"path": "s3://pets", "storage": {"endpoint_url": endpoint, **KEYS}})
@@ -120,37 +134,37 @@ def test_multipart_uploads_have_no_md5(bucket: Any, endpoint: str, tmp_path: Pat
 @pytest.mark.full
 def test_rejected_requests(bucket: Any, endpoint: str, tmp_path: Path) -> None:
     storage = {"endpoint_url": endpoint}
-    put(bucket, **{"a.png": picture(1)})
-    with pytest.raises(CopyError) as refused:
+    put(bucket, **{"a.png": encoded_image(1)})
+    with pytest.raises(CopyError) as rejected:
         copies(config(tmp_path, {"path": "s3://pets", "storage": storage})).plans()
-    assert "no credentials" in str(refused.value)
-    assert "AWS_ACCESS_KEY_ID" in str(refused.value)
-    with pytest.raises(CopyError) as refused:
+    assert "no credentials" in str(rejected.value)
+    assert "AWS_ACCESS_KEY_ID" in str(rejected.value)
+    with pytest.raises(CopyError) as rejected:
         copies(config(tmp_path, {"path": "s3://nobodys", "storage": {**storage, **KEYS}})).plans()
-    assert "no data at this address" in str(refused.value)
-    with pytest.raises(CopyError) as refused:
+    assert "no data at this address" in str(rejected.value)
+    with pytest.raises(CopyError) as rejected:
         copies(
             config(tmp_path, {"path": "s3://pets", "storage": {"endpoint_url": "http://127.0.0.1:9", **KEYS}})
         ).plans()
-    assert "cannot be reached" in str(refused.value)
-    assert KEYS["secret_access_key"] not in str(refused.value)
+    assert "cannot be reached" in str(rejected.value)
+    assert KEYS["secret_access_key"] not in str(rejected.value)
     # A public bucket needs no keys.
     assert fetched(config(tmp_path, {"path": "s3://pets", "storage": {**storage, "anonymous": True}}))["d0"]
 
 
 @pytest.mark.full
 def test_expired_keys(bucket: Any, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(bucket, **{"a.png": picture(1)})
+    put(bucket, **{"a.png": encoded_image(1)})
     run = config(tmp_path, {"path": "s3://pets", "storage": {"endpoint_url": endpoint, **KEYS}})
     with monkeypatch.context() as checked:
         # From now on the server checks keys, and nobody has made these.
         checked.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0.0)
         checked.setattr("moto.core.responses.ActionAuthenticatorMixin.request_count", 1)
-        with pytest.raises(CopyError) as refused:
+        with pytest.raises(CopyError) as rejected:
             copies(run).plans()
-        assert "the storage denied access" in str(refused.value)
-        assert "keys may have expired: check AWS_ACCESS_KEY_ID" in str(refused.value)
-        assert KEYS["secret_access_key"] not in str(refused.value)
+        assert "the storage denied access" in str(rejected.value)
+        assert "keys may have expired: check AWS_ACCESS_KEY_ID" in str(rejected.value)
+        assert KEYS["secret_access_key"] not in str(rejected.value)
         with pytest.raises(StorageError, match="cannot be listed"):
             UrlBackend("s3://pets", StorageAccess.model_validate({"endpoint_url": endpoint, **KEYS})).survey()
     assert fetched(run)["d0"]

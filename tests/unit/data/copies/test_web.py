@@ -13,7 +13,7 @@ from gracetune.data.copies.errors import CopyError
 from gracetune.redaction import Redactor
 from gracetune.storage import transfer
 from servers.web import web_server
-from unit.data.copies.sample_sources import FROM_COLUMNS, QUICK, config, copies, fetched, picture, shard, tar
+from unit.data.copies.sample_sources import FROM_COLUMNS, QUICK, config, copies, encoded_image, fetched, shard, tar
 
 pytest.importorskip("aiohttp", reason="http:// needs the optional aiohttp, which is not installed")
 
@@ -22,7 +22,7 @@ pytest.importorskip("aiohttp", reason="http:// needs the optional aiohttp, which
 def site(tmp_path: Path) -> Path:
     folder = tmp_path / "site"
     (folder / "pets").mkdir(parents=True)
-    (folder / "pets" / "a b.png").write_bytes(picture(1))
+    (folder / "pets" / "a b.png").write_bytes(encoded_image(1))
     (folder / "pets" / "a b.txt").write_text("a cat")
     (folder / "0.tar").write_bytes(tar(shard(2) | {"noise.bin": os.urandom(30_000)}))
     return folder
@@ -61,17 +61,17 @@ def test_passwords_and_signatures_are_used_and_shown_nowhere(site: Path, tmp_pat
         address = web.url.replace("http://", "http://me:s3cret@")
         run = config(tmp_path, {"path": f"{address}/pets"})
         assert fetched(run)["d0"] == {"a b.png": ("a cat",)}
-        with pytest.raises(CopyError) as refused:
+        with pytest.raises(CopyError) as rejected:
             copies(config(tmp_path, {"path": f"{web.url}/pets/"})).plans()
-        assert "401" in str(refused.value)
-        assert "storage.user" in str(refused.value)
+        assert "401" in str(rejected.value)
+        assert "storage.user" in str(rejected.value)
     with web_server(site, query="sig=s3cret") as web:
         signed = config(tmp_path, {"path": f"{web.url}/0.tar?sig=s3cret"})
         assert len(fetched(signed)["d0"]) == 2
-        with pytest.raises(CopyError) as refused:
+        with pytest.raises(CopyError) as rejected:
             copies(config(tmp_path / "other", {"path": f"{web.url}/0.tar?sig=0ld"})).plans()
-        assert "a new address if its signature has expired" in str(refused.value)
-        assert "0ld" not in str(refused.value)
+        assert "a new address if its signature has expired" in str(rejected.value)
+        assert "0ld" not in str(rejected.value)
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*.json*") if path.is_file())
     for one in (run, signed):
         assert "s3cret" not in native.show(one, {}, Redactor())
@@ -91,7 +91,7 @@ def test_an_address_without_data(tmp_path: Path, site: Path) -> None:
 
 def test_a_list_of_addresses(site: Path, tmp_path: Path) -> None:
     for number in range(4):
-        (site / f"{number}.png").write_bytes(picture(number))
+        (site / f"{number}.png").write_bytes(encoded_image(number))
     (site / "page.html").write_text("<html>")
     with web_server(site) as web:
         lines = [f"{web.url}/{number}.png?size=large,photo {number}" for number in range(4)]
@@ -106,9 +106,9 @@ def test_a_list_of_addresses(site: Path, tmp_path: Path) -> None:
             (f"photo {number}",) for number in range(4)
         ]
         strict = config(tmp_path / "strict", {**dataset, "corrupt_threshold": 0.1})
-        with pytest.raises(CopyError) as refused:
+        with pytest.raises(CopyError) as rejected:
             copies(strict).make(patience=QUICK)
-        assert "2 of 6 samples cannot be used" in str(refused.value)
+        assert "2 of 6 samples cannot be used" in str(rejected.value)
         wrong = config(tmp_path / "wrong", {**dataset, "local_copy": {"format": "urls", "media_column": "urls"}})
         with pytest.raises(CopyError, match=r"media_column=url'"):
             copies(wrong).make(patience=QUICK)

@@ -64,7 +64,7 @@ def whole(width: int, height: int, frames: int = 1) -> tuple[Fit, Bucket]:
     return Fit((width, height), (width, height)), Bucket(width, height, frames)
 
 
-def picture(width: int = 24, height: int = 16, seed: int = 0) -> Image.Image:
+def generated_image(width: int = 24, height: int = 16, seed: int = 0) -> Image.Image:
     """A smooth color image with different corners."""
     y, x = np.mgrid[0:height, 0:width].astype(float)
     red = 255 * x / max(1, width - 1)

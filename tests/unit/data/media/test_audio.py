@@ -94,8 +94,8 @@ def test_a_window_equals_that_part_of_the_whole(rates: tuple[int, int], start: f
     data = audio_bytes(sound, source, "WAV", "FLOAT")
     everything = decode(data, 0, target, target)[0]
     first, count = round(start * target), int(length * target)
-    piece = decode(data, start, count, target)[0]
-    assert np.abs(piece - everything[first : first + count]).max() < 1e-5
+    excerpt = decode(data, start, count, target)[0]
+    assert np.abs(excerpt - everything[first : first + count]).max() < 1e-5
 
 
 def test_channels() -> None:
@@ -172,8 +172,8 @@ def contained(sound: NDArray[np.float32], rate: int, container: str, codec: str)
         frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
         size = stream.frame_size or 960
         resampler = av.AudioResampler(format=stream.format, layout="mono", rate=rate, frame_size=size)
-        for piece in [*resampler.resample(frame), *resampler.resample(None)]:
-            output.mux(stream.encode(piece))
+        for excerpt in [*resampler.resample(frame), *resampler.resample(None)]:
+            output.mux(stream.encode(excerpt))
         output.mux(stream.encode())
     return buffer.getvalue()
 
@@ -258,7 +258,7 @@ def test_damage_is_always_named(kind: str) -> None:
             assert error.path == "a.wav"
 
 
-def test_a_clip_without_a_rate_is_refused() -> None:
+def test_a_clip_without_a_rate_is_rejected() -> None:
     data = audio_bytes(tone(500, 0.5, RATE), RATE)
     with pytest.raises(DataError, match="has no sample rate"):
         decode_audio(io.BytesIO(data), "a", Clip(0, 1), Bucket(audio_samples=1, audio_channels=1))

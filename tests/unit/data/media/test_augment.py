@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gracetune.data.media.augment import METHODS, augmented, augmented_mask, happening, read_transforms
-from gracetune.data.refs import Augmentation, Transform
+from gracetune.data.refs import AppliedAugmentation, Transform
 from gracetune.errors import ConfigError
-from unit.data.media.generated import picture
+from unit.data.media.generated import generated_image
 
-WHERE = "datasets[0].augmentation.transforms"
-
-
-def always(method: str, **options: Any) -> Augmentation:
-    return Augmentation(seed=1, transforms=read_transforms([{"method": method, "p": 1, **options}], WHERE))
+LOCATION = "datasets[0].augmentation.transforms"
 
 
-def changed(image: Image.Image, augmentation: Augmentation, digest: str = "d") -> np.ndarray:
+def always(method: str, **options: Any) -> AppliedAugmentation:
+    return AppliedAugmentation(seed=1, transforms=read_transforms([{"method": method, "p": 1, **options}], LOCATION))
+
+
+def changed(image: Image.Image, augmentation: AppliedAugmentation, digest: str = "d") -> np.ndarray:
     return np.asarray(augmented([image], augmentation, digest)[0]).astype(int)
 
 
@@ -32,36 +32,40 @@ def pixels(image: Image.Image) -> np.ndarray:
 
 
 def test_flips() -> None:
-    image = picture()
-    assert np.array_equal(changed(image, Augmentation(flip_x=True)), pixels(image)[:, ::-1])
-    assert np.array_equal(changed(image, Augmentation(flip_y=True)), pixels(image)[::-1])
-    assert np.array_equal(changed(image, Augmentation(flip_x=True, flip_y=True)), pixels(image)[::-1, ::-1])
-    assert np.array_equal(changed(image, Augmentation()), pixels(image))
+    image = generated_image()
+    assert np.array_equal(changed(image, AppliedAugmentation(flip_x=True)), pixels(image)[:, ::-1])
+    assert np.array_equal(changed(image, AppliedAugmentation(flip_y=True)), pixels(image)[::-1])
+    assert np.array_equal(changed(image, AppliedAugmentation(flip_x=True, flip_y=True)), pixels(image)[::-1, ::-1])
+    assert np.array_equal(changed(image, AppliedAugmentation()), pixels(image))
 
 
 def test_the_two_ways_to_write_an_entry_mean_the_same() -> None:
-    nested = read_transforms([{"method": "ColorJitter", "params": {"hue": 0.1, "p": 0.3}}], WHERE)
-    flat = read_transforms([{"method": "ColorJitter", "hue": 0.1, "p": 0.3}], WHERE)
+    nested = read_transforms([{"method": "ColorJitter", "params": {"hue": 0.1, "p": 0.3}}], LOCATION)
+    flat = read_transforms([{"method": "ColorJitter", "hue": 0.1, "p": 0.3}], LOCATION)
     factor = (0.8, 1.2)
     options = (("brightness", factor), ("contrast", factor), ("hue", (-0.1, 0.1)), ("saturation", factor))
     assert nested == flat == (Transform("ColorJitter", 0.3, options),)
 
 
 def test_missing_options_have_albumentations_defaults() -> None:
-    (found,) = read_transforms([{"method": "RandomBrightnessContrast"}], WHERE)
+    (found,) = read_transforms([{"method": "RandomBrightnessContrast"}], LOCATION)
     assert found == Transform(
         "RandomBrightnessContrast", 0.5, (("brightness_limit", (-0.2, 0.2)), ("contrast_limit", (-0.2, 0.2)))
     )
-    assert read_transforms([{"method": "ToGray", "always_apply": True}], WHERE)[0].p == 1
+    assert read_transforms([{"method": "ToGray", "always_apply": True}], LOCATION)[0].p == 1
 
 
 def test_an_unknown_method_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         read_transforms(
-            [{"method": "HorizontalFlip"}, {"method": "HorisontalFlip"}, {"method": "CoarseDropout"}, {}], WHERE
+            [{"method": "HorizontalFlip"}, {"method": "HorisontalFlip"}, {"method": "CoarseDropout"}, {}], LOCATION
         )
     first, second, third = caught.value.problems
-    assert (first.key, first.found, first.hint) == (f"{WHERE}[1].method", "'HorisontalFlip'", "write `HorizontalFlip`")
+    assert (first.key, first.found, first.hint) == (
+        f"{LOCATION}[1].method",
+        "'HorisontalFlip'",
+        "write `HorizontalFlip`",
+    )
     assert all(name in second.expected for name in METHODS)
     assert second.hint == "choose one of them, or remove the entry"
     assert third.found == "None"
@@ -85,13 +89,13 @@ def test_an_unknown_method_lists_the_known_ones() -> None:
 )
 def test_invalid_entries_are_rejected(entry: dict[str, Any], key: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_transforms([entry], WHERE)
+        read_transforms([entry], LOCATION)
     (problem,) = caught.value.problems
-    assert (problem.key, problem.hint) == (f"{WHERE}[0].{key}", hint)
+    assert (problem.key, problem.hint) == (f"{LOCATION}[0].{key}", hint)
 
 
-def test_every_method_changes_the_picture_and_keeps_its_size() -> None:
-    image = picture(16, 16)
+def test_every_method_changes_the_image_and_keeps_its_size() -> None:
+    image = generated_image(16, 16)
     for method in METHODS:
         found = [augmented([image], replace(always(method), epoch=epoch), "d")[0] for epoch in range(6)]
         assert {other.size for other in found} == {(16, 16)}, method
@@ -121,7 +125,7 @@ def test_gamma_hue_saturation_and_grey() -> None:
     assert np.abs(changed(red, third)[0, 0] - (0, 255, 0)).max() <= 4
     faded = always("ColorJitter", brightness=0, contrast=0, saturation=[0, 0], hue=0)
     assert np.ptp(changed(red, faded)[0, 0]) == 0
-    assert np.ptp(changed(picture(), always("ToGray")), axis=-1).max() == 0
+    assert np.ptp(changed(generated_image(), always("ToGray")), axis=-1).max() == 0
 
 
 def test_blurs() -> None:
@@ -137,7 +141,7 @@ def test_blurs() -> None:
 
 
 def test_quarter_turns_only_where_the_shape_allows_them() -> None:
-    square, wide = picture(16, 16), picture(24, 16)
+    square, wide = generated_image(16, 16), generated_image(24, 16)
     turned = [changed(square, replace(always("RandomRotate90"), epoch=epoch)) for epoch in range(40)]
     for quarters in range(4):
         assert any(np.array_equal(found, np.rot90(pixels(square), quarters)) for found in turned)
@@ -147,18 +151,18 @@ def test_quarter_turns_only_where_the_shape_allows_them() -> None:
     assert len({found.tobytes() for found in halves}) == 2
 
 
-JITTER = read_transforms([{"method": "ColorJitter", "p": 0.5}, {"method": "RandomRotate90", "p": 0.5}], WHERE)
+JITTER = read_transforms([{"method": "ColorJitter", "p": 0.5}, {"method": "RandomRotate90", "p": 0.5}], LOCATION)
 
 
 @given(st.integers(0, 2**32), st.integers(0, 100), st.text(max_size=8))
 def test_random_values_depend_only_on_seed_epoch_and_digest(seed: int, epoch: int, digest: str) -> None:
-    augmentation = Augmentation(seed=seed, epoch=epoch, transforms=JITTER)
+    augmentation = AppliedAugmentation(seed=seed, epoch=epoch, transforms=JITTER)
     assert list(happening(augmentation, digest)) == list(happening(replace(augmentation, flip_x=True), digest))
     assert list(happening(replace(augmentation, of=digest), "another")) == list(happening(augmentation, digest))
 
 
 def test_other_seeds_epochs_and_digests_give_other_values() -> None:
-    base = Augmentation(seed=1, transforms=JITTER)
+    base = AppliedAugmentation(seed=1, transforms=JITTER)
     draws = {
         str(list(happening(replace(base, seed=seed, epoch=epoch), digest)))
         for seed in range(4)
@@ -170,7 +174,7 @@ def test_other_seeds_epochs_and_digests_give_other_values() -> None:
 
 
 def test_a_transform_is_applied_with_its_probability() -> None:
-    base = Augmentation(seed=1, transforms=read_transforms([{"method": "ToGray", "p": 0.3}], WHERE))
+    base = AppliedAugmentation(seed=1, transforms=read_transforms([{"method": "ToGray", "p": 0.3}], LOCATION))
     share = np.mean([len(list(happening(base, str(number)))) for number in range(4000)])
     assert share == pytest.approx(0.3, abs=0.03)
 
@@ -181,15 +185,15 @@ def test_without_a_seed_nothing_is_applied() -> None:
 
 def test_all_frames_get_the_same_values() -> None:
     augmentation = replace(always("ColorJitter"), epoch=3)
-    image = picture(16, 16)
+    image = generated_image(16, 16)
     frames = augmented([image, image.copy(), image.copy()], augmentation, "d")
     assert len({frame.tobytes() for frame in frames}) == 1
 
 
 @pytest.mark.parametrize("epoch", range(8))
-def test_a_mask_moves_with_its_picture_and_keeps_its_values(epoch: int) -> None:
+def test_a_mask_moves_with_its_image_and_keeps_its_values(epoch: int) -> None:
     entries = [{"method": "ColorJitter", "p": 1}, {"method": "HorizontalFlip"}, {"method": "RandomRotate90", "p": 1}]
-    augmentation = Augmentation(flip_y=True, seed=5, epoch=epoch, transforms=read_transforms(entries, WHERE))
+    augmentation = AppliedAugmentation(flip_y=True, seed=5, epoch=epoch, transforms=read_transforms(entries, LOCATION))
     mask = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16))
     moved = np.asarray(augmented_mask(mask, augmentation, "d"))
     # Of the eight ways a square can lie, the mask lies as its picture does: the brightest corner says which.

@@ -16,7 +16,7 @@ from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.media.image import decode_alpha, decode_image
 from gracetune.data.media.probe import probe_image
 from gracetune.data.refs import Bucket, Fit
-from unit.data.media.generated import DictBackend, image_bytes, picture, png, whole
+from unit.data.media.generated import DictBackend, generated_image, image_bytes, png, whole
 
 
 def decode(data: bytes, **options: Any) -> np.ndarray:
@@ -27,7 +27,7 @@ def decode(data: bytes, **options: Any) -> np.ndarray:
 
 
 def test_a_png_comes_out_as_it_went_in() -> None:
-    image = picture()
+    image = generated_image()
     assert np.array_equal(decode(image_bytes(image)), np.asarray(image))
 
 
@@ -36,11 +36,11 @@ def test_a_png_comes_out_as_it_went_in() -> None:
 def test_exif_orientation_is_applied(kind: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[274] = orientation
-    stored = picture(24, 16)
+    stored = generated_image(24, 16)
     lossless = {"lossless": True} if kind == "WEBP" else {"quality": 95, "subsampling": 0} if kind == "JPEG" else {}
     data = image_bytes(stored, kind, exif=exif, **lossless)
     # What the orientation means, from the other side: Pillow's own transposition of the picture without EXIF.
-    tagged = picture(24, 16)
+    tagged = generated_image(24, 16)
     tagged.getexif()[274] = orientation
     expected = np.asarray(ImageOps.exif_transpose(tagged)).astype(int)
     facts = probe_image(DictBackend({"a": data}), "a")
@@ -51,7 +51,7 @@ def test_exif_orientation_is_applied(kind: str, orientation: int) -> None:
 def test_exif_after_the_pixels_of_a_png_is_applied() -> None:
     exif = Image.Exif()
     exif[274] = 6
-    data = image_bytes(picture(24, 16), exif=exif)
+    data = image_bytes(generated_image(24, 16), exif=exif)
     start = data.index(b"eXIf") - 4
     length = struct.unpack(">I", data[start : start + 4])[0] + 12
     chunk, end = data[start : start + length], data.index(b"IEND") - 4
@@ -62,7 +62,7 @@ def test_exif_after_the_pixels_of_a_png_is_applied() -> None:
 
 
 def test_broken_exif_is_ignored() -> None:
-    data = image_bytes(picture(), "JPEG", exif=b"Exif\x00\x00NOT TIFF AT ALL")
+    data = image_bytes(generated_image(), "JPEG", exif=b"Exif\x00\x00NOT TIFF AT ALL")
     assert decode(data).shape == (16, 24, 3)
 
 
@@ -96,8 +96,8 @@ def test_alpha_masks_keep_the_file_s_own_colors() -> None:
     assert (alpha[:, 4:] == 255).all()
 
 
-def test_a_picture_without_alpha_is_opaque() -> None:
-    data = image_bytes(picture(), "JPEG")
+def test_a_image_without_alpha_is_opaque() -> None:
+    data = image_bytes(generated_image(), "JPEG")
     assert (np.asarray(decode_alpha(data, "a")) == 255).all()
     assert not probe_image(DictBackend({"a": data}), "a").has_alpha
 
@@ -112,11 +112,11 @@ def test_a_palette_with_a_transparent_entry() -> None:
 
 
 def test_palette_grey_and_black_and_white() -> None:
-    colours = picture().convert("P", palette=Image.Palette.ADAPTIVE)
+    colours = generated_image().convert("P", palette=Image.Palette.ADAPTIVE)
     assert np.array_equal(decode(image_bytes(colours)), np.asarray(colours.convert("RGB")))
-    grey = picture().convert("L")
+    grey = generated_image().convert("L")
     assert np.array_equal(decode(image_bytes(grey)), np.asarray(grey.convert("RGB")))
-    assert set(np.unique(decode(image_bytes(picture().convert("1"))))) == {0, 255}
+    assert set(np.unique(decode(image_bytes(generated_image().convert("1"))))) == {0, 255}
     grey_alpha = Image.merge("LA", (Image.new("L", (2, 2), 40), Image.new("L", (2, 2), 0)))
     assert (decode(image_bytes(grey_alpha)) == 255).all()
 
@@ -142,14 +142,14 @@ def test_floats_from_zero_to_one() -> None:
 
 @pytest.mark.parametrize("levels", [np.full((4, 4), 3.5, np.float32), np.full((4, 4), np.nan, np.float32),
                                     np.full((4, 4), 70_000, np.int32), np.full((4, 4), -1, np.int32)])  # fmt: skip
-def test_values_of_unknown_meaning_are_refused(levels: np.ndarray) -> None:
+def test_values_of_unknown_meaning_are_rejected(levels: np.ndarray) -> None:
     data = image_bytes(Image.fromarray(levels), "TIFF")
     with pytest.raises(UnreadableMediaError, match=r"^a: .*expected 0 to .*; save it"):
         decode(data)
 
 
 def test_cmyk() -> None:
-    inks = picture().convert("CMYK")
+    inks = generated_image().convert("CMYK")
     pixels = decode(image_bytes(inks, "JPEG", quality=95, subsampling=0))
     assert np.abs(pixels.astype(int) - np.asarray(inks.convert("RGB"))).mean() < 4
     assert np.array_equal(decode(image_bytes(inks, "TIFF")), np.asarray(inks.convert("RGB")))
@@ -184,11 +184,11 @@ def test_an_icc_profile_is_applied() -> None:
 
 
 def test_a_profile_that_cannot_be_used_is_ignored() -> None:
-    image = picture()
+    image = generated_image()
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     for profile in (b"no profile at all", swapped_profile()[:200], srgb):
         assert np.array_equal(decode(image_bytes(image, icc_profile=profile)), np.asarray(image))
-    grey = picture().convert("L")
+    grey = generated_image().convert("L")
     assert np.array_equal(decode(image_bytes(grey, icc_profile=swapped_profile())), np.asarray(grey.convert("RGB")))
 
 
@@ -204,7 +204,7 @@ def test_a_truncated_file_is_named(kind: str) -> None:
 
 
 def test_a_damaged_avif_is_named() -> None:
-    data = image_bytes(picture(64, 64), "AVIF")
+    data = image_bytes(generated_image(64, 64), "AVIF")
     pixels = data.index(b"mdat") + 4
     with pytest.raises(UnreadableMediaError, match=r"^a\.avif: the image cannot be decoded"):
         decode_image(data[:pixels] + bytes(len(data) - pixels), "a.avif", *whole(64, 64))
@@ -232,7 +232,7 @@ def test_damage_is_either_survived_or_named(kind: str, cut: float, wounds: list[
 
 
 DAMAGED = {
-    kind: image_bytes(picture(16, 12), kind)
+    kind: image_bytes(generated_image(16, 12), kind)
     for kind in ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "JPEG2000", "PPM", "TGA", "AVIF")
 }
 
@@ -247,7 +247,7 @@ def test_an_empty_file_and_a_text_file() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_hundred_megapixels_are_refused_before_they_are_decoded() -> None:
+def test_a_hundred_megapixels_are_rejected_before_they_are_decoded() -> None:
     bomb = png(10_000, 10_000, 8, 2, b"")  # nothing in it: decoding it would fail for another reason
     with pytest.raises(UnreadableMediaError, match=r"a\.png: 10000x10000 is 100\.0 megapixels, more than the 89\.5 "):
         decode_image(bomb, "a.png", *whole(10_000, 10_000))
@@ -261,7 +261,7 @@ def test_pillows_own_limit_becomes_our_error() -> None:
 
 
 def test_the_limit_can_be_set() -> None:
-    data = image_bytes(picture(20, 10))
+    data = image_bytes(generated_image(20, 10))
     with pytest.raises(UnreadableMediaError, match="20x10"):
         decode_image(data, "a", *whole(20, 10), max_pixels=199)
     assert decode_image(data, "a", *whole(20, 10), max_pixels=200).size == (20, 10)
@@ -269,13 +269,13 @@ def test_the_limit_can_be_set() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_the_result_is_the_cut_out_of_the_scaled_picture(data: st.DataObject) -> None:
+def test_the_result_is_the_cut_out_of_the_scaled_image(data: st.DataObject) -> None:
     side = st.integers(4, 60)
     original = (data.draw(side), data.draw(side))
     resized = (data.draw(side), data.draw(side))
     width, height = data.draw(st.integers(1, resized[0])), data.draw(st.integers(1, resized[1]))
     left, top = data.draw(st.integers(0, resized[0] - width)), data.draw(st.integers(0, resized[1] - height))
-    image = picture(*original)
+    image = generated_image(*original)
     found = decode_image(image_bytes(image), "a", Fit(original, resized, left, top), Bucket(width, height))
     scaled = np.asarray(image.resize(resized, Image.Resampling.LANCZOS))
     assert found.size == (width, height)
@@ -292,10 +292,10 @@ def test_scaling_down_antialiases() -> None:
 
 def test_a_file_that_changed_size_is_rejected() -> None:
     with pytest.raises(DataError, match="a: 24x16 now, 32x16 when the dataset was scanned"):
-        decode_image(image_bytes(picture(24, 16)), "a", *whole(32, 16))
+        decode_image(image_bytes(generated_image(24, 16)), "a", *whole(32, 16))
 
 
 @pytest.mark.parametrize("fit", [Fit((24, 16), (24, 16), 1, 0), Fit((24, 16), (24, 16), 0, -1)])
-def test_a_crop_outside_the_picture_is_refused(fit: Fit) -> None:
+def test_a_crop_outside_the_image_is_rejected(fit: Fit) -> None:
     with pytest.raises(DataError, match=r"a: the crop .* extends beyond"):
-        decode_image(image_bytes(picture(24, 16)), "a", fit, Bucket(24, 16))
+        decode_image(image_bytes(generated_image(24, 16)), "a", fit, Bucket(24, 16))

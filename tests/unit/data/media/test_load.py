@@ -17,25 +17,27 @@ from gracetune.data.errors import DataError, MissingFileError, UnreadableMediaEr
 from gracetune.data.media import kind_of
 from gracetune.data.media.augment import read_transforms
 from gracetune.data.media.load import DecodeLimits, load
-from gracetune.data.refs import Augmentation, Bucket, Canny, CaptionRef, Clip, Fit, MaskRef, SampleRef
+from gracetune.data.refs import AppliedAugmentation, Bucket, Canny, CaptionRef, Clip, Fit, MaskRef, SampleRef
 from unit.data.media.generated import (
     DictBackend,
     audio_bytes,
     every,
+    generated_image,
     image_bytes,
     number_of,
-    picture,
     tone,
     video_bytes,
 )
 
 TARGETS = DictBackend({
-    "cat.png": image_bytes(picture(24, 16)),
-    "clear.png": image_bytes(Image.merge("RGBA", (*picture(24, 16).split(), Image.new("L", (24, 16), 51)))),
+    "cat.png": image_bytes(generated_image(24, 16)),
+    "clear.png": image_bytes(Image.merge("RGBA", (*generated_image(24, 16).split(), Image.new("L", (24, 16), 51)))),
     "clip.mp4": video_bytes(every(0.04, 20)),
     "song.wav": audio_bytes(np.stack([tone(300, 1, 8000), tone(400, 1, 8000)]), 8000, subtype="FLOAT"),
 })  # fmt: skip
-SOURCES = DictBackend({"cat.png": image_bytes(picture(24, 16, 40)), "wide.png": image_bytes(picture(40, 20))})
+SOURCES = DictBackend(
+    {"cat.png": image_bytes(generated_image(24, 16, 40)), "wide.png": image_bytes(generated_image(40, 20))}
+)
 MASKS = DictBackend(
     {"cat.png": image_bytes(Image.fromarray(np.repeat(np.arange(24, dtype=np.uint8)[None] * 10, 16, 0)))}
 )
@@ -65,7 +67,7 @@ def test_an_image() -> None:
     sample = load(IMAGE, backend_of)
     assert sample.pixels is not None
     assert (sample.pixels.shape, sample.pixels.dtype) == ((3, 16, 16), torch.float32)
-    expected = torch.from_numpy(np.asarray(picture(24, 16))[:, 4:20].copy()).permute(2, 0, 1) / 127.5 - 1
+    expected = torch.from_numpy(np.asarray(generated_image(24, 16))[:, 4:20].copy()).permute(2, 0, 1) / 127.5 - 1
     assert torch.allclose(sample.pixels, expected)
     assert sample.pixels.is_contiguous()
     assert (sample.audio, sample.mask, sample.conditioning) == (None, None, ())
@@ -106,10 +108,10 @@ def test_audio() -> None:
     assert sample.pixels is None
 
 
-def test_a_mask_is_cut_and_flipped_with_its_picture() -> None:
+def test_a_mask_is_cut_and_flipped_with_its_image() -> None:
     levels = np.repeat(np.arange(24)[None] * 10 / 255, 16, 0)[:, 4:20]
     for flip in (False, True):
-        sample = load(replace(IMAGE, mask=MASK, augmentation=Augmentation(flip_x=flip)), backend_of)
+        sample = load(replace(IMAGE, mask=MASK, augmentation=AppliedAugmentation(flip_x=flip)), backend_of)
         assert sample.mask is not None
         assert (sample.mask.shape, sample.mask.dtype) == ((1, 16, 16), torch.float32)
         assert np.allclose(sample.mask[0].numpy(), levels[:, ::-1] if flip else levels, atol=1e-6)
@@ -188,11 +190,11 @@ def test_many_threads_decode_the_same() -> None:
 
 
 def test_white_drawn_on_nothing_is_a_mask_and_so_are_sixteen_bits() -> None:
-    drawn = Image.new("RGBA", (24, 16), (255, 255, 255, 0))
-    drawn.paste((255, 255, 255, 255), (0, 0, 12, 16))
+    generated = Image.new("RGBA", (24, 16), (255, 255, 255, 0))
+    generated.paste((255, 255, 255, 255), (0, 0, 12, 16))
     deep = np.full((16, 24), 65535, np.uint16)
     deep[:, :12] = 32768
-    backend = DictBackend({"drawn": image_bytes(drawn), "deep": image_bytes(Image.fromarray(deep))})
+    backend = DictBackend({"drawn": image_bytes(generated), "deep": image_bytes(Image.fromarray(deep))})
     ref = replace(IMAGE, bucket=Bucket(24, 16), fit=Fit((24, 16), (24, 16)))
     for path, left, right in (("drawn", 1.0, 0.0), ("deep", 0.5, 1.0)):
         mask = load(replace(ref, mask=MaskRef("m", path, "d")), lambda name: backend if name == "m" else TARGETS).mask
@@ -212,11 +214,11 @@ def test_references_come_in_their_order() -> None:
 
 def test_a_reference_that_names_its_target_is_turned_with_it() -> None:
     transforms = read_transforms([{"method": "RandomRotate90", "p": 1}, {"method": "HorizontalFlip"}], "here")
-    same = image_bytes(picture(16, 16))
+    same = image_bytes(generated_image(16, 16))
     backend = DictBackend({"target.png": same, "source.png": same})
     ref = replace(IMAGE, path="target.png", fit=Fit((16, 16), (16, 16)))
     for epoch in range(6):
-        augmentation = Augmentation(seed=3, epoch=epoch, transforms=transforms)
+        augmentation = AppliedAugmentation(seed=3, epoch=epoch, transforms=transforms)
         source = replace(ref, path="source.png", digest="d9", augmentation=replace(augmentation, of="d1"))
         sample = load(replace(ref, augmentation=augmentation, conditioning=(source,)), lambda _: backend)
         (other,) = sample.conditioning
@@ -227,7 +229,7 @@ def test_a_reference_that_names_its_target_is_turned_with_it() -> None:
 
 @pytest.mark.parametrize("ref", [IMAGE, VIDEO, AUDIO], ids=["image", "video", "audio"])
 def test_loading_twice_gives_the_same_sample(ref: SampleRef) -> None:
-    augmentation = Augmentation(seed=1, transforms=read_transforms([{"method": "ColorJitter", "p": 1}], "here"))
+    augmentation = AppliedAugmentation(seed=1, transforms=read_transforms([{"method": "ColorJitter", "p": 1}], "here"))
     ref = replace(ref, augmentation=augmentation)
     first, second = load(ref, backend_of), load(ref, backend_of)
     for name in ("pixels", "audio"):

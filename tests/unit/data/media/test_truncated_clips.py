@@ -111,14 +111,14 @@ def test_complete_audio_with_trailing_data_is_accepted(name: str, junk: bytes) -
 @pytest.mark.parametrize("length", [0, 0x7FFFF000, 0x7FFFFFFF, 0xFFFFFFFF])
 def test_a_wav_with_an_open_length_is_not_checked(length: int) -> None:
     data = a_sound("wav")
-    place = data.index(b"data") + 4
-    assert whole_size(io.BytesIO(data[:place] + length.to_bytes(4, "little") + data[place + 4 :])) is None
+    offset = data.index(b"data") + 4
+    assert whole_size(io.BytesIO(data[:offset] + length.to_bytes(4, "little") + data[offset + 4 :])) is None
 
 
 def test_a_matroska_stream_without_a_length_is_not_checked() -> None:
     data = a_video("matroska")
-    place = data.index(b"\x18\x53\x80\x67") + 4
-    assert whole_size(io.BytesIO(data[:place] + b"\x01" + b"\xff" * 7 + data[place + 8 :])) is None
+    offset = data.index(b"\x18\x53\x80\x67") + 4
+    assert whole_size(io.BytesIO(data[:offset] + b"\x01" + b"\xff" * 7 + data[offset + 8 :])) is None
     assert whole_size(io.BytesIO(data)) == len(data)
 
 

@@ -260,7 +260,7 @@ def test_hdr_is_converted_to_sdr(transfer: int, low: int, high: int) -> None:
     assert low <= found.mean() <= high
 
 
-def test_scaled_and_cut_like_a_picture() -> None:
+def test_scaled_and_cut_like_a_image() -> None:
     data = video("mp4", every(0.04, 3))
     fit = Fit(SIZE, (128, 96), 32, 24)
     cut = decode_video(io.BytesIO(data), "a", Clip(0, 0.12), fit, Bucket(64, 48, 3))
@@ -312,15 +312,15 @@ def test_a_concealed_frame_is_rejected() -> None:
     noise = rng.integers(0, 255, (10, 48, 64, 3), np.uint8)
     data = video("mp4", every(0.04, 10), frames=noise)
     start = data.index(b"mdat")
-    told = []
+    message = []
     for part in range(2, 10):  # whether a damage shows as a made-up frame differs from one decoding to the next
         hurt, place = bytearray(data), start + (len(data) - start) * part // 11
         hurt[place : place + 40] = bytes(40)
         try:
             frames(bytes(hurt), Clip(0, 0.36), 9)
         except UnreadableMediaError as error:
-            told.append(str(error))
-    assert any(re.match(r"a\.mp4: the frame at 0\.\d\d s is damaged", one) for one in told), told
+            message.append(str(error))
+    assert any(re.match(r"a\.mp4: the frame at 0\.\d\d s is damaged", one) for one in message), message
 
 
 def test_damage_in_the_middle_is_mostly_detected_and_always_named() -> None:
@@ -350,7 +350,7 @@ def test_a_frame_of_another_shape_names_its_file() -> None:
         frames(data, Clip(0, 0.1), 1, size=(36, 48))
 
 
-def test_frames_above_the_limit_are_refused() -> None:
+def test_frames_above_the_limit_are_rejected() -> None:
     data = video("mp4", every(0.04, 3))
     with pytest.raises(UnreadableMediaError, match=r"^a\.mp4: 64x48 is 0\.0 megapixels, more than"):
         frames(data, Clip(0, 0.1), 1, max_pixels=3000)

@@ -40,7 +40,7 @@ def test_value_and_gradient_equal_torchs(pairs: list[tuple[float, float]]) -> No
         torch.testing.assert_close(one.double(), two, rtol=2e-6, atol=2e-6 * float(gradient.abs().max() + 1))
 
 
-@pytest.mark.parametrize("dtype", kernels.HALVES)
+@pytest.mark.parametrize("dtype", kernels.HALF_DTYPES)
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     x = torch.linspace(-12, 12, 4001).to(dtype)
     gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -83,12 +83,12 @@ def test_when_the_sigmoid_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gelu, "gelu_by_sigmoid", counted)
     module = nn.ModuleList([GELU(2, 2, approximate="tanh"), nn.GELU(approximate="tanh")])
     use_sigmoid(module)
-    for pays in (False, True):
-        monkeypatch.setattr(kernels, "pay", lambda x, pays=pays: pays)
-        for dtype in (torch.float32, *kernels.HALVES):
+    for is_worth_it in (False, True):
+        monkeypatch.setattr(kernels, "pay", lambda x, is_worth_it=is_worth_it: is_worth_it)
+        for dtype in (torch.float32, *kernels.HALF_DTYPES):
             module[0].gelu(torch.ones(2, dtype=dtype))
             module[1](torch.ones(2, dtype=dtype))
-    assert taken == [dtype for dtype in kernels.HALVES for _ in module]
+    assert taken == [dtype for dtype in kernels.HALF_DTYPES for _ in module]
 
 
 def test_it_falls_then_rises() -> None:

@@ -42,10 +42,10 @@ def test_entry_does_not_keep_the_batch_alive(load: Load) -> None:
 
 
 def test_posterior_sample_depends_on_content_only(load: Load) -> None:
-    mean, drawn = load(EncodeOptions()), load(EncodeOptions(posterior="sample"))
-    [one] = latents(drawn, [sample_of(image(), digest="a" * 32)])
-    assert torch.equal(one, latents(drawn, [sample_of(image(), digest="a" * 32)])[0])
-    assert not torch.equal(one, latents(drawn, [sample_of(image(), digest="b" * 32)])[0])
+    mean, generated = load(EncodeOptions()), load(EncodeOptions(posterior="sample"))
+    [one] = latents(generated, [sample_of(image(), digest="a" * 32)])
+    assert torch.equal(one, latents(generated, [sample_of(image(), digest="a" * 32)])[0])
+    assert not torch.equal(one, latents(generated, [sample_of(image(), digest="b" * 32)])[0])
     assert not torch.equal(one, latents(mean, [sample_of(image(), digest="a" * 32)])[0])
 
 
@@ -112,5 +112,5 @@ def test_reference_counts_must_agree_within_a_batch(tiny_model: Callable[[str, s
 
 
 def test_to_image_inverts_to_pixels() -> None:
-    picture = image(7)
-    assert to_image(sample_of(picture)).tobytes() == picture.tobytes()
+    decoded = image(7)
+    assert to_image(sample_of(decoded)).tobytes() == decoded.tobytes()

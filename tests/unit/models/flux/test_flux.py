@@ -57,7 +57,7 @@ def entries(folder: Path, *captions: str) -> list[dict[str, torch.Tensor]]:
     texts = text_encoder(SPEC.family, folder).encode([Prompt(caption) for caption in captions])
     references = [sample_of(image(10 + seed, REFERENCE)) for seed in range(len(captions))]
     samples = [sample_of(image(seed), *references[seed : seed + edits]) for seed in range(len(captions))]
-    return [{**text, **picture} for text, picture in zip(texts, latents.encode(samples), strict=True)]
+    return [{**text, **sample} for text, sample in zip(texts, latents.encode(samples), strict=True)]
 
 
 def arguments(pipeline: Any, folder: Path) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_latents_decode_to_the_vaes_reconstruction(flavour: str, tiny_model: Cal
     [entry] = entries(folder, SHORT)
     pipeline = loaded.pipeline(SPEC.family, folder)
     packed = FluxPipeline._pack_latents(entry["latents"][None], 1, 16, WIDE[1] // SCALE, WIDE[0] // SCALE)
-    drawn = pipeline(
+    generated = pipeline(
         prompt=SHORT,
         num_inference_steps=1,
         output_type="pt",
@@ -128,7 +128,7 @@ def test_latents_decode_to_the_vaes_reconstruction(flavour: str, tiny_model: Cal
     with torch.no_grad():
         latents = pipeline.vae.encode(sample_of(image()).pixels[None]).latent_dist.mode()
         through = pipeline.vae.decode(latents).sample
-    torch.testing.assert_close(drawn, through.mul(0.5).add(0.5).clamp(0, 1), **TOLERANCE)
+    torch.testing.assert_close(generated, through.mul(0.5).add(0.5).clamp(0, 1), **TOLERANCE)
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -241,9 +241,9 @@ def test_all_missing_parts_are_named(tiny_model: Callable[[str, str], Path], tmp
     folder = copied(tiny_model("flux", "dev"), tmp_path)
     (folder / "text_encoder_2").rename(tmp_path / "gone")
     (folder / "scheduler" / "scheduler_config.json").unlink()
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         SPEC.inspect(source(folder))
-    assert [problem.found for problem in refused.value.problems] == [
+    assert [problem.found for problem in rejected.value.problems] == [
         "no folder text_encoder_2",
         "scheduler without scheduler_config.json",
     ]

@@ -10,7 +10,7 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch import nn
 
-from gracetune.models.qwen_image.attention import PairwiseAttention, RealAngles, turn_by_pairs
+from gracetune.models.qwen_image.attention import QwenPairwiseAttention, RealAngles, turn_by_pairs
 
 
 def tiny(**others: Any) -> Any:
@@ -24,12 +24,12 @@ def tiny(**others: Any) -> Any:
 def answered(model: Any, masked: bool, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
     torch.manual_seed(1)
     model.zero_grad()
-    pictures = [(1, 4, 6), (1, 2, 2)]
-    tokens = sum(height * width for _, height, width in pictures)
+    images = [(1, 4, 6), (1, 2, 2)]
+    tokens = sum(height * width for _, height, width in images)
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2]) if masked else None
     answer = model(
         hidden_states=torch.randn(2, tokens, 16, dtype=dtype), encoder_hidden_states=torch.randn(2, 5, 12, dtype=dtype),
-        encoder_hidden_states_mask=mask, timestep=torch.tensor([0.2, 0.7]), img_shapes=[pictures] * 2,
+        encoder_hidden_states_mask=mask, timestep=torch.tensor([0.2, 0.7]), img_shapes=[images] * 2,
         return_dict=False,
     )[0]  # fmt: skip
     answer.float().square().sum().backward()
@@ -43,7 +43,7 @@ def test_it_equals_diffusers(masked: bool, dtype: torch.dtype, near: float, zero
     theirs = tiny(zero_cond_t=zero_cond_t).to(dtype)
     ours = deepcopy(theirs)
     turn_by_pairs(ours)
-    assert isinstance(ours.transformer_blocks[1].attn.processor, PairwiseAttention)
+    assert isinstance(ours.transformer_blocks[1].attn.processor, QwenPairwiseAttention)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     answer, gradients = answered(ours, masked, dtype)
     wanted, wanted_gradients = answered(theirs, masked, dtype)
@@ -68,7 +68,7 @@ def test_layered_models_are_unchanged() -> None:
     before = {name: type(one) for name, one in model.named_modules()}
     turn_by_pairs(model)
     assert {name: type(one) for name, one in model.named_modules()} == before
-    assert not any(isinstance(one.attn.processor, PairwiseAttention) for one in model.transformer_blocks)
+    assert not any(isinstance(one.attn.processor, QwenPairwiseAttention) for one in model.transformer_blocks)
 
 
 def test_another_model_is_rejected() -> None:

@@ -72,17 +72,17 @@ def entries(folder: Path, flavour: str, *captions: str) -> list[dict[str, torch.
     prompts = [Prompt(caption, tuple(seen)) for caption, seen in zip(captions, given, strict=True)]
     texts = text_encoder(SPEC.family, folder).encode(prompts)
     samples = [sample_of(image(seed), *seen) for seed, seen in enumerate(given)]
-    pictures = latent_encoder(SPEC.family, folder).encode(samples)
-    return [{**text, **picture} for text, picture in zip(texts, pictures, strict=True)]
+    images = latent_encoder(SPEC.family, folder).encode(samples)
+    return [{**text, **sample} for text, sample in zip(texts, images, strict=True)]
 
 
 def arguments(flavour: str, seed: int = 0) -> dict[str, Any]:
     given: dict[str, Any] = {"width": WIDE[0], "height": WIDE[1], "true_cfg_scale": 1.0}
     sizes = REFERENCES[: reference_count(flavour)]
-    pictures = [image(10 * (place + 1) + seed, size) for place, size in enumerate(sizes)]
+    images = [image(10 * (place + 1) + seed, size) for place, size in enumerate(sizes)]
     if flavour == "t2i":
         return given
-    return {**given, "image": pictures[0] if flavour == "edit" else pictures}
+    return {**given, "image": images[0] if flavour == "edit" else images}
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -129,7 +129,7 @@ def test_latents_decode_to_the_vaes_reconstruction(flavour: str, tiny_model: Cal
     [entry] = entries(folder, flavour, SHORT)
     pipeline = loaded.pipeline(SPEC.family, folder)
     packed = QwenImagePipeline._pack_latents(entry["latents"][None], 1, 16, WIDE[1] // SCALE, WIDE[0] // SCALE)
-    drawn = pipeline(
+    generated = pipeline(
         prompt=SHORT,
         num_inference_steps=2,
         output_type="pt",
@@ -139,7 +139,7 @@ def test_latents_decode_to_the_vaes_reconstruction(flavour: str, tiny_model: Cal
     with torch.no_grad():
         latents = pipeline.vae.encode(sample_of(image()).pixels[None, :, None]).latent_dist.mode()
         through = pipeline.vae.decode(latents).sample[:, :, 0]
-    torch.testing.assert_close(drawn, through.mul(0.5).add(0.5).clamp(0, 1), **TOLERANCE)
+    torch.testing.assert_close(generated, through.mul(0.5).add(0.5).clamp(0, 1), **TOLERANCE)
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -218,25 +218,25 @@ def test_every_default_target_gets_a_gradient(flavour: str, tiny_model: Callable
 )
 def test_samples_have_the_requested_size(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     pipeline = loaded.pipeline(SPEC.family, tiny_model("qwen_image", flavour))
-    pictures = tuple(image(20 + place, size) for place, size in enumerate(REFERENCES[: reference_count(flavour)]))
-    request = SampleRequest(SHORT, width=WIDE[0], height=WIDE[1], steps=2, seed=3, references=pictures)
+    images = tuple(image(20 + place, size) for place, size in enumerate(REFERENCES[: reference_count(flavour)]))
+    request = SampleRequest(SHORT, width=WIDE[0], height=WIDE[1], steps=2, seed=3, references=images)
     [frame] = SPEC.sample(pipeline, request).frames
     assert frame.size == WIDE
     assert SPEC.sample(pipeline, request).frames[0].tobytes() == frame.tobytes()
     assert SPEC.sample(pipeline, replace(request, prompt=LONG)).frames[0].tobytes() != frame.tobytes()
-    if pictures:
-        other = replace(request, references=(*pictures[:-1], image(30, pictures[-1].size)))
+    if images:
+        other = replace(request, references=(*images[:-1], image(30, images[-1].size)))
         assert SPEC.sample(pipeline, other).frames[0].tobytes() != frame.tobytes()
 
 
 def test_samples_use_guidance_by_default(tiny_model: Callable[[str, str], Path]) -> None:
     pipeline = loaded.pipeline(SPEC.family, tiny_model("qwen_image", "t2i"))
-    asked = {}
+    requested = {}
     for guidance in (None, 1.0):
         with watched(pipeline.transformer) as calls:
             SPEC.sample(pipeline, SampleRequest(SHORT, width=32, height=32, steps=2, guidance=guidance))
-        asked[guidance] = len(calls.inputs)
-    assert asked == {None: 4, 1.0: 2}
+        requested[guidance] = len(calls.inputs)
+    assert requested == {None: 4, 1.0: 2}
 
 
 # -- captions and references ------------------------------------------------------------------------------------------
@@ -245,10 +245,10 @@ def test_samples_use_guidance_by_default(tiny_model: Callable[[str, str], Path])
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_caption_embedding_depends_on_text_and_references(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     encoder = text_encoder(SPEC.family, tiny_model("qwen_image", flavour))
-    assert encoder.reads_pictures == (flavour != "t2i")
-    pictures = [tuple(references(flavour, seed)) for seed in (0, 1)]
+    assert encoder.reads_images == (flavour != "t2i")
+    images = [tuple(references(flavour, seed)) for seed in (0, 1)]
     one, again, other, words = encoder.encode(
-        [Prompt(SHORT, pictures[0]), Prompt(SHORT, pictures[0]), Prompt(SHORT, pictures[1]), Prompt(LONG, pictures[0])]
+        [Prompt(SHORT, images[0]), Prompt(SHORT, images[0]), Prompt(SHORT, images[1]), Prompt(LONG, images[0])]
     )
     assert torch.equal(one["prompt_embeds"], again["prompt_embeds"])
     assert torch.equal(one["prompt_embeds"], other["prompt_embeds"]) == (flavour == "t2i")
@@ -324,10 +324,10 @@ def test_all_missing_parts_are_named(flavour: str, tiny_model: Callable[[str, st
     (folder / "vae").rename(tmp_path / "gone")
     if flavour in EDITS:
         (folder / "processor").rename(tmp_path / "gone too")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         SPEC.inspect(source(folder))
     missing = ["no folder vae", *(["no folder processor"] if flavour in EDITS else [])]
-    assert [problem.found for problem in refused.value.problems] == missing
+    assert [problem.found for problem in rejected.value.problems] == missing
 
 
 def test_a_transformer_of_another_model(tiny_model: Callable[[str, str], Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from gracetune.cache.encoder import Prompt
 from gracetune.data.errors import DataError
-from gracetune.data.refs import Augmentation, Fit
+from gracetune.data.refs import AppliedAugmentation, Fit
 from gracetune.diffusion.schedule import Ddpm
 from gracetune.errors import ConfigError
 from gracetune.models.sdxl.spec import SPEC
@@ -51,8 +51,8 @@ def folder(tiny_model: Callable[[str, str], Path]) -> Path:
 def entries(folder: Path, *captions: str) -> list[dict[str, torch.Tensor]]:
     latents = latent_encoder(SPEC.family, folder)
     texts = text_encoder(SPEC.family, folder).encode([Prompt(caption) for caption in captions])
-    pictures = latents.encode([sample_of(image(seed), fit=FIT) for seed in range(len(captions))])
-    return [{**text, **picture} for text, picture in zip(texts, pictures, strict=True)]
+    images = latents.encode([sample_of(image(seed), fit=FIT) for seed in range(len(captions))])
+    return [{**text, **sample} for text, sample in zip(texts, images, strict=True)]
 
 
 @pytest.mark.parametrize("predicts", ["epsilon", "v_prediction"])
@@ -85,7 +85,7 @@ def test_predict_equals_the_pipelines_call(predicts: str, folder: Path, tiny_v_p
 def test_latents_decode_to_the_vaes_reconstruction(folder: Path) -> None:
     [entry] = entries(folder, SHORT)
     pipeline = loaded.pipeline(SPEC.family, folder)
-    drawn = pipeline(
+    generated = pipeline(
         SHORT,
         width=WIDE[0],
         height=WIDE[1],
@@ -96,7 +96,7 @@ def test_latents_decode_to_the_vaes_reconstruction(folder: Path) -> None:
     pixels = sample_of(image()).pixels[None]
     with torch.no_grad():
         through = pipeline.vae.decode(pipeline.vae.encode(pixels).latent_dist.mode()).sample
-    torch.testing.assert_close(drawn, through.mul(0.5).add(0.5).clamp(0, 1), **TOLERANCE)
+    torch.testing.assert_close(generated, through.mul(0.5).add(0.5).clamp(0, 1), **TOLERANCE)
 
 
 def test_batch_equals_its_single_samples(folder: Path) -> None:
@@ -127,8 +127,8 @@ def test_every_default_target_gets_a_gradient(folder: Path) -> None:
 def test_samples_have_the_requested_size(guidance: float | None, folder: Path) -> None:
     pipeline = loaded.pipeline(SPEC.family, folder)
     request = SampleRequest(SHORT, width=WIDE[0], height=WIDE[1], steps=2, guidance=guidance, seed=3)
-    drawn, again = SPEC.sample(pipeline, request), SPEC.sample(pipeline, request)
-    [frame] = drawn.frames
+    generated, again = SPEC.sample(pipeline, request), SPEC.sample(pipeline, request)
+    [frame] = generated.frames
     assert frame.size == WIDE
     assert frame.tobytes() == again.frames[0].tobytes()
     assert SPEC.sample(pipeline, replace(request, prompt=LONG)).frames[0].tobytes() != frame.tobytes()
@@ -150,7 +150,7 @@ def test_samples_use_the_given_denoiser(folder: Path) -> None:
 )
 def test_time_ids_describe_the_crop(flips: dict[str, bool], corner: tuple[int, int], folder: Path) -> None:
     encoder = SPEC.load_latent_encoder(source(folder), CPU, EncodeOptions())
-    [entry] = encoder.encode([sample_of(image(), fit=FIT, augmentation=Augmentation(**flips))])
+    [entry] = encoder.encode([sample_of(image(), fit=FIT, augmentation=AppliedAugmentation(**flips))])
     assert entry["time_ids"].tolist() == [751, 1000, *corner, 32, 48]
 
 
@@ -266,9 +266,12 @@ def test_all_missing_parts_are_named(folder: Path, tmp_path: Path) -> None:
     partial = copied(folder, tmp_path)
     (partial / "vae" / "config.json").unlink()
     (partial / "tokenizer_2").rename(tmp_path / "gone")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         SPEC.inspect(source(partial))
-    assert [problem.found for problem in refused.value.problems] == ["vae without config.json", "no folder tokenizer_2"]
+    assert [problem.found for problem in rejected.value.problems] == [
+        "vae without config.json",
+        "no folder tokenizer_2",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from gracetune.data.media.load import Sample
 from gracetune.data.refs import Bucket, CaptionRef, Clip, SampleRef
 from gracetune.models.layout import SCHEDULER, read_config
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 from gracetune.models.stable_audio.solver import solver_from
 from unit.models.loaded import latent_encoder, text_encoder
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = PartPlacement(torch.device("cpu"), torch.float32)
 TinyModel = Callable[[str, str], Path]
 RATE, HOP = 44_100, 2048
 
@@ -59,15 +59,15 @@ def pipeline_of(source: ModelSource) -> Any:
 class Call:
     states: Tensor
     time: Tensor
-    asked: Mapping[str, Any]
+    requested: Mapping[str, Any]
     answer: Tensor
 
 
 def record(module: nn.Module) -> list[Call]:
     calls: list[Call] = []
 
-    def note(_module: Any, args: Any, asked: Any, answer: Any) -> None:
-        calls.append(Call(args[0], args[1], asked, answer[0]))
+    def note(_module: Any, args: Any, requested: Any, answer: Any) -> None:
+        calls.append(Call(args[0], args[1], requested, answer[0]))
 
     module.register_forward_hook(note, with_kwargs=True)
     return calls

@@ -12,7 +12,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from gracetune.cache.encoder import Prompt
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
-from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.models.spec import EncodeOptions, PartPlacement
 from gracetune.models.stable_audio.spec import SPEC
 from unit.models.loaded import latent_encoder, text_encoder
 from unit.models.stable_audio.cases import CPU, HOP, RATE, TinyModel, entries, pipeline_of, sound, source_of
@@ -71,7 +71,7 @@ def test_seconds_are_the_start_and_end_of_the_audio(
 
 
 def test_half_precision_entries_have_exact_seconds(tiny_model: TinyModel) -> None:
-    source, half = source_of(tiny_model), Placement(torch.device("cpu"), torch.bfloat16)
+    source, half = source_of(tiny_model), PartPlacement(torch.device("cpu"), torch.bfloat16)
     (precise,) = latent_encoder("stable_audio", source.folder).encode([sound(start=30.3)])
     (entry,) = SPEC.load_latent_encoder(source, half, EncodeOptions()).encode([sound(start=30.3)])
     assert entry["latents"].dtype == entry["seconds_embeds"].dtype == torch.bfloat16
@@ -94,7 +94,7 @@ def test_captions_equal_the_pipelines_without_padding(tiny_model: TinyModel) -> 
     source = source_of(tiny_model)
     captions = ["a dog", "日本 👀", "sound " * 500]
     encoder = text_encoder("stable_audio", source.folder)
-    assert not encoder.reads_pictures
+    assert not encoder.reads_images
     found = [entry["prompt_embeds"] for entry in encoder.encode([Prompt(caption) for caption in captions])]
     with torch.no_grad():
         expected = pipeline_of(source).encode_prompt(captions, "cpu", False)

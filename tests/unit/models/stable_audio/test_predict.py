@@ -8,7 +8,7 @@ from torch import nn
 
 from gracetune.adapters.targets import names
 from gracetune.diffusion.schedule import noisy, target
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 from gracetune.models.stable_audio.spec import SPEC
 from unit.models.stable_audio.cases import CPU, TinyModel, batched, entries, pipeline_of, record, sound, source_of
 
@@ -44,8 +44,8 @@ def test_denoiser_inputs_equal_the_pipelines(tiny_model: TinyModel, avoided: str
             answer = SPEC.predict(denoiser, call.states, call.time.expand(2), batch, facts)
         torch.testing.assert_close(answer, call.answer, **EXACT)
         for name in ("encoder_hidden_states", "global_hidden_states"):
-            torch.testing.assert_close(ours[-1].asked[name], call.asked[name], **EXACT)
-        for own, theirs in zip(ours[-1].asked["rotary_embedding"], call.asked["rotary_embedding"], strict=True):
+            torch.testing.assert_close(ours[-1].requested[name], call.requested[name], **EXACT)
+        for own, theirs in zip(ours[-1].requested["rotary_embedding"], call.requested["rotary_embedding"], strict=True):
             torch.testing.assert_close(own, theirs, **EXACT)
 
 
@@ -88,7 +88,7 @@ def test_gradients_reach_every_default_target(tiny_model: TinyModel) -> None:
 
 
 def test_everything_follows_the_dtype_of_the_noisy_latents(tiny_model: TinyModel) -> None:
-    source, half = source_of(tiny_model), Placement(torch.device("cpu"), torch.bfloat16)
+    source, half = source_of(tiny_model), PartPlacement(torch.device("cpu"), torch.bfloat16)
     facts = SPEC.inspect(source)
     (batch,) = entries(source, sound(), CAPTION)
     states, level = torch.randn(batch["latents"].shape), torch.tensor([0.5])

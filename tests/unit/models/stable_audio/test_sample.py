@@ -15,16 +15,16 @@ from unit.models.stable_audio.cases import CPU, HOP, RATE, TinyModel, source_of
 def test_audio_has_the_requested_length(tiny_model: TinyModel, seconds: float, samples: int, avoided: str) -> None:
     pipeline = loaded.pipeline("stable_audio", source_of(tiny_model).folder)
     request = SampleRequest("a dog", avoided, seconds=seconds, steps=3, seed=5)
-    drawn = SPEC.sample(pipeline, request)
-    assert drawn.frames == ()
-    assert drawn.sample_rate == RATE
-    assert drawn.audio is not None
-    assert drawn.audio.shape == (2, samples)
-    assert bool(drawn.audio.isfinite().all())
-    assert float(drawn.audio.std()) > 0
+    generated = SPEC.sample(pipeline, request)
+    assert generated.frames == ()
+    assert generated.sample_rate == RATE
+    assert generated.audio is not None
+    assert generated.audio.shape == (2, samples)
+    assert bool(generated.audio.isfinite().all())
+    assert float(generated.audio.std()) > 0
     again = SPEC.sample(pipeline, request).audio
     assert again is not None
-    assert torch.equal(drawn.audio, again)
+    assert torch.equal(generated.audio, again)
 
 
 def test_the_given_denoiser_is_used(tiny_model: TinyModel) -> None:

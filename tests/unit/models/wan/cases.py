@@ -19,10 +19,10 @@ from gracetune.cache.encoder import Prompt
 from gracetune.data.media.load import Sample, to_pixels
 from gracetune.data.refs import Bucket, CaptionRef, Clip, Fit, SampleRef
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.models.spec import EncodeOptions, PartPlacement
 from unit.models.loaded import latent_encoder, text_encoder
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = PartPlacement(torch.device("cpu"), torch.float32)
 TinyModel = Callable[[str, str], Path]
 
 
@@ -59,14 +59,14 @@ def source_of(tiny_model: TinyModel, flavour: str) -> ModelSource:
     return ModelSource(name=flavour, folder=tiny_model("wan", flavour))
 
 
-def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
+def image(size: tuple[int, int], seed: int = 0) -> Image.Image:
     width, height = size
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def clip(size: tuple[int, int], frames: int = 5, seed: int = 0, mask: Tensor | None = None) -> Sample:
-    """A clip whose first frame is `picture(size, seed)`; frames=1 gives a picture."""
-    pixels = to_pixels([picture(size, seed + 100 * number) for number in range(frames)])
+    """A clip whose first frame is `image(size, seed)`; frames=1 gives a picture."""
+    pixels = to_pixels([image(size, seed + 100 * number) for number in range(frames)])
     ref = SampleRef(
         dataset="clips",
         path=f"{seed}.mp4",
@@ -91,7 +91,7 @@ def pipeline_of(source: ModelSource, case: Case) -> Any:
 @dataclass(frozen=True)
 class Call:
     component: str
-    asked: Mapping[str, Any]
+    requested: Mapping[str, Any]
     answer: Tensor
 
 
@@ -103,8 +103,8 @@ def record(pipeline: Any) -> list[Call]:
         if module is None:
             continue
 
-        def note(_module: Any, _args: Any, asked: Any, answer: Any, component: str = component) -> None:
-            calls.append(Call(component, asked, answer[0]))
+        def note(_module: Any, _args: Any, requested: Any, answer: Any, component: str = component) -> None:
+            calls.append(Call(component, requested, answer[0]))
 
         module.register_forward_hook(note, with_kwargs=True)
     return calls
@@ -125,7 +125,7 @@ def run(pipeline: Any, case: Case, *, prompt: str, negative_prompt: str | None =
         )
     options |= {"prompt_embeds": wanted, "negative_prompt_embeds": avoided}
     if case.from_image:
-        options["image"] = picture(case.size)
+        options["image"] = image(case.size)
     return pipeline(
         width=case.size[0],
         height=case.size[1],

@@ -105,21 +105,21 @@ def test_when_the_kernels_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fits(block), "a launch from Python costs more than it saves"
 
 
-def plain_norming() -> ModuleType:
+def plain_norm() -> ModuleType:
     """Stands in for the kernels, which need a GPU."""
 
-    def normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def norm_output(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         assert all(one.is_contiguous() and one.dtype == torch.float32 for one in (scale, shift))
         return x, (F.layer_norm(x.float(), x.shape[-1:], eps=eps) * scale[:, None] + shift[:, None]).type_as(x)
 
-    def added_and_normed(
+    def plain_add_norm(
         x: Tensor, a: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         h = (x.float() + (a if gate is None else a * gate[:, None])).type_as(x)
-        return normed(h, scale, shift, eps)
+        return norm_output(h, scale, shift, eps)
 
     plain = ModuleType("norming")
-    vars(plain).update(normed=normed, added_and_normed=added_and_normed)
+    vars(plain).update(norm_output=norm_output, plain_add_norm=plain_add_norm)
     return plain
 
 
@@ -143,7 +143,7 @@ def test_gated_gives_autograds_gradients(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_fused_steps_equal_the_parents(monkeypatch: pytest.MonkeyPatch, checkpointed: bool) -> None:
-    monkeypatch.setitem(sys.modules, "gracetune.kernels.fused_norm", plain_norming())
+    monkeypatch.setitem(sys.modules, "gracetune.kernels.fused_norm", plain_norm())
     monkeypatch.setattr(FusedBlock, "_can_fuse", lambda *_given: True)
     block = made().requires_grad_(False)
     for layer in (block.attn1.to_q, block.attn2.to_v, block.ffn.net[2]):

@@ -14,7 +14,7 @@ from gracetune.cache.encoder import Prompt
 from gracetune.data.errors import DataError
 from gracetune.errors import ConfigError
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.models.spec import EncodeOptions, PartPlacement
 from gracetune.models.wan.spec import SPEC
 from unit.models.loaded import latent_encoder, text_encoder
 from unit.models.wan.cases import (
@@ -104,8 +104,8 @@ def test_the_5b_has_no_loss_on_the_given_frame(tiny_model: TinyModel) -> None:
     assert entry["loss_mask"][:, 0].sum() == 0
     assert bool((entry["loss_mask"][:, 1:] == 1).all())
     torch.testing.assert_close(entry["condition"], entry["latents"][:, :1], **EXACT)
-    (picture,) = encoder.encode([clip((64, 64), frames=1)])
-    assert set(picture) == {"latents"}, "nothing follows the first frame of a picture"
+    (image,) = encoder.encode([clip((64, 64), frames=1)])
+    assert set(image) == {"latents"}, "nothing follows the first frame of a picture"
 
 
 def test_text_to_video_weights_reject_image_to_video(tiny_model: TinyModel) -> None:
@@ -152,7 +152,7 @@ def test_save_memory_enables_slicing_then_tiling_which_changes_the_id(tiny_model
 
 
 def test_the_entries_are_in_the_placements_dtype_and_the_vae_is_not(tiny_model: TinyModel) -> None:
-    source, half = source_of(tiny_model, "i2v-14b-480p-2.1"), Placement(torch.device("cpu"), torch.bfloat16)
+    source, half = source_of(tiny_model, "i2v-14b-480p-2.1"), PartPlacement(torch.device("cpu"), torch.bfloat16)
     (precise,) = SPEC.load_latent_encoder(source, CPU, EncodeOptions()).encode([clip((32, 32))])
     encoder = SPEC.load_latent_encoder(source, half, EncodeOptions())
     (entry,) = encoder.encode([clip((32, 32))])
@@ -181,7 +181,7 @@ def test_captions_equal_the_pipelines_without_padding(tiny_model: TinyModel, fla
     source = source_of(tiny_model, flavour)
     captions = ["a red cat &amp; a   dog ", "", "日本 👀 " * 3, "cat " * 1000]
     encoder = text_encoder("wan", source.folder)
-    assert not encoder.reads_pictures
+    assert not encoder.reads_images
     found = [entry["prompt_embeds"] for entry in encoder.encode([Prompt(caption) for caption in captions])]
     pipeline = texts_of(pipeline_of(source, Case(flavour)))
     with torch.no_grad():

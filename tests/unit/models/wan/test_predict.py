@@ -8,7 +8,7 @@ from torch import nn
 
 from gracetune.adapters.targets import names
 from gracetune.diffusion.schedule import noisy, target
-from gracetune.models.spec import Placement
+from gracetune.models.spec import PartPlacement
 from gracetune.models.wan.load import TEXT_TOKENS
 from gracetune.models.wan.spec import SPEC
 from unit.models.wan.cases import (
@@ -40,14 +40,14 @@ def test_denoiser_inputs_equal_the_pipelines(tiny_model: TinyModel, case: Case) 
     assert len(calls) == 6
     channels = pipeline.vae.config.z_dim
     for number, call in enumerate(calls):
-        level = call.asked["timestep"].flatten(1).amax(1) / 1000 if case.flavour.startswith("ti2v") else None
-        level = call.asked["timestep"] / 1000 if level is None else level
+        level = call.requested["timestep"].flatten(1).amax(1) / 1000 if case.flavour.startswith("ti2v") else None
+        level = call.requested["timestep"] / 1000 if level is None else level
         expert = next(expert for expert in facts.experts if float(level) >= expert.lowest)
         assert expert.component == call.component
         batch = batches[number % 2]
         with torch.no_grad():
             answer = SPEC.predict(
-                denoisers[expert.component], call.asked["hidden_states"][:, :channels], level, batch, facts
+                denoisers[expert.component], call.requested["hidden_states"][:, :channels], level, batch, facts
             )
         torch.testing.assert_close(answer, call.answer, **EXACT)
     assert {call.component for call in calls} == set(denoisers)
@@ -77,20 +77,20 @@ def test_first_frame_reaches_the_denoiser_as_in_the_pipeline(tiny_model: TinyMod
     calls = record(pipeline)
     run(pipeline, case, prompt=CAPTION, num_inference_steps=1, guidance_scale=1.0)
     (batch,) = entries(source, case, clip(case.size, case.frames), CAPTION)
-    denoiser, asked = SPEC.load_denoiser(source, facts.experts[0], CPU), {}
-    denoiser.register_forward_pre_hook(lambda _module, _args, given: asked.update(given), with_kwargs=True)
+    denoiser, requested = SPEC.load_denoiser(source, facts.experts[0], CPU), {}
+    denoiser.register_forward_pre_hook(lambda _module, _args, given: requested.update(given), with_kwargs=True)
     channels = pipeline.vae.config.z_dim
     # The pipeline's own noise in frame 0 of the 5B is covered by the picture: anything may be there.
     states = torch.cat(
-        [torch.zeros_like(batch["latents"][:, :, :1]), calls[0].asked["hidden_states"][:, :channels, 1:]], 2
+        [torch.zeros_like(batch["latents"][:, :, :1]), calls[0].requested["hidden_states"][:, :channels, 1:]], 2
     )
     if not facts.details["expand_timesteps"]:
-        states = calls[0].asked["hidden_states"][:, :channels]
-    SPEC.predict(denoiser, states, torch.tensor([float(calls[0].asked["timestep"].max()) / 1000]), batch, facts)
+        states = calls[0].requested["hidden_states"][:, :channels]
+    SPEC.predict(denoiser, states, torch.tensor([float(calls[0].requested["timestep"].max()) / 1000]), batch, facts)
     for name in ("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"):
         torch.testing.assert_close(
-            asked[name],
-            calls[0].asked[name],
+            requested[name],
+            calls[0].requested[name],
             **EXACT,
             check_dtype=False,  # the solver's times are whole numbers
             msg=lambda text, name=name: f"{name}: {text}",
@@ -153,7 +153,7 @@ def test_image_is_a_clip_of_one_frame(tiny_model: TinyModel) -> None:
 def test_everything_follows_the_dtype_of_the_noisy_latents(tiny_model: TinyModel) -> None:
     case = CASES[1]
     source = source_of(tiny_model, case.flavour)
-    facts, half = SPEC.inspect(source), Placement(torch.device("cpu"), torch.bfloat16)
+    facts, half = SPEC.inspect(source), PartPlacement(torch.device("cpu"), torch.bfloat16)
     (batch,) = entries(source, case, clip(case.size, case.frames), CAPTION)
     precise, states = SPEC.load_denoiser(source, facts.experts[0], CPU), torch.randn(batch["latents"].shape)
     expected = SPEC.predict(precise, states, torch.tensor([0.95]), batch, facts)
@@ -168,8 +168,8 @@ def test_the_5b_without_a_first_frame_gets_one_time_per_sample(tiny_model: TinyM
     source = source_of(tiny_model, case.flavour)
     facts = SPEC.inspect(source)
     (batch,) = entries(source, case, clip(case.size, case.frames), CAPTION)
-    denoiser, asked = SPEC.load_denoiser(source, facts.experts[0], CPU), {}
-    denoiser.register_forward_pre_hook(lambda _module, _args, given: asked.update(given), with_kwargs=True)
+    denoiser, requested = SPEC.load_denoiser(source, facts.experts[0], CPU), {}
+    denoiser.register_forward_pre_hook(lambda _module, _args, given: requested.update(given), with_kwargs=True)
     SPEC.predict(denoiser, batch["latents"], torch.tensor([0.5]), batch, facts)
-    assert asked["timestep"].tolist() == [500.0]
-    assert asked["encoder_hidden_states"].shape[1] == TEXT_TOKENS
+    assert requested["timestep"].tolist() == [500.0]
+    assert requested["encoder_hidden_states"].shape[1] == TEXT_TOKENS

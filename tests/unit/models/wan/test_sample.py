@@ -14,7 +14,7 @@ from gracetune.models.source import ModelSource
 from gracetune.models.spec import SampleRequest
 from gracetune.models.wan.spec import SPEC
 from unit.models import loaded
-from unit.models.wan.cases import CASES, CPU, Case, TinyModel, picture, source_of
+from unit.models.wan.cases import CASES, CPU, Case, TinyModel, image, source_of
 
 LANDSCAPE = {"width": 96, "height": 64}
 
@@ -22,24 +22,24 @@ LANDSCAPE = {"width": 96, "height": 64}
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_frames_have_the_requested_size(tiny_model: TinyModel, case: Case) -> None:
     pipeline = loaded.pipeline("wan", tiny_model("wan", case.flavour))
-    references = (picture((100, 100)),) if case.from_image else ()
+    references = (image((100, 100)),) if case.from_image else ()
     request = SampleRequest("a cat", frames=5, steps=2, seed=3, references=references, **LANDSCAPE)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # what NaN earns on its way to bytes
-        drawn = SPEC.sample(pipeline, request)
-    assert drawn.audio is None
-    assert drawn.fps == (24.0 if case.flavour.startswith("ti2v") else 16.0)
-    assert [frame.size for frame in drawn.frames] == [(96, 64)] * 5
-    assert np.asarray(drawn.frames[0]).std() > 0
+        generated = SPEC.sample(pipeline, request)
+    assert generated.audio is None
+    assert generated.fps == (24.0 if case.flavour.startswith("ti2v") else 16.0)
+    assert [frame.size for frame in generated.frames] == [(96, 64)] * 5
+    assert np.asarray(generated.frames[0]).std() > 0
     again = SPEC.sample(pipeline, request)
-    assert all(np.array_equal(one, other) for one, other in zip(drawn.frames, again.frames, strict=True))
+    assert all(np.array_equal(one, other) for one, other in zip(generated.frames, again.frames, strict=True))
 
 
 def test_image_is_one_frame_without_a_rate(tiny_model: TinyModel) -> None:
     pipeline = loaded.pipeline("wan", tiny_model("wan", "t2v-14b-2.2"))
-    drawn = SPEC.sample(pipeline, SampleRequest("a cat", steps=1, **LANDSCAPE))
-    assert [frame.size for frame in drawn.frames] == [(96, 64)]
-    assert drawn.fps is None
+    generated = SPEC.sample(pipeline, SampleRequest("a cat", steps=1, **LANDSCAPE))
+    assert [frame.size for frame in generated.frames] == [(96, 64)]
+    assert generated.fps is None
 
 
 def test_the_given_expert_is_used_and_the_other_one_loaded(tiny_model: TinyModel) -> None:
@@ -67,7 +67,7 @@ def test_the_image_processor_of_the_published_folder_needs_no_torchvision(
     settings["image_processor_type"] = "CLIPImageProcessor"
     (folder / "image_processor" / "preprocessor_config.json").write_text(json.dumps(settings))
     pipeline = SPEC.load_pipeline(ModelSource("published", folder), {}, CPU)
-    request = SampleRequest("a cat", steps=1, references=(picture((64, 64)),), **LANDSCAPE)
+    request = SampleRequest("a cat", steps=1, references=(image((64, 64)),), **LANDSCAPE)
     expected = SPEC.sample(loaded.pipeline("wan", tiny_model("wan", "i2v-14b-480p-2.1")), request)
     assert np.array_equal(SPEC.sample(pipeline, request).frames[0], expected.frames[0])
 
@@ -87,6 +87,6 @@ def test_unsupported_requests_are_rejected(
     tiny_model: TinyModel, flavour: str, change: dict[str, int], message: str
 ) -> None:
     pipeline = loaded.pipeline("wan", tiny_model("wan", flavour))
-    references = tuple(picture((64, 64), seed) for seed in range(change.get("references", 0)))
+    references = tuple(image((64, 64), seed) for seed in range(change.get("references", 0)))
     with pytest.raises(ConfigError, match=message):
         SPEC.sample(pipeline, SampleRequest("a cat", steps=1, **{**LANDSCAPE, **change, "references": references}))

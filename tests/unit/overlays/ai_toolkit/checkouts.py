@@ -13,8 +13,8 @@ from typing import Any
 
 from gracetune.hostmem.sensors import HostReading
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[3]
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[3]
 OVERLAY = ROOT / "overlays" / "ai_toolkit"
 NAME = "gracetune_overlay"
 _THEIRS = ("toolkit", "jobs", "extensions", "extensions_built_in")
@@ -32,11 +32,11 @@ class Checkout:
 
     def process(self, block: Any = None, **changes: Any) -> dict[str, Any]:
         """One process of a job: two experts, three pictures, everything cached on disk."""
-        pictures = self.root / "pictures"
-        if not pictures.exists():
-            pictures.mkdir()
+        images = self.root / "pictures"
+        if not images.exists():
+            images.mkdir()
             for name in ("kite", "teapot", "boat"):
-                (pictures / f"{name}.png").touch()
+                (images / f"{name}.png").touch()
         found: dict[str, Any] = {
             "type": "diffusion_trainer",
             "training_folder": str(self.root / "output"),
@@ -44,7 +44,7 @@ class Checkout:
             "model": {"arch": "wan22_14b:t2v"},
             "datasets": [
                 {
-                    "folder_path": str(pictures),
+                    "folder_path": str(images),
                     "cache_latents_to_disk": True,
                     "cache_text_embeddings": True,
                     "num_workers": 0,
@@ -78,7 +78,7 @@ def plenty_of_memory(sensor: object) -> HostReading:
 def checked_out(root: Path, *, overlay: bool = True) -> Iterator[Checkout]:
     (root / "extensions").mkdir(parents=True)
     for folder in ("toolkit", "jobs", "extensions_built_in"):
-        (root / folder).symlink_to(HERE / "standin" / folder)
+        (root / folder).symlink_to(FOLDER / "standin" / folder)
     if overlay:
         (root / "extensions" / NAME).symlink_to(OVERLAY / NAME)
     _forget()

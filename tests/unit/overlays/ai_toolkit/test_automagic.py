@@ -63,7 +63,7 @@ class TestStageOptions:
         )
         assert {stage: group["lr_bump"] for stage, group in groups(process).items()} == {"low_noise": 7e-6}
 
-    def test_of_an_expert_that_is_not_trained_are_refused(self, checkout: Checkout) -> None:
+    def test_of_an_expert_that_is_not_trained_are_rejected(self, checkout: Checkout) -> None:
         with pytest.raises(ConfigError, match="high_noise is not"):
             checkout.run(
                 BLOCK,
@@ -72,7 +72,7 @@ class TestStageOptions:
             )
 
 
-class TestRefusals:
+class TestRejections:
     @pytest.mark.parametrize(
         ("params", "text"),
         [
@@ -118,7 +118,7 @@ class TestGroups:
         with pytest.raises(ConfigError, match="high_noise is not"):
             automagic.build([parameter], 1e-5, {"high_noise_lr_bump": 1e-6}, trained, "config.process[0]")
 
-    def test_nothing_to_train_is_refused(self, checkout: Checkout) -> None:
+    def test_nothing_to_train_is_rejected(self, checkout: Checkout) -> None:
         automagic = checkout.ours("automagic")
         with pytest.raises(ConfigError, match="nothing to train"):
             automagic.build([{"params": []}], 1e-5, {}, automagic.Trained((), {}), "config.process[0]")
@@ -170,7 +170,7 @@ class TestState:
         assert before.json == after.json
         assert all(torch.equal(before.tensors[key], after.tensors[key]) for key in before.tensors)
 
-    def test_ai_toolkits_own_state_is_refused_and_changes_nothing(self, checkout: Checkout) -> None:
+    def test_ai_toolkits_own_state_is_rejected_and_changes_nothing(self, checkout: Checkout) -> None:
         process = checkout.run(BLOCK, train=options())
         before = process.optimizer.named_state()
         other = torch.optim.AdamW(process.network.parameters()).state_dict()
@@ -179,14 +179,14 @@ class TestState:
         after = process.optimizer.named_state()
         assert all(torch.equal(before.tensors[key], after.tensors[key]) for key in before.tensors)
 
-    def test_of_another_version_is_refused(self, checkout: Checkout) -> None:
+    def test_of_another_version_is_rejected(self, checkout: Checkout) -> None:
         process = checkout.run(BLOCK, train=options())
         state = process.optimizer.state_dict()
         state["gracetune_automagic"]["version"] = 9
         with pytest.raises(StateMismatchError, match="version 9"):
             process.optimizer.load_state_dict(state)
 
-    def test_other_layers_state_is_refused(self, checkout: Checkout) -> None:
+    def test_other_layers_state_is_rejected(self, checkout: Checkout) -> None:
         both = checkout.run(BLOCK, train=options(), name="both")
         one = checkout.run(
             BLOCK, train=options(), name="one", model={"arch": "wan22_14b", "model_kwargs": {"train_low_noise": False}}

@@ -182,27 +182,27 @@ class TestResidentFiles:
         with pytest.raises(ZeroDivisionError):
             files.find(str(damaged), lambda: {"x": torch.ones(1 // 0)})
 
-    def test_unified_memory_that_is_refused_becomes_plain_memory_and_says_so(
+    def test_unified_memory_that_is_rejected_becomes_plain_memory_and_says_so(
         self, checkout: Checkout, tmp_path: Path
     ) -> None:
         save_file({"latent": torch.ones(4)}, tmp_path / "x.safetensors")
-        ours, said = checkout.ours("resident"), []
+        ours, stated = checkout.ours("resident"), []
         files = ours.ResidentFiles(
-            "latent_cache", True, ours.Budget(machine("gh200-numa"), None), said.append, 0, NoManagedMemory()
+            "latent_cache", True, ours.Budget(machine("gh200-numa"), None), stated.append, 0, NoManagedMemory()
         )
         files.add([str(tmp_path / "x.safetensors")])
         assert files.find(str(tmp_path / "x.safetensors"), forbidden)["latent"].tolist() == [1, 1, 1, 1]
-        assert said[0] == "latent_cache: unified memory was refused, plain main memory instead: none left"
-        assert files.notes == said[:1]
+        assert stated[0] == "latent_cache: unified memory was refused, plain main memory instead: none left"
+        assert files.notes == stated[:1]
 
     def test_without_the_memory_layer_unified_memory_says_why_not(self, checkout: Checkout, tmp_path: Path) -> None:
         save_file({"latent": torch.ones(4)}, tmp_path / "x.safetensors")
-        ours, said = checkout.ours("resident"), []
+        ours, stated = checkout.ours("resident"), []
         files = ours.ResidentFiles(
-            "latent_cache", True, ours.Budget(machine("gh200-numa"), None), said.append, 0, "no driver here"
+            "latent_cache", True, ours.Budget(machine("gh200-numa"), None), stated.append, 0, "no driver here"
         )
         files.add([str(tmp_path / "x.safetensors")])
-        assert said[0].endswith("cache type unified_memory is not available: no driver here")
+        assert stated[0].endswith("cache type unified_memory is not available: no driver here")
 
     def test_are_read_once_however_often_they_are_named(self, checkout: Checkout, tmp_path: Path) -> None:
         file = tmp_path / "x.safetensors"

@@ -112,11 +112,11 @@ class TestOn:
 
     def test_what_cannot_be_had_is_said_aloud(self, checkout: Checkout, capsys: pytest.CaptureFixture[str]) -> None:
         checkout.run({"memory": {"use_uvm": True}})
-        said = capsys.readouterr().err
-        assert "gracetune: memory: not available: this run has no GPU whose memory could overflow" in said
+        stated = capsys.readouterr().err
+        assert "gracetune: memory: not available: this run has no GPU whose memory could overflow" in stated
 
 
-class TestRefusals:
+class TestRejections:
     def test_a_process_that_does_not_train(self, checkout: Checkout) -> None:
         with pytest.raises(ConfigError) as caught:
             checkout.job({"type": "captioner", "gracetune": ALL})
@@ -156,7 +156,7 @@ class TestAnotherVersion:
         with pytest.raises(ConfigError, match=r"no class Gone in toolkit\.optimizer"):
             hooks.find_all([points.Point("toolkit.optimizer:Gone.f", "memory")])
 
-    def test_where_a_run_cannot_be_wrapped_plain_jobs_go_on_and_others_are_refused(
+    def test_where_a_run_cannot_be_wrapped_plain_jobs_go_on_and_others_are_rejected(
         self, checkout: Checkout, capsys: pytest.CaptureFixture[str]
     ) -> None:
         trainer = checkout.module("jobs.process.BaseSDTrainProcess").BaseSDTrainProcess
@@ -178,9 +178,9 @@ class TestAnotherVersion:
 
         monkeypatch.setattr(base, "__init__", changed)
         assert len(checkout.run(train={"steps": 1}).losses) == 1
-        said = capsys.readouterr().err
-        assert "the overlay is OFF and no `gracetune:` block is read" in said
-        assert "which takes no process_id and no config" in said
+        stated = capsys.readouterr().err
+        assert "the overlay is OFF and no `gracetune:` block is read" in stated
+        assert "which takes no process_id and no config" in stated
 
 
 class TestHooks:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from gracetune.cli.main import app
 from gracetune.integrations.ai_toolkit_points import POINTS as CHECKED
-from unit.overlays.ai_toolkit.checkouts import HERE, OVERLAY, ROOT, Checkout
+from unit.overlays.ai_toolkit.checkouts import FOLDER, OVERLAY, ROOT, Checkout
 
 FACTS = json.loads((ROOT / "tests" / "golden" / "upstream" / "ai-toolkit-hooks.json").read_text())
 BY_TARGET = {fact["target"]: fact for fact in FACTS["points"]}
@@ -59,7 +59,7 @@ def test_every_point_is_one_that_overlay_check_looks_for(shared: Checkout) -> No
 
 
 def test_overlay_check_finds_everything_it_needs_in_the_stand_in() -> None:
-    done = CliRunner().invoke(app, ["overlay", "check", "ai-toolkit", "--source", str(HERE / "standin"), "--json"])
+    done = CliRunner().invoke(app, ["overlay", "check", "ai-toolkit", "--source", str(FOLDER / "standin"), "--json"])
     assert done.exit_code == 0, done.stdout
     statuses = {point["name"]: point["status"] for point in json.loads(done.stdout)["points"]}
     assert {statuses[point.name] for point in CHECKED if point.needed} == {"present"}
@@ -84,7 +84,7 @@ def test_the_readme_names_every_key_and_says_that_it_was_never_run_inside_ai_too
 
 
 def test_the_stand_in_says_what_it_is() -> None:
-    assert "Nothing in it is ai-toolkit's code" in (HERE / "standin" / "README.md").read_text().replace("\n", " ")
+    assert "Nothing in it is ai-toolkit's code" in (FOLDER / "standin" / "README.md").read_text().replace("\n", " ")
 
 
 WITHOUT_THE_REST = """
@@ -112,11 +112,11 @@ MODULES = {"pyyaml": "yaml", "pillow": "PIL", "lycoris-lora": "lycoris"}
 def test_all_features_need_only_the_packages_the_readme_installs(shared: Checkout) -> None:
     named = re.search(r"&& pip install ([a-z ]+)\n", (OVERLAY / "README.md").read_text())
     assert named is not None
-    there = {"torch", "numpy", "safetensors", *named[1].split()}
+    existing = {"torch", "numpy", "safetensors", *named[1].split()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     dependencies = {Requirement(line).name for line in project["dependencies"]}
-    assert there <= dependencies
-    rest = {MODULES.get(name, name) for name in dependencies - there}
+    assert existing <= dependencies
+    rest = {MODULES.get(name, name) for name in dependencies - existing}
     assert {"diffusers", "transformers", "accelerate", "peft", "lycoris", "av"} <= rest
     code = WITHOUT_THE_REST.format(tests=str(ROOT / "tests"), root=str(shared.root), rest=rest)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)

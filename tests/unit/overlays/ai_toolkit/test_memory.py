@@ -16,30 +16,30 @@ from gracetune.config.environment import Environment
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.errors import ConfigError
 from gracetune.memory.errors import MemoryPressure
-from gracetune.memory.governor import Decision, Governor, Limits
+from gracetune.memory.governor import Decision, Governor, PressureLimits
 from gracetune.memory.native import Unavailable
-from gracetune.memory.sensors import DeviceReading, Reading
+from gracetune.memory.sensors import DeviceReading, MemoryReading
 from gracetune.units import GIB
 from unit.overlays.ai_toolkit.checkouts import Checkout
 
-CALM = Reading(arena_active=0, device=DeviceReading(50 * GIB, 96 * GIB), host_headroom=200 * GIB)
-TIGHT = Reading(arena_active=GIB, device=DeviceReading(1 * GIB, 96 * GIB), host_headroom=200 * GIB)
-EXHAUSTED = Reading(arena_active=GIB, device=DeviceReading(1 * GIB, 96 * GIB), host_headroom=GIB)
+CALM = MemoryReading(arena_active=0, device=DeviceReading(50 * GIB, 96 * GIB), host_headroom=200 * GIB)
+TIGHT = MemoryReading(arena_active=GIB, device=DeviceReading(1 * GIB, 96 * GIB), host_headroom=200 * GIB)
+EXHAUSTED = MemoryReading(arena_active=GIB, device=DeviceReading(1 * GIB, 96 * GIB), host_headroom=GIB)
 
 
 @dataclass
 class Layer:
     """Sensors that say what a test wants, and the real governor on them."""
 
-    readings: list[Reading]
+    readings: list[MemoryReading]
     closed: bool = False
     heap: str = "heap"
     arena_size: Any = field(default_factory=lambda: SimpleNamespace(reason="384 GiB, as asked"))
 
     def __post_init__(self) -> None:
-        self.governor = Governor(self, self, Limits(0.10, 0, 8 * GIB))
+        self.governor = Governor(self, self, PressureLimits(0.10, 0, 8 * GIB))
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
 
     def synchronize(self) -> None: ...
@@ -68,18 +68,18 @@ class Run:
     """A job whose process believes it has a GPU, with `opened` in place of the memory layer."""
 
     def __init__(self, checkout: Checkout, monkeypatch: pytest.MonkeyPatch, opened: Any, block: Any = None) -> None:
-        self.asked: list[tuple[MemoryOptions, dict[str, Any]]] = []
+        self.requested: list[tuple[MemoryOptions, dict[str, Any]]] = []
 
         def opener(options: MemoryOptions, machine: Any, **more: Any) -> Any:
-            self.asked.append((options, more))
+            self.requested.append((options, more))
             return opened
 
         feature = partial(checkout.ours("memory").MemoryFeature, opener=opener)
         monkeypatch.setattr(checkout.ours("session"), "MemoryFeature", feature)
-        asked = {"memory": {"use_uvm": True} if block is None else block}
-        if asked["memory"].get("enable_uvm_hints"):
-            asked["caches"] = {"latents": "unified_memory"}
-        self.job = checkout.job(checkout.process(asked))
+        requested = {"memory": {"use_uvm": True} if block is None else block}
+        if requested["memory"].get("enable_uvm_hints"):
+            requested["caches"] = {"latents": "unified_memory"}
+        self.job = checkout.job(checkout.process(requested))
         self.process = self.job.process[0]
         self.process.device_torch = torch.device("cuda", 1)
         self.report_file = checkout.output() / "gracetune_overlay.json"
@@ -104,10 +104,10 @@ class TestTheGovernor:
     ) -> None:
         run = Run(checkout, monkeypatch, Layer([CALM, TIGHT, TIGHT, CALM]))
         run.job.run()
-        said = capsys.readouterr().err
-        assert "gracetune: overflow arena: 384 GiB, as asked" in said
-        assert said.count("stage 1 -> 2: the overflow arena holds 1.00 GiB") == 1
-        assert said.count("stage 2 -> 1: calm for 3 samples") == 1
+        stated = capsys.readouterr().err
+        assert "gracetune: overflow arena: 384 GiB, as asked" in stated
+        assert stated.count("stage 1 -> 2: the overflow arena holds 1.00 GiB") == 1
+        assert stated.count("stage 2 -> 1: calm for 3 samples") == 1
         assert run.report()["stats"] == {"uvm.transitions": 2}
 
     def test_saves_before_main_memory_runs_out(self, checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ class TestOpening:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
         run = Run(checkout, monkeypatch, Layer([CALM]), {"use_uvm": True, "uvm_access_pattern": "balanced"})
         run.job.run()
-        ((options, more),) = run.asked
+        ((options, more),) = run.requested
         assert (options.use_uvm, options.uvm_access_pattern) == (True, "balanced")
         assert more == {"device": 1, "allocator_string": "max_split_size_mb:512", "local_ranks": 1}
 
@@ -155,7 +155,7 @@ class TestOpening:
         run = Run(checkout, monkeypatch, Layer([CALM]), {})
         run.job.run()
         assert Environment.capture().get("PYTORCH_CUDA_ALLOC_CONF") == "max_split_size_mb:512"
-        assert run.asked[0][0].use_uvm is True
+        assert run.requested[0][0].use_uvm is True
         assert "took use_uvm for gracetune's memory layer" in capsys.readouterr().err
 
     def test_hints_follow_the_block_for_the_length_of_the_run(
@@ -180,6 +180,6 @@ class TestOptions:
         found = merged(MemoryOptions(uvm_oversubscription_ratio=2.0), environment)
         assert found == MemoryOptions(use_uvm=True, uvm_oversubscription_ratio=2.0, uvm_access_pattern="gpu_first")
 
-    def test_a_mistake_in_the_environment_is_refused(self, merged: Any) -> None:
+    def test_a_mistake_in_the_environment_is_rejected(self, merged: Any) -> None:
         with pytest.raises(ConfigError, match="GH200_UVM_ACCESS_PATTERN"):
             merged(MemoryOptions(), Environment({"GH200_UVM_ACCESS_PATTERN": "sideways"}))

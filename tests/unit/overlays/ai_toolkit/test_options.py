@@ -10,7 +10,7 @@ from gracetune.errors import ConfigError
 from unit.overlays.ai_toolkit.checkouts import Checkout
 
 
-def refused(shared: Checkout, block: Any, **changes: Any) -> ConfigError:
+def rejected(shared: Checkout, block: Any, **changes: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         shared.job(shared.process(block, **changes))
     return caught.value
@@ -26,13 +26,13 @@ class TestUnknownKeys:
             ({"zebra": 1}, "config.process[0].gracetune.zebra", "remove it; known here: memory, caches"),
         ],
     )
-    def test_are_refused_with_the_nearest_name(self, shared: Checkout, block: Any, key: str, hint: str) -> None:
-        (problem,) = refused(shared, block).problems
+    def test_are_rejected_with_the_nearest_name(self, shared: Checkout, block: Any, key: str, hint: str) -> None:
+        (problem,) = rejected(shared, block).problems
         assert problem.key == key
         assert problem.hint.startswith(hint)
 
     def test_all_of_them_at_once(self, shared: Checkout) -> None:
-        error = refused(shared, {"memory": {"use_uwm": True, "uvm_stage1_threshold": 2}, "pairfiles": True})
+        error = rejected(shared, {"memory": {"use_uwm": True, "uvm_stage1_threshold": 2}, "pairfiles": True})
         assert [problem.key.rpartition(".")[2] for problem in error.problems] == [
             "uvm_stage1_threshold",
             "use_uwm",
@@ -54,7 +54,7 @@ class TestValues:
         ],
     )
     def test_that_cannot_be(self, shared: Checkout, block: Any, found: str, expected: str) -> None:
-        (problem,) = refused(shared, block).problems
+        (problem,) = rejected(shared, block).problems
         assert (problem.found, problem.expected) == (found, expected)
         assert problem.hint
 
@@ -73,7 +73,7 @@ class TestValues:
             max_leaves=6,
         )
     )
-    def test_whatever_stands_there_is_read_or_refused(self, shared: Checkout, block: Any) -> None:
+    def test_whatever_stands_there_is_read_or_rejected(self, shared: Checkout, block: Any) -> None:
         config = {"gracetune": block, "train": {"optimizer": "automagic"}, "model": None, "datasets": "none"}
         try:
             shared.ours("options").read_job(config, "config.process[0]")
@@ -81,9 +81,9 @@ class TestValues:
             assert all(problem.key.startswith("config.process[0].") and problem.hint for problem in error.problems)
 
 
-class TestWhatElseTheJobHasToSay:
+class TestOtherNotes:
     def test_caches_need_files_on_disk(self, shared: Checkout) -> None:
-        error = refused(
+        error = rejected(
             shared,
             {"caches": {"latents": "memory", "text": "memory"}},
             datasets=[{"folder_path": "x", "cache_latents": True}],
@@ -103,27 +103,27 @@ class TestWhatElseTheJobHasToSay:
     def test_unified_memory_needs_a_loader_in_this_process(self, shared: Checkout) -> None:
         dataset = {"folder_path": "x", "cache_latents_to_disk": True}
         block = {"memory": {}, "caches": {"latents": "unified_memory"}}
-        (problem,) = refused(shared, block, datasets=[dataset]).problems
+        (problem,) = rejected(shared, block, datasets=[dataset]).problems
         assert problem.found == "num_workers: 2, prefetch_factor: 2"
         assert problem.hint == "write `num_workers: 0` and `prefetch_factor: null`, or use `memory`"
 
     def test_unified_memory_needs_the_memory_layer(self, shared: Checkout) -> None:
-        (problem,) = refused(shared, {"caches": {"text": "unified_memory"}}).problems
+        (problem,) = rejected(shared, {"caches": {"text": "unified_memory"}}).problems
         assert (problem.found, problem.hint) == (
             "no `memory`",
             "write `memory: {}`, or `memory` for the caches",
         )
 
     def test_hints_need_something_to_hint(self, shared: Checkout) -> None:
-        (problem,) = refused(shared, {"memory": {"enable_uvm_hints": True}}).problems
+        (problem,) = rejected(shared, {"memory": {"enable_uvm_hints": True}}).problems
         assert problem.key == "config.process[0].gracetune.memory.enable_uvm_hints"
 
     def test_automagic_needs_automagic(self, shared: Checkout) -> None:
-        (problem,) = refused(shared, {"automagic": True}).problems
+        (problem,) = rejected(shared, {"automagic": True}).problems
         assert (problem.key, problem.found) == ("config.process[0].train.optimizer", "'adamw'")
 
     def test_pair_files_need_two_experts(self, shared: Checkout) -> None:
-        (problem,) = refused(shared, {"pair_files": True}, model={"arch": "flux"}).problems
+        (problem,) = rejected(shared, {"pair_files": True}, model={"arch": "flux"}).problems
         assert (problem.key, problem.found) == ("config.process[0].model.arch", "'flux'")
 
     def test_an_empty_block_asks_for_nothing(self, shared: Checkout) -> None:

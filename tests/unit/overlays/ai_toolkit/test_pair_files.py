@@ -150,12 +150,12 @@ class TestLoading:
         assert found.keys() == {f"{stem}A.weight", f"{stem}B.weight"}
         assert torch.equal(found[f"{stem}B.weight"], tensors[f"{stem}B.weight"] / 2)
 
-    def test_a_missing_partner_is_refused(self, checkout: Checkout, tmp_path: Path) -> None:
+    def test_a_missing_partner_is_rejected(self, checkout: Checkout, tmp_path: Path) -> None:
         save_file(lora("diffusion_model.blocks.0.ffn.0"), tmp_path / "x_high_noise.safetensors")
         with pytest.raises(ConfigError, match=r"no x_low_noise\.safetensors"):
             checkout.ours("pair_files").read_pair(tmp_path / "x_high_noise.safetensors", BOTH)
 
-    def test_a_key_of_no_layer_is_refused(self, checkout: Checkout, tmp_path: Path) -> None:
+    def test_a_key_of_no_layer_is_rejected(self, checkout: Checkout, tmp_path: Path) -> None:
         save_file(lora("diffusion_model.blocks.0.ffn.9"), tmp_path / "x_high_noise.safetensors")
         with pytest.raises(ConfigError, match=r"ffn\.9"):
             checkout.ours("pair_files").read_pair(tmp_path / "x_high_noise.safetensors", ("high_noise",))

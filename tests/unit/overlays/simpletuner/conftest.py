@@ -11,10 +11,10 @@ import pytest
 
 from gracetune.hostmem.sensors import HostReading, HostSensor
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[3]
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[3]
 OVERLAY = ROOT / "overlays" / "simpletuner" / "src"
-STAND_IN = HERE / "standin"
+STAND_IN = FOLDER / "standin"
 
 if str(OVERLAY) not in sys.path:
     sys.path.append(str(OVERLAY))  # where tests of the other overlay or an installed one do not look
@@ -52,11 +52,11 @@ def _plenty(sensor: HostSensor) -> HostReading:
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as upstream is started in: four pictures with captions, and a config that asks for nothing."""
     monkeypatch.chdir(tmp_path)
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
+    images = tmp_path / "pictures"
+    images.mkdir()
     for number in range(4):
-        (pictures / f"p{number}.png").write_bytes(bytes([number]) * (10 + number))
-        (pictures / f"p{number}.txt").write_text(f"picture {number}")
+        (images / f"p{number}.png").write_bytes(bytes([number]) * (10 + number))
+        (images / f"p{number}.txt").write_text(f"picture {number}")
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text(json.dumps({"output_dir": "output"}))
     datasets = [

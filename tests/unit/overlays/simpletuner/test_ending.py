@@ -16,7 +16,7 @@ from gracetune.config.environment import Environment
 FILE = "gracetune-overlay.jsonl"
 
 
-def refuse() -> None:
+def reject() -> None:
     raise OSError("cannot be unmapped")
 
 
@@ -34,7 +34,7 @@ def overlay(tmp_path: Path, closed: list[str]) -> Overlay:
     """With three things to close, of which the middle one cannot be."""
     made = Overlay(Environment({}), Launch(), output_dir=tmp_path)
     made.start_telling()
-    made.at_end += [lambda: closed.append("first"), refuse, lambda: closed.append("last")]
+    made.at_end += [lambda: closed.append("first"), reject, lambda: closed.append("last")]
     return made
 
 
@@ -62,10 +62,10 @@ def test_a_full_disk_is_said_once_and_raises_nothing(tmp_path: Path, caplog: pyt
     file = tmp_path / FILE
     file.symlink_to("/dev/full")
     telemetry = Telemetry()
-    telemetry.tell("waiting")
+    telemetry.emit("waiting")
     with caplog.at_level(logging.WARNING, "gracetune.overlay"):
         telemetry.open(tmp_path, rank=0)
-        telemetry.tell("second")
+        telemetry.emit("second")
         assert [record.getMessage() for record in caplog.records] == [
             "gracetune: telemetry is missing lines: [Errno 28] No space left on device"
         ]
@@ -78,5 +78,5 @@ def test_an_output_folder_that_cannot_be_made_raises_nothing(tmp_path: Path, cap
     (tmp_path / "output").write_text("a file")
     telemetry = Telemetry()
     telemetry.open(tmp_path / "output", rank=0)
-    telemetry.tell("first")
+    telemetry.emit("first")
     assert "missing lines" in caplog.text

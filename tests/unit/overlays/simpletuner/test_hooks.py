@@ -89,9 +89,9 @@ def test_two_hooks_of_one_name_nest_and_an_inherited_one_leaves_the_base_alone()
     ],
 )
 def test_a_name_that_is_not_there_is_said(target: str, found: str) -> None:
-    with pytest.raises(HookError) as refused:
+    with pytest.raises(HookError) as rejected:
         Installer().wrap(hook(target), twice)
-    text = str(refused.value)
+    text = str(rejected.value)
     assert found in text
     assert target in text
     assert "gracetune overlay check simpletuner" in text
@@ -138,10 +138,10 @@ def test_an_object_without_what_we_read_is_said(what: str) -> None:
     *_, last = whole
     del whole[last]
     for lacking in (whole, SimpleNamespace(**whole)):
-        with pytest.raises(HookError) as refused:
+        with pytest.raises(HookError) as rejected:
             check_reads(what, lacking)
-        assert str(refused.value).startswith(f"{what}: {last}\n  found     a {type(lacking).__name__} without it\n")
-        assert "gracetune overlay check simpletuner" in str(refused.value)
+        assert str(rejected.value).startswith(f"{what}: {last}\n  found     a {type(lacking).__name__} without it\n")
+        assert "gracetune overlay check simpletuner" in str(rejected.value)
 
 
 @pytest.mark.parametrize("text", ["no colon", "a:b[", "a b:c", ""])

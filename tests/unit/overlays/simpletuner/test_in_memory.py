@@ -122,7 +122,7 @@ def test_staging_is_told(job: Path, overlay: Overlay) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"instance_data_dir": None}, "instance_data_dir"),
         ({"instance_data_dir": "nowhere"}, "a folder that exists"),
@@ -133,8 +133,8 @@ def test_staging_is_told(job: Path, overlay: Overlay) -> None:
         ({"in_memory": 5}, "in_memory"),
     ],
 )
-def test_a_block_that_makes_no_sense_is_said(overlay: Overlay, wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_block_that_makes_no_sense_is_said(overlay: Overlay, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         take_datasets(overlay, [entry(**wrong)])
 
 

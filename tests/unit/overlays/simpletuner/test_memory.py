@@ -47,15 +47,15 @@ def trainer(*, sync: bool) -> Any:
 def test_the_governor_looks_at_optimizer_steps_and_its_end_is_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = overlay(tmp_path, use_uvm=True)
-    layer: Any = Layer(asked)
+    requested = overlay(tmp_path, use_uvm=True)
+    layer: Any = Layer(requested)
     layer._opened = governed = Governed()
-    asked.activate("memory", layer.wrappers())
+    requested.activate("memory", layer.wrappers())
     trainer(sync=False)._exit_on_signal()
     assert governed.steps == 0
     for _ in range(2):
         trainer(sync=True)._exit_on_signal()
-    assert asked.telemetry.of("memory").snapshot() == {"governor_samples": 2}
+    assert requested.telemetry.of("memory").snapshot() == {"governor_samples": 2}
     with pytest.raises(SystemExit) as ended:
         trainer(sync=True)._exit_on_signal()
     assert ended.value.code == 1
@@ -65,8 +65,8 @@ def test_the_governor_looks_at_optimizer_steps_and_its_end_is_a_message(
 def test_an_accelerator_without_what_we_read_ends_the_process_with_its_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = overlay(tmp_path, use_uvm=True)
-    asked.activate("memory", Layer(asked).wrappers())
+    requested = overlay(tmp_path, use_uvm=True)
+    requested.activate("memory", Layer(requested).wrappers())
     moved = trainer(sync=True)
     del moved.accelerator.sync_gradients
     with pytest.raises(SystemExit) as ended:
@@ -77,9 +77,9 @@ def test_an_accelerator_without_what_we_read_ends_the_process_with_its_name(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_the_layer_says_so_and_upstream_goes_on(tmp_path: Path) -> None:
-    asked = overlay(tmp_path, use_uvm=True)
-    asked.start_telling()
-    layer = memory.activate(asked)
+    requested = overlay(tmp_path, use_uvm=True)
+    requested.start_telling()
+    layer = memory.activate(requested)
     trainer(sync=True).init_preprocessing_models()
     trainer(sync=True)._exit_on_signal()
     assert layer.heap is None
@@ -90,13 +90,13 @@ def test_without_a_gpu_the_layer_says_so_and_upstream_goes_on(tmp_path: Path) ->
 def test_hints_are_given_only_where_they_are_asked_for(tmp_path: Path) -> None:
     memory.activate(overlay(tmp_path, enable_uvm_hints=False))
     assert "set_uvm_hint_override" not in gh200_uvm_enabled().reason
-    asked = overlay(tmp_path, enable_uvm_hints=True)
-    memory.activate(asked)
+    requested = overlay(tmp_path, enable_uvm_hints=True)
+    memory.activate(requested)
     try:
         batch = {"latents": torch.ones(2)}
         assert trainer(sync=True).prepare_batch(batch) is batch
         assert trainer(sync=True).prepare_batch({}) == {}
     finally:
         set_uvm_hint_override(None)
-    counts = asked.telemetry.of("placement").snapshot()
+    counts = requested.telemetry.of("placement").snapshot()
     assert counts["batches"] == 1

@@ -81,7 +81,7 @@ def test_a_ramp_gets_the_guides_defaults() -> None:
 
 
 def test_every_problem_is_told_at_once() -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         read(
             {
                 "cache_config": {"vae_cache_type": "ram", "persistant_cache": True},
@@ -89,7 +89,7 @@ def test_every_problem_is_told_at_once() -> None:
             },
             Environment({"GH200_UVM_ACCES_PATTERN": "x"}),
         )
-    text = str(refused.value)
+    text = str(rejected.value)
     for part in ("vae_cache_type", "'ram'", "persistent_cache", "batch_rampup_steps", "GH200_UVM_ACCESS_PATTERN"):
         assert part in text
 

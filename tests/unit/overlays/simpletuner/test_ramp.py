@@ -169,7 +169,7 @@ def test_steps_and_epochs_come_from_the_ramp(tmp_path: Path, undone: list[Overla
 
 
 @pytest.mark.parametrize(
-    ("settings", "launch", "told"),
+    ("settings", "launch", "message"),
     [
         (config(train_batch_size=32), Launch(), "at least 32"),
         (config(), Launch(count=4), "at least 8"),
@@ -177,10 +177,10 @@ def test_steps_and_epochs_come_from_the_ramp(tmp_path: Path, undone: list[Overla
         (config(deepspeed_config="zero.json"), Launch(), "no DeepSpeed with a ramp"),
     ],
 )
-def test_what_cannot_be_ramped_from_outside_is_refused(
-    tmp_path: Path, settings: Any, launch: Launch, told: str
+def test_what_cannot_be_ramped_from_outside_is_rejected(
+    tmp_path: Path, settings: Any, launch: Launch, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         attached(tmp_path, 4, 32, 8, settings, launch)
 
 

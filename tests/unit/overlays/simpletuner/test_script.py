@@ -34,17 +34,17 @@ def test_an_install_that_cannot_be_done_ends_it_at_any_level(tmp_path: Path) -> 
     assert "skipped" not in done.stdout
 
 
-def test_help_names_the_flags_and_a_wrong_one_is_refused() -> None:
-    said = run("--help")
-    assert said.returncode == 0
+def test_help_names_the_flags_and_a_wrong_one_is_rejected() -> None:
+    stated = run("--help")
+    assert stated.returncode == 0
     for flag in ("--install", "--venv", "--attention", "--manual-validation", "--audio", "--diagnostic", "--backend"):
-        assert flag in said.stdout
-    assert "pin_memory" in said.stdout
+        assert flag in stated.stdout
+    assert "pin_memory" in stated.stdout
     assert run("--instal").returncode == 2
     assert run("--venv").returncode == 2
 
 
-def test_an_attention_backend_that_upstream_does_not_have_is_refused_with_those_it_has() -> None:
+def test_an_attention_backend_that_upstream_does_not_have_is_rejected_with_those_it_has() -> None:
     done = run("--backend", "flash_attn_33")
     assert done.returncode == 2
     assert "found     --backend flash_attn_33" in done.stderr

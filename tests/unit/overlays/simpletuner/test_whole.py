@@ -43,13 +43,13 @@ def train(
         finally:
             sys.meta_path[:] = finders
             set_uvm_hint_override(None)
-        said: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-        return said
+        stated: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return stated
 
     return run
 
 
-def told(job: Path) -> list[dict[str, Any]]:
+def message(job: Path) -> list[dict[str, Any]]:
     file = job / "output" / "gracetune-overlay.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
@@ -59,8 +59,8 @@ def ask(job: Path, *, staged: bool = False, **blocks: Any) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | blocks))
     if staged:
         datasets = job / "config" / "datasets.json"
-        text, pictures = json.loads(datasets.read_text())
-        datasets.write_text(json.dumps([text, pictures | {"type": "in_memory"}]))
+        text, images = json.loads(datasets.read_text())
+        datasets.write_text(json.dumps([text, images | {"type": "in_memory"}]))
 
 
 def test_with_nothing_asked_for_upstream_is_as_without_us(job: Path, train: Train) -> None:
@@ -68,14 +68,14 @@ def test_with_nothing_asked_for_upstream_is_as_without_us(job: Path, train: Trai
     assert train("--seed=1") == plain
     assert len(plain["seen"]) == 8
     assert plain["arguments"] == ["--seed=1"]
-    assert told(job) == []
+    assert message(job) == []
 
 
 def test_with_everything_asked_for_it_sees_the_same_from_memory(job: Path, train: Train) -> None:
     plain = train(overlay=False)
     ask(job, staged=True, **UNIFIED)
     assert train("--gh200_optimizations={}") == plain
-    lines = told(job)
+    lines = message(job)
     counts = lines[-1]["counts"]
     assert counts["caches"]["hits"] == 16
     assert "reads_from_disk" not in counts["caches"]

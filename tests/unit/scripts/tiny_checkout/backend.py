@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 
 
 def write_wheel(folder: Path, name: str, version: str, files: Mapping[str, str], requires: Sequence[str] = ()) -> Path:
@@ -39,12 +39,12 @@ def build_editable(wheel_directory: str, config_settings: object = None, metadat
     if "HANG_IN_INSTALL" in os.environ:  # the test kills us here
         Path(os.environ["HANG_IN_INSTALL"]).touch()
         time.sleep(600)
-    project = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
     requires = [f"Requires-Dist: {line}" for line in project["dependencies"]]
     requires += ["Provides-Extra: dev"]
     requires += [f'Requires-Dist: {line}; extra == "dev"' for line in project["optional-dependencies"]["dev"]]
     files = {
-        "gracetune-here.pth": f"{HERE / 'src'}\n",
+        "gracetune-here.pth": f"{FOLDER / 'src'}\n",
         "gracetune-0.1.0.dist-info/entry_points.txt": "[console_scripts]\ngracetune = gracetune:main\n",
     }
     return write_wheel(Path(wheel_directory), "gracetune", "0.1.0", files, requires).name

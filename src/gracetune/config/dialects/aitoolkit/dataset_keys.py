@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS
 from gracetune.config.dialects.peer_file import PeerBlock
-from gracetune.config.dialects.table import IsFalse, OneOf, noted, refused
+from gracetune.config.dialects.table import IsFalse, OneOf, noted, rejected
 
 NOT_USED = (
     *noted(
@@ -42,22 +42,22 @@ _NO_IMAGE_INPUT = "nothing: no model of ours takes such images"
 _SIZES = "sizes and buckets follow from the resolution"
 
 NOT_DONE = (
-    refused("random_triggers", OneOf(([], "")), "nothing: captions get one trigger word"),
-    refused("replacements", OneOf(([],)), "nothing: captions are taken as they are"),
-    refused("token_dropout_rate", OneOf((0,)), "0: only whole captions are dropped"),
-    refused("use_short_captions", OneOf((False,)), "false: each image has one caption"),
-    refused("random_scale", _OnlyWithoutBuckets((False,)), f"false: {_SIZES}"),
-    refused("scale", OneOf((1,)), f"1: {_SIZES}"),
-    refused("max_pixels_per_frame", OneOf((None,)), f"nothing: {_SIZES}"),
-    refused("poi", OneOf((None,)), "nothing: images are not cut around a point"),
-    refused("augments", OneOf(([],)), "nothing: list them under `augmentations`"),
-    refused("shuffle_augmentations", OneOf((False,)), "false: augmentations are applied in their order"),
-    refused("replay_transforms", OneOf((True,)), "true: references are flipped with their image"),
-    refused("standardize_images", OneOf((False,)), "false: images stay as they are"),
-    refused("extra_values", OneOf(([],)), "nothing: adapters that take extra values are not trained here"),
-    refused("inpaint_path", OneOf((None,)), _NO_IMAGE_INPUT),
-    refused("unconditional_path", OneOf((None,)), _NO_IMAGE_INPUT),
-    refused("clip_image_path", OneOf((None,)), _NO_IMAGE_INPUT),
-    refused("clip_image_from_same_folder", OneOf((False,)), _NO_IMAGE_INPUT),
-    refused("control_from_same_folder", OneOf((False,)), "false: give the references in control_path"),
+    rejected("random_triggers", OneOf(([], "")), "nothing: captions get one trigger word"),
+    rejected("replacements", OneOf(([],)), "nothing: captions are taken as they are"),
+    rejected("token_dropout_rate", OneOf((0,)), "0: only whole captions are dropped"),
+    rejected("use_short_captions", OneOf((False,)), "false: each image has one caption"),
+    rejected("random_scale", _OnlyWithoutBuckets((False,)), f"false: {_SIZES}"),
+    rejected("scale", OneOf((1,)), f"1: {_SIZES}"),
+    rejected("max_pixels_per_frame", OneOf((None,)), f"nothing: {_SIZES}"),
+    rejected("poi", OneOf((None,)), "nothing: images are not cut around a point"),
+    rejected("augments", OneOf(([],)), "nothing: list them under `augmentations`"),
+    rejected("shuffle_augmentations", OneOf((False,)), "false: augmentations are applied in their order"),
+    rejected("replay_transforms", OneOf((True,)), "true: references are flipped with their image"),
+    rejected("standardize_images", OneOf((False,)), "false: images stay as they are"),
+    rejected("extra_values", OneOf(([],)), "nothing: adapters that take extra values are not trained here"),
+    rejected("inpaint_path", OneOf((None,)), _NO_IMAGE_INPUT),
+    rejected("unconditional_path", OneOf((None,)), _NO_IMAGE_INPUT),
+    rejected("clip_image_path", OneOf((None,)), _NO_IMAGE_INPUT),
+    rejected("clip_image_from_same_folder", OneOf((False,)), _NO_IMAGE_INPUT),
+    rejected("control_from_same_folder", OneOf((False,)), "false: give the references in control_path"),
 )

@@ -24,7 +24,7 @@ TO_DISK = "cache_latents_to_disk"
 
 
 @dataclass(frozen=True)
-class Entry:
+class DatasetEntry:
     """One entry of the list, its switches read once however many resolutions it has."""
 
     block: PeerBlock
@@ -52,10 +52,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Cut:
+class EntryAtResolution:
     """An entry at one of its resolutions: one dataset of ours."""
 
-    entry: Entry
+    entry: DatasetEntry
     id: str
     resolution: Any
     key: str
@@ -70,7 +70,7 @@ class Cut:
         return flips if repeats is None else max(1, repeats) * flips if whole(repeats) is not None else repeats
 
 
-def _resolution(block: PeerBlock, cut: Cut) -> None:
+def _resolution(block: PeerBlock, cut: EntryAtResolution) -> None:
     cut.entry.put((*cut.root, "id"), cut.id, cut.key)
     if block.get("resolution") is None:
         block.default((*cut.root, "resolution"), cut.resolution)
@@ -78,7 +78,7 @@ def _resolution(block: PeerBlock, cut: Cut) -> None:
         cut.entry.put((*cut.root, "resolution"), cut.resolution, cut.key)
 
 
-def _buckets(block: PeerBlock, cut: Cut) -> None:
+def _buckets(block: PeerBlock, cut: EntryAtResolution) -> None:
     """Images are not enlarged, and the steps of the buckets depend on the model. `bucket_tolerance` has no say."""
     buckets, arch = (*cut.root, "buckets"), cut.entry.job.target.arch
     block.default((*buckets, "rule"), "at_most")
@@ -86,12 +86,12 @@ def _buckets(block: PeerBlock, cut: Cut) -> None:
         block.default((*buckets, "multiple"), arch.bucket_step)
 
 
-def _folder(block: PeerBlock, cut: Cut) -> None:
+def _folder(block: PeerBlock, cut: EntryAtResolution) -> None:
     """`dataset_path` may be a JSON file of captions by path; its images lie next to it."""
     root = cut.root
     name = next((name for name in ("dataset_path", "folder_path") if block.get(name)), None)
     if name is None:
-        if not any(problem.key in (block.place, block.key("folder_path")) for problem in block.draft.problems):
+        if not any(problem.key in (block.key_path, block.key("folder_path")) for problem in block.draft.problems):
             block.problem("folder_path", "the folder of the dataset", "add `folder_path`")
         block.assign((*root, "path"), "missing", "folder_path")  # said already: the schema need not say it again
         return
@@ -104,18 +104,18 @@ def _folder(block: PeerBlock, cut: Cut) -> None:
         block.assign((*root, "path"), path, name)
 
 
-def _storage(block: PeerBlock, cut: Cut) -> None:
+def _storage(block: PeerBlock, cut: EntryAtResolution) -> None:
     """The same block as in a SimpleTuner dataset."""
     put_storage(cut.entry, cut.root)
 
 
-def put_storage(entry: Entry, root: Path) -> None:
+def put_storage(entry: DatasetEntry, root: Path) -> None:
     if entry.storage is not None:
         entry.block.assign((*root, "type"), entry.storage, "type")
     read_in_memory(entry.block, root)
 
 
-def _captions(block: PeerBlock, cut: Cut) -> None:
+def _captions(block: PeerBlock, cut: EntryAtResolution) -> None:
     entry, captions = cut.entry, (*cut.root, "captions")
     block.default((*captions, "split_lines"), False)
     name = "caption_type" if block.get("caption_type") else "caption_ext"
@@ -141,7 +141,7 @@ def _captions(block: PeerBlock, cut: Cut) -> None:
     _shuffled(block, cut)
 
 
-def _dropped(block: PeerBlock, cut: Cut) -> None:
+def _dropped(block: PeerBlock, cut: EntryAtResolution) -> None:
     """A trigger word is added to dropped captions too: the job's, or where texts are cached the dataset's."""
     entry = cut.entry
     word = entry.trigger if entry.caches_text else entry.job.process.get("trigger_word")
@@ -149,7 +149,7 @@ def _dropped(block: PeerBlock, cut: Cut) -> None:
         block.default((*cut.root, "captions", "dropped_caption"), f"{word} ")
 
 
-def _shuffled(block: PeerBlock, cut: Cut) -> None:
+def _shuffled(block: PeerBlock, cut: EntryAtResolution) -> None:
     """Tags come in a new order at every use, or where texts are cached in one order for each item of the list."""
     captions, entry = (*cut.root, "captions"), cut.entry
     block.put("shuffle_tokens", (*captions, "shuffle_tags"))
@@ -162,7 +162,7 @@ def _shuffled(block: PeerBlock, cut: Cut) -> None:
         block.default((*captions, "shuffle_trigger"), True)
 
 
-def _cache(block: PeerBlock, cut: Cut) -> None:
+def _cache(block: PeerBlock, cut: EntryAtResolution) -> None:
     augmentation = (*cut.root, "augmentation")
     put_latents(cut.entry, cut.root)
     if cut.entry.caching is not None:
@@ -173,7 +173,7 @@ def _cache(block: PeerBlock, cut: Cut) -> None:
         block.put(name, (*augmentation, field))
 
 
-def put_latents(entry: Entry, root: Path) -> None:
+def put_latents(entry: DatasetEntry, root: Path) -> None:
     if entry.caching is None:
         entry.block.default((*root, "cache_latents"), "none")
         return
@@ -198,7 +198,7 @@ def settle_caches(draft: Draft) -> None:
             draft.put(path, None, own)
 
 
-def _crop(block: PeerBlock, cut: Cut) -> None:
+def _crop(block: PeerBlock, cut: EntryAtResolution) -> None:
     crop = (*cut.root, "crop")
     squares = {"square_crop": True, "buckets": False}
     square = next((name for name, value in squares.items() if block.get(name) is value), None)
@@ -216,7 +216,7 @@ def _crop(block: PeerBlock, cut: Cut) -> None:
         block.default((*cut.root, "downsample_to"), cut.resolution)
 
 
-def _video(block: PeerBlock, cut: Cut) -> None:
+def _video(block: PeerBlock, cut: EntryAtResolution) -> None:
     entry, video = cut.entry, (*cut.root, "video")
     if not entry.video:
         return
@@ -239,7 +239,7 @@ def _video(block: PeerBlock, cut: Cut) -> None:
         block.assign((*video, "image_to_video"), True, "do_i2v")
 
 
-def _mask(block: PeerBlock, cut: Cut) -> None:
+def _mask(block: PeerBlock, cut: EntryAtResolution) -> None:
     mask = (*cut.root, "mask")
     if block.get("mask_path") or block.get("alpha_mask") is True:
         block.default((*mask, "normalise"), True)
@@ -250,7 +250,7 @@ def _mask(block: PeerBlock, cut: Cut) -> None:
         block.draft.put((*mask, "min_weight"), 0.1, Origin("default", block.key("mask_min_value"), PEER))
 
 
-def _repeats(block: PeerBlock, cut: Cut) -> None:
+def _repeats(block: PeerBlock, cut: EntryAtResolution) -> None:
     """An epoch has every image `num_repeats` times, and as often again for each of its flips."""
     visits, path = cut.visits, (*cut.root, "repeats")
     block.default((*cut.root, "kohya_folders"), False)
@@ -262,7 +262,7 @@ def _repeats(block: PeerBlock, cut: Cut) -> None:
         block.default(path, visits - 1)
 
 
-def _turns(block: PeerBlock, cut: Cut) -> None:
+def _turns(block: PeerBlock, cut: EntryAtResolution) -> None:
     if not cut.entry.is_reg:
         return
     block.assign((*cut.root, "even_steps"), True, "is_reg")
@@ -273,7 +273,7 @@ def _turns(block: PeerBlock, cut: Cut) -> None:
         )
 
 
-def _weight(block: PeerBlock, cut: Cut) -> None:
+def _weight(block: PeerBlock, cut: EntryAtResolution) -> None:
     """Images of `is_reg` are learnt like any other and count `reg_weight` on top of their own multiplier."""
     entry, path = cut.entry, (*cut.root, "loss_weight")
     weight, factor = as_number(block.get("loss_multiplier")), entry.job.reg_weight if entry.is_reg else 1.0
@@ -316,7 +316,7 @@ DATASET = section(
 """Below one of `datasets` of a `RunConfig`."""
 
 
-def put_controls(cut: Cut, free: int) -> None:
+def put_controls(cut: EntryAtResolution, free: int) -> None:
     """An entry's reference folders, from the first free place of the list on."""
     entry = cut.entry
     kind = entry.job.target.arch.references if entry.controls_in_own_shape else "reference_strict"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from gracetune.config.dialects.aitoolkit.dataset_parts import DATASET, Cut, Entry, put_controls
+from gracetune.config.dialects.aitoolkit.dataset_parts import DATASET, DatasetEntry, EntryAtResolution, put_controls
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS
 from gracetune.config.dialects.peer_file import PeerBlock, block_at
@@ -22,7 +22,7 @@ STORAGES = ("local", "in_memory")
 def read_datasets(process: PeerBlock, job: AiToolkitJob) -> None:
     entries = [_entry(block, job) for block in _blocks(process)]
     _text_cache(entries, job)
-    if job.target.names.told_sizes:
+    if job.target.names.explicit_sizes:
         process.default(("model", "size_conditioning"), "bucket")
     if any(entry.block.get("buckets") is not False for entry in entries):
         process.default(("training", "fill_batches"), True)
@@ -44,7 +44,7 @@ def read_datasets(process: PeerBlock, job: AiToolkitJob) -> None:
         process.note(f"on purpose not as in ai-toolkit: {', '.join(_kept(entries, job))}; see docs/fidelity.md")
 
 
-def _kept(entries: list[Entry], job: AiToolkitJob) -> Iterator[str]:
+def _kept(entries: list[DatasetEntry], job: AiToolkitJob) -> Iterator[str]:
     """What is done otherwise, where that is the better way."""
     yield "images are scaled with Lanczos (there bicubic)"
     yield "what is transparent becomes white, and colour profiles are applied"
@@ -58,11 +58,11 @@ def _kept(entries: list[Entry], job: AiToolkitJob) -> Iterator[str]:
         yield "a random crop is drawn anew wherever latents are"
 
 
-def _cuts(entries: list[Entry]) -> list[Cut]:
+def _cuts(entries: list[DatasetEntry]) -> list[EntryAtResolution]:
     taken: set[str] = set()
     found = [(entry, resolution, key) for entry in entries for resolution, key in _resolutions(entry.block)]
     return [
-        Cut(entry, _id(entry.block, resolution, taken), resolution, key, ("datasets", index))
+        EntryAtResolution(entry, _id(entry.block, resolution, taken), resolution, key, ("datasets", index))
         for index, (entry, resolution, key) in enumerate(found)
     ]
 
@@ -86,13 +86,13 @@ def _blocks(process: PeerBlock) -> list[PeerBlock]:
     return []
 
 
-def _entry(block: PeerBlock, job: AiToolkitJob) -> Entry:
+def _entry(block: PeerBlock, job: AiToolkitJob) -> DatasetEntry:
     check(block, DATASET)
     from_length = block.flag("auto_frame_count", False)
     frames = block.get("num_frames")
     video = from_length or (frames is not None and whole(as_number(frames)) != 1)
     own = block if block.get("trigger_word") is not None else job.process
-    entry = Entry(
+    entry = DatasetEntry(
         block=block,
         job=job,
         trigger=own.get("trigger_word"),
@@ -121,15 +121,15 @@ def _storage(block: PeerBlock) -> str | None:
     if kind in STORAGES:
         return str(kind)
     hint = misspelt(kind, STORAGES, write="type: {}")
-    block.refuse("type", f"image, or {' or '.join(STORAGES)}", hint)
+    block.reject("type", f"image, or {' or '.join(STORAGES)}", hint)
     return None
 
 
 def _image_to_video(block: PeerBlock, job: AiToolkitJob, video: bool) -> bool:
-    asked, mode = block.flag("do_i2v", False), job.target.arch.starts_from_image
+    requested, mode = block.flag("do_i2v", False), job.target.arch.starts_from_image
     if mode != "do_i2v" and block.get("do_i2v") is not None:
         block.list_unused(HARMLESS, "do_i2v")  # the web interface writes it for every model
-    return video and (mode == "always" or (mode == "do_i2v" and asked))
+    return video and (mode == "always" or (mode == "do_i2v" and requested))
 
 
 def _caching(block: PeerBlock) -> str | None:
@@ -161,29 +161,29 @@ def _controls(block: PeerBlock, job: AiToolkitJob) -> tuple[tuple[str, Any], ...
         folders = [(key, value)]
     if folders and job.target.arch.references is None:
         why = "nothing: this model takes no references; the edit models do"
-        block.draft.refuse(folders[0][0], folders[0][1], why)
+        block.draft.reject(folders[0][0], folders[0][1], why)
         return ()
     return tuple(folders)
 
 
-def _report(block: PeerBlock, entry: Entry) -> None:
+def _report(block: PeerBlock, entry: DatasetEntry) -> None:
     if block.get("controls"):
-        block.refuse("controls", "nothing: depth, pose and line images are not made here")
+        block.reject("controls", "nothing: depth, pose and line images are not made here")
     if block.get("control_transparent_color") not in (None, [0, 0, 0]):
-        block.refuse("control_transparent_color", "[0, 0, 0]: transparent parts of references become black")
+        block.reject("control_transparent_color", "[0, 0, 0]: transparent parts of references become black")
     if block.get("fps") is not None and (not entry.video or entry.whole_clip):
         block.list_unused(HARMLESS, "fps")  # frames are spread over the whole clip, or there is only one
     if entry.from_length and not block.flag("trim_auto_frame_count_tail", True):
-        block.refuse("trim_auto_frame_count_tail", "true: the tail that does not fit is cut off, not squeezed in")
+        block.reject("trim_auto_frame_count_tail", "true: the tail that does not fit is cut off, not squeezed in")
     _report_captions(block, entry)
     if block.get("keep_tokens") and block.get("shuffle_tokens"):
         block.note(f"{block.key('keep_tokens')}: these tags stay in front here; ai-toolkit shuffles them too")
     extension = block.get("caption_ext")
     if isinstance(extension, str) and extension.lstrip(".").lower() == "json":
-        block.refuse("caption_ext", "txt: one caption a file, as plain text")
+        block.reject("caption_ext", "txt: one caption a file, as plain text")
 
 
-def _report_captions(block: PeerBlock, entry: Entry) -> None:
+def _report_captions(block: PeerBlock, entry: DatasetEntry) -> None:
     job_word, own = entry.job.process.get("trigger_word"), block.get("trigger_word")
     if own and job_word and own != job_word and not entry.caches_text:
         key = block.key("trigger_word")
@@ -192,7 +192,7 @@ def _report_captions(block: PeerBlock, entry: Entry) -> None:
         block.list_unused(HARMLESS, "caption_dropout_rate")  # every caption is the same, and stays
 
 
-def _text_cache(entries: list[Entry], job: AiToolkitJob) -> None:
+def _text_cache(entries: list[DatasetEntry], job: AiToolkitJob) -> None:
     """Text embeddings are always cached here; a file that asks for it gets to see where."""
     asking = [entry.block for entry in entries if entry.block.flag("cache_text_embeddings", False)]
     if entries and job.caches_text:

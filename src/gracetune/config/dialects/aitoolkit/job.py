@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gracetune.config.dialects.aitoolkit.model import Target, find_target
+from gracetune.config.dialects.aitoolkit.model import ModelTarget, find_target
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.values import as_number, real, whole
 from gracetune.config.draft import Path
@@ -18,7 +18,7 @@ class AiToolkitJob:
     params: PeerBlock
     """The optimizer's own options, wherever the file wrote them."""
     model: PeerBlock
-    target: Target
+    target: ModelTarget
     batches_per_step: int
     """Above 1 where the file counts micro-batches (`gradient_accumulation_steps`) and we count optimizer steps."""
     reg_weight: float
@@ -69,12 +69,12 @@ def _optimizer(process: PeerBlock) -> tuple[PeerBlock, PeerBlock]:
         process.problem("optimizer", expected, hint)
         return train, params
     name = next((name for name in ("name", "type") if own.get(name) is not None), None)
-    places = {"optimizer": name, "lr": "lr" if own.get("lr") is not None else None}
-    moved = {setting: place for setting, place in places.items() if place is not None}
-    values = {**train.values, **{setting: own.get(place) for setting, place in moved.items()}}
+    targets = {"optimizer": name, "lr": "lr" if own.get("lr") is not None else None}
+    moved = {setting: target for setting, target in targets.items() if target is not None}
+    values = {**train.values, **{setting: own.get(target) for setting, target in moved.items()}}
     rest = {option: item for option, item in own.values.items() if option not in ("name", "type", "lr")}
-    keys = {setting: own.key(place) for setting, place in moved.items()}
-    return PeerBlock(process.reading, values, train.place, keys), PeerBlock(process.reading, rest, own.place)
+    keys = {setting: own.key(target) for setting, target in moved.items()}
+    return PeerBlock(process.reading, values, train.key_path, keys), PeerBlock(process.reading, rest, own.key_path)
 
 
 def _batches_per_step(train: PeerBlock) -> int:

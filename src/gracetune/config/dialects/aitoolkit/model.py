@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from gracetune.config.dialects.aitoolkit.quantization import holds_few_bits, read_base, read_text_encoder
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
 from gracetune.config.dialects.peer_file import PeerBlock
-from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
+from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import precision
-from gracetune.config.draft import Said
+from gracetune.config.draft import UnquotedText
 from gracetune.config.families import find_flavour, names_of, readable_names
 from gracetune.config.family_names import Arch, FamilyNames, Flavour
 from gracetune.config.spelling import misspelt
@@ -38,7 +38,7 @@ OTHER_ARCHS = (
 
 
 @dataclass(frozen=True)
-class Target:
+class ModelTarget:
     """What the rest of the job needs to know about the model it trains."""
 
     names: FamilyNames
@@ -76,23 +76,23 @@ _UNKNOWN_ARCH = Arch((), references="reference_loose")
 
 def archs() -> dict[str, tuple[FamilyNames, Arch]]:
     """Every arch of a family of ours, and of the installed packages that can be read."""
-    known: dict[str, tuple[FamilyNames, Arch]] = {}
+    supported: dict[str, tuple[FamilyNames, Arch]] = {}
     for names in readable_names():
         for name, arch in names.aitoolkit.archs.items():
-            known.setdefault(name, (names, arch))
-    return known
+            supported.setdefault(name, (names, arch))
+    return supported
 
 
-def find_target(block: PeerBlock, *, dtype: Any, adapter: bool) -> Target:
+def find_target(block: PeerBlock, *, dtype: Any, adapter: bool) -> ModelTarget:
     """The model a block asks for, as far as it can be understood. What is wrong with it is said by the rules."""
-    known, name = archs(), block.get("arch")
+    supported, name = archs(), block.get("arch")
     if name is None:
-        name = next((_arch_of(switch, known) for switch in SWITCHES if block.get(switch) is True), None)
+        name = next((_arch_of(switch, supported) for switch in SWITCHES if block.get(switch) is True), None)
     plain = name.partition(":")[0] if isinstance(name, str) else ""
-    names, arch = known.get(plain, (names_of(_STAND_IN), _UNKNOWN_ARCH))
-    name = str(name) if plain in known else ""
+    names, arch = supported.get(plain, (names_of(_STAND_IN), _UNKNOWN_ARCH))
+    name = str(name) if plain in supported else ""
     kwargs = block.get("model_kwargs")
-    return Target(
+    return ModelTarget(
         names=names,
         arch=arch,
         name=name,
@@ -104,8 +104,8 @@ def find_target(block: PeerBlock, *, dtype: Any, adapter: bool) -> Target:
     )
 
 
-def _arch_of(switch: str, known: Mapping[str, tuple[FamilyNames, Arch]]) -> str:
-    ours = next((name for name, (_, arch) in known.items() if arch.switch == switch), None)
+def _arch_of(switch: str, supported: Mapping[str, tuple[FamilyNames, Arch]]) -> str:
+    ours = next((name for name, (_, arch) in supported.items() if arch.switch == switch), None)
     return ours or _OTHER_SWITCHES.get(switch) or switch.removeprefix("is_")
 
 
@@ -120,7 +120,7 @@ def _find_flavour(path: Any, names: FamilyNames, arch: Arch, name: str) -> Flavo
 def _published(names: FamilyNames, path: Any) -> Flavour | None:
     if not isinstance(path, str):
         return None
-    return next((known for known in names.flavours if known.weights.lower() == path.strip().lower()), None)
+    return next((flavour for flavour in names.flavours if flavour.weights.lower() == path.strip().lower()), None)
 
 
 def _guess(arch: Arch, name: str) -> str | None:
@@ -132,18 +132,18 @@ def _is_of_another(arch: Arch, published: Flavour | None) -> bool:
 
 
 def _arch(block: PeerBlock, job: AiToolkitJob) -> None:
-    known = archs()
+    supported = archs()
     name = found = block.get("arch")
     key = "arch"
     if name is None:
         switch = next((switch for switch in SWITCHES if block.flag(switch, False)), None)
-        name, key = (_arch_of(switch, known), switch) if switch else (None, key)
-        found = Said(f"true, which means {name}" if switch else "no arch, which means Stable Diffusion 1.5")
+        name, key = (_arch_of(switch, supported), switch) if switch else (None, key)
+        found = UnquotedText(f"true, which means {name}" if switch else "no arch, which means Stable Diffusion 1.5")
     plain = name.partition(":")[0] if isinstance(name, str) else None
-    if plain not in known:
+    if plain not in supported:
         other = "train it with ai-toolkit, or choose one of these models"
-        hint = other if plain in OTHER_ARCHS else misspelt(plain, known, other, write="arch: {}")
-        block.problem(key, f"one of {', '.join(known)}", hint, found=found)
+        hint = other if plain in OTHER_ARCHS else misspelt(plain, supported, other, write="arch: {}")
+        block.problem(key, f"one of {', '.join(supported)}", hint, found=found)
 
 
 def _weights(block: PeerBlock, job: AiToolkitJob) -> None:
@@ -151,8 +151,8 @@ def _weights(block: PeerBlock, job: AiToolkitJob) -> None:
     published = _published(target.names, path)
     if path is None:
         guess = _guess(target.arch, target.name)
-        known = find_flavour(target.names.family, guess or "") or target.names.flavours[0]
-        block.problem("name_or_path", "a hub id or a folder", f"for example `name_or_path: {known.weights}`")
+        flavour = find_flavour(target.names.family, guess or "") or target.names.flavours[0]
+        block.problem("name_or_path", "a hub id or a folder", f"for example `name_or_path: {flavour.weights}`")
     else:
         block.assign(("model", "path"), path, "name_or_path")
         _mistaken(block, path, target, published)
@@ -161,7 +161,7 @@ def _weights(block: PeerBlock, job: AiToolkitJob) -> None:
     block.assign(("model", "family"), target.names.family, "arch")
 
 
-def _mistaken(block: PeerBlock, path: Any, target: Target, published: Flavour | None) -> None:
+def _mistaken(block: PeerBlock, path: Any, target: ModelTarget, published: Flavour | None) -> None:
     """Report weights that cannot be what the arch needs."""
     arch = target.arch
     if isinstance(path, str) and path.startswith(("http://", "https://")):
@@ -170,7 +170,7 @@ def _mistaken(block: PeerBlock, path: Any, target: Target, published: Flavour | 
         if isinstance(path, str) and mark in path.lower():
             block.problem("name_or_path", expected, "choose another model")
     if _is_of_another(arch, published):
-        named = " or ".join(known.weights for known in target.names.flavours if known.name in arch.flavours)
+        named = " or ".join(flavour.weights for flavour in target.names.flavours if flavour.name in arch.flavours)
         block.problem("name_or_path", f"weights of {target.name}, such as {named}", "change arch or the weights")
 
 
@@ -178,7 +178,7 @@ def _precisions(block: PeerBlock, job: AiToolkitJob) -> None:
     for name in ("vae_dtype", "te_dtype"):
         value = block.get(name)
         if value is not None and precision(value) != precision(job.target.dtype):
-            block.refuse(name, f"{job.target.dtype}: VAE and text encoders follow train.dtype")
+            block.reject(name, f"{job.target.dtype}: VAE and text encoders follow train.dtype")
 
 
 def _base(block: PeerBlock, job: AiToolkitJob) -> None:
@@ -213,10 +213,10 @@ def _extras(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _compile(block: PeerBlock, job: AiToolkitJob) -> None:
-    asked = {name: block.flag(name, False) for name in ("compile", "block_compile") if name in block}
-    if asked:
-        name = next((name for name, on in asked.items() if on), next(iter(asked)))
-        block.assign(("training", "compile"), "on" if asked[name] else "off", name)
+    requested = {name: block.flag(name, False) for name in ("compile", "block_compile") if name in block}
+    if requested:
+        name = next((name for name, on in requested.items() if on), next(iter(requested)))
+        block.assign(("training", "compile"), "on" if requested[name] else "off", name)
 
 
 def _layers(block: PeerBlock, job: AiToolkitJob) -> None:
@@ -225,7 +225,7 @@ def _layers(block: PeerBlock, job: AiToolkitJob) -> None:
         if job.target.adapter and block.get(name) is not None:
             block.list_unused(HARMLESS, name)
         elif block.get(name):
-            block.refuse(name, "nothing: a full fine-tune trains every layer")
+            block.reject(name, "nothing: a full fine-tune trains every layer")
 
 
 def _v_prediction(block: PeerBlock, job: AiToolkitJob) -> None:
@@ -250,7 +250,7 @@ def _experts(kwargs: PeerBlock, job: AiToolkitJob) -> None:
         return
     high, low = kwargs.flag("train_high_noise", True), kwargs.flag("train_low_noise", True)
     if not high and not low:
-        found = Said("neither expert to train")
+        found = UnquotedText("neither expert to train")
         kwargs.problem("train_high_noise", "at least one of the two", "set one of them to true", found=found)
     elif high != low:
         name = "train_low_noise" if high else "train_high_noise"
@@ -280,21 +280,21 @@ MODEL = section(
     KeyRule(_v_prediction, "is_v_pred"),
     KeyRule(_kwargs, "model_kwargs"),
     *noted("text encoders are used in the training dtype, which is more exact", "text_encoder_bits", OneOf((16,))),
-    refused("lora_path", OneOf((None,)), _OTHER_LORA),
+    rejected("lora_path", OneOf((None,)), _OTHER_LORA),
     KeyRule(_assistant, "assistant_lora_path"),
-    refused("inference_lora_path", OneOf((None,)), _OTHER_LORA),
-    refused("unconditional_lora_path", OneOf((None,)), _OTHER_LORA),
-    refused("refiner_name_or_path", OneOf((None,)), "nothing: SDXL's refiner is not trained here"),
-    refused("unet_path", OneOf((None,)), "nothing: give the whole model in name_or_path"),
-    refused("unet_sample_size", OneOf((None,)), "nothing: the model's own sample size is used"),
-    refused("model_paths", OneOf(({},)), "nothing: none of our models takes extra paths"),
-    refused("use_text_encoder_1", OneOf((True,)), "true: both of SDXL's text encoders are used"),
-    refused("use_text_encoder_2", OneOf((True,)), "true: both of SDXL's text encoders are used"),
-    refused("experimental_xl", OneOf((False,)), "false: not done here"),
-    refused("use_flux_cfg", OneOf((False,)), "false: Flux is trained with its guidance embedding"),
-    refused("attn_masking", OneOf((False,)), "false: Flux's padding tokens are not masked"),
-    refused("in_context", OneOf((False,)), "false: in-context training is not done here"),
-    refused("split_model_over_gpus", OneOf((False,)), "false: a model is not split over GPUs here"),
+    rejected("inference_lora_path", OneOf((None,)), _OTHER_LORA),
+    rejected("unconditional_lora_path", OneOf((None,)), _OTHER_LORA),
+    rejected("refiner_name_or_path", OneOf((None,)), "nothing: SDXL's refiner is not trained here"),
+    rejected("unet_path", OneOf((None,)), "nothing: give the whole model in name_or_path"),
+    rejected("unet_sample_size", OneOf((None,)), "nothing: the model's own sample size is used"),
+    rejected("model_paths", OneOf(({},)), "nothing: none of our models takes extra paths"),
+    rejected("use_text_encoder_1", OneOf((True,)), "true: both of SDXL's text encoders are used"),
+    rejected("use_text_encoder_2", OneOf((True,)), "true: both of SDXL's text encoders are used"),
+    rejected("experimental_xl", OneOf((False,)), "false: not done here"),
+    rejected("use_flux_cfg", OneOf((False,)), "false: Flux is trained with its guidance embedding"),
+    rejected("attn_masking", OneOf((False,)), "false: Flux's padding tokens are not masked"),
+    rejected("in_context", OneOf((False,)), "false: in-context training is not done here"),
+    rejected("split_model_over_gpus", OneOf((False,)), "false: a model is not split over GPUs here"),
     *noted(
         HARMLESS,
         """

@@ -7,7 +7,7 @@ from typing import Any
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
 from gracetune.config.dialects.peer_file import PeerBlock
-from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
+from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import as_number
 from gracetune.config.spelling import misspelt
 
@@ -41,7 +41,7 @@ def _kind(block: PeerBlock, job: AiToolkitJob) -> None:
         if name.lower() == "loha":
             block.note(f"{block.key('type')}: ai-toolkit has no LoHa and trains a plain LoRA, and so do we")
     elif isinstance(name, str) and name.lower() in OTHER_KINDS:
-        block.refuse("type", f"one of {', '.join(KINDS)}", "without it a plain LoRA is trained")
+        block.reject("type", f"one of {', '.join(KINDS)}", "without it a plain LoRA is trained")
     else:
         hint = misspelt(name, KINDS, "choose one of them", write="type: {}")
         block.problem("type", f"one of {', '.join(KINDS)}", hint)
@@ -165,7 +165,7 @@ def _schedule(block: PeerBlock, job: AiToolkitJob) -> None:
     schedule = block.get("alpha_schedule")
     if (isinstance(schedule, dict) and schedule.get("enabled") is False) or schedule is None:
         return
-    block.refuse("alpha_schedule", "nothing: alpha stays what it is during a run")
+    block.reject("alpha_schedule", "nothing: alpha stays what it is during a run")
 
 
 NETWORK = section(
@@ -180,11 +180,11 @@ NETWORK = section(
     KeyRule(_blocks),
     KeyRule(_locon),
     KeyRule(_schedule, "alpha_schedule"),
-    refused("transformer_only", OneOf((True,)), "true: only the layers inside the transformer's blocks are adapted"),
-    refused("split_multistage_loras", OneOf((True,)), "true: each expert's adapter is a file of its own"),
-    refused("all_layers", OneOf((False,)), "false: norms and embeddings are not adapted here"),
-    refused("normalize", OneOf((False,)), "false: not done here"),
-    refused("lorm", OneOf((None,)), "nothing: LoRM is not done here"),
+    rejected("transformer_only", OneOf((True,)), "true: only the layers inside the transformer's blocks are adapted"),
+    rejected("split_multistage_loras", OneOf((True,)), "true: each expert's adapter is a file of its own"),
+    rejected("all_layers", OneOf((False,)), "false: norms and embeddings are not adapted here"),
+    rejected("normalize", OneOf((False,)), "false: not done here"),
+    rejected("lorm", OneOf((None,)), "nothing: LoRM is not done here"),
     *noted(HARMLESS, "layer_offloading", IsFalse()),
 )
 
@@ -196,6 +196,6 @@ _OTHER_CHOICES = """
 _ONLY_TWO = "nothing: only ignore_if_contains and only_if_contains choose layers here"
 NETWORK_KWARGS = section(
     KeyRule(_layers, "ignore_if_contains only_if_contains"),
-    *(refused(name, OneOf((None, False, 0, [], {})), _ONLY_TWO) for name in _OTHER_CHOICES.split()),
+    *(rejected(name, OneOf((None, False, 0, [], {})), _ONLY_TWO) for name in _OTHER_CHOICES.split()),
     *noted(HARMLESS, "varbose", IsFalse()),
 )

@@ -42,7 +42,7 @@ def _scheduler(block: PeerBlock, job: AiToolkitJob) -> None:
     elif name == "flowmatch":
         block.assign(("objective", "prediction"), "flow", "noise_scheduler")
     elif name not in (None, "ddpm", "ddim"):
-        block.refuse("noise_scheduler", "ddpm or flowmatch for training")
+        block.reject("noise_scheduler", "ddpm or flowmatch for training")
 
 
 def _bias(block: PeerBlock, job: AiToolkitJob) -> None:
@@ -109,7 +109,7 @@ def _noise_range(block: PeerBlock, job: AiToolkitJob) -> None:
         block.note(f"{keys}: not used, as in ai-toolkit: each expert's own window of noise levels decides")
     elif TIMESTEPS.get(kind, "one_step") == "one_step" or not isinstance(shift, float):
         for name in given:
-            block.refuse(name, f"the whole range with timestep_type {kind}")
+            block.reject(name, f"the whole range with timestep_type {kind}")
     else:
         for name in given:
             step = whole(as_number(block.get(name)))
@@ -140,7 +140,7 @@ def _choose(block: PeerBlock, name: str, path: Path, ours: dict[str, str], other
     if isinstance(value, str) and value in ours:
         block.assign(path, ours[value], name)
     elif value in others:
-        block.refuse(name, expected)
+        block.reject(name, expected)
     else:
         block.problem(name, expected, misspelt(value, ours, "choose one of them", write=f"{name}: {{}}"))
 
@@ -167,7 +167,7 @@ def _snr(block: PeerBlock, job: AiToolkitJob) -> None:
                 )
         else:
             why = "nothing: the unclipped gamma/SNR weight is not done here"
-            block.refuse(name, why, "write `min_snr_gamma` for the usual Min-SNR weight", found=value)
+            block.reject(name, why, "write `min_snr_gamma` for the usual Min-SNR weight", found=value)
 
 
 def _guidance(block: PeerBlock, job: AiToolkitJob) -> None:
@@ -187,7 +187,7 @@ def _guidance_embedding(block: PeerBlock, job: AiToolkitJob) -> None:
         return
     why = job.target.names.aitoolkit.guidance_embedding
     if why:
-        block.refuse("bypass_guidance_embedding", why)
+        block.reject("bypass_guidance_embedding", why)
     else:
         block.list_unused(HARMLESS, "bypass_guidance_embedding")
 

@@ -14,12 +14,12 @@ from gracetune.config.draft import Path
 from gracetune.config.spelling import misspelt
 
 _LIMITS = ("lr_bump", "min_lr", "max_lr")
-_STAGES = ("high_noise", "low_noise")
+_EXPERTS = ("high_noise", "low_noise")
 _SWAPPING = {"do_paramiter_swapping", "paramiter_swapping_factor"}  # upstream's own spelling
 
 
 @dataclass(frozen=True)
-class Peer:
+class UpstreamOptimizer:
     """One of upstream's optimizers: ours, and what it does when nothing is said."""
 
     ours: str
@@ -39,16 +39,16 @@ _ADAFACTOR = ("clip_threshold", "decay_rate", "beta1", "scale_parameter", "relat
 _AUTOMAGIC = ("clip_threshold", "beta2")
 
 OPTIMIZERS = {
-    "adamw": Peer("adamw", 0.01, _ADAMW, 1e-6),
-    "adam": Peer("adamw", 0.0, _ADAMW, 1e-6),
-    "adamw8bit": Peer("adamw_8bit", 0.01, _BNB, 1e-6),
-    "adam8bit": Peer("adamw_8bit", 0.0, _BNB, 1e-6),
-    "adafactor": Peer("adafactor", 0.0, _ADAFACTOR,
+    "adamw": UpstreamOptimizer("adamw", 0.01, _ADAMW, 1e-6),
+    "adam": UpstreamOptimizer("adamw", 0.0, _ADAMW, 1e-6),
+    "adamw8bit": UpstreamOptimizer("adamw_8bit", 0.01, _BNB, 1e-6),
+    "adam8bit": UpstreamOptimizer("adamw_8bit", 0.0, _BNB, 1e-6),
+    "adafactor": UpstreamOptimizer("adafactor", 0.0, _ADAFACTOR,
                       fixed=(("relative_step", False), ("scale_parameter", False), ("warmup_init", False))),
-    "lion": Peer("lion", 0.0, ("use_triton", "decoupled_weight_decay")),
-    "prodigy": Peer("prodigy", 0.0, _PRODIGY, 1e-6),
-    "prodigyopt": Peer("prodigy", 0.0, _PRODIGY, 1e-6),
-    "automagic": Peer("automagic", 0.0, _AUTOMAGIC),
+    "lion": UpstreamOptimizer("lion", 0.0, ("use_triton", "decoupled_weight_decay")),
+    "prodigy": UpstreamOptimizer("prodigy", 0.0, _PRODIGY, 1e-6),
+    "prodigyopt": UpstreamOptimizer("prodigy", 0.0, _PRODIGY, 1e-6),
+    "automagic": UpstreamOptimizer("automagic", 0.0, _AUTOMAGIC),
 }  # fmt: skip
 """Adam is AdamW as long as nothing decays, which is its default."""
 
@@ -83,7 +83,7 @@ def read_optimizer(block: PeerBlock, job: AiToolkitJob) -> None:
         pass  # its options would mean nothing to the optimizer that --allow-unsupported takes
     elif name in ("adam", "adam8bit") and as_number(params.get("weight_decay")) not in (None, 0):
         why = "0: Adam's coupled decay is not done here, only AdamW's"
-        params.refuse("weight_decay", why, f"write `optimizer: {peer.ours}`")
+        params.reject("weight_decay", why, f"write `optimizer: {peer.ours}`")
     else:
         _params(params, peer)
     block.default(("optimizer", "weight_decay"), peer.weight_decay)
@@ -97,12 +97,12 @@ def _not_ours(block: PeerBlock, name: Any) -> None:
     expected = f"one of {', '.join(OPTIMIZERS)}"
     hint = misspelt(name, OPTIMIZERS, "choose one of them", write="optimizer: {}")
     if name in OTHER_OPTIMIZERS:
-        block.refuse("optimizer", expected, f"{hint}; --allow-unsupported takes adamw", found=name)
+        block.reject("optimizer", expected, f"{hint}; --allow-unsupported takes adamw", found=name)
     else:
         block.problem("optimizer", expected, hint, found=name)
 
 
-def _lr(block: PeerBlock, peer: Peer) -> None:
+def _lr(block: PeerBlock, peer: UpstreamOptimizer) -> None:
     written, key = as_number(block.get("lr")), block.key("lr")
     value, rate = written, real(written)
     if peer.ours == "prodigy" and (written is None or (rate is not None and rate < 0.1)):
@@ -118,28 +118,28 @@ def _lr(block: PeerBlock, peer: Peer) -> None:
         block.assign(("optimizer", "lr"), value, "lr")
 
 
-def _params(params: PeerBlock, peer: Peer) -> None:
+def _params(params: PeerBlock, peer: UpstreamOptimizer) -> None:
     for name, written in params.values.items():
         if written is None:
             continue
         value = as_number(written)
-        place = _place(name, value, peer)
-        if place is not None:
-            params.assign(place, value, name)
+        target = _config_path(name, value, peer)
+        if target is not None:
+            params.assign(target, value, name)
         elif name in _SWAPPING and peer.ours in ("automagic", "adafactor"):
             _swapping(params, name)
         else:
             _unknown_param(params, name, peer)
 
 
-def _place(name: str, value: Any, peer: Peer) -> Path | None:
+def _config_path(name: str, value: Any, peer: UpstreamOptimizer) -> Path | None:
     if name in ("weight_decay", "betas") or (name == "eps" and not isinstance(value, list)):
         return ("optimizer", name)
     if peer.ours == "automagic":
-        stage = next((stage for stage in _STAGES if name.startswith(f"{stage}_")), None)
-        limit = name.removeprefix(f"{stage}_") if stage else name
+        expert = next((expert for expert in _EXPERTS if name.startswith(f"{expert}_")), None)
+        limit = name.removeprefix(f"{expert}_") if expert else name
         if limit in _LIMITS:
-            return ("optimizer", stage or "limits", limit)
+            return ("optimizer", expert or "limits", limit)
     return ("optimizer", "options", name) if name in (*peer.options, "eps") else None
 
 
@@ -147,11 +147,11 @@ def _swapping(params: PeerBlock, name: str) -> None:
     if name == "paramiter_swapping_factor":
         params.list_unused(HARMLESS, name)
     elif params.get(name) is not False:
-        params.refuse(name, "false: every parameter is trained in every step")
+        params.reject(name, "false: every parameter is trained in every step")
 
 
-def _unknown_param(params: PeerBlock, name: str, peer: Peer) -> None:
-    limits = [*_LIMITS, *(f"{stage}_{limit}" for stage in _STAGES for limit in _LIMITS)]
+def _unknown_param(params: PeerBlock, name: str, peer: UpstreamOptimizer) -> None:
+    limits = [*_LIMITS, *(f"{expert}_{limit}" for expert in _EXPERTS for limit in _LIMITS)]
     if name in limits:
         expected, hint = "the automagic optimizer", "write `optimizer: automagic`, or remove it"
     else:
@@ -187,7 +187,7 @@ def _schedule_of(block: PeerBlock) -> Any:
 def _no_such_schedule(block: PeerBlock, name: Any) -> None:
     hint = misspelt(name, _SCHEDULES, "choose one of them")
     if name in ("step", "polynomial", "piecewise_constant"):
-        block.refuse("lr_scheduler", f"one of {', '.join(_SCHEDULES)}", hint)
+        block.reject("lr_scheduler", f"one of {', '.join(_SCHEDULES)}", hint)
     else:
         block.problem("lr_scheduler", f"one of {', '.join(_SCHEDULES)}", hint)
 
@@ -216,17 +216,17 @@ def _linear(params: PeerBlock, job: AiToolkitJob) -> None:
         return
     why = "start_factor 1 and an end_factor: without them ai-toolkit's `linear` climbs from a third of the rate"
     hint = "write `lr_scheduler_params: {start_factor: 1.0, end_factor: 0.0}` for a decay, or `lr_scheduler: constant`"
-    job.train.refuse("lr_scheduler", why, hint)
+    job.train.reject("lr_scheduler", why, hint)
 
 
-def _refuse_shapes(params: PeerBlock, job: AiToolkitJob) -> None:
+def _reject_shapes(params: PeerBlock, job: AiToolkitJob) -> None:
     quiet = {"factor": 1, "num_cycles": 0.5}
     for param, value in quiet.items():
         if params.get(param) is not None and as_number(params.get(param)) != value:
-            params.refuse(param, f"{value}: the schedule keeps its shape")
+            params.reject(param, f"{value}: the schedule keeps its shape")
     for param in ("step_size", "gamma"):
         if params.get(param) is not None:
-            params.refuse(param, f"nothing: no part of `{_schedule_of(job.train)}`")
+            params.reject(param, f"nothing: no part of `{_schedule_of(job.train)}`")
 
 
 _SET_BY_UPSTREAM = "total_iters max_iterations T_max T_0 T_mult num_training_steps last_epoch"
@@ -240,6 +240,6 @@ SCHEDULE_PARAMS: KeyTable[AiToolkitJob] = KeyTable(
     *noted(HARMLESS, "num_training_steps last_epoch"),
     KeyRule(_end, "eta_min"),
     KeyRule(_linear, "start_factor end_factor"),
-    KeyRule(_refuse_shapes, "factor step_size gamma num_cycles"),
+    KeyRule(_reject_shapes, "factor step_size gamma num_cycles"),
     otherwise="remove it",
 )

@@ -8,7 +8,7 @@ from gracetune.config.dialects.aitoolkit.sections import HARMLESS
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.quantization import hold_in_few_bits
 from gracetune.config.dialects.values import names
-from gracetune.config.draft import Said, describe
+from gracetune.config.draft import UnquotedText, describe
 from gracetune.config.spelling import misspelt
 
 FEW_BITS = names("""
@@ -32,14 +32,14 @@ def read_base(block: PeerBlock, *, adapter: bool) -> None:
     kind, recovery = _type_of(block)
     if not _is_float8(kind) and not _is_few_bits(kind):
         hint = misspelt(kind, [*FEW_BITS, "qfloat8", "float8"], "write `qtype: qfloat8`", write="qtype: {}")
-        block.problem("qtype", "one of ai-toolkit's quantised types", hint, found=Said(describe(kind)))
+        block.problem("qtype", "one of ai-toolkit's quantised types", hint, found=UnquotedText(describe(kind)))
         return
     if not adapter:
         expected = "false: a full fine-tune trains the weights themselves"
         block.problem("quantize", expected, "write `quantize: false`, or add a `network` to train an adapter")
         return
     if block.get("quantize_kwargs"):
-        block.refuse("quantize_kwargs", "nothing: fp8 and int8 hold all of the base's large matrices")
+        block.reject("quantize_kwargs", "nothing: fp8 and int8 hold all of the base's large matrices")
     if not _is_float8(kind):
         rest = "" if recovery is None else f"; so {recovery}, which makes up for what {kind} loses, is not loaded"
         hold_in_few_bits(block, "quantize", str(kind), rest)
@@ -62,9 +62,9 @@ def read_text_encoder(block: PeerBlock, name: str) -> None:
         _list_idle(block, "quantize_te", "qtype_te")
         return
     kind = block.get(name)
-    asked = "" if kind is None else f", {describe(kind)}"
+    requested = "" if kind is None else f", {describe(kind)}"
     block.note(f"{block.key(switch)}: the text encoder is used in the training dtype, which is more exact than "
-               f"asked{asked}")  # fmt: skip
+               f"asked{requested}")  # fmt: skip
 
 
 def _type_of(block: PeerBlock) -> tuple[Any, Any]:

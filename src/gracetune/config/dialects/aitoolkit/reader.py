@@ -19,9 +19,9 @@ from gracetune.config.dialects.aitoolkit.samples import ITEM, SAMPLE, read_sampl
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, PEER, section
 from gracetune.config.dialects.aitoolkit.train import EMA, LOGGING, SAVE, TRAIN
 from gracetune.config.dialects.peer_file import PeerBlock, PeerFile, block_at
-from gracetune.config.dialects.table import IsFalse, KeyRule, KeyTable, OneOf, apply, check, noted, refused
+from gracetune.config.dialects.table import IsFalse, KeyRule, KeyTable, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import as_number
-from gracetune.config.draft import Draft, Said, describe
+from gracetune.config.draft import Draft, UnquotedText, describe
 from gracetune.config.environment import Environment
 from gracetune.config.limits import LONGEST_KEY, joined, replaced
 from gracetune.config.spelling import misspelt
@@ -58,8 +58,10 @@ def _substituted(document: Document, draft: Draft, environment: Environment) -> 
     missing: dict[str, None] = {}
     text = joined(_filled(document.text, environment, missing))
     for name in missing:
-        found, expected = Said("an unset variable"), "its value in the environment"
-        draft.problem(f"${{{describe(Said(name))}}}", found, expected, f"export {describe(Said(name))}=...")
+        found, expected = UnquotedText("an unset variable"), "its value in the environment"
+        draft.problem(
+            f"${{{describe(UnquotedText(name))}}}", found, expected, f"export {describe(UnquotedText(name))}=..."
+        )
     if text == document.text:
         return document.data
     substituted = document.reparsed(text)
@@ -118,7 +120,7 @@ def _named(config: PeerBlock) -> PeerBlock:
     """`config` with `[name]` replaced by the job's name wherever it is written."""
     name = config.get("name")
     values = _replaced(config.values, name if isinstance(name, str) else "[name]")
-    return PeerBlock(config.reading, values, config.place)
+    return PeerBlock(config.reading, values, config.key_path)
 
 
 def _replaced(value: Any, name: str) -> Any:
@@ -138,7 +140,7 @@ def _read_process(config: PeerBlock, _: None) -> None:
         raise ConfigError(config.draft.problems)
     if len(processes) > 1:
         hint = "give each a file of its own; the first is the one checked here"
-        config.problem("process", "one trainer", hint, found=Said(f"{len(processes)} processes"))
+        config.problem("process", "one trainer", hint, found=UnquotedText(f"{len(processes)} processes"))
     process = block_at(config.reading, processes[0], f"{config.key('process')}[0]")
     kind = process.get("type")
     if kind not in TRAINERS:
@@ -155,14 +157,14 @@ def _name_and_folder(process: PeerBlock, config: PeerBlock) -> None:
     own = process if process.get("name") is not None else config
     name = own.get("name")
     own.assign(("name",), file_name(name) if isinstance(name, str) else name, "name")
-    place = process if process.get("training_folder") is not None else config
-    folder = place.get("training_folder")
+    section = process if process.get("training_folder") is not None else config
+    folder = section.get("training_folder")
     if folder is None:
-        place.default(("output_dir",), f"output/{name}")
+        section.default(("output_dir",), f"output/{name}")
     elif isinstance(folder, str) and folder.strip() and isinstance(name, str):
-        place.assign(("output_dir",), f"{folder.rstrip('/')}/{name}", "training_folder")
+        section.assign(("output_dir",), f"{folder.rstrip('/')}/{name}", "training_folder")
     else:
-        place.assign(("output_dir",), folder, "training_folder")
+        section.assign(("output_dir",), folder, "training_folder")
 
 
 def _seed(process: PeerBlock, config: PeerBlock) -> None:
@@ -188,7 +190,7 @@ def _sections(process: PeerBlock, config: PeerBlock) -> None:
 def _guides(process: PeerBlock, config: PeerBlock) -> None:
     """The blocks of the GH200 guides, as SimpleTuner files have them."""
     blocks = {name: process.get(name) for name in gh200.BLOCKS}
-    gh200.read_gh200(process.without_nulls(blocks, process.place))
+    gh200.read_gh200(process.without_nulls(blocks, process.key_path))
 
 
 def _ours(process: PeerBlock, config: PeerBlock) -> None:
@@ -215,7 +217,7 @@ TOP = section(KeyRule(_read_config, "job config"), *noted(HARMLESS, "meta", IsFa
 CONFIG = section(
     KeyRule(_read_process, "name process device training_folder training_seed"),
     *noted(HARMLESS, "log_dir", IsFalse()),
-    refused("is_v2", OneOf((False,)), "false: Stable Diffusion 2 is not trained here"),
+    rejected("is_v2", OneOf((False,)), "false: Stable Diffusion 2 is not trained here"),
 )
 
 _SAME_PROMPTS = "nothing: the first samples are drawn with the same prompts as the others"
@@ -233,13 +235,13 @@ PROCESS = section(
         "sqlite_db_path performance_log_every log_dir torch_profiler lorm_extract_mode lorm_extract_mode_param",
         IsFalse(),
     ),
-    refused("first_sample", OneOf((None,)), _SAME_PROMPTS),
-    refused("guidance", OneOf((None,)), "nothing: guidance training is not done here"),
-    refused("slider", OneOf((None,)), "nothing: sliders are not trained here"),
-    refused("embedding", OneOf((None,)), "nothing: textual inversion is not done here"),
-    refused("decorator", OneOf((None,)), "nothing: decorators are not trained here"),
-    refused("adapter", OneOf((None,)), "nothing: IP, control and similar adapters are not trained here"),
-    refused("do_lorm", OneOf((False,)), "false: LoRM is not done here"),
+    rejected("first_sample", OneOf((None,)), _SAME_PROMPTS),
+    rejected("guidance", OneOf((None,)), "nothing: guidance training is not done here"),
+    rejected("slider", OneOf((None,)), "nothing: sliders are not trained here"),
+    rejected("embedding", OneOf((None,)), "nothing: textual inversion is not done here"),
+    rejected("decorator", OneOf((None,)), "nothing: decorators are not trained here"),
+    rejected("adapter", OneOf((None,)), "nothing: IP, control and similar adapters are not trained here"),
+    rejected("do_lorm", OneOf((False,)), "false: LoRM is not done here"),
 )
 
 HOMES: Mapping[str, KeyTable[Any]] = {

@@ -10,7 +10,7 @@ from typing import Any
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
 from gracetune.config.dialects.peer_file import PeerBlock, block_at
-from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
+from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import as_number
 from gracetune.config.draft import Path
 from gracetune.config.limits import replaced
@@ -28,7 +28,7 @@ _FLAGS = {
     "network_multiplier": "network_multiplier", "frames": "num_frames", "num_frames": "num_frames", "fps": "fps",
     **{name: name for name in (*_REFERENCES, "ctrl_idx")},
 }  # fmt: skip
-_REFUSED_FLAGS = {
+_REJECTED_FLAGS = {
     "p2": "nothing: both of SDXL's text encoders get the same prompt",
     "n2": "nothing: both of SDXL's text encoders get the same prompt",
     "gr": "nothing: guidance_rescale is set once, in `sample`",
@@ -44,7 +44,7 @@ def read_samples(process: PeerBlock, job: AiToolkitJob) -> None:
     """Prompts from `sample`, or from `validation` where `sample` has none."""
     block, fallback = process.inner("sample"), process.inner("validation")
     if not _items(block) and _items(fallback):
-        block.note(f"{block.place} has no prompts: {fallback.place} is used")
+        block.note(f"{block.key_path} has no prompts: {fallback.key_path} is used")
         check(block, SAMPLE)
         block = fallback
     elif process.get("validation") is not None:
@@ -90,15 +90,15 @@ def _prompts(block: PeerBlock, job: AiToolkitJob) -> None:
     if name == "samples" and block.get("prompts"):
         block.note(f"{block.key('prompts')}: not used, as in ai-toolkit, because `samples` is there")
     if not items:
-        block.note(f"{block.place} has no prompts and there is no `validation` block: no samples are drawn")
+        block.note(f"{block.key_path} has no prompts and there is no `validation` block: no samples are drawn")
         return
     if not isinstance(items, list):
         block.problem(name, "a list of prompts", "write one prompt a line, each after `- `")
         return
     for index, item in enumerate(items):
-        place = f"{block.key(name)}[{index}]"
-        plain = PeerBlock(block.reading, {"prompt": item}, place, {"prompt": place})
-        sample = plain if name == "prompts" else block_at(block.reading, item, place)
+        key = f"{block.key(name)}[{index}]"
+        plain = PeerBlock(block.reading, {"prompt": item}, key, {"prompt": key})
+        sample = plain if name == "prompts" else block_at(block.reading, item, key)
         found = _with_flags(sample, job.process.get("trigger_word"))
         check(found, ITEM)
         root: Path = ("validation", "prompts", index)
@@ -112,20 +112,20 @@ def _with_flags(item: PeerBlock, trigger: Any) -> PeerBlock:
         return item
     if isinstance(trigger, str):
         prompt = replaced(prompt, "[trigger]", trigger)
-    text, *pieces = _FLAG.split(prompt)
+    text, *chunks = _FLAG.split(prompt)
     found: dict[str, Any] = {}
     keys = dict(item.written)
-    for flag, content in zip(pieces[::2], pieces[1::2], strict=True):
-        key = f"{item.place} --{flag}"
+    for flag, content in zip(chunks[::2], chunks[1::2], strict=True):
+        key = f"{item.key_path} --{flag}"
         if flag in _FLAGS:
             found[_FLAGS[flag]] = _content(_FLAGS[flag])(content.strip())
             keys[_FLAGS[flag]] = key
-        elif flag in _REFUSED_FLAGS:
-            item.draft.refuse(key, content.strip(), _REFUSED_FLAGS[flag], "remove the flag from the prompt")
+        elif flag in _REJECTED_FLAGS:
+            item.draft.reject(key, content.strip(), _REJECTED_FLAGS[flag], "remove the flag from the prompt")
         else:
             hint = misspelt(flag, _FLAGS, "remove it, or put a space after the dashes", write="--{}")
             item.draft.problem(key, content.strip(), f"one of --{', --'.join(_FLAGS)}", hint)
-    return PeerBlock(item.reading, {**item.values, **found, "prompt": text.strip()}, item.place, keys)
+    return PeerBlock(item.reading, {**item.values, **found, "prompt": text.strip()}, item.key_path, keys)
 
 
 def _content(name: str) -> Callable[[str], Any]:
@@ -139,13 +139,13 @@ def _prompt(item: PeerBlock, sample: _Sample) -> None:
 def _references(item: PeerBlock, sample: _Sample) -> None:
     first = "ctrl_img" if item.get("ctrl_img") is not None else "ctrl_img_1"
     names = [name for name in (first, "ctrl_img_2", "ctrl_img_3") if item.get(name)]
-    for place, name in enumerate(names):
-        item.assign((*sample.root, "references", place), item.get(name), name)
+    for index, name in enumerate(names):
+        item.assign((*sample.root, "references", index), item.get(name), name)
 
 
 def _fps(item: PeerBlock, sample: _Sample) -> None:
     if item.get("fps") is not None and as_number(item.get("fps")) != item.draft.get(("validation", "fps")):
-        item.refuse("fps", "the fps of all samples: set it in `sample`")
+        item.reject("fps", "the fps of all samples: set it in `sample`")
 
 
 def _strength(item: PeerBlock, sample: _Sample) -> None:
@@ -172,8 +172,8 @@ _SHARED = (
     Key("guidance_scale", ("guidance",), as_number),
     Key("sample_steps", ("steps",), as_number),
     Key("neg", ("negative_prompt",), negative),
-    refused("duration", OneOf((None,)), "nothing: ai-toolkit's audio models are not trained here"),
-    refused("do_cfg_norm", OneOf((False,)), "false: samples are drawn without rescaling the guidance"),
+    rejected("duration", OneOf((None,)), "nothing: ai-toolkit's audio models are not trained here"),
+    rejected("do_cfg_norm", OneOf((False,)), "false: samples are drawn without rescaling the guidance"),
 )
 
 SAMPLE = section(
@@ -187,7 +187,7 @@ SAMPLE = section(
     KeyRule(_prompts, "prompts samples network_multiplier"),
     # each family is sampled with its own scheduler
     *noted(HARMLESS, "sampler format adapter_conditioning_scale refiner_start_at", IsFalse()),
-    refused("extra_values", OneOf(([],)), _ADAPTERS_ONLY),
+    rejected("extra_values", OneOf(([],)), _ADAPTERS_ONLY),
 )
 """Below `validation` of a `RunConfig`."""
 

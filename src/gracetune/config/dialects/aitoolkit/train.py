@@ -8,9 +8,9 @@ from gracetune.config.dialects.aitoolkit.optimizer import read_optimizer, read_s
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
 from gracetune.config.dialects.aitoolkit.train_keys import NOT_DONE, NOT_USED
 from gracetune.config.dialects.peer_file import PeerBlock
-from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
+from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import as_number, precision, real, whole
-from gracetune.config.draft import Said
+from gracetune.config.draft import UnquotedText
 
 ATTENTION = {
     "native": "auto", "flash": "flash_attn_2", "_flash_3": "flash_attn_3", "_flash_3_hub": "flash_attn_3",
@@ -23,9 +23,9 @@ def _accumulation(block: PeerBlock, job: AiToolkitJob) -> None:
     name, path = "gradient_accumulation_steps", ("training", "gradient_accumulation_steps")
     newer, older = whole(as_number(block.get("gradient_accumulation"))), as_number(block.get(name))
     if older == -1:
-        block.refuse(name, "a number: accumulating over a whole epoch is not done here", found=older)
+        block.reject(name, "a number: accumulating over a whole epoch is not done here", found=older)
     elif older not in (None, 1) and newer is not None and newer > 1:
-        found = Said(f"{older} next to gradient_accumulation {newer}")
+        found = UnquotedText(f"{older} next to gradient_accumulation {newer}")
         block.problem(name, "one of the two", "remove it", found=found)
     elif older not in (None, 1):
         block.assign(path, older, name)
@@ -131,7 +131,7 @@ def _attention(block: PeerBlock, job: AiToolkitJob) -> None:
     if isinstance(backend, str) and backend in ATTENTION:
         block.assign(("training", "attention"), ATTENTION[backend], "attention_backend")
     elif isinstance(backend, str) and "sage" in backend.lower():
-        block.refuse("attention_backend", f"one of {', '.join(ATTENTION)}: SageAttention computes in 8 bits")
+        block.reject("attention_backend", f"one of {', '.join(ATTENTION)}: SageAttention computes in 8 bits")
     elif backend is not None:
         block.list_unused(HARMLESS, "attention_backend")
 
@@ -188,8 +188,8 @@ TRAIN = section(
 
 EMA = section(
     KeyRule(_average, "use_ema ema_decay"),
-    refused("use_feedback", OneOf((False,)), "false: the average is not fed back into the weights"),
-    refused("param_multiplier", OneOf((1,)), "1: the weights are not scaled after each step"),
+    rejected("use_feedback", OneOf((False,)), "false: the average is not fed back into the weights"),
+    rejected("param_multiplier", OneOf((1,)), "1: the weights are not scaled after each step"),
     *noted(HARMLESS, "feedback_rate", IsFalse()),
 )
 

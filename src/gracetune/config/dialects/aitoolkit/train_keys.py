@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS
-from gracetune.config.dialects.table import IsFalse, OneOf, noted, refused
+from gracetune.config.dialects.table import IsFalse, OneOf, noted, rejected
 
 _NOISE = "the noise stays as the objective draws it"
 _LOSS = "the loss is the plain one between prediction and target"
@@ -13,7 +13,7 @@ _PRIOR = "false: no second pass without the adapter is made"
 _TEACHER = "nothing: no second network judges the prediction"
 _IMAGES = "images and latents stay as they are"
 
-_REFUSED: dict[str, tuple[Any, str]] = {
+_REJECTED: dict[str, tuple[Any, str]] = {
     "train_unet": (True, "true: the denoiser is what is trained here"),
     "train_text_encoder": (False, "false: text encoders are not trained here"),
     "train_turbo": (False, "false: no turbo training here"),
@@ -71,7 +71,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "validation_config": (None, "nothing: held-out loss needs a dataset here, not a list of pictures"),
 }
 
-NOT_DONE = tuple(refused(name, OneOf((default,)), why) for name, (default, why) in _REFUSED.items())
+NOT_DONE = tuple(rejected(name, OneOf((default,)), why) for name, (default, why) in _REJECTED.items())
 
 NOT_USED = (
     *noted(

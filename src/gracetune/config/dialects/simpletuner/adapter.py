@@ -19,7 +19,7 @@ from gracetune.config.dialects.table import (
     check,
     noted,
     read_elsewhere,
-    refused,
+    rejected,
     report_unknown_keys,
 )
 from gracetune.config.dialects.values import as_flag, as_list, as_number, is_number
@@ -74,7 +74,7 @@ def _family_targets(options: PeerBlock, targets: LoraTargets) -> None:
     elif isinstance(name, str) and name in targets.groups:
         options.assign(("adapter", "targets"), list(targets.groups[name]), targets.option)
     else:
-        options.refuse(targets.option, f"one of {', '.join(targets.groups)}", "choose one of them")
+        options.reject(targets.option, f"one of {', '.join(targets.groups)}", "choose one of them")
 
 
 def _named_targets(options: PeerBlock) -> None:
@@ -137,14 +137,14 @@ def _algorithm(lycoris: PeerBlock, _: None) -> None:
     if algorithm is None:
         lycoris.problem("algo", f"one of {', '.join(_ALGORITHMS)}", 'add "algo": "lokr"')
     elif kind is None:
-        lycoris.refuse("algo", f"one of {', '.join(_ALGORITHMS)}", "choose one of them")
+        lycoris.reject("algo", f"one of {', '.join(_ALGORITHMS)}", "choose one of them")
     else:
         lycoris.assign(("adapter", "kind"), kind, "algo")
     if lycoris.is_on("dora_wd"):
         if kind == "locon":
             lycoris.assign(("adapter", "kind"), "dora", "dora_wd")
         else:
-            lycoris.refuse("dora_wd", "weight decomposition is implemented for lora alone")
+            lycoris.reject("dora_wd", "weight decomposition is implemented for lora alone")
 
 
 def _full_dimension(lycoris: PeerBlock, _: None) -> None:
@@ -156,7 +156,7 @@ def _full_dimension(lycoris: PeerBlock, _: None) -> None:
 def _preset(lycoris: PeerBlock, _: None) -> None:
     preset = lycoris.get("apply_preset")
     if preset is None or preset == {}:
-        lycoris.refuse("apply_preset", "modules to adapt: without them LyCORIS wraps every layer of the model",
+        lycoris.reject("apply_preset", "modules to adapt: without them LyCORIS wraps every layer of the model",
                        'add "apply_preset": {"target_module": ["Attention", "FeedForward"]}')  # fmt: skip
         return
     if not isinstance(preset, Mapping):
@@ -181,14 +181,15 @@ def _by_module(block: PeerBlock, _: None) -> None:
     table = block.get("module_algo_map")
     for module, settings in table.items() if isinstance(table, Mapping) else ():
         if isinstance(settings, Mapping):
-            place = f"{block.key('module_algo_map')}.{module}"
-            report_unknown_keys(replace(block, values={str(name): settings[name] for name in settings}, place=place),
+            key_path = f"{block.key('module_algo_map')}.{module}"
+            report_unknown_keys(replace(block, values={str(name): settings[name] for name in settings},
+            key_path=key_path),
                                 PER_MODULE)  # fmt: skip
     block.put("module_algo_map", ("adapter", "by_module"))
 
 
 def _not_implemented(names: str, why: str) -> tuple[Key, ...]:
-    return tuple(refused(name, Off(), why) for name in names.split())
+    return tuple(rejected(name, Off(), why) for name in names.split())
 
 
 LYCORIS: KeyTable[None] = KeyTable(
@@ -225,7 +226,7 @@ PRESET: KeyTable[None] = KeyTable(
     KeyRule(_targets, "target_module target_name"),
     Key("exclude_name", ("adapter", "exclude"), as_list),
     KeyRule(_by_module, "module_algo_map"),
-    refused("name_algo_map", IsFalse(), "options by module name are not implemented; use module_algo_map"),
+    rejected("name_algo_map", IsFalse(), "options by module name are not implemented; use module_algo_map"),
     *noted(
         "LyCORIS's own names",
         """

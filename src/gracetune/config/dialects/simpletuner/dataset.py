@@ -38,14 +38,14 @@ from gracetune.config.dialects.table import (
     apply,
     check,
     decline_keys,
-    known_block,
     noted,
     put_row,
     read_elsewhere,
     report_unknown_keys,
+    supported_block,
 )
 from gracetune.config.dialects.values import as_flag, as_list, as_number, choice, is_number, is_off, not_zero
-from gracetune.config.draft import Path, Said
+from gracetune.config.draft import Path, UnquotedText
 from gracetune.config.families import find_flavour, names_of
 from gracetune.config.family_names import ClipLength, Flavour
 from gracetune.config.spelling import misspelt
@@ -55,14 +55,14 @@ _TRAINED = ("image", "video", "audio")
 
 
 @dataclass(frozen=True)
-class Setting:
+class EntryContext:
     """What one entry is read in: the options around it, and the place of its dataset."""
 
     options: PeerBlock
     family: str
     backend: PeerBlock | None
     """A top-level `data_backend` that says how every dataset is kept."""
-    here: Path = ()
+    path: Path = ()
     kind: str = "image"
 
     def storage(self, entry: PeerBlock) -> PeerBlock:
@@ -73,7 +73,7 @@ class Setting:
 _STORAGE = ("local", "in_memory", "huggingface", "aws", "csv", "webshart", "url")
 
 
-def is_reachable(entry: PeerBlock, setting: Setting) -> bool:
+def is_reachable(entry: PeerBlock, setting: EntryContext) -> bool:
     """Data we cannot reach is one problem, whatever else its entry says."""
     source = setting.storage(entry)
     storage = source.get("type")
@@ -84,20 +84,20 @@ def is_reachable(entry: PeerBlock, setting: Setting) -> bool:
     return False
 
 
-def _id(entry: PeerBlock, setting: Setting) -> None:
+def _id(entry: PeerBlock, setting: EntryContext) -> None:
     if "id" not in entry:
         hint = 'add "id": "my-images"'
-        entry.draft.missing((*setting.here, "id"), entry.key("id"), "a name of its own", hint)
+        entry.draft.missing((*setting.path, "id"), entry.key("id"), "a name of its own", hint)
 
 
-def _check(entry: PeerBlock, setting: Setting) -> None:
+def _check(entry: PeerBlock, setting: EntryContext) -> None:
     check(entry, ENTRY)
 
 
 _LARGEST, _DOWNSAMPLED = "maximum_image_size", "target_downsample_size"
 
 
-def _sizes(entry: PeerBlock, setting: Setting) -> None:
+def _sizes(entry: PeerBlock, setting: EntryContext) -> None:
     """Images that are cropped are all scaled to the one size, however large the other says they may be."""
     sources = {name: entry if name in entry else setting.options for name in (_LARGEST, _DOWNSAMPLED)}
     given = [name for name, source in sources.items() if not_zero(source.take(name)) is not None]
@@ -110,31 +110,31 @@ def _sizes(entry: PeerBlock, setting: Setting) -> None:
     if not entry.is_on("crop"):
         entry.note(f"{keys}: no effect without `crop`, as in SimpleTuner")
         return
-    sources[_DOWNSAMPLED].put(_DOWNSAMPLED, (*setting.here, "downsample_to"), as_number)
+    sources[_DOWNSAMPLED].put(_DOWNSAMPLED, (*setting.path, "downsample_to"), as_number)
     entry.note(f"{keys}: every image is scaled to the latter before it is cropped, as in SimpleTuner")
 
 
-def _probability(entry: PeerBlock, setting: Setting) -> None:
+def _probability(entry: PeerBlock, setting: EntryContext) -> None:
     value = as_number(entry.get("probability"))
     if value == 0 and is_number(value):
-        entry.assign((*setting.here, "disabled"), True, "probability")
+        entry.assign((*setting.path, "disabled"), True, "probability")
         entry.note(f"{entry.key('probability')}: 0, so nothing of {entry.get('id')} is trained on, as in SimpleTuner")
     elif value not in (None, ""):
-        entry.put("probability", (*setting.here, "probability"), as_number)
+        entry.put("probability", (*setting.path, "probability"), as_number)
 
 
-def _most(entry: PeerBlock, setting: Setting) -> None:
+def _most(entry: PeerBlock, setting: EntryContext) -> None:
     if not_zero(entry.get("max_num_samples")) is not None:
-        entry.put("max_num_samples", (*setting.here, "max_samples"), not_zero)
+        entry.put("max_num_samples", (*setting.path, "max_samples"), not_zero)
         entry.note(f"{entry.key('max_num_samples')}: a random choice that stays the same, but not SimpleTuner's")
 
 
-def _buckets(entry: PeerBlock, setting: Setting) -> None:
+def _buckets(entry: PeerBlock, setting: EntryContext) -> None:
     if setting.kind == "audio":
         return
-    buckets, options, names = (*setting.here, "buckets"), setting.options, names_of(setting.family).simpletuner
+    buckets, options, names = (*setting.path, "buckets"), setting.options, names_of(setting.family).simpletuner
     entry.default((*buckets, "rule"), "rounded_edge")
-    entry.default((*setting.here, "kohya_folders"), False)
+    entry.default((*setting.path, "kohya_folders"), False)
     options.put("aspect_bucket_rounding", (*buckets, "aspect_decimals"), as_number)
     own = as_number(options.get("aspect_bucket_alignment"))
     alignment = names.alignments.get(str(entry.draft.get(("model", "flavour"))), names.alignment)
@@ -148,39 +148,39 @@ def _buckets(entry: PeerBlock, setting: Setting) -> None:
     _smallest_edge(entry, setting)
 
 
-def _smallest_edge(entry: PeerBlock, setting: Setting) -> None:
+def _smallest_edge(entry: PeerBlock, setting: EntryContext) -> None:
     """Where squares are cut out, `minimum_image_size` is about both sides too."""
-    least, kind = (entry.draft.get((*setting.here, name)) for name in ("minimum_size", "resolution_type"))
+    least, kind = (entry.draft.get((*setting.path, name)) for name in ("minimum_size", "resolution_type"))
     square = entry.is_on("crop") and entry.get("crop_aspect") in (None, "square")
     if not square or kind == "pixel" or not is_number(least) or not 0 < least < LONGEST_SIDE:
         return
     megapixels = least if kind == "area" else least * least / 1e6
     edge = math.floor(math.sqrt(megapixels * 1e6))
     if edge > 0:
-        entry.draft.put((*setting.here, "minimum_edge"), edge, entry.draft.origins[(*setting.here, "minimum_size")])
+        entry.draft.put((*setting.path, "minimum_edge"), edge, entry.draft.origins[(*setting.path, "minimum_size")])
 
 
-def _place(entry: PeerBlock, setting: Setting) -> None:
-    here, source = setting.here, setting.storage(entry)
+def _source(entry: PeerBlock, setting: EntryContext) -> None:
+    path, source = setting.path, setting.storage(entry)
     storage = source.take("type")
     if storage in _REMOTE:
-        source.assign((*here, "type"), "local", "type")
-        _REMOTE[storage](entry, setting.kind, here)
+        source.assign((*path, "type"), "local", "type")
+        _REMOTE[storage](entry, setting.kind, path)
         return
     folder = "instance_data_dir" if "instance_data_dir" in entry else "instance_data_root"
-    entry.put(folder, (*here, "path"), _only_folder)
-    source.put("type", (*here, "type"))
+    entry.put(folder, (*path, "path"), _only_folder)
+    source.put("type", (*path, "type"))
     _in_memory(entry, setting)
-    if (*here, "path") not in entry.draft.origins:
-        entry.draft.missing((*here, "path"), entry.key("instance_data_dir"), "the dataset's folder",
+    if (*path, "path") not in entry.draft.origins:
+        entry.draft.missing((*path, "path"), entry.key("instance_data_dir"), "the dataset's folder",
                             'add "instance_data_dir": "/path/to/images"')  # fmt: skip
 
 
 _REMOTE: dict[str, Callable[[PeerBlock, str, Path], None]] = {
     "huggingface": read_hub,
-    "aws": lambda entry, kind, here: read_bucket(entry, here),
-    "csv": lambda entry, kind, here: read_addresses(entry, here),
-    "webshart": lambda entry, kind, here: read_shards(entry, here),
+    "aws": lambda entry, kind, path: read_bucket(entry, path),
+    "csv": lambda entry, kind, path: read_addresses(entry, path),
+    "webshart": lambda entry, kind, path: read_shards(entry, path),
 }
 
 
@@ -188,20 +188,20 @@ def _only_folder(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _in_memory(entry: PeerBlock, setting: Setting) -> None:
-    backend, here = setting.backend, setting.here
+def _in_memory(entry: PeerBlock, setting: EntryContext) -> None:
+    backend, path = setting.backend, setting.path
     if backend is None:
-        read_in_memory(entry, here)
+        read_in_memory(entry, path)
         return
-    blocks = [known_block(source, "in_memory", IN_MEMORY) for source in (backend, entry)]
+    blocks = [supported_block(source, "in_memory", IN_MEMORY) for source in (backend, entry)]
     for block in (backend, *blocks):
         if block is not None:
-            apply(block, IN_MEMORY, None, here)
+            apply(block, IN_MEMORY, None, path)
 
 
-def _crop(entry: PeerBlock, setting: Setting) -> None:
+def _crop(entry: PeerBlock, setting: EntryContext) -> None:
     """Without `crop` an image keeps its shape, and `crop_style` says where the little is cut off that stands over."""
-    crop = (*setting.here, "crop")
+    crop = (*setting.path, "crop")
     if setting.kind == "audio":
         return
     entry.put("crop_style", (*crop, "style"), choice({"centre": "center"}))
@@ -214,15 +214,15 @@ def _crop(entry: PeerBlock, setting: Setting) -> None:
     entry.put("crop_aspect", (*crop, "aspect"))
     buckets = entry.get("crop_aspect_buckets")
     if isinstance(buckets, list) and any(isinstance(bucket, Mapping) for bucket in buckets):
-        entry.refuse("crop_aspect_buckets", "a list of ratios: all are equally likely", "write [1.0, 0.75, 1.33]")
+        entry.reject("crop_aspect_buckets", "a list of ratios: all are equally likely", "write [1.0, 0.75, 1.33]")
     else:
         path = (*crop, "aspect_buckets")
         entry.put("crop_aspect_buckets", path)
         entry.default(path, [], entry.key("crop_aspect_buckets"))  # named so where it is missed
 
 
-def _captions(entry: PeerBlock, setting: Setting) -> None:
-    captions = (*setting.here, "captions")
+def _captions(entry: PeerBlock, setting: EntryContext) -> None:
+    captions = (*setting.path, "captions")
     only = entry if "only_instance_prompt" in entry else setting.options
     if only.switch("only_instance_prompt"):
         only.assign((*captions, "strategy"), "instanceprompt", "only_instance_prompt")
@@ -236,12 +236,12 @@ def _captions(entry: PeerBlock, setting: Setting) -> None:
         entry.default((*captions, "dropout"), _CAPTION_DROPOUT, "caption_dropout_probability")
 
 
-def _extension(entry: PeerBlock, setting: Setting) -> None:
+def _extension(entry: PeerBlock, setting: EntryContext) -> None:
     names = as_list(entry.get("caption_file_extensions"))
     if isinstance(names, list) and len(names) > 1:
-        entry.refuse("caption_file_extensions", "one extension", 'write ["txt"]')
+        entry.reject("caption_file_extensions", "one extension", 'write ["txt"]')
     elif names is not None:
-        entry.put("caption_file_extensions", (*setting.here, "captions", "extension"), _first_extension)
+        entry.put("caption_file_extensions", (*setting.path, "captions", "extension"), _first_extension)
 
 
 def _first_extension(value: Any) -> Any:
@@ -249,10 +249,10 @@ def _first_extension(value: Any) -> Any:
     return names[0].lstrip(".") if isinstance(names, list) and names and isinstance(names[0], str) else value
 
 
-def _shuffle(entry: PeerBlock, setting: Setting) -> None:
-    block = known_block(entry, "caption_shuffle", SHUFFLE)
+def _shuffle(entry: PeerBlock, setting: EntryContext) -> None:
+    block = supported_block(entry, "caption_shuffle", SHUFFLE)
     if block is not None and block.switch("enable"):
-        captions = (*setting.here, "captions")
+        captions = (*setting.path, "captions")
         apply(block, SHUFFLE, captions, captions)
 
 
@@ -281,10 +281,10 @@ SHUFFLE: KeyTable[Path] = KeyTable(
 )
 
 
-def _parquet(entry: PeerBlock, setting: Setting) -> None:
-    captions = (*setting.here, "captions")
+def _parquet(entry: PeerBlock, setting: EntryContext) -> None:
+    captions = (*setting.path, "captions")
     table = (*captions, "table")
-    block = known_block(entry, "parquet", PARQUET)
+    block = supported_block(entry, "parquet", PARQUET)
     if block is None:
         if entry.draft.get((*captions, "strategy")) == "parquet" and "parquet" not in entry:
             entry.draft.missing((*table, "path"), entry.key("parquet"), "a block that names the table",
@@ -298,56 +298,56 @@ def _parquet(entry: PeerBlock, setting: Setting) -> None:
     decline_keys(block, PARQUET)
 
 
-def _caches(entry: PeerBlock, setting: Setting) -> None:
+def _caches(entry: PeerBlock, setting: EntryContext) -> None:
     for name in ("disable_vae_cache", "vae_cache_disable"):
         source = entry if name in entry else setting.options
         if source.switch(name):
-            source.assign((*setting.here, "cache_latents"), "none", name)
+            source.assign((*setting.path, "cache_latents"), "none", name)
     if entry.switch("vae_cache_clear_each_epoch"):
-        path = (*setting.here, "augmentation", "cache_mode")
+        path = (*setting.path, "augmentation", "cache_mode")
         entry.assign(path, "refresh_each_epoch", "vae_cache_clear_each_epoch")
 
 
-def _conditioning(entry: PeerBlock, setting: Setting) -> None:
-    here = setting.here
+def _conditioning(entry: PeerBlock, setting: EntryContext) -> None:
+    path = setting.path
     if entry.get("conditioning_type") in ("controlnet", "segmentation"):
-        entry.refuse("conditioning_type", "reference_strict, reference_loose or mask")
+        entry.reject("conditioning_type", "reference_strict, reference_loose or mask")
     else:
-        entry.put("conditioning_type", (*here, "conditioning_type"))
+        entry.put("conditioning_type", (*path, "conditioning_type"))
     flavour = find_flavour(setting.family, str(entry.draft.get(("model", "flavour"))))
     _generated(entry, setting, flavour)
     if flavour is not None and flavour.edits:
         # named so where it is missed
-        entry.default((*here, "conditioning"), [], entry.key("conditioning_data"))
+        entry.default((*path, "conditioning"), [], entry.key("conditioning_data"))
 
 
-def _generated(entry: PeerBlock, setting: Setting, flavour: Flavour | None) -> None:
+def _generated(entry: PeerBlock, setting: EntryContext, flavour: Flavour | None) -> None:
     """References that are made of the images themselves take the place of those that `conditioning_data` names."""
     given = entry.take("conditioning")
     if not given or is_off(given):
         return
-    asked = [given] if isinstance(given, Mapping) else given
-    if not isinstance(asked, list) or not all(isinstance(one, Mapping) for one in asked):
-        entry.draft.refused.add((*setting.here, "conditioning"))
+    requested = [given] if isinstance(given, Mapping) else given
+    if not isinstance(requested, list) or not all(isinstance(one, Mapping) for one in requested):
+        entry.draft.rejected.add((*setting.path, "conditioning"))
         entry.problem("conditioning", "a mapping with `type`", 'write {"type": "canny"}')
         return
-    here, kinds = setting.here, [one.get("type") for one in asked]
+    path, kinds = setting.path, [one.get("type") for one in requested]
     if flavour is not None and not flavour.edits and setting.kind == "image":
         entry.note(f"{entry.key('conditioning')}: no effect, because {flavour.name} takes no references")
         return
     if len(kinds) > 1 or kinds[0] not in EDGES or setting.kind != "image":
-        entry.draft.refused.add((*here, "conditioning"))
+        entry.draft.rejected.add((*path, "conditioning"))
         why = "canny, for images: no other references are generated; name a dataset of them in conditioning_data"
-        entry.refuse("conditioning", why, found=Said(f"{', '.join(map(str, kinds))} for {setting.kind}s"))
+        entry.reject("conditioning", why, found=UnquotedText(f"{', '.join(map(str, kinds))} for {setting.kind}s"))
         return
-    block = entry.without_nulls(asked[0], _place_of(entry, "conditioning"))
+    block = entry.without_nulls(requested[0], _place_of(entry, "conditioning"))
     report_unknown_keys(block, GENERATED)
-    edges = (*here, "canny_reference")
+    edges = (*path, "canny_reference")
     entry.draft.put(edges, {}, block.origin("type"))
     apply(block, GENERATED, None, edges)
     decline_keys(block, GENERATED)
     if "conditioning_data" in entry:
-        entry.assign((*here, "conditioning"), [], "conditioning")
+        entry.assign((*path, "conditioning"), [], "conditioning")
         entry.note(f"{entry.key('conditioning_data')}: replaced by what `conditioning` generates, as in SimpleTuner")
     entry.note(f"{entry.key('conditioning')}: edges are trained on as they are; SimpleTuner saves them in the format "
                "of their image first, and JPEG blurs them")  # fmt: skip
@@ -357,11 +357,11 @@ def _place_of(entry: PeerBlock, name: str) -> str:
     return f"{entry.key(name)}[0]" if isinstance(entry.get(name), list) else entry.key(name)
 
 
-def _video(entry: PeerBlock, setting: Setting) -> None:
+def _video(entry: PeerBlock, setting: EntryContext) -> None:
     if setting.kind != "video" and (setting.kind != "conditioning" or "video" not in entry):
         return
-    path, family = (*setting.here, "video"), setting.family
-    block = known_block(entry, "video", VIDEO)
+    path, family = (*setting.path, "video"), setting.family
+    block = supported_block(entry, "video", VIDEO)
     if block is not None:
         apply(block, VIDEO, None, path)
         decline_keys(block, VIDEO)
@@ -394,24 +394,24 @@ def _fit_frames(entry: PeerBlock, clips: ClipLength | None, path: Path) -> None:
             entry.default((*path, "allow_shorter"), True, entry.key("video.min_frames"))
 
 
-def _audio(entry: PeerBlock, setting: Setting) -> None:
+def _audio(entry: PeerBlock, setting: EntryContext) -> None:
     if setting.kind != "audio":
         return
-    path = (*setting.here, "audio")
+    path = (*setting.path, "audio")
     for key in AUDIO_OPTIONS:
         put_row(setting.options, key, path)
-    block = known_block(entry, "audio", AUDIO)
+    block = supported_block(entry, "audio", AUDIO)
     if block is not None:
         apply(block, AUDIO, None, path)
         decline_keys(block, AUDIO)
 
 
-def _list_unused(entry: PeerBlock, setting: Setting) -> None:
+def _list_unused(entry: PeerBlock, setting: EntryContext) -> None:
     unused = {*ENTRY.names(Effect.ACTS)} - entry.used
     entry.list_unused(UNUSED, *(name for name in entry.values if name in unused and not is_off(entry.get(name))))
 
 
-ENTRY: KeyTable[Setting] = KeyTable(
+ENTRY: KeyTable[EntryContext] = KeyTable(
     *ROWS,
     KeyRule(_id, "id"),
     KeyRule(_check),
@@ -421,7 +421,7 @@ ENTRY: KeyTable[Setting] = KeyTable(
     KeyRule(_buckets),
     Key("dataset_type", ("dataset_type",)),
     KeyRule(
-        _place,
+        _source,
         "type instance_data_dir instance_data_root in_memory",
         "dataset_name split revision image_column video_column audio_column caption_column fallback_caption_column",
         "huggingface filter_func cache_dir",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from gracetune.config.dialects.simpletuner.keys import Off
-from gracetune.config.dialects.table import Key, KeyTable, noted, refused
+from gracetune.config.dialects.table import Key, KeyTable, noted, rejected
 from gracetune.config.dialects.values import as_flag, as_number, choice, inverse, not_zero
 
 UNUSED = "in datasets, not needed here"
@@ -71,26 +71,26 @@ _OTHER_STORAGE = """
 NOT_USED = (*noted(UNUSED, _KEPT_OTHERWISE, Off()), *noted(UNUSED, _OTHER_STORAGE))
 
 NOT_DONE = (
-    refused("conditioning_config", Off(), "SimpleTuner writes this itself; write `conditioning`"),
-    refused("grounding", Off(), "grounding is not implemented"),
-    refused("grounding_data", Off(), "grounding is not implemented"),
-    refused("s2v_datasets", Off(), "speech-to-video is not supported"),
-    refused("data_generator", Off(), "captions are not generated"),
-    refused("max_upscale_threshold", Off(), "filter by minimum_image_size instead"),
-    refused("timestep_sampling_offset", Off((0.0,)), "all datasets draw timesteps alike"),
-    refused("split_composite_images", Off((False,)), "split the images before training"),
-    refused("composite_image_column", Off(), "split the images before training"),
-    refused("disable_after_epoch_step", Off(), "end a dataset with end_step or end_epoch"),
-    refused("caption_filter_list", Off(), "captions are not filtered; edit them"),
-    refused("shuffle", Off((True,)), "samples are always shuffled"),
-    refused("distillation_type", Off(), "distillation is not implemented"),
+    rejected("conditioning_config", Off(), "SimpleTuner writes this itself; write `conditioning`"),
+    rejected("grounding", Off(), "grounding is not implemented"),
+    rejected("grounding_data", Off(), "grounding is not implemented"),
+    rejected("s2v_datasets", Off(), "speech-to-video is not supported"),
+    rejected("data_generator", Off(), "captions are not generated"),
+    rejected("max_upscale_threshold", Off(), "filter by minimum_image_size instead"),
+    rejected("timestep_sampling_offset", Off((0.0,)), "all datasets draw timesteps alike"),
+    rejected("split_composite_images", Off((False,)), "split the images before training"),
+    rejected("composite_image_column", Off(), "split the images before training"),
+    rejected("disable_after_epoch_step", Off(), "end a dataset with end_step or end_epoch"),
+    rejected("caption_filter_list", Off(), "captions are not filtered; edit them"),
+    rejected("shuffle", Off((True,)), "samples are always shuffled"),
+    rejected("distillation_type", Off(), "distillation is not implemented"),
 )
 
 EDGES = ("canny", "edges")
 """Two names of one generator."""
 GENERATED: KeyTable[None] = KeyTable(
-    refused("type", Off(EDGES), "no other references are generated"),
-    refused("conditioning_type", Off(("reference_strict", "reference_loose", "controlnet")), "edges are references"),
+    rejected("type", Off(EDGES), "no other references are generated"),
+    rejected("conditioning_type", Off(("reference_strict", "reference_loose", "controlnet")), "edges are references"),
     Key("low_threshold", ("low_threshold",), as_number),
     Key("high_threshold", ("high_threshold",), as_number),
     *noted("captions of generated references are not used where each image has one reference, as in SimpleTuner",
@@ -115,10 +115,10 @@ AUDIO: KeyTable[None] = KeyTable(
     Key("duration_interval", ("duration_interval",), as_number),
     Key("max_duration_seconds", ("max_duration_seconds",), as_number),
     Key("truncation_mode", ("truncation",)),
-    refused("min_duration_seconds", Off(), "short clips are not left out; take them out of the folder"),
-    refused("auto_split", Off((False,)), "sound is not taken out of videos"),
-    refused("source_from_video", Off((False,)), "sound is not taken out of videos"),
-    refused("audio_only", Off((False,)), "audio datasets hold audio alone anyway"),
+    rejected("min_duration_seconds", Off(), "short clips are not left out; take them out of the folder"),
+    rejected("auto_split", Off((False,)), "sound is not taken out of videos"),
+    rejected("source_from_video", Off((False,)), "sound is not taken out of videos"),
+    rejected("audio_only", Off((False,)), "audio datasets hold audio alone anyway"),
     *noted(
         UNUSED,
         """
@@ -142,9 +142,9 @@ PARQUET: KeyTable[None] = KeyTable(
     Key("width_column", ("width_column",)),
     Key("height_column", ("height_column",)),
     Key("identifier_includes_extension", ("identifier_includes_extension",), as_flag),
-    refused("identifier_prefix", Off(), "file names are matched as the table has them"),
-    refused("default_extension", Off(), "file names are matched as the table has them"),
-    refused("bbox_column", Off(), "grounding is not implemented"),
+    rejected("identifier_prefix", Off(), "file names are matched as the table has them"),
+    rejected("default_extension", Off(), "file names are matched as the table has them"),
+    rejected("bbox_column", Off(), "grounding is not implemented"),
     *noted(
         UNUSED,
         """

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.keys import Off
-from gracetune.config.dialects.table import Key, KeyTable, apply, decline_keys, known_block, noted, refused
+from gracetune.config.dialects.table import Key, KeyTable, apply, decline_keys, noted, rejected, supported_block
 from gracetune.config.dialects.values import as_flag, as_number, whole
 from gracetune.config.draft import Path
 from gracetune.config.spelling import misspelt
@@ -28,8 +28,8 @@ HUGGINGFACE: KeyTable[None] = KeyTable(
     )),
     *noted("the whole dataset is downloaded before the run, in SimpleTuner too", "streaming", Off((None, False))),
     *noted(UNUSED, "num_proc auto_load num_frames_column fps_column file_extension lyrics_column"),
-    refused("audio_caption_fields", Off(), "captions are read from caption_column"),
-    refused("bbox_column", Off(), "grounding is not implemented"),
+    rejected("audio_caption_fields", Off(), "captions are read from caption_column"),
+    rejected("bbox_column", Off(), "grounding is not implemented"),
     expected="a key of the huggingface block",
 )  # fmt: skip
 FILTER: KeyTable[None] = KeyTable(
@@ -54,18 +54,18 @@ WEBSHART: KeyTable[None] = KeyTable(
 )
 
 
-def read_hub(entry: PeerBlock, kind: str, here: Path) -> None:
+def read_hub(entry: PeerBlock, kind: str, path: Path) -> None:
     """`type: huggingface`. The entry's own keys come before those of its `huggingface` block, as in SimpleTuner."""
-    block = known_block(entry, "huggingface", HUGGINGFACE) or entry.without_nulls({}, entry.key("huggingface"))
+    block = supported_block(entry, "huggingface", HUGGINGFACE) or entry.without_nulls({}, entry.key("huggingface"))
     name = _first("dataset_name", entry, block)
     if name is None:
-        entry.draft.missing((*here, "path"), entry.key("dataset_name"), "the id of a dataset on the hub",
+        entry.draft.missing((*path, "path"), entry.key("dataset_name"), "the id of a dataset on the hub",
                             'add "dataset_name": "owner/name"')  # fmt: skip
         return
     revision = _first("revision", entry, block)
     suffix = "" if revision is None else f"@{quote(str(revision.take('revision')), safe='')}"
-    name.assign((*here, "path"), f"hf://datasets/{name.take('dataset_name')}{suffix}", "dataset_name")
-    copy = (*here, "local_copy")
+    name.assign((*path, "path"), f"hf://datasets/{name.take('dataset_name')}{suffix}", "dataset_name")
+    copy = (*path, "local_copy")
     media = _MEDIA.get(kind, "image_column")
     for key, field in (("split", "split"), (media, "media_column")):
         source = _first(key, entry, block)
@@ -75,20 +75,20 @@ def read_hub(entry: PeerBlock, kind: str, here: Path) -> None:
     _filters(entry, block, copy)
     _composite(block, copy)
     decline_keys(block, HUGGINGFACE)
-    _captions_from_columns(entry, block, here, "huggingface")
+    _captions_from_columns(entry, block, path, "huggingface")
 
 
-def read_bucket(entry: PeerBlock, here: Path) -> None:
+def read_bucket(entry: PeerBlock, path: Path) -> None:
     """`type: aws`: S3, or storage that speaks its language."""
     bucket = entry.take("aws_bucket_name")
     if not isinstance(bucket, str) or not bucket.strip("/ "):
-        entry.draft.missing((*here, "path"), entry.key("aws_bucket_name"), "the name of a bucket",
+        entry.draft.missing((*path, "path"), entry.key("aws_bucket_name"), "the name of a bucket",
                             'add "aws_bucket_name": "my-bucket"')  # fmt: skip
         return
     prefix = entry.take("aws_data_prefix" if "aws_data_prefix" in entry else "instance_data_dir")
     folder = f"/{prefix.strip('/')}" if isinstance(prefix, str) and prefix.strip("/") else ""
-    entry.assign((*here, "path"), f"s3://{bucket.strip('/')}{folder}", "aws_bucket_name")
-    storage = (*here, "storage")
+    entry.assign((*path, "path"), f"s3://{bucket.strip('/')}{folder}", "aws_bucket_name")
+    storage = (*path, "storage")
     entry.put("aws_endpoint_url", (*storage, "endpoint_url"))
     if entry.get("aws_region_name") not in (None, "", "auto"):
         entry.put("aws_region_name", (*storage, "region"))
@@ -97,49 +97,49 @@ def read_bucket(entry: PeerBlock, here: Path) -> None:
             entry.put(f"aws_{key}", (*storage, key))
 
 
-def read_shards(entry: PeerBlock, here: Path) -> None:
+def read_shards(entry: PeerBlock, path: Path) -> None:
     """`type: webshart`: tar archives of a hub, a URL or a folder."""
-    block = known_block(entry, "webshart", WEBSHART) or entry.without_nulls({}, entry.key("webshart"))
+    block = supported_block(entry, "webshart", WEBSHART) or entry.without_nulls({}, entry.key("webshart"))
     source = _first("source", entry, block)
     if source is None:
-        entry.draft.missing((*here, "path"), entry.key("source"), "where the archives are",
+        entry.draft.missing((*path, "path"), entry.key("source"), "where the archives are",
                             'add "source": "owner/name"')  # fmt: skip
         return
     inside = _first("subfolder", entry, block)
     folder = "" if inside is None else f"/{str(inside.take('subfolder')).strip('/')}"
-    source.assign((*here, "path"), _address(str(source.take("source"))) + folder, "source")
-    copy = (*here, "local_copy")
+    source.assign((*path, "path"), _address(str(source.take("source"))) + folder, "source")
+    copy = (*path, "local_copy")
     index = _first("metadata", entry, block)
     if index is not None:  # laid out as its source is
         index.assign((*copy, "index"), _address(str(index.take("metadata"))) + folder, "metadata")
     entry.assign((*copy, "format"), "archives", "type")
     token = _first("hf_token", entry, block)
     if token is not None and isinstance(token.get("hf_token"), str):
-        token.put("hf_token", (*here, "storage", "token"))
+        token.put("hf_token", (*path, "storage", "token"))
     _folder(entry, block, copy)
     decline_keys(block, WEBSHART)
-    _captions_from_columns(entry, block, here, "webshart")
+    _captions_from_columns(entry, block, path, "webshart")
 
 
-def read_addresses(entry: PeerBlock, here: Path) -> None:
+def read_addresses(entry: PeerBlock, path: Path) -> None:
     """`type: csv`: a table of addresses and captions."""
-    draft, copy = entry.draft, (*here, "local_copy")
-    entry.put("csv_file", (*here, "path"))
+    draft, copy = entry.draft, (*path, "local_copy")
+    entry.put("csv_file", (*path, "path"))
     if "csv_file" not in entry:
-        draft.missing((*here, "path"), entry.key("csv_file"), "a CSV file of addresses", 'add "csv_file"')
+        draft.missing((*path, "path"), entry.key("csv_file"), "a CSV file of addresses", 'add "csv_file"')
     entry.assign((*copy, "format"), "urls", "type")
     entry.put("csv_url_column", (*copy, "media_column"))
     entry.put("csv_cache_dir", (*copy, "folder"))
     if entry.get("caption_strategy") in (None, "csv"):
-        _use_table(entry, here, "csv_caption_column")
+        _use_table(entry, path, "csv_caption_column")
         if "csv_caption_column" in entry:
-            entry.put("csv_caption_column", (*here, "captions", "table", "caption_column"))
+            entry.put("csv_caption_column", (*path, "captions", "table", "caption_column"))
 
 
-def _address(place: str) -> str:
+def _address(url: str) -> str:
     """An id of the hub as an address; a folder or URL as it is."""
-    is_id = place.count("/") == 1 and not place.startswith(("/", ".", "~")) and "://" not in place
-    return f"hf://datasets/{place}" if is_id else place
+    is_id = url.count("/") == 1 and not url.startswith(("/", ".", "~")) and "://" not in url
+    return f"hf://datasets/{url}" if is_id else url
 
 
 def _first(name: str, *sources: PeerBlock) -> PeerBlock | None:
@@ -154,7 +154,7 @@ def _folder(entry: PeerBlock, block: PeerBlock, copy: Path) -> None:
 
 def _filters(entry: PeerBlock, block: PeerBlock, copy: Path) -> None:
     source = _first("filter_func", block, entry)
-    wanted = None if source is None else known_block(source, "filter_func", FILTER)
+    wanted = None if source is None else supported_block(source, "filter_func", FILTER)
     if wanted is None or source is None:
         return
     rows: list[dict[str, Any]] = []
@@ -176,7 +176,7 @@ def _filters(entry: PeerBlock, block: PeerBlock, copy: Path) -> None:
 
 
 def _composite(block: PeerBlock, copy: Path) -> None:
-    inner = known_block(block, "composite_image_config", COMPOSITE)
+    inner = supported_block(block, "composite_image_config", COMPOSITE)
     if inner is None or as_flag(inner.get("enabled")) is not True:
         return
     if whole(as_number(inner.get("image_count"))) == 1:
@@ -186,7 +186,7 @@ def _composite(block: PeerBlock, copy: Path) -> None:
         inner.problem("image_count", "how many pictures stand side by side", 'add "image_count": 2')
 
 
-def _captions_from_columns(entry: PeerBlock, block: PeerBlock, here: Path, own: str) -> None:
+def _captions_from_columns(entry: PeerBlock, block: PeerBlock, path: Path, own: str) -> None:
     """SimpleTuner takes captions of such a dataset from its columns, or one prompt for all."""
     strategy = entry.get("caption_strategy")
     if strategy in ("instanceprompt", "instance_prompt"):
@@ -195,8 +195,8 @@ def _captions_from_columns(entry: PeerBlock, block: PeerBlock, here: Path, own: 
         known = (own, "instanceprompt")
         entry.problem("caption_strategy", f"one of {', '.join(known)}", misspelt(strategy, known, f"write `{own}`"))
         return
-    _use_table(entry, here, "caption_strategy")
-    table = (*here, "captions", "table")
+    _use_table(entry, path, "caption_strategy")
+    table = (*path, "captions", "table")
     columns = _first("caption_column", block, entry)
     if columns is not None:
         columns.put("caption_column", (*table, "caption_column"))
@@ -210,8 +210,8 @@ def _captions_from_columns(entry: PeerBlock, block: PeerBlock, here: Path, own: 
         block.put("height_column", (*table, "height_column"))
 
 
-def _use_table(entry: PeerBlock, here: Path, name: str) -> None:
-    captions = (*here, "captions")
+def _use_table(entry: PeerBlock, path: Path, name: str) -> None:
+    captions = (*path, "captions")
     entry.assign((*captions, "strategy"), "jsonl", name)
     entry.assign((*captions, "table", "path"), METADATA, name)
     entry.assign((*captions, "table", "filename_column"), "file_name", name)

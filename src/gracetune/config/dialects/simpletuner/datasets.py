@@ -8,7 +8,7 @@ from typing import Any
 
 from gracetune.config.dialects.gh200 import IN_MEMORY
 from gracetune.config.dialects.peer_file import PeerBlock
-from gracetune.config.dialects.simpletuner.dataset import ENTRY, Setting, is_reachable
+from gracetune.config.dialects.simpletuner.dataset import ENTRY, EntryContext, is_reachable
 from gracetune.config.dialects.simpletuner.dataset_keys import NOT_USED
 from gracetune.config.dialects.simpletuner.files import Placeholders, line, read_sidecar
 from gracetune.config.dialects.simpletuner.keys import PEER, Off
@@ -19,7 +19,7 @@ from gracetune.config.dialects.table import (
     apply,
     check,
     read_elsewhere,
-    refused,
+    rejected,
     report_unknown_keys,
 )
 from gracetune.config.dialects.values import as_number, is_number, is_off, real
@@ -38,7 +38,7 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
     draft, before = options.draft, len(options.draft.problems)
     backend = _backend(options)
     entries = _entries(options, family, environment, backend)
-    setting = Setting(options, family, backend if not _is_dataset(backend) else None)
+    setting = EntryContext(options, family, backend if not _is_dataset(backend) else None)
     embeds: list[PeerBlock] = []
     count = 0
     for entry in entries:
@@ -48,8 +48,8 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
             embeds.append(entry)
         elif is_reachable(entry, setting):
             kind = str(entry.get("dataset_type") or "image")
-            here = replace(setting, here=("datasets", count), kind=kind)
-            apply(entry, ENTRY, here, here.here)
+            path = replace(setting, path=("datasets", count), kind=kind)
+            apply(entry, ENTRY, path, path.path)
             count += 1
     _embeds(embeds)
     _own_ids(embeds)
@@ -76,7 +76,7 @@ def _kept(options: PeerBlock, family: str) -> Iterator[str]:
     yield "every bucket is visited in every epoch, also if it has fewer samples than a step takes (there an error)"
     yield "an image's own shape decides its bucket (there the first image of an aspect ratio decides)"
     styles = [options.draft.get(("datasets", at, "crop", "style")) for at in range(len(_read_datasets(options)))]
-    if names_of(family).told_sizes and any(style in (None, "random") for style in styles):
+    if names_of(family).explicit_sizes and any(style in (None, "random") for style in styles):
         yield "the model is told where a random crop is (there the middle, wherever it is)"
 
 
@@ -112,10 +112,10 @@ def _backend(options: PeerBlock) -> PeerBlock | None:
     return backend
 
 
-def _block(options: PeerBlock, value: Mapping[Any, Any], place: str, file: str = "") -> PeerBlock:
+def _block(options: PeerBlock, value: Mapping[Any, Any], key_path: str, file: str = "") -> PeerBlock:
     """An entry. Where its keys are listed, the place of the entry itself is left out."""
-    reading = replace(options.reading, root=f"{place}.")
-    return replace(options.without_nulls(value, place), reading=reading, elsewhere=file, around=options)
+    reading = replace(options.reading, root=f"{key_path}.")
+    return replace(options.without_nulls(value, key_path), reading=reading, elsewhere=file, around=options)
 
 
 def _is_dataset(backend: PeerBlock | None) -> bool:
@@ -157,10 +157,10 @@ def _from_list(options: PeerBlock) -> list[PeerBlock]:
     return [entry for entry in found if entry is not None]
 
 
-def _entry(options: PeerBlock, value: Any, place: str, file: str = "") -> PeerBlock | None:
+def _entry(options: PeerBlock, value: Any, key_path: str, file: str = "") -> PeerBlock | None:
     if isinstance(value, Mapping):
-        return _block(options, value, place, file)
-    options.draft.problem(place, value, "a dataset", 'write {"id": …, "instance_data_dir": …}', file or None)
+        return _block(options, value, key_path, file)
+    options.draft.problem(key_path, value, "a dataset", 'write {"id": …, "instance_data_dir": …}', file or None)
     return None
 
 
@@ -186,11 +186,11 @@ def _skip(entry: PeerBlock) -> bool:
     """Entries that are switched off, and kinds of entry that are no dataset of ours."""
     for name in ("disabled", "disable"):
         if entry.switch(name):
-            entry.note(f"{entry.place} ({entry.get('id')}) is disabled and was not read")
+            entry.note(f"{entry.key_path} ({entry.get('id')}) is disabled and was not read")
             return True
     kind = entry.get("dataset_type")
     if kind in _UNSUPPORTED_KINDS:
-        entry.refuse("dataset_type", f"one of {', '.join(_KINDS)}")
+        entry.reject("dataset_type", f"one of {', '.join(_KINDS)}")
         return True
     if kind is not None and kind not in _KINDS:
         entry.problem("dataset_type", f"one of {', '.join(_KINDS)}", misspelt(kind, _KINDS, "write `image`"))
@@ -205,7 +205,7 @@ def _embeds_table(kind: str) -> KeyTable[None]:
     return KeyTable(
         *read_elsewhere("cache_dir id type dataset_type disabled disable"),
         *read_elsewhere(_USED_BY_EMBEDS),
-        refused("caption_filter_list", Off((None, [])), "captions are not filtered; edit them"),
+        rejected("caption_filter_list", Off((None, [])), "captions are not filtered; edit them"),
         *(key for key in NOT_USED if key.unless is not None and key.name not in _USED_BY_EMBEDS.split()),
         expected=f"a key of a {kind} entry",
     )
@@ -232,7 +232,7 @@ def _embed_keys(entry: PeerBlock) -> None:
     storage = [name for name in entry.values if name not in table and name.startswith(("aws", "memory_"))]
     check(replace(entry, values={name: value for name, value in entry.values.items() if name not in storage}), table)
     if entry.get("type") not in (None, "local", "memory", "in_memory"):
-        entry.refuse("type", "embeddings are cached on disk or in memory", 'write "local"')
+        entry.reject("type", "embeddings are cached on disk or in memory", 'write "local"')
 
 
 def _text_cache(entries: list[PeerBlock]) -> None:
@@ -263,7 +263,7 @@ def _sampling(options: PeerBlock, family: str) -> None:
     """How datasets are mixed, where there is more than one to mix, and how batches are made up."""
     draft, found = options.draft, _read_datasets(options)
     options.default(("training", "fill_batches"), True)
-    if names_of(family).told_sizes:
+    if names_of(family).explicit_sizes:
         options.default(("model", "size_conditioning"), "scaled")
         options.default(("model", "drop_size_conditioning"), True)
     trained = [
@@ -304,7 +304,7 @@ def _references(options: PeerBlock, family: str) -> None:
     counts = [_count_references(entry, masks) for entry in found]
     if max(counts, default=0) > 1 and options.take(name) != "combined":
         why = "combined: a sample is trained with all of its references (SimpleTuner's default draws one)"
-        options.refuse(name, why, f"write {line(options, name, 'combined')}", found=options.get(name) or "random")
+        options.reject(name, why, f"write {line(options, name, 'combined')}", found=options.get(name) or "random")
 
 
 def _read_datasets(options: PeerBlock) -> list[Mapping[str, Any]]:

@@ -65,13 +65,13 @@ def read_sidecar(options: PeerBlock, name: str, what: str) -> Document | None:
     if not isinstance(value, str) or not value.strip():
         options.problem(name, f"the path of {what}", f"write the path of {what}")
         return None
-    place = find_sidecar(value.strip(), FilePath(options.file))
-    if place is None:
+    file = find_sidecar(value.strip(), FilePath(options.file))
+    if file is None:
         options.problem(name, f"{what}; no such file in the folder of {options.file} or in the working folder",
                         _sidecar_hint(value.strip(), FilePath(options.file)))  # fmt: skip
         return None
     try:
-        document = read_document(place)
+        document = read_document(file)
     except ConfigError as error:
         options.draft.problems += error.problems
         return None
@@ -86,7 +86,7 @@ def find_sidecar(value: str, config: FilePath) -> FilePath | None:
         path = FilePath(value).expanduser()
         folders = [config.parent, FilePath(), *config.absolute().parents[1:3]]
         candidates = [folder / path for folder in folders] + _shipped_examples(value, config)
-        return next((place for place in candidates if place.is_file()), None)
+        return next((file for file in candidates if file.is_file()), None)
     except (OSError, ValueError, RuntimeError):  # a NUL byte, a name too long, a home that cannot be found
         return None
 
@@ -99,7 +99,7 @@ def _shipped_examples(value: str, config: FilePath) -> list[FilePath]:
     folders = [config.absolute().parent.parent]
     spec = importlib.util.find_spec("simpletuner")
     if spec is not None and spec.submodule_search_locations:
-        folders += [FilePath(place) / "examples" for place in spec.submodule_search_locations]
+        folders += [FilePath(root) / "examples" for root in spec.submodule_search_locations]
     return [folder / rest for folder in folders]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gracetune.config.dialects.peer_file import PeerBlock
-from gracetune.config.dialects.table import Key, KeyTable, Unless, noted, read_elsewhere, refused
+from gracetune.config.dialects.table import Key, KeyTable, Unless, noted, read_elsewhere, rejected
 from gracetune.config.dialects.values import is_off
 from gracetune.config.families import FAMILIES, names_of
 
@@ -208,7 +208,7 @@ def _not_done(
     off_by: str = "",
     lora_type: str = "",
 ) -> Key:
-    return refused(name, Off((default,), of_families, switch, same_as, off_by, lora_type), why)
+    return rejected(name, Off((default,), of_families, switch, same_as, off_by, lora_type), why)
 
 
 _WEIGHTS = "a part of the model from elsewhere is not supported: one model, with an optional VAE and text encoder"

@@ -70,7 +70,7 @@ def _flavour_names(family: str) -> list[str]:
 
 def is_image_to_video(options: PeerBlock, family: str) -> bool:
     flavour = find_flavour(family, str(options.draft.get(("model", "flavour"))))
-    return flavour is not None and flavour.from_picture
+    return flavour is not None and flavour.from_image
 
 
 def _flavour(options: PeerBlock, family: str) -> None:
@@ -89,9 +89,9 @@ def _flavour(options: PeerBlock, family: str) -> None:
     options.assign(("model", "flavour"), found.name, "model_flavour")
     if expert:
         _one_expert(options, expert)
-    refused = names_of(family).simpletuner.refused_flavours.get(found.name)
-    if refused is not None and not options.is_on(refused.unless):
-        options.refuse("model_flavour", refused.why, refused.hint)
+    rejected = names_of(family).simpletuner.rejected_flavours.get(found.name)
+    if rejected is not None and not options.is_on(rejected.unless):
+        options.reject("model_flavour", rejected.why, rejected.hint)
 
 
 def _one_expert(options: PeerBlock, expert: str) -> None:
@@ -103,7 +103,7 @@ def _one_expert(options: PeerBlock, expert: str) -> None:
     )
 
 
-def stage_shift(options: PeerBlock, family: str) -> float | None:
+def expert_shift(options: PeerBlock, family: str) -> float | None:
     """For a single expert SimpleTuner sets the flow shift itself, whatever the file says."""
     shift = names_of(family).simpletuner.expert_shifts.get(options.draft.get(("model", "flavour")))
     if options.draft.get(("model", "experts")) is None or shift is None:
@@ -177,7 +177,7 @@ def _assistant(options: PeerBlock, family: str) -> None:
     for name, plain in (("assistant_lora_strength", 1), ("assistant_lora_inference_strength", 0)):
         if as_number(options.get(name)) not in (None, plain):
             why = "an assistant adapter has its full strength in training, and none in samples"
-            options.refuse(name, why, f"write {plain}, or remove it")
+            options.reject(name, why, f"write {plain}, or remove it")
     if is_off(options.get("assistant_lora_path"), None):
         options.default(("model", "assistant_adapter"), default, "assistant_lora_path")
     else:
@@ -202,7 +202,7 @@ _PLAIN = ("bf16", "fp16", "fp32")
 def _precision(options: PeerBlock, family: str) -> None:
     mixed = choice(_MIXED)(options.get("mixed_precision"))
     if mixed == "fp8":
-        options.refuse("mixed_precision", "training arithmetic is bf16, fp16 or fp32", 'write "bf16"')
+        options.reject("mixed_precision", "training arithmetic is bf16, fp16 or fp32", 'write "bf16"')
     else:
         options.put("mixed_precision", ("training", "mixed_precision"), choice(_MIXED))
     given = options.take("base_model_precision")

@@ -14,7 +14,7 @@ from gracetune.config.spelling import misspelt
 
 
 @dataclass(frozen=True)
-class Match:
+class OptimizerMatch:
     """One of our optimizers with a SimpleTuner optimizer's own defaults."""
 
     name: str
@@ -30,30 +30,30 @@ class Match:
 _MASTER = "weights are kept in fp32 beside the bf16 ones, where SimpleTuner corrects for bf16's rounding"
 _EXACT_STATE = "its state is kept in full precision"
 _PAGED = "its state is placed by gracetune's memory plan instead of paged"
-_LION = Match("lion", (0.9, 0.99), None, 0.0)
+_LION = OptimizerMatch("lion", (0.9, 0.99), None, 0.0)
 
-MATCHES: dict[str, Match] = {
-    "adamw_bf16": Match("adamw", nearly=_MASTER),
-    "torch-adamw": Match("adamw", eps=1e-8),
-    "optimi-adamw": Match("adamw", (0.9, 0.99), weight_decay=0.0, nearly=_MASTER),
-    "bnb-adamw": Match("adamw"),
-    "bnb-adamw-paged": Match("adamw", nearly=_PAGED),
-    "bnb-adamw8bit": Match("adamw_8bit"),
-    "bnb-adamw8bit-paged": Match("adamw_8bit", nearly=_PAGED),
-    "ao-adamw8bit": Match("adamw_8bit", nearly="bitsandbytes quantises its state instead of torchao"),
-    "adamw8bit": Match("adamw_8bit"),
-    "torch-adam": Match("adamw", eps=1e-8, weight_decay=0.0, adam=True),
-    "optimi-adam": Match("adamw", (0.9, 0.99), weight_decay=0.0, nearly=_MASTER, adam=True),
-    "bnb-adam": Match("adamw", eps=1e-8, weight_decay=0.0, adam=True),
-    "bnb-adam8bit": Match("adamw_8bit", eps=1e-8, weight_decay=0.0, adam=True),
-    "torch-adafactor": Match("torch_adafactor", None, None, 0.0),
-    "adafactor": Match("adafactor", None, None, None),
-    "optimi-lion": Match("lion", (0.9, 0.99), None, 0.0, nearly=_MASTER),
+MATCHES: dict[str, OptimizerMatch] = {
+    "adamw_bf16": OptimizerMatch("adamw", nearly=_MASTER),
+    "torch-adamw": OptimizerMatch("adamw", eps=1e-8),
+    "optimi-adamw": OptimizerMatch("adamw", (0.9, 0.99), weight_decay=0.0, nearly=_MASTER),
+    "bnb-adamw": OptimizerMatch("adamw"),
+    "bnb-adamw-paged": OptimizerMatch("adamw", nearly=_PAGED),
+    "bnb-adamw8bit": OptimizerMatch("adamw_8bit"),
+    "bnb-adamw8bit-paged": OptimizerMatch("adamw_8bit", nearly=_PAGED),
+    "ao-adamw8bit": OptimizerMatch("adamw_8bit", nearly="bitsandbytes quantises its state instead of torchao"),
+    "adamw8bit": OptimizerMatch("adamw_8bit"),
+    "torch-adam": OptimizerMatch("adamw", eps=1e-8, weight_decay=0.0, adam=True),
+    "optimi-adam": OptimizerMatch("adamw", (0.9, 0.99), weight_decay=0.0, nearly=_MASTER, adam=True),
+    "bnb-adam": OptimizerMatch("adamw", eps=1e-8, weight_decay=0.0, adam=True),
+    "bnb-adam8bit": OptimizerMatch("adamw_8bit", eps=1e-8, weight_decay=0.0, adam=True),
+    "torch-adafactor": OptimizerMatch("torch_adafactor", None, None, 0.0),
+    "adafactor": OptimizerMatch("adafactor", None, None, None),
+    "optimi-lion": OptimizerMatch("lion", (0.9, 0.99), None, 0.0, nearly=_MASTER),
     "bnb-lion": _LION,
-    "bnb-lion-paged": Match("lion", (0.9, 0.99), None, 0.0, nearly=_PAGED),
-    "bnb-lion8bit": Match("lion", (0.9, 0.99), None, 0.0, nearly=_EXACT_STATE),
-    "bnb-lion8bit-paged": Match("lion", (0.9, 0.99), None, 0.0, nearly=_EXACT_STATE),
-    "prodigy": Match("prodigy_plus_schedule_free", (0.9, 0.99), 1e-8, 0.0),
+    "bnb-lion-paged": OptimizerMatch("lion", (0.9, 0.99), None, 0.0, nearly=_PAGED),
+    "bnb-lion8bit": OptimizerMatch("lion", (0.9, 0.99), None, 0.0, nearly=_EXACT_STATE),
+    "bnb-lion8bit-paged": OptimizerMatch("lion", (0.9, 0.99), None, 0.0, nearly=_EXACT_STATE),
+    "prodigy": OptimizerMatch("prodigy_plus_schedule_free", (0.9, 0.99), 1e-8, 0.0),
 }
 
 OTHERS = names("""
@@ -106,7 +106,7 @@ def _optimizer(options: PeerBlock, family: str) -> None:
     if name == "prodigy" and as_number(options.get("prodigy_steps")) != 0:
         options.put("prodigy_steps", ("optimizer", "options", "prodigy_steps"), as_number)
     if match.adam and settings.get("weight_decay") not in (None, 0, 0.0):
-        options.refuse("optimizer_config", "no weight_decay: Adam adds it to the gradient, AdamW does not",
+        options.reject("optimizer_config", "no weight_decay: Adam adds it to the gradient, AdamW does not",
                        'choose "adamw_bf16", or remove weight_decay')  # fmt: skip
     _defaults(options, match)
     if match.nearly:
@@ -119,13 +119,13 @@ def _unmatched(options: PeerBlock, name: Any) -> None:
         _settings(options)
         _betas(options)
     elif isinstance(name, str) and name in OTHERS:
-        options.refuse("optimizer", f"an optimizer we have: {', '.join(MATCHES)}", 'write "adamw_bf16"')
+        options.reject("optimizer", f"an optimizer we have: {', '.join(MATCHES)}", 'write "adamw_bf16"')
     else:
         hint = misspelt(name, [*MATCHES, *OPTIMIZER_NAMES, *OTHERS], 'write "adamw_bf16"')
         options.problem("optimizer", f"one of {', '.join(MATCHES)}", hint)
 
 
-def _defaults(options: PeerBlock, match: Match) -> None:
+def _defaults(options: PeerBlock, match: OptimizerMatch) -> None:
     if match.betas is not None:
         options.default(("optimizer", "betas"), list(match.betas), "optimizer")
     if match.eps is not None:
@@ -162,8 +162,8 @@ def _settings(options: PeerBlock) -> dict[str, Any]:
         if name not in _PERFORMANCE:
             own = ("weight_decay", "eps", "betas", "lr")
             path = ("optimizer", name) if name in own else ("optimizer", "options", name)
-            where = options.origin("optimizer_config")
-            options.draft.put(path, item, replace(where, key=f"{where.key}.{name}"))
+            location = options.origin("optimizer_config")
+            options.draft.put(path, item, replace(location, key=f"{location.key}.{name}"))
     return settings
 
 

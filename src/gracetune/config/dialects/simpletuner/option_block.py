@@ -23,14 +23,14 @@ MAY_BE_EMPTY = ("resume_from_checkpoint", "validation_negative_prompt", "validat
 """Where empty text says something; everywhere else it is as good as absent."""
 
 
-def collect(document: Document, draft: Draft, environment: Environment, known: Collection[str]) -> PeerBlock:
+def collect(document: Document, draft: Draft, environment: Environment, supported: Collection[str]) -> PeerBlock:
     """What a config says, by canonical name. `null` is as good as absent."""
     placeholders = Placeholders(environment, {})
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
-    for name, key, value in _pairs(document, draft, environment, known):
-        if name not in known:
-            draft.problem(key, value, "an option SimpleTuner knows", misspelt(name, known, f"remove `{key}`"))
+    for name, key, value in _pairs(document, draft, environment, supported):
+        if name not in supported:
+            draft.problem(key, value, "an option SimpleTuner knows", misspelt(name, supported, f"remove `{key}`"))
             continue
         canonical = ALIASES.get(name, name)
         if value is None or (value == "" and canonical not in MAY_BE_EMPTY):
@@ -44,9 +44,9 @@ def collect(document: Document, draft: Draft, environment: Environment, known: C
     return PeerBlock(PeerFile(PEER, draft, format=document.format, unused=lists), values, written=written)
 
 
-def _pairs(document: Document, draft: Draft, environment: Environment, known: Collection[str]) -> Pairs:
+def _pairs(document: Document, draft: Draft, environment: Environment, supported: Collection[str]) -> Pairs:
     if document.format == "env":
-        return _from_env_file(document, draft, environment, known)
+        return _from_env_file(document, draft, environment, supported)
     data = unwrapped(document.data)
     if not isinstance(data, Mapping):
         raise ConfigError([Problem("(file)", "a list of datasets" if isinstance(data, list) else "no mapping",
@@ -67,7 +67,7 @@ def unwrapped(data: Any) -> Any:
     return data
 
 
-def _from_env_file(document: Document, draft: Draft, environment: Environment, known: Collection[str]) -> Pairs:
+def _from_env_file(document: Document, draft: Draft, environment: Environment, supported: Collection[str]) -> Pairs:
     variables = parse_env(document.text, document.name, environment.get)
     taken = _memory_options(variables, draft, document.name)
     pairs: Pairs = []
@@ -82,15 +82,15 @@ def _from_env_file(document: Document, draft: Draft, environment: Environment, k
         elif variable.startswith(FOREIGN_VARIABLES):
             left_alone.append(variable)
         else:
-            hint = _env_hint(variable, text, known)
+            hint = _env_hint(variable, text, supported)
             draft.problem(variable, text, "a setting SimpleTuner reads from an env file", hint)
     if left_alone:
         draft.note(f"not settings of the run, left to your shell: {', '.join(left_alone)}")
     return pairs
 
 
-def _env_hint(variable: str, text: str, known: Collection[str]) -> str:
-    if variable.lower() in known:
+def _env_hint(variable: str, text: str, supported: Collection[str]) -> str:
+    if variable.lower() in supported:
         return f'write {EXTRA_ARGUMENTS}="--{variable.lower()}={text}"'
     near = nearest(variable.lower(), [name.lower() for name in ENV_NAMES])
     return f"write {near.upper()}={text}" if near else f"remove {variable}"

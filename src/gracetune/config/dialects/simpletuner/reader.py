@@ -60,10 +60,10 @@ def _are_entries(value: Any) -> bool:
 
 
 def read(document: Document, draft: Draft, environment: Environment) -> None:
-    options = collect(document, draft, environment, KNOWN)
+    options = collect(document, draft, environment, SUPPORTED)
     family = read_family(options)
     if family is None or lacks_flavour(options, family):
-        _nothing_more_to_say(draft)
+        _finish_report(draft)
         return
     for table in (IDENTITY, MODEL, ADAPTER, TRAINING, OPTIMIZER, VALIDATION):
         apply(options, table, family)
@@ -77,7 +77,7 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
     options.reading.note_unused()
 
 
-def _nothing_more_to_say(draft: Draft) -> None:
+def _finish_report(draft: Draft) -> None:
     """A model we do not train is one problem, not fifty: everything else is taken for granted."""
     family = FAMILIES[0]
     dataset = {"id": "unread", "path": "unread", "dataset_type": flavours(family)[0].makes}
@@ -123,12 +123,12 @@ def _list_unused(options: PeerBlock, family: str, count: int) -> None:
             options.list_unused(key.note, key.name)
     if not family:
         return
-    refused = {problem.key for problem in options.draft.unsupported}
-    heard = options.used | set(INHERITED) | (set() if count else {*PASSED_ON})
+    rejected = {problem.key for problem in options.draft.unsupported}
+    used_keys = options.used | set(INHERITED) | (set() if count else {*PASSED_ON})
     own = {*OURS, *gh200.GUIDES, "datasets", "data_backend"}
-    idle = [key.name for key in active if key.note == WITHOUT_EFFECT and options.key(_switch(key)) not in refused]
-    idle += [key.name for key in active if key.effect is Effect.REFUSED and _is_inert(options, key)]
-    idle += [key.name for key in active if key.effect is Effect.ACTS and key.name not in heard | own]
+    idle = [key.name for key in active if key.note == WITHOUT_EFFECT and options.key(_switch(key)) not in rejected]
+    idle += [key.name for key in active if key.effect is Effect.REJECTED and _is_inert(options, key)]
+    idle += [key.name for key in active if key.effect is Effect.ACTS and key.name not in used_keys | own]
     options.list_unused(WITHOUT_EFFECT, *idle)
 
 
@@ -152,8 +152,8 @@ OPTIONS: KeyTable[Any] = KeyTable(
     expected="an option SimpleTuner knows",
 )
 """Every option at the top of a config."""
-KNOWN = frozenset({*OPTIONS, *ALIASES})
-_MARKS = frozenset(name for name in KNOWN if "_" in name) - {"output_dir"} | set(ENV_NAMES)
+SUPPORTED = frozenset({*OPTIONS, *ALIASES})
+_MARKS = frozenset(name for name in SUPPORTED if "_" in name) - {"output_dir"} | set(ENV_NAMES)
 """Names that only SimpleTuner gives its options; plain words such as `seed` say nothing about whose file it is."""
 
 TABLES: Mapping[str, KeyTable[Any]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line
-from gracetune.config.dialects.simpletuner.model import stage_shift
+from gracetune.config.dialects.simpletuner.model import expert_shift
 from gracetune.config.dialects.simpletuner.optimizer import is_prodigy
 from gracetune.config.dialects.table import Key, KeyRule, KeyTable, apply, check, read_elsewhere
 from gracetune.config.dialects.values import (
@@ -100,14 +100,14 @@ def _attention(options: PeerBlock, family: str) -> None:
         options.put("attention_mechanism", path, lambda given: _ATTENTION[name] if name else given)
         return
     if name.startswith("sageattention") and options.take("sageattention_usage") not in (None, "inference"):
-        options.refuse("sageattention_usage", "quantised attention is not used for training",
+        options.reject("sageattention_usage", "quantised attention is not used for training",
                        f"remove it, or choose another {options.key('attention_mechanism')}")  # fmt: skip
     elif name in _SAME_MATHS or name.startswith("sageattention"):
         options.assign(path, "auto", "attention_mechanism")
         options.note(f"{options.key('attention_mechanism')}: {value} is not used here; training takes the fastest "
                      "exact attention of this machine")  # fmt: skip
     elif name == "sla" or name.startswith("metal-"):
-        options.refuse("attention_mechanism", "approximate attention is not implemented", 'write "diffusers"')
+        options.reject("attention_mechanism", "approximate attention is not implemented", 'write "diffusers"')
     else:
         options.put("attention_mechanism", path)
 
@@ -211,7 +211,7 @@ def _noise(options: PeerBlock, family: str) -> None:
     if isinstance(prediction, str) and prediction in _PREDICTIONS:
         options.put("prediction_type", ("objective", "prediction"), choice(_PREDICTIONS))
     else:
-        options.refuse("prediction_type", f"one of {', '.join(_PREDICTIONS)}")
+        options.reject("prediction_type", f"one of {', '.join(_PREDICTIONS)}")
 
 
 def is_flow(options: PeerBlock, family: str) -> bool:
@@ -252,7 +252,7 @@ def _guidance(options: PeerBlock, family: str) -> None:
 
 def _shift(options: PeerBlock, family: str) -> None:
     path = ("objective", "flow_shift")
-    forced = stage_shift(options, family)
+    forced = expert_shift(options, family)
     if forced is not None:
         options.assign(path, forced, "model_flavour")
     elif options.switch("flow_schedule_auto_shift"):
@@ -318,7 +318,7 @@ def _token_routing(options: PeerBlock, family: str) -> None:
         return
     if family and not names_of(family).routed_blocks:
         able = ", ".join(name for name in FAMILIES if names_of(name).routed_blocks)
-        options.refuse("tread_config", f"token routing is for {able}: tokens of {family} cannot skip blocks")
+        options.reject("tread_config", f"token routing is for {able}: tokens of {family} cannot skip blocks")
         return
     if not isinstance(value, Mapping):
         options.problem("tread_config", 'a mapping with "routes"', f"write {_TREAD}")

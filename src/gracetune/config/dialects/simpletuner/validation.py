@@ -110,11 +110,11 @@ def _size(text: str) -> tuple[int, int] | None:
     return int(pixels), int(pixels)
 
 
-Wanted = list[tuple[dict[str, Any], Origin]]
+PromptEntries = list[tuple[dict[str, Any], Origin]]
 
 
-def _wanted(options: PeerBlock) -> Wanted:
-    wanted: Wanted = []
+def _wanted(options: PeerBlock) -> PromptEntries:
+    wanted: PromptEntries = []
     if "user_prompt_library" in options:
         wanted += _library(options)
     prompt = as_text(options.get("validation_prompt"))
@@ -137,7 +137,7 @@ INPUT: KeyTable[None] = KeyTable(*read_elsewhere("path prompt"), expected="path 
 """One entry of `validation_input`."""
 
 
-def _library(options: PeerBlock) -> Wanted:
+def _library(options: PeerBlock) -> PromptEntries:
     document = read_sidecar(options, "user_prompt_library", "a JSON file of prompts")
     if document is None:
         return []
@@ -147,21 +147,21 @@ def _library(options: PeerBlock) -> Wanted:
             "(file)", data, "a mapping of names to prompts", 'write {"portrait": "a photo of …"}', name
         )
         return []
-    wanted: Wanted = []
+    wanted: PromptEntries = []
     for key, entry in data.items():
         origin = Origin("file", str(key), name)
         if isinstance(entry, str):
             wanted.append(({"prompt": entry}, origin))
         elif isinstance(entry, Mapping) and any(text in entry for text in _TEXT_KEYS):
-            place = replace(options.without_nulls({}, str(key)), elsewhere=name)
-            wanted.append((_entry(entry, place), origin))
+            entry_block = replace(options.without_nulls({}, str(key)), elsewhere=name)
+            wanted.append((_entry(entry, entry_block), origin))
         else:
             options.draft.problem(str(key), entry, "a prompt, or a mapping with `prompt`", 'write "a photo of …"', name)
     return wanted
 
 
-def _entry(entry: Mapping[Any, Any], place: PeerBlock) -> dict[str, Any]:
-    block = replace(place, values={str(field): value for field, value in entry.items()})
+def _entry(entry: Mapping[Any, Any], entry_block: PeerBlock) -> dict[str, Any]:
+    block = replace(entry_block, values={str(field): value for field, value in entry.items()})
     for field, value in block.values.items():
         if field not in PROMPT:
             report_unknown(block, field, PROMPT)
@@ -173,7 +173,7 @@ def _entry(entry: Mapping[Any, Any], place: PeerBlock) -> dict[str, Any]:
     return found
 
 
-def _inputs(options: PeerBlock) -> Wanted:
+def _inputs(options: PeerBlock) -> PromptEntries:
     """Pictures to start from, each with its prompt."""
     entries = from_json(options.take("validation_input"))
     if entries is None:
@@ -182,7 +182,7 @@ def _inputs(options: PeerBlock) -> Wanted:
         options.problem("validation_input", "a list of mappings with `path` and `prompt`",
                         'write [{"path": "start.png", "prompt": "…"}]')  # fmt: skip
         return []
-    wanted: Wanted = []
+    wanted: PromptEntries = []
     for index, entry in enumerate(entries):
         key = f"{options.key('validation_input')}[{index}]"
         for field in entry:

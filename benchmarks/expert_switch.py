@@ -118,7 +118,7 @@ def timed(
         print(f"  {line}", flush=True)
     choices = decided.choices
     clock = CudaClock() if device.type == "cuda" else None
-    host = ExpertHost(make_parking, "for this measurement", room=lambda *, both, away: 0, clock=clock)
+    host = ExpertHost(make_parking, "for this measurement", room=lambda *, on_device, elsewhere: 0, clock=clock)
     with ExitStack() as stack:
         trained_model = load_trained_model(config, model.spec, model.source, model.facts, runtime, choices, host)
         ready = random_data(job, config, model, pinned=device.type == "cuda")

@@ -146,7 +146,7 @@ def events_of(config: RunConfig) -> list[Event]:
 def ramp_wrong(config: RunConfig, events: list[Event]) -> list[str]:
     """Every window as long as the ramp says, whatever happened between them."""
     done = [event for event in events if isinstance(event, StepDone)]
-    planned = ramp_of(config.training, 1).windows()
+    planned = ramp_of(config.training, 1).step_batches()
     wrong = []
     for event, step in zip(done, planned, strict=False):
         found = (event.micro_batch, event.accumulation)

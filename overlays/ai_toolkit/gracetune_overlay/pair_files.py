@@ -60,13 +60,13 @@ def parted(
     """By expert. Keys that tell none belong to the only one that is trained."""
     reading = FORMATS["comfyui"].read(tensors, metadata, FAMILY).checked()
     states: dict[ExpertStage, AdapterState] = {}
-    for message, state in reading.states.items():
-        if not message and len(trained) > 1:
+    for expert, state in reading.states.items():
+        if not expert and len(trained) > 1:
             found = f"{len(state.layers)} layers that tell no expert, such as {next(iter(state.layers))}"
             hint = "train one expert at a time (model_kwargs: train_low_noise: false), and tell us about this version"
             raise ConfigError([Problem("adapter", found, "layers of transformer_1 or transformer_2", hint)])
-        stage = message or trained[0]
-        states[stage] = replace(state, stage=stage)
+        owner = expert or trained[0]
+        states[owner] = replace(state, expert=owner)
     return states
 
 

@@ -231,9 +231,9 @@ class Loader:
         """Compute the result of a call at `cursor`. None if no dataset is active at the start of an epoch."""
         if self._epochs is not None and cursor.epoch >= self._epochs:
             return _Forecast(request, Exhausted(self._epochs, cursor.consumed), cursor)
-        batch = self._order.next_batch(cursor, request[0], step, self._world_size)
-        if batch is not None:
-            batch, after = batch
+        following = self._order.next_batch(cursor, request[0], step, self._world_size)
+        if following is not None:
+            batch, after = following
             return _Forecast(request, self._share(batch, cursor.epoch), after)
         if not cursor.batches:
             return None

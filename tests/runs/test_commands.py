@@ -97,7 +97,7 @@ def test_a_dry_run_trains_nothing_and_tells_hours_and_cost(
     assert "adapter.full_rank: no effect, because adapter.kind is lora" in heard
     assert "memory.enable_uvm_hints: not available" in heard or torch.cuda.is_available()
     assert "residency hints: off, this run has no GPU" in heard or torch.cuda.is_available()
-    assert "latents-0: 0 entries, 0 B, in disk (as asked" in heard, "who asks for hints hears of every cache"
+    assert "latents-0: 0 entries, 0 B, in disk (as configured" in heard, "with hints set, every cache is named"
 
 
 def test_mistakes_are_told_without_a_traceback(

@@ -150,10 +150,10 @@ def published(folder: Path, keys: dict[str, Any], files: dict[str, Any]) -> set[
 
 
 def test_published_configs_hear_of_nothing_they_do_not_set(tmp_path: Path) -> None:
-    """SimpleTuner's examples set one beside `use_ema: false`, ai-toolkit's set ranks for convolutions on transformers;
-    what readers fill in is not mentioned."""
+    """SimpleTuner's examples set an interval beside `use_ema: false`, and edges for models without references. Those of
+    ai-toolkit set ranks for convolutions on transformers. Values that a reader fills in are not mentioned."""
     found = [published(tmp_path, peer["keys"], peer.get("files", {})) for peer in (*PUBLISHED, *PEERS)]
-    assert set().union(*found) == {"ema_update_interval", "conv", "conv_alpha"}
+    assert set().union(*found) == {"ema_update_interval", "conditioning", "conv", "conv_alpha"}
 
 
 _VALUES = st.sampled_from([row[0] for row in REQUESTED])

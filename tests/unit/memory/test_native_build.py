@@ -46,6 +46,8 @@ def checkout(tmp_path):
         shutil.copy(ROOT / "src/gracetune/memory" / name, copy / "src/gracetune/memory")
     shutil.copytree(ROOT / "src" / NATIVE, copy / "src" / NATIVE, ignore=shutil.ignore_patterns("_uvm*", "__pycache__"))
     (copy / "README.md").write_text("for the build only\n")
+    (copy / "examples").mkdir()
+    (copy / "examples/index.json").write_text("{}\n")
     return copy
 
 

@@ -115,7 +115,7 @@ def test_single_files_and_revisions(hub: HubServer) -> None:
     hub.model(NAME, {"x/tuned.safetensors": b"M" * 300, **FILES}, revisions={"v1": {"old.safetensors": b"O" * 300}})
     assert fetcher()("model.path", NAME, None, None, "x/tuned.safetensors").read_bytes() == b"M" * 300
     assert fetcher()("model.path", NAME, "v1", None, "old.safetensors").read_bytes() == b"O" * 300
-    assert "v9 of owner/tiny" in rejection(revision="v9")
+    assert "v9, which owner/tiny does not have" in rejection(revision="v9")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ test-gpu-long: environment ## the long ones: every adapter's form, compiled
 
 # Where .venv borrows the machine's packages, one of these tools may be on the machine's PATH instead of in .venv/bin.
 in_venv := PATH="$(CURDIR)/.venv/bin:$$PATH"
-lint: environment ## ruff, mypy --strict (all but the CPU tests), import layers, reachable symbols, shellcheck
+lint: environment ## ruff, mypy --strict (all but the CPU tests), import layers, reachable symbols, words, shellcheck
 	$(in_venv) ruff check .
 	$(in_venv) ruff format --check .
 	$(in_venv) mypy --strict src overlays/simpletuner/src
@@ -53,6 +53,7 @@ lint: environment ## ruff, mypy --strict (all but the CPU tests), import layers,
 	$(in_venv) MYPYPATH=tests/unit/overlays/ai_toolkit/standin mypy --strict overlays/ai_toolkit/gracetune_overlay
 	$(in_venv) lint-imports
 	.venv/bin/python scripts/check_reachable.py
+	.venv/bin/python scripts/check_words.py
 	$(in_venv) shellcheck scripts/*.sh .ci/run
 
 clean: ## remove .venv and everything else these targets create

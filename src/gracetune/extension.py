@@ -13,6 +13,7 @@ import from here without importing torch.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -413,8 +414,26 @@ _HOMES: Final[Mapping[str, str]] = {
 }
 """Name -> module and attribute that define it. The imports above repeat it for type checkers; a test compares both."""
 
+_FORMER: Final[Mapping[str, str]] = {
+    "Augmentation": "AppliedAugmentation",
+    "CachePlace": "CacheResources",
+    "CutTexts": "TruncatedTexts",
+    "PictureCodec": "ImageCodec",
+    "PictureLatents": "ImageLatents",
+    "Placement": "PartPlacement",
+    "RampWindow": "StepBatch",
+    "RefusedFlavour": "RejectedFlavour",
+    "Stage": "ExpertStage",
+    "refuse_references": "reject_references",
+}
+"""Old name -> new name. The old names work for one release."""
+
 
 def __getattr__(name: str) -> Any:
+    if name in _FORMER:
+        message = f"gracetune.extension.{name} is now called {_FORMER[name]}; the old name works in this release only"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return __getattr__(_FORMER[name])
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, original = _HOMES[name].partition(":")

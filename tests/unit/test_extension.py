@@ -73,3 +73,10 @@ def test_what_configs_are_checked_with_brings_no_torch() -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", sorted(extension._FORMER))
+def test_a_former_name_still_works_and_warns(name: str) -> None:
+    new = extension._FORMER[name]
+    with pytest.warns(DeprecationWarning, match=rf"extension\.{name} is now called {new}"):
+        assert getattr(extension, name) is getattr(extension, new)

@@ -49,7 +49,7 @@ class Fp8Linear(EightBitLinear):
         values, scales = by_rows(weight.detach())
         self.register_buffer("fp8_values", values)
         self.register_buffer("fp8_scales", scales.t().contiguous())
-        self.register_buffer("fp8_turned", values.t().contiguous() if layouts == "both" else None)
+        self.register_buffer("fp8_transposed", values.t().contiguous() if layouts == "both" else None)
         self.register_buffer("fp8_ones", torch.ones(1, self.in_features, device=weight.device))
 
     def plain_weight(self) -> Tensor:

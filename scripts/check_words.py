@@ -100,9 +100,9 @@ def check_name(name: str, glossary: Glossary) -> tuple[str, str] | None:
         if bare == banned or ("_" in banned and banned in bare):
             return banned, say
     for word in WORD.findall(name):
-        say = glossary.words.get(word.lower())
-        if say is not None:
-            return word.lower(), say
+        expected = glossary.words.get(word.lower())
+        if expected is not None:
+            return word.lower(), expected
     return None
 
 

@@ -143,7 +143,7 @@ def test_a_batch_without_finite_gradients_is_named_and_the_state_before_it_saved
     requested = {**sections, "training": {"max_steps": 6, **sections.get("training", {})}}
     config = config_for("flux", tiny_model, tmp_path, datasets=[good, bad], **requested)
     if late:
-        monkeypatch.setattr(_Norm, "is_there", False)
+        monkeypatch.setattr(_Norm, "is_ready", False)
     result = run(config)
     assert result.stop is not None
     assert (result.stop.kind, result.step) == ("failed", 2)

@@ -59,7 +59,7 @@ def test_no_number_is_read_in_a_window(
             return original(job)
 
     monkeypatch.setattr(gracetune.train.loop, "run_step", watched)
-    monkeypatch.setattr(_Norm, "is_there", False)  # as from a GPU: the norm has not arrived
+    monkeypatch.setattr(_Norm, "is_ready", False)  # as from a GPU: the norm has not arrived
     training = {
         "max_steps": 4, "gradient_accumulation_steps": 2, "batch_size": 2,
         "ema": {"enabled": True}, "mixed_precision": "fp16" if family == "flux" else "fp32",

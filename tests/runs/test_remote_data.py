@@ -223,7 +223,7 @@ BAD_DATA: dict[str, tuple[dict[str, bytes] | None, dict[str, Any], list[str]]] =
     ),
     "an image column that is missing": (
         TABLE, {"local_copy": {"media_column": "picture"}},
-        ["no column `image` in train.parquet", "--set 'datasets[pets].local_copy.media_column=image'"],
+        ["no column `picture` in train.parquet", "--set 'datasets[pets].local_copy.media_column=image'"],
     ),
     "a split that is missing": (
         TABLE, {"local_copy": {"split": "validation"}},

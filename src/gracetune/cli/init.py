@@ -21,9 +21,9 @@ from gracetune.config import load
 from gracetune.config.path_status import inspect_path
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
-from gracetune.proposal.contents import Contents, look_at
+from gracetune.proposal.contents import FolderContents, look_at
 from gracetune.proposal.models import ChosenModel, model_named
-from gracetune.proposal.presets import Preset, preset_named, presets_for
+from gracetune.proposal.presets import TrainingPreset, preset_named, presets_for
 from gracetune.proposal.proposal import (
     Answers,
     Proposal,
@@ -59,7 +59,7 @@ class Written:
     """A config that was written, and how it was chosen."""
 
     path: Path
-    contents: Contents
+    contents: FolderContents
     answers: Answers
     proposal: Proposal
 
@@ -155,7 +155,7 @@ class _Asking:
     request: InitRequest
     on_terminal: bool
 
-    def answers(self, name: str, contents: Contents, machine: Machine) -> Answers:
+    def answers(self, name: str, contents: FolderContents, machine: Machine) -> Answers:
         request = self.request
         self._reject_silence(contents)
         preset = self._preset(contents)
@@ -174,7 +174,7 @@ class _Asking:
         steps = request.steps or self._steps(preset.steps.of(len(contents.files)))
         return replace(answers, trigger=None if trigger.strip() in ("", "-") else trigger.strip(), steps=steps)
 
-    def _reject_silence(self, contents: Contents) -> None:
+    def _reject_silence(self, contents: FolderContents) -> None:
         """Where nobody can be asked, flags have to say everything."""
         request = self.request
         if request.yes or self.on_terminal:
@@ -189,27 +189,27 @@ class _Asking:
                 [Problem(", ".join(missing), "nothing, and no terminal to ask on", "all of them, or --yes", hint)]
             )
 
-    def _preset(self, contents: Contents) -> Preset:
+    def _preset(self, contents: FolderContents) -> TrainingPreset:
         if self.request.preset is not None:
             return preset_named(self.request.preset)
         choices = presets_for(contents.media)
         if len(choices) == 1:
             return choices[0]
         for one in choices:
-            self._tell(f"  {one.name:<10} {one.title}")
-        return self._asked("What do they show?", default_preset(contents).name, preset_named)
+            self._print(f"  {one.name:<10} {one.title}")
+        return self._answer("What do they show?", default_preset(contents).name, preset_named)
 
-    def _model(self, contents: Contents, preset: Preset, machine: Machine) -> ChosenModel:
+    def _model(self, contents: FolderContents, preset: TrainingPreset, machine: Machine) -> ChosenModel:
         if self.request.model is not None:
             return _model(self.request.model)
         default = default_model(contents, preset, machine).name
-        self._tell(f"  {', '.join(preset.models)}, a model's folder, a hub id, or FAMILY:FILE")
-        return self._asked("Which model?", default, _model)
+        self._print(f"  {', '.join(preset.models)}, a model's folder, a hub id, or FAMILY:FILE")
+        return self._answer("Which model?", default, _model)
 
     def _steps(self, default: int) -> int:
-        return self._asked("Optimizer steps", str(default), _whole_number)
+        return self._answer("Optimizer steps", str(default), _whole_number)
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if not self.request.yes:
             _report(text)
 
@@ -218,7 +218,7 @@ class _Asking:
             return default
         return str(typer.prompt(question, default=default, err=True))
 
-    def _asked(self, question: str, default: str, read: Callable[[str], T]) -> T:
+    def _answer(self, question: str, default: str, read: Callable[[str], T]) -> T:
         """Asks again while the answer cannot be used."""
         while True:
             try:

@@ -33,7 +33,7 @@ _MOST_UNPAIRED = 0.1
 
 
 @dataclass(frozen=True)
-class Contents:
+class FolderContents:
     """One folder."""
 
     folder: Path
@@ -69,7 +69,7 @@ class Contents:
         return f"{count} {noun}{'s' * (count != 1)}, {captions}"
 
 
-def look_at(folder: Path, on_scanned: Callable[[int, int], None] = lambda done, total: None) -> Contents:
+def look_at(folder: Path, on_scanned: Callable[[int, int], None] = lambda done, total: None) -> FolderContents:
     """ConfigError where there is nothing to train on."""
     place = inspect_path(folder)
     if place.kind != "folder":
@@ -94,7 +94,7 @@ def look_at(folder: Path, on_scanned: Callable[[int, int], None] = lambda done, 
         )
         raise ConfigError([problem])
     others = sum(kinds.values()) - kinds[kind]
-    return Contents(
+    return FolderContents(
         root, "edit" if pair else kind, trained, pair[0] if pair else None, found.files, found.unreadable,
         _captions(backend, [one.path for one in found.files]), others,
     )  # fmt: skip

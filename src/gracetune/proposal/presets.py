@@ -20,7 +20,7 @@ _FAMILIES = "families"
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepCount:
     """Optimizer steps of a run."""
 
     each: int
@@ -42,13 +42,13 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Preset:
+class TrainingPreset:
     name: str
     title: str
     media: Media
     models: tuple[str, ...]
     """`family/flavour`, the default first."""
-    steps: Steps
+    steps: StepCount
     options: Mapping[str, Mapping[str, Option]]
     """By family or `family/flavour`; those for every family are under an empty name."""
 
@@ -61,17 +61,17 @@ class Preset:
 
 
 @cache
-def presets() -> dict[str, Preset]:
+def presets() -> dict[str, TrainingPreset]:
     """By name. The first of its kind of media is the one that is proposed."""
     names = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != _FAMILIES)
     return {name: _preset(name) for name in names}
 
 
-def presets_for(media: Media) -> list[Preset]:
+def presets_for(media: Media) -> list[TrainingPreset]:
     return [preset for preset in presets().values() if preset.media == media]
 
 
-def preset_named(name: str) -> Preset:
+def preset_named(name: str) -> TrainingPreset:
     if name not in presets():
         known = ", ".join(presets())
         raise ConfigError(
@@ -86,14 +86,14 @@ def _shared() -> dict[str, dict[str, Option]]:
     return {name: _options(values, data["sources"]) for name, values in data["families"].items()}
 
 
-def _preset(name: str) -> Preset:
+def _preset(name: str) -> TrainingPreset:
     data = _read(name)
     sources, steps = data["sources"], data["steps"]
     options = {"": _options(data["values"], sources)}
     options |= {family: _options(values, sources) for family, values in data.get("families", {}).items()}
-    return Preset(
+    return TrainingPreset(
         name, data["title"], data["media"], tuple(data["models"]),
-        Steps(steps["each"], steps["least"], steps["most"], sources[steps["source"]]), options,
+        StepCount(steps["each"], steps["least"], steps["most"], sources[steps["source"]]), options,
     )  # fmt: skip
 
 

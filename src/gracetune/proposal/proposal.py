@@ -22,9 +22,9 @@ from gracetune.models.registry import geometry
 from gracetune.planning.config_demand import demand_of
 from gracetune.planning.memory_tiers import free_on_disk
 from gracetune.planning.plan import Plan, plan
-from gracetune.proposal.contents import Contents
+from gracetune.proposal.contents import FolderContents
 from gracetune.proposal.models import ChosenModel, model_named
-from gracetune.proposal.presets import Preset, presets_for
+from gracetune.proposal.presets import TrainingPreset, presets_for
 
 PROMPTS = 4
 """Captions that samples are generated from."""
@@ -46,7 +46,7 @@ class Answers:
     name: str
     """Of the run and its files."""
     model: ChosenModel
-    preset: Preset
+    preset: TrainingPreset
     trigger: str | None
     steps: int | None = None
 
@@ -61,16 +61,16 @@ class Proposal:
     plan: Plan
 
 
-def default_preset(contents: Contents) -> Preset:
+def default_preset(contents: FolderContents) -> TrainingPreset:
     return presets_for(contents.media)[0]
 
 
-def default_trigger(contents: Contents) -> str | None:
+def default_trigger(contents: FolderContents) -> str | None:
     """Images without captions need a word for what they show."""
     return None if contents.captions else slug(contents.folder.name)
 
 
-def default_model(contents: Contents, preset: Preset, machine: Machine) -> ChosenModel:
+def default_model(contents: FolderContents, preset: TrainingPreset, machine: Machine) -> ChosenModel:
     """The first of the preset's models that fits; the first of all where none does."""
     models = [model_named(name) for name in preset.models]
     for model in models:
@@ -84,7 +84,7 @@ def slug(name: str) -> str:
     return file_name("-".join(name.split())) or "my-run"
 
 
-def check_answers(contents: Contents, answers: Answers) -> None:
+def check_answers(contents: FolderContents, answers: Answers) -> None:
     """ConfigError where they do not suit the folder, with all that is wrong."""
     problems = []
     media, model, preset = contents.media, answers.model, answers.preset
@@ -114,11 +114,11 @@ def check_answers(contents: Contents, answers: Answers) -> None:
 _LEARNS_FROM = {"image": ("image",), "video": ("video", "image"), "audio": ("audio",)}
 
 
-def _words(contents: Contents) -> str:
+def _words(contents: FolderContents) -> str:
     return {"image": "images", "video": "clips", "audio": "sounds", "edit": "edit pairs"}[contents.media]
 
 
-def propose(contents: Contents, answers: Answers, machine: Machine) -> Proposal:
+def propose(contents: FolderContents, answers: Answers, machine: Machine) -> Proposal:
     """Planned for this machine: the first choice of micro-batch and base precision that fits, or the last."""
     check_answers(contents, answers)
     values, comments = _values(contents, answers, machine)
@@ -157,7 +157,7 @@ def _fitted(values: Values, machine: Machine) -> Iterator[tuple[Values, Comments
         yield halved, {("model",): "the frozen weights in int8, so that it fits"}
 
 
-def _values(contents: Contents, answers: Answers, machine: Machine) -> tuple[Values, Comments]:
+def _values(contents: FolderContents, answers: Answers, machine: Machine) -> tuple[Values, Comments]:
     model, preset = answers.model, answers.preset
     name, files = answers.name, len(contents.files)
     shape = geometry(model.family, model.flavour.name)
@@ -197,7 +197,7 @@ def _values(contents: Contents, answers: Answers, machine: Machine) -> tuple[Val
     return {key: value for key, value in values.items() if value != {}}, comments
 
 
-def _fit_to_files(dataset: Values, comments: Comments, contents: Contents, shape: Geometry) -> None:
+def _fit_to_files(dataset: Values, comments: Comments, contents: FolderContents, shape: Geometry) -> None:
     """Nothing is scaled up, and no clip is left out for being short."""
     if contents.media == "audio":
         dataset.pop("resolution", None)
@@ -219,7 +219,7 @@ def _fit_to_files(dataset: Values, comments: Comments, contents: Contents, shape
         dataset.pop("video", None)
 
 
-def _add_validation(values: Values, comments: Comments, contents: Contents, answers: Answers) -> None:
+def _add_validation(values: Values, comments: Comments, contents: FolderContents, answers: Answers) -> None:
     every = max(1, values["training"]["max_steps"] // ROUNDS)
     section: Values = {"every_steps": every, "at_start": True}
     if "held_out" in values["datasets"][0]:
@@ -237,7 +237,7 @@ def _add_validation(values: Values, comments: Comments, contents: Contents, answ
     values["checkpoints"] = values.pop("checkpoints")  # the last section
 
 
-def _prompts(contents: Contents, answers: Answers) -> list[Values]:
+def _prompts(contents: FolderContents, answers: Answers) -> list[Values]:
     if answers.model.flavour.from_image:
         return []
     if not contents.captions:
@@ -258,7 +258,7 @@ def _prompts(contents: Contents, answers: Answers) -> list[Values]:
     return prompts
 
 
-def _sample_shape(values: Values, contents: Contents, model: ChosenModel) -> Values:
+def _sample_shape(values: Values, contents: FolderContents, model: ChosenModel) -> Values:
     """That of the bucket most files are in."""
     if contents.media == "audio":
         return {}

@@ -41,7 +41,7 @@ class FirstBatch:
         return 1000 * max(0.0, self.first_seconds - self.seconds)
 
 
-class Example:
+class ReferenceBatch:
     """The first batch, and what each expert predicted for it before the first step: kept until the self-check is done.
 
     Passes with equal weights are equal passes: noise, levels and dropout repeat. What two of them differ by comes from
@@ -72,7 +72,7 @@ class Example:
         self._before.clear()
 
 
-def try_first_batch(job: TrainingJob, size: int, planned: PlannedRun) -> tuple[FirstBatch, Example]:
+def try_first_batch(job: TrainingJob, size: int, planned: PlannedRun) -> tuple[FirstBatch, ReferenceBatch]:
     """Forward and backward at the largest micro-batch. Nothing is learnt, and no position or generator moves."""
     before = job.state.loader.state_dict()
     devices = [job.device] if job.device.type == "cuda" else []
@@ -81,7 +81,7 @@ def try_first_batch(job: TrainingJob, size: int, planned: PlannedRun) -> tuple[F
     try:
         with torch.random.fork_rng(devices=devices):
             batch = _batch(job, size)
-            example = Example(batch)
+            example = ReferenceBatch(batch)
             times = {expert: _twice(job, batch, expert, example) for expert in job.trained_model.trained}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -126,7 +126,7 @@ def _batch(job: TrainingJob, size: int) -> Batch:
     return outcome
 
 
-def _twice(job: TrainingJob, batch: Batch, expert: ExpertName, example: Example) -> tuple[float, float]:
+def _twice(job: TrainingJob, batch: Batch, expert: ExpertName, example: ReferenceBatch) -> tuple[float, float]:
     """The seconds of both. What they predict is the base model's answer where the adapter has learnt nothing yet."""
     (one, first), (again, second) = _once(job, batch, expert), _once(job, batch, expert)
     example.keep(expert, one, again)

@@ -24,7 +24,7 @@ from gracetune.train.data import (
     repair_of,
     stage_data,
 )
-from gracetune.train.first_batch import Example, FirstBatch, hours_left, try_first_batch
+from gracetune.train.first_batch import FirstBatch, ReferenceBatch, hours_left, try_first_batch
 from gracetune.train.guards import check_memory, memory_alarm, memory_left, watch
 from gracetune.train.job import TrainingJob
 from gracetune.train.output import check_format, checkpoint_bytes
@@ -51,7 +51,7 @@ class LoadedRun:
     watchdog: Watchdog
     """Not started yet: of the host's memory, while steps are taken."""
     first_batch: FirstBatch
-    example: Example
+    example: ReferenceBatch
     hours: float
     """What is left of the run, by the first batch's time."""
     notes: tuple[str, ...]

@@ -7,8 +7,8 @@ adapter's values have changed, so they reach the output. Layers that still chang
 first file of each expert is read back into the trained layers: every tensor must be the trained one in the file's
 precision.
 
-The output before the first step comes from the dry batch (`first_batch.Example`), which runs anyway, twice: so it is
-known what two equal passes differ by. The check adds one forward pass of a training step for each expert, with the
+The output before the first step comes from the trial of the first batch (`first_batch.ReferenceBatch`). It runs twice
+anyway, so the difference between two equal passes is known. The check adds one forward pass of a training step for each expert, with the
 step's own graphs: nothing is compiled or captured for it, and it takes the memory of a step at most. If the effect of
 three steps is below the model's precision, one or two passes are added (`_FACTORS`). No random generator is advanced,
 and all parameters are restored bit for bit.
@@ -41,7 +41,7 @@ from gracetune.storage.safetensors_files import SafetensorError, open_tensors
 from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import SelfChecked, Warned
 from gracetune.train.control import Control
-from gracetune.train.first_batch import Example
+from gracetune.train.first_batch import ReferenceBatch
 from gracetune.train.hooks import Callback, RunStarts, StepEnds
 from gracetune.train.job import EvaluatedModel, Pauses
 from gracetune.train.output import DTYPES, MODEL_FILE, RunFolder, WrongFileError, from_format
@@ -93,7 +93,7 @@ class SelfCheck(Callback):
     """A callback. All ranks run the same passes and reach the same result: a sharded model needs them all."""
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, model: EvaluatedModel, example: Example, control: Control,
+        self, config: RunConfig, folder: RunFolder, model: EvaluatedModel, example: ReferenceBatch, control: Control,
         pauses: Pauses, telemetry: Telemetry, view: View, *, steps: int,
     ) -> None:  # fmt: skip
         """`example` is what the passes take. `steps`: of the whole run."""
@@ -116,7 +116,7 @@ class SelfCheck(Callback):
             if self._is_full:
                 expert.sums = _bit_sums(self._model.trained_model.attached[name])
             else:
-                expert.begins_as_base = not any(self._learnt(name).values())
+                expert.begins_as_base = not any(self._learned_layers(name).values())
 
     def step_ends(self, done: StepEnds) -> None:
         expert, rate = self._experts[done.expert], self._rates[done.expert]
@@ -175,8 +175,8 @@ class SelfCheck(Callback):
         self._show()
 
     def _judge_adapter(self, done: StepEnds, expert: _Expert) -> SelfChecked | None:
-        learned = self._learnt(done.expert)
-        idle = tuple(path for path, has_learnt in learned.items() if not has_learnt)
+        learned = self._learned_layers(done.expert)
+        idle = tuple(path for path, has_learned in learned.items() if not has_learned)
         if len(idle) == len(learned):
             self._stop(_nothing_learned(self._model, done, f"all {len(idle):,} layers are unchanged"))
             return None
@@ -203,7 +203,7 @@ class SelfCheck(Callback):
             step=done.step, expert=done.expert, layers=len(learned), idle=idle, change=change, amplified=factor
         )
 
-    def _learnt(self, name: ExpertName) -> dict[str, bool]:
+    def _learned_layers(self, name: ExpertName) -> dict[str, bool]:
         """By layer, whether it changes anything."""
         acting = self._model.trained_model.attached[name].acting()
         owners = [path for path, some in acting.items() for _ in some]
@@ -455,9 +455,9 @@ def _norms(tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) ->
 def _rounded(own: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
     """As the file has them: in its precision, but for magnitudes."""
     chosen = [one for name, one in own.items() if not _is_magnitude(name)]
-    there, back = [torch.empty_like(one, dtype=dtype) for one in chosen], [*map(torch.empty_like, chosen)]
-    torch._foreach_copy_(there, chosen)
-    torch._foreach_copy_(back, there)
+    saved, back = [torch.empty_like(one, dtype=dtype) for one in chosen], [*map(torch.empty_like, chosen)]
+    torch._foreach_copy_(saved, chosen)
+    torch._foreach_copy_(back, saved)
     rounded = iter(back)
     return [one if _is_magnitude(name) else next(rounded) for name, one in own.items()]
 

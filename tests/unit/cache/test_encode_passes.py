@@ -214,7 +214,7 @@ class TestBatches:
     def test_no_tiles_where_they_may_not_be(self, sdxl: Run) -> None:
         sdxl.encoders.before_encode = full_above(0)
         with pytest.raises(EncodeMemoryError, match=r"(?s)made without tiling.*model\.vae_tiling=true"):
-            built(sdxl, mode=PassOptions(may_tile=False))
+            built(sdxl, options=PassOptions(may_tile=False))
         assert contents(sdxl.folders.latents("d0")) == {}
 
     def test_and_says_which_bucket_when_nothing_helps(self, sdxl: Run) -> None:
@@ -370,7 +370,7 @@ class TestInterrupted:
     def test_stopped_by_another_thread(self, sdxl: Run) -> None:
         stop = threading.Event()
         sdxl.encoders.before_encode = lambda requested: stop.set() if isinstance(requested[0], Sample) else None
-        found = built(sdxl, mode=PassOptions(stop=stop))
+        found = built(sdxl, options=PassOptions(stop=stop))
         assert not found.latents.complete
         assert 0 < found.latents.encoded < 8
 
@@ -388,7 +388,7 @@ class TestInterrupted:
 
     def test_several_ranks_take_back_what_all_of_them_added(self, sdxl: Run) -> None:
         with sdxl.caches() as mine, sdxl.caches() as other:
-            build(sdxl.config, sdxl.index, sdxl.encoders, mine, mode=PassOptions(stop=(stop := threading.Event())),
+            build(sdxl.config, sdxl.index, sdxl.encoders, mine, options=PassOptions(stop=(stop := threading.Event())),
                   on_latents=lambda _: stop.set())  # fmt: skip
             build(sdxl.config, sdxl.index, sdxl.encoders, other)
             with pytest.raises(CacheBusyError):
@@ -443,7 +443,7 @@ def rank(run: Run, number: int, world_size: int, *, nap: float = 0.0) -> Child:
                 report(one.text if isinstance(one, Prompt) else one.ref.path)
 
         run.encoders.before_encode = send_progress
-        found = built(run, mode=PassOptions(share=Share(number, world_size)))
+        found = built(run, options=PassOptions(share=Share(number, world_size)))
         report(f"done {found.latents.encoded} {found.latents.by_others} {found.texts.encoded} {found.texts.by_others}")
 
     return Child(work)
@@ -498,7 +498,7 @@ class TestRanks:
 
         def work(number: int) -> Child:
             def do(report: Callable[[str], None]) -> None:
-                found = built(run, mode=PassOptions(share=Share(number, 2)))
+                found = built(run, options=PassOptions(share=Share(number, 2)))
                 report(str(len(found.index.datasets[0].items)))
 
             return Child(do)
@@ -521,7 +521,7 @@ def test_killed_again_and_again_no_more_than_a_flush_is_encoded_twice(sdxl: Run,
                 report(one.text if isinstance(one, Prompt) else one.ref.path)
 
         run.encoders.before_encode = send_progress
-        built(run, mode=PassOptions(flush=flush))
+        built(run, options=PassOptions(flush=flush))
         report("done")
 
     for _ in range(kills):
@@ -578,7 +578,7 @@ def captions(run: Run, folder: Path) -> None:
     stop = threading.Event()
     with Caches(replace(run.folders, base=folder, text_base=folder), writable=True) as caches:
         found = build(
-            run.config, run.index, run.encoders, caches, mode=PassOptions(stop=stop), on_text=lambda _: stop.set()
+            run.config, run.index, run.encoders, caches, options=PassOptions(stop=stop), on_text=lambda _: stop.set()
         )
     assert (found.texts.encoded, found.latents.encoded) == (1, 0)
 

@@ -279,7 +279,7 @@ import json, sys
 from pathlib import Path
 from gracetune.cache.keys import Key
 from gracetune.cache.resident import load_resident
-from gracetune.cache.residence import Where
+from gracetune.cache.residence import CacheResources
 from gracetune.cache.store import DiskStore
 from gracetune.cache.residence import Visits
 from gracetune.hostmem.sharing import LocalRanks
@@ -288,10 +288,11 @@ from gracetune.hardware import probe
 folder, rank, key = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 with DiskStore.open(Path(folder), writable=False) as disk:
     visits = {key: Visits(1.0) for key in disk.keys()}
-    where = Where(probe(), ranks=LocalRanks(rank, 2, key, patience_seconds=60))
-    with load_resident([disk], visits, name="latents", role="latent_cache", kind="memory", where=where) as store:
+    resources = CacheResources(probe(), ranks=LocalRanks(rank, 2, key, patience_seconds=60))
+    options = {"name": "latents", "role": "latent_cache", "kind": "memory"}
+    with load_resident([disk], visits, resources=resources, **options) as store:
         total = sum(float(store.look_up(name)["latents"].double().sum()) for name in visits)
-        print(json.dumps({"sum": total, "place": store.report.residence.place, "entries": store.report.entries,
+        print(json.dumps({"sum": total, "place": store.report.residence.kind, "entries": store.report.entries,
                           "hits": store.stats.hits}), flush=True)
         sys.stdin.readline()
         pss, rss, inside = 0, 0, False

@@ -69,7 +69,7 @@ def test_what_saving_edges_as_jpeg_changes_there() -> None:
     """The figure of docs/fidelity.md."""
     differences = []
     for case in CASES:
-        edges = Image.fromarray(np.location(edges_of(case), 255, 0).astype(np.uint8)).convert("RGB")
+        edges = Image.fromarray(np.where(edges_of(case), 255, 0).astype(np.uint8)).convert("RGB")
         buffer = io.BytesIO()
         edges.save(buffer, "JPEG")
         saved = np.asarray(Image.open(buffer)).astype(int)

@@ -21,7 +21,7 @@ def calls(bench, prefix="cu"):
 def test_a_slot_is_off_until_it_is_configured(bench):
     assert bench.slot().alloc(MIB) is None
     stats = bench.uvm.slot_stats(0)
-    assert (stats.rejected, stats.refused_unusable, stats.live_bytes) == (1, 1, 0)
+    assert (stats.refused, stats.refused_unusable, stats.live_bytes) == (1, 1, 0)
     assert stats.last_error is not None
     assert stats.last_error.name == "SLOT_DISABLED"
     assert calls(bench) == []
@@ -111,7 +111,7 @@ def test_a_slot_stops_exactly_at_its_cap(bench):
     slot.free(last, MIB)
     assert slot.alloc(MIB) is not None
     stats = bench.uvm.slot_stats(0)
-    assert (stats.refused_by_cap, stats.rejected, stats.live_bytes) == (2, 2, 3 * MIB)
+    assert (stats.refused_by_cap, stats.refused, stats.live_bytes) == (2, 2, 3 * MIB)
     assert stats.last_error is not None
     assert stats.last_error.name == "CAP"
 
@@ -217,7 +217,7 @@ def test_an_advice_that_fails_is_counted_and_the_memory_still_handed_out(bench, 
     pointer = bench.slot().alloc(MIB)
     assert pointer is not None
     stats = bench.uvm.slot_stats(0)
-    assert (stats.failed_advises, stats.rejected, stats.live_bytes) == (1, 0, MIB)
+    assert (stats.failed_advises, stats.refused, stats.live_bytes) == (1, 0, MIB)
     assert stats.last_error is not None
     assert (stats.last_error.code, stats.last_error.function) == (INVALID_VALUE, "cuMemAdvise_v2")
     assert len(bench.fake.journal("cuMemAdvise_v2")) == 3, "one refusal does not stop the other advice"

@@ -12,7 +12,7 @@ from gracetune.config import Environment
 from gracetune.config import load as load_config
 from gracetune.errors import ConfigError
 from gracetune.hardware import Machine
-from gracetune.proposal.contents import Contents, look_at
+from gracetune.proposal.contents import FolderContents, look_at
 from gracetune.proposal.models import model_named
 from gracetune.proposal.presets import preset_named, presets
 from gracetune.proposal.proposal import Answers, Proposal, default_model, default_preset, default_trigger, propose
@@ -39,7 +39,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     return {kind: write(tmp_path / kind, {**files}) for kind, files in kinds.items()}
 
 
-def answered(contents: Contents, model: str, preset: str | None = None, **more: Any) -> Answers:
+def answered(contents: FolderContents, model: str, preset: str | None = None, **more: Any) -> Answers:
     chosen = default_preset(contents) if preset is None else preset_named(preset)
     return Answers("cats", model_named(model), chosen, default_trigger(contents), **more)
 

@@ -362,7 +362,7 @@ class TestHub:
 
 
 def test_importing_it_imports_neither_torch_nor_pillow() -> None:
-    modules = ["hub", "progress", "schema", "report", *(f"sinks.{name}" for name in SINKS)]
+    modules = ["dispatcher", "progress", "schema", "report", *(f"sinks.{name}" for name in SINKS)]
     code = "import sys; " + "; ".join(f"import gracetune.telemetry.{name}" for name in modules)
     code += "; print([name for name in ('torch', 'PIL', 'numpy', 'gracetune.errors') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -73,7 +73,7 @@ def test_the_trainers_own_step_learns_on_them(wan: RandomModel, tmp_path: Path, 
                     tensor.dtype.itemsize == 1 for one in state.layers.values() for tensor in one.tensors.values()
                 )
         assert bool(held) == bool(stated) == (precision == "fp8")
-        assert all((layer.fp8_turned is None) == (layouts == "one") for layer in held)
+        assert all((layer.fp8_transposed is None) == (layouts == "one") for layer in held)
     assert torch.allclose(losses["fp8"], losses["bf16"], rtol=0.03)
     assert not torch.equal(losses["fp8"], losses["bf16"])
 

@@ -15,7 +15,7 @@ from gracetune.data.refs import BatchRef, Bucket, CaptionRef, SampleRef
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import ModelFacts, ModelSpec, PartPlacement
-from gracetune.train.first_batch import Example
+from gracetune.train.first_batch import ReferenceBatch
 from gracetune.train.step import TrainingGoal, TrainStep
 from gracetune.train.trained_model import TrainedModel
 
@@ -60,7 +60,7 @@ def test_the_kept_first_batch_has_memory_of_its_own_and_the_strides_that_blocks_
     batch = batch_of((0, 1, 2))
     padded = torch.randn(3, 9, 32)
     tensors = {**batch.tensors, "prompt_embeds": padded[:, :6], "shared": torch.randn(1, 4).expand(3, 4)}
-    example = Example(Batch(batch.ref, tensors))
+    example = ReferenceBatch(Batch(batch.ref, tensors))
     kept = example._batch
     assert kept is not None
     for name, one in tensors.items():

@@ -16,7 +16,7 @@ from gracetune.data.loader import EpochEnd
 from gracetune.errors import GracetuneError
 from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.train.control import Stop
-from gracetune.train.first_batch import Example
+from gracetune.train.first_batch import ReferenceBatch
 from gracetune.train.hooks import RunStarts
 from gracetune.train.loop import run_step
 from gracetune.train.output import RunFolder, save_weights
@@ -34,7 +34,7 @@ def time_self_check(trainer: Trainer, config: RunConfig) -> tuple[float, float]:
         continue
     if not isinstance(batch, Batch):
         raise GracetuneError("the data of the measurement is exhausted")
-    example = Example(batch)
+    example = ReferenceBatch(batch)
     for expert in job.trained_model.trained:  # a run has these from its dry batch
         denoiser = job.trained_model.host.activate(expert)
         example.keep(expert, *(example.ask(job.step, job.trained_model, denoiser, expert) for _ in range(2)))

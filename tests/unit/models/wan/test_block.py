@@ -108,18 +108,18 @@ def test_when_the_kernels_apply(monkeypatch: pytest.MonkeyPatch) -> None:
 def plain_norm() -> ModuleType:
     """Stands in for the kernels, which need a GPU."""
 
-    def norm_output(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         assert all(one.is_contiguous() and one.dtype == torch.float32 for one in (scale, shift))
         return x, (F.layer_norm(x.float(), x.shape[-1:], eps=eps) * scale[:, None] + shift[:, None]).type_as(x)
 
-    def plain_add_norm(
+    def add_norm(
         x: Tensor, a: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         h = (x.float() + (a if gate is None else a * gate[:, None])).type_as(x)
-        return norm_output(h, scale, shift, eps)
+        return modulated_norm(h, scale, shift, eps)
 
-    plain = ModuleType("norming")
-    vars(plain).update(norm_output=norm_output, plain_add_norm=plain_add_norm)
+    plain = ModuleType("fused_norm")
+    vars(plain).update(modulated_norm=modulated_norm, add_norm=add_norm)
     return plain
 
 

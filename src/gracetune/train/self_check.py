@@ -8,8 +8,9 @@ first file of each expert is read back into the trained layers: every tensor mus
 precision.
 
 The output before the first step comes from the trial of the first batch (`first_batch.ReferenceBatch`). It runs twice
-anyway, so the difference between two equal passes is known. The check adds one forward pass of a training step for each expert, with the
-step's own graphs: nothing is compiled or captured for it, and it takes the memory of a step at most. If the effect of
+anyway, so the difference between two equal passes is known. The check adds one forward pass of a training step for each
+expert, with the step's own graphs: nothing is compiled or captured for it, and it takes the memory of a step at most.
+If the effect of
 three steps is below the model's precision, one or two passes are added (`_FACTORS`). No random generator is advanced,
 and all parameters are restored bit for bit.
 

@@ -46,7 +46,7 @@ def test_samples_of_published_jobs_can_be_drawn(name: str, tmp_path: Path, tiny_
 def test_frames_are_rounded_as_upstream_rounds_them(tmp_path: Path) -> None:
     found = resolved(tmp_path, "train_lora_wan21_1b_24gb")
     assert found.config.validation.num_frames == 41
-    assert any("num_frames: 40 frames are drawn as 41" in note for note in found.notes)
+    assert any("num_frames: 40 frames become 41" in note for note in found.notes)
     requested = resolved(tmp_path, "train_lora_wan21_1b_24gb", "validation.num_frames=40").config
     assert requested.validation.num_frames == 40, "a flag is meant as it is said"
 
@@ -54,7 +54,7 @@ def test_frames_are_rounded_as_upstream_rounds_them(tmp_path: Path) -> None:
 def test_a_sample_without_a_image_is_left_out_where_the_model_starts_from_one(tmp_path: Path) -> None:
     none = resolved(tmp_path, "ui:wan22_14b_i2v")
     assert none.config.validation.prompts == ()
-    assert any("not drawn, because i2v-14b-2.2 starts from a picture" in note for note in none.notes)
+    assert any("not generated, because i2v-14b-2.2 needs an input image" in note for note in none.notes)
     (tmp_path / "start.png").touch()
     samples = [{"prompt": "one"}, {"prompt": "two", "ctrl_img": str(tmp_path / "start.png"), "seed": 7}]
     some = resolved(tmp_path, "ui:wan22_14b_i2v", samples=samples)

@@ -1,4 +1,4 @@
-"""Configuration: every dialect people already have, read into one typed, frozen `RunConfig`."""
+"""Reads configuration files of every supported dialect into one typed, frozen `RunConfig`."""
 
 from gracetune.config.draft import Origin
 from gracetune.config.environment import Environment

@@ -1,8 +1,8 @@
-"""The adapter algorithms a config can name. The records themselves are in `adapters/algorithms/`, one file each.
+"""The adapter algorithms that `adapter.kind` can name. Their records are in `adapters/algorithms/`, one file each.
 
-Config is below `adapters`, so it finds a record by name. Records import no torch; `config check` stays fast. Another
-package brings an algorithm by an entry point of the group `gracetune.adapters`: its name is what `adapter.kind` says,
-its value the record.
+The layer order forbids `config` to import `adapters`, so records are found by name. They do not import torch, which
+keeps `config check` fast. Another package adds an algorithm with an entry point in the group `gracetune.adapters`: the
+entry point's name is the value of `adapter.kind`, and the object it points to is the record.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gracetune.config.registry import Registry
 from gracetune.errors import ConfigError
 
 FULL_FINETUNE: Final = "full_finetune"
-"""The kind that is no adapter: the weights themselves are trained. No algorithm may be called so."""
+"""The `adapter.kind` that trains the weights themselves, without an adapter. No algorithm can have this name."""
 ALGORITHMS: Final[Registry] = Registry.find(
     "adapter algorithm",
     "gracetune.adapters",
-    {  # A later one may have the tensors of an earlier one and more: what a file holds is looked up from the end.
+    {  # Order matters: a later algorithm may have all tensors of an earlier one, so files are matched from the end.
         "lora": "gracetune.adapters.algorithms.lora:ALGORITHM",
         "dora": "gracetune.adapters.algorithms.dora:ALGORITHM",
         "lokr": "gracetune.adapters.algorithms.lokr:ALGORITHM",
@@ -36,7 +36,7 @@ ALGORITHM_NAMES: Final[tuple[str, ...]] = tuple(name for name in ALGORITHMS.name
 
 @runtime_checkable
 class AdapterAlgorithm(Protocol):
-    """The part of a record that a config reads (`adapters.algorithms.record.Algorithm` describes it)."""
+    """The attributes of a record that config reads. `adapters.algorithms.record.Algorithm` documents them."""
 
     @property
     def name(self) -> str: ...
@@ -55,7 +55,7 @@ class AdapterAlgorithm(Protocol):
 
 
 def algorithms() -> tuple[AdapterAlgorithm, ...]:
-    """Every record, in the order of the names. One that cannot be used is left out."""
+    """Return every usable record, in the order of `ALGORITHM_NAMES`."""
     found = []
     for name in ALGORITHM_NAMES:
         with suppress(ConfigError):
@@ -64,13 +64,13 @@ def algorithms() -> tuple[AdapterAlgorithm, ...]:
 
 
 def by_lycoris_name() -> dict[str, str]:
-    """LyCORIS' names of the algorithms, as in its files and in `adapter.by_module`, and ours."""
-    known = reversed(algorithms())  # where two have one name, ours counts
-    return {record.lycoris_name: record.name for record in known if record.lycoris_name is not None}
+    """Map LyCORIS' names of the algorithms, as in its files and in `adapter.by_module`, to ours."""
+    records = reversed(algorithms())  # ours come first in the list, and so win where two share a LyCORIS name
+    return {record.lycoris_name: record.name for record in records if record.lycoris_name is not None}
 
 
 def checked_record(name: str) -> AdapterAlgorithm:
-    """ConfigError where a package of others does not bring what it promises."""
+    """Load a record by name. Raises ConfigError if an installed package's record is broken or has another name."""
     found: AdapterAlgorithm = ALGORITHMS.load_as(name, AdapterAlgorithm)  # type: ignore[type-abstract]
     if found.name != name:
         raise ALGORITHMS.rejected(name, f"an algorithm called {found.name}", f"name = {name!r} in its class")
@@ -78,13 +78,13 @@ def checked_record(name: str) -> AdapterAlgorithm:
 
 
 def _with_record(kind: str) -> str:
-    """A package that cannot be used is named by `config check` already, and not after hours of caching."""
+    """Load the record now, so that `config check` reports a broken package, not a run after hours of caching."""
     if kind != FULL_FINETUNE:
         checked_record(kind)
     return kind
 
 
 if TYPE_CHECKING:
-    AdapterKind = str  # what is installed is not known to a type checker
+    AdapterKind = str  # a type checker cannot know which packages are installed
 else:
     AdapterKind = Annotated[Literal[(*ALGORITHM_NAMES, FULL_FINETUNE)], AfterValidator(_with_record)]

@@ -1,4 +1,4 @@
-"""PyTorch's allocator string, taken apart: our unified-memory options on one side, the rest untouched on the other."""
+"""Splits PyTorch's allocator string into our unified-memory options and the rest, which stays as written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gracetune.units import MIB, parse_bytes
 
 OptionValue = bool | float | int | str
 _LONGEST_COUNT = 18
-"""Digits of a number of bytes: beyond any machine, and still within 64 bits."""
+"""Most digits of a number of bytes. 10^18 is more than any machine has, and still fits 64 bits."""
 
 OPTION_NAMES = (
     "use_uvm",
@@ -30,7 +30,7 @@ OPTION_NAMES = (
 class AllocConf:
     options: dict[str, OptionValue]
     rest: str
-    """What remains for PyTorch, exactly as it was written."""
+    """The options that remain for PyTorch, exactly as they were written."""
     problems: tuple[Problem, ...]
 
 
@@ -66,7 +66,7 @@ def _items(text: str) -> list[str]:
 
 
 def _is_ours(name: str) -> bool:
-    """Ours, or so near to one of ours that it is meant: torch would only say that it does not know `use_uvmm`."""
+    """Whether a name is one of ours or a misspelling of one. PyTorch could not suggest `use_uvm` for `use_uvmm`."""
     lowered = name.strip().lower()
     return lowered.startswith("uvm_") or bool(difflib.get_close_matches(lowered, OPTION_NAMES, n=1, cutoff=0.8))
 
@@ -89,7 +89,7 @@ def _option(item: str, variable: str) -> tuple[str, OptionValue] | Problem:
 
 
 def _corrected(name: str, value: str) -> str:
-    """The value, or what to write instead of one that would be refused next."""
+    """Return the value if the option accepts it, else a value that it accepts."""
     try:
         _VALUES[name](value)
     except _WrongValueError as error:
@@ -104,7 +104,7 @@ class _WrongValueError(ValueError):
 
 
 def _switch(text: str) -> bool:
-    # PyTorch itself accepts exactly these two spellings, and so did the patched build the strings were written for.
+    # PyTorch accepts only these two spellings, and so did the patched PyTorch that these strings were written for.
     if text not in ("True", "False"):
         raise _WrongValueError("True or False, with a capital letter", "False" if text.lower() == "false" else "True")
     return text == "True"
@@ -131,7 +131,7 @@ def _byte_count(text: str) -> int:
 
 
 def _meant_bytes(text: str) -> int:
-    """`1e9` and `1GiB` are plain enough to be written out; the rest becomes the default."""
+    """Convert `1e9` or `1GiB` to a number of bytes, for the hint. Returns the default, 0, for anything else."""
     number = _number(text)
     if 0 <= number < 10**_LONGEST_COUNT:
         return int(number)
@@ -167,7 +167,7 @@ _VALUES: dict[str, Callable[[str], OptionValue]] = {
 
 
 def parse_option(name: str, value: str, variable: str) -> OptionValue | Problem:
-    """One option given on its own, as the `GH200_UVM_*` variables do."""
+    """Parse an option that has an environment variable of its own (`GH200_UVM_*`)."""
     parsed = _option(f"{name}:{value}", variable)
     if isinstance(parsed, Problem):
         hint = parsed.hint.replace(f"write {name}:", f"export {variable}=")
@@ -176,7 +176,7 @@ def parse_option(name: str, value: str, variable: str) -> OptionValue | Problem:
 
 
 def max_split_bytes(text: str) -> int | None:
-    """PyTorch's `max_split_size_mb`, above which it never splits a block; None where it may split any."""
+    """Return PyTorch's `max_split_size_mb` in bytes. Larger blocks are never split; None means no limit."""
     for item in _items(text):
         name, _, value = (part.strip() for part in item.partition(":"))
         if name == "max_split_size_mb" and value.isascii() and value.isdecimal() and len(value) <= _LONGEST_COUNT:

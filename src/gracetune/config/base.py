@@ -17,38 +17,38 @@ from pydantic import (
 
 
 class Section(BaseModel):
-    """Frozen, complete when built, and refusing every key it does not know."""
+    """Base of all sections: frozen, complete once constructed, and strict about unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 Flag = StrictBool
-"""true or false; `"yes"` and 1 are refused rather than guessed at."""
+"""true or false. `"yes"` and 1 are errors, because converting them would be a guess."""
 
 WholeNumber = Annotated[int, Strict(), Field(ge=0, le=10**10)]
 PositiveInt = Annotated[int, Strict(), Field(ge=1, le=10**10)]
-"""Nobody counts further; people write 9999999999 for "never"."""
+"""The upper bound admits 9999999999, which people write for "never"."""
 BatchSize = Annotated[int, Strict(), Field(ge=1, le=16_384)]
 Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
 Number = Annotated[float, Strict(), Field(ge=-1e12, le=1e12)]
 PositiveFloat = Annotated[float, Strict(), Field(gt=0, le=1e12)]
 NonNegativeFloat = Annotated[float, Strict(), Field(ge=0, le=1e12)]
-"""What is multiplied with a few of its kind still fits a float."""
+"""The bound keeps products of a few such numbers within the range of a float."""
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1)]
 OpenFraction = Annotated[float, Strict(), Field(gt=0, lt=1)]
 LONGEST_SIDE = 8192
-"""In pixels, of a picture that is trained on or drawn: far beyond what any model was made for."""
+"""Longest side, in pixels, of a training image or a generated one: far beyond what any model was trained at."""
 FrameRate = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
 Text = Annotated[str, Strict()]
 Name = Annotated[str, Strict(), StringConstraints(min_length=1, pattern=r"\S")]
 Secret = Annotated[Name | None, Field(repr=False, json_schema_extra={"writeOnly": True})]
-"""A credential, or None. Its name must be one that `gracetune.redaction.is_secret_name` recognises."""
+"""A credential, or None. `gracetune.redaction.is_secret_name` must recognise the name of the field."""
 LONGEST_FILE_NAME = 200
-"""In bytes: file systems take 255, and steps and endings are put behind it."""
+"""In bytes. File systems allow 255; step numbers and extensions are appended to the name."""
 
 
 def file_name(text: str) -> str:
-    """The nearest name a file can have: other programs' files may name a run as no file can be named."""
+    """Convert a run's name to a valid file name. Other programs allow names that no file can have."""
     safe = re.sub(r"[/\\\0]", "-", text.strip())
     safe = safe.encode()[:LONGEST_FILE_NAME].decode(errors="ignore").rstrip()
     return "run" if safe in (".", "..") else safe
@@ -68,4 +68,4 @@ FileName = Annotated[
     Field(json_schema_extra={"format": "file-name"}),
 ]
 Options = dict[str, Any]
-"""Options handed to a library as they are; that library's own names, checked by the part that uses them."""
+"""Options passed to a library unchanged, under that library's names. The code that passes them checks them."""

@@ -1,9 +1,9 @@
-"""Names of dataset backends: our own, and those that other installed packages bring.
+"""Names of dataset backends: our own, and those of other installed packages.
 
-A distribution names its backend in the entry point group `gracetune.backends`: the entry point's name is what a config
-writes as a dataset's `type`, its value the record (`module:NAME`, a `gracetune.data.backends.record.DatasetBackend`).
-The options of a backend stand in a dataset's section of the same name, as those of `in_memory` do, and are checked by
-the record's own pydantic model.
+A package adds a backend with an entry point in the group `gracetune.backends`. The entry point's name is the value of a
+dataset's `type`; its target is the record (`module:NAME`, a `gracetune.data.backends.record.DatasetBackend`). A
+backend's options are in a section of the dataset with the same name, as those of `in_memory` are, and the record's own
+pydantic model validates them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BACKENDS: Final[Registry] = Registry.find(
 
 @runtime_checkable
 class TakesOptions(Protocol):
-    """What a config has to know of a backend."""
+    """The attributes of a backend's record that config reads."""
 
     @property
     def name(self) -> str: ...
@@ -47,13 +47,16 @@ class InvalidOption:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a package of others brings this backend."""
+    """Whether another package provides this backend."""
     return name in BACKENDS.names and name not in BACKENDS.ours
 
 
 def validated(name: str, given: Mapping[str, Any]) -> tuple[BaseModel | None, list[InvalidOption]]:
-    """A dataset's options as the model of an installed backend has them; or what is wrong with them. ConfigError where
-    its package brings no backend of this name."""
+    """Validate a dataset's options with the model of an installed backend.
+
+    Returns the validated options, or None and what is wrong with them. Raises ConfigError if the package does not
+    provide a backend of this name.
+    """
     record: TakesOptions = BACKENDS.load_as(name, TakesOptions)  # type: ignore[type-abstract]
     if record.name != name:
         raise BACKENDS.rejected(name, f"a backend called {record.name}", f"a DatasetBackend called {name}")
@@ -72,6 +75,6 @@ def _unique(name: str) -> str:
 
 
 if TYPE_CHECKING:
-    BackendName = str  # what is installed is not known to a type checker
+    BackendName = str  # a type checker cannot know which packages are installed
 else:
     BackendName = Annotated[Literal[BACKENDS.names], AfterValidator(_unique)]

@@ -1,4 +1,4 @@
-"""What a config says about one dataset."""
+"""The sections of a config that describe one dataset."""
 
 from __future__ import annotations
 
@@ -31,91 +31,91 @@ AspectRatio = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
 
 
 class InMemory(Section):
-    """How a dataset of type `in_memory` is staged."""
+    """How a dataset of type `in_memory` is copied into host memory."""
 
     compression: Literal["none", "lz4", "zlib", "snappy", "zstd"] = "none"
     num_workers: Annotated[int, Strict(), Field(ge=1, le=1024)] | None = None
     """Staging threads; unset means min(72, CPUs)."""
     memory_limit_gb: Annotated[float, Strict(), Field(gt=0, le=1e6)] | None = None
     file_extensions: tuple[Name, ...] | None = None
-    """Media to stage; unset means everything the dataset type can read."""
+    """Extensions of the files to stage; unset means every format the dataset type can read."""
 
 
 ACCESS_PROTOCOLS = ("s3", "s3a", "hf", "http", "https")
-"""Of storage that `storage` can say something about."""
+"""URL schemes that `Dataset.storage` has options for."""
 _SPLIT_PART = r"[^\[\]+]+(\[(-?\d+%?)?:(-?\d+%?)?\])?"
 Split = Annotated[str, Strict(), StringConstraints(pattern=rf"^{_SPLIT_PART}(\+{_SPLIT_PART})*$")]
 
 
 class StorageAccess(Section):
-    """How the storage of a URL is reached. What is unset, its library finds itself: environment variables, its files.
+    """How to reach the storage of a URL. Unset options are left to its library (environment variables, its own files).
 
-    Secrets are shown and logged nowhere; the config.yaml in a run's folder has them, for its owner alone.
+    Secrets are never shown or logged. The config.yaml in a run's folder has them, and only its owner can read it.
     """
 
     endpoint_url: Name | None = None
-    """Of S3-compatible storage, or of a hub; unset means the library's own."""
+    """URL of S3-compatible storage or of a hub; unset means the library's own."""
     region: Name | None = None
     anonymous: Flag = False
-    """Of a public bucket: send no credentials."""
+    """Send no credentials, as public buckets require."""
     access_key_id: Secret = None
     secret_access_key: Secret = None
     session_token: Secret = None
     token: Secret = None
-    """Of the hub; unset means HF_TOKEN or what `hf auth login` stored."""
+    """Token for the hub; unset means HF_TOKEN or what `hf auth login` stored."""
     user: Name | None = None
-    """Of a web server. Name and password before the `@` of a web address become `user` and `password`."""
+    """User name for a web server. Name and password before the `@` of a URL become `user` and `password`."""
     password: Secret = None
-    """Of the user; without one it is a token, which stands alone before the `@`."""
+    """Password of `user`. Without a `user` it is a token, which stands alone before the `@` of a URL."""
     signature: Secret = None
-    """What stands behind the `?` of a web address. Taken out of the path."""
+    """Query string of a signed URL, the part after the `?`. It is removed from the path."""
 
 
 class RowFilter(Section):
-    """Rows whose column passes are kept; both conditions hold where both are given."""
+    """Keeps the rows whose column passes. If both conditions are given, a row has to pass both."""
 
     column: Name
     """`quality.score` is the value `score` inside column `quality`."""
     minimum: Number | None = None
-    """A row without a number there counts as 0."""
+    """A row without a number in this column counts as 0."""
     one_of: tuple[Text, ...] = ()
 
 
 class Tile(Section):
-    """Pictures that hold several side by side, of which one is trained on."""
+    """For image files that hold several images side by side: which of them is trained on."""
 
     count: Annotated[int, Strict(), Field(ge=2, le=64)]
     index: WholeNumber = 0
-    """From the left, counted from 0."""
+    """Position of the image, counted from 0 at the left."""
 
 
 class LocalCopy(Section):
-    """The copy of a URL's data on this machine's disk: what of it is taken, and how it is read."""
+    """The copy of a URL's data on this machine's disk: which part is copied, and how it is read."""
 
     folder: Name | None = None
-    """Where copies are kept; unset means `downloads` in the run's cache folder."""
+    """Folder of the copies; unset means `downloads` in the run's cache folder."""
     format: Literal["auto", "files", "parquet", "archives", "urls"] = "auto"
-    """`files` are media as they are; `parquet` and `archives` (tar, zip) hold them; `urls` is a table of addresses."""
+    """`files`: media files. `parquet`, `archives` (tar, zip): files that contain media. `urls`: a table of URLs."""
     split: Split | None = None
-    """As the hub's `datasets` library writes it: `train`, `train+test`, `train[:100]`, `train[10%:20%]`. Unset means
-    `train` of a hub's dataset, and everything of other storage."""
+    """Split in the notation of the `datasets` library: `train`, `train+test`, `train[:100]`, `train[10%:20%]`. Unset
+    means `train` for a dataset of the hub, and everything for other storage."""
     subset: Name | None = None
-    """Where a hub's dataset has several (`config_name`); unset means its default."""
+    """Subset of a dataset of the hub (`config_name`); unset means its default."""
     media_column: Name | None = None
-    """Of tables: the column of the media; unset means `image`, `video` or `audio`, after the dataset's type."""
+    """Column of a table that holds the media; unset means `image`, `video` or `audio`, after the dataset's type."""
     index: Name | None = None
-    """Folder or URL of the archives' index files (`SHARD.json`, captions by member); unset means beside them."""
+    """Folder or URL of the archives' index files (`SHARD.json`, captions by member); unset means next to them."""
     filter: tuple[RowFilter, ...] = ()
     tile: Tile | None = None
 
 
 class CaptionTable(Section):
-    """Captions (and sizes) kept in one Parquet, CSV or JSONL file."""
+    """One Parquet, CSV or JSONL file with the captions (and sizes) of a dataset."""
 
     path: Name
     filename_column: Name = "filename"
     caption_column: Name | Annotated[tuple[Name, ...], Field(min_length=1)] = "caption"
-    """Several columns are several captions of a sample. `a.b` is the value `b` inside column `a`."""
+    """Several columns give a sample several captions. `a.b` is the value `b` inside column `a`."""
     fallback_caption_column: Name | None = None
     width_column: Name | None = None
     height_column: Name | None = None
@@ -123,35 +123,35 @@ class CaptionTable(Section):
 
 
 class Captions(Section):
-    """Where captions come from and what is done to them."""
+    """Where captions come from and how they are changed."""
 
     strategy: Literal["textfile", "filename", "instanceprompt", "parquet", "csv", "jsonl", "json"] = "textfile"
     extension: Name = "txt"
     default: Text | None = None
-    """Taken where a file has no caption of its own."""
+    """Caption of files that have none of their own."""
     default_for_empty: Flag = False
-    """`default` is taken where a caption is empty, too."""
+    """Use `default` for empty captions too."""
     instance_prompt: Text | None = None
     prepend_instance_prompt: Flag = False
     trigger_word: Text | None = None
-    """Replaces `[trigger]`, and is put in front of captions that do not contain it."""
+    """Replaces `[trigger]`, and is prepended to captions that do not contain it."""
     add_trigger: Flag = True
     """False: the trigger word replaces `[trigger]` and is not added to other captions."""
     split_lines: Flag = True
-    """Each line of a text file is a caption of its own."""
+    """Treat each line of a text file as a separate caption."""
     dropout: Fraction = 0.0
     dropped_caption: Text = ""
-    """What a dropped caption is replaced by."""
+    """Caption that replaces a dropped one."""
     shuffle_tags: Flag = False
     keep_tags: WholeNumber = 0
-    """This many leading tags stay where they are when the rest is shuffled."""
+    """Number of leading tags that keep their place when the rest is shuffled."""
     shuffle_variants: Annotated[int, Strict(), Field(ge=1, le=1000)] | Literal["visits"] = 1
-    """Orders of the tags that are cached, of which each visit takes one at random. `visits`: each visit has an order of
-    its own, until 100 are used up."""
+    """Number of tag orders that are cached; each visit uses one of them at random. `visits`: each visit has an order of
+    its own, up to 100 orders."""
     shuffle_written: Flag = True
-    """The order as written is one more of them."""
+    """Use the order as written as one more variant."""
     shuffle_trigger: Flag = False
-    """The trigger word moves with the tag it is put in front of; otherwise it stays in front of the caption."""
+    """Shuffle the trigger word along with the first tag; otherwise it stays at the start of the caption."""
     tag_separator: Text = ","
     table: CaptionTable | None = None
 
@@ -164,7 +164,7 @@ class Crop(Section):
 
 
 class Buckets(Section):
-    """Which sizes images are trained at."""
+    """The sizes that images are trained at."""
 
     rule: Literal["nearest", "at_most", "rounded_edge"] = "nearest"
     """`nearest`: each side is the multiple nearest to what `resolution` and the aspect ratio ask for. `at_most`: the
@@ -178,7 +178,7 @@ class Buckets(Section):
 
 
 class Augmentation(Section):
-    """What is varied between two visits of the same sample, and how that meets the latent cache."""
+    """Random changes between two visits of the same sample, and how the latent cache handles them."""
 
     flip_x: Flag = False
     flip_y: Flag = False
@@ -190,22 +190,22 @@ class Video(Section):
     num_frames: PositiveInt | None = None
     """Frames per clip (4k+1); unset means the family's own length."""
     fps: FrameRate | None = None
-    """Resample to this rate; unset keeps every frame as it is."""
+    """Resample to this frame rate; unset keeps every frame."""
     min_frames: PositiveInt | None = None
     max_frames: PositiveInt | None = None
     clip: Literal["head", "uniform", "random"] = "head"
     whole_clip: Flag = False
-    """Spread `num_frames` over the whole file instead of cutting a piece out of it."""
+    """Spread `num_frames` over the whole file instead of cutting out a clip."""
     from_length: Flag = False
     """Take as many frames as each file has (4k+1) instead of `num_frames`."""
     frame_choice: Literal["timestamps", "numbers"] = "timestamps"
-    """`timestamps`: the frames on screen at evenly spaced times. `numbers`: frames are counted: every n-th of them,
-    where n is the file's rate divided by `fps` and rounded; `whole_clip` from the first to the last. A file that is too
+    """`timestamps`: the frames on screen at evenly spaced times. `numbers`: every n-th frame, where n is the file's
+    frame rate divided by `fps` and rounded; with `whole_clip`, from the first frame to the last. A file that is too
     short is spread over the clip and repeats frames."""
     frame_step: PositiveInt | None = None
-    """A file counts as having k times this plus 1 frames, whatever it has more; unset means as many as it has."""
+    """A file's number of frames is rounded down to a multiple of this plus 1; unset means that all frames count."""
     allow_shorter: Flag = False
-    """Files with fewer than `num_frames` frames, but at least `min_frames`, are trained with the frames they have."""
+    """Train on files with fewer than `num_frames` frames, but at least `min_frames`, with the frames they have."""
     image_to_video: Flag = False
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = "aspect_ratio"
     frame_interval: PositiveInt | None = None
@@ -221,23 +221,23 @@ class Audio(Section):
 
 
 class Mask(Section):
-    """Masked loss: white is learnt, black counts `min_weight`."""
+    """Masked loss: white areas have weight 1, black ones `min_weight`."""
 
     path: Name | None = None
     from_alpha: Flag = False
     min_weight: Fraction = 0.0
     invert: Flag = False
     normalise: Flag = False
-    """Weights are divided by their mean over the batch, so that masked samples count as much as others."""
+    """Divide the weights by their mean over the batch, so that masked samples count as much as others."""
 
 
 class CannyReference(Section):
-    """Thresholds of Canny's edge detection: strengths of the image's gradient, at most 1140."""
+    """Thresholds of Canny's edge detection, as magnitudes of the image's gradient, which is at most 1140."""
 
     low_threshold: Annotated[float, Strict(), Field(gt=0, le=2000)] = 50.0
-    """Pixels of this strength are edges if they are connected to a stronger one."""
+    """Pixels of this gradient are edges if they are connected to one above `high_threshold`."""
     high_threshold: Annotated[float, Strict(), Field(gt=0, le=2000)] = 100.0
-    """Pixels of this strength are edges."""
+    """Pixels of this gradient are always edges."""
 
 
 class Dataset(Section):
@@ -250,21 +250,21 @@ class Dataset(Section):
     disabled: Flag = False
     in_memory: InMemory = InMemory()
     storage: StorageAccess | None = None
-    """For a `path` that is a URL."""
+    """Access options of a `path` that is a URL."""
     local_copy: LocalCopy | None = None
-    """How the copy of a URL is made. A URL of type `local` always has one; one of type `in_memory` where this is set.
-    With a folder as `path`, its archives or tables are unpacked into a copy."""
+    """How a URL is copied to this machine. A dataset of type `local` always has a copy, one of type `in_memory` only if
+    this is set. If `path` is a folder, its archives or tables are unpacked into a copy."""
 
     resolution: Resolution = 1024
-    """Pixels, or megapixels where `resolution_type` is `area`."""
+    """In pixels, or in megapixels with `resolution_type: area`."""
     resolution_type: Literal["pixel", "pixel_area", "area"] = "pixel_area"
     buckets: Buckets = Buckets()
     minimum_size: NonNegativeFloat = 0
     minimum_edge: NonNegativeFloat = 0
-    """Images with a side of fewer pixels are left out, whatever `resolution_type` is."""
+    """Leave out images with a side shorter than this, in pixels for every `resolution_type`."""
     maximum_size: PositiveFloat | None = None
     downsample_to: Resolution | None = None
-    """Images are scaled to this before they are cropped: all of them, or with `maximum_size` those above it."""
+    """Scale images to this before cropping: all of them or, with `maximum_size`, the ones above that size."""
     minimum_aspect_ratio: AspectRatio | None = None
     maximum_aspect_ratio: AspectRatio | None = None
     crop: Crop = Crop()
@@ -275,65 +275,66 @@ class Dataset(Section):
     mask: Mask = Mask()
 
     repeats: Annotated[int, Strict(), Field(ge=0, le=1_000_000)] = 0
-    """Extra visits per epoch: 0 is once, 1 is twice."""
+    """Extra visits per epoch: 0 visits each sample once, 1 twice."""
     kohya_folders: Flag = True
-    """Folders named for kohya's scripts count: `10_sks dog` is ten visits, and a caption for files without one."""
+    """Read folder names as kohya's scripts do: `10_sks dog` means ten visits, and a caption for files without one."""
     probability: PositiveFloat = 1.0
     batch_size: BatchSize | None = None
     max_samples: PositiveInt | None = None
     held_out: WholeNumber = 0
-    """This many of its files are never trained on; `validation.loss_every_steps` measures the loss on them. They are
-    chosen by their content: the same ones in every run, and mostly the same when files are added."""
+    """Number of files that are never trained on; `validation.loss_every_steps` measures the loss on them. They are
+    chosen by their content: every run holds out the same ones, and mostly still does after files are added."""
     start_epoch: PositiveInt = 1
     end_epoch: PositiveInt | None = None
     start_step: WholeNumber = 0
     end_step: PositiveInt | None = None
     even_steps: Flag = False
-    """Every second optimizer step takes its batches from such datasets alone, the other steps from the other datasets:
-    steps 2, 4, 6 and so on, counted from 0, without multiples of `checkpoints.every_steps` and of
-    `validation.every_steps`. The dataset begins anew whenever it is used up, and epochs do not count it."""
+    """Every second optimizer step takes its batches only from datasets with this flag, the other steps from the other
+    datasets. These are steps 2, 4, 6 and so on, counted from 0, except multiples of `checkpoints.every_steps` and of
+    `validation.every_steps`. The dataset starts over when it is used up, and does not count towards epochs."""
     turn: Annotated[int, Strict(), Field(ge=0, le=1000)] | None = None
-    """Datasets are taken in the order of their turns, one batch each; unset comes last. If no dataset has a turn, they
-    are mixed."""
+    """Datasets take turns in this order, one batch each; those without a turn come last. If no dataset has a turn,
+    batches of all datasets are mixed."""
     regularisation: Flag = False
-    """An adapter learns the base model's own answer on these samples, so that it changes less beside its subject."""
+    """Train the adapter towards the base model's own prediction on these samples, so that it changes little apart from
+    its subject."""
     loss_weight: Annotated[float, Strict(), Field(ge=0, le=1e300)] = 1.0
-    """What is too much for a loss ends the run at the first batch that has it, before anything is learnt from it."""
+    """A weight that makes the loss non-finite stops the run at the first such batch, before the optimizer step."""
     adapter_strength: Number = 1.0
 
     conditioning: tuple[Name, ...] = ()
-    """Ids of the datasets that hold this one's edit sources or references, matched by file stem."""
+    """Ids of the datasets with this one's edit sources or references. Files are matched by stem."""
     conditioning_type: Literal["reference_strict", "reference_loose", "mask"] | None = None
     source_dataset_id: Name | None = None
     canny_reference: CannyReference | None = None
-    """The edges of each image are one more reference of it, scaled and cut as the image is. `{}` is enough."""
+    """Use the edges of each image as one more reference, scaled and cropped like the image. `{}` is enough."""
     cache_dir: Name | None = None
-    """A latent cache folder of its own; unset means `cache.vae_cache_dir`, or one below the run's cache folder."""
+    """Folder of this dataset's latent cache; unset means `cache.vae_cache_dir`, or one below the run's cache folder."""
     cache_latents: Literal["disk", "memory", "none"] | None = None
     """Overrides `cache.vae_cache_type` for this dataset."""
     corrupt_threshold: Fraction = 0.01
-    """Unreadable files up to this share are listed and left out; more stop the run."""
+    """Largest share of unreadable files. Up to this share they are listed and left out; more stop the run."""
 
     _clean_path = model_validator(mode="before")(staticmethod(without_url_credentials))
 
     @property
     def has_local_copy(self) -> bool:
-        """Whether its files are brought to this machine's disk before they are read."""
+        """Whether the files are copied to this machine's disk before they are read."""
         return self.local_copy is not None or (self.type == "local" and "://" in self.path)
 
     @property
     def has_references(self) -> bool:
-        """Whether it names datasets of references, or each image has its own edges as one."""
+        """Whether samples have reference images: from other datasets, or generated edges."""
         return bool(self.conditioning) or self.canny_reference is not None
 
     @property
     def has_masks(self) -> bool:
-        """Whether its loss is masked (of a dataset of masks: whether it masks another's)."""
+        """Whether the loss of this dataset is masked, or this is a dataset of masks for another one."""
         return self.mask.path is not None or self.mask.from_alpha or self.conditioning_type == "mask"
 
     @property
     def encodes_each_visit(self) -> bool:
-        """Whether latents are not cached at all."""
+        """Whether latents are encoded anew at each visit, without a cache."""
         changing = bool(self.augmentation.transforms) and self.augmentation.cache_mode == "disable_cache"
         return self.cache_latents == "none" or changing
 
@@ -344,7 +345,7 @@ BACKEND_SECTIONS: tuple[str, ...] = tuple(
     if is_installed(name) and name.isidentifier() and not name.startswith("_")
     if name not in Dataset.model_fields and not hasattr(Dataset, name)
 )
-"""Installed backends whose options have a section of a dataset, as `in_memory` is one; without names that are taken."""
+"""Installed backends whose options are a section of `Dataset`, as `in_memory` is. Names that are taken are excluded."""
 
 if not TYPE_CHECKING and BACKEND_SECTIONS:
     Dataset = create_model(

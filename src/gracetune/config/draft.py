@@ -1,4 +1,4 @@
-"""What a reader fills: values on their way to a `RunConfig`, each with the place it came from."""
+"""`Draft`: the values that readers collect for a `RunConfig`, each with its origin."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Kind = Literal["file", "flag", "environment", "default"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from, in the words of whoever wrote it."""
+    """Where a value came from: a file, a flag, the environment or a default."""
 
     kind: Kind
     key: str = ""
-    """The key as the user wrote it, which is rarely our own name for it."""
+    """The key as the user wrote it, which can differ from gracetune's own name."""
     location: str = ""
-    """The file it stands in, or for a default whose default it is."""
+    """The file that has the value. For a default, the program whose default it is."""
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.kind, self.location, self.key) if part)
@@ -34,12 +34,12 @@ OUR_DEFAULT = Origin("default")
 
 
 def too_many_problems(file: str | None) -> Problem:
-    hint = "check that this is the right file, mend what is listed, and check it again"
+    hint = "check that this is the right file, fix what is listed, and check it again"
     return Problem("(file)", f"more than {MOST_PROBLEMS} problems", "a configuration of one dialect", hint, file)
 
 
 class UnquotedText(str):
-    """Our own words about what was found, which are shown without the quotes a user's text gets."""
+    """Our own description of what was found. Messages show it without the quotes that a user's text gets."""
 
     __slots__ = ()
 
@@ -54,8 +54,7 @@ _STEP = re.compile(r"\[(\d+)\]|\[([^\[\]=]+)\]|\.?([^.\[\]=]+)")
 
 
 def parse_path(text: str) -> Path:
-    """The inverse of `dotted`; `datasets.0.path` and `datasets[NAME].path` are taken too. Raises ValueError on anything
-    else."""
+    """The inverse of `dotted`. Also accepts `datasets.0.path` and `datasets[NAME].path`. Else raises ValueError."""
     steps: list[str | int] = []
     position = 0
     while position < len(text):
@@ -72,7 +71,7 @@ def parse_path(text: str) -> Path:
 
 @dataclass
 class Draft:
-    """Grows while files, environment and flags are read; a later `put` replaces an earlier one."""
+    """Collects the values of files, environment and flags. A later `put` replaces an earlier one."""
 
     file: str
     tree: dict[str, Any] = field(default_factory=dict)
@@ -81,15 +80,15 @@ class Draft:
     unsupported: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reported_missing: set[Path] = field(default_factory=set)
-    """Required values a reader has already asked for under the dialect's own name."""
+    """Required values that a reader has already reported missing, under the dialect's own name."""
     unread: set[Path] = field(default_factory=set)
-    """Where a stand-in is, put by a reader that has said why; no rule is held against it."""
+    """Paths of placeholder values. The reader has already reported why, so no rule is checked against them."""
     entries: list[tuple[int, ...]] | None = None
-    """Which datasets each entry of the file's own list became, where that is not one each."""
+    """The indices of the datasets that each entry of the file's own list became; None if each became one."""
     rejected: set[Path] = field(default_factory=set)
-    """What a refused key would have given; only who passes it with `--allow-unsupported` is asked for it."""
+    """Values that a rejected key would have set. They count as missing only with `--allow-unsupported`."""
     redactor: Redactor = field(default_factory=Redactor)
-    """Knows the secrets of every file that is read."""
+    """Has the secrets of every file that was read."""
 
     def put(self, path: Path, value: Any, origin: Origin) -> None:
         if isinstance(self.get(path), dict | list):
@@ -109,12 +108,12 @@ class Draft:
             self.put(path, value, origin)
 
     def default(self, path: Path, value: Any, whose: str, key: str = "") -> None:
-        """A peer's default, where it differs from ours and the file does not set the key."""
+        """Put a peer's default that differs from ours, unless the path already has a value."""
         if path not in self.origins:
             self.put(path, value, Origin("default", key, whose))
 
     def get(self, path: Path) -> Any:
-        """The value put at a path, or None."""
+        """Return the value at a path, or None."""
         node: Any = self.tree
         for step in path:
             if isinstance(node, dict):
@@ -126,14 +125,14 @@ class Draft:
         return node
 
     def origin(self, path: Path) -> Origin | None:
-        """The origin of a value or, for one inside it, of the nearest value around it."""
+        """Return the origin of a value, or else of the nearest value that contains it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
         return None
 
     def written_key(self, path: Path) -> tuple[str, str | None]:
-        """The key and file to name when the value at a path is wrong. Flags and variables stand in no file."""
+        """Return the key and file to report for the value at a path. The file is None for flags and variables."""
         for length in range(len(path), 0, -1):
             origin = self.origins.get(path[:length])
             if origin is not None and origin.key:
@@ -145,30 +144,30 @@ class Draft:
         return dotted(path), self.file
 
     def dataset_address(self, index: int) -> str:
-        """What a dataset is called in `--set`."""
+        """Return the name of a dataset in `--set`, such as `datasets[0]`."""
         if self.entries is None:
             return f"datasets[{index}]"
         entry = next((number for number, made in enumerate(self.entries) if index in made), None)
         return f"datasets[{self.get(('datasets', index, 'id'))}]" if entry is None else f"datasets[{entry}]"
 
     def missing(self, path: Path, key: str, expected: str, hint: str) -> None:
-        """A required key that the file lacks, named as its dialect names it."""
+        """Report a required key that the file lacks, under its dialect's name."""
         self.reported_missing.add(path)
         self.problems.append(Problem(key, "nothing", expected, hint, self.file))
 
     def problem(self, key: str, found: Any, expected: str, hint: str, file: str | None = None) -> None:
-        # A file may well have a key without a name; a problem must name it all the same.
+        # A file can have an empty key, and a problem has to show it.
         self.problems.append(problem_with(key or '""', found, expected, hint, file or self.file))
         self._stop_at_too_many()
 
     def reject(self, key: str, found: Any, why: str, hint: str = "", file: str | None = None) -> None:
-        """A key that is known and would change the result, but that we do not do. `--allow-unsupported` passes it."""
+        """Report a known key that would change the result but is not supported. `--allow-unsupported` ignores it."""
         hint = hint or f"remove `{key}`, or train without it: --allow-unsupported"
         self.unsupported.append(problem_with(key, found, why, hint, file or self.file))
         self._stop_at_too_many()
 
     def _stop_at_too_many(self) -> None:
-        """Each may have taken a search for what was meant."""
+        """Raise once there are too many problems: each can cost a search for the nearest name."""
         if len(self.problems) + len(self.unsupported) > MOST_PROBLEMS:
             raise ConfigError([*self.unsupported, too_many_problems(self.file)])
 
@@ -213,9 +212,9 @@ def _child(node: Any, step: str | int, empty: dict[str, Any] | list[Any]) -> Any
 def problem_with(
     key: str, found: Any, expected: str, hint: str, file: str | None = None, *, sentence: str = "{}"
 ) -> Problem:
-    """A problem about a value. A key whose name says that it holds a secret is named without it.
+    """Build a problem about a value. The value is hidden if the key's name says that it is a secret.
 
-    `sentence` is what is said of the value, which is `{}` in it.
+    `sentence` describes the value, which replaces the `{}` in it.
     """
     words = describe(found, key)
     if words == HIDDEN:  # a hint may repeat what was written
@@ -224,9 +223,9 @@ def problem_with(
 
 
 def describe(value: Any, key: str = "") -> str:
-    """A found value as its writer would recognise it, with its type where that is the point.
+    """Describe a value as its writer would recognise it; lists and mappings by their type and length.
 
-    `key` is where it was found: what its name calls a secret is not shown.
+    `key` is the name it was found under. A value whose key names a secret is hidden.
     """
     if isinstance(value, UnquotedText):
         return str(value)
@@ -238,6 +237,6 @@ def describe(value: Any, key: str = "") -> str:
         return f"a mapping with {len(value)} keys" if value else "an empty mapping"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}" if value else "an empty list"
-    shown = redact_values(value, key)  # before it is cut: half a secret is not recognised
+    shown = redact_values(value, key)  # before it is shortened: a truncated secret would not be recognised
     text = f'"{visible(shown)}"' if isinstance(shown, str) and shown != HIDDEN else str(shown)
     return text if len(text) <= 80 else f"{text[:77]}..."

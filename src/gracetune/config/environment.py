@@ -1,8 +1,8 @@
 """The only module that touches `os.environ`.
 
-`capture()` takes a snapshot; everyone else is handed that snapshot. `claim_allocator_options()` takes the
-unified-memory options out of PyTorch's allocator string before torch sees them: a stock PyTorch stops at the first
-CUDA call when the string holds a key it does not know.
+`Environment.capture()` takes a snapshot, which is passed to all other code. `claim_allocator_options()` removes the
+unified-memory options from PyTorch's allocator string before torch reads it, because a stock PyTorch raises at the
+first CUDA call if the string has a key it does not know.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 HINTS_VARIABLE = "SIMPLETUNER_GH200_ENABLE_UVM_HINTS"
 GH200_PREFIX = "GH200_UVM_"
 SIGUSR1_VARIABLE = "GRACETUNE_SIGUSR1"
-"""What the signal SIGUSR1 does to a run: `validate` (the default) or `stop`. No option of a config: it says how the
-scheduler of this machine warns a job, whatever the job is."""
+"""What SIGUSR1 does to a run: `validate` (the default) or `stop`. This is not a config option, because it depends on
+how this machine's scheduler warns jobs, not on the job."""
 
 _GH200_OPTIONS = {f"GH200_{name.upper()}": name for name in OPTION_NAMES if name != "use_uvm"}
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -45,7 +45,7 @@ class Environment:
 
     @property
     def cache_folder(self) -> Path | None:
-        """Where this user's programs keep what they can do without; None where nothing says whose home it is."""
+        """gracetune's folder in the user's cache folder; None if neither XDG_CACHE_HOME nor HOME is set."""
         named, home = self.get("XDG_CACHE_HOME"), self.get("HOME")
         if named and Path(named).is_absolute():
             return Path(named) / "gracetune"
@@ -53,7 +53,7 @@ class Environment:
 
     @property
     def hub_offline(self) -> str | None:
-        """The variable that forbids asking the Hugging Face hub, as it is set; None where nothing does."""
+        """The setting that forbids access to the Hugging Face hub, such as `HF_HUB_OFFLINE=1`; else None."""
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # the second counts where the first is unset or empty
             value = self.get(name)
             if value:
@@ -71,7 +71,7 @@ class Environment:
         return [Problem(SIGUSR1_VARIABLE, given, "validate or stop", f"export {SIGUSR1_VARIABLE}=stop")]
 
     def without_memory_options(self) -> Environment:
-        """The same environment as seen from a machine where nobody set a memory option, nor what signals do."""
+        """Return a copy without memory options and without the SIGUSR1 setting."""
         ours = (*ALLOCATOR_VARIABLES, HINTS_VARIABLE, SIGUSR1_VARIABLE)
         kept = {name: value for name, value in self.variables.items() if name not in ours}
         return Environment({name: value for name, value in kept.items() if not name.startswith(GH200_PREFIX)})
@@ -79,7 +79,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class MemorySetting:
-    """One memory option found in the environment."""
+    """A memory option set in the environment."""
 
     value: Any
     variable: str
@@ -87,7 +87,7 @@ class MemorySetting:
 
 @dataclass(frozen=True)
 class EnvironmentMemory:
-    """All memory options of the environment, `GH200_UVM_*` ahead of the allocator string."""
+    """All memory options of the environment. `GH200_UVM_*` variables override the allocator string."""
 
     settings: dict[str, MemorySetting] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
@@ -124,7 +124,7 @@ def _from_gh200_variables(env: Environment, settings: dict[str, MemorySetting], 
             continue
         settings[_GH200_OPTIONS[variable]] = MemorySetting(value, variable)
         taken.append(variable)
-    if taken:  # whoever exports the ratio or the pattern means to use it, whatever the allocator string says
+    if taken:  # setting any of these options implies use_uvm, whatever the allocator string says
         settings["use_uvm"] = MemorySetting(True, taken[0])
 
 
@@ -140,9 +140,9 @@ def _from_hints_switch(env: Environment, settings: dict[str, MemorySetting], pro
 
 
 def claim_allocator_options(environ: MutableMapping[str, str] | None = None, *, torch_takes_them: bool) -> list[str]:
-    """Rewrite the allocator strings without our options; returns one line for each string that changed.
+    """Remove our options from the allocator strings. Returns one log line for each string that changed.
 
-    Call after `Environment.capture()` and before torch initialises CUDA. A patched PyTorch keeps its string.
+    Call this after `Environment.capture()` and before torch initialises CUDA. A patched PyTorch keeps its string.
     """
     environ = os.environ if environ is None else environ
     lines = []
@@ -161,9 +161,10 @@ def claim_allocator_options(environ: MutableMapping[str, str] | None = None, *, 
 
 
 def torch_accepts_uvm_options(torch_folder: Path | None = None) -> bool:
-    """Whether the installed PyTorch parses the options itself: only then does its allocator library spell one out.
+    """Whether the installed PyTorch is patched to parse the options itself.
 
-    Read from the library file, because asking torch would mean importing it, and importing it would parse the string.
+    Only then does its allocator library contain an option's name. The library file is searched, because importing
+    torch to ask it would already parse the allocator string.
     """
     if torch_folder is None:
         spec = importlib.util.find_spec("torch")
@@ -177,9 +178,9 @@ def torch_accepts_uvm_options(torch_folder: Path | None = None) -> bool:
 
 
 def make_cublas_deterministic() -> tuple[str, bool]:
-    """cuBLAS repeats itself exactly only with a fixed workspace, which it reads from here when CUDA starts.
+    """Give cuBLAS a fixed workspace, which it needs for repeatable results and reads when CUDA starts.
 
-    The workspace that holds now, and whether it is ours: one that is set already stays.
+    Returns the setting in effect, and whether it is ours: one that is already set stays.
     """
     ours = "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     return os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ours

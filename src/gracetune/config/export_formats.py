@@ -1,4 +1,4 @@
-"""The formats a config can name for adapter files. Each is a record in `adapters/formats/`, found by name."""
+"""The file formats for adapters that `checkpoints.format` can name. Their records are in `adapters/formats/`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PROGRAMS: Final[dict[str, str]] = {
     "sd-scripts": "sd-scripts",
     "lycoris": "LyCORIS",
 }
-"""The programs that adapter files are for, and what they call themselves. What each reads right is in the records."""
+"""The programs that load adapter files -> their own spelling. The records say which files each one loads correctly."""
 
 
 def _importable(name: str) -> str:
-    """`config check` already names a package that is broken. Ours import torch, and are not imported for that."""
+    """Let `config check` report a broken package. Our own records import torch, so they are not imported here."""
     EXPORT_FORMATS.check_unique(name)
     if name not in EXPORT_FORMATS.ours:
         EXPORT_FORMATS.load(name)
@@ -38,7 +38,7 @@ def _importable(name: str) -> str:
 
 
 if TYPE_CHECKING:
-    FormatName = str  # what is installed is not known to a type checker
+    FormatName = str  # a type checker cannot know which packages are installed
     Program = str
 else:
     Program = Literal[tuple(PROGRAMS)]

@@ -1,10 +1,12 @@
-"""The model families, found by name: ours, and those of other installed packages.
+"""Finds model families by name: ours, and those of other installed packages.
 
-A family is a package. Ours are the folders below `gracetune.models` that `OURS` lists. A distribution names its own in
-the entry point group `gracetune.families`: the entry point's name is the family's, its value the package. Both have the
-same modules with the same names in them (docs/extending.md lists them), and both are read by `FamilyPackages.part`.
-Package names are read once, when gracetune starts. A module is imported when something of it is asked for, so that a
-package that cannot be imported stops nobody who does not use it, and so that a config file is checked without torch.
+A family is a Python package. Ours are the folders below `gracetune.models` that `_OURS` lists. Another distribution
+adds one with an entry point in the group `gracetune.families`: its name is the family's name, its value the package.
+Both kinds have the same modules with the same names in them (docs/extending.md lists them), and
+`FamilyPackages.part` reads both.
+
+Entry points are read once, when gracetune starts. A module is imported only when it is needed, so a broken package
+stops only the runs that use it, and a config file is checked without importing torch.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _OURS = ("wan", "qwen_image", "flux", "sdxl", "stable_audio")
 
 @runtime_checkable
 class HasFamily(Protocol):
-    """A part that says whose it is: `NAMES`, `SPEC`, `KEYS`, a footprint."""
+    """A part of a package that names its family: `NAMES`, `SPEC`, `KEYS`, a footprint."""
 
     @property
     def family(self) -> str: ...
@@ -40,28 +42,28 @@ class HasFamily(Protocol):
 
 @dataclass(frozen=True)
 class FamilyPackages:
-    """Where each family's package is."""
+    """The entry points of all families, and access to the modules of their packages."""
 
     ours: tuple[EntryPoint, ...]
     installed: tuple[EntryPoint, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Ours first. An installed one with a name of ours is refused as soon as it is asked for."""
+        """Every name once, ours first. A name that two packages use is rejected when it is first looked up."""
         return tuple(dict.fromkeys(point.name for point in (*self.ours, *self.installed)))
 
     def is_installed(self, family: str) -> bool:
-        """Whether a package of others brings it."""
+        """Whether another distribution provides this family."""
         return any(point.name == family for point in self.installed)
 
     def part(self, family: str, module: str, name: str) -> Any:
-        """One name of one module of a family's package; refused if it says another family's name."""
+        """Return one attribute of one module of a family's package. Rejects a part that names another family."""
         module_name = f"{self._package(family)}.{module}"
         if not self.is_installed(family):
             return getattr(importlib.import_module(module_name), name)
         try:
             found = importlib.import_module(module_name)
-        except Exception as error:  # the code of others, run for the first time: whatever it raises, they have to mend
+        except Exception as error:  # importing runs another project's code: any error is theirs to fix
             raise _unimportable(family, module_name, module, error) from error
         if not hasattr(found, name):
             raise rejected(family, f"{module_name} without {name}", f"{name} in it")
@@ -72,13 +74,13 @@ class FamilyPackages:
         return part
 
     def has_module(self, family: str, module: str) -> bool:
-        """Whether a family's package has a module; looking for it imports the package and not the module."""
+        """Whether a family's package has a module. This imports the package, but not the module."""
         package = self._package(family)
         try:
             return find_spec(f"{package}.{module}") is not None
         except ModuleNotFoundError as error:
             if error.name is not None and f"{package}.".startswith(f"{error.name}."):
-                return False  # there is no such package
+                return False  # the package itself does not exist
             raise _unimportable(family, package, module, error) from error
         except Exception as error:
             raise _unimportable(family, package, module, error) from error
@@ -109,7 +111,7 @@ def reject_another_name(family: str, module_name: str, part: HasFamily) -> None:
 
 
 def rejected(family: str, found: str, expected: str) -> ConfigError:
-    hint = f"mend or `pip uninstall` the package whose entry point in {GROUP} is called {family} (docs/extending.md)"
+    hint = f"fix or `pip uninstall` the package whose entry point in {GROUP} is called {family} (docs/extending.md)"
     return ConfigError([Problem(f"the installed family {family}", found, expected, hint)])
 
 
@@ -122,7 +124,7 @@ FAMILIES: tuple[str, ...] = PACKAGES.names
 
 @cache
 def names_of(family: str) -> FamilyNames:
-    """What configs call a family and its parts. Without any flavour for a family we lack."""
+    """Return the names of a family and its parts in config files. An unknown family has no flavours."""
     if family not in FAMILIES:
         return FamilyNames(family, ())
     if not PACKAGES.has_module(family, "names") and PACKAGES.has_module(family, "flavours"):
@@ -135,7 +137,7 @@ def names_of(family: str) -> FamilyNames:
 
 
 def _flavours_alone(family: str) -> tuple[Flavour, ...]:
-    """Of a package without `names.py`: it has no names in the peers' files, and lists its flavours in `flavours.py`."""
+    """Read the flavours of a package without `names.py`: it has `flavours.py`, and no names in the peers' files."""
     found: tuple[Flavour, ...] = PACKAGES.part(family, "flavours", "FLAVOURS")
     _check_flavours(family, "FLAVOURS", found)
     return found
@@ -147,7 +149,7 @@ def _check_flavours(family: str, name: str, found: Any) -> None:
 
 
 def readable_names() -> Iterator[FamilyNames]:
-    """Of every family, without the installed packages that are broken: those stop nobody else."""
+    """Yield the names of every family, and skip installed packages that are broken."""
     for family in FAMILIES:
         try:
             yield names_of(family)
@@ -157,7 +159,7 @@ def readable_names() -> Iterator[FamilyNames]:
 
 
 def flavours(family: str) -> tuple[Flavour, ...]:
-    """Every flavour of a family; the first is the one taken when a config names none. Empty for a family we lack."""
+    """Return every flavour of a family. The first is the default; an unknown family has none."""
     return names_of(family).flavours
 
 
@@ -166,12 +168,12 @@ def find_flavour(family: str, name: str) -> Flavour | None:
 
 
 def _with_flavours(family: str) -> str:
-    """A package that is broken is named by `config check` already, and not after hours of caching."""
+    """Read the flavours now, so that `config check` reports a broken package, not a run after hours of caching."""
     flavours(family)
     return family
 
 
 if TYPE_CHECKING:
-    Family = str  # what is installed is not known to a type checker
+    Family = str  # a type checker cannot know which packages are installed
 else:
     Family = Annotated[Literal[FAMILIES], AfterValidator(_with_flavours)]

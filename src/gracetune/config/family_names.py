@@ -1,8 +1,7 @@
-"""What configuration files call a model family: the record in every family's `names.py`.
+"""The names of a model family in configuration files: the record `NAMES` in the family's `names.py`.
 
-It is plain data, because a config file is checked long before any model code is imported. A family's `names.py`
-imports `gracetune.config` and `gracetune.errors` and nothing else of ours, and calls its record `NAMES`.
-`config.families` finds it by the family's name.
+The record is plain data, because a config file is checked long before model code is imported. From gracetune, a
+`names.py` imports only `gracetune.config` and `gracetune.errors`. `config.families` finds it by the family's name.
 """
 
 from __future__ import annotations
@@ -25,12 +24,16 @@ class Flavour:
     dual_expert: bool = False
     edits: bool = False
     from_image: bool = False
-    """Clips go on from a first frame, and only so."""
+    """Image-to-video only: every clip continues a first frame."""
 
 
 @dataclass(frozen=True)
 class ShiftPoints:
-    """A flow shift by an image's number of tokens, 2 x 2 latents each: exp of a straight line through two points."""
+    """A flow shift that depends on an image's number of tokens (2 x 2 latents each).
+
+    The shift is exp(mu), where mu is a linear function of the token count through (`base_tokens`, `base`) and
+    (`max_tokens`, `max`).
+    """
 
     base_tokens: int = 256
     base: float = 0.5
@@ -39,7 +42,7 @@ class ShiftPoints:
 
     @property
     def line(self) -> dict[str, float]:
-        """As `objective.resolution_shift`."""
+        """The values as `objective.resolution_shift` takes them."""
         return {
             "base_image_seq_len": self.base_tokens, "base_shift": self.base,
             "max_image_seq_len": self.max_tokens, "max_shift": self.max,
@@ -51,38 +54,38 @@ class ShiftPoints:
 
 @dataclass(frozen=True)
 class RejectedFlavour:
-    """A flavour of ours that SimpleTuner trains in a way that is not supported here."""
+    """One of our flavours that SimpleTuner trains in a way that is not supported here."""
 
     unless: str
-    """The option that makes SimpleTuner train it as we do."""
+    """The option that makes SimpleTuner train it as gracetune does."""
     why: str
     hint: str
 
 
 @dataclass(frozen=True)
 class LoraTargets:
-    """The layers SimpleTuner's LoRA sits on."""
+    """The layers that SimpleTuner's LoRA adapts."""
 
     default: tuple[str, ...] = ()
-    """Empty: the family's own choice."""
+    """Empty means the family's own choice."""
     option: str = ""
-    """The option that names one of `groups` instead."""
+    """The option that selects one of `groups` instead."""
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class DefaultVae:
-    """A VAE that SimpleTuner takes instead of the one in the weights."""
+    """A VAE that SimpleTuner uses instead of the one in the weights."""
 
     weights: str
     mark: str
-    """What the names of such VAEs contain. SimpleTuner does not use them in another family."""
+    """A part of the names of such VAEs. SimpleTuner ignores them in another family."""
     title: str
 
 
 @dataclass(frozen=True)
 class ClipLength:
-    """How SimpleTuner cuts clips that say no length: `fps` times `seconds`, rounded down to `step` k + 1 frames."""
+    """SimpleTuner's default clip length: `fps` times `seconds`, rounded down to `step` * k + 1 frames."""
 
     fps: int
     seconds: int
@@ -94,41 +97,40 @@ class ClipLength:
 
 @dataclass(frozen=True)
 class SimpleTunerNames:
-    """What SimpleTuner calls a family's parts, and what it does with them. `model_family` is the family's own name."""
+    """SimpleTuner's names for a family's parts, and its rules for them. Its `model_family` is our family name."""
 
     flavours: Mapping[str, str] = field(default_factory=dict)
-    """Its `model_flavour` -> ours, where the names differ. The two experts of a flavour (`…-high`, `…-low`) are found
-    without being listed."""
+    """SimpleTuner's `model_flavour` -> ours, where the names differ. Names of a single expert (`…-high`, `…-low`) are
+    derived and need no entry."""
     default_flavour: str | None = None
-    """The `model_flavour` it takes when a file names none; None: the weights decide."""
+    """The `model_flavour` of a file that names none; None means that the weights decide."""
     untrained_flavours: tuple[str, ...] = ()
-    """Flavours of the family that it trains and we do not."""
+    """Flavours of this family that SimpleTuner trains and gracetune does not."""
     assistants: Mapping[str, str] = field(default_factory=dict)
-    """Our flavours that it trains adapters for under an assistant adapter -> the one it takes where a file names
-    none."""
+    """Our flavour -> the assistant adapter that SimpleTuner loads while it trains an adapter, if a file names none."""
     rejected_flavours: Mapping[str, RejectedFlavour] = field(default_factory=dict)
-    """By our names."""
+    """Our flavour -> why it is rejected in a SimpleTuner file."""
     expert_shifts: Mapping[str, float] = field(default_factory=dict)
-    """Flavour -> the flow shift it sets for a single expert, whatever the file says."""
+    """Our flavour -> the flow shift that SimpleTuner forces for a single expert, whatever the file says."""
     without_shift: tuple[str, ...] = ()
-    """Our flavours that it has no default flow shift for."""
+    """Our flavours without a default flow shift in SimpleTuner."""
     auto_shift: ShiftPoints = ShiftPoints()
-    """What `flow_schedule_auto_shift` follows; most schedulers say nothing about it, and it takes their defaults."""
+    """The shift of `flow_schedule_auto_shift`. Most published scheduler configs lack it, so the defaults apply."""
     guidance_option: str = ""
     """The option for the guidance that a guidance-distilled model is trained with."""
     targets: LoraTargets = LoraTargets()
     vae: DefaultVae | None = None
     text_encoder_option: str = ""
-    """The option for a text encoder from elsewhere."""
+    """The option for a text encoder from another place than the model."""
     clips: ClipLength | None = None
     alignment: int | None = None
-    """The sides of its buckets are multiples of this; None: the family's own multiple."""
+    """The sides of its buckets are multiples of this; None means the family's own multiple."""
     alignments: Mapping[str, int] = field(default_factory=dict)
-    """By our flavours, where one differs."""
+    """Our flavour -> its `alignment`, where it differs."""
     free_alignment: bool = False
-    """`aspect_bucket_alignment` counts where the file says `i_know_what_i_am_doing`."""
+    """Whether `aspect_bucket_alignment` has an effect in a file that sets `i_know_what_i_am_doing`."""
     own_options: tuple[str, ...] = ()
-    """Options that act on this family and not on every other, and are not supported here: its key table says why."""
+    """Options with an effect on this family but not on every other. They are not supported; the key table says why."""
 
 
 # -- ai-toolkit --------------------------------------------------------------------------------------------------------
@@ -139,73 +141,73 @@ class Arch:
     """One of ai-toolkit's model classes (`model.arch`)."""
 
     flavours: tuple[str, ...]
-    """The weights it may be given; the only one is known without looking at `name_or_path`."""
+    """The weights it can load. If there is only one flavour, `name_or_path` is not needed to tell which."""
     starts_from_image: Literal["never", "always", "do_i2v"] = "never"
-    """Whether clips are learnt from their first frame; `do_i2v`: where the dataset says so."""
+    """Whether clips are trained from their first frame; `do_i2v` leaves it to the dataset."""
     references: Literal["reference_strict", "reference_loose"] | None = None
-    """How control images reach the model: cut like the target, or in their own shape."""
+    """How control images reach the model: cropped like the target, or in their own shape."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    """What stands behind the colon of `arch: name:tag` -> flavour. Upstream drops it; the published names agree."""
+    """Tag in `arch: name:tag` -> flavour. Upstream ignores the tag; published files use it consistently."""
     switch: str = ""
-    """The switch that files from before `arch` have instead."""
+    """The boolean key that older files have instead of `arch`, such as `is_flux`."""
     latent_space: str = ""
-    """What its caches call the latents; empty: the name of the arch."""
+    """The name of its latents in upstream's caches; empty means the name of the arch."""
     shift: float | ShiftPoints | None = None
-    """The flow shift of `timestep_type: shift`, which the arch's own scheduler has, whatever the weights' says. None:
-    the weights decide."""
+    """The flow shift of `timestep_type: shift`, from the arch's own scheduler, which overrides that of the weights.
+    None means that the weights decide."""
     shift_terminal: float = 0.0
     """The lowest noise level of `timestep_type: shift`."""
     assistant: bool = False
     """Whether it takes an assistant adapter (`assistant_lora_path`)."""
     boundary_note: str = ""
-    """What to say about the noise level at which ai-toolkit switches experts, where it is not the weights' own."""
+    """The note on the noise level at which ai-toolkit switches experts, if it is not that of the weights."""
     bucket_step: int | None = None
-    """The sides of its buckets are multiples of this; None: the family's own multiple."""
+    """The sides of its buckets are multiples of this; None means the family's own multiple."""
     other_models: Mapping[str, str] = field(default_factory=dict)
-    """A text in the name of weights that upstream loads with this arch and we do not -> what is expected instead."""
+    """Part of the name of weights that only upstream loads with this arch -> the expected weights, for the message."""
 
 
 @dataclass(frozen=True)
 class AiToolkitNames:
-    """What ai-toolkit calls a family's models, and what it does with them."""
+    """ai-toolkit's names for a family's models, and its rules for them."""
 
     archs: Mapping[str, Arch] = field(default_factory=dict)
     unet: bool = False
-    """The denoiser is a U-Net: alpha is taken as written, and the noise schedule may be DDPM's."""
+    """Whether the denoiser is a U-Net. Alpha is then used as written, and the noise schedule can be DDPM's."""
     text_encoder_qtype: str = "qtype_te"
-    """The key of the `model` block that says how the text encoder is quantised."""
+    """The key of the `model` block with the text encoder's quantised type."""
     guidance_embedding: str = ""
-    """Why `bypass_guidance_embedding` is refused; empty: there is no such embedding, and the key does nothing."""
+    """Why `bypass_guidance_embedding` is rejected. Empty if there is no such embedding, and the key does nothing."""
     blocks: tuple[str, ...] = ()
-    """Names of the modules, as in their paths, inside which it adapts every linear layer; empty: the family's own
+    """Modules, as named in their paths, in which ai-toolkit adapts every linear layer. Empty means the family's own
     choice of layers."""
     default_is_blocks: bool = False
-    """The family's own choice of layers is every linear layer of these modules."""
+    """Whether the family's own choice of layers is every linear layer of `blocks`."""
     conv_blocks: tuple[str, ...] = ()
-    """Further ones, if convolutions are adapted too."""
+    """Additional modules, if convolutions are adapted too."""
     unguided: tuple[str, ...] = ()
-    """Flavours without such an embedding, in a family that has one."""
+    """Flavours without a guidance embedding, in a family that has one."""
 
 
 @dataclass(frozen=True)
 class FamilyNames:
-    """Everything the configuration files of the three dialects may say about one family."""
+    """All names of one family in the configuration files of the three dialects."""
 
     family: str
     flavours: tuple[Flavour, ...]
-    """The first is the one taken when a config names none."""
+    """The first is the default."""
     pipelines: tuple[str, ...] = ()
-    """diffusers' classes of the pipelines that its weights are published for, as `model_index.json` names them."""
+    """diffusers' pipeline classes that its weights are published for, as in `model_index.json`."""
     objective: Objective | None = None
-    """What the denoiser is trained to predict, which decides the noise options that act in SimpleTuner's files: a flow,
-    epsilon or v of a DDPM schedule (where a file may also ask for a flow), or v of the cosine schedule, which has no
-    options. None: unknown; timesteps are uniform then, and the other noise options have no effect."""
+    """What the denoiser predicts. It decides which noise options have an effect in SimpleTuner's files. `flow`: a flow.
+    `ddpm`: epsilon or v of a DDPM schedule (a file can also request a flow). `cosine`: v of the cosine schedule, which
+    has no options. None means unknown: timesteps are uniform, and the other noise options have no effect."""
     spaces_count: bool = False
-    """Its tokenizer tells one space from two; the others take them for one."""
+    """Whether its tokenizer distinguishes one space from two; other tokenizers collapse them."""
     explicit_sizes: bool = False
-    """The denoiser is told an image's size and crop (`model.size_conditioning`)."""
+    """Whether the denoiser is conditioned on an image's size and crop (`model.size_conditioning`)."""
     routed_blocks: tuple[str, ...] = ()
-    """The denoiser's lists of blocks that tokens can skip, in the order of their numbers in `training.token_routing`;
-    `ModelSpec.token_routing` says how. Empty: token routing is rejected."""
+    """The denoiser's lists of blocks that tokens can skip, in the order in which `training.token_routing` numbers them.
+    `ModelSpec.token_routing` does the skipping. Empty means that token routing is rejected."""
     simpletuner: SimpleTunerNames = SimpleTunerNames()
     aitoolkit: AiToolkitNames = AiToolkitNames()

@@ -1,7 +1,8 @@
-"""What was asked for and does nothing, because the switch it belongs to says otherwise.
+"""Notes on options without effect, because the switch they belong to is off.
 
-No error: people keep such keys beside a switch they turn off and on again, and peers' files are full of them. But who
-forgot the switch trains something else than was meant, so each is named. What a reader filled in by itself is not.
+They are not errors: people keep such keys next to a switch that they turn off and on again, and the peers' files have
+many of them. But somebody who forgot the switch would train something else than intended, so each option that the
+user set is named in a note. Defaults are not.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from gracetune.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Switch:
-    """Keys of one section, and what decides whether they count."""
+    """Keys of one section that have no effect while a switch is off."""
 
     off: bool
     location: str
     section: Section
     keys: str
     why: str
-    """Why they do not count while it is off."""
+    """Why the keys have no effect while it is off."""
     remedy: str
-    """What to type so that they do."""
+    """What to type so that they have one."""
 
 
 def without_effect(config: RunConfig, draft: Draft) -> list[str]:
-    """One note for each reason, however many datasets it holds for."""
+    """Return one note for each reason, however many datasets it applies to."""
     found: dict[str, tuple[list[str], list[str]]] = {}
     for switch in switches(config, draft):
         keys = _requested_options(switch, draft) if switch.off else []
@@ -49,7 +50,7 @@ def without_effect(config: RunConfig, draft: Draft) -> list[str]:
 
 
 def loaded_by_no_program(config: RunConfig) -> list[str]:
-    """A note for each algorithm whose files are for training on and merging alone."""
+    """Return a note for each algorithm whose files no program loads: they can only be resumed from or merged."""
     return [
         f"adapter.kind: no program that we know loads {one.name} from a file; merge the result into the model with "
         "gracetune adapter convert FILE --merge-into MODEL"
@@ -66,7 +67,7 @@ def _chosen(config: RunConfig) -> list[AdapterAlgorithm]:
 
 
 def _requested_options(switch: Switch, draft: Draft) -> list[str]:
-    """In the words of whoever set them to something else than the default."""
+    """Return the keys that the user set to something other than the default, as the user wrote them."""
     changed = switch.section.model_dump(exclude_defaults=True)
     paths = [(*parse_path(switch.location), key) for key in switch.keys.split() if key in changed]
     origins = {path: draft.origin(path) for path in paths}
@@ -94,7 +95,7 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
                  f"model.experts is {model.experts}, and a single expert takes no turns",
                  "--set model.experts=both")  # fmt: skip
     yield Switch(not names_of(model.family).explicit_sizes, "model", model, "size_conditioning drop_size_conditioning",
-                 f"model.family is {model.family}, which is told no sizes", "remove them")  # fmt: skip
+                 f"model.family is {model.family}, which has no size conditioning", "remove them")  # fmt: skip
     chosen = _chosen(config)
     read = {key for one in chosen for key in one.own_options}
     for one in algorithms():
@@ -160,7 +161,7 @@ def _of_memory(config: RunConfig) -> Iterator[Switch]:
 
 
 def _of_a_dataset(dataset: Dataset, location: str, named: str) -> Iterator[Switch]:
-    """`named`: what it is called in `--set`."""
+    """Yield the switches of one dataset. `location` is its path; `named` is its name in `--set`."""
     crop, captions = dataset.crop, dataset.captions
     yield Switch(dataset.dataset_type in ("conditioning", "eval"), location, dataset, "held_out",
                  f"the dataset's type is {dataset.dataset_type}, which is not trained on", "remove it")  # fmt: skip
@@ -170,10 +171,10 @@ def _of_a_dataset(dataset: Dataset, location: str, named: str) -> Iterator[Switc
     if dataset.local_copy is not None:
         yield Switch(not dataset.path.startswith("hf://"), f"{location}.local_copy", dataset.local_copy, "subset",
                      "only datasets of the hub have subsets", "remove it")  # fmt: skip
-    # Without a crop a picture keeps its shape and its middle: who asks for `preserve` or `center` gets that.
-    anyway = {"style": crop.style == "center", "aspect": crop.aspect == "preserve", "aspect_buckets": False}
-    yield Switch(not crop.enabled, f"{location}.crop", crop, " ".join(name for name,
-    same in anyway.items() if not same),
+    # Without a crop an image keeps its aspect ratio and its center, so `preserve` and `center` describe what happens.
+    already_so = {"style": crop.style == "center", "aspect": crop.aspect == "preserve", "aspect_buckets": False}
+    yield Switch(not crop.enabled, f"{location}.crop", crop,
+                 " ".join(name for name, same in already_so.items() if not same),
                  "the dataset's crop.enabled is false", f"--set {named}.crop.enabled=true")  # fmt: skip
     yield Switch(not dataset.has_masks, f"{location}.mask", dataset.mask, "min_weight invert normalise",
                  "the dataset names no mask (a dataset of masks has its own options)",

@@ -1,4 +1,4 @@
-"""Files and folders that a config reads: where they stand in a `RunConfig`, and where a peer's relative ones lie."""
+"""Files and folders that a config reads: their keys in a `RunConfig`, and how relative paths are resolved."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gracetune.config.path_status import inspect_path
 
 
 def find_beside(draft: Draft) -> None:
-    """Relative paths of a peer's file lead to what lies in its folder; where nothing does, they stay as written.
+    """Resolve relative paths of a peer's file against its folder. A path that does not exist there stays as written.
 
-    Paths in our own block of such a file are left alone.
+    Paths in the `gracetune` block of such a file are not changed.
     """
     for path in _input_paths(draft):
         origin, value = draft.origins.get(path), draft.get(path)
@@ -34,7 +34,7 @@ def _beside(value: Any, folders: list[FilePath]) -> Any:
 
 
 def is_relative(name: str) -> bool:
-    """A path that depends on a folder, or a hub id, which looks the same."""
+    """Whether a name is a relative path or a hub id, which cannot be told apart by their text."""
     return bool(name.strip()) and "://" not in name and not name.startswith(("/", "~", "\\"))
 
 

@@ -1,7 +1,7 @@
-"""How large a configuration may be, and everything in it whose bound does not stand in the type of its field.
+"""Limits on the size of a configuration, and bounds of values that are not part of a field's type.
 
-Reading a file within these limits takes less than two seconds and little memory, whatever is in it. What is beyond them
-is an error that names the limit.
+Reading a file within these limits takes less than two seconds and little memory, whatever its content. A file beyond
+them is an error that names the limit.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from collections.abc import Callable, Iterable
 from gracetune.units import GIB, KIB
 
 LARGEST_FILE = 512 * KIB
-"""Of a configuration, of a file that one names, and of a text after its variables are filled in: far more than any
-program writes."""
+"""Applies to a configuration, to a file that it names, and to its text after variables are substituted. It is far more
+than any program writes."""
 DEEPEST = 50
 MOST_VALUES = 16_000
 """Aliases are counted as often as they are used."""
 MOST_ENTRIES = 1_000
-"""Mappings in one list, such as datasets."""
+"""Most mappings in one list, such as datasets."""
 LONGEST_TEXT = 32_768
-"""Characters of one value: a model reads the first few thousand of a prompt."""
+"""Most characters of one value. A model reads only the first few thousand of a prompt."""
 LONGEST_KEY = 1000
-"""As YAML writes it: a longer one could not be read back from what `config show` prints."""
+"""Counted with YAML's escapes. A longer key could not be read back from the output of `config show`."""
 LONGEST_NUMBER = 1024
-"""In bits: what still fits a float."""
+"""In bits. Larger integers do not fit a float."""
 MOST_PROBLEMS = 200
-"""A file with more of them is something else than it is taken for."""
+"""A file with more problems is probably not a configuration at all."""
 LONGEST_NAME = 100
-"""Of a name that is compared with others, and how many of these: finding the most similar one takes their product."""
+"""Longest name for which a similar one is searched. The search takes time proportional to this times `MOST_NAMES`."""
 MOST_NAMES = 2_000
 
 MOST_CAPTIONS = 1_000
-"""Of one picture. Each is no longer than a value of a configuration, and its file no larger than one."""
+"""Most captions of one image. Each has at most `LONGEST_TEXT` characters, and their file `LARGEST_FILE` bytes."""
 MOST_COLUMNS = 1_000
 LARGEST_TABLE = 2 * GIB
-"""Of the captions of a whole dataset in one file."""
+"""Largest file with the captions of a whole dataset."""
 
 LARGEST_RANK = 16_384
-"""Of factors that are as wide as the rank, whatever the matrix is: no model here has a matrix with more to learn."""
+"""Largest rank of algorithms whose factors are as wide as the rank. No supported model has a wider matrix."""
 MOST_MEGAPIXELS = 64.0
-"""8000 x 8000. Whoever writes more has written pixels."""
+"""8000 x 8000 pixels. A larger number was almost certainly meant in pixels."""
 
 
 class NotPlainError(ValueError):
-    """Data whose very shape or size is wrong: nothing in it can be used."""
+    """Data whose structure or size is invalid as a whole, so that no part of it can be used."""
 
     def __init__(self, found: str, expected: str, hint: str) -> None:
         super().__init__(f"{found}; expected {expected}")
@@ -76,14 +76,14 @@ def too_long() -> NotPlainError:
 
 
 def replaced(text: str, old: str, new: str) -> str:
-    """`str.replace`, except that the result is no longer than a value may be."""
+    """Like `str.replace`, but raises NotPlainError if the result is longer than a value can be."""
     if len(text) + text.count(old) * (len(new) - len(old)) > max(len(text), LONGEST_TEXT):
         raise too_long()
     return text.replace(old, new)
 
 
 def substituted(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str) -> str:
-    """`Pattern.sub`, except that the result is no longer than a value may be."""
+    """Like `Pattern.sub`, but raises NotPlainError if the result is longer than a value can be."""
     return joined(_parts(pattern, replace, text), max(len(text), LONGEST_TEXT))
 
 
@@ -97,7 +97,7 @@ def _parts(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], te
 
 
 def joined(parts: Iterable[str], most: int = LARGEST_FILE) -> str:
-    """The pieces one after the other; NotPlainError as soon as they are longer than `most`."""
+    """Like `"".join`, but raises NotPlainError as soon as the result is longer than `most`."""
     kept: list[str] = []
     length = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""What a config needs from the machine at hand: folders that must exist, sizes that should fit."""
+"""Checks of a config against this machine: paths that must exist, and sizes that should fit."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from gracetune.units import format_bytes
 
 CHECK = "check the spelling"
 Wrong = tuple[Path, str, str, str]
-"""Path of the value, found, expected, what to do."""
+"""Path of the value, found, expected, hint."""
 
 
 def path_problems(resolved: Resolved) -> list[Problem]:
-    """Everything a config names on disk that is not there."""
+    """Return a problem for every file or folder that a config names and that is missing or of the wrong kind."""
     return [problem for _, problem in named_path_problems(resolved)]
 
 
 def named_path_problems(resolved: Resolved) -> list[tuple[str, Problem]]:
-    """The same, each with gracetune's own name of its key: the problem names it as the file does."""
+    """Like `path_problems`, with gracetune's own key beside each problem, which has the key as the file writes it."""
     return [(dotted(path), _problem(resolved, path, *rest)) for path, *rest in _wrong_paths(resolved)]
 
 
 def limits_memory(resolved: Resolved) -> bool:
-    """Whether the config says anything `size_warnings` could doubt."""
+    """Whether the config has any limit that `size_warnings` checks."""
     return any(dataset.in_memory.memory_limit_gb for dataset in resolved.config.datasets)
 
 
 def size_warnings(resolved: Resolved, host_bytes: int | None) -> list[str]:
-    """Limits this machine cannot honour. Only warnings: a config is often checked elsewhere than it runs.
+    """Return a warning for each memory limit that is more than this machine has.
 
-    `host_bytes` is the main memory a process may use here, GPU memory not counted; None where that is unknown.
+    These are not errors, because a config is often checked on another machine than it runs on. `host_bytes` is the main
+    memory that a process can use here, without GPU memory; None if unknown.
     """
     if host_bytes is None:
         return []
@@ -76,7 +77,7 @@ def _wrong_paths(resolved: Resolved) -> Iterator[Wrong]:
     )
     for index, prompt in enumerate(config.validation.prompts):
         for name in prompt.references:
-            yield from _unless(("file",), ("validation", "prompts", index, "references"), name, "a picture")
+            yield from _unless(("file",), ("validation", "prompts", index, "references"), name, "an image file")
 
 
 def _unless(kinds: tuple[str, ...], path: Path, name: str, expected: str, hint: str = CHECK) -> Iterator[Wrong]:
@@ -110,7 +111,7 @@ def _folder_hint(folder: PathStatus) -> str:
 
 
 def missing_part(status: PathStatus) -> str:
-    """The first part of a path that is not there, and the folder it is not in."""
+    """Describe the first missing component of a path, and the folder that lacks it."""
     missing = status.path
     while missing.parent != missing and inspect_path(missing.parent).kind == "nothing":
         missing = missing.parent
@@ -119,5 +120,5 @@ def missing_part(status: PathStatus) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """A path rather than a hub id (`owner/name`)."""
+    """Whether a name is certainly a path, and not a hub id (`owner/name`)."""
     return name.startswith(("/", "./", "../", "~")) or name.endswith((".safetensors", ".pt", ".ckpt")) or "\\" in name

@@ -1,7 +1,7 @@
-"""Our own dialect: YAML whose keys are `RunConfig`'s own, exactly what `gracetune config show` prints.
+"""Our own dialect: YAML with the keys of `RunConfig`, as `gracetune config show` prints it.
 
-The first key is `gracetune: 1`, the version of the format; it tells this dialect from the others. The same sections can
-stand in a `gracetune` block of an ai-toolkit or SimpleTuner file.
+The first key is `gracetune: 1`, the version of the format, by which the dialect is recognised. An ai-toolkit or
+SimpleTuner file can have the same sections in a `gracetune` block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = 1
 
 
 def looks_like(data: Any) -> bool:
-    """A mapping below the key is a block of ours in another dialect's file (`read_block`)."""
+    """Whether data is of this dialect. A mapping under the key is a block in another dialect's file (`read_block`)."""
     return isinstance(data, Mapping) and VERSION_KEY in data and not isinstance(data[VERSION_KEY], Mapping)
 
 
@@ -31,10 +31,9 @@ def read(document: Document, draft: Draft, _environment: Environment) -> None:
 
 
 def read_block(value: Any, key: str, file: str, draft: Draft) -> None:
-    """The `gracetune` block of another dialect's file: sections of ours, laid over what the rest of the file says.
+    """Read the `gracetune` block of another dialect's file, whose sections override the rest of the file.
 
-    Lists of sections (`datasets`) are merged entry by entry. Where the file says something else elsewhere, the block
-    wins, and a note names both.
+    Lists of sections (`datasets`) are merged entry by entry. A note names each value that the block overrides.
     """
     if not isinstance(value, Mapping):
         expected = "sections of our own dialect, such as `memory` or `cache`"
@@ -63,7 +62,7 @@ def _sections(data: Mapping[Any, Any], draft: Draft, prefix: str, file: str) -> 
 
 
 def _written_out(key: str, value: Any) -> Any:
-    """Short forms: `datasets: photos`, a list of folders, one dataset without a list; prompts that are texts alone."""
+    """Expand short forms: a folder or a list of folders for `datasets`, one dataset without a list, plain prompts."""
     if key == "datasets" and isinstance(value, str | Mapping | list) and value:
         return [_dataset(one) for one in (value if isinstance(value, list) else [value])]
     prompts = value.get("prompts") if key == "validation" and isinstance(value, Mapping) else None
@@ -73,21 +72,21 @@ def _written_out(key: str, value: Any) -> Any:
 
 
 def _dataset(value: Any) -> Any:
-    """A folder alone is a dataset called after it."""
+    """Expand a folder's path to a dataset that is named after the folder."""
     if not isinstance(value, str):
         return value
     return {"id": value.rstrip("/").rpartition("/")[2] or value, "path": value}
 
 
 def _without_retired(cache: Mapping[Any, Any], draft: Draft) -> dict[Any, Any]:
-    """Configs of earlier runs have every key there was; this one was never read."""
+    """Drop `image_embeds_dir`, which was never used. Saved configs of earlier runs have every key, also this one."""
     if cache.get("image_embeds_dir") is not None:
         draft.note("cache.image_embeds_dir: never had an effect, and is gone; latents have cache.vae_cache_dir")
     return {key: value for key, value in cache.items() if key != "image_embeds_dir"}
 
 
 def shareable(config: RunConfig) -> dict[str, Any]:
-    """The configuration as it may be shown to others: without secrets. `write` and `config.yaml` have them."""
+    """Return the configuration without secrets, to show to others. `write` and `config.yaml` keep them."""
     shown: dict[str, Any] = redact_values(config.model_dump(mode="json"))
     return shown
 
@@ -97,12 +96,12 @@ def has_secrets(config: RunConfig) -> bool:
 
 
 def write(config: RunConfig) -> str:
-    """The config as this dialect, complete: a run can be started from it."""
+    """Write the complete config in this dialect. A run can be started from the result."""
     return _written(config.model_dump(mode="json"))
 
 
 def show(config: RunConfig, origins: Mapping[Path, Origin], redactor: Redactor) -> str:
-    """The same without secrets, and each value followed by where it came from."""
+    """Write the config without secrets, and with a comment on the origin of each value."""
     return _written(redactor.redact_values(config.model_dump(mode="json")), origins)
 
 
@@ -134,7 +133,7 @@ def _write_mapping(
                 text, origin = lines[start]
                 lines[start] = (f"{indent}- {text[len(indent) + 2 :]}", origin)
         else:
-            # Keys and file names may hold line breaks; a comment must not.
+            # Keys and file names can have line breaks, but a comment must not.
             origin = visible(str(_origin(inner, origins))) if origins is not None else ""
             lines.append((f"{label} {one_line_yaml(value)}", origin))
 
@@ -151,7 +150,7 @@ def _origin(path: Path, origins: Mapping[Path, Origin]) -> Origin:
 
 
 def flat(config: RunConfig, origins: Mapping[Path, Origin]) -> dict[str, dict[str, str]]:
-    """The origin of every leaf by its dotted name, for `config show --json`."""
+    """Map the dotted name of every value to its origin, for `config show --json`."""
     lines: dict[str, dict[str, str]] = {}
     _flatten(config.model_dump(mode="json"), (), origins, lines)
     return lines

@@ -1,6 +1,7 @@
-"""The optimizers a config can name. The records themselves are in `optim/optimizers/`, one file each.
+"""The optimizers that `optimizer.name` can name. Their records are in `optim/optimizers/`, one file each.
 
-Config is below `optim`, so it finds a record by name. Records import no torch; `config check` stays fast.
+The layer order forbids `config` to import `optim`, so records are found by name. They do not import torch, which keeps
+`config check` fast.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ OPTIMIZER_NAMES: Final[tuple[str, ...]] = OPTIMIZERS.names
 
 @runtime_checkable
 class KnowsOwnKeys(Protocol):
-    """What config reads of a record (`gracetune.optim.record.OptimizerRecord`)."""
+    """The attribute of an optimizer's record that config reads (`gracetune.optim.record.OptimizerRecord`)."""
 
     @property
     def own_keys(self) -> tuple[str, ...]: ...
 
 
 def reads_key(optimizer: str, key: str) -> bool:
-    """Whether this optimizer reads a key of the `optimizer` section that not every optimizer reads."""
+    """Whether this optimizer reads `key`, a key of the `optimizer` section that only some optimizers read."""
     return key in _record(optimizer).own_keys
 
 
@@ -47,12 +48,12 @@ def _record(name: str) -> KnowsOwnKeys:
 
 
 def _importable(name: str) -> str:
-    """`config check` already names a package that is broken, not only a run."""
+    """Load the record now, so that `config check` reports a broken package."""
     _record(name)
     return name
 
 
 if TYPE_CHECKING:
-    OptimizerName = str  # what is installed is not known to a type checker
+    OptimizerName = str  # a type checker cannot know which packages are installed
 else:
     OptimizerName = Annotated[Literal[OPTIMIZER_NAMES], AfterValidator(_importable)]

@@ -1,4 +1,4 @@
-"""Looking at a path someone wrote, without ever raising: too long, no such home, no permission are answers too."""
+"""Inspects a path that a user wrote. It never raises: a path that cannot be inspected is a result too."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PathStatus:
-    """What a path leads to."""
+    """The kind of thing at a path."""
 
     kind: Literal["file", "folder", "nothing", "unreachable"]
     path: Path
     why: str = ""
-    """Why it cannot be looked at, where it cannot."""
+    """Why the path cannot be inspected; empty for the other kinds."""
 
     @property
     def words(self) -> str:
-        """For behind the name: `x, which does not exist`."""
+        """A relative clause that follows the path in a message: `x, which does not exist`."""
         return {
             "file": "which is a file",
             "folder": "which is a folder",
             "nothing": "which does not exist",
-            "unreachable": f"which cannot be looked at: {self.why}",
+            "unreachable": f"which cannot be read: {self.why}",
         }[self.kind]
 
 
 def inspect_path(name: str | Path, *, below: Path | None = None) -> PathStatus:
-    """What `name` leads to, `~` included, from the working folder or from `below`."""
+    """Inspect `name`, relative to `below` or to the working folder. A leading `~` is the home folder."""
     path = Path(name)
     try:
         path = path.expanduser() if below is None else below / path.expanduser()
@@ -38,6 +38,6 @@ def inspect_path(name: str | Path, *, below: Path | None = None) -> PathStatus:
         return PathStatus("nothing", path)
     except OSError as error:
         return PathStatus("unreachable", path, error.strerror or type(error).__name__)
-    except (RuntimeError, ValueError) as error:  # no such user behind a `~`; a NUL byte
+    except (RuntimeError, ValueError) as error:  # `~` followed by an unknown user; a NUL byte
         return PathStatus("unreachable", path, str(error).rstrip("."))
     return PathStatus("folder" if stat.S_ISDIR(mode) else "file", path)

@@ -1,5 +1,8 @@
-"""Samples as the peers' own programs would draw them: their published files ask for some that a pipeline rounds or
-cannot draw. Ours refuses those in its own dialect; a file that arrives unchanged is to train."""
+"""Adjusts the sample requests of a peer's file as that program would.
+
+Published files request samples that the peer's pipeline rounds or cannot generate. In our own dialect these are errors,
+but an unchanged file of a peer has to train.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _PROMPTS: Path = ("validation", "prompts")
 
 
 def settle_samples(draft: Draft) -> None:
-    """What a file asks for; what a flag says is taken as it stands."""
+    """Adjust the sample requests that come from a file. Values from a flag are not changed."""
     family, prompts = draft.get(("model", "family")), draft.get(_PROMPTS)
     count = len(prompts) if isinstance(prompts, list) else 0
     if isinstance(family, str) and any(flavour.makes == "video" for flavour in flavours(family)):
@@ -20,7 +23,7 @@ def settle_samples(draft: Draft) -> None:
             _round_frames(draft, (*root, "num_frames"))
     flavour = _flavour(draft, family)
     if count and flavour is not None and (flavour.edits or flavour.from_image):
-        _leave_out_pictureless(draft, prompts, flavour)
+        _drop_prompts_without_image(draft, prompts, flavour)
 
 
 def _flavour(draft: Draft, family: Any) -> Flavour | None:
@@ -34,14 +37,15 @@ def _round_frames(draft: Draft, path: Path) -> None:
         return
     generated_frames = frames // 4 * 4 + 1
     draft.put(path, generated_frames, origin)
-    draft.note(f"{origin.key}: {frames} frames are drawn as {generated_frames}, as diffusers does: clips have 4 k + 1")
+    draft.note(f"{origin.key}: {frames} frames become {generated_frames}, as in diffusers: clips have 4 k + 1 frames")
 
 
-def _leave_out_pictureless(draft: Draft, prompts: list[Any], flavour: Flavour) -> None:
+def _drop_prompts_without_image(draft: Draft, prompts: list[Any], flavour: Flavour) -> None:
     kept = [index for index, item in enumerate(prompts) if not isinstance(item, dict) or item.get("references")]
-    gone = [draft.written_key((*_PROMPTS, index, "prompt"))[0] for index in range(len(prompts)) if index not in kept]
-    if not gone:
+    dropped = [draft.written_key((*_PROMPTS, index, "prompt"))[0] for index in range(len(prompts)) if index not in kept]
+    if not dropped:
         return
+    # Origins are stored by index, so those of the remaining prompts move to their new indices.
     origins = {
         (*_PROMPTS, kept.index(index), *path[3:]): origin
         for path, origin in draft.origins.items()
@@ -50,5 +54,5 @@ def _leave_out_pictureless(draft: Draft, prompts: list[Any], flavour: Flavour) -
     first = next(origin for path, origin in draft.origins.items() if path[:2] == _PROMPTS)
     draft.put(_PROMPTS, [prompts[index] for index in kept], first)
     draft.origins.update(origins)
-    draft.note(f"{', '.join(gone)}: not drawn, because {flavour.name} starts from a picture and the sample names none "
+    draft.note(f"{', '.join(dropped)}: not generated, because {flavour.name} needs an input image and this has none "
                "(`ctrl_img` in ai-toolkit, `validation_input` in SimpleTuner)")  # fmt: skip

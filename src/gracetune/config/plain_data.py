@@ -1,7 +1,8 @@
-"""The gate behind every parser: what comes out is plain data, the kind JSON can hold, of a size a person could write.
+"""Validates the output of every parser: plain data of the types that JSON has, and within the limits on size.
 
-YAML lets a value contain itself, be repeated a billion times by a few aliases, or be a date, a set or bytes; JSON lets
-text hold half a character; each of them lets a number have ten thousand digits. Nothing behind this gate meets them.
+In YAML a value can contain itself, be repeated a billion times by a few aliases, or be a date, a set or bytes. In JSON
+a string can have an unpaired surrogate. In both a number can have ten thousand digits. The rest of gracetune never sees
+such values.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gracetune.config.limits import (
 
 @dataclass(frozen=True)
 class NonPlainValue:
-    """One value that is not plain; it has been taken out, and the rest can be used."""
+    """A value that is not plain data. It was removed, and the rest of the data can be used."""
 
     path: Path
     found: str
@@ -39,20 +40,21 @@ class NonPlainValue:
 
 
 def plain(data: Any) -> tuple[Any, list[NonPlainValue]]:
-    """A copy with nothing shared in it, in which odd values are None, and what was odd about each.
+    """Return a deep copy in which invalid values are None, and a list of the invalid values.
 
-    Dates become their text (2025-01-01). Raises `NotPlainError` where the shape itself is wrong.
+    Dates become text (2025-01-01). Raises `NotPlainError` if the structure as a whole is invalid.
     """
-    gate = _Gate()
-    return gate.copy(data, ()), gate.oddities
+    copier = _PlainCopier()
+    return copier.copy(data, ()), copier.invalid
 
 
 @dataclass
-class _Gate:
-    oddities: list[NonPlainValue] = field(default_factory=list)
+class _PlainCopier:
+    invalid: list[NonPlainValue] = field(default_factory=list)
     seen: int = 0
+    """Number of values copied so far; an alias counts each time it is used."""
     around: list[int] = field(default_factory=list)
-    """Ids of the containers that the present value stands in."""
+    """Ids of the containers that hold the current value, to detect one that contains itself."""
 
     def copy(self, value: Any, path: Path) -> Any:
         self.seen += 1
@@ -62,10 +64,10 @@ class _Gate:
             return self._container(value, path)
         if isinstance(value, date | datetime | time):
             return value.isoformat()
-        odd = _odd(value)
-        if odd is None:
+        fault = _fault(value)
+        if fault is None:
             return value
-        self.oddities.append(NonPlainValue(path, *odd))
+        self.invalid.append(NonPlainValue(path, *fault))
         return None
 
     def _container(self, value: Any, path: Path) -> Any:
@@ -86,11 +88,11 @@ class _Gate:
     def _mapping(self, value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
         copied: dict[str, Any] = {}
         for key, item in value.items():
-            # A whole number is as good a name as any; what YAML reads for `yes`, `null` or 1.0 is not what was written.
+            # An integer key is unambiguous as text. YAML's values of `yes`, `null` or 1.0 are not what was written.
             name = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
-            odd = _odd_key(name) or (_TWICE if name in copied else None)
-            if odd is not None:
-                self.oddities.append(NonPlainValue((*path, str(name)[:LONGEST_KEY]), *odd))
+            fault = _key_fault(name) or (_TWICE if name in copied else None)
+            if fault is not None:
+                self.invalid.append(NonPlainValue((*path, str(name)[:LONGEST_KEY]), *fault))
             else:
                 copied[name] = self.copy(item, (*path, name))
         return copied
@@ -99,16 +101,17 @@ class _Gate:
 _TWICE = ("the key twice", "each key once", "keep one of the two")
 
 
-def _odd_key(key: Any) -> tuple[str, str, str] | None:
+def _key_fault(key: Any) -> tuple[str, str, str] | None:
+    """What is wrong with a key: found, expected, hint; None if nothing is."""
     if not isinstance(key, str):
         return f"a key that is {describe(key)} to YAML", "text as a key", "put the key in quotes"
     if len(key) > LONGEST_KEY or len(json.dumps(key)) > LONGEST_KEY:
         return f"a key of {len(key)} characters", "a name", "shorten it"
-    return _odd(key)
+    return _fault(key)
 
 
-def _odd(value: Any) -> tuple[str, str, str] | None:
-    """What is odd about a single value: found, expected, what to do; None where nothing is."""
+def _fault(value: Any) -> tuple[str, str, str] | None:
+    """What is wrong with a single value: found, expected, hint; None if nothing is."""
     if value is None or isinstance(value, bool):
         return None
     if isinstance(value, str):

@@ -1,4 +1,7 @@
-"""Turns pydantic's errors into ours: the user's own key, what stood there, what may stand there, what to type."""
+"""Converts pydantic's errors to ours: the user's own key, the value found, what is expected, and what to type.
+
+What is expected, and the suggestion, are derived from the JSON Schema of `RunConfig`.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ from gracetune.errors import Problem
 
 @cache
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a `RunConfig`; read only."""
+    """The JSON Schema of `RunConfig`. It is shared, so callers must not change it."""
     return RunConfig.model_json_schema()
 
 
 def problems_of(errors: Iterable[ErrorDetails], draft: Draft) -> list[Problem]:
-    """One problem a place, however many members of a union complained about it."""
+    """Return one problem per path, even if several members of a union reported an error there."""
     by_path: dict[Path, ErrorDetails] = {}
     for error in errors:
         if len(by_path) > MOST_PROBLEMS:
@@ -39,7 +42,7 @@ def problems_of(errors: Iterable[ErrorDetails], draft: Draft) -> list[Problem]:
 
 
 def known_path(loc: tuple[int | str, ...], error_type: str) -> Path:
-    """The part of pydantic's location that names a field; unions append the name of the member they tried."""
+    """Return the part of pydantic's location that names a field. For a union, pydantic appends the member it tried."""
     if error_type == "extra_forbidden":
         return loc
     path: Path = ()
@@ -47,7 +50,7 @@ def known_path(loc: tuple[int | str, ...], error_type: str) -> Path:
         if schema_at((*path, step)) is None:
             break
         path = (*path, step)
-    # A list that is too short lacks an item; what is wrong is the list.
+    # A missing item of a list means that the list is too short, so the list is reported.
     return path[:-1] if error_type == "missing" and path and isinstance(path[-1], int) else path
 
 
@@ -81,7 +84,7 @@ def _unknown_key(path: Path, key: str, value: Any, draft: Draft) -> Problem:
 
 
 def _peers_name(path: Path, draft: Draft) -> Path | None:
-    """Our path of a value that a flag names as the peer's file does."""
+    """Return our path of a key that a flag spells as the peer's file does, or None."""
     given = draft.origin(path)
     if given is None or given.kind != "flag":
         return None
@@ -93,7 +96,7 @@ def _peers_name(path: Path, draft: Draft) -> Path | None:
 
 
 def schema_at(path: Path) -> Mapping[str, Any] | None:
-    """The schema of the field at a path, or None where the path leaves the known fields."""
+    """Return the schema of the field at a path, or None if there is no such field."""
     node: Mapping[str, Any] = schema()
     for step in path:
         following = [found for option in _options(node) if (found := _step_into(option, step)) is not None]
@@ -114,7 +117,7 @@ def required_names(path: Path) -> list[str]:
 
 
 def _options(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A node with references and unions unfolded."""
+    """Resolve references and unions: return every schema that the value can match."""
     if "$ref" in node:
         return _options(schema()["$defs"][node["$ref"].rsplit("/", 1)[1]])
     if "anyOf" in node:
@@ -132,7 +135,7 @@ def _step_into(node: Mapping[str, Any], step: str | int) -> Mapping[str, Any] | 
 
 
 def expectation(path: Path) -> str:
-    """What may stand at a path, in words."""
+    """Describe the values that are allowed at a path, such as `a whole number >= 1`."""
     node = schema_at(path)
     if node is None:
         return "a value"
@@ -185,7 +188,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off"
 
 
 def suggestion(path: Path, found: Any, key: str, *, by_flag: bool = False) -> str:
-    """What to type instead of a value that cannot stand at a path; a flag's `key` begins with `--set`."""
+    """Return what to type instead of an invalid value. If a flag set it (`by_flag`), `key` begins with `--set`."""
     node = schema_at(path)
     options = _options(node) if node is not None else []
     near = nearest(found, _choices(node)) if isinstance(found, str) else None
@@ -200,7 +203,7 @@ def suggestion(path: Path, found: Any, key: str, *, by_flag: bool = False) -> st
         name = key.rpartition(".")[2]
         return _typed(section if by_flag or name.endswith("]") else f"{name}: {section}", key, by_flag)
     usual = node.get("default") if node is not None else None
-    # Beside a number that is far off, the usual one says most.
+    # For a number that is out of range, the default is the most useful example.
     numeric = isinstance(usual, int | float) and not isinstance(usual, bool) and usual != 0
     example = f"{usual:g}" if numeric else _example(options)
     if example is None:
@@ -209,7 +212,7 @@ def suggestion(path: Path, found: Any, key: str, *, by_flag: bool = False) -> st
 
 
 def _section_meant(found: Any, options: list[Mapping[str, Any]]) -> str | None:
-    """The section someone meant who wrote one value of it: `model: ./sdxl`, `adapter: lora`."""
+    """Expand a single value to the section it was meant for: `model: ./sdxl`, `adapter: lora`. None if unclear."""
     section = next((option for option in options if option.get("properties")), None)
     if section is None or not isinstance(found, str):
         return None
@@ -230,12 +233,12 @@ def _section_meant(found: Any, options: list[Mapping[str, Any]]) -> str | None:
 
 
 def _named_in(text: str, choices: list[str]) -> str:
-    """The choice that a path contains, such as a family's name; else the first."""
+    """Return the choice whose name is part of a path, such as a family's name; else the first choice."""
     return next((one for one in choices if one in text.lower()), choices[0])
 
 
 def _other_unit(path: Path, found: Any) -> bool:
-    """`512MB` where gigabytes are counted: the number alone would be another size."""
+    """Whether a value such as `512MB` is in another unit than its key, which is in GB. Its number would be wrong."""
     unit = re.sub(r"[^a-z]", "", found.lower()) if isinstance(found, str) else ""
     return bool(path) and str(path[-1]).endswith("_gb") and unit[:1] in ("b", "k", "m", "t")
 
@@ -245,7 +248,7 @@ def _typed(text: str, key: str, by_flag: bool) -> str:
 
 
 def _meant(kind: str, found: Any, options: list[Mapping[str, Any]]) -> str | None:
-    """The value someone meant who wrote one of another type; None where that is anyone's guess."""
+    """Convert a value of the wrong type to the one that was probably meant; None if that would be a guess."""
     if kind in ("integer", "number"):
         number = _number(found)
         if number is None or (kind == "integer" and not number.is_integer()) or not _within(number, options):
@@ -262,7 +265,7 @@ def _meant(kind: str, found: Any, options: list[Mapping[str, Any]]) -> str | Non
 
 
 def _number(found: Any) -> float | None:
-    """`"200GB"` begins with one, `8.0` is one."""
+    """Return the number that a value is or begins with (`8.0`, `"200GB"`), or None."""
     if isinstance(found, bool) or not isinstance(found, str | int | float):
         return None
     match = _LEADING_NUMBER.match(str(found))
@@ -280,7 +283,7 @@ def _within(number: float, options: list[Mapping[str, Any]]) -> bool:
 
 
 def _example(options: list[Mapping[str, Any]]) -> str | None:
-    """A value that could stand there, where nothing can be made of what was found."""
+    """Return an example of an allowed value, if the value found gives no clue."""
     for option in options:
         if choices := _allowed(option):
             return str(choices[0])
@@ -297,7 +300,7 @@ def _example(options: list[Mapping[str, Any]]) -> str | None:
 
 
 def _section_example(option: Mapping[str, Any]) -> str:
-    """A section with what it requires, or its first value: never an empty one."""
+    """Return an example of a section with its required values, or with its first one, so that it is never empty."""
     fields = option["properties"]
     names = option.get("required") or [*fields][:1]
     values = {name: _example(_options(fields[name])) for name in names}

@@ -1,8 +1,8 @@
-"""Records found by name: ours from a table, those of other installed packages from an entry point group.
+"""Finds records by name: ours from a table, those of other installed packages from an entry point group.
 
-Both are entry points: a name, and `module:NAME` where the record is. Names are read once, when gracetune starts. A
-record is imported when it is asked for, so a package that cannot be imported stops only the runs that use it, and
-config can list what an upper folder defines without importing that folder.
+Both are entry points: a name, and the record's location as `module:NAME`. Names are read once, when gracetune starts. A
+record is imported only when it is needed, so a broken package stops only the runs that use it, and `config` can list
+what a higher layer defines without importing it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Registry:
     what: str
-    """One word for a record, used in messages: optimizer."""
+    """The kind of record in messages, such as `optimizer`."""
     group: str
     """The entry point group that other packages use."""
     ours: Mapping[str, str]
@@ -33,18 +33,18 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Ours first; every name once."""
+        """Every name once, ours first."""
         return tuple(dict.fromkeys((*self.ours, *(point.name for point in self.installed))))
 
     def load_as(self, name: str, kind: type[T]) -> T:
-        """The record, which has to be of this class or protocol."""
+        """Load a record and check that it is of this class or protocol."""
         record = self.load(name)
         if not isinstance(record, kind):
             raise self.rejected(name, repr(record), f"a record of the class {kind.__name__}")
         return record
 
     def load(self, name: str) -> Any:
-        """The record. A name that two packages use (we count) is rejected, and so is one that cannot be imported."""
+        """Load a record. Raises ConfigError if it cannot be imported, or if two packages use its name."""
         if name not in self.names:
             raise KeyError(name)
         self.check_unique(name)
@@ -53,12 +53,12 @@ class Registry:
         (point,) = self._points(name)
         try:
             return point.load()
-        except Exception as error:  # the code of others, run for the first time: any error is theirs to fix
+        except Exception as error:  # importing runs another project's code: any error is theirs to fix
             found = f"{point.value} cannot be imported: {type(error).__name__}: {error}"
             raise self.rejected(name, found, "module:NAME, the record in a module of that package") from error
 
     def check_unique(self, name: str) -> None:
-        """ConfigError for a name that two packages use. Nothing is imported."""
+        """Raise ConfigError if two packages use this name. Nothing is imported."""
         points = self._points(name)
         if len(points) + (name in self.ours) > 1:
             by = [f"{point.value} ({point.dist.name if point.dist else 'unknown distribution'})" for point in points]

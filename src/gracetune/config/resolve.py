@@ -1,4 +1,4 @@
-"""File, environment and flags in; one `RunConfig` out, or every problem at once."""
+"""Combines file, environment and flags into one `RunConfig`, or reports every problem at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gracetune.redaction import Redactor
 
 @dataclass(frozen=True)
 class Resolved:
-    """A complete config, where each of its values came from, and what the user should know about it."""
+    """A complete config, the origin of each value, and notes for the user."""
 
     config: RunConfig
     dialect: str
@@ -40,11 +40,11 @@ class Resolved:
     origins: Mapping[Path, Origin]
     notes: tuple[str, ...]
     redactor: Redactor = field(default_factory=Redactor, compare=False)
-    """Knows the secrets of the config, of its files and of the environment."""
+    """Has the secrets of the config, of its files and of the environment."""
 
 
 class UnresolvedError(ConfigError):
-    """A config that cannot be used; remembers what was learnt about it on the way."""
+    """A config that cannot be used. It keeps the dialect and the notes that were collected before the failure."""
 
     def __init__(self, problems: Sequence[Problem], dialect: str | None, notes: Sequence[str]) -> None:
         super().__init__(problems)
@@ -59,9 +59,9 @@ def load(
     overrides: Sequence[str] = (),
     allow_unsupported: bool = False,
 ) -> Resolved:
-    """Read any dialect. Flags beat the file, the file beats the environment, the environment beats defaults.
+    """Load a file of any dialect. Flags override the file, the file overrides the environment, and that the defaults.
 
-    What is said about the file holds none of its secrets; the config itself has them.
+    Problems and notes contain no secrets; the config itself does.
     """
     redactor = Redactor(environment.variables, dict(text.partition("=")[::2] for text in overrides))
     try:
@@ -92,9 +92,9 @@ def _load(
         if dialect.finds_beside:
             find_beside(draft)
         _read_overrides(draft, overrides)
-    except ConfigError as error:  # a file too broken to read on
+    except ConfigError as error:  # the reader could not continue
         raise UnresolvedError(_once([*draft.problems, *error.problems]), dialect.name, draft.notes) from None
-    except NotPlainError as error:  # a text that grew too long when it was filled in
+    except NotPlainError as error:  # a text that became too long when variables were substituted
         problem = Problem("(file)", error.found, error.expected, error.hint, draft.file)
         raise UnresolvedError(_once([*draft.problems, problem]), dialect.name, draft.notes) from None
     _overrule_hints_variable(draft)
@@ -107,7 +107,10 @@ _VARIABLE = re.compile(r"\$\{\w+\}")
 
 
 def _read(path: FilePath, redactor: Redactor) -> Document:
-    """Where a dialect fills `${NAME}` in before it parses, a file need not be well-formed until then."""
+    """Parse a file. For a dialect that substitutes `${NAME}` before parsing, it may be malformed until then.
+
+    Such a file is parsed with placeholders for its variables, only to recognise its dialect.
+    """
     document = open_document(path)
     redactor.learn(document.text)
     try:
@@ -190,8 +193,11 @@ def _datasets(draft: Draft) -> list[Mapping[str, Any]]:
 
 
 def _targets(draft: Draft, path: Path) -> list[Path]:
-    """The values a key is about: `datasets[0]` is the first entry of the file's own list, whatever it was split into;
-    `datasets[NAME]` the dataset with this id."""
+    """Return the paths that a key of `--set` addresses.
+
+    `datasets[0]` is the first entry of the file's own list, with all datasets it was split into. `datasets[NAME]` is
+    the dataset with this id.
+    """
     if path[0] != "datasets" or len(path) < 2:
         return [path]
     if isinstance(path[1], str):
@@ -199,36 +205,36 @@ def _targets(draft: Draft, path: Path) -> list[Path]:
     if draft.entries is None:
         return [path]
     if path[1] == len(draft.entries):
-        draft.entries.append((len(_datasets(draft)),))  # a dataset more, which later flags reach by this number too
+        draft.entries.append((len(_datasets(draft)),))  # a new dataset, which later flags can address too
     made = draft.entries[path[1]] if path[1] < len(draft.entries) else (len(_datasets(draft)) + path[1],)
     return [("datasets", at, *path[2:]) for at in made]
 
 
 def _only_one_resolution(draft: Draft, targets: list[Path], origin: Origin) -> list[Path]:
-    """An entry that was split into datasets of several resolutions has one where a flag says so: the others go."""
+    """If a flag sets the resolution of an entry that was split by resolution, disable all of its datasets but one."""
     if len(targets) < 2 or targets[0][2:] != ("resolution",):
         return targets
     datasets = _datasets(draft)
-    gone = {at for _, at, *_ in targets[1:]}
-    names = {datasets[int(at)].get("id") for at in gone}
+    superfluous = {at for _, at, *_ in targets[1:]}
+    names = {datasets[int(at)].get("id") for at in superfluous}
     for at, one in enumerate(datasets):
-        if at in gone or one.get("source_dataset_id") in names:
+        if at in superfluous or one.get("source_dataset_id") in names:
             draft.put(("datasets", at, "disabled"), True, origin)
     return targets[:1]
 
 
 def _override(draft: Draft, path: Path, text: str, origin: Origin) -> None:
     try:
-        value, oddities = plain(parse_scalar(text))
+        value, invalid = plain(parse_scalar(text))
     except NotPlainError as error:
         draft.problems.append(Problem(origin.key, error.found, error.expected, error.hint))
         return
-    draft.problems += [Problem(origin.key, odd.found, odd.expected, odd.hint) for odd in oddities]
+    draft.problems += [Problem(origin.key, one.found, one.expected, one.hint) for one in invalid]
     draft.put(path, value, origin)
 
 
 def _beyond_lists(draft: Draft, path: Path) -> bool:
-    """Whether an index would leave a hole in a list (or ask for a list of absurd length)."""
+    """Whether an index is past the next free place of its list, which would leave a gap."""
     for position, step in enumerate(path):
         if isinstance(step, int):
             around = draft.get(path[:position])
@@ -238,7 +244,7 @@ def _beyond_lists(draft: Draft, path: Path) -> bool:
 
 
 def _overrule_hints_variable(draft: Draft) -> None:
-    """Caches in unified memory ask for hints. A file that says so beats an environment that switches them off."""
+    """Caches in unified memory need hints, so a file with such caches overrides a variable that turns hints off."""
     path: Path = ("memory", "enable_uvm_hints")
     found = draft.origins.get(path)
     if found is None or found.kind != "environment" or draft.get(path) is not False:
@@ -276,29 +282,29 @@ def _build(draft: Draft, dialect: str, file: FilePath, allow_unsupported: bool) 
 
 
 def _rests_on(broken: BrokenRule, unknown: set[Path]) -> bool:
-    """Whether a rule was broken by a value that is not the user's own."""
+    """Whether a rule was broken by a placeholder instead of one of the user's values."""
     concerned = (broken.path, *broken.because)
-    return any(known_path[: len(path)] == path for path in unknown for known_path in concerned)
+    return any(candidate[: len(path)] == path for path in unknown for candidate in concerned)
 
 
 def _once(problems: Sequence[Problem]) -> list[Problem]:
-    """A value taken out at the gate may be missed further on: what was said about a place first is enough."""
-    gone: set[tuple[str, str | None]] = set()
+    """Drop repeated problems. A value that was removed as invalid is also reported missing later; the first is kept."""
+    reported: set[tuple[str, str | None]] = set()
     kept: list[Problem] = []
     for problem in dict.fromkeys(problems):
         identity = (problem.key, problem.file)
-        if problem.found in _MISSED and identity in gone:
+        if problem.found in _FOUND_NOTHING and identity in reported:
             continue
-        gone.add(identity)
+        reported.add(identity)
         kept.append(problem)
         if len(kept) == MOST_PROBLEMS:
             return [*kept, too_many_problems(problem.file)]
     return kept
 
 
-_MISSED = ("nothing", "nothing (null)", "neither steps nor epochs")
+_FOUND_NOTHING = ("nothing", "nothing (null)", "neither steps nor epochs")
 
-# Stand-ins for required values that are missing, so that the rules between the others can still be checked.
+# Placeholders for required values that are missing, so that the rules on the other values can still be checked.
 _DATASET = {"id": "unknown", "path": "unknown"}
 _STAND_INS: dict[str, Any] = {"family": FAMILIES[0], "name": "unknown", "output_dir": "unknown", **_DATASET,
                               "prompt": "unknown", "model": {"family": FAMILIES[0]},
@@ -306,10 +312,10 @@ _STAND_INS: dict[str, Any] = {"family": FAMILIES[0], "name": "unknown", "output_
 
 
 def _validate(draft: Draft) -> tuple[RunConfig | None, set[Path], list[Problem]]:
-    """The config, the paths at which it holds a stand-in instead of what was given, and what was wrong there.
+    """Return the config, the paths at which it has a placeholder for an invalid value, and the problems.
 
-    Only the first look is reported. The ones after it find something the rules between the other values can be
-    checked on, so that all problems arrive together.
+    Only the problems of the first round are reported. Later rounds validate with the invalid values removed, so that
+    the rules on the remaining values can be checked and all problems are reported together.
     """
     tree = copy.deepcopy(draft.tree)
     unknown: set[Path] = set()
@@ -317,7 +323,7 @@ def _validate(draft: Draft) -> tuple[RunConfig | None, set[Path], list[Problem]]
     for _round in range(4):
         try:
             return RunConfig.model_validate(tree), unknown, problems or []
-        except ConfigError as error:  # the family's package is broken: no config can be made of it
+        except ConfigError as error:  # the family's package is broken, so no config can be built
             return None, unknown, [*(problems or []), *error.problems]
         except ValidationError as error:
             errors = error.errors(include_url=False)
@@ -327,7 +333,7 @@ def _validate(draft: Draft) -> tuple[RunConfig | None, set[Path], list[Problem]]
 
 
 def _set_aside(tree: dict[str, Any], path: Path) -> Path:
-    """Take a bad value out: the whole field it stands in, or a whole dataset of the list; returns which."""
+    """Remove an invalid value: its whole field, or the whole dataset of a list. Returns the path that was removed."""
     inside = 2 if path[:1] == ("datasets",) else 0
     index = next((i for i, step in enumerate(path) if i >= inside and isinstance(step, int)), len(path))
     path = path[:index]

@@ -1,4 +1,4 @@
-"""What no single field can know: rules between the values of a `RunConfig`. Each is a small pure function."""
+"""Rules that involve several values of a `RunConfig`. Each is a small pure function that yields what it breaks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from gracetune.redaction import HIDDEN, redact_webhook
 
 @dataclass(frozen=True)
 class BrokenRule:
-    """A rule that does not hold, and the value to change."""
+    """A rule that is violated, and the value to change."""
 
     path: Path
     found: str
     expected: str
     hint: str
     because: tuple[Path, ...] = ()
-    """Other values the verdict rests on; without them there is nothing to say."""
+    """Other values that the rule depends on. It is not reported if one of them is a placeholder."""
 
 
 _MODEL: tuple[Path, ...] = (("model", "family"), ("model", "flavour"), ("model", "path"))
 
 
 def broken_rules(config: RunConfig) -> list[BrokenRule]:
-    """No more than a list of problems shows: each may have taken a search for what was meant."""
+    """Check every rule, and stop at the number of problems that is shown: each can cost a search for a name."""
     return list(islice(chain.from_iterable(rule(config) for rule in RULES), MOST_PROBLEMS + 1))
 
 
@@ -61,15 +61,14 @@ def _ramp(config: RunConfig) -> Iterator[BrokenRule]:
     first, last = ramp.initial_effective_batch_size, ramp.target_effective_batch_size
     if first is not None and last is not None and first > last:
         yield BrokenRule(("training", "ramp", "initial_effective_batch_size"), str(first),
-        f"at most the target, {last}",
-                     "a ramp rises: swap the two")  # fmt: skip
+                     f"at most the target, {last}", "a ramp rises: swap the two")  # fmt: skip
 
 
 def _determinism(config: RunConfig) -> Iterator[BrokenRule]:
     training = config.training
     if training.deterministic and training.attention in ("flash_attn_2", "flash_attn_3"):
         yield BrokenRule(("training", "attention"), training.attention,
-        "one of torch's own, with training.deterministic",
+                     "one of torch's own, with training.deterministic",
                      "write `auto`, or turn training.deterministic off", (("training", "deterministic"),))  # fmt: skip
 
 
@@ -83,7 +82,7 @@ def _token_routing(config: RunConfig) -> Iterator[BrokenRule]:
 
 
 def known_flavour(config: RunConfig) -> Flavour | None:
-    """The flavour whose nature we know without opening the weights."""
+    """Return the config's flavour if it is known without opening the weights, else None."""
     model = config.model
     if model.flavour is not None:
         return find_flavour(model.family, model.flavour)
@@ -118,8 +117,8 @@ def _precision(config: RunConfig) -> Iterator[BrokenRule]:
     held = config.model.base_precision
     if held in ("auto", "fp8", "int8") and config.adapter.kind == "full_finetune":
         yield BrokenRule(("model", "base_precision"), f"{held} with full_finetune",
-        f"bf16, fp16 or fp32: {held} is for "
-                     "weights that stay as they are", "--set model.base_precision=bf16, or train an adapter",
+                     f"bf16, fp16 or fp32: {held} is for frozen weights",
+                     "--set model.base_precision=bf16, or train an adapter",
                      (("adapter", "kind"),))  # fmt: skip
 
 
@@ -141,7 +140,7 @@ def _objective(config: RunConfig) -> Iterator[BrokenRule]:
     objective = config.objective
     if objective.min_timestep >= objective.max_timestep:
         yield BrokenRule(("objective", "min_timestep"), str(objective.min_timestep),
-                     f"below max_timestep, {objective.max_timestep}", "widen the window",
+                     f"below max_timestep, {objective.max_timestep}", "widen the noise range",
                      (("objective", "max_timestep"),))  # fmt: skip
     line = objective.resolution_shift
     if line is not None and line.base_image_seq_len >= line.max_image_seq_len:
@@ -180,7 +179,7 @@ def _datasets(config: RunConfig) -> Iterator[BrokenRule]:
 
 
 def _backend(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
-    """An installed backend can be imported, and its own model takes its options."""
+    """Check that an installed backend can be imported and that its own model accepts its options."""
     given = dict(dataset)
     for name in BACKEND_SECTIONS:
         if name != dataset.type and given[name]:
@@ -224,7 +223,7 @@ def _local_copy(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
     local_copy_path = (*path, "local_copy")
     if dataset.type not in ("local", "in_memory"):
         yield BrokenRule((*path, "type"), f"{dataset.type} with local_copy",
-        "local or in_memory: a copy is read from disk",
+                     "local or in_memory: a copy is read from disk",
                      "write type: local, or remove local_copy", (local_copy_path,))  # fmt: skip
     if copy.index is not None and copy.format not in ("auto", "archives"):
         yield BrokenRule((*local_copy_path, "index"), f"an index for format {copy.format}", "format archives",
@@ -233,9 +232,8 @@ def _local_copy(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
         yield BrokenRule((*local_copy_path, "tile", "index"), str(copy.tile.index), f"below count, {copy.tile.count}",
                      f"write {copy.tile.count - 1} for the last")  # fmt: skip
     if copy.tile is not None and dataset.dataset_type in ("video", "audio"):
-        yield BrokenRule((*local_copy_path, "tile"), f"tiles of {dataset.dataset_type}", "pictures",
-        "remove local_copy.tile",
-                     ((*path, "dataset_type"),))  # fmt: skip
+        yield BrokenRule((*local_copy_path, "tile"), f"tiles of {dataset.dataset_type}", "images",
+                     "remove local_copy.tile", ((*path, "dataset_type"),))  # fmt: skip
     for index, one in enumerate(copy.filter):
         if one.minimum is None and not one.one_of:
             yield BrokenRule((*local_copy_path, "filter", index), "neither minimum nor one_of", "one of the two",
@@ -264,19 +262,18 @@ def _frames(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
 
 
 def _canny(dataset: Dataset, path: Path, flavour: Flavour | None) -> Iterator[BrokenRule]:
-    edges, local_copy_path = dataset.canny_reference, (*path, "canny_reference")
+    edges, canny_path = dataset.canny_reference, (*path, "canny_reference")
     if edges is None:
         return
     if edges.low_threshold > edges.high_threshold:
-        yield BrokenRule((*local_copy_path, "low_threshold"), f"{edges.low_threshold:g}",
+        yield BrokenRule((*canny_path, "low_threshold"), f"{edges.low_threshold:g}",
                      f"at most high_threshold, {edges.high_threshold:g}", "swap the two",
-                     ((*local_copy_path, "high_threshold"),))  # fmt: skip
+                     ((*canny_path, "high_threshold"),))  # fmt: skip
     if dataset.dataset_type not in ("image", "eval"):
-        yield BrokenRule(local_copy_path, f"it for a dataset of type {dataset.dataset_type}",
-        "it for images that are trained on",
-                     "remove it", ((*path, "dataset_type"),))  # fmt: skip
+        yield BrokenRule(canny_path, f"it for a dataset of type {dataset.dataset_type}",
+                     "it for images that are trained on", "remove it", ((*path, "dataset_type"),))  # fmt: skip
     if flavour is not None and not flavour.edits:
-        yield BrokenRule(local_copy_path, f"references for {flavour.name}", "a model that edits, such as kontext",
+        yield BrokenRule(canny_path, f"references for {flavour.name}", "a model that edits, such as kontext",
                      "remove canny_reference or choose a model that edits", _MODEL)  # fmt: skip
 
 
@@ -300,7 +297,7 @@ def _references(dataset: Dataset, path: Path, ids: list[str]) -> Iterator[Broken
 
 
 def _modality(dataset: Dataset, path: Path, flavour: Flavour) -> Iterator[BrokenRule]:
-    """Video models learn from single images too; nothing else mixes."""
+    """Check that the model can train on this type of dataset. Only video models accept two types: clips and images."""
     readable = {"video": ("video", "image"), "image": ("image",), "audio": ("audio",)}[flavour.makes]
     if dataset.dataset_type in ("image", "video", "audio") and dataset.dataset_type not in readable:
         expected = f"{' or '.join(readable)}, which {flavour.name} learns from"
@@ -309,7 +306,7 @@ def _modality(dataset: Dataset, path: Path, flavour: Flavour) -> Iterator[Broken
 
 
 def _edit_sources(config: RunConfig) -> Iterator[BrokenRule]:
-    """A model that edits learns from pairs: what the picture was, and what it became."""
+    """Check that a dataset for an edit model has the images before the edit."""
     flavour = known_flavour(config)
     if flavour is None or not flavour.edits:
         return
@@ -324,7 +321,7 @@ def _edit_sources(config: RunConfig) -> Iterator[BrokenRule]:
         fields = ("conditioning", "conditioning_type", "source_dataset_id", "dataset_type")
         others = tuple(("datasets", other, field) for other in range(len(config.datasets)) for field in fields)
         yield BrokenRule(("datasets", index, "conditioning"), f"no edit sources for {describe(dataset.id)}",
-                     f"a dataset of the pictures before the edit: {flavour.name} learns from pairs",
+                     f"a dataset of the images before the edit: {flavour.name} learns from pairs",
                      "give their folder: `control_path` in ai-toolkit; elsewhere a dataset with `dataset_type: "
                      "conditioning`, named in `conditioning` (SimpleTuner: `conditioning_data`)",
                      (*_MODEL, *others))  # fmt: skip
@@ -362,7 +359,7 @@ def _megapixels(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
 def _webhook(config: RunConfig) -> Iterator[BrokenRule]:
     if config.logging.webhook is None:
         return
-    # Here, because most configs have none and the import takes 40 ms.
+    # Imported here because it takes 40 ms and most configs have no webhook.
     from gracetune.telemetry.sinks.webhook import ADDRESS_HINT, EXPECTED_ADDRESS, check_address
 
     _, wrong = check_address(config.logging.webhook)
@@ -372,7 +369,7 @@ def _webhook(config: RunConfig) -> Iterator[BrokenRule]:
 
 
 def _written_folders(config: RunConfig) -> Iterator[BrokenRule]:
-    """A URL taken for a path makes a folder called `https:`, and in it one whose name is the login."""
+    """Reject a URL as an output folder: it would create a folder `https:`, and in it one named after the login."""
     cache = config.cache
     folders: list[tuple[Path, str | None]] = [
         (("output_dir",), config.output_dir),
@@ -388,12 +385,12 @@ def _written_folders(config: RunConfig) -> Iterator[BrokenRule]:
 
 
 def _is_hidden(text: str) -> bool:
-    """Whether it is what `redaction` leaves of a value."""
+    """Whether a text is the placeholder of a redacted value."""
     return text == HIDDEN or ("://" in text and HIDDEN in text.partition("://")[2])
 
 
 def _hidden(config: RunConfig) -> Iterator[BrokenRule]:
-    """What `config show` and a checkpoint hide cannot be used."""
+    """Reject placeholders of secrets, which come from the output of `config show` or from a checkpoint."""
     for path, text in _texts(config.model_dump(mode="json"), ()):
         if _is_hidden(text):
             yield BrokenRule(path, f"{describe(text)}, which was hidden where it was shown", "the value itself",

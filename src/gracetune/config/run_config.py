@@ -1,4 +1,4 @@
-"""`RunConfig`: everything one training run was asked to do. Every dialect ends here."""
+"""`RunConfig`: the complete configuration of one training run. Every dialect is converted to it."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ from gracetune.config.token_routes import TokenRouting
 from gracetune.config.trackers import TrackerName
 
 Rank = Annotated[int, Strict(), Field(ge=1, le=10**10)]
-"""LoKr takes a huge one for "as it is": ai-toolkit writes 9999999999. `limits.py` has what others may be."""
+"""The upper bound admits LoKr's way to say "do not decompose": ai-toolkit writes 9999999999. `limits.LARGEST_RANK` is
+the bound for other algorithms."""
 Side = Annotated[int, Strict(), Field(ge=1, le=LONGEST_SIDE)]
 Frames = Annotated[int, Strict(), Field(ge=1, le=10_000)]
-DrawingSteps = Annotated[int, Strict(), Field(ge=1, le=10_000)]
+SamplingSteps = Annotated[int, Strict(), Field(ge=1, le=10_000)]
 
 
 class Model(Section):
     family: Family
     flavour: Name | None = None
-    """One of the family's published weights; unset with a `path` means: ask the weights."""
+    """One of the family's published weights. Unset with a `path` means that it is detected from the weights."""
     path: Name | None = None
     """Local folder, single safetensors file or hub id; unset means the flavour's published weights."""
     revision: Name | None = None
@@ -52,23 +53,24 @@ class Model(Section):
     vae_path: Name | None = None
     text_encoder_path: Name | None = None
     base_precision: Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"] = "bf16"
-    """How the frozen weights are held. `auto` takes 16 bits where the memory plan has room for them, else int8."""
+    """Precision of the frozen weights. `auto` uses 16 bits if the memory plan has room for them, else int8."""
     assistant_adapter: Name | None = None
-    """A LoRA that the base model has while an adapter is trained, and not when samples are generated: a file, a folder
-    with `pytorch_lora_weights.safetensors`, or a hub id. For models distilled to few steps, such as FLUX.1-schnell."""
+    """A LoRA that is applied to the base model while an adapter is trained, but not when samples are generated: a file,
+    a folder with `pytorch_lora_weights.safetensors`, or a hub id. For models distilled to few steps, such as
+    FLUX.1-schnell."""
     experts: Literal["both", "high", "low"] = "both"
     """Which noise experts of a dual-expert model are trained."""
     switch_experts_every: PositiveInt = 1
-    """Optimizer steps between two experts' turns."""
+    """Optimizer steps between switches from one expert to the other."""
     expert_boundary: OpenFraction | None = None
-    """Noise level above which the high expert works; unset means the flavour's own."""
+    """Noise level above which the high-noise expert is used; unset means the flavour's own."""
     vae_tiling: Flag = False
     vae_slicing: Flag = False
     size_conditioning: Literal["original", "scaled", "bucket"] = "original"
-    """What SDXL is told an image's size was: the file's; the size it was scaled to before the crop; or its bucket's,
-    without a crop."""
+    """The original size that SDXL is conditioned on. `original`: the file's. `scaled`: the size before the crop.
+    `bucket`: that of the bucket, and a crop at 0, 0."""
     drop_size_conditioning: Flag = False
-    """SDXL is told zeros instead of sizes where a caption is dropped."""
+    """Condition SDXL on zeros instead of sizes if the caption is dropped."""
 
 
 class Adapter(Section):
@@ -78,12 +80,12 @@ class Adapter(Section):
     """Unset means equal to the rank."""
     dropout: Fraction = 0.0
     conv_rank: Rank | None = None
-    """Adapt the model's convolutions too, at this rank (SDXL's; the other families' blocks have none). With `targets`
-    of your own it is the rank of the convolutions among them. Unset means: linear layers only."""
+    """Adapt the model's convolutions too, at this rank (only SDXL has any in its blocks). With `targets` of your own it
+    is the rank of the convolutions among them. Unset means linear layers only."""
     conv_alpha: PositiveFloat | None = None
-    """Unset means `alpha`, or `conv_rank` where that is unset too."""
+    """Unset means `alpha`, or `conv_rank` if that is unset too."""
     factor: Annotated[int, Strict(), Field(ge=-1, le=10**9)] = -1
-    """LoKr's split of a dimension; -1 takes the most even one."""
+    """LoKr's split of a dimension; -1 means the most even split."""
     full_rank: Flag = False
     """LoKr only: keep the second factor whole instead of decomposing it to the rank."""
     decompose_both: Flag = False
@@ -92,11 +94,11 @@ class Adapter(Section):
     exclude: tuple[Name, ...] = ()
     within: tuple[Name, ...] = ()
     """Names of modules, as in their paths (`transformer_blocks`, `blocks.3`): only layers inside them are adapted.
-    Without `targets`, every linear layer inside them is, and with `conv_rank` every convolution. ai-toolkit's way."""
+    Without `targets`, every linear layer inside them is, and with `conv_rank` every convolution, as in ai-toolkit."""
     by_module: dict[str, Options] = Field(default={})
-    """Per-module-class options that differ from the ones above (LyCORIS `module_algo_map`)."""
+    """Options of single module classes that differ from the ones above (LyCORIS' `module_algo_map`)."""
     strength: Number = 1.0
-    """LyCORIS `multiplier`."""
+    """Factor of the adapter's output (LyCORIS' `multiplier`)."""
     init_from: Name | None = None
     """Adapter file to start from."""
 
@@ -108,9 +110,9 @@ class Cache(Section):
     """Unset means `cache` inside the run's folder."""
     text_cache_dir: Name | None = None
     vae_cache_dir: Name | None = None
-    """Latents of every dataset without a `cache_dir` of its own."""
+    """Folder for the latents of every dataset without a `cache_dir` of its own."""
     persistent_cache: Flag = True
-    """False removes at a clean end what this run added."""
+    """False removes the entries that this run added when it ends normally."""
     vae_batch_size: BatchSize = 4
     text_encoder_batch_size: BatchSize = 4
 
@@ -120,10 +122,10 @@ class Ema(Section):
     decay: OpenFraction = 0.999
     update_every: PositiveInt = 1
     ramp: Flag = False
-    """Start with a low decay that grows with the optimizer steps s, s / (s + 9), up to `decay`: the average follows the
-    weights from the first step. SimpleTuner's way."""
+    """Let the decay grow with the number s of optimizer steps, s / (s + 9), up to `decay`. The average then follows the
+    weights from the first step, as in SimpleTuner."""
     copy_until: WholeNumber = 0
-    """Before this optimizer step the average is a copy of the weights; from then on `decay` alone counts, also with
+    """Before this optimizer step the average is a copy of the weights; from it on the decay is `decay`, even with
     `ramp`. SimpleTuner's `ema_warmup_steps`."""
 
 
@@ -143,12 +145,13 @@ class Training(Section):
     batch_size: BatchSize = 1
     gradient_accumulation_steps: PositiveInt = 1
     accumulation: Literal["mean", "sum"] = "mean"
-    """Of the micro-batches' gradients in an optimizer step. ai-toolkit takes the sum: gradients, and so what
-    `max_grad_norm` clips, grow with their number."""
+    """How the gradients of an optimizer step's micro-batches are combined. ai-toolkit sums them, so the gradient, which
+    `max_grad_norm` clips, grows with their number."""
     fill_batches: Flag = False
-    """A batch for which too few samples of a shape are left is filled up with others of that shape, or with copies."""
+    """If too few samples of a shape are left for a batch, fill it with other samples of that shape or with copies."""
     dataset_weights: Literal["size", "equal"] = "size"
-    """What a dataset's share of the batches follows: its `probability` and its size, or its `probability` alone."""
+    """What a dataset's share of the batches depends on. `size`: its `probability` and its size. `equal`: only its
+    `probability`."""
     gradient_checkpointing: Literal["off", "auto", "full"] = "auto"
     mixed_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     max_grad_norm: PositiveFloat | None = 1.0
@@ -157,7 +160,7 @@ class Training(Section):
     compile: Literal["off", "auto", "on"] = "auto"
     seed: Seed = 42
     deterministic: Flag = False
-    """Repeatable kernels only, so that two runs on one GPU agree to the last bit; slower."""
+    """Use only deterministic kernels: two runs on the same GPU then agree to the last bit. Slower."""
     ema: Ema = Ema()
     ramp: BatchRamp = BatchRamp()
     token_routing: TokenRouting = TokenRouting()
@@ -173,17 +176,17 @@ class Optimizer(Section):
     name: OptimizerName = "adamw"
     lr: NonNegativeFloat = 1e-4
     weight_decay: NonNegativeFloat | None = None
-    """Unset, like all that follow, means the optimizer's own default."""
+    """Unset means the optimizer's own default, as for all keys below."""
     betas: tuple[Fraction, Fraction] | None = None
     eps: PositiveFloat | None = None
     limits: AutomagicLimits = AutomagicLimits()
-    """Automagic's per-element learning rate; the two below override it for one expert."""
+    """Limits of Automagic's per-element learning rates; `high_noise` and `low_noise` override them for one expert."""
     high_noise: AutomagicLimits = AutomagicLimits()
     low_noise: AutomagicLimits = AutomagicLimits()
     rates_from: Name | None = None
-    """Automagic only: the `optimizer.pt` of an ai-toolkit run, whose learning rates a new run starts with."""
+    """Automagic only: the `optimizer.pt` of an ai-toolkit run whose learning rates a new run starts with."""
     options: Options = Field(default={})
-    """Anything else the optimizer itself takes."""
+    """Further options of the optimizer, under its own names."""
 
 
 class Schedule(Section):
@@ -195,13 +198,13 @@ class Schedule(Section):
     power: PositiveFloat = 1.0
     end_lr: NonNegativeFloat = 0.0
     half_period: PositiveInt | None = None
-    """`cosine` and `sine` only: a wave between the rate and `end_lr` for the whole run, which takes this many optimizer
-    steps from top to bottom. It has no warm-up and no `cycles`. SimpleTuner's way; unset means one fall."""
+    """`cosine` and `sine` only: the rate follows a wave between `lr` and `end_lr` for the whole run, with this many
+    optimizer steps from top to bottom, without warm-up and `cycles`, as in SimpleTuner. Unset means a single decay."""
 
 
 class ShiftLine(Section):
-    """A flow shift that grows with the image: exp of a straight line through two points, by the number of tokens (2 x 2
-    latents each). The names are those of diffusers' schedulers."""
+    """A flow shift that grows with the image: exp(mu), where mu is a linear function of the number of tokens (2 x 2
+    latents each) through two points. The names are those of diffusers' schedulers."""
 
     base_image_seq_len: PositiveInt = 256
     base_shift: Number = 0.5
@@ -213,30 +216,32 @@ class Objective(Section):
     loss: Literal["mse", "mae", "huber", "smooth_l1", "pseudo_huber"] = "mse"
     huber_delta: PositiveFloat = 0.1
     huber_schedule: Literal["constant", "snr", "exponential"] = "constant"
-    """How `huber_delta` follows the noise level. `exponential`: from 1 without noise to `huber_delta` in pure noise;
+    """How `huber_delta` depends on the noise level. `exponential`: from 1 without noise to `huber_delta` in pure noise.
     `snr`: by the ratio of noise to image, as SimpleTuner computes it."""
     guidance: NonNegativeFloat | None = None
-    """What a model with a guidance input is given while it learns; unset means 1."""
+    """Value of the guidance input in training, for models that have one; unset means 1."""
     prediction: Literal["flow", "epsilon", "v_prediction"] | None = None
     """Unset means the family's own."""
     flow_shift: PositiveFloat | Literal["resolution"] | None = None
-    """`resolution` lets it follow the image size; unset means the family's own."""
+    """`resolution` means that the shift depends on the image size; unset means the family's own shift."""
     resolution_shift: ShiftLine | None = None
-    """With `flow_shift: resolution`: the line to follow; unset means that of the model's own scheduler."""
+    """How the shift depends on the image size with `flow_shift: resolution`; unset means as in the model's own
+    scheduler."""
     shift_terminal: Annotated[float, Strict(), Field(ge=0, lt=1)] = 0.0
-    """The lowest noise level: shifted levels are compressed into the range from here to 1."""
+    """The lowest noise level. Shifted levels are compressed into the range from this level to 1."""
     timesteps: Literal["uniform", "sigmoid", "logit_normal", "beta", "shift", "weighted", "one_step"] = "sigmoid"
     timestep_bias: Literal["balanced", "content", "style"] = "balanced"
     timestep_bias_over: Literal["all_levels", "noise_range"] = "all_levels"
-    """What the bias is over: all noise levels, of which an expert or `min_timestep` and `max_timestep` take their part,
-    or that part itself, as in ai-toolkit: the bias picks one of its 1000 timesteps. With `sigmoid` these are random and
-    new for every sample; the ends of an expert's or of the limits' part are random then, too."""
+    """The range that `timestep_bias` applies to. `all_levels`: all noise levels, which are then restricted to the noise
+    range of an expert or of `min_timestep` and `max_timestep`. `noise_range`: that noise range itself, as in
+    ai-toolkit, where the bias selects one of its 1000 timesteps. With `sigmoid` these timesteps are random and new for
+    every sample, and so are the ends of the noise range."""
     timestep_weights: Literal["bell", "half_bell", "measured"] | None = None
-    """Loss weights by noise level, flow matching only. `bell`: highest at half noise. `half_bell`: the same without
-    the fall towards the image. `measured`: ai-toolkit's table of `timestep_type: weighted`. Unset means `bell` with
-    `timesteps: weighted`, and 1 everywhere else."""
+    """Loss weights by noise level, flow matching only. `bell`: highest at half noise. `half_bell`: the same without the
+    decrease towards the image. `measured`: ai-toolkit's table of `timestep_type: weighted`. Unset means `bell` with
+    `timesteps: weighted`, and 1 for all other `timesteps`."""
     stratified: Flag = False
-    """Each sample of a micro-batch gets a noise level from a part of the distribution of its own."""
+    """Sample the noise level of each sample of a micro-batch from a separate part of the distribution."""
     sigmoid_scale: PositiveFloat = 1.0
     beta_alpha: PositiveFloat = 2.0
     beta_beta: PositiveFloat = 2.0
@@ -251,7 +256,7 @@ class Objective(Section):
 
 
 class ValidationPrompt(Section):
-    """One sample to draw; what is unset comes from the `validation` section."""
+    """One sample to generate. Unset values come from the `validation` section."""
 
     prompt: Text
     negative_prompt: Text | None = None
@@ -260,10 +265,10 @@ class ValidationPrompt(Section):
     num_frames: Frames | None = None
     seed: Seed | None = None
     guidance: NonNegativeFloat | None = None
-    steps: DrawingSteps | None = None
+    steps: SamplingSteps | None = None
     adapter_strength: Number = 1.0
     references: tuple[Name, ...] = ()
-    """Pictures an edit or image-to-video model starts from."""
+    """Input images of an edit or image-to-video model."""
 
 
 class Validation(Section):
@@ -279,24 +284,24 @@ class Validation(Section):
     fps: FrameRate | None = None
     seed: Seed | None = None
     walk_seed: Flag = False
-    """Each prompt of one round takes the next seed."""
+    """Increase the seed by 1 from each prompt to the next."""
     guidance: NonNegativeFloat | None = None
     guidance_rescale: Fraction = 0.0
-    steps: DrawingSteps | None = None
+    steps: SamplingSteps | None = None
     images_per_prompt: Annotated[int, Strict(), Field(ge=1, le=1000)] = 1
     loss_every_steps: PositiveInt | None = None
-    """Held-out loss at fixed noise levels."""
+    """Optimizer steps between measurements of the held-out loss, at fixed noise levels."""
 
 
 class PushToHub(Section):
-    """Where the result is uploaded to. A failed upload is a warning, and never stops a run."""
+    """The repository to upload the result to. A failed upload is a warning and never stops a run."""
 
     repo_id: Name
-    """`owner/name`, or `name` for a repository of the token's owner. It is made where there is none."""
+    """`owner/name`, or `name` for a repository of the token's owner. It is created if it does not exist."""
     private: Flag = True
-    """Of a repository that is made."""
+    """Whether a repository that is created is private."""
     every_checkpoint: Flag = False
-    """Upload each checkpoint's weights too, into a folder `checkpoint-STEP`."""
+    """Upload each checkpoint's weights too, to a folder `checkpoint-STEP`."""
 
 
 class Checkpoints(Section):
@@ -309,7 +314,7 @@ class Checkpoints(Section):
     save_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     format: FormatName = "comfyui"
     for_program: Program | None = None
-    """The program that has to load the files as they were trained. Unset: all that `format` is for."""
+    """The program that has to load the files as they were trained; unset means every program that `format` is for."""
     push_to_hub: PushToHub | None = None
 
 
@@ -321,10 +326,10 @@ class Logging(Section):
 
 
 class RunConfig(Section):
-    """One training run, complete and frozen."""
+    """The complete configuration of one training run. It is frozen."""
 
     name: FileName
-    """Of the files with the result."""
+    """Name of the run and of the result's files."""
     output_dir: Name
     model: Model
     datasets: tuple[Dataset, ...]
@@ -341,7 +346,7 @@ class RunConfig(Section):
 
     @property
     def keeps_masked_tokens(self) -> bool:
-        """Whether tokens skip blocks, but not those inside a mask: then their number is known with the batch."""
+        """Whether tokens skip blocks, except those inside a mask, so that their number differs from batch to batch."""
         return self.skips_blocks and any(dataset.has_masks and not dataset.disabled for dataset in self.datasets)
 
     @property

@@ -1,4 +1,4 @@
-"""Finding what someone meant."""
+"""Suggests the nearest valid name for a misspelt one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gracetune.config.limits import LONGEST_NAME, MOST_NAMES
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The known name most like a misspelt one, if any is like it. Of very many names, the first ones are compared."""
+    """Return the most similar of `names`, or None if none is similar. At most `MOST_NAMES` names are compared."""
     if len(name) > LONGEST_NAME:
         return None
     short = (one for one in names if len(one) <= LONGEST_NAME)
@@ -20,9 +20,9 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def misspelt(name: Any, names: Iterable[str], otherwise: str = "", *, write: str = "{}") -> str:
-    """What to type instead of a name nobody knows: the nearest one, else `otherwise` (to remove it).
+    """Return a hint for an unknown name: to write the nearest one, else `otherwise`, or by default to remove it.
 
-    `write` is how the nearest is written, such as `type: {}`.
+    `write` is the format of the suggestion, such as `type: {}`.
     """
     near = nearest(name, names) if isinstance(name, str) else None
     return f"write `{write.format(near)}`" if near else otherwise or f"remove `{name}`"

@@ -1,4 +1,7 @@
-"""Text to plain data: JSON (comments and trailing commas forgiven), YAML, TOML and env files, with line and column."""
+"""Parses JSON (with comments and trailing commas), YAML, TOML and env files to plain data.
+
+Errors have line and column.
+"""
 
 from __future__ import annotations
 
@@ -45,21 +48,21 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Document:
-    """A configuration file as it was written."""
+    """A configuration file: its text, and its data once parsed."""
 
     path: Path
     format: str
     text: str
     data: Any
     problems: tuple[Problem, ...] = ()
-    """Values no configuration can hold; they are None in `data`, so that the rest can be examined."""
+    """Problems with values that are not plain data. They are None in `data`, so that the rest can be checked."""
 
     @property
     def name(self) -> str:
         return str(self.path)
 
     def reparsed(self, text: str | None = None) -> Document:
-        """The same file parsed, as it stands or after its text was substituted into."""
+        """Parse the file's text, or `text`, its text with variables substituted."""
         text = self.text if text is None else text
         data, problems = _parse(text, self.format, self.name)
         return Document(self.path, self.format, text, data, problems)
@@ -70,7 +73,7 @@ def read_document(path: Path) -> Document:
 
 
 def open_document(path: Path) -> Document:
-    """The text of a file, not yet parsed: its data is None."""
+    """Read a file without parsing it: `data` is None."""
     file_format = FORMATS.get(path.suffix.lower())
     text = _read_text(path)
     if file_format is None:
@@ -81,7 +84,7 @@ def open_document(path: Path) -> Document:
 
 def _read_text(path: Path) -> str:
     try:
-        with path.open("rb") as file:  # whatever it is: no more is read of a device or a pipe either
+        with path.open("rb") as file:  # the limit on what is read also holds for a device or a pipe
             content = file.read(LARGEST_FILE + 1)
         if len(content) > LARGEST_FILE:
             raise _shapeless(str(path), too_large())
@@ -99,7 +102,7 @@ def _read_text(path: Path) -> str:
 
 
 def _in_place_of(folder: Path) -> str:
-    """The config someone may mean who names a folder: a run's own, or one for the images in it."""
+    """Suggest the config that was probably meant by a folder: a run's own, or the one for the images in it."""
     beside = folder.resolve().with_suffix(".yaml") if not folder.suffix else folder.resolve()
     if (folder / "config.yaml").is_file():
         return f"name a file inside {folder}: {folder / 'config.yaml'}"
@@ -124,13 +127,13 @@ def _cannot_read(path: Path, found: str, expected: str, hint: str) -> ConfigErro
 def _parse(text: str, file_format: str, file: str) -> tuple[Any, tuple[Problem, ...]]:
     parse = {"JSON": _parse_json, "YAML": _parse_yaml, "TOML": _parse_toml, "env": parse_env}[file_format]
     try:
-        data, oddities = plain(parse(joined([text]), file))
+        data, invalid = plain(parse(joined([text]), file))
     except RecursionError:
         raise _shapeless(file, too_deep()) from None
     except NotPlainError as error:
         raise _shapeless(file, error) from None
     return data, tuple(
-        Problem(dotted(odd.path) or "(file)", odd.found, odd.expected, odd.hint, file) for odd in oddities
+        Problem(dotted(one.path) or "(file)", one.found, one.expected, one.hint, file) for one in invalid
     )
 
 
@@ -139,12 +142,12 @@ def _shapeless(file: str, error: NotPlainError) -> ConfigError:
 
 
 def _broken(file: str, file_format: str, location: str, found: str, hint: str = "") -> Problem:
-    hint = hint or (f"mend the {file_format} there" if location else f"mend the {file_format}")
+    hint = hint or (f"fix the {file_format} there" if location else f"fix the {file_format}")
     return Problem(location or "(file)", found, f"valid {file_format}", hint, file)
 
 
 def _unreadable_value(file: str, file_format: str, error: Exception) -> Problem:
-    """A parser's complaint without a place. Python's own about long numbers is advice for programmers."""
+    """Report a parser's error that has no position. Python's own message about long numbers is not for users."""
     if "digits" in str(error):
         return _broken(file, file_format, "", "a number of thousands of digits", "shorten the number")
     return _broken(file, file_format, "", f"a value that cannot be read ({error})")
@@ -160,13 +163,13 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"?'
-"""Also one that is not closed: from where it begins nothing has to be looked at twice."""
+"""A string, closed or not. Matching an unclosed one too avoids backtracking, and so quadratic time."""
 _STRING_OR_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _STRING_OR_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
 
 
 def _strict_json(text: str) -> str:
-    """Comments and trailing commas become blanks, so that line and column of everything else stay."""
+    """Replace comments and trailing commas with blanks, which keeps line and column of everything else."""
 
     def blank(match: re.Match[str]) -> str:
         text_part = match[0]
@@ -195,7 +198,7 @@ _KEY_OR_BRACE = re.compile(r'("(?:\\.|[^"\\])*")(\s*:)?|[{}]')
 
 
 def _json_line(text: str) -> int:
-    """The line of the first key that its object already has; the text is known to hold one."""
+    """Return the line of the first duplicate key. The text must have one."""
     objects: list[set[str]] = []
     for token in _KEY_OR_BRACE.finditer(text):
         if token[0] == "{":
@@ -244,11 +247,11 @@ _TOML_KEY = re.compile(
     r"""|"[^"\\\n]*(?:\\.[^"\\\n]*)*"?|\'[^\'\n]*\'?|\#[^\n]*|(?P<dot>\.)|(?P<end>[=,\n\[\]{}])""",
     re.DOTALL,
 )
-"""Text and comments, and between them dots and what ends a key."""
+"""Matches strings and comments, to skip them, and outside them dots and the characters that end a key."""
 
 
 def _reject_long_toml_keys(text: str) -> None:
-    """A key with many dots is as many tables, and the parser keeps the whole key for each of them."""
+    """Reject keys with many dots: each part is a table, for which the parser stores the whole key up to that part."""
     dots = 0
     for token in _TOML_KEY.finditer(text):
         dots = dots + 1 if token["dot"] else 0 if token["end"] else dots
@@ -273,14 +276,15 @@ _REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 def parse_env(text: str, file: str, variable: Callable[[str], str | None] | None = None) -> dict[str, str]:
-    """As a shell would: `export`, quotes, comments, `+=`.
+    """Parse assignments as a shell does: `export`, quotes, comments, `+=`.
 
-    With `variable`, `$NAME` is what an earlier line or else `variable` says; without it, such names stay as written.
+    With `variable`, `$NAME` is replaced by the value of an earlier line, or else by `variable(NAME)`. Without it, such
+    names stay as written.
     """
     values: dict[str, str] = {}
     assignments = 0
 
-    def supported(found: re.Match[str]) -> str:
+    def expanded(found: re.Match[str]) -> str:
         name = found[1] or found[2]
         return found[0] if variable is None else values.get(name, variable(name) or "")
 
@@ -292,7 +296,7 @@ def parse_env(text: str, file: str, variable: Callable[[str], str | None] | None
             value = " ".join(shlex.split(written, comments=True))
         except ValueError as error:
             raise ConfigError([_broken(file, "env", f"line {number}, column {column}", str(error))]) from None
-        value = value if written.lstrip().startswith("'") else substituted(_REFERENCE, supported, value)
+        value = value if written.lstrip().startswith("'") else substituted(_REFERENCE, expanded, value)
         values[name] = joined([values.get(name, ""), value], LONGEST_TEXT) if adds else value
         assignments += 1
         if assignments > MOST_VALUES:
@@ -301,7 +305,7 @@ def parse_env(text: str, file: str, variable: Callable[[str], str | None] | None
 
 
 def _assignment(line: str, number: int, file: str) -> tuple[str, bool, str, int]:
-    """Name, whether it adds to what there is, what is written behind the sign, and the column of that."""
+    """Split a line into the name, whether it appends (`+=`), the text after the `=`, and the column of that text."""
     if len(line) > LONGEST_TEXT:
         raise too_long()
     match = _ASSIGNMENT.fullmatch(line)

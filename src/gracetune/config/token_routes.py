@@ -1,6 +1,6 @@
-"""Token routing as a config asks for it, and what that means for a denoiser with so many blocks.
+"""Token routing as a config requests it, and its routes resolved for a denoiser with a given number of blocks.
 
-Pure: the planner and the run resolve routes by the same function.
+The planner and the run use the same function, which is pure.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ BlockNumber = Annotated[int, Strict(), Field(ge=-1000, le=1000)]
 
 class TokenRoute(Section):
     skip_ratio: Annotated[float, Strict(), Field(ge=0, lt=1)]
-    """Share of the image's tokens that skip the blocks; they reach the block behind `last_block` unchanged. Which ones
-    is random, for each sample at each step."""
+    """Share of the image's tokens that skip the blocks; they reach the block after `last_block` unchanged. They are
+    chosen at random for each sample and step."""
     first_block: BlockNumber
-    """Counted from 0; negative numbers count from the end, -1 is the last block. FLUX.1's blocks with one stream follow
-    those with two."""
+    """Counted from 0; negative numbers count from the end, -1 is the last block. FLUX.1's single-stream blocks are
+    numbered after its double-stream blocks."""
     last_block: BlockNumber
     """Inclusive."""
 
 
 class TokenRouting(Section):
-    """TREAD: part of an image's tokens skips some blocks while training. Samples are generated with all tokens."""
+    """TREAD: some of an image's tokens skip some blocks during training. Samples are generated with all tokens."""
 
     routes: tuple[TokenRoute, ...] = ()
     """In the order of the blocks, without overlaps."""
@@ -47,12 +47,15 @@ class Route:
     skip_ratio: float
 
     def kept(self, tokens: int) -> int:
-        """How many of a sample's tokens go through the blocks. Rounded as SimpleTuner does; at least one is left."""
+        """Return how many of a sample's tokens pass through the blocks: at least one, rounded as in SimpleTuner."""
         return max(1, tokens - round(tokens * self.skip_ratio))
 
 
 def resolve_routes(routes: Sequence[TokenRoute], blocks: int) -> tuple[Route, ...]:
-    """`ConfigError` for routes that such a denoiser cannot have. A route that skips nothing is none."""
+    """Resolve block numbers for a denoiser with `blocks` blocks, and drop routes that skip no tokens.
+
+    Raises ConfigError for blocks that the denoiser does not have, and for routes that overlap or are out of order.
+    """
     problems = [*_outside(routes, blocks)]
     if not problems:
         problems = [*_out_of_order(routes, blocks)]

@@ -1,4 +1,4 @@
-"""The trackers a config can name. Each is a record in `telemetry/sinks/`, found by name."""
+"""The trackers that `logging.trackers` can name. Their records are in `telemetry/sinks/`, found by name."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def tracker(name: str) -> Tracker:
 
 
 def _importable(name: str) -> str:
-    """`config check` already names a package that is broken, not only a run."""
+    """Load the record now, so that `config check` reports a broken package."""
     tracker(name)
     return name
 
 
 if TYPE_CHECKING:
-    TrackerName = str  # what is installed is not known to a type checker
+    TrackerName = str  # a type checker cannot know which packages are installed
 else:
     TrackerName = Annotated[Literal[_NAMES], AfterValidator(_importable)]

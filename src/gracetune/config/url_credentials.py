@@ -1,5 +1,8 @@
-"""Credentials in the address of a dataset: moved to `storage` when a config is read, so that the address says only
-where the data are. What is shown, logged or saved hides them (`gracetune.redaction`)."""
+"""Moves credentials in a dataset's URL to its `storage` section when a config is read.
+
+The URL then only says where the data is. `gracetune.redaction` hides the fields of `storage` in everything that is
+shown, logged or saved.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from urllib.parse import unquote
 
 
 def without_url_credentials(dataset: Any) -> Any:
-    """A dataset's values with the credentials of its address moved to `storage`."""
+    """Return a dataset's values with the credentials of its URL moved to `storage`."""
     if not isinstance(dataset, Mapping):
         return dataset
     path, storage = dataset.get("path"), dataset.get("storage")
@@ -22,7 +25,7 @@ def without_url_credentials(dataset: Any) -> Any:
 
 
 def split_address(address: str) -> tuple[str, dict[str, str]]:
-    """A web address without its credentials, and these by their names in `storage`."""
+    """Split a web URL into the URL without credentials, and the credentials by their names in `storage`."""
     if not address.startswith(("http://", "https://")):
         return address, {}
     found: dict[str, str] = {}
@@ -34,7 +37,7 @@ def split_address(address: str) -> tuple[str, dict[str, str]]:
     user_info, at, host = host.rpartition("@")
     if at:
         user, colon, password = user_info.partition(":")
-        if not colon:  # a token in the place of the name
+        if not colon:  # a token instead of a name and a password
             user, password = "", user
         found |= {name: unquote(value) for name, value in (("user", user), ("password", password)) if value}
     return f"{scheme}://{host}{slash}{folder}", found

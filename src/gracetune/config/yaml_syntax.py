@@ -1,7 +1,7 @@
-"""YAML as people mean it: `1e-4` is a number, `2025-01-01` and `16:9` are text, a key stands once in a mapping.
+"""Reads YAML as people expect it: `1e-4` is a number, `2025-01-01` and `16:9` are text, a duplicate key is an error.
 
-PyYAML's own reader, in Python: the one in C ends the process at deep nesting. It is slow, and merges and aliases can
-make much of little, so it counts while it reads.
+It uses PyYAML's parser in Python, because the one in C crashes the process at deep nesting. That parser is slow, and
+merge keys and aliases can expand a small file without limit, so nodes are counted while it reads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _DATE, _INT, _FLOAT = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:int", "t
 _TEXT = "tag:yaml.org,2002:str"
 
 UNREADABLE = (yaml.YAMLError, LookupError, ValueError, TypeError, OverflowError)
-"""What PyYAML raises. KeyError and IndexError: `!!bool maybe`, `!!int ""`; ValueError: `!!int x`; TypeError: a list as
-a key; OverflowError: a number that fits no float."""
+"""Every exception that PyYAML raises. KeyError and IndexError: `!!bool maybe`, `!!int ""`; ValueError: `!!int x`;
+TypeError: a list as a key; OverflowError: a number too large for a float."""
 
 
 class DuplicateKeyError(ValueError):
@@ -43,9 +43,10 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Put what `<<` names in front of the mapping's own keys.
+        """Insert the pairs of `<<` before the mapping's own pairs, which then override them.
 
-        Called for each mapping, and again for one that others merge: only as written can a key stand twice in it.
+        PyYAML calls this for each mapping, and again for one that others merge. Duplicates are looked for only the
+        first time, before merged pairs repeat keys.
         """
         if id(node) not in self._checked:
             self._checked.add(id(node))
@@ -60,7 +61,7 @@ class _Loader(yaml.SafeLoader):
             node.value = merged + node.value
 
     def _merged_mappings(self, value: yaml.Node) -> Iterator[yaml.MappingNode]:
-        """Of several mappings the first wins, so it comes last."""
+        """Yield the mappings to merge in reverse order: in YAML the first one wins, and here later pairs override."""
         nodes: list[yaml.Node] = value.value[::-1] if isinstance(value, yaml.SequenceNode) else [value]
         for one in nodes:
             if not isinstance(one, yaml.MappingNode):
@@ -71,7 +72,7 @@ class _Loader(yaml.SafeLoader):
     def _pairs(self, node: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
         self.flatten_mapping(node)
         self._merged += len(node.value)
-        if self._merged > MOST_VALUES:  # merges of merges double without end
+        if self._merged > MOST_VALUES:  # each level of merges can double the number of pairs
             raise NotPlainError(f"more than {MOST_VALUES:,} keys", "fewer", "write out what the merges repeat")
         return list(node.value)
 
@@ -93,7 +94,7 @@ def _as_text(loader: _Loader, node: yaml.Node) -> str:
 
 
 def _as_number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """YAML 1.1 counts in sixties where there are colons (`!!int 16:9`); nobody means that."""
+    """Reject the base-60 numbers of YAML 1.1 (`!!int 16:9`), which nobody means."""
     if isinstance(node.value, str) and ":" in node.value:
         raise yaml.constructor.ConstructorError(None, None, "expected a number", node.start_mark)
     whole = node.tag == _INT
@@ -101,10 +102,10 @@ def _as_number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back as the same value, one value a line."""
+    """Writes values that `_Loader` reads back unchanged, each on one line."""
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
-        # Line breaks (U+0085 is one to YAML) and whatever else cannot be seen are written as escapes.
+        # Line breaks (for YAML, U+0085 is one) and other invisible characters are written as escapes.
         style = None if text.isprintable() else '"'
         return self.represent_scalar(_TEXT, text, style=style)
 
@@ -128,7 +129,7 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def parse_yaml(text: str) -> Any:
-    """The one document of the text. Raises one of `UNREADABLE`; NotPlainError where it is beyond the limits."""
+    """Parse a text with one document. Raises one of `UNREADABLE`, or NotPlainError beyond the limits."""
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:
@@ -136,7 +137,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_scalar(text: str) -> Any:
-    """A value typed on the command line, read as YAML: `4`, `1e-4`, `true`, `[a, b]`; anything unreadable is text."""
+    """Parse a value from the command line as YAML: `4`, `1e-4`, `true`, `[a, b]`. Invalid YAML is text."""
     try:
         return parse_yaml(text)
     except NotPlainError:
@@ -146,6 +147,6 @@ def parse_scalar(text: str) -> Any:
 
 
 def one_line_yaml(value: Any) -> str:
-    """A value on one line, readable back to the same value."""
+    """Write a value as one line of YAML, from which it can be read back."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=2**31, sort_keys=False, allow_unicode=True)
     return text.removesuffix("...\n").rstrip("\n")

@@ -1,4 +1,4 @@
-"""Files that ask much of whoever reads them: every way we know to make a small text expensive, in every format."""
+"""Small files that are expensive to read: every known way to make one, in every format."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_no_prompts_anywhere_is_said(tmp_path: Path, sample: dict[str, Any] | No
     document["config"]["process"][0]["sample"] = sample
     resolved = read(tmp_path, document)
     assert resolved.config.validation.prompts == ()
-    assert "no samples are drawn" in note(resolved, "no prompts")
+    assert "no samples are generated" in note(resolved, "no prompts")
 
 
 def test_samples_win_over_prompts_and_say_so(tmp_path: Path) -> None:

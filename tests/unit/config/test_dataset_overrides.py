@@ -1,4 +1,4 @@
-"""`--set` and the datasets: an entry of a file's own list, whatever it was split into, or a dataset by its id."""
+"""`--set` addresses datasets by the entry of the file's own list, whatever it was split into, or by id."""
 
 from __future__ import annotations
 

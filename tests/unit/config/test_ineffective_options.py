@@ -1,4 +1,4 @@
-"""Keys whose switch is off: named with what would make them count, and never an error."""
+"""Keys whose switch is off are named in a note with the remedy, and are never an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large values may be: nothing a person could mean is refused, and nothing else reaches the programs behind."""
+"""Limits on values: every plausible value is accepted, and no larger one reaches the rest of the program."""
 
 from __future__ import annotations
 

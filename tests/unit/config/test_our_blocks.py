@@ -130,7 +130,7 @@ class TestGracetuneBlock:
 
 
 class TestLatents:
-    """`cache_latents_to_disk` asks that latents outlive the run; it is no wish against keeping them in memory."""
+    """`cache_latents_to_disk` asks that latents outlive the run, and does not exclude reading them from memory."""
 
     @pytest.mark.parametrize("keys", [{"cache_latents_to_disk": True}, {}, {"cache_latents": True}])
     @pytest.mark.parametrize("way", ["flag", "cache_config", "gracetune"])

@@ -1,4 +1,4 @@
-"""Published files train unchanged: the samples they ask for can be drawn, or are left out with a note."""
+"""Published files train unchanged: the samples they request can be generated, or are left out with a note."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resolved(folder: Path, name: str, *flags: str, **sample: Any) -> Resolved:
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_samples_of_published_jobs_can_be_drawn(name: str, tmp_path: Path, tiny_model: TinyModel) -> None:
+def test_samples_of_published_jobs_can_be_generated(name: str, tmp_path: Path, tiny_model: TinyModel) -> None:
     config = resolved(tmp_path, name).config
     flavour = known_flavour(config)
     assert flavour is not None
@@ -46,15 +46,15 @@ def test_samples_of_published_jobs_can_be_drawn(name: str, tmp_path: Path, tiny_
 def test_frames_are_rounded_as_upstream_rounds_them(tmp_path: Path) -> None:
     found = resolved(tmp_path, "train_lora_wan21_1b_24gb")
     assert found.config.validation.num_frames == 41
-    assert any("num_frames: 40 frames are drawn as 41" in note for note in found.notes)
+    assert any("num_frames: 40 frames become 41" in note for note in found.notes)
     requested = resolved(tmp_path, "train_lora_wan21_1b_24gb", "validation.num_frames=40").config
-    assert requested.validation.num_frames == 40, "a flag is meant as it is said"
+    assert requested.validation.num_frames == 40, "a value from a flag is not rounded"
 
 
-def test_a_sample_without_a_image_is_left_out_where_the_model_starts_from_one(tmp_path: Path) -> None:
+def test_a_sample_without_an_image_is_left_out_if_the_model_needs_one(tmp_path: Path) -> None:
     none = resolved(tmp_path, "ui:wan22_14b_i2v")
     assert none.config.validation.prompts == ()
-    assert any("not drawn, because i2v-14b-2.2 starts from a picture" in note for note in none.notes)
+    assert any("not generated, because i2v-14b-2.2 needs an input image" in note for note in none.notes)
     (tmp_path / "start.png").touch()
     samples = [{"prompt": "one"}, {"prompt": "two", "ctrl_img": str(tmp_path / "start.png"), "seed": 7}]
     some = resolved(tmp_path, "ui:wan22_14b_i2v", samples=samples)

@@ -1,4 +1,4 @@
-"""Records by name: ours and those of other installed packages, imported when asked for."""
+"""Records are found by name, ours and those of other installed packages, and imported only when needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is said about a config holds none of its secrets, wherever they stand in it. The config itself has them."""
+"""Messages about a config contain none of its secrets, wherever they are in it. The config itself has them."""
 
 from __future__ import annotations
 

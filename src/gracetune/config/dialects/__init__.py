@@ -1,6 +1,6 @@
-"""The files people already have, read into our own config: one folder for each program that writes them.
+"""Readers for configuration files of other programs, one folder for each program, and the list of all dialects.
 
-A dialect more is one more folder and one more line here.
+A new dialect needs a folder and an entry in `DIALECTS`.
 """
 
 from gracetune.config import native
@@ -9,4 +9,4 @@ from gracetune.config.dialects.simpletuner import SIMPLETUNER
 from gracetune.config.dialects.table import Dialect
 
 DIALECTS = (Dialect("native", native.looks_like, native.read), AI_TOOLKIT, SIMPLETUNER)
-"""Asked in this order; the first that recognises a file reads it."""
+"""Tried in this order; the first that recognises a file reads it."""

@@ -1,5 +1,7 @@
-"""The blocks that the GH200 guides add: `cache_config`, `gh200_optimizations`, `in_memory`, `use_gh200_trainer`, memory
-options. SimpleTuner files and ai-toolkit processes have them alike."""
+"""Reads the blocks that the GH200 guides add to SimpleTuner files and ai-toolkit processes.
+
+They are `cache_config`, `gh200_optimizations`, `in_memory`, `use_gh200_trainer`, and memory options.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from gracetune.config.draft import Draft, Path
 
 GUIDE = "GH200 guide"
 _RAMP_STEPS = 400
-"""What the guide's example says, for configs that ask for a ramp without saying how long."""
+"""Length of the batch ramp in the guide's example, for configs that enable a ramp without a length."""
 _FLAGS = ("use_uvm", "enable_uvm_hints")
 _SWITCH = "enable_batch_size_rampup"
 
@@ -24,12 +26,12 @@ def read_gh200(options: PeerBlock) -> None:
 
 
 def read_guide_options(values: Mapping[str, Any], draft: Draft) -> None:
-    """The same from a mapping that is all the guides' own, as an overlay takes it out of a config."""
+    """Read a mapping that has only the guides' options, as an overlay extracts them from a config."""
     read_gh200(PeerBlock(PeerFile(GUIDE, draft), {name: value for name, value in values.items() if value is not None}))
 
 
 def read_in_memory(block: PeerBlock, dataset: Path) -> None:
-    """How one dataset is staged, where it has a block that says so."""
+    """Read a dataset's `in_memory` block, if it has one."""
     staging = supported_block(block, "in_memory", IN_MEMORY)
     if staging is not None:
         apply(staging, IN_MEMORY, None, dataset)
@@ -43,7 +45,7 @@ def _optimizations(options: PeerBlock, _: None) -> None:
 
 
 def _ramp(options: PeerBlock, gh200: PeerBlock | None) -> None:
-    """On where it is switched on, or where an initial size stands at the top level, as the checklist says it."""
+    """Read the batch ramp. An initial size at the top level also turns it on, as in the guides' checklist."""
     ramp, draft = ("training", "ramp"), options.draft
     if gh200 is not None and gh200.get(_SWITCH) is not None:
         gh200.put(_SWITCH, (*ramp, "enabled"), as_flag)
@@ -109,7 +111,7 @@ IN_MEMORY: KeyTable[None] = KeyTable(
     Key("memory_limit_gb", ("in_memory", "memory_limit_gb"), as_number),
     Key("file_extensions", ("in_memory", "file_extensions"), as_list),
 )
-"""Below one of `datasets` of a `RunConfig`."""
+"""Its paths are relative to one of `datasets` of a `RunConfig`."""
 GUIDES: KeyTable[None] = KeyTable(
     *_MEMORY,
     *_RAMP,
@@ -119,4 +121,4 @@ GUIDES: KeyTable[None] = KeyTable(
 )
 """At the top of a SimpleTuner file."""
 BLOCKS = ("cache_config", "gh200_optimizations")
-"""What of this an ai-toolkit process may have."""
+"""The keys of `GUIDES` that an ai-toolkit process can have."""

@@ -1,4 +1,4 @@
-"""What is done with each key of the peers' files, read off the tables.
+"""Lists every key of the peers' files and its effect, from the key tables.
 
 `python -m gracetune.config.dialects.listing` prints `docs/dialect-keys.md`.
 """
@@ -15,14 +15,14 @@ from gracetune.config.draft import dotted
 _INTRODUCTION = """# Keys of ai-toolkit and SimpleTuner
 
 Made from the tables in `src/gracetune/config/dialects` (`python -m gracetune.config.dialects.listing`). Each key of a
-file does one of three things: it becomes part of the config, it changes nothing about what is learnt and is named in a
-note, or it would change what is learnt and is refused unless it asks for nothing (`--allow-unsupported` passes it).
-An unknown key is an error with the nearest name.
+file does one of three things. It becomes part of the config; or it does not change what is learnt, and is listed in a
+note; or it would change what is learnt, and is rejected unless its value has no effect (`--allow-unsupported` ignores
+it). An unknown key is an error that suggests the nearest name.
 """
 
 
 def document() -> str:
-    """The text of docs/dialect-keys.md."""
+    """Return the text of docs/dialect-keys.md."""
     lines = [_INTRODUCTION]
     for dialect in DIALECTS:
         if dialect.tables:
@@ -44,7 +44,7 @@ def _table(table: KeyTable[Any]) -> Iterator[str]:
         yield f"- decide how the others are read: {_names(elsewhere)}"
     for effect in (Effect.NOTED, Effect.REJECTED):
         for note, listed in _by_note(table, effect).items():
-            what = "noted" if effect is Effect.NOTED else "refused"
+            what = "noted" if effect is Effect.NOTED else "rejected"
             yield f"- {what} ({note}): {_names(listed)}"
 
 

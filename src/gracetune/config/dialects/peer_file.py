@@ -1,4 +1,4 @@
-"""One mapping of a peer's file: its values by name, and their way into a draft."""
+"""`PeerBlock`: one mapping of a peer's file, and the methods that put its values into a draft."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _OWN: Any = object()
 
 @dataclass(frozen=True)
 class PeerFile:
-    """One file of a peer, on its way into a draft."""
+    """One file of a peer, and the draft that it is read into."""
 
     peer: str
-    """Whose file it is, and so whose defaults are taken."""
+    """The program the file is for, whose defaults apply."""
     draft: Draft
     root: str = ""
-    """Left out where keys are only listed, such as `config.process[0].`"""
+    """A prefix of all keys, such as `config.process[0].`, which lists of keys omit."""
     format: str = "JSON"
-    """The file's syntax, in which hints say what to add."""
+    """The file's syntax, in which hints show what to add."""
     homes: Mapping[str, Container[str]] = field(default_factory=dict)
-    """Every section's keys by its name, to say where a misplaced key belongs."""
+    """Section -> its keys, to report where a misplaced key belongs."""
     unused: dict[str, list[str]] = field(default_factory=dict, compare=False)
-    """Keys without an effect, listed in one note for each heading."""
+    """Heading -> keys without an effect. Each heading becomes one note."""
 
     def note_unused(self) -> None:
         for heading, keys in self.unused.items():
@@ -36,20 +36,20 @@ class PeerFile:
 
 @dataclass(frozen=True)
 class PeerBlock:
-    """What a mapping says, next to the names its writer used. A null counts as not written."""
+    """One mapping of a peer's file, with its keys as the user wrote them. A null counts as absent."""
 
     reading: PeerFile
     values: Mapping[str, Any]
     key_path: str = ""
-    """Where in the file it stands, such as `datasets[0]`; empty at the top."""
+    """Its path in the file, such as `datasets[0]`; empty for the top level."""
     written: Mapping[str, str] = field(default_factory=dict)
-    """The whole key of values that are written elsewhere or under another name."""
+    """Name -> the full key in the file, for values that are written elsewhere or under another name."""
     elsewhere: str = ""
-    """The file it stands in, where that is not the config itself."""
+    """The file that has the mapping, if it is not the config itself."""
     around: PeerBlock | None = None
-    """The mapping that decides where this one does not have a key that it inherits."""
+    """The mapping from which keys are inherited that this one does not have."""
     used: set[str] = field(default_factory=set, compare=False)
-    """Keys that had a say. The others can be named in a note, so that none is dropped in silence."""
+    """Keys that had an effect. The others are named in a note, so that no key is ignored silently."""
 
     @property
     def draft(self) -> Draft:
@@ -63,10 +63,11 @@ class PeerBlock:
         return name in self.values
 
     def get(self, name: str) -> Any:
-        """The value, without having taken it into account."""
+        """Return a value without marking its key as used."""
         return self.values.get(name)
 
     def take(self, name: str) -> Any:
+        """Return a value and mark its key as used."""
         self.used.add(name)
         return self.values.get(name)
 
@@ -78,24 +79,24 @@ class PeerBlock:
         return Origin("file", self.key(name), self.file)
 
     def put(self, name: str, path: Path, convert: Converter | None = None) -> None:
-        """Carry a value that was given over to a path of the `RunConfig`."""
+        """Put the value of a key, if it has one, at a path of the `RunConfig`."""
         value = self.values.get(name)
         if value is not None:
             self.assign(path, convert(value) if convert else value, name)
 
     def assign(self, path: Path, value: Any, name: str) -> None:
-        """Put a value that follows from a key."""
+        """Put a value that is derived from a key."""
         self.draft.put(path, value, self.origin(name))
 
     def default(self, path: Path, value: Any, key: str = "") -> None:
-        """The peer's default, where it differs from ours and the file does not set it."""
+        """Put the peer's default, unless the path already has a value."""
         self.draft.default(path, value, self.reading.peer, key)
 
     def note(self, text: str) -> None:
         self.draft.note(text)
 
     def list_unused(self, heading: str, *names: str) -> None:
-        """Name keys in the note with this heading."""
+        """Add keys to the note with this heading."""
         keys = [self.key(name).removeprefix(self.reading.root) for name in names]
         if keys:
             self.reading.unused.setdefault(heading, []).extend(keys)
@@ -113,7 +114,7 @@ class PeerBlock:
         return any(problem.key in keys for problem in self.draft.problems)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false, and nothing else: any other value is a problem and counts as the default."""
+        """Return a boolean. Any other value is reported as a problem, and the default is returned."""
         value = self.get(name)
         if isinstance(value, bool):
             return value
@@ -122,28 +123,29 @@ class PeerBlock:
         return default
 
     def is_on(self, name: str) -> bool:
-        """Whether a switch is on, in any of the spellings a command line takes."""
+        """Whether a switch is on, in any spelling that a command line accepts."""
         return as_flag(self.values.get(name)) is True
 
     def switch(self, name: str) -> bool:
-        """Like `is_on`, for switches that leave no value behind in which the schema could find a mistake."""
+        """Like `is_on`, but reports an invalid value. For switches whose value is not put into the config, where the
+        schema would check it."""
         value = as_flag(self.values.get(name))
         if value is not None and not isinstance(value, bool):
             self.problem(name, "true or false", "write true or false")
         return value is True
 
     def inner(self, name: str) -> PeerBlock:
-        """The mapping below a key; an empty one where there is none."""
+        """Return the mapping under a key, or an empty one."""
         return block_at(self.reading, self.get(name), self.key(name))
 
     def without_nulls(self, value: Mapping[Any, Any], key_path: str) -> PeerBlock:
-        """A mapping of the same file that is no section of the peer's, without the keys that are null."""
+        """Wrap another mapping of the same file, without its null keys and without `homes`."""
         values = {str(key): item for key, item in value.items() if item is not None}
         return PeerBlock(replace(self.reading, homes={}), values, key_path, elsewhere=self.elsewhere)
 
 
 def block_at(reading: PeerFile, value: Any, key_path: str) -> PeerBlock:
-    """The mapping at a place of the config; anything else there is a problem, and an empty mapping."""
+    """Wrap the mapping at a path of the file. Any other value is reported and becomes an empty mapping."""
     if value is not None and not isinstance(value, Mapping):
         reading.draft.problem(key_path, value, "a mapping", "indent its keys below it")
     values = {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}

@@ -1,4 +1,4 @@
-"""What becomes of base weights that a peer's file asks to quantise to a form that is not held here."""
+"""Handles base weights that a peer's file quantises to a type that gracetune does not support."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ PLAN_DECIDES = (
 
 
 def hold_in_few_bits(block: PeerBlock, name: str, requested: str, rest: str = "") -> None:
-    """`requested`: the type the file names. The result is at least as exact, so that nothing has to make up for it."""
+    """Set `model.base_precision` to `auto` and add a note. `requested` is the type that the file names.
+
+    The result is at least as precise as requested, so nothing has to compensate for lost precision.
+    """
     block.assign(("model", "base_precision"), "auto", name)
     block.note(f"{block.key(name)}: {requested} is asked for; {PLAN_DECIDES}, at least as exact as asked{rest}")

@@ -1,8 +1,8 @@
-"""Tables of a peer's keys, and walking a file along one.
+"""Tables of a peer's keys, and the functions that read a file with them.
 
-A dialect is a record (`Dialect`): how to recognise a file, tables of every key its program knows, and a function that
-goes through them. A key that stands for one value of ours is a `Key` with a path; keys that only mean something
-together are read by a `KeyRule`. What happens to each key can be listed without a file (`KeyTable.keys`).
+A dialect is a record (`Dialect`): a function that recognises a file, tables of every key that its program knows, and a
+function that reads a file with them. A key that corresponds to one of our values is a `Key` with a path. Keys that
+depend on each other are read by a `KeyRule`. The effect of each key can be listed without a file (`KeyTable.keys`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Effect(StrEnum):
 
 
 class Unless(ABC):
-    """When a key that is not done or not used here can be passed over without a word."""
+    """The condition under which an unsupported or unused key is ignored without a message."""
 
     @abstractmethod
     def holds(self, block: PeerBlock, name: str) -> bool: ...
 
     def hint(self, name: str) -> str:
-        """What to do about it; empty where taking the key out is all there is to say."""
+        """Return what to type; empty if the only remedy is to remove the key."""
         return ""
 
 
 @dataclass(frozen=True)
 class OneOf(Unless):
-    """It has one of the values that ask for nothing."""
+    """Holds if the key has one of the values without an effect."""
 
     values: tuple[Any, ...]
 
@@ -60,7 +60,7 @@ class OneOf(Unless):
 
 @dataclass(frozen=True)
 class IsFalse(Unless):
-    """It is false, zero or empty."""
+    """Holds if the value is false, zero or empty."""
 
     def holds(self, block: PeerBlock, name: str) -> bool:
         return not block.get(name)
@@ -68,7 +68,7 @@ class IsFalse(Unless):
 
 @dataclass(frozen=True)
 class Always(Unless):
-    """It decides about speed or messages of another program alone."""
+    """Always holds, for keys that only affect the speed or the messages of another program."""
 
     def holds(self, block: PeerBlock, name: str) -> bool:
         return True
@@ -79,25 +79,25 @@ UNSET: Any = object()
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a peer's file, and what is done with it."""
+    """One key of a peer's file, and its effect."""
 
     name: str
     path: Path | None = None
-    """Where its value goes, below the root its block is read into. None where a rule reads it."""
+    """The path of its value in a `RunConfig`, relative to the root of its block. None if a rule reads the key."""
     convert: Converter = as_given
     unless: Unless | None = None
-    """When the note or the refusal does not apply."""
+    """When the note or the rejection does not apply."""
     note: str = ""
-    """What the user is told: the heading under which it is listed, or why it is refused."""
+    """The heading of the note that lists it, or why it is rejected."""
     effect: Effect = Effect.ACTS
     default: Any = UNSET
-    """The peer's default, where it differs from ours and changes what is learnt."""
+    """The peer's default, if it differs from ours and changes what is learnt."""
     inherits: bool = False
-    """The mapping around this one decides where this one does not have the key."""
+    """Whether a missing key is read from the mapping around this one."""
 
 
 def noted(heading: str, names: str, unless: Unless | None = None) -> tuple[Key, ...]:
-    """Keys, written as a paragraph, that are listed in a note."""
+    """Return keys that are listed in a note. `names` is separated by white space."""
     return tuple(Key(name, unless=unless, note=heading, effect=Effect.NOTED) for name in names.split())
 
 
@@ -106,25 +106,25 @@ def rejected(name: str, unless: Unless, why: str) -> Key:
 
 
 def read_elsewhere(names: str) -> tuple[Key, ...]:
-    """Keys that decide how their mapping is read, before its table is gone through."""
+    """Return keys that code reads before the table of their mapping is applied."""
     return tuple(Key(name) for name in names.split())
 
 
 class KeyRule(Generic[C]):
-    """Reads keys that mean something together, or of which one decides about another."""
+    """A function that reads several keys which depend on each other."""
 
     def __init__(self, apply: Callable[[PeerBlock, C], None], *keys: str) -> None:
-        """Several keys may be written in one text, with spaces."""
+        """Each of `keys` can be several names, separated by white space."""
         self.apply = apply
         self.keys = tuple(name for text in keys for name in text.split())
 
 
 class KeyTable(Generic[C]):
-    """Every key of one mapping. `C` is what the rules have to know besides the mapping itself."""
+    """Every key of one mapping. `C` is the type of the context that its rules need besides the mapping."""
 
     def __init__(self, *entries: Key | KeyRule[C], expected: str = "", otherwise: str = "") -> None:
-        """`expected` and `otherwise` are for keys that are unknown: what was expected, in which `{section}` is the name
-        of the mapping, and what to do about one that is like none of these."""
+        """`expected` and `otherwise` are for messages on unknown keys: what was expected, with `{section}` for the name
+        of the mapping, and the hint if no known key is similar."""
         own = Counter(entry.name for entry in entries if isinstance(entry, Key))
         twice = sorted(name for name, count in own.items() if count > 1)
         if twice:
@@ -149,7 +149,7 @@ class KeyTable(Generic[C]):
 
 
 def check(block: PeerBlock, table: KeyTable[Any]) -> None:
-    """Report keys that are unknown, refuse what is not done here, list what has no effect."""
+    """Report unknown keys, reject unsupported ones, and list those without an effect."""
     for name in block.values:
         key = table.keys.get(name)
         if key is None:
@@ -165,7 +165,7 @@ def report_unknown_keys(block: PeerBlock, table: KeyTable[Any]) -> None:
 
 
 def decline_keys(block: PeerBlock, table: KeyTable[Any]) -> None:
-    """Refuse what is not done here and list what has no effect, in the table's order."""
+    """Reject unsupported keys and list those without an effect, in the table's order."""
     for name, key in table.keys.items():
         if name in block and key.effect is not Effect.ACTS:
             decline(block, key)
@@ -188,7 +188,7 @@ def report_unknown(block: PeerBlock, name: str, table: KeyTable[Any]) -> None:
 
 
 def apply(block: PeerBlock, table: KeyTable[C], context: C, root: Path = ()) -> None:
-    """Put what the table's keys say below `root`, and follow its rules, in the table's order."""
+    """Put the values of the table's keys below `root` and apply its rules, in the table's order."""
     for entry in table.entries:
         if isinstance(entry, KeyRule):
             entry.apply(block, context)
@@ -207,7 +207,7 @@ def put_row(block: PeerBlock, key: Key, root: Path = ()) -> None:
 
 
 def supported_block(block: PeerBlock, name: str, table: KeyTable[Any]) -> PeerBlock | None:
-    """The mapping below a key, unknown keys in it reported; None where there is none."""
+    """Return the mapping under a key, after reporting its unknown keys; None if there is none."""
     value = block.take(name)
     if value is None:
         return None
@@ -221,17 +221,17 @@ def supported_block(block: PeerBlock, name: str, table: KeyTable[Any]) -> PeerBl
 
 @dataclass(frozen=True)
 class Dialect:
-    """One program's way to write a config."""
+    """The configuration format of one program."""
 
     name: str
     recognises: Callable[[Any], bool]
     """Whether a parsed file is of this dialect."""
     read: Callable[[Document, Draft, Environment], None]
     tables: Mapping[str, KeyTable[Any]] = field(default_factory=dict)
-    """Every mapping of such a file by its name."""
+    """Name of a mapping in such a file -> its table."""
     settle: tuple[Callable[[Draft], None], ...] = ()
-    """What follows from values that flags may have changed."""
+    """Functions that run after flags, for decisions that depend on values a flag can change."""
     finds_beside: bool = False
-    """What a file names is looked for in its own folder first, then in the working folder."""
+    """Whether relative paths are looked up in the file's own folder first, then in the working folder."""
     variables_in_text: bool = False
-    """`${NAME}` is filled in before a file is parsed, which need not be well-formed until then."""
+    """Whether `${NAME}` is substituted before a file is parsed. It can be malformed until then."""

@@ -1,4 +1,7 @@
-"""Values as the peers write them: numbers and switches in text, lists with commas, several names for one thing."""
+"""Converts values as the peers write them: numbers and switches as text, lists with commas, alternative names.
+
+A converter returns a value that it cannot convert unchanged, so that the schema reports it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _FALSE = ("0", "false", "no", "n", "off")
 
 
 def names(text: str) -> frozenset[str]:
-    """A set of names, written as a paragraph."""
+    """Return the set of names in a text, separated by white space."""
     return frozenset(text.split())
 
 
@@ -25,7 +28,7 @@ def as_given(value: Any) -> Any:
 
 
 def as_flag(value: Any) -> Any:
-    """A boolean the way a command line reads one; anything else stays what it was."""
+    """Convert to a boolean as a command line does. Anything else is returned unchanged."""
     if isinstance(value, str):
         text = value.strip().lower()
         return True if text in _TRUE else False if text in _FALSE else value
@@ -38,7 +41,7 @@ def inverse(value: Any) -> Any:
 
 
 def as_number(value: Any) -> Any:
-    """`"4"` and `"1e-4"` are numbers on a command line; what does not convert to a finite one stays what it was."""
+    """Convert text such as `"4"` and `"1e-4"` to a number. Text that is not a finite number is returned unchanged."""
     if not isinstance(value, str):
         return value
     for convert in (int, float):
@@ -55,12 +58,12 @@ def is_number(value: Any) -> bool:
 
 
 def whole(value: Any) -> int | None:
-    """The value if it is a whole number, and None for anything else (true is no number)."""
+    """Return the value if it is an integer, else None. A boolean is not an integer."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def real(value: Any) -> float | None:
-    """The value as a finite float, and None for anything that is none."""
+    """Return the value as a finite float, or None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -71,7 +74,7 @@ def real(value: Any) -> float | None:
 
 
 def not_zero(value: Any) -> Any:
-    """0 switches the thing off."""
+    """Convert a number, and return None for 0 or less, which the peers use for "off"."""
     number = as_number(value)
     return None if is_number(number) and number <= 0 else number
 
@@ -81,35 +84,35 @@ def as_text(value: Any) -> Any:
 
 
 def as_list(value: Any) -> Any:
-    """A list, a JSON list, or text with commas."""
+    """Convert a JSON list, or text with commas, to a list."""
     value = from_json(value)
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 def from_json(value: Any) -> Any:
-    """JSON written inside a string, as the options that take structures allow it."""
+    """Parse a string that has JSON, as options for structured values allow."""
     if isinstance(value, str) and value.strip()[:1] in ("{", "["):
         try:
-            parsed, oddities = plain(json.loads(value))
+            parsed, invalid = plain(json.loads(value))
         except (ValueError, RecursionError):
             return value
-        return value if oddities else parsed
+        return value if invalid else parsed
     return value
 
 
 def choice(table: Mapping[str, str]) -> Converter:
-    """Another name for the same thing; names that are not in the table stay, for the schema to judge."""
+    """Return a converter that translates names with a table. Other names are returned unchanged."""
     return lambda value: table.get(value.strip().lower(), value) if isinstance(value, str) else value
 
 
 def precision(value: Any) -> Any:
-    """The long names of a number format, as ours."""
+    """Convert the long name of a number format, such as `bfloat16`, to ours."""
     names = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
     return names.get(value, value) if isinstance(value, str) else value
 
 
 def is_off(value: Any, default: Any = None) -> bool:
-    """Whether an option stands at its default, or says in one of the usual ways that it is not wanted."""
+    """Whether an option has its default, or one of the usual values for "off"."""
     if value is None or value in ("", "None") or _same(value, default):
         return True
     return not default and (as_flag(value) is False or (isinstance(value, str) and value.strip().lower() == "none"))

@@ -1,4 +1,4 @@
-"""The ai-toolkit dialect: what people already have, read into our own config."""
+"""The ai-toolkit dialect: reads ai-toolkit's job files into a `RunConfig`."""
 
 from gracetune.config.dialects.aitoolkit.dataset_parts import settle_caches
 from gracetune.config.dialects.aitoolkit.reader import TABLES, looks_like, read

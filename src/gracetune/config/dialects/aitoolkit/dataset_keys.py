@@ -1,4 +1,4 @@
-"""The keys of one entry of ai-toolkit's `datasets` that are not used here, or not done."""
+"""The keys of an entry of ai-toolkit's `datasets` that have no effect here or are not supported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_USED = (
         """,
         IsFalse(),
     ),
-    # upstream sets these itself, or reads them only where something refused below is asked for
+    # Upstream sets these itself, or reads them only together with an option that is rejected below.
     *noted(
         HARMLESS,
         """
@@ -32,7 +32,7 @@ NOT_USED = (
 
 @dataclass(frozen=True)
 class _OnlyWithoutBuckets(OneOf):
-    """Upstream reads the key where `buckets` is false alone."""
+    """Also holds unless `buckets` is false: upstream reads the key only then."""
 
     def holds(self, block: PeerBlock, name: str) -> bool:
         return block.get("buckets") is not False or super().holds(block, name)

@@ -1,4 +1,4 @@
-"""Putting one dataset of an ai-toolkit job into the draft, part by part."""
+"""Puts one dataset of an ai-toolkit job into the draft, part by part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gracetune.config.dialects.values import as_number, real, whole
 from gracetune.config.draft import Draft, Origin, Path
 
 CONTROL_RESOLUTION = 1024
-"""Upstream scales the references of Qwen-Image-Edit-2509 to this square's area, whatever the target's size."""
+"""Upstream scales the references of Qwen-Image-Edit-2509 to the area of this square, whatever the target's size."""
 UPSTREAM_FPS = 24
 LARGEST = 1e12
 """A `maximum_size` that no image exceeds."""
@@ -25,7 +25,7 @@ TO_DISK = "cache_latents_to_disk"
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """One entry of the list, its switches read once however many resolutions it has."""
+    """One entry of the list. Its switches are read once, however many resolutions it has."""
 
     block: PeerBlock
     job: AiToolkitJob
@@ -38,16 +38,16 @@ class DatasetEntry:
     from_length: bool
     image_to_video: bool
     caching: str | None
-    """Where latents are kept: `disk`, `memory`, or None where they are encoded anew in every step."""
+    """Where latents are cached: `disk`, `memory`, or None if they are encoded anew in every step."""
     random_crop: bool
     storage: str | None
-    """Where its files and its references' are read from: `local` or `in_memory`."""
+    """Where its files and those of its references are read from: `local` or `in_memory`."""
     controls: tuple[tuple[str, Any], ...]
     """Key and folder of each reference."""
     controls_in_own_shape: bool
 
     def put(self, path: Path, value: Any, key: str) -> None:
-        """Put a value that follows from a key that may stand elsewhere in the job."""
+        """Put a value that is derived from a key anywhere in the job."""
         self.block.draft.put(path, value, Origin("file", key, self.block.file))
 
 
@@ -63,37 +63,37 @@ class EntryAtResolution:
 
     @property
     def visits(self) -> Any:
-        """Of each file in an epoch; what is no number stays what it was."""
+        """Visits of each file in an epoch. A `num_repeats` that is not a number is returned unchanged."""
         block = self.entry.block
         repeats = as_number(block.get("num_repeats"))
         flips = 2 ** [block.get(name) for name in ("flip_x", "flip_y")].count(True)
         return flips if repeats is None else max(1, repeats) * flips if whole(repeats) is not None else repeats
 
 
-def _resolution(block: PeerBlock, cut: EntryAtResolution) -> None:
-    cut.entry.put((*cut.root, "id"), cut.id, cut.key)
+def _resolution(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    dataset.entry.put((*dataset.root, "id"), dataset.id, dataset.key)
     if block.get("resolution") is None:
-        block.default((*cut.root, "resolution"), cut.resolution)
+        block.default((*dataset.root, "resolution"), dataset.resolution)
     else:
-        cut.entry.put((*cut.root, "resolution"), cut.resolution, cut.key)
+        dataset.entry.put((*dataset.root, "resolution"), dataset.resolution, dataset.key)
 
 
-def _buckets(block: PeerBlock, cut: EntryAtResolution) -> None:
-    """Images are not enlarged, and the steps of the buckets depend on the model. `bucket_tolerance` has no say."""
-    buckets, arch = (*cut.root, "buckets"), cut.entry.job.target.arch
+def _buckets(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    """Upstream does not enlarge images, and its bucket sizes depend on the model. `bucket_tolerance` has no effect."""
+    buckets, arch = (*dataset.root, "buckets"), dataset.entry.job.target.arch
     block.default((*buckets, "rule"), "at_most")
     if arch.bucket_step is not None:
         block.default((*buckets, "multiple"), arch.bucket_step)
 
 
-def _folder(block: PeerBlock, cut: EntryAtResolution) -> None:
-    """`dataset_path` may be a JSON file of captions by path; its images lie next to it."""
-    root = cut.root
+def _folder(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    """Read the dataset's folder. `dataset_path` can be a JSON file of captions by path, with the images next to it."""
+    root = dataset.root
     name = next((name for name in ("dataset_path", "folder_path") if block.get(name)), None)
     if name is None:
         if not any(problem.key in (block.key_path, block.key("folder_path")) for problem in block.draft.problems):
             block.problem("folder_path", "the folder of the dataset", "add `folder_path`")
-        block.assign((*root, "path"), "missing", "folder_path")  # said already: the schema need not say it again
+        block.assign((*root, "path"), "missing", "folder_path")  # a placeholder, because the problem is reported
         return
     path = block.get(name)
     if name == "dataset_path" and isinstance(path, str) and path.lower().endswith(".json"):
@@ -104,9 +104,9 @@ def _folder(block: PeerBlock, cut: EntryAtResolution) -> None:
         block.assign((*root, "path"), path, name)
 
 
-def _storage(block: PeerBlock, cut: EntryAtResolution) -> None:
-    """The same block as in a SimpleTuner dataset."""
-    put_storage(cut.entry, cut.root)
+def _storage(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    """Read the storage and the `in_memory` block, which is the same as in a SimpleTuner dataset."""
+    put_storage(dataset.entry, dataset.root)
 
 
 def put_storage(entry: DatasetEntry, root: Path) -> None:
@@ -115,8 +115,8 @@ def put_storage(entry: DatasetEntry, root: Path) -> None:
     read_in_memory(entry.block, root)
 
 
-def _captions(block: PeerBlock, cut: EntryAtResolution) -> None:
-    entry, captions = cut.entry, (*cut.root, "captions")
+def _captions(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    entry, captions = dataset.entry, (*dataset.root, "captions")
     block.default((*captions, "split_lines"), False)
     name = "caption_type" if block.get("caption_type") else "caption_ext"
     extension = block.get(name)
@@ -137,36 +137,36 @@ def _captions(block: PeerBlock, cut: EntryAtResolution) -> None:
         entry.put((*captions, "trigger_word"), entry.trigger, entry.trigger_key)
     if entry.trigger and entry.is_reg:
         block.assign((*captions, "add_trigger"), False, "is_reg")
-    _dropped(block, cut)
-    _shuffled(block, cut)
+    _dropped(block, dataset)
+    _shuffled(block, dataset)
 
 
-def _dropped(block: PeerBlock, cut: EntryAtResolution) -> None:
-    """A trigger word is added to dropped captions too: the job's, or where texts are cached the dataset's."""
-    entry = cut.entry
+def _dropped(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    """Upstream adds a trigger word to dropped captions too: the job's or, with cached texts, the dataset's."""
+    entry = dataset.entry
     word = entry.trigger if entry.caches_text else entry.job.process.get("trigger_word")
     if isinstance(word, str) and word.strip() and not entry.is_reg:
-        block.default((*cut.root, "captions", "dropped_caption"), f"{word} ")
+        block.default((*dataset.root, "captions", "dropped_caption"), f"{word} ")
 
 
-def _shuffled(block: PeerBlock, cut: EntryAtResolution) -> None:
-    """Tags come in a new order at every use, or where texts are cached in one order for each item of the list."""
-    captions, entry = (*cut.root, "captions"), cut.entry
+def _shuffled(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    """Upstream shuffles tags anew at every visit or, with cached texts, once for each repeat of an image."""
+    captions, entry = (*dataset.root, "captions"), dataset.entry
     block.put("shuffle_tokens", (*captions, "shuffle_tags"))
     if block.get("shuffle_tokens") is not True:
         return
-    visits = whole(cut.visits)
+    visits = whole(dataset.visits)
     block.default((*captions, "shuffle_variants"), visits if entry.caches_text and visits else "visits")
     block.default((*captions, "shuffle_written"), False)
     if entry.trigger:
         block.default((*captions, "shuffle_trigger"), True)
 
 
-def _cache(block: PeerBlock, cut: EntryAtResolution) -> None:
-    augmentation = (*cut.root, "augmentation")
-    put_latents(cut.entry, cut.root)
-    if cut.entry.caching is not None:
-        # Upstream caches a flipped copy next to the original, so flips alone never switch its cache off.
+def _cache(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    augmentation = (*dataset.root, "augmentation")
+    put_latents(dataset.entry, dataset.root)
+    if dataset.entry.caching is not None:
+        # Upstream caches a flipped copy next to the original, so flips alone do not disable its cache.
         block.default((*augmentation, "cache_mode"), "static")
     ours = {"augmentations": "transforms", "augmentations_cache_mode": "cache_mode"}
     for name, field in {**ours, "flip_x": "flip_x", "flip_y": "flip_y"}.items():
@@ -182,10 +182,10 @@ def put_latents(entry: DatasetEntry, root: Path) -> None:
 
 
 def settle_caches(draft: Draft) -> None:
-    """A `cache.vae_cache_type` that is given is where latents are kept, for each dataset that says nothing against it.
+    """Let a `cache.vae_cache_type` that is set apply to each dataset that did not choose another cache.
 
-    `cache_latents_to_disk` asks that latents outlive the run, and the cache on disk does so wherever they are read
-    from; a job without either key has upstream's default, which is no wish.
+    `cache_latents_to_disk` is compatible with it: the user wants latents to outlive the run, and the cache on disk
+    does, whatever they are read from. A job without either key has upstream's default, which is not a choice.
     """
     kind = draft.origins.get(("cache", "vae_cache_type"))
     datasets = draft.get(("datasets",))
@@ -198,30 +198,30 @@ def settle_caches(draft: Draft) -> None:
             draft.put(path, None, own)
 
 
-def _crop(block: PeerBlock, cut: EntryAtResolution) -> None:
-    crop = (*cut.root, "crop")
+def _crop(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    crop = (*dataset.root, "crop")
     squares = {"square_crop": True, "buckets": False}
     square = next((name for name, value in squares.items() if block.get(name) is value), None)
-    cause = square or ("random_crop" if cut.entry.random_crop else None)
+    cause = square or ("random_crop" if dataset.entry.random_crop else None)
     if cause is not None:
         block.assign((*crop, "enabled"), True, cause)
         block.assign((*crop, "aspect"), "square" if square else "preserve", cause)
-    if cut.entry.random_crop:
+    if dataset.entry.random_crop:
         block.assign((*crop, "style"), "random", "random_crop")
     else:
         block.default((*crop, "style"), "center")
-    if cut.entry.random_crop and square == "buckets":
-        # Squares are cut out of images of whatever size.
-        block.default((*cut.root, "maximum_size"), LARGEST)
-        block.default((*cut.root, "downsample_to"), cut.resolution)
+    if dataset.entry.random_crop and square == "buckets":
+        # Upstream crops squares from images of any size.
+        block.default((*dataset.root, "maximum_size"), LARGEST)
+        block.default((*dataset.root, "downsample_to"), dataset.resolution)
 
 
-def _video(block: PeerBlock, cut: EntryAtResolution) -> None:
-    entry, video = cut.entry, (*cut.root, "video")
+def _video(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    entry, video = dataset.entry, (*dataset.root, "video")
     if not entry.video:
         return
     name = "auto_frame_count" if entry.from_length else "num_frames"
-    block.assign((*cut.root, "dataset_type"), "video", name)
+    block.assign((*dataset.root, "dataset_type"), "video", name)
     block.default((*video, "frame_choice"), "numbers")
     if entry.from_length:
         block.assign((*video, "from_length"), True, name)
@@ -239,21 +239,21 @@ def _video(block: PeerBlock, cut: EntryAtResolution) -> None:
         block.assign((*video, "image_to_video"), True, "do_i2v")
 
 
-def _mask(block: PeerBlock, cut: EntryAtResolution) -> None:
-    mask = (*cut.root, "mask")
+def _mask(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    mask = (*dataset.root, "mask")
     if block.get("mask_path") or block.get("alpha_mask") is True:
         block.default((*mask, "normalise"), True)
     if block.get("mask_path"):
         block.put("mask_path", (*mask, "path"))
     elif as_number(block.get("mask_min_value")) == 0.1:
-        # the web interface writes it into every job: nobody asked for it
+        # The web interface writes this value into every job, so it counts as a default.
         block.draft.put((*mask, "min_weight"), 0.1, Origin("default", block.key("mask_min_value"), PEER))
 
 
-def _repeats(block: PeerBlock, cut: EntryAtResolution) -> None:
-    """An epoch has every image `num_repeats` times, and as often again for each of its flips."""
-    visits, path = cut.visits, (*cut.root, "repeats")
-    block.default((*cut.root, "kohya_folders"), False)
+def _repeats(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    """Read `num_repeats`. Upstream's epoch has every image that often, and as often again for each flip."""
+    visits, path = dataset.visits, (*dataset.root, "repeats")
+    block.default((*dataset.root, "kohya_folders"), False)
     if whole(visits) is None:
         block.put("num_repeats", path, as_number)
     elif block.get("num_repeats") is not None:
@@ -262,20 +262,20 @@ def _repeats(block: PeerBlock, cut: EntryAtResolution) -> None:
         block.default(path, visits - 1)
 
 
-def _turns(block: PeerBlock, cut: EntryAtResolution) -> None:
-    if not cut.entry.is_reg:
+def _turns(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    if not dataset.entry.is_reg:
         return
-    block.assign((*cut.root, "even_steps"), True, "is_reg")
-    if cut.entry.job.batches_per_step > 1:
-        key = cut.entry.job.train.key("gradient_accumulation_steps")
+    block.assign((*dataset.root, "even_steps"), True, "is_reg")
+    if dataset.entry.job.batches_per_step > 1:
+        key = dataset.entry.job.train.key("gradient_accumulation_steps")
         block.note(
             f"{block.key('is_reg')}: every second optimizer step; with `{key}` ai-toolkit changes at every batch"
         )
 
 
-def _weight(block: PeerBlock, cut: EntryAtResolution) -> None:
-    """Images of `is_reg` are learnt like any other and count `reg_weight` on top of their own multiplier."""
-    entry, path = cut.entry, (*cut.root, "loss_weight")
+def _weight(block: PeerBlock, dataset: EntryAtResolution) -> None:
+    """Read the loss weight. Images with `is_reg` train like others, with `reg_weight` times their own multiplier."""
+    entry, path = dataset.entry, (*dataset.root, "loss_weight")
     weight, factor = as_number(block.get("loss_multiplier")), entry.job.reg_weight if entry.is_reg else 1.0
     own = 1.0 if weight is None else real(weight)
     if factor != 1.0 and own is not None:
@@ -313,23 +313,23 @@ DATASET = section(
     *NOT_DONE,
     *NOT_USED,
 )
-"""Below one of `datasets` of a `RunConfig`."""
+"""Its paths are relative to one of `datasets` of a `RunConfig`."""
 
 
-def put_controls(cut: EntryAtResolution, free: int) -> None:
-    """An entry's reference folders, from the first free place of the list on."""
-    entry = cut.entry
+def put_controls(dataset: EntryAtResolution, free: int) -> None:
+    """Put an entry's reference folders as datasets, from index `free` of the list on."""
+    entry = dataset.entry
     kind = entry.job.target.arch.references if entry.controls_in_own_shape else "reference_strict"
     own_size = kind == "reference_loose" and not entry.job.target.match_target_res
-    names = [f"{cut.id}-control-{position}" for position in range(1, len(entry.controls) + 1)]
+    names = [f"{dataset.id}-control-{position}" for position in range(1, len(entry.controls) + 1)]
     for position, (name, (key, folder)) in enumerate(zip(names, entry.controls, strict=True)):
         values = {
             "id": name,
             "path": folder,
             "dataset_type": "conditioning",
             "conditioning_type": kind,
-            "source_dataset_id": cut.id,
-            "resolution": CONTROL_RESOLUTION if own_size else cut.resolution,
+            "source_dataset_id": dataset.id,
+            "resolution": CONTROL_RESOLUTION if own_size else dataset.resolution,
         }
         root: Path = ("datasets", free + position)
         for field, value in values.items():
@@ -337,4 +337,4 @@ def put_controls(cut: EntryAtResolution, free: int) -> None:
         put_storage(entry, root)
         put_latents(entry, root)
     if names:
-        entry.block.assign((*cut.root, "conditioning"), names, "control_path")
+        entry.block.assign((*dataset.root, "conditioning"), names, "control_path")

@@ -1,4 +1,4 @@
-"""The `datasets` list: every resolution of an entry is a dataset of its own, every control folder another one."""
+"""Reads the `datasets` list. Each resolution of an entry becomes a dataset, and so does each of its control folders."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ def read_datasets(process: PeerBlock, job: AiToolkitJob) -> None:
         process.default(("model", "size_conditioning"), "bucket")
     if any(entry.block.get("buckets") is not False for entry in entries):
         process.default(("training", "fill_batches"), True)
-    cuts = _cuts(entries)
+    datasets = _datasets(entries)
     process.draft.entries = [
-        tuple(at for at, cut in enumerate(cuts) if cut.entry is entry) for entry in entries
+        tuple(at for at, dataset in enumerate(datasets) if dataset.entry is entry) for entry in entries
     ] or None  # fmt: skip
-    for cut in cuts:
-        block = cut.entry.block
-        apply(block, DATASET, cut, cut.root)
-        if job.target.edits:  # named so where it is missed
-            block.default((*cut.root, "conditioning"), [], block.key("control_path"))
-    # After the datasets themselves, so that these keep the order of the file.
-    free = len(cuts)
-    for cut in cuts:
-        put_controls(cut, free)
-        free += len(cut.entry.controls)
+    for dataset in datasets:
+        block = dataset.entry.block
+        apply(block, DATASET, dataset, dataset.root)
+        if job.target.edits:  # so that a missing value is reported under this key
+            block.default((*dataset.root, "conditioning"), [], block.key("control_path"))
+    # Control folders come after the datasets themselves, so that these keep the order of the file.
+    free = len(datasets)
+    for dataset in datasets:
+        put_controls(dataset, free)
+        free += len(dataset.entry.controls)
     if entries:
-        process.note(f"on purpose not as in ai-toolkit: {', '.join(_kept(entries, job))}; see docs/fidelity.md")
+        differences = ", ".join(_differences(entries, job))
+        process.note(f"on purpose not as in ai-toolkit: {differences}; see docs/fidelity.md")
 
 
-def _kept(entries: list[DatasetEntry], job: AiToolkitJob) -> Iterator[str]:
-    """What is done otherwise, where that is the better way."""
+def _differences(entries: list[DatasetEntry], job: AiToolkitJob) -> Iterator[str]:
+    """Yield how gracetune deliberately differs from ai-toolkit, with ai-toolkit's way in parentheses."""
     yield "images are scaled with Lanczos (there bicubic)"
-    yield "what is transparent becomes white, and colour profiles are applied"
+    yield "transparent areas become white, and colour profiles are applied"
     yield "latents are the mean of the VAE's distribution (there a sample)"
     yield "batches are put together anew in every epoch, of a random dataset and bucket (there shuffled as they are)"
     if job.target.names.spaces_count:
@@ -55,10 +56,10 @@ def _kept(entries: list[DatasetEntry], job: AiToolkitJob) -> Iterator[str]:
     if any(entry.block.get("mask_path") or entry.block.get("alpha_mask") for entry in entries):
         yield "masks are not blurred at random, and images without one count fully (there not, beside others with one)"
     if any(entry.random_crop for entry in entries):
-        yield "a random crop is drawn anew wherever latents are"
+        yield "a random crop is chosen again whenever latents are encoded"
 
 
-def _cuts(entries: list[DatasetEntry]) -> list[EntryAtResolution]:
+def _datasets(entries: list[DatasetEntry]) -> list[EntryAtResolution]:
     taken: set[str] = set()
     found = [(entry, resolution, key) for entry in entries for resolution, key in _resolutions(entry.block)]
     return [
@@ -68,7 +69,7 @@ def _cuts(entries: list[DatasetEntry]) -> list[EntryAtResolution]:
 
 
 def _blocks(process: PeerBlock) -> list[PeerBlock]:
-    """`datasets`, or the forks' `dataset` with its single entry."""
+    """Return the entries of `datasets`, or of the forks' `dataset`, which can be a single entry."""
     name, single = "datasets", process.get("dataset")
     if single is not None and process.get("datasets") is not None:
         process.problem("dataset", "one of `dataset` and `datasets`", "move it into `datasets`")
@@ -81,7 +82,7 @@ def _blocks(process: PeerBlock) -> list[PeerBlock]:
         return [block_at(process.reading, item, f"{key}[{index}]") for index, item in enumerate(value)]
     hint = "for example `datasets: [{folder_path: /data/images, resolution: [1024]}]`"
     process.problem(name, "a list with at least one dataset", hint)
-    # Said already: a stand-in keeps the schema from saying it again.
+    # The problem is reported, and a placeholder keeps the schema from reporting it again.
     process.assign(("datasets",), [{"id": "missing", "path": "missing"}], name)
     return []
 
@@ -114,7 +115,7 @@ def _entry(block: PeerBlock, job: AiToolkitJob) -> DatasetEntry:
 
 
 def _storage(block: PeerBlock) -> str | None:
-    """`image` is upstream's only kind of folder; where its files are read from is ours to say."""
+    """Return the storage that `type` names, or None. Upstream's only type is `image`; the others are our extension."""
     kind = block.get("type")
     if kind is None or kind == "image":
         return None
@@ -148,7 +149,7 @@ def _caching(block: PeerBlock) -> str | None:
 
 
 def _controls(block: PeerBlock, job: AiToolkitJob) -> tuple[tuple[str, Any], ...]:
-    """Key and folder of each reference. The numbered keys are the web interface's and win upstream."""
+    """Return key and folder of each reference. The web interface writes the numbered keys, which take precedence."""
     folders = [
         (block.key(name), block.get(name))
         for name in ("control_path_1", "control_path_2", "control_path_3")
@@ -189,11 +190,11 @@ def _report_captions(block: PeerBlock, entry: DatasetEntry) -> None:
         key = block.key("trigger_word")
         block.note(f"{key}: takes the place of the job's `{job_word}`; ai-toolkit puts both in front of a caption")
     if entry.job.one_prompt and block.get("caption_dropout_rate"):
-        block.list_unused(HARMLESS, "caption_dropout_rate")  # every caption is the same, and stays
+        block.list_unused(HARMLESS, "caption_dropout_rate")  # all captions are the same, and none is dropped
 
 
 def _text_cache(entries: list[DatasetEntry], job: AiToolkitJob) -> None:
-    """Text embeddings are always cached here; a file that asks for it gets to see where."""
+    """Record which key asks for cached text embeddings. They are always cached; this sets the origin of the value."""
     asking = [entry.block for entry in entries if entry.block.flag("cache_text_embeddings", False)]
     if entries and job.caches_text:
         asking.append(job.train)
@@ -209,7 +210,7 @@ def _resolutions(block: PeerBlock) -> list[tuple[Any, str]]:
 
 
 def _id(block: PeerBlock, resolution: Any, taken: set[str]) -> str:
-    """Folder name and resolution: the same in every run of the same file, and unlike all others in it."""
+    """Return an id of folder name and resolution that is unique in the file and the same in every run of it."""
     folder = block.get("dataset_path") or block.get("folder_path")
     folder = split_address(folder)[0] if isinstance(folder, str) else folder
     name = PurePosixPath(folder.replace("\\", "/")).name.removesuffix(".json") if isinstance(folder, str) else ""

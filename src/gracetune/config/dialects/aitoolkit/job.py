@@ -1,4 +1,4 @@
-"""What the parts of an ai-toolkit job have to know of each other, decided before any of them is read."""
+"""`AiToolkitJob`: decisions that several parts of a job depend on, made before any part is read."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ class AiToolkitJob:
     process: PeerBlock
     train: PeerBlock
     params: PeerBlock
-    """The optimizer's own options, wherever the file wrote them."""
+    """The optimizer's own options, from whichever block has them."""
     model: PeerBlock
     target: ModelTarget
     batches_per_step: int
-    """Above 1 where the file counts micro-batches (`gradient_accumulation_steps`) and we count optimizer steps."""
+    """Micro-batches per optimizer step, if the file counts micro-batches as steps (`gradient_accumulation_steps`);
+    else 1."""
     reg_weight: float
     caches_text: bool
     one_prompt: bool
-    """Every caption is replaced by the trigger word, or by nothing where there is none."""
+    """Whether every caption is replaced by the trigger word, or by an empty text."""
 
     def put_count(self, block: PeerBlock, path: Path, name: str) -> None:
-        """A number of the file's steps, as optimizer steps."""
+        """Put a number of the file's steps as optimizer steps, rounded up."""
         value = as_number(block.get(name))
         count = whole(value)
         if count is not None and count > 0 and self.batches_per_step > 1:
@@ -54,7 +55,7 @@ def make_job(process: PeerBlock) -> AiToolkitJob:
 
 
 def _optimizer(process: PeerBlock) -> tuple[PeerBlock, PeerBlock]:
-    """`train` and the optimizer's options. The forks' documents write both into an `optimizer` block next to it."""
+    """Return `train` and the optimizer's options. The forks' documents have both in an `optimizer` block beside it."""
     train = process.inner("train")
     params = train.inner("optimizer_params")
     value = process.get("optimizer")
@@ -78,7 +79,7 @@ def _optimizer(process: PeerBlock) -> tuple[PeerBlock, PeerBlock]:
 
 
 def _batches_per_step(train: PeerBlock) -> int:
-    """The newer key counts optimizer steps, the older one counts micro-batches as steps."""
+    """Return how many of the file's steps make one optimizer step. Only the older key counts micro-batches as steps."""
     newer = whole(as_number(train.get("gradient_accumulation")))
     older = whole(as_number(train.get("gradient_accumulation_steps")))
     return max(1, older or 1) if newer is None or newer <= 1 else 1

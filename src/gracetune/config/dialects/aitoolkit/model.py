@@ -1,4 +1,4 @@
-"""The `model` block: which of our families an ai-toolkit `arch` is, and where its weights come from."""
+"""Reads the `model` block: the family that an ai-toolkit `arch` corresponds to, and its weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SWITCHES = (
     "is_v2", "is_v3", "is_xl", "is_pixart", "is_pixart_sigma", "is_auraflow", "is_flux", "is_lumina2", "is_vega",
     "is_ssd",
 )  # fmt: skip
-"""What files had before `arch`, in upstream's order of asking. Some mean an arch of a family of ours."""
+"""The boolean keys that older files have instead of `arch`, in the order in which upstream checks them."""
 _OTHER_SWITCHES = {"is_v2": "sd2", "is_v3": "sd3"}
-"""Of the others, those whose arch is not called like the switch."""
+"""Switch of a model that gracetune does not train -> its arch, if the arch is not the switch's name without `is_`."""
 
 OTHER_ARCHS = (
     "sd1", "sd15", "sd2", "sd3", "pixart", "pixart_sigma", "auraflow", "flex1", "flex2", "lumina2", "vega", "ssd",
@@ -34,26 +34,26 @@ OTHER_ARCHS = (
     "flux2_klein_9b", "zimage", "ltx2", "ltx2.3", "ernie_image", "f-lite", "fibo", "anima", "krea2", "boogu_image",
     "boogu_image_edit", "ace_step_15", "yue2",
 )  # fmt: skip
-"""Models that ai-toolkit trains and we do not."""
+"""Models that ai-toolkit trains and gracetune does not."""
 
 
 @dataclass(frozen=True)
 class ModelTarget:
-    """What the rest of the job needs to know about the model it trains."""
+    """Facts about the model that the other parts of a job depend on."""
 
     names: FamilyNames
     arch: Arch
     name: str
-    """The arch as the file has it; empty where it is none of ours."""
+    """The arch as the file writes it; empty if gracetune does not support it."""
     flavour: Flavour | None
     dtype: Any
     """The training dtype, in which upstream loads everything."""
     adapter: bool
-    """An adapter is trained, not the model itself."""
+    """Whether an adapter is trained, not the model itself."""
     match_target_res: bool
-    """References take the size of the image they belong to, not a size of their own."""
+    """Whether references have the size of the image they belong to, not a size of their own."""
     quantised: bool
-    """`quantize` decides how the base weights are held, whatever the training dtype is."""
+    """Whether `quantize` decides the precision of the base weights, instead of the training dtype."""
 
     @property
     def edits(self) -> bool:
@@ -68,14 +68,14 @@ class ModelTarget:
         return self.flavour is not None and self.flavour.dual_expert
 
 
-# Stands in for an arch we do not train, so that the other keys' problems are still found. Never built: the arch's own
-# problem stays.
+# Used in place of an unsupported arch, so that the problems of other keys are still found. Such a config is never used,
+# because the arch itself is reported.
 _STAND_IN = "flux"
 _UNKNOWN_ARCH = Arch((), references="reference_loose")
 
 
 def archs() -> dict[str, tuple[FamilyNames, Arch]]:
-    """Every arch of a family of ours, and of the installed packages that can be read."""
+    """Return every supported arch, of our families and of readable installed packages."""
     supported: dict[str, tuple[FamilyNames, Arch]] = {}
     for names in readable_names():
         for name, arch in names.aitoolkit.archs.items():
@@ -84,7 +84,7 @@ def archs() -> dict[str, tuple[FamilyNames, Arch]]:
 
 
 def find_target(block: PeerBlock, *, dtype: Any, adapter: bool) -> ModelTarget:
-    """The model a block asks for, as far as it can be understood. What is wrong with it is said by the rules."""
+    """Return what is known about the model of a block, without reporting problems. The rules of `MODEL` report them."""
     supported, name = archs(), block.get("arch")
     if name is None:
         name = next((_arch_of(switch, supported) for switch in SWITCHES if block.get(switch) is True), None)
@@ -110,7 +110,7 @@ def _arch_of(switch: str, supported: Mapping[str, tuple[FamilyNames, Arch]]) -> 
 
 
 def _find_flavour(path: Any, names: FamilyNames, arch: Arch, name: str) -> Flavour | None:
-    """From the weights' published name, the arch's tag, or an arch that has only one."""
+    """Find the flavour by the weights' published name, the arch's tag, or because the arch has only one."""
     published, guess = _published(names, path), _guess(arch, name)
     if path is None or _is_of_another(arch, published):
         return None
@@ -203,7 +203,7 @@ def _assistant(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _extras(block: PeerBlock, job: AiToolkitJob) -> None:
-    """VAE and text encoders from another repository than the transformer's."""
+    """Read the repository of the VAE and the text encoders, if it is not that of the transformer."""
     extras = block.get("extras_name_or_path")
     if extras is None or extras == block.get("name_or_path"):
         return
@@ -220,7 +220,7 @@ def _compile(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _layers(block: PeerBlock, job: AiToolkitJob) -> None:
-    """Upstream reads the model's own layer lists only where the model itself is trained."""
+    """Reject the model block's lists of layers. Upstream reads them only for a full fine-tune."""
     for name in ("ignore_if_contains", "only_if_contains"):
         if job.target.adapter and block.get(name) is not None:
             block.list_unused(HARMLESS, name)

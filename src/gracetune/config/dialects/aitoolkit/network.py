@@ -1,4 +1,4 @@
-"""The `network` block: the adapter, with the two surprises ai-toolkit has in store said out loud."""
+"""Reads the `network` block: the adapter. Notes name two surprises of ai-toolkit: forced alpha and full-rank LoKr."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _kind(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _rank_of(block: PeerBlock) -> tuple[Any, str | None]:
-    """The rank and its key. `rank` is the older name and wins upstream."""
+    """Return the rank and its key. Upstream prefers `rank`, the older name."""
     name = next((name for name in ("rank", "linear") if block.get(name) is not None), None)
     return (as_number(block.get(name)), name) if name else (UPSTREAM_RANK, None)
 
@@ -62,7 +62,7 @@ def _rank(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _lokr(block: PeerBlock, job: AiToolkitJob) -> None:
-    """Whether both of LoKr's factors stay whole. Upstream does so unless told otherwise."""
+    """Read LoKr's keys. Upstream keeps both factors whole unless `lokr_full_rank` is false."""
     if _kind_of(block) != "lokr":
         return
     block.put("lokr_factor", ("adapter", "factor"), as_number)
@@ -87,7 +87,7 @@ def _alpha(block: PeerBlock, job: AiToolkitJob) -> None:
         return
     name = next((name for name in ("linear_alpha", "alpha") if block.get(name) is not None), None)
     value = as_number(block.get(name)) if name else 1.0
-    # upstream's LyCORIS network keeps the alpha it is given
+    # Upstream's LyCORIS network, which LoCon uses, is the only one that keeps the given alpha on transformers.
     forced = job.target.transformer and _kind_of(block) != "locon"
     rank, _ = _rank_of(block)
     if not forced and name is not None:
@@ -102,7 +102,7 @@ def _alpha(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _conv(block: PeerBlock, job: AiToolkitJob) -> None:
-    """`conv` adapts the convolutions beside the linear layers, where a model has any."""
+    """Read `conv`, which adapts convolutions in addition to linear layers, if the model has any."""
     given = {name: field for name, field in _CONV.items() if block.get(name) is not None}
     if job.target.transformer:
         if given:
@@ -124,7 +124,7 @@ def _kwargs(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _layers(kwargs: PeerBlock, job: AiToolkitJob) -> None:
-    """Upstream's words are texts in a module's path; ours are patterns over the path inside the denoiser."""
+    """Convert upstream's words, which a module's path has to contain, to patterns for paths inside the denoiser."""
     for name, field in (("ignore_if_contains", "exclude"), ("only_if_contains", "targets")):
         words = kwargs.get(name)
         words = [words] if isinstance(words, str) else words
@@ -135,7 +135,7 @@ def _layers(kwargs: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _blocks(block: PeerBlock, job: AiToolkitJob) -> None:
-    """Upstream adapts every linear layer inside some modules; those named by words are among them."""
+    """Upstream adapts every linear layer in certain modules. Words only select among these layers."""
     names = job.target.names.aitoolkit
     convolutions = block.get("conv") is not None or _kind_of(block) == "locon" or _is_full_rank(block)
     within = (*names.blocks, *(names.conv_blocks if convolutions else ()))
@@ -158,7 +158,7 @@ def _pattern(word: str) -> str:
     inside = path.removeprefix("transformer.").removeprefix("lora_unet.")
     if not inside.strip():
         return word
-    return f"*{inside}*" if inside == path else f"{inside}*"  # behind the prefix is where a path begins
+    return f"*{inside}*" if inside == path else f"{inside}*"  # after the prefix, the word is the start of the path
 
 
 def _schedule(block: PeerBlock, job: AiToolkitJob) -> None:

@@ -1,4 +1,4 @@
-"""What is learnt, as the `train` block says it: noise levels, their weights, the loss, and a guidance input."""
+"""Reads the objective from the `train` block: noise levels, their weights, the loss, and the guidance input."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _bias(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def timestep_type(block: PeerBlock) -> str:
-    """ai-toolkit's name of the timestep distribution of a flow model."""
+    """Return ai-toolkit's name of the timestep distribution of a flow model."""
     name = block.get("timestep_type") or "sigmoid"
     name = name if isinstance(name, str) else "sigmoid"
     linear = any(block.get(key) is True for key in _LINEAR) and name != "one_step"
@@ -65,7 +65,7 @@ def _timesteps(block: PeerBlock, job: AiToolkitJob) -> None:
     if not is_flow(block, job):
         block.default(("objective", "timesteps"), "uniform")
         given = [name for name in ("timestep_type", *linear) if block.get(name) is not None]
-        block.list_unused(HARMLESS, *given)  # upstream asks them of flow matching only
+        block.list_unused(HARMLESS, *given)  # upstream reads them only for flow matching
         return
     _choose(block, "timestep_type", ("objective", "timesteps"), TIMESTEPS, OTHER_TIMESTEPS)
     kind = timestep_type(block)
@@ -74,7 +74,7 @@ def _timesteps(block: PeerBlock, job: AiToolkitJob) -> None:
     if TIMESTEPS.get(kind) == "shift":
         _shift(block, job)
     else:
-        # Only `shift` shifts upstream; unset would mean the family's own shift.
+        # Upstream shifts only with `shift`; unset would mean the family's own shift here.
         block.default(("objective", "flow_shift"), 1.0)
     weights = ("objective", "timestep_weights")
     if kind == "weighted":
@@ -84,7 +84,7 @@ def _timesteps(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _shift(block: PeerBlock, job: AiToolkitJob) -> None:
-    """The arch's own scheduler decides, whatever the weights' says."""
+    """Put the shift of the arch's own scheduler, which upstream uses instead of the weights' scheduler."""
     arch, root = job.target.arch, ("objective",)
     if isinstance(arch.shift, ShiftPoints):
         block.assign((*root, "flow_shift"), "resolution", "timestep_type")
@@ -97,7 +97,7 @@ def _shift(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _noise_range(block: PeerBlock, job: AiToolkitJob) -> None:
-    """Denoising steps count from the noisiest one down; our timesteps count up to it."""
+    """Read the noise range. Upstream counts denoising steps from pure noise down; our timesteps count up to it."""
     low, high = (as_number(block.get(name)) for name in _NOISE_RANGE)
     given = [name for name in _NOISE_RANGE if block.get(name) is not None]
     if (low in (None, 0)) and (high is None or (whole(high) is not None and high >= _LAST_STEP)):
@@ -106,7 +106,7 @@ def _noise_range(block: PeerBlock, job: AiToolkitJob) -> None:
     shift = job.target.arch.shift if TIMESTEPS.get(kind) == "shift" else 1.0
     if job.target.dual_expert:
         keys = " and ".join(block.key(name) for name in given)
-        block.note(f"{keys}: not used, as in ai-toolkit: each expert's own window of noise levels decides")
+        block.note(f"{keys}: not used, as in ai-toolkit: each expert's own noise range decides")
     elif TIMESTEPS.get(kind, "one_step") == "one_step" or not isinstance(shift, float):
         for name in given:
             block.reject(name, f"the whole range with timestep_type {kind}")
@@ -118,9 +118,10 @@ def _noise_range(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def timestep_of(step: int, sigmoid: bool, shift: float = 1.0) -> int:
-    """The noise level (0 to 1000) at a position in upstream's list of 1000, which runs from noise to image.
+    """Return the noise level (0 to 1000) at a position in upstream's list of 1000, which runs from noise to image.
 
-    Sigmoid timesteps are drawn and sorted, so that a position there is a quantile of their distribution.
+    Upstream's sigmoid timesteps are 1000 sorted random values, so a position is a quantile of the logistic-normal
+    distribution: sigmoid(inv_cdf(level)). The shift is that of flow matching: s * t / (1 + (s - 1) * t).
     """
     if step <= 0:
         return 1000
@@ -171,7 +172,7 @@ def _snr(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _guidance(block: PeerBlock, job: AiToolkitJob) -> None:
-    """Without `do_cfg`, which is refused, `cfg_scale` is only what a guidance input is given."""
+    """Read `cfg_scale`. Without `do_cfg`, which is rejected, it is only the value of a guidance input."""
     names, flavour = job.target.names.aitoolkit, job.target.flavour
     if block.get("cfg_scale") is None:
         return
@@ -182,7 +183,8 @@ def _guidance(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _guidance_embedding(block: PeerBlock, job: AiToolkitJob) -> None:
-    """The web interface writes it for every model; few have such an embedding."""
+    """Reject `bypass_guidance_embedding`, but only for models with the embedding: upstream's web interface always
+    writes it."""
     if not block.flag("bypass_guidance_embedding", False):
         return
     why = job.target.names.aitoolkit.guidance_embedding

@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule: upstream's names, its hidden defaults, and Automagic's stage options."""
+"""Reads optimizer and learning-rate schedule: upstream's names and defaults, and Automagic's limits for each expert."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SWAPPING = {"do_paramiter_swapping", "paramiter_swapping_factor"}  # upstream's
 
 @dataclass(frozen=True)
 class UpstreamOptimizer:
-    """One of upstream's optimizers: ours, and what it does when nothing is said."""
+    """One of upstream's optimizers: the name of ours, and upstream's defaults."""
 
     ours: str
     weight_decay: float
     options: tuple[str, ...]
-    """What it takes besides weight_decay, betas and eps."""
+    """The options it has besides weight_decay, betas and eps."""
     eps: float | None = None
     fixed: tuple[tuple[str, Any], ...] = ()
 
@@ -50,7 +50,7 @@ OPTIMIZERS = {
     "prodigyopt": UpstreamOptimizer("prodigy", 0.0, _PRODIGY, 1e-6),
     "automagic": UpstreamOptimizer("automagic", 0.0, _AUTOMAGIC),
 }  # fmt: skip
-"""Adam is AdamW as long as nothing decays, which is its default."""
+"""Adam equals AdamW without weight decay, which is its default."""
 
 OTHER_OPTIMIZERS = (
     "adam8", "adamw8", "adagrad", "ademamix8bit", "lion8bit", "prodigy8bit", "dadaptation", "dadaptationadam",
@@ -62,12 +62,12 @@ _EXACT_RATES = (
     "some 250 steps, so that rates are about 4 times as high here at step 500 and 6 times at step 2,000. For "
     "ai-toolkit's: --set optimizer.options.rates=upstream"
 )
-_FEAR_OF_HEIGHTS = 1e-3
-"""Above this start, upstream's Automagic falls back to 1e-6."""
+_HIGHEST_AUTOMAGIC_LR = 1e-3
+"""For a higher initial learning rate, upstream's Automagic falls back to 1e-6."""
 
 
 def read_optimizer(block: PeerBlock, job: AiToolkitJob) -> None:
-    """`optimizer` and `lr`, and what the optimizer itself is given."""
+    """Read `optimizer`, `lr` and the optimizer's own options."""
     params, name = job.params, block.get("optimizer")
     name = name.lower() if isinstance(name, str) else name if name is not None else "adamw"
     known = OPTIMIZERS.get(name) if isinstance(name, str) else None
@@ -80,7 +80,7 @@ def read_optimizer(block: PeerBlock, job: AiToolkitJob) -> None:
     if known is not None and peer.ours == "automagic":
         block.note(f"{block.key('optimizer')}: {_EXACT_RATES}")
     if known is None:
-        pass  # its options would mean nothing to the optimizer that --allow-unsupported takes
+        pass  # its options would mean nothing to the optimizer that --allow-unsupported uses instead
     elif name in ("adam", "adam8bit") and as_number(params.get("weight_decay")) not in (None, 0):
         why = "0: Adam's coupled decay is not done here, only AdamW's"
         params.reject("weight_decay", why, f"write `optimizer: {peer.ours}`")
@@ -109,7 +109,7 @@ def _lr(block: PeerBlock, peer: UpstreamOptimizer) -> None:
         value = 1.0
         shown = "the default" if written is None else written
         block.note(f"{key}: Prodigy finds its own learning rate; {shown} becomes 1.0, as in ai-toolkit")
-    elif peer.ours == "automagic" and rate is not None and rate > _FEAR_OF_HEIGHTS:
+    elif peer.ours == "automagic" and rate is not None and rate > _HIGHEST_AUTOMAGIC_LR:
         value = UPSTREAM_LR
         block.note(f"{key}: {written} is too high a start for Automagic; it becomes 1e-06, as in ai-toolkit")
     if written is None:
@@ -206,7 +206,7 @@ def _end(params: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _linear(params: PeerBlock, job: AiToolkitJob) -> None:
-    """Upstream's `linear` climbs from a third of the rate to all of it, unless its factors say otherwise."""
+    """Read `linear`. Upstream's rises from a third of the rate to all of it, unless its factors are set."""
     if _schedule_of(job.train) != "linear":
         return
     start, end = (real(as_number(params.get(name))) for name in ("start_factor", "end_factor"))
@@ -220,8 +220,8 @@ def _linear(params: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _reject_shapes(params: PeerBlock, job: AiToolkitJob) -> None:
-    quiet = {"factor": 1, "num_cycles": 0.5}
-    for param, value in quiet.items():
+    defaults = {"factor": 1, "num_cycles": 0.5}
+    for param, value in defaults.items():
         if params.get(param) is not None and as_number(params.get(param)) != value:
             params.reject(param, f"{value}: the schedule keeps its shape")
     for param in ("step_size", "gamma"):
@@ -230,7 +230,7 @@ def _reject_shapes(params: PeerBlock, job: AiToolkitJob) -> None:
 
 
 _SET_BY_UPSTREAM = "total_iters max_iterations T_max T_0 T_mult num_training_steps last_epoch"
-"""Upstream stretches every schedule over the whole run, whatever these say."""
+"""Upstream overrides these: every schedule spans the whole run."""
 SCHEDULE_PARAMS: KeyTable[AiToolkitJob] = KeyTable(
     Key("factor"),
     *noted(HARMLESS, "total_iters max_iterations"),

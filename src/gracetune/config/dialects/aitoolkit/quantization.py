@@ -1,4 +1,4 @@
-"""ai-toolkit's `quantize`: what it asks of the base weights and of the text encoders, and what of that we do."""
+"""Reads ai-toolkit's `quantize` keys for the base weights and the text encoders."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FEW_BITS = names("""
     convrot4 convrot8 convrotbitnet convrotcomfyw4a4 convrotint2 convrotint3 convrotint4 convrotint5 convrotint6
     convrotint7 convrotint8 nvfp4
 """)
-"""ai-toolkit's types of 8 bits and fewer, besides those in float8."""
+"""ai-toolkit's types of at most 8 bits, except the float8 types."""
 
 
 def holds_few_bits(block: PeerBlock, *, adapter: bool) -> bool:
-    """Whether `quantize` decides how the base is held, whatever the training dtype is."""
+    """Whether `quantize` decides the precision of the base weights, instead of the training dtype."""
     kind, _ = _type_of(block)
     return adapter and block.get("quantize") is True and (_is_float8(kind) or _is_few_bits(kind))
 
@@ -53,9 +53,9 @@ def read_base(block: PeerBlock, *, adapter: bool) -> None:
 
 
 def read_text_encoder(block: PeerBlock, name: str) -> None:
-    """Text encoders run once, before training, so fewer bits would gain nothing. Unset, `quantize` decides upstream.
+    """Note that text encoders are not quantised. They run once, before training, so fewer bits would gain nothing.
 
-    `name` is the key that says how.
+    `name` is the key with the text encoder's type. If `quantize_te` is unset, upstream follows `quantize`.
     """
     switch = "quantize" if block.get("quantize_te") is None else "quantize_te"
     if not block.flag(switch, False):
@@ -68,7 +68,7 @@ def read_text_encoder(block: PeerBlock, name: str) -> None:
 
 
 def _type_of(block: PeerBlock) -> tuple[Any, Any]:
-    """The type, and the accuracy recovery adapter that a bar behind it or a key of its own names."""
+    """Return the type and the accuracy recovery adapter, which follows the type after a `|` or has its own key."""
     kind, recovery = block.get("qtype"), block.get("accuracy_recovery_adapter")
     if isinstance(kind, str) and "|" in kind:
         kind, _, recovery = kind.partition("|")
@@ -80,7 +80,7 @@ def _list_idle(block: PeerBlock, *names: str) -> None:
 
 
 def _is_float8(kind: Any) -> bool:
-    """`qfloat8` is upstream's default; quanto's names begin with a q, torchao's do not."""
+    """Whether a type is float8, as upstream's default `qfloat8`. quanto's names begin with a q, torchao's do not."""
     return kind is None or (isinstance(kind, str) and kind.lower().removeprefix("q").split("_")[0] == "float8")
 
 

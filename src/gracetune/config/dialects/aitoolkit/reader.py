@@ -1,4 +1,4 @@
-"""ai-toolkit jobs: `job / config / process[]`, in YAML or JSON."""
+"""Reads ai-toolkit jobs: the `job`, `config` and `process[]` levels, in YAML or JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHER_TRAINERS = (
 
 
 def looks_like(data: Any) -> bool:
-    """A job names its kind, or at least has processes below `config`."""
+    """Whether data is an ai-toolkit job: it has `job` and `config`, or at least `process` in its `config`."""
     if not isinstance(data, Mapping):
         return False
     config = data.get("config")
@@ -54,7 +54,7 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
 
 
 def _substituted(document: Document, draft: Draft, environment: Environment) -> Any:
-    """The file's data with `${NAME}` replaced in its text. What stands in a comment of its own is left alone."""
+    """Parse the file's text with `${NAME}` substituted, except on lines that are comments."""
     missing: dict[str, None] = {}
     text = joined(_filled(document.text, environment, missing))
     for name in missing:
@@ -71,7 +71,7 @@ def _substituted(document: Document, draft: Draft, environment: Environment) -> 
 
 
 def _filled(text: str, environment: Environment, missing: dict[str, None]) -> Iterator[str]:
-    """The text in pieces; names that the environment does not have are added to `missing`."""
+    """Yield the substituted text in parts, and add names that the environment does not have to `missing`."""
     end = 0
     in_comment = _COMMENT.match(text) is not None
     while (start := text.find("${", end)) >= 0 and (close := text.find("}", start)) >= 0:
@@ -87,7 +87,7 @@ def _filled(text: str, environment: Environment, missing: dict[str, None]) -> It
 
 
 def _shown(name: str) -> str:
-    """A name that a message can hold; of one that is none, what looks like a name."""
+    """Shorten an overlong name for a message: `${` without a closing `}` nearby can span half the file."""
     if len(name) <= LONGEST_KEY:
         return name
     found = _WORD.match(name)
@@ -96,11 +96,11 @@ def _shown(name: str) -> str:
 
 _WORD = re.compile(r"\w{1,40}")
 _COMMENT = re.compile(r"\s*(?:#|//)")
-"""Of a line that is one."""
+"""The start of a line that is a comment."""
 
 
 def _read_config(top: PeerBlock, _: None) -> None:
-    """Stop where this is no training job: nothing below could be read."""
+    """Read `job` and `config`. Raises if this is not a training job, because the rest cannot be read then."""
     job, config = top.get("job"), top.get("config")
     if job in OTHER_JOBS:
         top.problem("job", f"{' or '.join(JOBS)}: only training is done here", "use ai-toolkit for it")
@@ -117,7 +117,7 @@ def _read_config(top: PeerBlock, _: None) -> None:
 
 
 def _named(config: PeerBlock) -> PeerBlock:
-    """`config` with `[name]` replaced by the job's name wherever it is written."""
+    """Replace `[name]` by the job's name in all values of `config`."""
     name = config.get("name")
     values = _replaced(config.values, name if isinstance(name, str) else "[name]")
     return PeerBlock(config.reading, values, config.key_path)
@@ -132,7 +132,7 @@ def _replaced(value: Any, name: str) -> Any:
 
 
 def _read_process(config: PeerBlock, _: None) -> None:
-    """The one trainer of the job. Without one there is nothing else to read."""
+    """Read the job's only trainer. Raises if there is none, because the rest cannot be read then."""
     processes = config.get("process")
     if not isinstance(processes, list) or not processes or not isinstance(processes[0], Mapping):
         hint = "write `process:` and below it `- type: diffusion_trainer`"
@@ -153,7 +153,7 @@ def _read_process(config: PeerBlock, _: None) -> None:
 
 
 def _name_and_folder(process: PeerBlock, config: PeerBlock) -> None:
-    """The run's folder is `training_folder/name`, as upstream has it."""
+    """Read the run's name and its folder, which is `training_folder/name` as upstream."""
     own = process if process.get("name") is not None else config
     name = own.get("name")
     own.assign(("name",), file_name(name) if isinstance(name, str) else name, "name")
@@ -188,13 +188,13 @@ def _sections(process: PeerBlock, config: PeerBlock) -> None:
 
 
 def _guides(process: PeerBlock, config: PeerBlock) -> None:
-    """The blocks of the GH200 guides, as SimpleTuner files have them."""
+    """Read the blocks of the GH200 guides, which are the same as in SimpleTuner files."""
     blocks = {name: process.get(name) for name in gh200.BLOCKS}
     gh200.read_gh200(process.without_nulls(blocks, process.key_path))
 
 
 def _ours(process: PeerBlock, config: PeerBlock) -> None:
-    """At last the block of our own sections."""
+    """Read the `gracetune` block. It comes last, because it overrides everything else."""
     value = process.get(native.VERSION_KEY)
     if value is not None:
         native.read_block(value, process.key(native.VERSION_KEY), process.file, process.draft)
@@ -220,7 +220,7 @@ CONFIG = section(
     rejected("is_v2", OneOf((False,)), "false: Stable Diffusion 2 is not trained here"),
 )
 
-_SAME_PROMPTS = "nothing: the first samples are drawn with the same prompts as the others"
+_SAME_PROMPTS = "nothing: the first samples use the same prompts as the others"
 PROCESS = section(
     KeyRule(_name_and_folder, "name training_folder"),
     KeyRule(_seed, "training_seed"),
@@ -248,7 +248,7 @@ HOMES: Mapping[str, KeyTable[Any]] = {
     "config.process[0]": PROCESS, "network": NETWORK, "save": SAVE, "logging": LOGGING, "datasets": DATASET,
     "train": TRAIN, "model": MODEL, "model.model_kwargs": MODEL_KWARGS, "sample": SAMPLE,
 }  # fmt: skip
-"""Where a misplaced key may belong."""
+"""Section -> its table, to report where a misplaced key belongs."""
 TABLES: Mapping[str, KeyTable[Any]] = {
     "the file": TOP, "config": CONFIG, "config.process[]": PROCESS, "network": NETWORK,
     "network.network_kwargs": NETWORK_KWARGS, "save": SAVE, "logging": LOGGING, "datasets[]": DATASET, "train": TRAIN,

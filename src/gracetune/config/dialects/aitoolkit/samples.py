@@ -1,4 +1,4 @@
-"""The `sample` block (and `validation`, its stand-in): what is drawn while training, and how often."""
+"""Reads the `sample` block, or `validation` in its place: the samples to generate during training, and how often."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FLAG = re.compile(r"--([A-Za-z_]\w*)(?=\s|$)")
 
 
 def read_samples(process: PeerBlock, job: AiToolkitJob) -> None:
-    """Prompts from `sample`, or from `validation` where `sample` has none."""
+    """Read the prompts from `sample`, or from `validation` if `sample` has none."""
     block, fallback = process.inner("sample"), process.inner("validation")
     if not _items(block) and _items(fallback):
         block.note(f"{block.key_path} has no prompts: {fallback.key_path} is used")
@@ -54,7 +54,7 @@ def read_samples(process: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _items(block: PeerBlock) -> Any:
-    """Upstream looks at `prompts` only where there are no `samples`."""
+    """Return `samples`, or `prompts` if there are none, as upstream does."""
     return block.get("samples") if block.get("samples") is not None else block.get("prompts")
 
 
@@ -74,12 +74,12 @@ def _rhythm(block: PeerBlock, job: AiToolkitJob) -> None:
 
 def _start(block: PeerBlock, job: AiToolkitJob) -> None:
     if block.get("sample_start_step"):
-        block.note(f"{block.key('sample_start_step')}: not used: samples are drawn from the first round on")
+        block.note(f"{block.key('sample_start_step')}: not used: samples are generated from the first round on")
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """One of the prompts: where it goes, and the block that all of them share."""
+    """One of the prompts: its path in the config, and the block that all of them share."""
 
     root: Path
     shared: PeerBlock
@@ -90,7 +90,7 @@ def _prompts(block: PeerBlock, job: AiToolkitJob) -> None:
     if name == "samples" and block.get("prompts"):
         block.note(f"{block.key('prompts')}: not used, as in ai-toolkit, because `samples` is there")
     if not items:
-        block.note(f"{block.key_path} has no prompts and there is no `validation` block: no samples are drawn")
+        block.note(f"{block.key_path} has no prompts and there is no `validation` block: no samples are generated")
         return
     if not isinstance(items, list):
         block.problem(name, "a list of prompts", "write one prompt a line, each after `- `")
@@ -106,7 +106,7 @@ def _prompts(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _with_flags(item: PeerBlock, trigger: Any) -> PeerBlock:
-    """The sample with the flags of its prompt taken out of the text; they win over the other keys."""
+    """Move the flags in a prompt's text to keys of the sample. They override the other keys."""
     prompt = item.get("prompt")
     if not isinstance(prompt, str):
         return item
@@ -154,12 +154,12 @@ def _strength(item: PeerBlock, sample: _Sample) -> None:
 
 
 def negative(value: Any) -> Any:
-    """Upstream writes false for no negative prompt."""
+    """Convert upstream's false, for no negative prompt, to an empty text."""
     return "" if value is False else value
 
 
 def seed(value: Any) -> Any:
-    """Upstream writes -1 for a random seed."""
+    """Convert upstream's -1, for a random seed, to None."""
     value = as_number(value)
     return None if value == -1 else value
 
@@ -173,7 +173,7 @@ _SHARED = (
     Key("sample_steps", ("steps",), as_number),
     Key("neg", ("negative_prompt",), negative),
     rejected("duration", OneOf((None,)), "nothing: ai-toolkit's audio models are not trained here"),
-    rejected("do_cfg_norm", OneOf((False,)), "false: samples are drawn without rescaling the guidance"),
+    rejected("do_cfg_norm", OneOf((False,)), "false: samples are generated without rescaling the guidance"),
 )
 
 SAMPLE = section(
@@ -189,7 +189,7 @@ SAMPLE = section(
     *noted(HARMLESS, "sampler format adapter_conditioning_scale refiner_start_at", IsFalse()),
     rejected("extra_values", OneOf(([],)), _ADAPTERS_ONLY),
 )
-"""Below `validation` of a `RunConfig`."""
+"""Its paths are relative to `validation` of a `RunConfig`."""
 
 ITEM = section(
     *_SHARED,
@@ -200,4 +200,4 @@ ITEM = section(
     KeyRule(_strength, "network_multiplier"),
     *noted(HARMLESS, "ctrl_idx", IsFalse()),
 )
-"""Below one of `validation.prompts`."""
+"""Its paths are relative to one of `validation.prompts`."""

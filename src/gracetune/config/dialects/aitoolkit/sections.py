@@ -1,4 +1,4 @@
-"""What all tables of the ai-toolkit dialect share."""
+"""Definitions shared by all tables of the ai-toolkit dialect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HARMLESS = "harmless here, and not used"
 
 
 def section(*entries: Key | KeyRule[Any]) -> KeyTable[Any]:
-    """The table of one mapping of a job."""
+    """Build the table of one mapping of a job, with ai-toolkit's messages for unknown keys."""
     return KeyTable(
         *entries,
         expected="a key that ai-toolkit knows in {section}",

@@ -1,4 +1,4 @@
-"""The `train`, `save` and `logging` blocks."""
+"""Reads the `train`, `save` and `logging` blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ATTENTION = {
 
 
 def _accumulation(block: PeerBlock, job: AiToolkitJob) -> None:
-    """The newer key counts optimizer steps and sums; the older one counts micro-batches as steps."""
+    """Read gradient accumulation. The newer key counts optimizer steps and sums gradients; the older one counts
+    micro-batches as steps."""
     name, path = "gradient_accumulation_steps", ("training", "gradient_accumulation_steps")
     newer, older = whole(as_number(block.get("gradient_accumulation"))), as_number(block.get(name))
     if older == -1:
@@ -41,7 +42,7 @@ def _accumulation(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _clipping(block: PeerBlock, job: AiToolkitJob) -> None:
-    """Upstream clips the gradients of every optimizer but Adafactor."""
+    """Read gradient clipping. Upstream clips for every optimizer except Adafactor."""
     if block.get("optimizer") != "adafactor":
         block.put("max_grad_norm", ("training", "max_grad_norm"), as_number)
         return
@@ -58,7 +59,7 @@ def _length(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _switching(block: PeerBlock, job: AiToolkitJob) -> None:
-    """Upstream counts micro-batches, so that an optimizer step may have some of either expert."""
+    """Read how often experts switch. Upstream counts micro-batches, so one optimizer step can train both experts."""
     name, path = "switch_boundary_every", ("model", "switch_experts_every")
     every, each = whole(as_number(block.get(name) or 1)), whole(as_number(block.get("gradient_accumulation"))) or 1
     if not job.target.dual_expert:
@@ -88,7 +89,10 @@ def _counted(number: int, one: str, several: str) -> str:
 
 
 def _precision(block: PeerBlock, job: AiToolkitJob) -> None:
-    """Upstream holds frozen weights it does not quantise in the training dtype; `mixed_precision` is the seeds' key."""
+    """Read the training dtype, in which upstream also loads frozen weights that it does not quantise.
+
+    `mixed_precision` is the key of the GH200 guides.
+    """
     dtype, mixed = precision(block.get("dtype")), precision(block.get("mixed_precision"))
     if dtype is None and mixed is None:
         dtype = "fp32"
@@ -159,7 +163,7 @@ def _text(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _reg_weight(block: PeerBlock, job: AiToolkitJob) -> None:
-    """The datasets take it into account (`AiToolkitJob.reg_weight`)."""
+    """Check `reg_weight`. The datasets apply it (`AiToolkitJob.reg_weight`)."""
     weight = real(as_number(block.get("reg_weight")))
     if block.get("reg_weight") is not None and (weight is None or weight < 0):
         block.problem("reg_weight", "a number >= 0", "write `reg_weight: 1.0`")
@@ -211,11 +215,11 @@ def _save_format(block: PeerBlock, job: AiToolkitJob) -> None:
     elif save_format == "diffusers" and not job.target.adapter:
         block.assign(("checkpoints", "format"), "diffusers", "save_format")
     elif save_format is not None:
-        block.list_unused(HARMLESS, "save_format")  # upstream writes an adapter the same way under both names
+        block.list_unused(HARMLESS, "save_format")  # upstream saves an adapter the same way with both values
 
 
 def _push(block: PeerBlock, job: AiToolkitJob) -> None:
-    """ai-toolkit uploads the run's folder when it is done; its default is a public repository."""
+    """Read the upload options. ai-toolkit uploads the run's folder at the end, by default to a public repository."""
     if not block.flag("push_to_hub", False):
         block.list_unused(HARMLESS, *(name for name in ("hf_repo_id", "hf_private") if block.get(name)))
         return

@@ -1,4 +1,4 @@
-"""The keys of ai-toolkit's `train` block that are not used here, or not done."""
+"""The keys of ai-toolkit's `train` block that have no effect here or are not supported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS
 from gracetune.config.dialects.table import IsFalse, OneOf, noted, rejected
 
-_NOISE = "the noise stays as the objective draws it"
+_NOISE = "the noise is not changed"
 _LOSS = "the loss is the plain one between prediction and target"
 _PRIOR = "false: no second pass without the adapter is made"
 _TEACHER = "nothing: no second network judges the prediction"
@@ -21,7 +21,7 @@ _REJECTED: dict[str, tuple[Any, str]] = {
     "weight_jitter": (0, "0: nothing is added to the weights"),
     "merge_network_on_save": (False, "false: the adapter is a file of its own"),
     "start_step": (None, "nothing: a run starts at 0 or resumes from its checkpoint"),
-    "free_u": (False, "false: samples are drawn with the model as it is"),
+    "free_u": (False, "false: samples are generated with the model as it is"),
     "adapter_assist_name_or_path": (None, "nothing: no assisting adapter is loaded"),
     "match_adapter_assist": (False, "false: no assisting adapter is loaded"),
     "match_adapter_chance": (0, "0: no assisting adapter is loaded"),
@@ -38,7 +38,7 @@ _REJECTED: dict[str, tuple[Any, str]] = {
     "blended_blur_noise": (False, f"false: {_NOISE}"),
     "match_noise_norm": (False, f"false: {_NOISE}"),
     "num_train_timesteps": (1000, "1000 timesteps"),
-    "first_timestep_chance": (0, "0: timesteps are drawn as timestep_type says"),
+    "first_timestep_chance": (0, "0: timestep_type decides how timesteps are sampled"),
     "img_multiplier": (1, f"1: {_IMAGES}"),
     "noisy_latent_multiplier": (1, f"1: {_IMAGES}"),
     "latent_multiplier": (1, f"1: {_IMAGES}"),
@@ -68,7 +68,7 @@ _REJECTED: dict[str, tuple[Any, str]] = {
     "do_paramiter_swapping": (False, "false: every parameter is trained in every step"),
     "latent_feature_extractor_path": (None, _TEACHER),
     "diffusion_feature_extractor_path": (None, _TEACHER),
-    "validation_config": (None, "nothing: held-out loss needs a dataset here, not a list of pictures"),
+    "validation_config": (None, "nothing: held-out loss needs a dataset here, not a list of images"),
 }
 
 NOT_DONE = tuple(rejected(name, OneOf((default,)), why) for name, (default, why) in _REJECTED.items())
@@ -81,7 +81,7 @@ NOT_USED = (
         """,
         IsFalse(),
     ),
-    # read by no code path upstream, or only together with a switch that is refused above
+    # Upstream reads these nowhere, or only together with a switch that is rejected above.
     *noted(
         HARMLESS,
         """

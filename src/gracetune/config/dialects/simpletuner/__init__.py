@@ -1,4 +1,4 @@
-"""The SimpleTuner dialect: what people already have, read into our own config."""
+"""The SimpleTuner dialect: reads SimpleTuner's configuration files into a `RunConfig`."""
 
 from gracetune.config.dialects.simpletuner.adapter import settle_program
 from gracetune.config.dialects.simpletuner.reader import TABLES, looks_like, read

@@ -1,4 +1,4 @@
-"""What is trained: SimpleTuner's LoRA options and the LyCORIS file."""
+"""Reads the adapter: SimpleTuner's LoRA options and its LyCORIS file."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _family_targets(options: PeerBlock, targets: LoraTargets) -> None:
 
 
 def _named_targets(options: PeerBlock) -> None:
-    """A list, a JSON list in a string, or a file that holds one."""
+    """Read the targets: a list, a JSON list in a string, or a file with one."""
     value = options.get("peft_lora_target_modules")
     if isinstance(value, str) and not value.lstrip().startswith("["):
         document = read_sidecar(options, "peft_lora_target_modules", "a JSON list of module names")
@@ -96,13 +96,13 @@ LORA: KeyTable[str] = KeyTable(
     Key("lora_format", ("checkpoints", "format"), default="diffusers"),
     KeyRule(_lora_targets, "peft_lora_target_modules flux_lora_target"),
 )
-"""Options of a `lora_type` that is standard."""
+"""Options with `lora_type: standard`."""
 
 _LOCON = {"lora": "locon", "locon": "locon"}
-"""LyCORIS has two names for it."""
+"""LyCORIS' two names for LoCon."""
 _ALGORITHMS = {**_LOCON, **by_lycoris_name(), **_LOCON}
 _FULL_DIMENSION = 10000
-"""The dimension people write when they mean that nothing should be decomposed."""
+"""From this dimension on, LoKr keeps its second factor whole. People write such numbers to get that."""
 
 
 def _lycoris_file(options: PeerBlock) -> None:
@@ -124,7 +124,10 @@ def _lycoris_file(options: PeerBlock) -> None:
 
 
 def settle_program(draft: Draft) -> None:
-    """SimpleTuner's LyCORIS files are for LyCORIS; those of a format that was chosen are for all that read it."""
+    """Unset `for_program` if the user chose a format: its files are for every program that reads that format.
+
+    By default, the files of a LyCORIS run in SimpleTuner are for LyCORIS.
+    """
     program, format = ("checkpoints", "for_program"), ("checkpoints", "format")
     own, chosen = draft.origins.get(program), draft.origins.get(format)
     if own is not None and own.kind == "default" and (chosen is None or chosen.kind != "default"):
@@ -182,9 +185,8 @@ def _by_module(block: PeerBlock, _: None) -> None:
     for module, settings in table.items() if isinstance(table, Mapping) else ():
         if isinstance(settings, Mapping):
             key_path = f"{block.key('module_algo_map')}.{module}"
-            report_unknown_keys(replace(block, values={str(name): settings[name] for name in settings},
-            key_path=key_path),
-                                PER_MODULE)  # fmt: skip
+            values = {str(name): value for name, value in settings.items()}
+            report_unknown_keys(replace(block, values=values, key_path=key_path), PER_MODULE)
     block.put("module_algo_map", ("adapter", "by_module"))
 
 

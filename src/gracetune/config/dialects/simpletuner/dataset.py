@@ -1,4 +1,4 @@
-"""One dataset entry of SimpleTuner's, read into one of our datasets."""
+"""Reads one entry of SimpleTuner's datasets into one of ours."""
 
 from __future__ import annotations
 
@@ -56,26 +56,26 @@ _TRAINED = ("image", "video", "audio")
 
 @dataclass(frozen=True)
 class EntryContext:
-    """What one entry is read in: the options around it, and the place of its dataset."""
+    """What an entry depends on: the config's options, and the path of its dataset."""
 
     options: PeerBlock
     family: str
     backend: PeerBlock | None
-    """A top-level `data_backend` that says how every dataset is kept."""
+    """A top-level `data_backend` that sets the storage of every dataset."""
     path: Path = ()
     kind: str = "image"
 
     def storage(self, entry: PeerBlock) -> PeerBlock:
-        """The mapping that says where the files are."""
+        """Return the mapping that has the storage options of an entry."""
         return entry if "type" in entry or self.backend is None else self.backend
 
 
 _STORAGE = ("local", "in_memory", "huggingface", "aws", "csv", "webshart", "url")
 
 
-def is_reachable(entry: PeerBlock, setting: EntryContext) -> bool:
-    """Data we cannot reach is one problem, whatever else its entry says."""
-    source = setting.storage(entry)
+def is_reachable(entry: PeerBlock, context: EntryContext) -> bool:
+    """Whether the storage of an entry is supported. If not, only that is reported, and the entry is not read."""
+    source = context.storage(entry)
     storage = source.get("type")
     if storage is None or storage in _STORAGE:
         return True
@@ -84,57 +84,57 @@ def is_reachable(entry: PeerBlock, setting: EntryContext) -> bool:
     return False
 
 
-def _id(entry: PeerBlock, setting: EntryContext) -> None:
+def _id(entry: PeerBlock, context: EntryContext) -> None:
     if "id" not in entry:
         hint = 'add "id": "my-images"'
-        entry.draft.missing((*setting.path, "id"), entry.key("id"), "a name of its own", hint)
+        entry.draft.missing((*context.path, "id"), entry.key("id"), "a name of its own", hint)
 
 
-def _check(entry: PeerBlock, setting: EntryContext) -> None:
+def _check(entry: PeerBlock, context: EntryContext) -> None:
     check(entry, ENTRY)
 
 
 _LARGEST, _DOWNSAMPLED = "maximum_image_size", "target_downsample_size"
 
 
-def _sizes(entry: PeerBlock, setting: EntryContext) -> None:
-    """Images that are cropped are all scaled to the one size, however large the other says they may be."""
-    sources = {name: entry if name in entry else setting.options for name in (_LARGEST, _DOWNSAMPLED)}
+def _sizes(entry: PeerBlock, context: EntryContext) -> None:
+    """Read the sizes for downsampling. SimpleTuner scales every image that is cropped, whatever the maximum size is."""
+    sources = {name: entry if name in entry else context.options for name in (_LARGEST, _DOWNSAMPLED)}
     given = [name for name, source in sources.items() if not_zero(source.take(name)) is not None]
     if len(given) == 1:
         other = next(name for name in sources if name not in given)
         sources[given[0]].problem(given[0], f"`{other}` next to it", f"add `{other}`, or remove `{given[0]}`")
-    if len(given) != 2 or setting.kind == "audio":
+    if len(given) != 2 or context.kind == "audio":
         return
     keys = " and ".join(source.key(name) for name, source in sources.items())
     if not entry.is_on("crop"):
         entry.note(f"{keys}: no effect without `crop`, as in SimpleTuner")
         return
-    sources[_DOWNSAMPLED].put(_DOWNSAMPLED, (*setting.path, "downsample_to"), as_number)
+    sources[_DOWNSAMPLED].put(_DOWNSAMPLED, (*context.path, "downsample_to"), as_number)
     entry.note(f"{keys}: every image is scaled to the latter before it is cropped, as in SimpleTuner")
 
 
-def _probability(entry: PeerBlock, setting: EntryContext) -> None:
+def _probability(entry: PeerBlock, context: EntryContext) -> None:
     value = as_number(entry.get("probability"))
     if value == 0 and is_number(value):
-        entry.assign((*setting.path, "disabled"), True, "probability")
+        entry.assign((*context.path, "disabled"), True, "probability")
         entry.note(f"{entry.key('probability')}: 0, so nothing of {entry.get('id')} is trained on, as in SimpleTuner")
     elif value not in (None, ""):
-        entry.put("probability", (*setting.path, "probability"), as_number)
+        entry.put("probability", (*context.path, "probability"), as_number)
 
 
-def _most(entry: PeerBlock, setting: EntryContext) -> None:
+def _most(entry: PeerBlock, context: EntryContext) -> None:
     if not_zero(entry.get("max_num_samples")) is not None:
-        entry.put("max_num_samples", (*setting.path, "max_samples"), not_zero)
+        entry.put("max_num_samples", (*context.path, "max_samples"), not_zero)
         entry.note(f"{entry.key('max_num_samples')}: a random choice that stays the same, but not SimpleTuner's")
 
 
-def _buckets(entry: PeerBlock, setting: EntryContext) -> None:
-    if setting.kind == "audio":
+def _buckets(entry: PeerBlock, context: EntryContext) -> None:
+    if context.kind == "audio":
         return
-    buckets, options, names = (*setting.path, "buckets"), setting.options, names_of(setting.family).simpletuner
+    buckets, options, names = (*context.path, "buckets"), context.options, names_of(context.family).simpletuner
     entry.default((*buckets, "rule"), "rounded_edge")
-    entry.default((*setting.path, "kohya_folders"), False)
+    entry.default((*context.path, "kohya_folders"), False)
     options.put("aspect_bucket_rounding", (*buckets, "aspect_decimals"), as_number)
     own = as_number(options.get("aspect_bucket_alignment"))
     alignment = names.alignments.get(str(entry.draft.get(("model", "flavour"))), names.alignment)
@@ -145,32 +145,32 @@ def _buckets(entry: PeerBlock, setting: EntryContext) -> None:
         entry.default((*buckets, "multiple"), alignment)
         if own == alignment:
             options.take("aspect_bucket_alignment")
-    _smallest_edge(entry, setting)
+    _smallest_edge(entry, context)
 
 
-def _smallest_edge(entry: PeerBlock, setting: EntryContext) -> None:
-    """Where squares are cut out, `minimum_image_size` is about both sides too."""
-    least, kind = (entry.draft.get((*setting.path, name)) for name in ("minimum_size", "resolution_type"))
+def _smallest_edge(entry: PeerBlock, context: EntryContext) -> None:
+    """With square crops, `minimum_image_size` also limits the shorter side."""
+    least, kind = (entry.draft.get((*context.path, name)) for name in ("minimum_size", "resolution_type"))
     square = entry.is_on("crop") and entry.get("crop_aspect") in (None, "square")
     if not square or kind == "pixel" or not is_number(least) or not 0 < least < LONGEST_SIDE:
         return
     megapixels = least if kind == "area" else least * least / 1e6
     edge = math.floor(math.sqrt(megapixels * 1e6))
     if edge > 0:
-        entry.draft.put((*setting.path, "minimum_edge"), edge, entry.draft.origins[(*setting.path, "minimum_size")])
+        entry.draft.put((*context.path, "minimum_edge"), edge, entry.draft.origins[(*context.path, "minimum_size")])
 
 
-def _source(entry: PeerBlock, setting: EntryContext) -> None:
-    path, source = setting.path, setting.storage(entry)
+def _source(entry: PeerBlock, context: EntryContext) -> None:
+    path, source = context.path, context.storage(entry)
     storage = source.take("type")
     if storage in _REMOTE:
         source.assign((*path, "type"), "local", "type")
-        _REMOTE[storage](entry, setting.kind, path)
+        _REMOTE[storage](entry, context.kind, path)
         return
     folder = "instance_data_dir" if "instance_data_dir" in entry else "instance_data_root"
     entry.put(folder, (*path, "path"), _only_folder)
     source.put("type", (*path, "type"))
-    _in_memory(entry, setting)
+    _in_memory(entry, context)
     if (*path, "path") not in entry.draft.origins:
         entry.draft.missing((*path, "path"), entry.key("instance_data_dir"), "the dataset's folder",
                             'add "instance_data_dir": "/path/to/images"')  # fmt: skip
@@ -188,8 +188,8 @@ def _only_folder(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _in_memory(entry: PeerBlock, setting: EntryContext) -> None:
-    backend, path = setting.backend, setting.path
+def _in_memory(entry: PeerBlock, context: EntryContext) -> None:
+    backend, path = context.backend, context.path
     if backend is None:
         read_in_memory(entry, path)
         return
@@ -199,10 +199,10 @@ def _in_memory(entry: PeerBlock, setting: EntryContext) -> None:
             apply(block, IN_MEMORY, None, path)
 
 
-def _crop(entry: PeerBlock, setting: EntryContext) -> None:
-    """Without `crop` an image keeps its shape, and `crop_style` says where the little is cut off that stands over."""
-    crop = (*setting.path, "crop")
-    if setting.kind == "audio":
+def _crop(entry: PeerBlock, context: EntryContext) -> None:
+    """Read the crop. Without `crop` an image keeps its shape, and `crop_style` decides where the excess is cut off."""
+    crop = (*context.path, "crop")
+    if context.kind == "audio":
         return
     entry.put("crop_style", (*crop, "style"), choice({"centre": "center"}))
     entry.take("crop")
@@ -218,12 +218,12 @@ def _crop(entry: PeerBlock, setting: EntryContext) -> None:
     else:
         path = (*crop, "aspect_buckets")
         entry.put("crop_aspect_buckets", path)
-        entry.default(path, [], entry.key("crop_aspect_buckets"))  # named so where it is missed
+        entry.default(path, [], entry.key("crop_aspect_buckets"))  # so that a missing value is reported under this key
 
 
-def _captions(entry: PeerBlock, setting: EntryContext) -> None:
-    captions = (*setting.path, "captions")
-    only = entry if "only_instance_prompt" in entry else setting.options
+def _captions(entry: PeerBlock, context: EntryContext) -> None:
+    captions = (*context.path, "captions")
+    only = entry if "only_instance_prompt" in entry else context.options
     if only.switch("only_instance_prompt"):
         only.assign((*captions, "strategy"), "instanceprompt", "only_instance_prompt")
     entry.default((*captions, "strategy"), "filename", "caption_strategy")
@@ -231,17 +231,17 @@ def _captions(entry: PeerBlock, setting: EntryContext) -> None:
     if prompted and not entry.draft.get((*captions, "instance_prompt")):
         entry.draft.problem(entry.key("instance_prompt"), None, "a prompt: caption_strategy is instanceprompt",
                             'add "instance_prompt": "a photo of …"', entry.file)  # fmt: skip
-    if setting.kind in _TRAINED:
-        setting.options.put("caption_dropout_probability", (*captions, "dropout"), as_number)
+    if context.kind in _TRAINED:
+        context.options.put("caption_dropout_probability", (*captions, "dropout"), as_number)
         entry.default((*captions, "dropout"), _CAPTION_DROPOUT, "caption_dropout_probability")
 
 
-def _extension(entry: PeerBlock, setting: EntryContext) -> None:
+def _extension(entry: PeerBlock, context: EntryContext) -> None:
     names = as_list(entry.get("caption_file_extensions"))
     if isinstance(names, list) and len(names) > 1:
         entry.reject("caption_file_extensions", "one extension", 'write ["txt"]')
     elif names is not None:
-        entry.put("caption_file_extensions", (*setting.path, "captions", "extension"), _first_extension)
+        entry.put("caption_file_extensions", (*context.path, "captions", "extension"), _first_extension)
 
 
 def _first_extension(value: Any) -> Any:
@@ -249,10 +249,10 @@ def _first_extension(value: Any) -> Any:
     return names[0].lstrip(".") if isinstance(names, list) and names and isinstance(names[0], str) else value
 
 
-def _shuffle(entry: PeerBlock, setting: EntryContext) -> None:
+def _shuffle(entry: PeerBlock, context: EntryContext) -> None:
     block = supported_block(entry, "caption_shuffle", SHUFFLE)
     if block is not None and block.switch("enable"):
-        captions = (*setting.path, "captions")
+        captions = (*context.path, "captions")
         apply(block, SHUFFLE, captions, captions)
 
 
@@ -281,8 +281,8 @@ SHUFFLE: KeyTable[Path] = KeyTable(
 )
 
 
-def _parquet(entry: PeerBlock, setting: EntryContext) -> None:
-    captions = (*setting.path, "captions")
+def _parquet(entry: PeerBlock, context: EntryContext) -> None:
+    captions = (*context.path, "captions")
     table = (*captions, "table")
     block = supported_block(entry, "parquet", PARQUET)
     if block is None:
@@ -294,51 +294,51 @@ def _parquet(entry: PeerBlock, setting: EntryContext) -> None:
     block.default((*table, "identifier_includes_extension"), False)
     for field in ("caption_column", "filename_column"):
         if field not in block:
-            setting.options.put(f"parquet_{field}", (*table, field))
+            context.options.put(f"parquet_{field}", (*table, field))
     decline_keys(block, PARQUET)
 
 
-def _caches(entry: PeerBlock, setting: EntryContext) -> None:
+def _caches(entry: PeerBlock, context: EntryContext) -> None:
     for name in ("disable_vae_cache", "vae_cache_disable"):
-        source = entry if name in entry else setting.options
+        source = entry if name in entry else context.options
         if source.switch(name):
-            source.assign((*setting.path, "cache_latents"), "none", name)
+            source.assign((*context.path, "cache_latents"), "none", name)
     if entry.switch("vae_cache_clear_each_epoch"):
-        path = (*setting.path, "augmentation", "cache_mode")
+        path = (*context.path, "augmentation", "cache_mode")
         entry.assign(path, "refresh_each_epoch", "vae_cache_clear_each_epoch")
 
 
-def _conditioning(entry: PeerBlock, setting: EntryContext) -> None:
-    path = setting.path
+def _conditioning(entry: PeerBlock, context: EntryContext) -> None:
+    path = context.path
     if entry.get("conditioning_type") in ("controlnet", "segmentation"):
         entry.reject("conditioning_type", "reference_strict, reference_loose or mask")
     else:
         entry.put("conditioning_type", (*path, "conditioning_type"))
-    flavour = find_flavour(setting.family, str(entry.draft.get(("model", "flavour"))))
-    _generated(entry, setting, flavour)
+    flavour = find_flavour(context.family, str(entry.draft.get(("model", "flavour"))))
+    _generated(entry, context, flavour)
     if flavour is not None and flavour.edits:
-        # named so where it is missed
+        # so that a missing value is reported under this key
         entry.default((*path, "conditioning"), [], entry.key("conditioning_data"))
 
 
-def _generated(entry: PeerBlock, setting: EntryContext, flavour: Flavour | None) -> None:
-    """References that are made of the images themselves take the place of those that `conditioning_data` names."""
+def _generated(entry: PeerBlock, context: EntryContext, flavour: Flavour | None) -> None:
+    """Read references that are generated from the images. They replace those that `conditioning_data` names."""
     given = entry.take("conditioning")
     if not given or is_off(given):
         return
     requested = [given] if isinstance(given, Mapping) else given
     if not isinstance(requested, list) or not all(isinstance(one, Mapping) for one in requested):
-        entry.draft.rejected.add((*setting.path, "conditioning"))
+        entry.draft.rejected.add((*context.path, "conditioning"))
         entry.problem("conditioning", "a mapping with `type`", 'write {"type": "canny"}')
         return
-    path, kinds = setting.path, [one.get("type") for one in requested]
-    if flavour is not None and not flavour.edits and setting.kind == "image":
+    path, kinds = context.path, [one.get("type") for one in requested]
+    if flavour is not None and not flavour.edits and context.kind == "image":
         entry.note(f"{entry.key('conditioning')}: no effect, because {flavour.name} takes no references")
         return
-    if len(kinds) > 1 or kinds[0] not in EDGES or setting.kind != "image":
+    if len(kinds) > 1 or kinds[0] not in EDGES or context.kind != "image":
         entry.draft.rejected.add((*path, "conditioning"))
         why = "canny, for images: no other references are generated; name a dataset of them in conditioning_data"
-        entry.reject("conditioning", why, found=UnquotedText(f"{', '.join(map(str, kinds))} for {setting.kind}s"))
+        entry.reject("conditioning", why, found=UnquotedText(f"{', '.join(map(str, kinds))} for {context.kind}s"))
         return
     block = entry.without_nulls(requested[0], _place_of(entry, "conditioning"))
     report_unknown_keys(block, GENERATED)
@@ -357,26 +357,26 @@ def _place_of(entry: PeerBlock, name: str) -> str:
     return f"{entry.key(name)}[0]" if isinstance(entry.get(name), list) else entry.key(name)
 
 
-def _video(entry: PeerBlock, setting: EntryContext) -> None:
-    if setting.kind != "video" and (setting.kind != "conditioning" or "video" not in entry):
+def _video(entry: PeerBlock, context: EntryContext) -> None:
+    if context.kind != "video" and (context.kind != "conditioning" or "video" not in entry):
         return
-    path, family = (*setting.path, "video"), setting.family
+    path, family = (*context.path, "video"), context.family
     block = supported_block(entry, "video", VIDEO)
     if block is not None:
         apply(block, VIDEO, None, path)
         decline_keys(block, VIDEO)
     if is_image_to_video(entry, family):
-        setting.options.assign((*path, "image_to_video"), True, "model_flavour")
+        context.options.assign((*path, "image_to_video"), True, "model_flavour")
     clips = names_of(family).simpletuner.clips
     if clips is not None and entry.draft.get((*path, "bucket_strategy")) != "resolution_frames":
-        rate = as_number(setting.options.get("framerate"))
+        rate = as_number(context.options.get("framerate"))
         frames = int((rate if is_number(rate) and 0 < rate < 1000 else clips.fps) * clips.seconds)
         entry.default((*path, "num_frames"), clips.fitting(frames), entry.key("video.num_frames"))
     _fit_frames(entry, clips, path)
 
 
 def _fit_frames(entry: PeerBlock, clips: ClipLength | None, path: Path) -> None:
-    """Another number of frames than the family takes in SimpleTuner is rounded down there, and so here."""
+    """Round frame counts down as SimpleTuner does, to a number that the family supports."""
     draft = entry.draft
     for field in ("num_frames", "min_frames"):
         frames, origin = draft.get((*path, field)), draft.origin((*path, field))
@@ -394,19 +394,19 @@ def _fit_frames(entry: PeerBlock, clips: ClipLength | None, path: Path) -> None:
             entry.default((*path, "allow_shorter"), True, entry.key("video.min_frames"))
 
 
-def _audio(entry: PeerBlock, setting: EntryContext) -> None:
-    if setting.kind != "audio":
+def _audio(entry: PeerBlock, context: EntryContext) -> None:
+    if context.kind != "audio":
         return
-    path = (*setting.path, "audio")
+    path = (*context.path, "audio")
     for key in AUDIO_OPTIONS:
-        put_row(setting.options, key, path)
+        put_row(context.options, key, path)
     block = supported_block(entry, "audio", AUDIO)
     if block is not None:
         apply(block, AUDIO, None, path)
         decline_keys(block, AUDIO)
 
 
-def _list_unused(entry: PeerBlock, setting: EntryContext) -> None:
+def _list_unused(entry: PeerBlock, context: EntryContext) -> None:
     unused = {*ENTRY.names(Effect.ACTS)} - entry.used
     entry.list_unused(UNUSED, *(name for name in entry.values if name in unused and not is_off(entry.get(name))))
 
@@ -445,4 +445,4 @@ ENTRY: KeyTable[EntryContext] = KeyTable(
     *NOT_USED,
     expected="a key of a dataset (SimpleTuner would ignore this one)",
 )
-"""Below one of `datasets` of a `RunConfig`."""
+"""Its paths are relative to one of `datasets` of a `RunConfig`."""

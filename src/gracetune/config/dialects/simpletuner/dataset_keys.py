@@ -1,5 +1,7 @@
-"""The keys of one dataset entry in SimpleTuner's `multidatabackend.json` that stand for one value each, are not used
-here, or not done. Facts of release 4.10.1."""
+"""Keys of a dataset entry in SimpleTuner's `multidatabackend.json`, as of release 4.10.1.
+
+These are the keys that correspond to one value each, those without an effect here, and those that are not supported.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ ROWS = (
     Key("conditioning_data", ("conditioning",), _ids),
     Key("source_dataset_id", ("source_dataset_id",)),
 )
-"""A dataset inherits what stands at the top of the config and not in its entry."""
+"""Keys that correspond to one value. A key with `inherits` can also be at the top of the config, for all datasets."""
 INHERITED = (
     *(key.name for key in ROWS if key.inherits),
     *("only_instance_prompt", "vae_cache_disable", "maximum_image_size", "target_downsample_size"),
@@ -67,7 +69,7 @@ _OTHER_STORAGE = """
     audio_duration_interval_seconds audio_bucket_interval audio_truncation_mode truncation_mode audio_only
     target_resolution lyrics_extension lyrics_suffix lyrics_filename_format
 """
-"""Keys that decide about speed or storage alone, or are written beside the block they belong in."""
+"""Keys that only affect speed or storage, or that are written beside the block they belong to."""
 NOT_USED = (*noted(UNUSED, _KEPT_OTHERWISE, Off()), *noted(UNUSED, _OTHER_STORAGE))
 
 NOT_DONE = (
@@ -77,7 +79,7 @@ NOT_DONE = (
     rejected("s2v_datasets", Off(), "speech-to-video is not supported"),
     rejected("data_generator", Off(), "captions are not generated"),
     rejected("max_upscale_threshold", Off(), "filter by minimum_image_size instead"),
-    rejected("timestep_sampling_offset", Off((0.0,)), "all datasets draw timesteps alike"),
+    rejected("timestep_sampling_offset", Off((0.0,)), "timesteps are sampled in the same way for all datasets"),
     rejected("split_composite_images", Off((False,)), "split the images before training"),
     rejected("composite_image_column", Off(), "split the images before training"),
     rejected("disable_after_epoch_step", Off(), "end a dataset with end_step or end_epoch"),
@@ -87,7 +89,7 @@ NOT_DONE = (
 )
 
 EDGES = ("canny", "edges")
-"""Two names of one generator."""
+"""SimpleTuner's two names for its Canny edge generator."""
 GENERATED: KeyTable[None] = KeyTable(
     rejected("type", Off(EDGES), "no other references are generated"),
     rejected("conditioning_type", Off(("reference_strict", "reference_loose", "controlnet")), "edges are references"),
@@ -98,13 +100,13 @@ GENERATED: KeyTable[None] = KeyTable(
     *noted("in datasets, not needed here: generated references are not kept as files", "instance_data_dir"),
     expected="a key of `conditioning` for edges (SimpleTuner would ignore this one)",
 )  # fmt: skip
-"""What `conditioning` says about images that are generated from the dataset's own."""
+"""The `conditioning` block: references that are generated from the dataset's own images."""
 
 VIDEO: KeyTable[None] = KeyTable(
     Key("num_frames", ("num_frames",), as_number),
     Key("min_frames", ("min_frames",), as_number),
     Key("max_frames", ("max_frames",), as_number),
-    *noted(UNUSED, "fps"),  # SimpleTuner only prints it
+    *noted(UNUSED, "fps"),  # SimpleTuner prints it and does nothing else with it
     Key("is_i2v", ("image_to_video",), as_flag),
     Key("bucket_strategy", ("bucket_strategy",)),
     Key("frame_interval", ("frame_interval",), as_number),

@@ -1,5 +1,7 @@
-"""Where a dataset of SimpleTuner's comes from: a hub, an S3 bucket, archives, a list of addresses. All of them become a
-dataset with a local copy."""
+"""Reads the remote sources of SimpleTuner's datasets: the hub, an S3 bucket, archives, a table of URLs.
+
+Each becomes a dataset with a local copy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from gracetune.config.spelling import misspelt
 
 UNUSED: Final = "in datasets, not needed here"
 METADATA: Final = "metadata.jsonl"
-"""What a copy says about its files (`gracetune.data.copies.rows`)."""
+"""The file in a local copy with the rows of its source (`gracetune.data.copies.rows`)."""
 _QUALITY = "quality_assessment"
 _MEDIA: Final = {"video": "video_column", "audio": "audio_column"}
 
@@ -55,7 +57,7 @@ WEBSHART: KeyTable[None] = KeyTable(
 
 
 def read_hub(entry: PeerBlock, kind: str, path: Path) -> None:
-    """`type: huggingface`. The entry's own keys come before those of its `huggingface` block, as in SimpleTuner."""
+    """Read `type: huggingface`. The entry's own keys override those of its `huggingface` block, as in SimpleTuner."""
     block = supported_block(entry, "huggingface", HUGGINGFACE) or entry.without_nulls({}, entry.key("huggingface"))
     name = _first("dataset_name", entry, block)
     if name is None:
@@ -79,7 +81,7 @@ def read_hub(entry: PeerBlock, kind: str, path: Path) -> None:
 
 
 def read_bucket(entry: PeerBlock, path: Path) -> None:
-    """`type: aws`: S3, or storage that speaks its language."""
+    """Read `type: aws`: S3 or S3-compatible storage."""
     bucket = entry.take("aws_bucket_name")
     if not isinstance(bucket, str) or not bucket.strip("/ "):
         entry.draft.missing((*path, "path"), entry.key("aws_bucket_name"), "the name of a bucket",
@@ -98,7 +100,7 @@ def read_bucket(entry: PeerBlock, path: Path) -> None:
 
 
 def read_shards(entry: PeerBlock, path: Path) -> None:
-    """`type: webshart`: tar archives of a hub, a URL or a folder."""
+    """Read `type: webshart`: tar archives on the hub, at a URL or in a folder."""
     block = supported_block(entry, "webshart", WEBSHART) or entry.without_nulls({}, entry.key("webshart"))
     source = _first("source", entry, block)
     if source is None:
@@ -110,7 +112,7 @@ def read_shards(entry: PeerBlock, path: Path) -> None:
     source.assign((*path, "path"), _address(str(source.take("source"))) + folder, "source")
     copy = (*path, "local_copy")
     index = _first("metadata", entry, block)
-    if index is not None:  # laid out as its source is
+    if index is not None:  # the index has the same subfolders as the archives
         index.assign((*copy, "index"), _address(str(index.take("metadata"))) + folder, "metadata")
     entry.assign((*copy, "format"), "archives", "type")
     token = _first("hf_token", entry, block)
@@ -122,7 +124,7 @@ def read_shards(entry: PeerBlock, path: Path) -> None:
 
 
 def read_addresses(entry: PeerBlock, path: Path) -> None:
-    """`type: csv`: a table of addresses and captions."""
+    """Read `type: csv`: a table of URLs and captions."""
     draft, copy = entry.draft, (*path, "local_copy")
     entry.put("csv_file", (*path, "path"))
     if "csv_file" not in entry:
@@ -137,7 +139,7 @@ def read_addresses(entry: PeerBlock, path: Path) -> None:
 
 
 def _address(url: str) -> str:
-    """An id of the hub as an address; a folder or URL as it is."""
+    """Convert a hub id to a URL. A folder or URL is returned unchanged."""
     is_id = url.count("/") == 1 and not url.startswith(("/", ".", "~")) and "://" not in url
     return f"hf://datasets/{url}" if is_id else url
 
@@ -180,14 +182,14 @@ def _composite(block: PeerBlock, copy: Path) -> None:
     if inner is None or as_flag(inner.get("enabled")) is not True:
         return
     if whole(as_number(inner.get("image_count"))) == 1:
-        return  # the whole picture
+        return  # the whole image
     apply(inner, COMPOSITE, None, (*copy, "tile"))
     if "image_count" not in inner:
-        inner.problem("image_count", "how many pictures stand side by side", 'add "image_count": 2')
+        inner.problem("image_count", "the number of images side by side", 'add "image_count": 2')
 
 
 def _captions_from_columns(entry: PeerBlock, block: PeerBlock, path: Path, own: str) -> None:
-    """SimpleTuner takes captions of such a dataset from its columns, or one prompt for all."""
+    """Read the captions of a dataset with columns. SimpleTuner reads them from a column, or uses one prompt for all."""
     strategy = entry.get("caption_strategy")
     if strategy in ("instanceprompt", "instance_prompt"):
         return

@@ -1,4 +1,4 @@
-"""The list of datasets: from `multidatabackend.json`, from `datasets`, or from `data_backend`, as people write it."""
+"""Reads the list of datasets, from `multidatabackend.json`, `datasets` or `data_backend`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _UNSUPPORTED_KINDS = ("caption", "grounding", "distillation_cache")
 
 
 def read_datasets(options: PeerBlock, family: str, environment: Environment) -> int:
-    """The number of datasets that were read."""
+    """Read all datasets and the options that mix them. Returns the number of datasets."""
     draft, before = options.draft, len(options.draft.problems)
     backend = _backend(options)
     entries = _entries(options, family, environment, backend)
-    setting = EntryContext(options, family, backend if not _is_dataset(backend) else None)
+    context = EntryContext(options, family, backend if not _is_dataset(backend) else None)
     embeds: list[PeerBlock] = []
     count = 0
     for entry in entries:
@@ -46,31 +46,31 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
             continue
         if entry.get("dataset_type") in _EMBEDS:
             embeds.append(entry)
-        elif is_reachable(entry, setting):
+        elif is_reachable(entry, context):
             kind = str(entry.get("dataset_type") or "image")
-            path = replace(setting, path=("datasets", count), kind=kind)
+            path = replace(context, path=("datasets", count), kind=kind)
             apply(entry, ENTRY, path, path.path)
             count += 1
     _embeds(embeds)
-    _own_ids(embeds)
+    _check_unique_ids(embeds)
     if any(entry.get("dataset_type") not in ("audio", *_EMBEDS) for entry in entries):
-        kept = ", ".join(_kept(options, family))
-        options.note(f"on purpose not as in SimpleTuner: {kept}; see docs/fidelity.md")
+        differences = ", ".join(_differences(options, family))
+        options.note(f"on purpose not as in SimpleTuner: {differences}; see docs/fidelity.md")
     apply(options, MIXING, family)
     if not count:
         if len(draft.problems) == before:
             _ask_for_datasets(options)
         sounds = any(flavour.makes == "audio" for flavour in flavours(family))
         stand_in = {"id": "unread", "path": "unread", "dataset_type": "audio" if sounds else "image"}
-        draft.put_tree(("datasets", 0), stand_in, OUR_DEFAULT)  # that there are none has been said above
+        draft.put_tree(("datasets", 0), stand_in, OUR_DEFAULT)  # the missing datasets are already reported
         draft.unread.add(("datasets", 0))
     return count
 
 
-def _kept(options: PeerBlock, family: str) -> Iterator[str]:
-    """What is done otherwise, where that is the better way."""
+def _differences(options: PeerBlock, family: str) -> Iterator[str]:
+    """Yield how gracetune deliberately differs from SimpleTuner, with SimpleTuner's way in parentheses."""
     yield "images are scaled with Lanczos (there bilinear) and never squeezed"
-    yield "what is transparent becomes white, and colour profiles are applied"
+    yield "transparent areas become white, and colour profiles are applied"
     if all(flavour.makes != "video" for flavour in flavours(family)):
         yield "latents are the mean of the VAE's distribution (there a sample)"
     yield "every bucket is visited in every epoch, also if it has fewer samples than a step takes (there an error)"
@@ -113,13 +113,13 @@ def _backend(options: PeerBlock) -> PeerBlock | None:
 
 
 def _block(options: PeerBlock, value: Mapping[Any, Any], key_path: str, file: str = "") -> PeerBlock:
-    """An entry. Where its keys are listed, the place of the entry itself is left out."""
+    """Wrap an entry. Lists of its keys omit the path of the entry itself."""
     reading = replace(options.reading, root=f"{key_path}.")
     return replace(options.without_nulls(value, key_path), reading=reading, elsewhere=file, around=options)
 
 
 def _is_dataset(backend: PeerBlock | None) -> bool:
-    """A `data_backend` with a folder is a dataset; without one it says how the others are kept."""
+    """Whether a `data_backend` is a dataset: it has a folder. Without one it sets the storage of the others."""
     return backend is not None and ("instance_data_dir" in backend or "instance_data_root" in backend)
 
 
@@ -165,7 +165,7 @@ def _entry(options: PeerBlock, value: Any, key_path: str, file: str = "") -> Pee
 
 
 def _as_dataset(backend: PeerBlock) -> PeerBlock:
-    """Its staging options may stand beside the folder; a dataset keeps them in a block."""
+    """Convert a `data_backend` to a dataset entry: staging options beside the folder move to the `in_memory` block."""
     values = dict(backend.values)
     loose = {name: values.pop(name) for name in IN_MEMORY if name in values}
     block = values.get("in_memory")
@@ -183,7 +183,7 @@ def _filled(entry: PeerBlock, environment: Environment, variables: Mapping[str, 
 
 
 def _skip(entry: PeerBlock) -> bool:
-    """Entries that are switched off, and kinds of entry that are no dataset of ours."""
+    """Whether an entry is disabled, or of a type that gracetune does not support."""
     for name in ("disabled", "disable"):
         if entry.switch(name):
             entry.note(f"{entry.key_path} ({entry.get('id')}) is disabled and was not read")
@@ -212,7 +212,7 @@ def _embeds_table(kind: str) -> KeyTable[None]:
 
 
 EMBEDS = {kind: _embeds_table(kind) for kind in _EMBEDS}
-"""Entries that only say where embeddings are cached."""
+"""Tables of entries that only configure the cache of embeddings."""
 
 
 def _embeds(entries: list[PeerBlock]) -> None:
@@ -223,7 +223,7 @@ def _embeds(entries: list[PeerBlock]) -> None:
         if not is_off(entry.get("cache_dir")) and "cache_dir" not in entry.used:
             # SimpleTuner keeps no latents in an image_embeds folder either: only its storage is used.
             entry.note(f"{entry.key('cache_dir')}: nothing is kept there. Embeddings of captions are in the folder of "
-                       "the default text_embeds entry, latents and all else that is made of a picture where "
+                       "the default text_embeds entry, latents and everything else computed from an image where "
                        "`cache_dir_vae` says, the dataset's or the config's")  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def _embed_keys(entry: PeerBlock) -> None:
 
 
 def _text_cache(entries: list[PeerBlock]) -> None:
-    """The default entry decides; where none is marked, the first."""
+    """Read the text cache from the default entry, or from the first if none is marked as default."""
     defaults = [entry for entry in entries if entry.switch("default")]
     for entry in defaults[1:]:
         entry.problem("default", f"one default: {defaults[0].key('default')} is one already",
@@ -248,8 +248,8 @@ def _text_cache(entries: list[PeerBlock]) -> None:
             entry.assign(("cache", "text_cache_type"), "memory", "type")
 
 
-def _own_ids(embeds: list[PeerBlock]) -> None:
-    """Embeddings are no datasets of ours, but SimpleTuner tells them apart by their ids too."""
+def _check_unique_ids(embeds: list[PeerBlock]) -> None:
+    """Check that ids are unique. Entries for embeddings are not datasets here, but in SimpleTuner they need ids too."""
     for number, entry in enumerate(embeds):
         datasets = entry.draft.get(("datasets",))
         found = datasets if isinstance(datasets, list) else []
@@ -260,7 +260,7 @@ def _own_ids(embeds: list[PeerBlock]) -> None:
 
 
 def _sampling(options: PeerBlock, family: str) -> None:
-    """How datasets are mixed, where there is more than one to mix, and how batches are made up."""
+    """Read how batches are filled and, with more than one dataset to train on, how datasets are mixed."""
     draft, found = options.draft, _read_datasets(options)
     options.default(("training", "fill_batches"), True)
     if names_of(family).explicit_sizes:
@@ -289,7 +289,10 @@ _SLIDERS = Origin("default", "slider_strength", PEER)
 
 
 def _weigh_batches(options: PeerBlock, trained: list[tuple[int, Mapping[str, Any]]]) -> None:
-    """A dataset's share follows its number of batches; ours its number of samples, unless it has batches of its own."""
+    """Scale probabilities, because SimpleTuner weighs a dataset by its number of batches and gracetune by its samples.
+
+    The two differ only for a dataset with a batch size of its own.
+    """
     whole = as_number(options.draft.get(("training", "batch_size")))
     for at, entry in trained:
         own, probability = as_number(entry.get("batch_size")), entry.get("probability", 1.0)
@@ -303,7 +306,7 @@ def _references(options: PeerBlock, family: str) -> None:
     masks = [entry.get("id") for entry in found if entry.get("conditioning_type") == "mask"]
     counts = [_count_references(entry, masks) for entry in found]
     if max(counts, default=0) > 1 and options.take(name) != "combined":
-        why = "combined: a sample is trained with all of its references (SimpleTuner's default draws one)"
+        why = "combined: a sample is trained with all of its references (SimpleTuner's default uses one at random)"
         options.reject(name, why, f"write {line(options, name, 'combined')}", found=options.get(name) or "random")
 
 
@@ -322,4 +325,4 @@ MIXING: KeyTable[str] = KeyTable(
     KeyRule(_sampling, "data_backend_sampling"),
     KeyRule(_references, "conditioning_multidataset_sampling"),
 )
-"""Options that name the datasets, and say how they are mixed."""
+"""Options that name the datasets or control how they are mixed."""

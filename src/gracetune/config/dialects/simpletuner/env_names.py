@@ -1,4 +1,4 @@
-"""Names of SimpleTuner's settings in an env file (`config.env`). Facts of release 4.10.1."""
+"""Names of SimpleTuner's options in an env file (`config.env`), as of release 4.10.1."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ _OTHER_NAME = {
 }
 
 ENV_NAMES: dict[str, str] = {name.upper(): name for name in _SAME_NAME.split()} | _OTHER_NAME
-"""Variable -> option; `option=value` is what a variable that says `true` means."""
+"""Variable -> option. For `option=value`, the variable is a boolean, and `true` sets the option to this value."""
 
 FOREIGN_VARIABLES = (
     "ACCELERATE_", "AWS_", "CONFIG_", "CUDA_", "ENV", "GH200_UVM_", "HF_", "HUGGING", "LD_", "MASTER_", "NCCL_", "OMP_",
     "PATH", "PYTHON", "PYTORCH_", "SIMPLETUNER_", "TOKENIZERS_", "TORCH_", "TORCHINDUCTOR_", "TQDM_", "TRITON_",
     "VENV", "VIRTUAL_ENV", "WANDB_",
 )  # fmt: skip
-"""Beginnings of variables that configure other programs; an env file is sourced, so they are at home in it."""
+"""Prefixes of variables that configure other programs. They are valid in an env file, because a shell sources it."""

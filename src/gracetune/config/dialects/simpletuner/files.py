@@ -1,4 +1,4 @@
-"""What a SimpleTuner config points to: environment variables, the files it names, and how an option is written."""
+"""Resolves what a SimpleTuner config refers to: placeholders, environment variables, and the files it names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gracetune.errors import ConfigError
 
 
 def line(options: PeerBlock, name: str, value: str) -> str:
-    """An option and its value, as they would be written into this file."""
+    """Format an option and its value in the syntax of this file, for a hint."""
     if options.reading.format == "env":
         variable = next((known for known, option in ENV_NAMES.items() if option == name), None)
         return f"{variable}={value}" if variable else f'TRAINER_EXTRA_ARGS+=" --{name}={value}"'
@@ -35,7 +35,10 @@ _PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 
 @dataclass(frozen=True)
 class Placeholders:
-    """`{env:NAME}` anywhere, `{model_family}`, `{output_dir}` and `{id}` in datasets; other braces are left alone."""
+    """Substitutes `{env:NAME}` anywhere, and `{model_family}`, `{output_dir}` and `{id}` in datasets.
+
+    Other braces stay as they are.
+    """
 
     environment: Environment
     variables: Mapping[str, str]
@@ -60,7 +63,7 @@ class Placeholders:
 
 
 def read_sidecar(options: PeerBlock, name: str, what: str) -> Document | None:
-    """A file that an option names. What is wrong with it joins the other problems."""
+    """Read a file that an option names. Its problems are added to the draft's. Returns None if it is unusable."""
     value = options.take(name)
     if not isinstance(value, str) or not value.strip():
         options.problem(name, f"the path of {what}", f"write the path of {what}")
@@ -81,18 +84,18 @@ def read_sidecar(options: PeerBlock, name: str, what: str) -> Document | None:
 
 
 def find_sidecar(value: str, config: FilePath) -> FilePath | None:
-    """From the config's folder; else from the working folder, or the project around `config/<name>/`."""
+    """Find a file relative to the config's folder, the working folder, or the project that has `config/<name>/`."""
     try:
         path = FilePath(value).expanduser()
         folders = [config.parent, FilePath(), *config.absolute().parents[1:3]]
         candidates = [folder / path for folder in folders] + _shipped_examples(value, config)
         return next((file for file in candidates if file.is_file()), None)
-    except (OSError, ValueError, RuntimeError):  # a NUL byte, a name too long, a home that cannot be found
+    except (OSError, ValueError, RuntimeError):  # a NUL byte, a name that is too long, an unknown user after `~`
         return None
 
 
 def _shipped_examples(value: str, config: FilePath) -> list[FilePath]:
-    """`config/examples/…` means SimpleTuner's own examples: where one was copied from them, or the installed ones."""
+    """Return where `config/examples/…` can be: next to an example that was copied, or in an installed SimpleTuner."""
     rest = next((value.removeprefix(start) for start in _EXAMPLES if value.startswith(start)), None)
     if rest is None:
         return []
@@ -107,7 +110,7 @@ _EXAMPLES = ("config/examples/", "simpletuner/examples/")
 
 
 def _sidecar_hint(value: str, config: FilePath) -> str:
-    """SimpleTuner's examples name files that it does not ship."""
+    """Return a hint for a missing file. SimpleTuner's own examples name files that it does not ship."""
     if not value.startswith(_EXAMPLES):
         return "check the spelling, or run from the folder the path starts in"
     wanted = PurePosixPath(value).name
@@ -122,7 +125,7 @@ def _sidecar_hint(value: str, config: FilePath) -> str:
 
 
 def _most_alike(wanted: str, shipped: list[str]) -> str | None:
-    """Names are made of words such as `480p` and `81f`: the file that has most of them in common."""
+    """Return the file with the most words, such as `480p` and `81f`, in common with the name."""
     words = {name: len({*_WORD.findall(name)} & {*_WORD.findall(wanted)}) for name in shipped}
     best = [name for name in shipped if words[name] == max(words.values())]
     return nearest(wanted, best) or next(iter(best), None)

@@ -1,6 +1,6 @@
-"""SimpleTuner's options that are not used here, not done, or passed on to the datasets. Facts of release 4.10.1.
+"""SimpleTuner's options that have no effect here, are not supported, or apply to the datasets, as of release 4.10.1.
 
-Every option stands in exactly one table (a test holds them against the recorded list). Those that are read stand in the
+Every option is in exactly one table, which a test checks against the recorded list. Options that are read are in the
 module that reads them, and `reader.OPTIONS` has them all.
 """
 
@@ -21,11 +21,11 @@ ALIASES = {
     "save_total_limit": "checkpoints_total_limit",
     "fused_qkv_projections": "fuse_qkv_projections",
 }
-"""Older spellings that mean the same. `vae_cache_preprocess` and `ignore_final_epochs` only mean something close."""
+"""Older spelling -> option. `vae_cache_preprocess` and `ignore_final_epochs` are absent: their meaning differs."""
 
 
 def family_of(options: PeerBlock) -> str:
-    """The family an option names, or "" where it is none of ours."""
+    """Return the family of a config, or "" if gracetune does not support it."""
     value = options.get("model_family")
     family = value.strip().lower() if isinstance(value, str) else ""
     return family if family in FAMILIES else ""
@@ -33,26 +33,26 @@ def family_of(options: PeerBlock) -> str:
 
 @dataclass(frozen=True)
 class Off(Unless):
-    """It stands at its default, or SimpleTuner itself would do nothing with it in such a config."""
+    """Holds if the option has its default, or if it has no effect in SimpleTuner either, with a config like this."""
 
     defaults: tuple[Any, ...] = (None,)
     of_families: bool = False
-    """It acts in the families that name it (`SimpleTunerNames.own_options`), not in every one."""
+    """Whether it has an effect only in the families that list it (`SimpleTunerNames.own_options`)."""
     switch: str = ""
-    """The option that has to be on for this one to act."""
+    """The option that has to be on for this one to have an effect."""
     same_as: str = ""
-    """It says nothing new where it only repeats this option."""
+    """The option that this one may repeat without an effect of its own."""
     off_by: str = ""
-    """The option that switches it off."""
+    """The option that disables it."""
     lora_type: str = ""
-    """The kind of adapter it belongs to; empty means any."""
+    """The `lora_type` it belongs to; empty means any."""
     behind: str = ""
-    """The option through which alone it acts. That one is refused when on, so this one never acts here."""
+    """The only option through which it has an effect. That option is rejected when on, so this one never has any."""
 
     def holds(self, block: PeerBlock, name: str) -> bool:
         value = block.get(name)
         if self.of_families and not family_of(block):
-            return True  # a family that has to be mended first
+            return True  # the family is missing or misspelt, and reported
         if self.at_default(value) or (self.same_as and value == block.get(self.same_as)):
             return True
         if self.switch and is_off(block.get(self.switch), 0):
@@ -63,7 +63,7 @@ class Off(Unless):
         return any(is_off(value, default) for default in self.defaults)
 
     def is_inert(self, block: PeerBlock, name: str) -> bool:
-        """Whether SimpleTuner itself would do nothing with it in a config like this one."""
+        """Whether the option has no effect in SimpleTuner either, with a config like this one."""
         if self.of_families and name not in names_of(family_of(block)).simpletuner.own_options:
             return True
         if self.off_by and block.is_on(self.off_by):
@@ -82,7 +82,7 @@ _PASSED_ON = """
     audio_truncation_mode aspect_bucket_rounding aspect_bucket_alignment i_know_what_i_am_doing
 """
 PASSED_ON: KeyTable[str] = KeyTable(*read_elsewhere(_PASSED_ON))
-"""Each dataset takes these where it does not say otherwise itself."""
+"""Options that apply to each dataset whose entry does not set them."""
 
 _SPEED_AND_STORAGE = """
     publishing_config post_checkpoint_script post_upload_script push_to_hub_background
@@ -135,7 +135,7 @@ _REMOVED_UPSTREAM = """
     aspect_ratio_bucketing aspect_ratio_bucket_min aspect_ratio_bucket_max repeats ez_model_type __disabled_fields__
     __active_tab__ enable_manual_validation vae_cache_preprocess ignore_final_epochs
 """
-"""Older files and the web interface carry these; today's SimpleTuner ignores or no longer knows them."""
+"""Options of older files and of the web interface, which today's SimpleTuner ignores or does not know."""
 
 _SAMPLES = """
     disable_benchmark validate_after_step validate_after_epoch validation_preview validation_preview_steps
@@ -186,7 +186,7 @@ _OTHER_FAMILIES = """
     moss_image_prompt_upsampler_model_id pixart_validation_pipeline_mode pixart_validation_stage1_model
     pixart_validation_stage2_model sana_complex_human_instruction sd3_clip_uncond_behaviour sd3_t5_uncond_behaviour
 """
-"""SimpleTuner itself does nothing with these for the families we train (other families' options; dead ones)."""
+"""Options without an effect in SimpleTuner for the families that gracetune trains: other families', or dead ones."""
 
 REMOVED_UPSTREAM = noted(HARMLESS, _REMOVED_UPSTREAM, Off())
 NOT_USED = (
@@ -333,4 +333,4 @@ GATED = (
         """,
     ),
 )
-"""Options that act only through a switch. The switch is refused when on, so these never act here."""
+"""Options that have an effect only with a switch. The switch is rejected when on, so these never have one here."""

@@ -1,4 +1,4 @@
-"""Which model: SimpleTuner's families and flavours, and ours."""
+"""Reads the model: SimpleTuner's families and flavours, the weights' precision, and the assistant adapter."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ OTHER_FAMILIES = names("""
     minimaxmusic moss_image omnigen pixart pixart_sigma sana sanavideo sd1x sd2x sd3 stable_cascade wan_s2v z_image
     z_image_omni zlab_i1
 """)
-"""Families SimpleTuner trains and we do not."""
+"""Families that SimpleTuner trains and gracetune does not."""
 
 
 def read_family(options: PeerBlock) -> str | None:
-    """The family; "" where it has to be mended first; None for a model that is SimpleTuner's and not ours.
+    """Return the family; "" if it is missing or misspelt; None for a model that only SimpleTuner trains.
 
-    There everything else in the file is about that model, and reading on would only repeat that we lack it.
+    After None the reader stops: the rest of the file is about that model, and would only cause more problems.
     """
     if family_of(options):
         options.assign(("model", "family"), family_of(options), "model_family")
         try:
             names_of(family_of(options))
-        except ConfigError as error:  # of an installed package that is broken
+        except ConfigError as error:  # the family is from an installed package that is broken
             options.draft.problems += error.problems
             return None
         return family_of(options)
@@ -54,7 +54,7 @@ def read_family(options: PeerBlock) -> str | None:
 
 
 def lacks_flavour(options: PeerBlock, family: str) -> bool:
-    """Whether the config is for a model we do not have; there is nothing more to say about it then."""
+    """Whether the config is for a flavour that only SimpleTuner trains. It is reported, and the reader stops."""
     if options.get("model_flavour") not in names_of(family).simpletuner.untrained_flavours:
         return False
     options.problem("model_flavour", f"a flavour we train: {', '.join(_flavour_names(family))}",
@@ -63,7 +63,7 @@ def lacks_flavour(options: PeerBlock, family: str) -> bool:
 
 
 def _flavour_names(family: str) -> list[str]:
-    """Under SimpleTuner's names first, then under ours."""
+    """Return the names of all flavours, SimpleTuner's first, then ours."""
     names = names_of(family)
     return list(dict.fromkeys([*names.simpletuner.flavours, *(known.name for known in names.flavours)]))
 
@@ -76,7 +76,7 @@ def is_image_to_video(options: PeerBlock, family: str) -> bool:
 def _flavour(options: PeerBlock, family: str) -> None:
     given = options.take("model_flavour")
     if not family:
-        return  # a family that has to be mended first
+        return  # the family is missing or misspelt, and reported
     if given is None:
         _flavour_not_given(options, family)
         return
@@ -99,12 +99,12 @@ def _one_expert(options: PeerBlock, expert: str) -> None:
     options.note(
         f"{options.key('model_flavour')}: the {expert}-noise expert is trained, on its own share of the timesteps. "
         "SimpleTuner 4.10 takes the folder `transformer_2` for `-high` and `transformer` for `-low`, which diffusers "
-        "uses the other way round, and draws timesteps from the whole range"
+        "uses the other way round, and samples timesteps from the whole range"
     )
 
 
 def expert_shift(options: PeerBlock, family: str) -> float | None:
-    """For a single expert SimpleTuner sets the flow shift itself, whatever the file says."""
+    """Return the flow shift that SimpleTuner forces for a single expert, whatever the file says, or None."""
     shift = names_of(family).simpletuner.expert_shifts.get(options.draft.get(("model", "flavour")))
     if options.draft.get(("model", "experts")) is None or shift is None:
         return None
@@ -114,7 +114,7 @@ def expert_shift(options: PeerBlock, family: str) -> float | None:
 
 
 def _find(family: str, given: Any) -> tuple[Flavour | None, str]:
-    """A flavour under either project's name, and the one expert its name asks for."""
+    """Find a flavour by SimpleTuner's name or ours. Returns it and the single expert that its name selects, or ""."""
     if not isinstance(given, str):
         return None, ""
     name, _, expert = given.strip().lower().rpartition("-")
@@ -167,7 +167,7 @@ _ASSISTANT = "assistant_lora_path assistant_lora_strength assistant_lora_inferen
 
 
 def _assistant(options: PeerBlock, family: str) -> None:
-    """SimpleTuner takes one for an adapter on a flavour that it knows to be distilled. Elsewhere these do nothing."""
+    """Read the assistant adapter. SimpleTuner uses one only to train an adapter for a distilled flavour."""
     given = [name for name in _ASSISTANT.split() if options.take(name) is not None]
     flavour = options.draft.get(("model", "flavour"))
     default = names_of(family).simpletuner.assistants.get(str(flavour)) if family else None

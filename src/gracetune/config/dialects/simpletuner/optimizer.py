@@ -1,4 +1,4 @@
-"""SimpleTuner's optimizers, and which of ours does the same."""
+"""Reads SimpleTuner's optimizers, and maps each to the one of ours that does the same."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class OptimizerMatch:
     eps: float | None = 1e-6
     weight_decay: float | None = 0.01
     nearly: str = ""
-    """In what it differs, where it does."""
+    """How ours differs, for the note; empty if it does not."""
     adam: bool = False
-    """Adam rather than AdamW: the same only while nothing decays."""
+    """Whether SimpleTuner's is Adam, which equals AdamW only without weight decay."""
 
 
 _MASTER = "weights are kept in fp32 beside the bf16 ones, where SimpleTuner corrects for bf16's rounding"
@@ -63,10 +63,10 @@ OTHERS = names("""
     bnb-adagrad bnb-adagrad8bit sdnq-adamw sdnq-adamw+no_quant sdnq-adafactor sdnq-came sdnq-lion sdnq-muon
     sdnq-muon+quantized_matmul bnb-ademamix bnb-ademamix8bit bnb-ademamix-paged bnb-ademamix8bit-paged dadaptation
 """)
-"""SimpleTuner's optimizers that none of ours stands in for."""
+"""SimpleTuner's optimizers without an equivalent among ours."""
 
 _PERFORMANCE = ("foreach", "fused", "kahan_sum", "min_8bit_size", "use_kahan", "gradient_release")
-"""Settings that change speed or rounding, not the rule an optimizer follows."""
+"""Settings that change speed or rounding, not the update rule."""
 
 
 def is_prodigy(options: PeerBlock) -> bool:
@@ -75,7 +75,8 @@ def is_prodigy(options: PeerBlock) -> bool:
 
 
 def _rate(options: PeerBlock, family: str) -> None:
-    """Prodigy's own settings have a rate of 1, whatever `learning_rate` says; only `optimizer_config` changes that."""
+    """Read the learning rate. SimpleTuner's Prodigy uses 1 and ignores `learning_rate`; only `optimizer_config` can
+    change it."""
     path = ("optimizer", "lr")
     if is_prodigy(options):
         options.assign(path, 1.0, "optimizer")
@@ -144,7 +145,7 @@ def _betas(options: PeerBlock) -> None:
 
 
 def _settings(options: PeerBlock) -> dict[str, Any]:
-    """`eps=1e-6,weight_decay=0.01`, or the same as a mapping."""
+    """Read `optimizer_config`: `eps=1e-6,weight_decay=0.01`, or the same as a mapping."""
     value = from_json(options.take("optimizer_config"))
     settings: dict[str, Any] = {}
     if isinstance(value, dict):

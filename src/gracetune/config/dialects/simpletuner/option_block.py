@@ -1,4 +1,7 @@
-"""From a SimpleTuner file in any of its formats to one block of options: names, aliases, placeholders, unknown keys."""
+"""Reads a SimpleTuner file of any format into one block of options.
+
+This resolves names, aliases and placeholders, and reports unknown keys.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
 Pairs = list[tuple[str, str, Any]]
 """Canonical name, name as written, value."""
 MAY_BE_EMPTY = ("resume_from_checkpoint", "validation_negative_prompt", "validation_prompt")
-"""Where empty text says something; everywhere else it is as good as absent."""
+"""Options for which an empty text has a meaning; for all others it counts as absent."""
 
 
 def collect(document: Document, draft: Draft, environment: Environment, supported: Collection[str]) -> PeerBlock:
-    """What a config says, by canonical name. `null` is as good as absent."""
+    """Return the options of a config by canonical name. A null counts as absent."""
     placeholders = Placeholders(environment, {})
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
@@ -61,7 +64,7 @@ def bare(key: Any) -> str:
 
 
 def unwrapped(data: Any) -> Any:
-    """The web interface saves a config inside `config`, next to notes about it in `_metadata`."""
+    """Unwrap a file of the web interface, which saves the config in `config`, next to `_metadata`."""
     if isinstance(data, Mapping) and isinstance(data.get("_metadata"), Mapping) and "config" in data:
         return data["config"]
     return data
@@ -98,13 +101,13 @@ def _env_hint(variable: str, text: str, supported: Collection[str]) -> str:
 
 def _setting(variable: str, text: str) -> Pairs:
     option, _, fixed = ENV_NAMES[variable].partition("=")
-    if fixed:  # a switch whose being on means one value of an option
+    if fixed:  # a boolean variable that stands for one value of an option
         return [(option, variable, fixed)] if text.strip().lower() == "true" else []
     return [(option, variable, text)]
 
 
 def _arguments(text: str, draft: Draft) -> Pairs:
-    """`--name=value --switch` from the line of extra arguments."""
+    """Parse the variable with extra arguments: `--name=value --switch`."""
     pairs: Pairs = []
     for word in _joined(text.split()):
         name, equals, value = word.partition("=")
@@ -116,7 +119,7 @@ def _arguments(text: str, draft: Draft) -> Pairs:
 
 
 def _joined(words: Iterable[str]) -> list[str]:
-    """`--option value` is `--option=value`."""
+    """Join `--option value` to `--option=value`."""
     joined: list[str] = []
     for word in words:
         if joined and not word.startswith("--") and "=" not in joined[-1]:
@@ -127,9 +130,9 @@ def _joined(words: Iterable[str]) -> list[str]:
 
 
 def _memory_options(variables: Mapping[str, str], draft: Draft, file: str) -> dict[str, str]:
-    """An env file may export what the GH200 setup script exports; there it belongs to the run.
+    """Read the memory options that an env file exports, as the GH200 setup script does.
 
-    Returns the variables that had something for us, each with what of it is PyTorch's.
+    Returns each variable with such options, and what remains of its value for PyTorch.
     """
     found = memory_settings(Environment(variables))
     draft.problems += [Problem(p.key, p.found, p.expected, p.hint, file) for p in found.problems]

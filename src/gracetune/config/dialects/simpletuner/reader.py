@@ -1,6 +1,6 @@
-"""SimpleTuner's dialect: `config.json`, TOML or env files, and the files they name.
+"""Reads SimpleTuner's configs: JSON, TOML or env files, and the files they name.
 
-`keys` has the options that are not used here or not done; the other modules read one part of a config each.
+`keys` has the options that have no effect here or are not supported. Each of the other modules reads one part.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
 
 
 def _finish_report(draft: Draft) -> None:
-    """A model we do not train is one problem, not fifty: everything else is taken for granted."""
+    """Put placeholders for everything that is required, so that only the unsupported model is reported."""
     family = FAMILIES[0]
     dataset = {"id": "unread", "path": "unread", "dataset_type": flavours(family)[0].makes}
     stand_in = {"name": "unread", "output_dir": "unread", "model": {"family": family}, "training": {"max_steps": 1},
@@ -104,7 +104,7 @@ def _name(options: PeerBlock, family: str) -> None:
 
 
 def _as_file_name(value: Any) -> Any:
-    """Adapter files are named after the run."""
+    """Convert the run's name to a file name, because adapter files are named after it."""
     value = as_text(value)
     return file_name(value) if isinstance(value, str) else value
 
@@ -116,7 +116,7 @@ def _our_sections(options: PeerBlock, family: str) -> None:
 
 
 def _list_unused(options: PeerBlock, family: str, count: int) -> None:
-    """Options that had no say. Of a family that has to be mended first nobody knows what it would do with them."""
+    """List the options that had no effect. Without a valid family their effect is unknown, and fewer are listed."""
     active = [OPTIONS.keys[name] for name in options.values if not is_off(options.get(name))]
     for key in active:
         if key.effect is Effect.NOTED and key.note != WITHOUT_EFFECT:
@@ -154,7 +154,7 @@ OPTIONS: KeyTable[Any] = KeyTable(
 """Every option at the top of a config."""
 SUPPORTED = frozenset({*OPTIONS, *ALIASES})
 _MARKS = frozenset(name for name in SUPPORTED if "_" in name) - {"output_dir"} | set(ENV_NAMES)
-"""Names that only SimpleTuner gives its options; plain words such as `seed` say nothing about whose file it is."""
+"""Option names by which a SimpleTuner file is recognised. Plain words such as `seed` occur in other formats too."""
 
 TABLES: Mapping[str, KeyTable[Any]] = {
     "the file": OPTIONS, "lycoris_config": LYCORIS, "lycoris_config.apply_preset": PRESET,

@@ -1,4 +1,4 @@
-"""How it is trained: length, batches, schedule, objective, checkpoints, trackers."""
+"""Reads the training options: length, batches, schedule, objective, checkpoints, trackers."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def _length(options: PeerBlock, family: str) -> None:
         hint = f"write {line(options, 'max_train_steps', '2000')}, for example"
         expected = "a number of steps: `num_train_epochs` is 0"
         options.draft.problem("max_train_steps", options.get("max_train_steps"), expected, hint)
-        options.draft.put(("training", "max_steps"), 1, OUR_DEFAULT)  # the length has been asked for once already
+        options.draft.put(("training", "max_steps"), 1, OUR_DEFAULT)  # a placeholder, because the problem is reported
 
 
 def _clipping(options: PeerBlock, family: str) -> None:
-    """Prodigy's gradients are not clipped."""
+    """Read gradient clipping. SimpleTuner does not clip with Prodigy."""
     path = ("training", "max_grad_norm")
     if is_prodigy(options):
         options.assign(path, None, "optimizer")
@@ -114,9 +114,9 @@ def _attention(options: PeerBlock, family: str) -> None:
 
 _SCHEDULES = {"cosine_with_warmup": "cosine"}
 _FALLS = ("polynomial", "cosine", "sine", "cosine_with_restarts")
-"""Schedules that read `lr_end`; the others are diffusers' own, and end at 0 or do not fall."""
+"""Schedules that read `lr_end`. The others are diffusers' own, and end at 0 or do not decay."""
 _WAVE = 1000
-"""Optimizer steps of half a cosine wave where `lr_warmup_steps` is 0."""
+"""Optimizer steps of half a cosine wave if `lr_warmup_steps` is 0."""
 
 
 def _schedule(options: PeerBlock, family: str) -> None:
@@ -126,7 +126,7 @@ def _schedule(options: PeerBlock, family: str) -> None:
     if name == "constant" and warms_up:
         name = "constant_with_warmup"
     if is_prodigy(options) and name in (None, "constant", "constant_with_warmup") and not warms_up:
-        return  # a constant rate, which is all that our Prodigy has
+        return  # a constant rate, the only one that our Prodigy supports
     if name is not None:
         options.assign(("schedule", "name"), name, "lr_scheduler")
     options.default(("schedule", "name"), "constant_with_warmup", "lr_scheduler")
@@ -160,7 +160,7 @@ def _schedule(options: PeerBlock, family: str) -> None:
 
 
 def _wave(options: PeerBlock, name: str, half_period: Any) -> None:
-    """SimpleTuner takes `lr_warmup_steps` for half the period of a wave that goes on for the whole run."""
+    """Read a wave over the whole run, for which SimpleTuner uses `lr_warmup_steps` as half the period."""
     path, key = ("schedule", "half_period"), options.key("lr_scheduler")
     if half_period is None:
         options.default(path, _WAVE, "lr_warmup_steps")
@@ -194,7 +194,7 @@ _PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v_prediction", "flow_matc
 
 
 def _noise(options: PeerBlock, family: str) -> None:
-    """Offset noise acts on epsilon and v models only, and only behind its switch."""
+    """Read offset noise and the prediction type. Both apply only to models that predict epsilon or v."""
     ddpm = names_of(family).objective == "ddpm"
     if ddpm and options.switch("offset_noise"):
         options.take("offset_noise")
@@ -226,7 +226,7 @@ def _timesteps(options: PeerBlock, family: str) -> None:
         _segments(options, family)
         return
     for name, kind in (("flow_use_beta_schedule", "beta"), ("flow_use_uniform_schedule", "uniform")):
-        if options.switch(name):  # uniform is asked last, because it wins when both are on
+        if options.switch(name):  # uniform comes last, because SimpleTuner prefers it when both are on
             options.assign(("objective", "timesteps"), kind, name)
     options.put("flow_sigmoid_scale", ("objective", "sigmoid_scale"), as_number)
     options.put("flow_beta_schedule_alpha", ("objective", "beta_alpha"), as_number)
@@ -235,7 +235,7 @@ def _timesteps(options: PeerBlock, family: str) -> None:
 
 
 def _segments(options: PeerBlock, family: str) -> None:
-    """Samples of a batch have parts of the timesteps of their own, unless that is switched off."""
+    """Read stratified timesteps. SimpleTuner's default gives each sample of a batch its own part of the timesteps."""
     if names_of(family).objective != "ddpm":
         return
     if options.switch("disable_segmented_timestep_sampling"):
@@ -260,7 +260,7 @@ def _shift(options: PeerBlock, family: str) -> None:
         for name, value in names_of(family).simpletuner.auto_shift.line.items():
             options.assign(("objective", "resolution_shift", name), value, "flow_schedule_auto_shift")
     elif "flow_schedule_shift" in options:
-        # 0 leaves the noise levels as they were drawn, which is what a shift of 1 does
+        # 0 means no shift, which is a shift of 1
         options.put("flow_schedule_shift", path, lambda value: not_zero(value) or 1.0)
     elif options.draft.get(("model", "flavour")) not in names_of(family).simpletuner.without_shift:
         options.default(path, 3.0, "flow_schedule_shift")
@@ -290,7 +290,7 @@ def _trackers(options: PeerBlock, family: str) -> None:
 
 
 def _push(options: PeerBlock, family: str) -> None:
-    """SimpleTuner uploads the result, and with `push_checkpoints_to_hub` each checkpoint, to a private repository."""
+    """Read the upload options. By default SimpleTuner uploads to a private repository."""
     if not options.switch("push_to_hub"):
         return
     push = ("checkpoints", "push_to_hub")
@@ -306,13 +306,13 @@ def _push(options: PeerBlock, family: str) -> None:
 
 
 def _repository(name: str) -> str:
-    """People paste the repository's address."""
+    """Convert the URL of a repository, which people paste, to its name."""
     plain = re.sub(r"^(https?://)?(www\.)?(huggingface\.co|hf\.co)/", "", name.strip())
     return re.split(r"[?#]", plain)[0].strip("/")
 
 
 def _token_routing(options: PeerBlock, family: str) -> None:
-    """TREAD. `selection_ratio` is the share that skips, whatever its name says."""
+    """Read TREAD's routes. Despite its name, `selection_ratio` is the share of tokens that skip blocks."""
     value = from_json(options.take("tread_config"))
     if is_off(value, {}):
         return
@@ -386,4 +386,4 @@ TRAINING: KeyTable[str] = KeyTable(
     KeyRule(_token_routing, "tread_config"),
     KeyRule(_push, "push_to_hub push_checkpoints_to_hub hub_model_id model_card_private"),
 )
-"""A default is SimpleTuner's, where it differs from ours and changes what is learnt."""
+"""Each `default` is SimpleTuner's, given if it differs from ours and changes what is learnt."""

@@ -1,4 +1,4 @@
-"""Sample images and held-out loss: SimpleTuner's `validation_*` and `eval_*` options."""
+"""Reads SimpleTuner's `validation_*` and `eval_*` options: generated samples and held-out loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gracetune.config.draft import Origin, Path
 
 
 def _whole(value: Any) -> Any:
-    """An interval in epochs may be written 1.0."""
+    """Convert an interval in epochs, which can be written as 1.0, to an integer."""
     number = not_zero(value)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
@@ -87,7 +87,7 @@ def _size_origin(options: PeerBlock) -> Origin:
 
 
 def _sizes(options: PeerBlock) -> list[tuple[int, int]]:
-    """`1024`, `1024x768`, or several with commas; below 128 it is a number of megapixels."""
+    """Parse `1024`, `1024x768`, or several separated by commas. A number below 128 is in megapixels."""
     value = options.get("validation_resolution")
     if value is None:
         return [_DEFAULT_SIZE]
@@ -130,7 +130,7 @@ def _wanted(options: PeerBlock) -> PromptEntries:
 _TEXT_KEYS = ("prompt", "caption", "tags")
 PROMPT: KeyTable[None] = KeyTable(
     *read_elsewhere("prompt caption tags adapter_strength"),
-    *noted("is not drawn into sample images here", "bbox_entities bbox_keyframes lyrics"),
+    *noted("is not rendered into sample images here", "bbox_entities bbox_keyframes lyrics"),
 )
 """One prompt of the file that `user_prompt_library` names."""
 INPUT: KeyTable[None] = KeyTable(*read_elsewhere("path prompt"), expected="path or prompt")
@@ -174,7 +174,7 @@ def _entry(entry: Mapping[Any, Any], entry_block: PeerBlock) -> dict[str, Any]:
 
 
 def _inputs(options: PeerBlock) -> PromptEntries:
-    """Pictures to start from, each with its prompt."""
+    """Read `validation_input`: input images, each with its prompt."""
     entries = from_json(options.take("validation_input"))
     if entries is None:
         return []

@@ -34,7 +34,7 @@ def speed(found: list[Result]) -> str:
     ]
     if not lines:
         return NOTHING
-    head = "| job | ms a step | diffusers with peft or lycoris-lora | | peak GiB | bar |"
+    head = "| job | ms/step | diffusers with peft or lycoris-lora | | peak GiB | bar |"
     return "\n".join([head, "|" + "---|" * 6, *lines])
 
 

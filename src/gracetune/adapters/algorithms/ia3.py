@@ -1,6 +1,6 @@
-"""(IA)3: W * w, a factor for each output channel; in files also for each input channel.
+"""(IA)3: the change is W * w, with one factor for each output channel; in files also for each input channel.
 
-weight [out] (of convolutions [1, out, 1, 1]), on_input (a flag, not trained)
+weight [out], for convolutions [1, out, 1, 1]: w; on_input: a flag, not trained
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""LoRA: s B A. peft's layer is the reference.
+"""LoRA: the change is s B A, with s = alpha / rank. peft's layer is the reference.
 
-    lora_A.weight [r, in], lora_B.weight [out, r], of convolutions with the kernel
+    lora_A.weight [r, in, *kernel]: A; lora_B.weight [out, r, 1, 1]: B
 
-A file's `lora_A` and `lora_B` may also be a DoRA (with a `dora_scale`) or a LoCon (by the file's convention, or in
-Tucker form): `assemble` tells them apart.
+`lora_A` and `lora_B` of a file may also belong to a DoRA (with a `dora_scale`) or a LoCon (by the file's convention, or
+in Tucker form). `assemble` distinguishes them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Lora(LowRank):
     kohya_module = "networks.lora"
 
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
-        """peft's, of a linear layer. Convolutions are always peft's own layers."""
+        """peft's initial values for a linear layer. Convolutions always use peft's own layers."""
         from gracetune.adapters.peft_lora import first_pair
 
         return first_pair(layer, options.rank), options.rank
@@ -70,7 +70,7 @@ class Lora(LowRank):
         return PeftLayer(path, layer, options, model)
 
     def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
-        """LoRA, DoRA or LoCon: by what else is there, and by the file's convention."""
+        """A LoRA, DoRA or LoCon layer, depending on the other tensors and on the file's convention."""
         down, up = tensors["lora_A.weight"], tensors["lora_B.weight"]
         if down.shape[0] != up.shape[1]:
             ranks = f"rank {down.shape[0]} ({sides(down)}), lora_B.weight {up.shape[1]} ({sides(up)})"

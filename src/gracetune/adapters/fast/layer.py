@@ -1,4 +1,4 @@
-"""Which linear layers are computed by `fast.products`, and those layers as a part of `Attached`."""
+"""Chooses how a layer's adapter is computed, and attaches the factorised layers of `fast.modules`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from gracetune.adapters.options import LayerOptions
 
 
 def choice(layer: nn.Module, options: LayerOptions) -> Computation:
-    """How this layer's adapter is computed, and why."""
+    """How this layer's adapter is computed, and the reason."""
     if not isinstance(layer, nn.Linear):
         return reference(layer, options, "convolutions")
     return algorithm(options.algorithm).computation(layer.in_features, layer.out_features, options)
 
 
 def reference(layer: nn.Module, options: LayerOptions, why: str) -> Computation:
+    """The computation by the library's layer, with the reason for it."""
     outputs = layer.out_features if isinstance(layer, nn.Linear) else cast(nn.Conv2d, layer).out_channels
     return algorithm(options.algorithm).reference(outputs, options, why)
 

@@ -138,8 +138,8 @@ def _with_alpha(file: files.AdapterFile, reading: AdapterContents, alpha: float)
     """The file with this alpha added to every layer. Raises `ConfigError` if the file has a scale of its own."""
     own = [key for key in file.tensors if (parts := split(key)) is not None and parts.tensor == "alpha"]
     if own or not reading.without_scale:
-        found = f"alphas in the file: {short(own[0])}" if own else "a file that tells its scale"
-        expected = "a file whose scale nothing tells"
+        found = f"alphas in the file: {short(own[0])}" if own else "a file that defines its scale"
+        expected = "a file without a scale"
         raise ConfigError([Problem("--alpha", found, expected, "leave --alpha out", str(file.path))])
     given = {f"{stem}.alpha": torch.tensor(alpha, dtype=torch.float32) for stem in reading.without_scale}
     return replace(file, tensors={**file.tensors, **given})

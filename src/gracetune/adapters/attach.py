@@ -31,7 +31,7 @@ from gracetune.adapters.computation import LIBRARY, Computation
 from gracetune.adapters.fast.layer import FastLayer, choice, reference
 from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
 from gracetune.adapters.layer import AttachedLayer, local
-from gracetune.adapters.load_checks import fitted
+from gracetune.adapters.load_checks import fit_to_layers
 from gracetune.adapters.lycoris import Factors
 from gracetune.adapters.options import LayerOptions, resolver
 from gracetune.adapters.state import AdapterState, ExpertStage
@@ -300,7 +300,7 @@ class _LayersAttached(Attached):
             self._layers[path].load(tensors)
 
     def fitting(self, state: AdapterState) -> LayerTensors:
-        return fitted(state, self._family, self._expert, self._layers)
+        return fit_to_layers(state, self._family, self._expert, self._layers)
 
     @contextmanager
     def holding(self, values: LayerTensors) -> Iterator[dict[str, Tensor]]:

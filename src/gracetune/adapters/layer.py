@@ -16,8 +16,8 @@ from gracetune.adapters.algorithms.registry import algorithm as record_of
 from gracetune.adapters.state import Layer
 
 
-def registered(name: str) -> str:
-    """The name under which a tensor such as `lora_up.weight` is registered. torch allows no dots in it."""
+def parameter_name(name: str) -> str:
+    """The name under which a tensor such as `lora_up.weight` is registered in its module. torch allows no dots."""
     return name.replace(".", "_")
 
 

@@ -17,7 +17,7 @@ from gracetune.errors import ConfigError, Problem
 _SHOWN = 8
 
 
-def fitted(
+def fit_to_layers(
     state: AdapterState, family: str, expert: ExpertStage, layers: Mapping[str, AttachedLayer]
 ) -> dict[str, dict[str, Tensor]]:
     """The state's tensors in the form of the attached layers, by path. A `ConfigError` lists all that does not fit.

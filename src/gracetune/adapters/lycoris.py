@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gracetune.adapters.algorithms.record import Algorithm
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import change
-from gracetune.adapters.layer import AttachedLayer, registered
+from gracetune.adapters.layer import AttachedLayer, parameter_name
 from gracetune.adapters.options import LayerOptions
 
 CHILD = "adapter"
@@ -37,12 +37,12 @@ class Factors(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.strength = 1.0
-        self.registered = {name: registered(name) for name in tensors}
+        self.parameter_names = {name: parameter_name(name) for name in tensors}
         for name, tensor in tensors.items():
-            self.register_parameter(self.registered[name], nn.Parameter(tensor.float()))
+            self.register_parameter(self.parameter_names[name], nn.Parameter(tensor.float()))
 
     def tensors(self) -> dict[str, nn.Parameter]:
-        return {name: self.get_parameter(own) for name, own in self.registered.items()}
+        return {name: self.get_parameter(own) for name, own in self.parameter_names.items()}
 
     def forward(self, layer: nn.Linear | nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
         """The tensor to add to the layer's output for the input `x`, at strength 1."""
@@ -96,7 +96,7 @@ class LycorisLayer(AttachedLayer):
 # -- initial values of the factors ------------------------------------------------------------------------------------
 
 
-def made_by_library(
+def factors_from_lycoris(
     kind: Callable[..., nn.Module], layer: nn.Module, options: LayerOptions, **more: Any
 ) -> dict[str, Tensor]:
     """The factors that a module class of lycoris-lora creates for this layer."""

@@ -155,7 +155,7 @@ def _merged(name: str, tensor: Tensor, change: Change) -> Tensor:
         raise ConfigError([Problem(name, "a change beyond the range of numbers", "finite numbers", hint)]) from None
     result = merged.to(tensor.dtype)
     if not result.isfinite().all() and tensor.isfinite().all():
-        found = f"infinite or no number as {tensor.dtype} once the adapter is in it"
+        found = f"infinity or NaN in {tensor.dtype} after merging the adapter"
         hint = "weights in bf16 or fp32 if these are fp16; else an earlier checkpoint: the training run has diverged"
         raise ConfigError([Problem(name, found, "finite numbers", hint)])
     return result

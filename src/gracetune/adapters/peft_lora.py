@@ -93,7 +93,7 @@ def _wrapped(layer: nn.Module, options: LayerOptions) -> nn.Module:
     return wrapped
 
 
-def first_pair(layer: nn.Module, rank: int) -> dict[str, Tensor]:
+def initial_lora_factors(layer: nn.Module, rank: int) -> dict[str, Tensor]:
     """The initial values that peft gives a LoRA on a linear layer."""
     linear = cast(nn.Linear, layer)
     down = _kaiming(torch.Size((rank, linear.in_features)))

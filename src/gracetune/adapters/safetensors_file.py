@@ -99,7 +99,7 @@ def _check_numbers(path: Path, header: WeightFiles) -> None:
     odd = sorted({entry.dtype for entry in header.entries.values()} - set(_DTYPES.values()))
     if odd:
         hint = "save it in bf16, fp16 or fp32 where it was made"
-        raise _unreadable(path, f"numbers of type {', '.join(odd)}", f"one of {', '.join(_DTYPES.values())}", hint)
+        raise _unreadable(path, f"tensors of type {', '.join(odd)}", f"one of {', '.join(_DTYPES.values())}", hint)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if header.size > memory:  # a sparse file can be larger than the disk it is on
         found = f"{format_bytes(header.size)} of tensors"

@@ -258,7 +258,7 @@ def class_names(modules: Modules) -> list[str]:
 
 def _nothing_left(wanted: int, left_out: Mapping[str, str]) -> Problem:
     if not wanted:
-        return Problem("adapter.targets", "no pattern at all", "layers to adapt", "name some, such as to_q")
+        return Problem("adapter.targets", "no pattern", "layers to adapt", "name some, such as to_q")
     path, reason = next(iter(left_out.items()))
     found = f"{wanted} layers, all of them left out ({path}: {reason})"
     return Problem("adapter.targets", found, "at least one layer to train", "name more targets, or exclude less")

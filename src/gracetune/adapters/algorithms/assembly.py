@@ -42,7 +42,7 @@ class Convention:
     """Row magnitudes refer to the norms of the base weight. The header marks such files, which are for ComfyUI."""
 
 
-def scaled(alpha: float | None, rank: int, convention: Convention) -> float:
+def defined_alpha(alpha: float | None, rank: int, convention: Convention) -> float:
     """The alpha of a layer, from the file or by the convention. Raises `NoScaleError` if neither defines it."""
     if alpha is None:
         if convention.without_alpha == "undefined":
@@ -55,11 +55,11 @@ def checked_alpha(value: object, location: str = "") -> float:
     """A number that fp32 can hold. Messages put `location` after the word alpha."""
     subject = f"alpha{location} is"
     if isinstance(value, bool):
-        raise LayerError(f"{subject} {str(value).lower()}: it is a number")
+        raise LayerError(f"{subject} {str(value).lower()}: expected a number")
     if isinstance(value, str):
-        raise LayerError(f'{subject} the text "{short(value, 20)}": it is a number, without quotes')
+        raise LayerError(f'{subject} the text "{short(value, 20)}": expected a number, without quotes')
     if not isinstance(value, int | float):
-        raise LayerError(f"{subject} {short(repr(value), 20)}: it is a number")
+        raise LayerError(f"{subject} {short(repr(value), 20)}: expected a number")
     if isinstance(value, float) and math.isnan(value):
         raise LayerError(f"{subject} NaN")
     if value in (math.inf, -math.inf):
@@ -79,13 +79,13 @@ def check_core(tensors: Mapping[str, Tensor], name: str, rank: int) -> None:
 def check_matrices(tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
     for name in names:
         if name in tensors and tensors[name].ndim != 2:
-            raise LayerError(f"{name} is {sides(tensors[name])}: it is a matrix")
+            raise LayerError(f"{name} is {sides(tensors[name])}: expected a matrix")
 
 
 def check_vector(name: str, tensor: Tensor) -> None:
     """A vector with one number for each channel. For convolutions it may have further dimensions of size 1."""
     if tensor.numel() != max(tensor.shape, default=1):
-        raise LayerError(f"{name} is {sides(tensor)}: it is a number for each channel")
+        raise LayerError(f"{name} is {sides(tensor)}: expected one number for each channel")
 
 
 def one_rank(ranks: Mapping[str, int]) -> int:

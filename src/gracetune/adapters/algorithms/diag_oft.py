@@ -38,9 +38,9 @@ class DiagOft(Algorithm):
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
         from lycoris.modules.diag_oft import DiagOFTModule
 
-        from gracetune.adapters.lycoris import made_by_library
+        from gracetune.adapters.lycoris import factors_from_lycoris
 
-        return made_by_library(DiagOFTModule, layer, options), None
+        return factors_from_lycoris(DiagOFTModule, layer, options), None
 
     def changed(self, tensors: Tensors, weight: Tensor) -> Tensor:
         import torch

@@ -49,9 +49,12 @@ class Dora(LowRank):
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
         """peft's initial values for a linear layer. Convolutions always use peft's own layers."""
         from gracetune.adapters.fast.modules import row_lengths
-        from gracetune.adapters.peft_lora import first_pair
+        from gracetune.adapters.peft_lora import initial_lora_factors
 
-        return {**first_pair(layer, options.rank), "dora_scale": row_lengths(cast("nn.Linear", layer))}, options.rank
+        return {
+            **initial_lora_factors(layer, options.rank),
+            "dora_scale": row_lengths(cast("nn.Linear", layer)),
+        }, options.rank
 
     def computation(self, inputs: int, outputs: int, options: Options) -> Computation:
         if options.dropout > 0:

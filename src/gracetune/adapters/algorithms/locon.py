@@ -35,9 +35,9 @@ class Locon(LowRank):
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
         from lycoris.modules.locon import LoConModule
 
-        from gracetune.adapters.lycoris import made_by_library
+        from gracetune.adapters.lycoris import factors_from_lycoris
 
-        return made_by_library(LoConModule, layer, options), options.rank
+        return factors_from_lycoris(LoConModule, layer, options), options.rank
 
     def fused_layer(self) -> type[AdaptedLinear]:
         from gracetune.adapters.fast.modules import LoconLinear

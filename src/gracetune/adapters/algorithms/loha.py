@@ -16,8 +16,8 @@ from gracetune.adapters.algorithms.assembly import (
     LayerError,
     check_core,
     check_matrices,
+    defined_alpha,
     one_rank,
-    scaled,
     sides,
 )
 from gracetune.adapters.algorithms.matrices import (
@@ -77,9 +77,9 @@ class Loha(Algorithm):
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
         from lycoris.modules.loha import LohaModule
 
-        from gracetune.adapters.lycoris import made_by_library
+        from gracetune.adapters.lycoris import factors_from_lycoris
 
-        return made_by_library(LohaModule, layer, options), options.rank
+        return factors_from_lycoris(LohaModule, layer, options), options.rank
 
     def added(self, tensors: Tensors, shape: torch.Size) -> Tensor:
         first = tucker(tensors["hada_w1_a"], tensors["hada_w1_b"], tensors.get("hada_t1"))
@@ -154,7 +154,7 @@ class Loha(Algorithm):
             if inner != rank:
                 raise LayerError(f"{name} has rank {inner}, hada_w1_b {rank}")
         check_core(tensors, "hada_t1", rank)
-        return Layer("loha", dict(tensors), scaled(alpha, rank, convention), rank)
+        return Layer("loha", dict(tensors), defined_alpha(alpha, rank, convention), rank)
 
     def outputs(self, tensors: Tensors) -> int | None:
         return tensors["hada_w1_a"].shape[1 if "hada_t1" in tensors else 0]

@@ -19,9 +19,9 @@ from gracetune.adapters.algorithms.assembly import (
     LayerError,
     check_core,
     check_matrices,
+    defined_alpha,
     listed,
     one_rank,
-    scaled,
 )
 from gracetune.adapters.algorithms.matrices import (
     core_size,
@@ -170,9 +170,9 @@ class Lokr(Algorithm):
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
         from lycoris.modules.lokr import LokrModule
 
-        from gracetune.adapters.lycoris import made_by_library
+        from gracetune.adapters.lycoris import factors_from_lycoris
 
-        tensors = made_by_library(
+        tensors = factors_from_lycoris(
             LokrModule,
             layer,
             options,
@@ -230,7 +230,7 @@ class Lokr(Algorithm):
         for factor in ("lokr_w1", "lokr_w2"):
             parts = {f"{factor}_a", f"{factor}_b"} & tensors.keys()
             if factor in tensors and parts:
-                raise LayerError(f"{factor} both whole and in pieces")
+                raise LayerError(f"{factor} both whole and decomposed")
             if factor not in tensors and len(parts) < 2:
                 raise LayerError(f"neither {factor} nor both {factor}_a and {factor}_b")
             if parts:
@@ -246,7 +246,7 @@ class Lokr(Algorithm):
             return Layer("lokr", dict(tensors), 1.0, None)
         rank = one_rank(ranks)
         check_core(tensors, "lokr_t2", rank)
-        return Layer("lokr", dict(tensors), scaled(alpha, rank, convention), rank)
+        return Layer("lokr", dict(tensors), defined_alpha(alpha, rank, convention), rank)
 
     def outputs(self, tensors: Tensors) -> int | None:
         return _rows(tensors, "lokr_w1") * _rows(tensors, "lokr_w2")

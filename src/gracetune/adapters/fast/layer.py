@@ -8,7 +8,7 @@ from torch import nn
 
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.computation import Computation
-from gracetune.adapters.layer import AttachedLayer, registered
+from gracetune.adapters.layer import AttachedLayer, parameter_name
 from gracetune.adapters.options import LayerOptions
 
 
@@ -32,7 +32,7 @@ class FastLayer(AttachedLayer):
         record = algorithm(options.algorithm)
         tensors, rank = record.first_values(layer, options)
         super().__init__(path, options.algorithm, options.alpha, rank)
-        self._names = {name: registered(name) for name in tensors}
+        self._names = {name: parameter_name(name) for name in tensors}
         self._base = layer
         self._layer = record.fused_layer()(layer, tensors, computation, scale=self.scale, dropout=options.dropout)
         model.set_submodule(path, self._layer, strict=True)

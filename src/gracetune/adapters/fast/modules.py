@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast import products
-from gracetune.adapters.layer import registered
+from gracetune.adapters.layer import parameter_name
 from gracetune.models.common.shared_inputs import SharesInput
 
 
@@ -43,7 +43,7 @@ class AdaptedLinear(nn.Module):
         self.scale = scale
         self.set_strength(1.0)
         for name, tensor in tensors.items():
-            self.register_parameter(registered(name), nn.Parameter(tensor.to(base.weight.device, torch.float32)))
+            self.register_parameter(parameter_name(name), nn.Parameter(tensor.to(base.weight.device, torch.float32)))
         self.train(base.training)
 
     # Attributes of `nn.Linear` that model code reads.
@@ -94,14 +94,14 @@ class AdaptedLinear(nn.Module):
         return f"{self.computation.form}, scale={self.scale}, strength={float(self.strength)}, dropout={self.dropout}"
 
     @property
-    def undisturbed(self) -> bool:
-        """Whether the adapter has strength 1 and applies no dropout."""
+    def is_fusable(self) -> bool:
+        """Whether the fused kernels can compute the adapter: at strength 1 and without dropout."""
         return self.whole and not (self.dropout and self.training)
 
     def adds_to(self, x: Tensor) -> bool:
         """Whether one fused kernel may compute the base layer's product together with the adapter's for this input."""
         base = self.base_layer
-        return type(base) is nn.Linear and self.undisturbed and products.can_be_added_to(x, base)
+        return type(base) is nn.Linear and self.is_fusable and products.can_be_added_to(x, base)
 
 
 class LowRankLinear(SharesInput, AdaptedLinear):
@@ -120,13 +120,15 @@ class LowRankLinear(SharesInput, AdaptedLinear):
     def together(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         """The outputs of several layers for one input, which is then read only once for all adapters."""
         given = x.to(products.compute_dtype(x))
-        alike = [one for one in layers if isinstance(one, LowRankLinear) and one.active and one.undisturbed]
-        if len(alike) < len(layers) or not products.use_half_kernels(given):
+        fusable = [one for one in layers if isinstance(one, LowRankLinear) and one.active and one.is_fusable]
+        if len(fusable) < len(layers) or not products.use_half_kernels(given):
             return tuple(layer(x) for layer in layers)
-        if all(one.adds_to(given) for one in alike):
-            return products.low_rank_linears(given, [one._low_rank() for one in alike])
-        added = products.low_rank_linears(given, [products.LowRankFactors(*one.factors(), one.scale) for one in alike])
-        return tuple(one.base_layer(given) + more for one, more in zip(alike, added, strict=True))
+        if all(one.adds_to(given) for one in fusable):
+            return products.low_rank_linears(given, [one._low_rank() for one in fusable])
+        added = products.low_rank_linears(
+            given, [products.LowRankFactors(*one.factors(), one.scale) for one in fusable]
+        )
+        return tuple(one.base_layer(given) + more for one, more in zip(fusable, added, strict=True))
 
     def added(self, x: Tensor) -> Tensor:
         return products.low_rank(x, *self.factors(), self.factor)
@@ -172,7 +174,7 @@ class DoraLinear(AdaptedLinear):
         weight = cast(HoldsWeightOtherwise, base).plain_weight() if self.other_form else base.weight
         length = products.row_norms(weight, self.row_squares, down, up, self.scale)
         added = products.low_rank(x, down, up, self.scale)
-        output = products.magnified(result, base.bias, added, self.dora_scale / length)
+        output = products.apply_magnitude(result, base.bias, added, self.dora_scale / length)
         return output if self.whole else result + self.strength * (output - result)
 
 

@@ -362,13 +362,13 @@ def row_norms(weight: Tensor, squares: Tensor, down: Tensor, up: Tensor, scale: 
     return squared.clamp_min(0).sqrt().clamp_min(EPSILON)
 
 
-def magnified(result: Tensor, bias: Tensor | None, added: Tensor, ratio: Tensor) -> Tensor:
+def apply_magnitude(result: Tensor, bias: Tensor | None, added: Tensor, ratio: Tensor) -> Tensor:
     """DoRA's output ratio (result - bias + added) + bias, where `result` is the base layer's output."""
-    output: Tensor = _Magnified.apply(result, bias, added, ratio)  # type: ignore[no-untyped-call]
+    output: Tensor = _ApplyMagnitude.apply(result, bias, added, ratio)  # type: ignore[no-untyped-call]
     return output
 
 
-class _Magnified(torch.autograd.Function):
+class _ApplyMagnitude(torch.autograd.Function):
     """Computed in fp32 and rounded once, because bf16 cannot represent how a ratio near 1 differs from 1.
 
     It keeps one tensor of the output's size. The operations are in place: in eager mode each one would otherwise

@@ -86,7 +86,7 @@ def rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
         return f"{reason}; {_WITH_MODEL}" if reason == _OTHER_NORM else reason
     if not keys.comfyui_takes_ours:
         return original_rejection(layer, path, keys)
-    return None if _has_bias(layer) else cut_rejection(layer, path, keys)
+    return None if _has_bias(layer) else _cut_rejection(layer, path, keys)
 
 
 def _misreads(layer: Layer) -> str | None:
@@ -96,7 +96,7 @@ def _misreads(layer: Layer) -> str | None:
     return algorithm(layer.algorithm).rejection("comfyui", layer.tensors)
 
 
-def cut_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
+def _cut_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
     """For families whose fused matrices ComfyUI splits: why it cannot load this layer into a split or reordered matrix.
     None if it can."""
     original = keys.original(path)
@@ -114,7 +114,7 @@ def cut_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
 
 
 def _wrong_by_our_names(layer: Layer, path: str, keys: KeyMap) -> str | None:
-    return _misreads(layer) or (cut_rejection(layer, path, keys) if keys.comfyui_takes_ours else None)
+    return _misreads(layer) or (_cut_rejection(layer, path, keys) if keys.comfyui_takes_ours else None)
 
 
 misread_by_original_names = faults_by(lambda layer, path, keys: _misreads(layer))

@@ -193,7 +193,7 @@ def _repeats(pattern: str) -> bool:
 def _checked_rank(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise LayerError(f"r in adapter_config.json is {short(repr(value), 20)}: it is a whole number above 0")
+    raise LayerError(f"r in adapter_config.json is {short(repr(value), 20)}: expected a whole number above 0")
 
 
 def _unreadable(path: str, rank: int | None) -> float:

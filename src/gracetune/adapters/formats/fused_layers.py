@@ -25,7 +25,7 @@ from gracetune.adapters.state import Layer
 from gracetune.models.keys import MappedLayers
 
 
-def joined(layers: Mapping[int, Layer], mapped: MappedLayers) -> Layer:
+def fuse(layers: Mapping[int, Layer], mapped: MappedLayers) -> Layer:
     """One layer for the fused matrix. `layers` maps positions in `mapped` to layers. Raises `LayerError`."""
     first = next(iter(layers.values()))
     if all(_is_difference(layer) for layer in layers.values()):
@@ -55,7 +55,7 @@ def joined(layers: Mapping[int, Layer], mapped: MappedLayers) -> Layer:
     return Layer("lora", tensors, first.alpha * len(rows), rank * len(rows))
 
 
-def parted(layer: Layer, mapped: MappedLayers) -> dict[str, Layer]:
+def unfuse(layer: Layer, mapped: MappedLayers) -> dict[str, Layer]:
     """Split a layer of the fused matrix into the layers of `mapped`, by path. Raises `LayerError`."""
     if _is_difference(layer):
         return _unstacked(layer, mapped)
@@ -122,7 +122,7 @@ def _unit(outputs: int, mapped: MappedLayers) -> int:
     return unit
 
 
-def can_be_joined(layer: Layer) -> bool:
+def can_be_fused(layer: Layer) -> bool:
     return _is_difference(layer) or _pair(layer) is not None
 
 

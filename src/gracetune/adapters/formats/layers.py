@@ -40,7 +40,7 @@ def _record(tensors: Mapping[str, Tensor]) -> Algorithm:
     """The record that assembles these tensors. LoRA's record also assembles DoRA and LoCon."""
     names = set(tensors)
     if not names:
-        raise LayerError("an alpha and nothing to scale")
+        raise LayerError("an alpha without any tensor to scale")
     for record in records():
         if record.claims(names):
             return record
@@ -61,7 +61,7 @@ def _check_numbers(tensors: Mapping[str, Tensor], record: Algorithm) -> None:
 def _check_dimensions(tensors: Mapping[str, Tensor], record: Algorithm) -> None:
     for name, tensor in tensors.items():
         if tensor.numel() == 0:
-            raise LayerError(f"{name} is {short(sides(tensor), 80)}: there is nothing in it")
+            raise LayerError(f"{name} is {short(sides(tensor), 80)}: the tensor is empty")
         if not record.least_dimensions(name) <= tensor.ndim <= record.most_dimensions(name):
             raise LayerError(f"{name} is {short(sides(tensor), 80)}: not the shape of such a tensor")
 

@@ -20,10 +20,10 @@ from gracetune.adapters.errors import (
     NotFiniteError,
     UnknownKeysError,
 )
-from gracetune.adapters.formats import fused_layers as fusing
+from gracetune.adapters.formats import fused_layers
 from gracetune.adapters.formats.layers import assemble
 from gracetune.adapters.formats.names import LocatedKey, is_of_text_encoder, locate, split
-from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swapped
+from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swap_row_halves
 from gracetune.adapters.state import AdapterState, ExpertStage, Layer
 from gracetune.errors import Problem, short
 from gracetune.models.key_maps import KEY_MAPS
@@ -81,7 +81,7 @@ class AdapterContents:
             )
             found.append(NotFiniteError([problem]))
         if self.contradictions:
-            hint = "rename the file, or write it anew where it was made"
+            hint = "rename the file, or save it again with the program that wrote it"
             problems = [Problem("stage", text, "one expert", hint, file) for text in self.contradictions]
             found.append(MixedExpertsError(problems))
         return found
@@ -197,7 +197,7 @@ def _gather(tensors: Mapping[str, Tensor], keys: KeyMap) -> tuple[list[_Gathered
             if tensors[key].numel() != 1:
                 broken[parts.stem] = f"an alpha of {tensors[key].numel()} numbers"
             elif tensors[key].dtype == torch.bool:
-                broken[parts.stem] = "alpha is true or false: it is a number"
+                broken[parts.stem] = "alpha is true or false: expected a number"
             elif entry.alpha is not None:
                 broken[parts.stem] = f"two alphas, one of them {short(key)}"
             else:
@@ -238,12 +238,12 @@ def _layers(found: _Gathered, convention: Convention, scale: Scale | None) -> di
     if convention.dora_by_base:
         layer = by_base(layer)
     if mapped.fused:
-        return fusing.parted(layer, mapped)
+        return fused_layers.unfuse(layer, mapped)
     if mapped.halves_swapped:
         decomposed = not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors)
         if not algorithm(layer.algorithm).row_tensors or decomposed:
             raise LayerError(f"{layer.algorithm} on a layer whose rows are in another order in diffusers")
-        layer = swapped(layer)
+        layer = swap_row_halves(layer)
     return {mapped.paths[0]: layer}
 
 

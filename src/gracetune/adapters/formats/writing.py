@@ -15,7 +15,7 @@ from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.algorithms.registry import algorithms as records
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.errors import CannotHoldError
-from gracetune.adapters.formats import fused_layers as fusing
+from gracetune.adapters.formats import fused_layers
 from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.shapes import outputs
 from gracetune.adapters.state import AdapterState, Layer
@@ -100,13 +100,13 @@ def original_stems(prefix: str, separator: str) -> Stems:
             done.add(original.name)
             name = prefix + original.name.replace(".", separator)
             if not original.mapped.fused:
-                yield Stem(name, swapped(layer) if original.mapped.halves_swapped else layer)
+                yield Stem(name, swap_row_halves(layer) if original.mapped.halves_swapped else layer)
                 continue
             parts = {
                 index: state.layers[part] for index, part in enumerate(original.mapped.paths) if part in state.layers
             }
             try:
-                yield Stem(name, fusing.joined(parts, original.mapped))
+                yield Stem(name, fused_layers.fuse(parts, original.mapped))
             except LayerError as fault:
                 faults.append((original.mapped.paths[next(iter(parts))], str(fault)))
 
@@ -118,7 +118,7 @@ def original_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
     original = keys.original(path)
     if original is None:
         return None
-    if original.mapped.fused and not fusing.can_be_joined(layer):
+    if original.mapped.fused and not fused_layers.can_be_fused(layer):
         parts = ", ".join(part.rpartition(".")[2] for part in original.mapped.paths)
         only = "only plain LoRAs or differences of its parts can be joined"
         return f"{parts} are one matrix in the original model, and {only}"
@@ -234,7 +234,7 @@ def _weight_dimensions(layer: Layer) -> int:
     return max(2, *(tensor.ndim for tensor in layer.tensors.values()))
 
 
-def swapped(layer: Layer) -> Layer:
+def swap_row_halves(layer: Layer) -> Layer:
     """The layer with the two halves of its output rows swapped."""
     rows = algorithm(layer.algorithm).row_tensors
     tensors = {

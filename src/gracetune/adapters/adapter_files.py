@@ -1,4 +1,8 @@
-"""An adapter's file as states: read, recognised, and everything in it accounted for."""
+"""Opens an adapter file of any known format as `AdapterState`s, and saves one.
+
+Opening detects the family, expert, algorithm and format, then reads every key. A key that is not understood is a
+problem of the file; nothing is dropped silently.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ _OTHER_HASH = (
     "the header's sshs_model_hash is not the hash of the tensors in this file: it was changed after it was written, or "
     "the program that wrote it computes the hash by another rule"
 )
-_ORDER: tuple[ExpertStage, ...] = ("", "high_noise", "low_noise")
+_EXPERT_ORDER: tuple[ExpertStage, ...] = ("", "high_noise", "low_noise")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +42,11 @@ class OpenedAdapter:
     detected: Detected
     reading: AdapterContents
     left_out: tuple[str, ...] = ()
-    """Layers of text encoders, where the caller wanted the file without them."""
+    """Layers of text encoders that were removed at the caller's request."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is worth knowing and keeps nobody from using the file."""
+        """Observations that do not prevent the file from being used."""
         if self.file.hash_matches is False and not self.reading.altered:
             return (_OTHER_HASH,)
         return ()
@@ -52,8 +56,10 @@ class OpenedAdapter:
             raise self.reading.errors(str(self.file.path))[0]
 
     def programs(self) -> dict[Program, str | None]:
-        """For every program: None where it loads this file as it was trained, else the reason. Empty where that is not
-        known: something in the file is wrong, or its layers have other names than we write."""
+        """For every program: None if it loads this file as it was trained, otherwise the reason.
+
+        Empty if this is unknown: the file has an error, or its keys differ from those gracetune writes.
+        """
         if self.reading.errors() or not self.reading.states:
             return {}
         if len(self.reading.states) > 1:
@@ -65,7 +71,7 @@ class OpenedAdapter:
         return readable(state, name)
 
     def _is_spelled_as(self, state: AdapterState, format: FormatName) -> bool:
-        """Whether the file has the keys that we would write."""
+        """Whether the file has exactly the keys that gracetune writes in this format."""
         record = FORMATS[format]
         try:
             written, _ = record.write(state, dtype_of(self.file.tensors))
@@ -77,16 +83,16 @@ class OpenedAdapter:
         return found == ours
 
     def states(self) -> list[AdapterState]:
-        """Every adapter in the file, the high-noise one first. Raises where anything in the file is wrong."""
+        """Every adapter in the file, the high-noise one first. Raises if anything in the file is wrong."""
         self.reading.checked(str(self.file.path))
         if not self.reading.states:
             hint = "check that it is the file of an adapter"
             problem = Problem("layers", "none", "at least one layer", hint, str(self.file.path))
             raise BrokenLayerError([problem])
-        return sorted(self.reading.states.values(), key=lambda state: _ORDER.index(state.expert))
+        return sorted(self.reading.states.values(), key=lambda state: _EXPERT_ORDER.index(state.expert))
 
     def state(self) -> AdapterState:
-        """The one adapter in the file; a file of both experts is refused."""
+        """The only adapter in the file. Raises `MixedExpertsError` if the file holds both experts."""
         found = self.states()
         if len(found) > 1:
             names = " and ".join(state.expert for state in found)
@@ -104,9 +110,10 @@ def open_adapter(
     alpha: float | None = None,
     ignore_hash: bool = False,
 ) -> OpenedAdapter:
-    """Reads a file in any of the known spellings; `family` is only needed where the keys fit two.
+    """Read a file in any of the known formats. `family` is needed only if the keys fit two families.
 
-    `alpha` is that of all layers, of a file that does not tell it. `ignore_hash` takes a file of ours that was changed.
+    `alpha` applies to every layer of a file that has no scale of its own. `ignore_hash` accepts a gracetune file whose
+    tensors were changed after it was written.
     """
     file = files.read(path)
     left_out: tuple[str, ...] = ()
@@ -116,11 +123,11 @@ def open_adapter(
         detected = detect(file.tensors, file.metadata, name=file.path.stem, family=family)
     except UnclearFamilyError as error:
         raise UnclearFamilyError([replace(problem, file=str(path)) for problem in error.problems]) from None
-    spelled = FORMATS["comfyui" if detected.format == "other" else detected.format]
-    reading = spelled.read(file.tensors, file.metadata, detected.family)
+    format = FORMATS["comfyui" if detected.format == "other" else detected.format]
+    reading = format.read(file.tensors, file.metadata, detected.family)
     if alpha is not None:
         file = _with_alpha(file, reading, alpha)
-        reading = spelled.read(file.tensors, file.metadata, detected.family)
+        reading = format.read(file.tensors, file.metadata, detected.family)
     states = _with_experts(reading.states, detected, file)
     altered = file.is_ours and file.hash_matches is False and not ignore_hash
     reading = replace(reading, states=states, contradictions=detected.contradictions, altered=altered)
@@ -128,18 +135,18 @@ def open_adapter(
 
 
 def _with_alpha(file: files.AdapterFile, reading: AdapterContents, alpha: float) -> files.AdapterFile:
-    """The file as if it had an alpha for every layer. Refused where it tells its scale itself."""
+    """The file with this alpha added to every layer. Raises `ConfigError` if the file has a scale of its own."""
     own = [key for key in file.tensors if (parts := split(key)) is not None and parts.tensor == "alpha"]
     if own or not reading.without_scale:
-        found = f"alphas in the file: {short(own[0])}" if own else "a file that tells its scale"
-        expected = "a file whose scale nothing tells"
+        found = f"alphas in the file: {short(own[0])}" if own else "a file that defines its scale"
+        expected = "a file without a scale"
         raise ConfigError([Problem("--alpha", found, expected, "leave --alpha out", str(file.path))])
     given = {f"{stem}.alpha": torch.tensor(alpha, dtype=torch.float32) for stem in reading.without_scale}
     return replace(file, tensors={**file.tensors, **given})
 
 
 def _without_text_encoders(file: files.AdapterFile) -> tuple[files.AdapterFile, tuple[str, ...]]:
-    """The rest of the file, and which layers were left out."""
+    """The file without its text-encoder layers, and the names of those layers."""
     kept = {key: tensor for key, tensor in file.tensors.items() if not is_of_text_encoder(key)}
     if file.tensors and not kept:
         hint = "give another file: there is nothing in this one to train on or to convert"
@@ -153,13 +160,13 @@ def _without_text_encoders(file: files.AdapterFile) -> tuple[files.AdapterFile, 
 def _with_experts(
     states: Mapping[ExpertStage, AdapterState], detected: Detected, file: files.AdapterFile
 ) -> dict[ExpertStage, AdapterState]:
-    """States without a stage in their keys get the one the header or the file's name tells."""
+    """Assign the expert from the header or the file name to states whose keys name none."""
     if "" not in states:
         return dict(states)
     if len(states) == 1:
         expert = detected.experts[0]
-    elif set(states) == {"", "low_noise"}:  # diffusers' names: transformer and transformer_2
-        expert = "high_noise"
+    elif set(states) == {"", "low_noise"}:
+        expert = "high_noise"  # diffusers' pair: `transformer`, which has no expert mark, and `transformer_2`
     else:
         problem = Problem(
             "stages",
@@ -179,6 +186,6 @@ def save(
     dtype: torch.dtype,
     about: metadata.About | None = None,
 ) -> Path:
-    """Writes one adapter. The same state, format, precision and `about` give the same bytes."""
+    """Write one adapter. The same state, format, precision and `about` give the same bytes."""
     tensors, of_format = FORMATS[format].write(state, dtype)
     return files.write(path, tensors, metadata.header(state, tensors, of_format, about))

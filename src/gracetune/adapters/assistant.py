@@ -1,13 +1,14 @@
-"""A frozen LoRA that the base model has while an adapter is trained, and not when samples are generated.
+"""The assistant adapter: a frozen LoRA that is active during training and disabled when samples are generated.
 
-Models distilled to a few steps lose this when they are trained as they are. An assistant adapter takes the distillation
-back, so that the trained one need not; without it, the trained adapter works on the model as it was published.
+Training a model that was distilled to a few steps destroys its distillation. An assistant adapter undoes the
+distillation first, so the trained adapter does not learn to undo it. Without the assistant, the trained adapter then
+works on the model as it was published.
 
-    y = x W' + s (x A') B'        the first term alone inside `absent`
+    y = x W^T + s (x A^T) B^T        inside `absent`: y = x W^T
 
-It is computed beside its layer instead of being merged into the weight: so `absent` is the published model to the last
-bit, and weights in 8 bits are rounded without it. Nothing of a step is kept for it. Its tensors are buffers that belong
-to no saved state.
+The assistant is computed beside its layer instead of being merged into the weight. Therefore `absent` gives the
+published model bit for bit, and 8-bit weights are quantised without it. Its tensors are non-persistent buffers: they
+get no gradient and are not part of any `state_dict`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _DOWN, _UP = "lora_A.weight", "lora_B.weight"
 
 
 class Assisted(nn.Linear):
-    """What a linear layer becomes."""
+    """A linear layer with an assistant. `assist` changes a layer's class to a subclass of this one, in place."""
 
     assistant_down: Tensor
     """[rank, in]"""
     assistant_up: Tensor
-    """[out, rank], scaled"""
+    """[out, rank], already multiplied by alpha / rank"""
     assisting: bool
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ _KINDS: Final[Mapping[type[nn.Module], type[Assisted]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Assistant:
-    """Of one denoiser."""
+    """The assistant adapter of one denoiser."""
 
     layers: Sequence[Assisted]
     file: Path
@@ -86,7 +87,7 @@ class Assistant:
 
     @contextmanager
     def absent(self) -> Iterator[None]:
-        """The layers answer as if it had never been there."""
+        """Inside, the layers compute the published model's output."""
         self._set(False)
         try:
             yield
@@ -100,14 +101,14 @@ class Assistant:
 
 @dataclass(frozen=True, eq=False)
 class AssistantFile:
-    """Read, and known to be LoRA for one denoiser. Whether it fits the model is asked by `assist`."""
+    """A file that holds plain LoRA for a single denoiser. `assist` checks whether it fits the model."""
 
     path: Path
     state: AdapterState
 
 
 def as_assistant(path: Path, state: AdapterState, family: str) -> AssistantFile:
-    """`state` is what the file holds."""
+    """Check that the file's adapter can be an assistant for this family. `state` is the content of the file."""
     problems = [_problem(f"made for {state.family}", f"one for {family}", path)] if state.family != family else []
     if state.expert:
         problems.append(_problem(f"of the {state.expert} expert", "one of a model with a single denoiser", path))
@@ -120,8 +121,10 @@ def as_assistant(path: Path, state: AdapterState, family: str) -> AssistantFile:
 
 
 def assist(denoiser: nn.Module, file: AssistantFile, device: torch.device, dtype: torch.dtype) -> Assistant:
-    """Give the layers their assistant, before an adapter is attached to them. What does not fit is listed, and nothing
-    is changed."""
+    """Add the assistant to the model's layers. Call it before an adapter is attached to them.
+
+    If any layer does not fit, a `ConfigError` lists them and the model stays unchanged.
+    """
     modules = dict(denoiser.named_modules())
     problems = [
         _problem(f"{path}: {why}", "layers of this model", file.path)
@@ -146,8 +149,9 @@ def _unfit(module: nn.Module | None, layer: Layer) -> str | None:
 
 def _assisted(module: nn.Module, layer: Layer, device: torch.device, dtype: torch.dtype) -> Assisted:
     factors = _factors(layer)
-    assert factors is not None, "`as_assistant` has looked"
+    assert factors is not None, "`as_assistant` has checked this"
     down, up = factors
+    # The class changes in place: references to the layer, its parameters and its hooks stay valid.
     module.__class__ = _KINDS[type(module)]
     assert isinstance(module, Assisted)
     module.assisting = True
@@ -157,7 +161,7 @@ def _assisted(module: nn.Module, layer: Layer, device: torch.device, dtype: torc
 
 
 def _factors(layer: Layer) -> tuple[Tensor, Tensor] | None:
-    """Down and up of a plain LoRA of a linear layer; None for anything else."""
+    """The down and up matrices of a plain LoRA on a linear layer; None for anything else."""
     tensors = layer.tensors if layer.algorithm == "lora" else algorithm("lora").renamed(layer.algorithm, layer.tensors)
     if tensors is None or tensors.keys() != {_DOWN, _UP} or any(one.dim() != 2 for one in tensors.values()):
         return None

@@ -1,14 +1,15 @@
-"""Makes a frozen denoiser trainable, and undoes it.
+"""Attaches an adapter to a frozen denoiser, and detaches it again.
 
-    attached = attach(denoiser, config.adapter, family="wan", stage="high_noise", default_targets=..., seed=42)
+    attached = attach(denoiser, config.adapter, family="wan", expert="high_noise", default_targets=..., seed=42)
     optimizer = AdamW(attached.parameters().values())
     with attached.disabled(): ...                  # the base model's own prediction
-    with attached.holding(attached.fitting(state)): ...   # another adapter's values, for as long as this lasts
+    with attached.holding(attached.fitting(state)): ...   # temporarily with another adapter's values
     file = write(attached.state())
 
-What is trained is held in fp32 whatever the base is; the base stays as it is and gets no gradient. Each layer's first
-values depend on seed, stage and path alone, and no global generator moves. Linear layers are computed without building
-the change of their weight where there is a form for that (`attached.decisions` says which and why).
+Trained parameters are fp32 whatever the base model's precision is. The base model stays unchanged and gets no gradient.
+The initial values of a layer depend only on the seed, the expert and the layer's path; global random generators are not
+used. A linear layer is computed without materialising the change of its weight wherever its algorithm has a factorised
+form; `attached.decisions` reports which form is used and why.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gracetune.adapters.computation import LIBRARY, Computation
 from gracetune.adapters.fast.layer import FastLayer, choice, reference
 from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
 from gracetune.adapters.layer import AttachedLayer, local
-from gracetune.adapters.load_checks import fitted
+from gracetune.adapters.load_checks import fit_to_layers
 from gracetune.adapters.lycoris import Factors
 from gracetune.adapters.options import LayerOptions, resolver
 from gracetune.adapters.state import AdapterState, ExpertStage
@@ -41,78 +42,84 @@ from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.seeded_random import seeded
 
 PathChoice = Literal["auto", "library"]
-"""`auto`: factorised where there is a form for it. `library`: peft's layers and whole changes, the reference."""
+"""`auto`: the factorised form where there is one. `library`: the reference, that is peft's layers and full changes."""
 _EVERY_KIND: tuple[Kind, ...] = ("linear", "conv", "norm", "parameter", "other")
 LayerTensors = Mapping[str, Mapping[str, Tensor]]
-"""By layer and name."""
+"""Tensors by the layer's path and the tensor's name."""
 _WHOLE = "a full fine-tune has no adapter beside the model: "
 
 
 class Attached(ABC):
-    """A denoiser with something to train in it."""
+    """A denoiser together with the parameters that are trained in it."""
 
     def __init__(self, selection: LayerSelection | None, notes: tuple[str, ...] = ()) -> None:
         self.selection = selection
-        """What was chosen and why; None for a full fine-tune of everything."""
+        """The selected layers and the reasons; None for a full fine-tune of everything."""
         self.notes = notes
-        """What the config asks for and this model has no place for."""
+        """Options of the config that have no effect on this model."""
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        """How the adapter is computed, a line for each way that is taken."""
+        """How the adapter is computed: one line for each computation in use."""
         return ()
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Everything that is trained, as it is now, by names that stay the same over runs, libraries and sharding."""
+        """The trained parameters by name. The names do not depend on the run, the library or the sharding.
+
+        Call it again after the model was sharded or moved: FSDP replaces parameters.
+        """
 
     @property
     @abstractmethod
     def alphas(self) -> dict[str, float]:
-        """Of every decomposed layer, by path: the parameters alone do not tell how they are scaled."""
+        """The alpha of every decomposed layer, by path. The scale cannot be derived from the parameters alone."""
 
     @abstractmethod
     def state(self) -> AdapterState:
-        """A copy, on the CPU and in fp32. The strength is not in it: it belongs to the run, not to the file."""
+        """A copy of the adapter on the CPU, in fp32. The strength is not included: it is an option of the run."""
 
     def layout(self) -> AdapterState | None:
-        """The same without values; None where there is no adapter, because the weights themselves are trained."""
+        """Like `state`, but with meta tensors. None for a full fine-tune, which has no adapter."""
         return None
 
     @abstractmethod
     def load(self, state: AdapterState) -> None:
-        """Take another adapter's values. Everything has to fit; what does not is listed, and nothing is changed."""
+        """Replace the values by another adapter's. If any layer does not fit, a `ConfigError` lists the misfits and
+        nothing is changed."""
 
     @abstractmethod
     def fitting(self, state: AdapterState) -> LayerTensors:
-        """Another adapter's values as this one's layers take them. What does not fit is listed in a ConfigError."""
+        """Another adapter's values in the form of this adapter's layers. A `ConfigError` lists what does not fit."""
 
     @abstractmethod
     @contextmanager
     def holding(self, values: LayerTensors) -> Iterator[dict[str, Tensor]]:
-        """Inside, the layers have these values; afterwards their own again, bit for bit. Gives this process's part of
-        their own, by the names of `parameters`."""
+        """Inside, the layers have these values; afterwards their own values are restored bit for bit.
+
+        Yields this process's shard of the layers' own values, by the names of `parameters`.
+        """
         yield {}
 
     @abstractmethod
     def acting(self) -> dict[str, list[nn.Parameter]]:
-        """By layer, the tensors that are 0 as long as the layer changes nothing (`Algorithm.zero_at_first`)."""
+        """The tensors of each layer that are 0 before training (`Algorithm.zero_at_first`), by the layer's path."""
 
     @abstractmethod
     @contextmanager
     def amplified(self, factor: float) -> Iterator[None]:
-        """Inside, the tensors of `acting` are multiplied by this; afterwards they are as before, bit for bit."""
+        """Inside, the tensors of `acting` are multiplied by this; afterwards they are restored bit for bit."""
         yield
 
     @abstractmethod
     @contextmanager
     def scale(self, strength: float) -> Iterator[None]:
-        """Inside, the adapter works with this times the config's own strength; 0 is exactly the base model."""
+        """Inside, the adapter's strength is this times the config's strength. 0 is exactly the base model."""
         yield
 
     @abstractmethod
     def detach(self) -> None:
-        """The model is again the one that was given: modules, names, values, gradient flags."""
+        """Restore the model to what it was before: modules, names, values, gradient flags."""
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -132,10 +139,11 @@ def attach(
     seed: int,
     adapter_path: PathChoice = "auto",
 ) -> Attached:
-    """`default_targets`, `conv_targets` and `untrained` are the family's (`ModelSpec`).
+    """Attach the adapter that the config describes. The base model's parameters are frozen.
 
-    Targets of the config take the place of both. Without them, `conv_rank` adds `conv_targets` to the default ones, and
-    `within` stands for every layer inside.
+    `default_targets`, `conv_targets` and `untrained` are declared by the family (`ModelSpec`). `adapter.targets`
+    replaces the first two. Without it, `adapter.within` selects every layer inside; otherwise the defaults apply, and
+    `adapter.conv_rank` adds `conv_targets` to them.
     """
     if any(isinstance(module, LoraLayer | Factors | AdaptedLinear) for module in denoiser.modules()):
         raise GracetuneError("this model already has an adapter in it: call detach() of that one first")
@@ -158,18 +166,26 @@ def attach(
     plan = {path: resolve.options(path, spatial=_spatial(denoiser.get_submodule(path))) for path in chosen.paths}
     spatial = any(_spatial(denoiser.get_submodule(path)) for path in chosen.paths)
     notes = () if spatial else unused_conv_options(adapter)
-    ways = {
+    computations = {
         path: choice(module, options) if adapter_path == "auto" else reference(module, options, "asked for")
         for path, options in plan.items()
         for module in [denoiser.get_submodule(path)]
     }
     return _LayersAttached(
-        denoiser, plan, ways, chosen, family=family, expert=expert, seed=seed, strength=adapter.strength, notes=notes
-    )  # fmt: skip
+        denoiser,
+        plan,
+        computations,
+        chosen,
+        family=family,
+        expert=expert,
+        seed=seed,
+        strength=adapter.strength,
+        notes=notes,
+    )
 
 
 def describe(model: nn.Module) -> Modules:
-    """What `select` chooses from: modules without children, and parameters of modules that have some."""
+    """The modules `select` chooses from: those without children, and the direct parameters of those with children."""
     found: dict[str, ModuleInfo] = {}
     classes = {path: _class_name(module) for path, module in model.named_modules()}
     for path, module in model.named_modules():
@@ -184,17 +200,19 @@ def describe(model: nn.Module) -> Modules:
 
 
 def _with_parameters(model: nn.Module, modules: Modules) -> Modules:
+    """The modules a full fine-tune can train: those that own parameters, and parameters that stand alone."""
     owners = {name.rpartition(".")[0] for name, _parameter in model.named_parameters()}
     return {path: info for path, info in modules.items() if info.kind == "parameter" or path in owners}
 
 
 def _owners(path: str, classes: Mapping[str, str]) -> tuple[str, ...]:
+    """The classes of the modules around a path, the innermost first."""
     parts = path.split(".") if path else []
     return tuple(classes[".".join(parts[:length])] for length in range(len(parts) - 1, -1, -1))
 
 
 def _class_name(module: nn.Module) -> str:
-    """What a pattern means by it: a linear layer is one in whatever form its weight is held."""
+    """The class name that patterns match. Linear layers with an 8-bit weight or an assistant count as `Linear`."""
     if isinstance(module, Assisted) or (isinstance(module, nn.Linear) and isinstance(module, HoldsWeightOtherwise)):
         return nn.Linear.__name__
     return type(module).__name__
@@ -204,17 +222,19 @@ def _kind(module: nn.Module) -> Kind:
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        # peft builds its convolutions without these; none of our families has them.
+        # peft builds its convolutions without these options. None of our families uses them.
         plain = module.groups == 1 and set(module.dilation) == {1} and module.padding_mode == "zeros"
         return "conv" if plain else "other"
     return "norm" if "Norm" in type(module).__name__ else "other"
 
 
 def _spatial(module: nn.Module) -> bool:
+    """Whether this is a convolution whose kernel has more than one pixel."""
     return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and set(module.kernel_size) != {1}
 
 
-def _frozen(model: nn.Module, undo: ExitStack) -> None:
+def _freeze(model: nn.Module, undo: ExitStack) -> None:
+    """Clear every gradient flag, and register the callbacks that restore them."""
     for parameter in model.parameters():
         undo.callback(parameter.requires_grad_, parameter.requires_grad)
         parameter.requires_grad_(False)
@@ -225,7 +245,7 @@ class _LayersAttached(Attached):
         self,
         model: nn.Module,
         plan: Mapping[str, LayerOptions],
-        ways: Mapping[str, Computation],
+        computations: Mapping[str, Computation],
         selection: LayerSelection,
         *,
         family: str,
@@ -236,14 +256,15 @@ class _LayersAttached(Attached):
     ) -> None:
         super().__init__(selection, notes)
         self._family, self._expert = family, expert
-        self._ways = ways
+        self._computations = computations
         self._strength, self._factor = strength, 1.0
         self._layers: dict[str, AttachedLayer] = {}
+        # If a layer fails, leaving the block undoes the earlier ones; `pop_all` keeps the callbacks for `detach`.
         with ExitStack() as undo:
-            _frozen(model, undo)
+            _freeze(model, undo)
             for path, options in plan.items():
                 with seeded(seed, expert, path):
-                    layer = _made(model, path, options, ways[path])
+                    layer = _attach_layer(model, path, options, computations[path])
                 undo.callback(layer.remove, model)
                 layer.set_strength(strength)
                 self._layers[path] = layer
@@ -251,7 +272,7 @@ class _LayersAttached(Attached):
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        counts = Counter((way.path, way.why) for way in self._ways.values())
+        counts = Counter((computation.path, computation.why) for computation in self._computations.values())
         return tuple(f"adapter path: {path} ({why}; {_layers(count)})" for (path, why), count in counts.items())
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -272,19 +293,19 @@ class _LayersAttached(Attached):
         return AdapterState(self._family, self._expert, {path: layer.layout() for path, layer in self._layers.items()})
 
     def load(self, state: AdapterState) -> None:
-        self._take(self.fitting(state))
+        self._load_values(self.fitting(state))
 
-    def _take(self, values: LayerTensors) -> None:
+    def _load_values(self, values: LayerTensors) -> None:
         for path, tensors in values.items():
             self._layers[path].load(tensors)
 
     def fitting(self, state: AdapterState) -> LayerTensors:
-        return fitted(state, self._family, self._expert, self._layers)
+        return fit_to_layers(state, self._family, self._expert, self._layers)
 
     @contextmanager
     def holding(self, values: LayerTensors) -> Iterator[dict[str, Tensor]]:
         with _restored(self.parameters()) as own:
-            self._take(values)
+            self._load_values(values)
             yield own
 
     def acting(self) -> dict[str, list[nn.Parameter]]:
@@ -304,13 +325,13 @@ class _LayersAttached(Attached):
     @contextmanager
     def scale(self, strength: float) -> Iterator[None]:
         before = self._factor
-        self._set(strength)
+        self._set_factor(strength)
         try:
             yield
         finally:
-            self._set(before)
+            self._set_factor(before)
 
-    def _set(self, factor: float) -> None:
+    def _set_factor(self, factor: float) -> None:
         self._factor = factor
         for layer in self._layers.values():
             layer.set_strength(self._strength * factor)
@@ -322,7 +343,7 @@ class _LayersAttached(Attached):
 
 @contextmanager
 def _restored(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
-    """Copies of this process's part, put back in place afterwards: whatever points at a parameter still does."""
+    """Save this process's shards and restore them afterwards in place, so references to the parameters stay valid."""
     parts = [local(parameter).detach() for parameter in parameters.values()]
     own = [*map(torch.empty_like, parts)]
     _copy_all(own, parts)
@@ -333,7 +354,7 @@ def _restored(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tens
 
 
 def _copy_all(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """A few kernels for all of them."""
+    """Copy with torch's foreach kernels: a few launches instead of one for each tensor."""
     if to:
         torch._foreach_copy_([*to], [*values])
 
@@ -342,7 +363,7 @@ def _layers(count: int) -> str:
     return "1 layer" if count == 1 else f"{count:,} layers"
 
 
-def _made(model: nn.Module, path: str, options: LayerOptions, computation: Computation) -> AttachedLayer:
+def _attach_layer(model: nn.Module, path: str, options: LayerOptions, computation: Computation) -> AttachedLayer:
     layer = model.get_submodule(path)
     if computation.form != LIBRARY and isinstance(layer, nn.Linear):
         return FastLayer(path, layer, options, computation, model)
@@ -354,7 +375,7 @@ class _FullAttached(Attached):
         super().__init__(selection)
         self._model = model
         with ExitStack() as undo:
-            _frozen(model, undo)
+            _freeze(model, undo)
             if selection is not None:
                 full.bridge(model, selection, undo)
             for parameter in self.parameters().values():
@@ -386,7 +407,7 @@ class _FullAttached(Attached):
         yield {}
 
     def acting(self) -> dict[str, list[nn.Parameter]]:
-        """None: its weights do not begin at 0."""
+        """Empty: the weights of a full fine-tune do not start at 0."""
         return {}
 
     @contextmanager
@@ -402,7 +423,7 @@ class _FullAttached(Attached):
         yield
 
     def detach(self) -> None:
-        """Gradient flags and precisions are as they were; the values are the trained ones."""
+        """Restore gradient flags and precisions. The parameters keep their trained values."""
         self._undo.close()
 
 

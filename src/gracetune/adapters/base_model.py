@@ -1,4 +1,4 @@
-"""The model an adapter is for, as far as files about adapters need it: shapes, single weights, folders."""
+"""The base model of an adapter, as `gracetune adapter` needs it: layer shapes, single weights, weight folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Weight = Callable[[str], Tensor]
 
 
 class Base:
-    """One model on this machine."""
+    """A model that is present on this machine."""
 
     def __init__(self, family: Family, name: str) -> None:
         self.family = family
@@ -35,7 +35,7 @@ class Base:
         self.experts: tuple[Expert, ...] = self._spec.inspect(self.source).experts
 
     def expert(self, name: ExpertStage) -> Expert:
-        """The denoiser an adapter of that stage belongs to."""
+        """The denoiser that an adapter of this expert belongs to."""
         if len(self.experts) == 1:
             return self.experts[0]
         found = next((expert for expert in self.experts if expert.name == name), None)
@@ -46,11 +46,11 @@ class Base:
         return found
 
     def shapes(self) -> dict[str, Shapes]:
-        """By stage, of every layer."""
+        """The weight shapes of every layer, by expert."""
         return {expert.name: shapes_of(self._spec.build_denoiser(self.source, expert)) for expert in self.experts}
 
     def folder(self, expert: ExpertStage) -> Path:
-        """Of the expert's weights, under diffusers' names."""
+        """The folder of the expert's weights, in diffusers' layout."""
         if self.source.single_file is not None:
             hint = "save it with diffusers' from_single_file and save_pretrained, and give that folder"
             found = f"{self.source.name}, one file with the original model's names"
@@ -58,7 +58,7 @@ class Base:
         return self.source.part(self.expert(expert).component)
 
     def weight(self, expert: ExpertStage) -> Weight:
-        """A layer's weight, read when it is asked for."""
+        """A function that reads the weight of the layer at a path from disk."""
         self.folder(expert)
         weights = open_weights(weight_file(self.source, self.expert(expert).component))
 
@@ -76,7 +76,7 @@ class Base:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers says on stderr what it lacks for pictures; nobody who checks an adapter needs to know."""
+    """Silence transformers, which warns about missing image libraries that checking an adapter does not need."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -88,5 +88,5 @@ def _quiet() -> Iterator[None]:
 
 
 def published_shapes(family: str, flavour: str) -> dict[str, Shapes]:
-    """Of a flavour nobody has to have here; the same for both experts."""
+    """The weight shapes of a published flavour, without its weights. They are the same for both experts."""
     return {"": shapes_of(build_published(family, flavour))}

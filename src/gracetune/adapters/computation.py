@@ -1,13 +1,14 @@
-"""How the adapter on one layer is computed, why so, and what that keeps for the backward pass.
+"""How a layer's adapter is computed, the reason, and the memory it keeps for the backward pass.
 
-Each algorithm's record decides it once, so that what runs (`adapters.fast`) and what is planned are the same thing:
+The algorithm's record decides this once. The layers (`adapters.fast`) and the planner both follow that decision.
+The forms, with (x) for the Kronecker product and * for the product element by element:
 
-    low rank            up (down x): LoRA, LoCon; DoRA with the length of each row on top
-    kronecker           (W1 (x) W2) x as one product with each factor, on an input seen as a matrix
-    kronecker by rank   the same with W2 = A B left apart: x meets B, then W1, then A
-    hadamard by rank    (A B) * (C D) is a product of rank r^2: that of the factors' rows and columns pair by pair
-    hadamard rebuilt    the change itself, built in the forward and once more in the backward pass
-    library             peft's layer, or the change built by `adapters.delta` and kept: the reference
+    low rank            up (down x): LoRA, LoCon; DoRA also scales the rows of the output
+    kronecker           (W1 (x) W2) x as a product with W1 and one with W2, with x reshaped to a matrix
+    kronecker by rank   the same with W2 = A B not multiplied out: products with B, then W1, then A
+    hadamard by rank    (A B) * (C D) = (pairs of columns of A and C) (pairs of rows of B and D), of rank r^2
+    hadamard rebuilt    the change is built in the forward pass and again in the backward pass
+    library             the reference: peft's layer, or the change built by `adapters.delta` and kept
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Form = str
-"""One of those above, or a form that another package's fused layer has."""
+"""One of the forms above, or a form that the fused layer of another package defines."""
 LIBRARY = "library"
 
 
@@ -25,21 +26,22 @@ class Computation:
     form: Form
     why: str
     kept: int = 0
-    """Elements for each token beside the layer's input, in the precision of the computation."""
+    """Elements kept for each token in addition to the layer's input, in the compute precision."""
     w1_first: bool = True
-    """Kronecker: the order of the two products."""
+    """Kronecker only: whether the product with W1 comes before the one with W2."""
     compiled_constant: int = 0
-    """Elements that a compiler keeps whatever the batch, beside the adapter's tensors and casts of them."""
+    """Elements that a compiled graph keeps whatever the batch size, in addition to the adapter's tensors and their
+    casts."""
     rebuilds_weight: bool = False
-    """The whole change is built and kept for the input's gradient."""
+    """The change of the weight is built and kept for the gradient of the input."""
     backward_bytes: int = 0
-    """For each weight of the layer, alive at once in the backward pass until the gradient has reached the factors."""
+    """Peak bytes in the backward pass for each element of the weight, until the gradient has reached the factors."""
     casts_tensors: bool = True
-    """Copies of the adapter's tensors in the precision of the computation are kept for the backward pass."""
+    """Copies of the adapter's tensors in the compute precision are kept for the backward pass."""
     copies_input: bool = False
-    """The input is cast to fp32 and back, so each layer keeps a copy. Compiled, equal copies become one."""
+    """The input is cast to fp32 and back, so each layer keeps a copy. A compiler merges equal copies."""
     fp32_output: bool = False
-    """The output is scaled in fp32: another working tensor, unless a compiler does it in one pass."""
+    """The output is scaled in fp32. This takes another temporary tensor, unless a compiler fuses it."""
 
     @property
     def path(self) -> Literal["factorised", "rebuilt", "library"]:

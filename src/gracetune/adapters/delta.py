@@ -1,12 +1,14 @@
-"""What an adapter's layer adds to a weight, in fp32. Each algorithm's own formula is in its record (`algorithms/`).
+"""The change that an adapter layer makes to a weight, in fp32. The formulas are in the records (`algorithms/`).
 
-    dora_scale         m (W + D) / |W + D| - W, by rows (by columns in files of older LyCORIS), D an algorithm's change
-    dora_base_scale    m (W + D) / |W| - W, by rows: what ComfyUI makes of a dora_scale by rows
+DoRA applies to the change D of any algorithm, with a magnitude m for each row of the weight W:
 
-The reference of training uses the same functions (`change`), and tests hold the factorised forms (`fast.products`) to
-it, so what is trained, merged and converted is one thing. Our own and not the library's: LyCORIS 4.1 multiplies LoKr's
-and LoHa's merged weights by the scale twice, rounds its forward's delta to the precision of a 16-bit base weight, and
-rotates or scales the bias in some paths and not in others.
+    dora_scale         m (W + D) / |W + D| - W    (m for each column in files of older LyCORIS)
+    dora_base_scale    m (W + D) / |W| - W        (how ComfyUI interprets a dora_scale by rows)
+
+The reference path of training uses these functions (`change`), and tests compare the factorised forms
+(`fast.products`) with it. So training, merging and conversion agree. We do not use the library's formulas: LyCORIS 4.1
+multiplies the merged weights of LoKr and LoHa by the scale twice, rounds the delta of its forward pass to the precision
+of a 16-bit base weight, and rotates or scales the bias in some paths only.
 """
 
 from __future__ import annotations
@@ -26,17 +28,18 @@ EPSILON = torch.finfo(torch.float32).eps
 
 
 def delta(layer: Layer, weight_shape: Sequence[int]) -> Tensor:
-    """The layer's change of a weight of this shape, where it does not depend on the weight itself."""
+    """The layer's change to a weight of this shape. Raises `ValueError` if the change depends on the weight itself."""
     if needs_weight(layer):
         raise ValueError(f"what {_described(layer)} changes depends on the weight it sits on: use `apply`")
     return change(algorithm(layer.algorithm), _fp32(layer), layer.scale, torch.Size(weight_shape))
 
 
 def apply(layer: Layer, weight: Tensor, *, strength: float = 1.0) -> Tensor:
-    """The weight with the layer in it, in fp32. `strength` goes from the base weight (0) to the adapted one (1)."""
+    """The weight with the layer merged in, in fp32. `strength` interpolates from the base weight (0) to the adapted
+    weight (1)."""
     base = weight.detach().float()
     record = algorithm(layer.algorithm)
-    # A flag is asked for here: on a GPU that would wait for the GPU.
+    # Flags stay on the CPU: reading their value from a GPU tensor would synchronize.
     tensors = {
         name: tensor if name in record.constants else tensor.to(base.device) for name, tensor in _fp32(layer).items()
     }
@@ -54,9 +57,9 @@ def needs_weight(layer: Layer) -> bool:
 
 
 def measured_by_base(layer: Layer, weight: Tensor) -> Layer:
-    """The same DoRA with its magnitudes by rows in ComfyUI's terms: there they are divided by the base weight's norms.
+    """Convert a DoRA with row magnitudes for ComfyUI, which divides by |W| where training divides by |W + D|.
 
-    Other layers come out as they are, those with magnitudes by columns too: ComfyUI divides them by the right norms.
+    Returns other layers unchanged. Column magnitudes need no conversion: ComfyUI divides them by the right norms.
     """
     magnitude, record = layer.tensors.get(MAGNITUDE), algorithm(layer.algorithm)
     if magnitude is None or _by_columns(record, magnitude, weight.shape):
@@ -71,7 +74,7 @@ def measured_by_base(layer: Layer, weight: Tensor) -> Layer:
 
 
 def measured_by_adapted(layer: Layer, weight: Tensor) -> Layer:
-    """The inverse of `measured_by_base`: a DoRA written for ComfyUI with its magnitudes as they are trained."""
+    """The inverse of `measured_by_base`: restore the trained magnitudes of a DoRA that was written for ComfyUI."""
     magnitude = layer.tensors.get(BASE_MAGNITUDE)
     if magnitude is None:
         return layer
@@ -87,7 +90,7 @@ def measured_by_adapted(layer: Layer, weight: Tensor) -> Layer:
 def change(
     record: Algorithm, tensors: Tensors, scale: float, shape: torch.Size, weight: Tensor | None = None
 ) -> Tensor:
-    """The change of a weight [out, in, *kernel]; can be differentiated with respect to `tensors`."""
+    """The change to a weight [out, in, *kernel]. It is differentiable with respect to `tensors`."""
     if record.depends_on_weight:
         if weight is None:
             raise ValueError(f"{record.name} needs the weight it changes")
@@ -107,7 +110,7 @@ def change(
 
 
 def _normalised(weight: Tensor, magnitude: Tensor, *, columns: bool) -> Tensor:
-    """Rows (the output's) or, in files of older LyCORIS, columns (the input's) of a given length."""
+    """The weight with its rows (outputs) or, in files of older LyCORIS, its columns (inputs) scaled to `magnitude`."""
     if not columns:
         return weight * _rows(magnitude.flatten() / (_row_norms(weight) + EPSILON), weight.shape)
     length: Tensor = weight.transpose(0, 1).flatten(1).norm(dim=1)
@@ -121,11 +124,12 @@ def _row_norms(weight: Tensor) -> Tensor:
 
 
 def _rows(values: Tensor, shape: torch.Size) -> Tensor:
+    """[out] as [out, 1, ...], so that it broadcasts over the rows of a weight of this shape."""
     return values.reshape(-1, *(1,) * (len(shape) - 1))
 
 
 def _by_columns(record: Algorithm, magnitude: Tensor, shape: torch.Size) -> bool:
-    """LyCORIS' own way to tell them apart: [1, in, 1, 1] against [out, 1, 1, 1]."""
+    """LyCORIS' own rule: a magnitude [1, in, 1, 1] is by columns, [out, 1, 1, 1] by rows."""
     if record.magnitude_by_rows:
         return False
     return magnitude.dim() > 1 and magnitude.shape[0] == 1 and magnitude.numel() == shape[1] and shape[0] != 1

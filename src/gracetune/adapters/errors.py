@@ -1,4 +1,4 @@
-"""What is wrong with an adapter's file, or with what was asked to be written into one."""
+"""Errors of reading and writing adapter files."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ class AdapterFileError(ConfigError):
 
 
 class UnreadableAdapterError(AdapterFileError):
-    """No whole safetensors file: truncated, a pickle, a folder, missing."""
+    """The path is not a complete safetensors file: it is truncated, a pickle, a folder, or missing."""
 
 
 class AlteredFileError(AdapterFileError):
-    """The data of one of our own files is not what its header says."""
+    """The tensors of a file written by gracetune do not match the hash in its header."""
 
 
 class UnknownKeysError(AdapterFileError):
-    """Keys that name no layer of the family, or no tensor of an adapter."""
+    """The file has keys that name no layer of the family, or no tensor of an adapter."""
 
 
 class UnclearFamilyError(AdapterFileError):
@@ -34,8 +34,8 @@ class BrokenLayerError(AdapterFileError):
 
 
 class NotFiniteError(AdapterFileError):
-    """NaN or infinity among the weights."""
+    """The weights contain NaN or infinity."""
 
 
 class CannotHoldError(AdapterFileError):
-    """The file format has no place for such an adapter."""
+    """The file format cannot represent the adapter."""

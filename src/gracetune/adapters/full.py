@@ -1,6 +1,6 @@
-"""A full fine-tune: the model's own parameters are trained, all of them or those of the selected modules.
+"""Full fine-tuning: trains the model's own parameters, either all of them or those of the selected modules.
 
-What is trained is held in fp32. Where only a part is, its modules still take and give the precision of the rest.
+Trained parameters are fp32. If only some modules are trained, hooks cast their inputs to fp32 and their outputs back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gracetune.adapters.targets import LayerSelection
 
 
 def trained_parameters(model: nn.Module, selection: LayerSelection | None) -> dict[str, nn.Parameter]:
-    """By name, in the model's own order. None selects everything."""
+    """The trained parameters by name, in the model's order. A selection of None means all of them."""
     everything = dict(model.named_parameters())
     if selection is None:
         return everything
@@ -34,7 +34,10 @@ def _names(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def bridge(model: nn.Module, selection: LayerSelection, undo: ExitStack) -> None:
-    """Inputs of the trained modules become fp32, their outputs again what the rest of the model works in."""
+    """Cast the inputs of the selected modules to fp32, and their outputs back to the precision they had before.
+
+    Call it before the parameters become fp32: the precision of the outputs is read from them.
+    """
     for path in selection.paths:
         parent, _, last = path.rpartition(".")
         if last in model.get_submodule(parent)._parameters:

@@ -1,6 +1,6 @@
-"""One adapted layer of a living model: what `Attached` is made of, whichever library made the layer.
+"""The interface of one adapted layer in a model. An `Attached` model consists of these.
 
-Whoever wants another forward writes another one of these (`fast.layer` is one); nothing else has to know.
+Each way to compute an adapter is a subclass: `peft_lora.PeftLayer`, `lycoris.LycorisLayer`, `fast.layer.FastLayer`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gracetune.adapters.algorithms.registry import algorithm as record_of
 from gracetune.adapters.state import Layer
 
 
-def registered(name: str) -> str:
-    """A parameter's name inside a module must not have a dot in it; `lora_up.weight` has."""
+def parameter_name(name: str) -> str:
+    """The name under which a tensor such as `lora_up.weight` is registered in its module. torch allows no dots."""
     return name.replace(".", "_")
 
 
@@ -31,19 +31,19 @@ class AttachedLayer(ABC):
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By the names of `adapters.state`. Asked for anew each time: FSDP replaces parameters."""
+        """The trained parameters, by the names of `adapters.state`. Do not keep them: FSDP replaces parameters."""
 
     @abstractmethod
     def set_strength(self, strength: float) -> None:
-        """0 is exactly the base layer, without the adapter's work."""
+        """Scale the adapter's effect. 0 is exactly the base layer and skips the adapter's computation."""
 
     @abstractmethod
     def remove(self, model: nn.Module) -> None:
-        """The model's layer is again what it was."""
+        """Restore the model's original layer."""
 
     @property
     def constants(self) -> Mapping[str, Tensor]:
-        """Tensors of a file that are not trained."""
+        """Tensors of a file that are flags and are not trained."""
         return {name: torch.tensor(value) for name, value in self.record.constants.items()}
 
     @property
@@ -51,23 +51,23 @@ class AttachedLayer(ABC):
         return 1.0 if self.rank is None else self.alpha / self.rank
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the tensors as `state` gives and `load` takes them."""
+        """The shapes of the tensors that `state` returns and `load` expects."""
         return {name: parameter.shape for name, parameter in self.parameters().items()}
 
     def state(self) -> Layer:
-        """A copy on the CPU, in fp32. With sharded parameters a collective: every rank has to call it."""
+        """A copy on the CPU, in fp32. With sharded parameters this is a collective: every rank must call it."""
         shapes = self.shapes()
         tensors = {name: _whole(parameter).reshape(shapes[name]) for name, parameter in self.parameters().items()}
         return Layer(self.algorithm, {**tensors, **self.constants}, self.alpha, self.rank)
 
     def layout(self) -> Layer:
-        """The same without values: for layers that are not loaded."""
+        """Like `state`, but with meta tensors: it works before the model's weights are loaded."""
         tensors = {name: torch.empty(shape, device="meta") for name, shape in self.shapes().items()}
         return Layer(self.algorithm, {**tensors, **self.constants}, self.alpha, self.rank)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Names and shapes have been checked."""
+        """Copy values into the parameters. The caller has checked names and shapes (`load_checks`)."""
         for name, parameter in self.parameters().items():
             tensor = tensors[name].to(parameter.device, parameter.dtype).reshape(parameter.shape)
             if isinstance(parameter, DTensor):
@@ -76,11 +76,12 @@ class AttachedLayer(ABC):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that may be spread over several; writing to it writes to the tensor."""
+    """This process's shard of a tensor that may be distributed. It shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(parameter: Tensor) -> Tensor:
+    """A full fp32 copy on the CPU, gathered from all ranks if the parameter is sharded."""
     tensor = parameter.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()

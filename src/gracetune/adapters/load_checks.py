@@ -1,4 +1,4 @@
-"""Whether an adapter fits the layers it is to be loaded into: everything, before anything is changed."""
+"""Checks that an adapter's state fits the attached layers, completely and before any value is changed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from gracetune.errors import ConfigError, Problem
 _SHOWN = 8
 
 
-def fitted(
+def fit_to_layers(
     state: AdapterState, family: str, expert: ExpertStage, layers: Mapping[str, AttachedLayer]
 ) -> dict[str, dict[str, Tensor]]:
-    """Path -> tensors as the layers have them. A file's other alpha is multiplied in: the effect is the file's."""
-    problems = _of_the_whole(state, family, expert)
-    problems += _listed([path for path in layers if path not in state.layers], _missing)
-    problems += _listed([path for path in state.layers if path not in layers], _unexpected)
+    """The state's tensors in the form of the attached layers, by path. A `ConfigError` lists all that does not fit.
+
+    If a layer's alpha differs from the file's, the ratio of the scales is multiplied into a tensor, so that the effect
+    stays that of the file.
+    """
+    problems = _wrong_model(state, family, expert)
+    problems += _first_few([path for path in layers if path not in state.layers], _missing)
+    problems += _first_few([path for path in state.layers if path not in layers], _unexpected)
     fitting: dict[str, dict[str, Tensor]] = {}
     wrong: list[Problem] = []
     for path, target in layers.items():
         if path in state.layers:
-            layer = _as(state.layers[path], target.record)
+            layer = _renamed_for(state.layers[path], target.record)
             wrong += _mismatches(path, layer, target)
             fitting[path] = _rescaled(layer, target.scale)
     problems += wrong[:_SHOWN]
@@ -39,7 +43,7 @@ def fitted(
     return fitting
 
 
-def _of_the_whole(state: AdapterState, family: str, expert: ExpertStage) -> list[Problem]:
+def _wrong_model(state: AdapterState, family: str, expert: ExpertStage) -> list[Problem]:
     problems = []
     if state.family != family:
         problems.append(Problem("adapter", f"made for {state.family}", f"one for {family}", "give another file"))
@@ -49,7 +53,7 @@ def _of_the_whole(state: AdapterState, family: str, expert: ExpertStage) -> list
     return problems
 
 
-def _as(layer: Layer, record: Algorithm) -> Layer:
+def _renamed_for(layer: Layer, record: Algorithm) -> Layer:
     tensors = record.renamed(layer.algorithm, layer.tensors)
     return layer if tensors is None else Layer(record.name, tensors, layer.alpha, layer.rank)
 
@@ -81,6 +85,7 @@ def _mismatches(path: str, layer: Layer, target: AttachedLayer) -> list[Problem]
 
 
 def _rescaled(layer: Layer, scale: float) -> dict[str, Tensor]:
+    """The tensors that have the same effect at this scale as the layer's own at its scale."""
     tensors = dict(layer.tensors)
     if layer.scale != scale:
         name = next((name for name in algorithm(layer.algorithm).proportional_to if name in tensors), None)
@@ -99,7 +104,7 @@ def _unexpected(paths: str) -> Problem:
                    "name in adapter.targets what the file was trained on")  # fmt: skip
 
 
-def _listed(paths: list[str], problem: Callable[[str], Problem]) -> list[Problem]:
+def _first_few(paths: list[str], problem: Callable[[str], Problem]) -> list[Problem]:
     problems = [problem(path) for path in paths[:_SHOWN]]
     if len(paths) > _SHOWN:
         problems.append(_more(len(paths) - _SHOWN, problems[-1]))

@@ -1,9 +1,10 @@
-"""The LyCORIS algorithms, as a part of the layer they belong to.
+"""The reference layers of the LyCORIS algorithms.
 
-lycoris-lora makes the factors: their shapes and first values are its own. It does not run them: its modules live
-outside the model (where `.to()`, DDP, FSDP and `state_dict` do not look), and its forward computes (W + D) - W in the
-base weight's precision, which for bf16 loses all but the largest changes. Here the factors are parameters of a module
-inside the layer, and a hook adds what they make of the layer's input; the layer's own forward, weight and names stay.
+lycoris-lora creates the factors, so their shapes and initial values are its own. It does not run them, for two reasons.
+Its modules live outside the model, where `.to()`, DDP, FSDP and `state_dict` do not find them. And its forward pass
+computes (W + D) - W in the base weight's precision, which in bf16 loses all but the largest changes. Here the factors
+are parameters of a submodule of the layer, and a forward hook adds their output to the layer's output. The layer keeps
+its class, its weight and its parameter names.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from torch import Tensor, nn
 from gracetune.adapters.algorithms.record import Algorithm
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import change
-from gracetune.adapters.layer import AttachedLayer, registered
+from gracetune.adapters.layer import AttachedLayer, parameter_name
 from gracetune.adapters.options import LayerOptions
 
 CHILD = "adapter"
-"""Name of the module inside the layer."""
+"""The name of the submodule that holds the factors."""
 
 
 class Factors(nn.Module):
-    """The trained tensors of one layer, and what they add to its output."""
+    """The trained tensors of one layer. The forward pass returns what they add to the layer's output."""
 
     def __init__(self, record: Algorithm, tensors: Mapping[str, Tensor], scale: float, dropout: float) -> None:
         super().__init__()
@@ -36,15 +37,16 @@ class Factors(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.strength = 1.0
-        self.registered = {name: registered(name) for name in tensors}
+        self.parameter_names = {name: parameter_name(name) for name in tensors}
         for name, tensor in tensors.items():
-            self.register_parameter(self.registered[name], nn.Parameter(tensor.float()))
+            self.register_parameter(self.parameter_names[name], nn.Parameter(tensor.float()))
 
     def tensors(self) -> dict[str, nn.Parameter]:
-        return {name: self.get_parameter(own) for name, own in self.registered.items()}
+        return {name: self.get_parameter(own) for name, own in self.parameter_names.items()}
 
     def forward(self, layer: nn.Linear | nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
-        """What has to be added to the layer's output for `x`, at strength 1."""
+        """The tensor to add to the layer's output for the input `x`, at strength 1."""
+        # The change is built in fp32 and rounded once; autocast would round the factors first.
         with torch.autocast(x.device.type, enabled=False):
             tensors = {name: tensor.float() for name, tensor in self.tensors().items()}
             base = layer.weight.detach().float() if self.record.depends_on_weight else None
@@ -91,13 +93,13 @@ class LycorisLayer(AttachedLayer):
         delattr(self._layer, CHILD)
 
 
-# -- the factors' first values ----------------------------------------------------------------------------------------
+# -- initial values of the factors ------------------------------------------------------------------------------------
 
 
-def made_by_library(
+def factors_from_lycoris(
     kind: Callable[..., nn.Module], layer: nn.Module, options: LayerOptions, **more: Any
 ) -> dict[str, Tensor]:
-    """The factors as a module of lycoris-lora makes them for this layer."""
+    """The factors that a module class of lycoris-lora creates for this layer."""
     with _quiet():
         module = kind("", layer, 1.0, options.rank, options.alpha, **more)
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
@@ -105,7 +107,7 @@ def made_by_library(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """lycoris-lora logs to stdout, where a command's answer belongs; what it has to say is in our own report."""
+    """Disable lycoris-lora's logger: it logs to stdout, which is reserved for a command's output."""
     logger = logging.getLogger("LyCORIS")
     before = logger.disabled
     logger.disabled = True

@@ -1,8 +1,8 @@
-"""Adapters made part of the weights they were trained on: in a model in memory, or from one folder to another.
+"""Merges adapters into the weights they were trained on: in a model in memory, or from one folder into a new one.
 
-A merged folder is what diffusers itself would have saved: `config.json`, `diffusion_pytorch_model.safetensors` or
-numbered shards with an index. It holds the same tensors as the source, each in the precision it had. One tensor at a
-time is in memory, and the folder appears whole or not at all (a name of its own, fsync, rename).
+A merged folder has the layout diffusers saves: `config.json`, and `diffusion_pytorch_model.safetensors` or numbered
+shards with an index. It holds the same tensors as the source, each in its original precision. Only one tensor at a time
+is in memory. The write is atomic: a temporary folder, fsync, rename.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Weighted:
-    """An adapter and how much of it."""
+    """An adapter and the strength to merge it with."""
 
     state: AdapterState
     strength: float = 1.0
@@ -61,17 +61,20 @@ class MergeReport:
     folder: Path
     files: tuple[str, ...]
     changed: tuple[str, ...]
-    """Names of the tensors that are no longer those of the source."""
+    """Names of the tensors that differ from the source."""
     tensors: int
 
 
 def merge_into(
     adapters: Adapters, source: Path, out: Path, *, variant: str | None = None, shard_bytes: int = SHARD_BYTES
 ) -> MergeReport:
-    """From the denoiser's folder (`transformer`, `unet`) to a new one. Several adapters add up, in their order."""
+    """Merge into the weights of a denoiser's folder (`transformer`, `unet`) and write the result to a new folder.
+
+    Several adapters are applied one after the other, in the given order.
+    """
     weights = open_weights(_weight_file(source, variant))
     shapes = {name: entry.shape for name, entry in weights.entries.items()}
-    changes = _changes(_listed(adapters), shapes, str(source))
+    changes = _changes(_as_list(adapters), shapes, str(source))
     unfit = [
         Problem(
             name, entry.dtype, f"one of {', '.join(_MERGEABLE)}", "merge into the weights as published", str(source)
@@ -90,28 +93,28 @@ def merge_into(
 
 @torch.no_grad()
 def merge_module(adapters: Adapters, model: nn.Module) -> tuple[str, ...]:
-    """The same in place, on a model without an attached adapter. Gives the names of the changed parameters."""
+    """Merge in place into a model that has no attached adapter. Returns the names of the changed parameters."""
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    changes = _changes(_listed(adapters), shapes, type(model).__name__)
+    changes = _changes(_as_list(adapters), shapes, type(model).__name__)
     for name, change in changes.items():
         parameters[name].copy_(_merged(name, parameters[name], change))
     return tuple(changes)
 
 
-# -- what changes -----------------------------------------------------------------------------------------------------
+# -- the change of each tensor ----------------------------------------------------------------------------------------
 
 Change = list[tuple[Layer, float, bool]]
-"""Layers to apply to one tensor, each with its strength; True where the tensor is the bias."""
+"""The layers to apply to one tensor, each with its strength and whether the tensor is the layer's bias."""
 
 
-def _listed(adapters: Adapters) -> list[Weighted]:
+def _as_list(adapters: Adapters) -> list[Weighted]:
     several = [adapters] if isinstance(adapters, AdapterState | Weighted) else list(adapters)
     return [one if isinstance(one, Weighted) else Weighted(one) for one in several]
 
 
 def _changes(adapters: Sequence[Weighted], shapes: Mapping[str, tuple[int, ...]], location: str) -> dict[str, Change]:
-    """A misfit is found before anything is written."""
+    """The changes by tensor name. Every misfit is reported here, before anything is written."""
     changes: dict[str, Change] = {}
     problems: list[Problem] = []
     for adapter in adapters:
@@ -121,9 +124,9 @@ def _changes(adapters: Sequence[Weighted], shapes: Mapping[str, tuple[int, ...]]
                 if is_bias and not biased:
                     continue
                 if name not in shapes:
-                    problems.append(_absent(name, location))
+                    problems.append(_missing_problem(name, location))
                 elif not _fits(layer, shapes[name], is_bias):
-                    problems.append(_misfit(name, layer, shapes[name], location))
+                    problems.append(_misfit_problem(name, layer, shapes[name], location))
                 changes.setdefault(name, []).append((layer, adapter.strength, is_bias))
     if problems:
         raise ConfigError(shortened(problems))
@@ -147,24 +150,24 @@ def _merged(name: str, tensor: Tensor, change: Change) -> Tensor:
                 if is_bias and bias is not None
                 else apply(layer, merged, strength=strength)
             )
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # a rotation so large that nothing of it is left
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # Diag-OFT: 1 - Q was singular in fp32
         hint = "take an earlier checkpoint: the training run has diverged"
         raise ConfigError([Problem(name, "a change beyond the range of numbers", "finite numbers", hint)]) from None
     result = merged.to(tensor.dtype)
     if not result.isfinite().all() and tensor.isfinite().all():
-        found = f"infinite or no number as {tensor.dtype} once the adapter is in it"
+        found = f"infinity or NaN in {tensor.dtype} after merging the adapter"
         hint = "weights in bf16 or fp32 if these are fp16; else an earlier checkpoint: the training run has diverged"
         raise ConfigError([Problem(name, found, "finite numbers", hint)])
     return result
 
 
-def _absent(name: str, location: str) -> Problem:
+def _missing_problem(name: str, location: str) -> Problem:
     return Problem(
         name, "the adapter changes it", "a tensor of this model", "merge into the model it was trained on", location
     )
 
 
-def _misfit(name: str, layer: Layer, shape: tuple[int, ...], location: str) -> Problem:
+def _misfit_problem(name: str, layer: Layer, shape: tuple[int, ...], location: str) -> Problem:
     tensors = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in layer.tensors.items())
     return Problem(name, f"{layer.algorithm} ({tensors})", f"one for a tensor {list(shape)}",
                    "merge into the model it was trained on", location)  # fmt: skip
@@ -230,7 +233,7 @@ def _shards(entries: list[TensorEntry], limit: int) -> list[list[TensorEntry]]:
 
 
 def _write_shard(path: Path, entries: Sequence[TensorEntry], changes: Mapping[str, Change]) -> None:
-    # The format's own order, wide types first, keeps every tensor aligned.
+    # The safetensors order, wide dtypes first, keeps every tensor aligned.
     ordered = sorted(entries, key=lambda entry: (-entry.size // max(1, math.prod(entry.shape)), entry.name))
     lines: dict[str, object] = {}
     end = 0
@@ -238,11 +241,11 @@ def _write_shard(path: Path, entries: Sequence[TensorEntry], changes: Mapping[st
         lines[entry.name] = describe(entry.dtype, entry.shape, end, end + entry.size)
         end += entry.size
     header = pack_header(lines, {"format": "pt"}, ascii_only=True)
-    tensors = (_tensor_bytes(entry, changes.get(entry.name)) for entry in ordered)
+    tensors = (_merged_bytes(entry, changes.get(entry.name)) for entry in ordered)
     write_new(path, chain([header], tensors))
 
 
-def _tensor_bytes(entry: TensorEntry, change: Change | None) -> memoryview:
+def _merged_bytes(entry: TensorEntry, change: Change | None) -> memoryview:
     data = _read(entry)
     if change is None or not data:
         return memoryview(data)

@@ -1,7 +1,9 @@
-"""What we write into a file's header, so that other programs know what they are looking at.
+"""The header of an adapter file, which tells other programs what the file is.
 
-`ss_*` are kohya's fields, which ComfyUI and the web interfaces show; `modelspec.*` is Stability AI's model
-specification; `gracetune.*` is how we know our own files again. Both hashes are of this very file.
+ss_*         kohya's fields, which ComfyUI and the web interfaces show
+sshs_*       kohya's hashes of the file's tensors
+modelspec.*  Stability AI's model specification
+gracetune.*  identifies files written by gracetune
 """
 
 from __future__ import annotations
@@ -25,37 +27,37 @@ from gracetune.models.key_maps import KEY_MAPS
 
 SPECIFICATION = "1.0.1"
 _ARCHITECTURE = "modelspec.architecture"
-_OF_ONE_FILE = (
+_NEVER_CARRIED_OVER = (
     "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", HEADER_ENTRY, PEFT_CONFIG, "gracetune.family",
     "gracetune.algorithm", "gracetune.format", "gracetune.stage", DORA_ENTRY, "ss_network_module", "ss_network_dim",
     "ss_network_alpha", "ss_network_args",
 )  # fmt: skip
-"""Entries that describe the very file they are in: made anew for each, never carried over."""
+"""Entries that describe a single file. They are computed for each file and never copied from another."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What only the caller knows."""
+    """Header entries that only the caller knows."""
 
     title: str = ""
     date: str = ""
-    """ISO 8601; given, so that the same adapter gives the same file."""
+    """ISO 8601. The caller provides it instead of the clock, so that the same adapter gives the same file."""
     base_version: str = ""
-    """kohya's name of the base model, where it is not the family's usual one."""
+    """kohya's name of the base model, if it is not the family's usual one."""
     architecture: str = ""
     training: Mapping[str, Any] = field(default_factory=dict)
-    """A summary of the run: steps, rate, data. Written as JSON."""
+    """A summary of the run, such as steps, learning rate and data. Written as JSON."""
 
 
 def header(
     state: AdapterState, tensors: Mapping[str, Tensor], of_format: Mapping[str, str], about: About | None = None
 ) -> dict[str, str]:
-    """The complete header. What `state.metadata` says about the training is carried over; `about` overrides it."""
+    """The complete header. Entries about training are carried over from `state.metadata`; `about` overrides them."""
     about = about or About()
-    carried = {name: value for name, value in state.metadata.items() if name not in _OF_ONE_FILE}
+    carried = {name: value for name, value in state.metadata.items() if name not in _NEVER_CARRIED_OVER}
     if "/" in carried.get(_ARCHITECTURE, ""):  # `<model>/<algorithm>`; a LoKr may have become a LoRA
         carried[_ARCHITECTURE] = f"{carried[_ARCHITECTURE].rpartition('/')[0]}/{algorithms(state)[0]}"
-    found = {"format": "pt", **_defaults(state), **carried, **_network(state), **_given(about), **of_format}
+    found = {"format": "pt", **_defaults(state), **carried, **_network(state), **_from_caller(about), **of_format}
     found = {name: value for name, value in found.items() if value}
     kept = {name: value for name, value in found.items() if name.startswith("ss_")}
     digest = data_hash(tensors)
@@ -90,7 +92,7 @@ def _network(state: AdapterState) -> dict[str, str]:
     return found
 
 
-def _given(about: About) -> dict[str, str]:
+def _from_caller(about: About) -> dict[str, str]:
     training = json.dumps(about.training, sort_keys=True, default=str) if about.training else ""
     found = {
         "ss_output_name": about.title,
@@ -104,13 +106,13 @@ def _given(about: About) -> dict[str, str]:
 
 
 def file_name(name: str, expert: ExpertStage, step: int | None = None) -> str:
-    """`<name>[_<step>]_high_noise.safetensors`: nine digits, so that the names sort as the steps do."""
+    """`<name>[_<step>][_high_noise].safetensors`. The step has nine digits, so that names sort by step."""
     parts = [name, *([f"{step:09d}"] if step is not None else []), *([expert] if expert else [])]
     return "_".join(parts) + SUFFIX
 
 
 def other_expert_file(path: Path) -> Path | None:
-    """Where the other expert's file of a pair would be; None where the name tells no stage."""
+    """The path of the other expert's file of a pair. None if the file name does not end with an expert."""
     for expert, other in (("high_noise", "low_noise"), ("low_noise", "high_noise")):
         if path.stem.endswith(f"_{expert}"):
             return path.with_name(f"{path.stem.removesuffix(expert)}{other}{path.suffix}")

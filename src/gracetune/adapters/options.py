@@ -1,4 +1,7 @@
-"""What holds for one layer: the config's adapter, with what `by_module` says of the layer's class. Pure."""
+"""The adapter options of one layer: those of the config, overridden by `adapter.by_module` for the layer's class.
+
+Pure functions on plain data.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ FIELDS: Mapping[str, str] = {
     "decompose_both": "decompose_both",
     "dropout": "dropout",
 }
-"""LyCORIS' names of a layer's options, and ours."""
+"""LyCORIS' names of a layer's options, and the keys of `adapter` they set."""
 OPTIONS = ("algo", *FIELDS)
-"""What one entry of `by_module` may say."""
+"""The keys allowed in an entry of `adapter.by_module`."""
 
 
 def kind_of(algo: Any) -> str | None:
-    """The algorithm that LyCORIS calls so."""
+    """The algorithm that LyCORIS calls `algo`; None if there is none."""
     return _ALGORITHMS.get(algo.strip().lower()) if isinstance(algo, str) else None
 
 
@@ -48,7 +51,7 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class Resolver:
-    """Answers for every layer of one model; made by `resolver`, which has checked the whole table."""
+    """Gives the options of every layer of one model. `resolver` creates it after it has checked `adapter.by_module`."""
 
     adapter: Adapter
     by_class: Mapping[str, Adapter]
@@ -57,7 +60,8 @@ class Resolver:
     """Every class the model has."""
 
     def options(self, path: str, *, spatial: bool) -> LayerOptions:
-        """`spatial`: a convolution that looks at more than one pixel, which `conv_rank` and `conv_alpha` are for."""
+        """The options of the layer at `path`. `spatial` means a convolution whose kernel has more than one pixel:
+        `conv_rank` and `conv_alpha` apply to these."""
         entry = options_for(self.modules[path], self.by_class, self.present)
         adapter = self.adapter if entry is None else self.by_class[entry]
         own = () if entry is None else tuple(FIELDS.get(name, name) for name in self.adapter.by_module[entry])
@@ -80,11 +84,12 @@ class Resolver:
 
 
 def resolver(adapter: Adapter, selected: Modules, modules: Modules) -> Resolver:
-    """Checks every entry of `by_module`: its options' names and values, and that some selected layer is meant by it."""
+    """Check the names and values of every entry of `adapter.by_module`, and that each entry applies to a selected
+    layer."""
     problems: list[Problem] = []
     by_class: dict[str, Adapter] = {}
     for name, options in adapter.by_module.items():
-        by_class[name] = _with(adapter, name, options, problems)
+        by_class[name] = _with_overrides(adapter, name, options, problems)
     present = frozenset(class_names(modules))
     used = {options_for(info, by_class, present) for info in selected.values()}
     problems += [_unused(name, selected) for name in by_class if name not in used]
@@ -93,7 +98,7 @@ def resolver(adapter: Adapter, selected: Modules, modules: Modules) -> Resolver:
     return Resolver(adapter, by_class, modules, present)
 
 
-def _with(adapter: Adapter, module: str, options: Mapping[str, Any], problems: list[Problem]) -> Adapter:
+def _with_overrides(adapter: Adapter, module: str, options: Mapping[str, Any], problems: list[Problem]) -> Adapter:
     key = f"adapter.by_module.{module}"
     changes: dict[str, Any] = {}
     for name, value in options.items():

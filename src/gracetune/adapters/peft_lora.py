@@ -1,7 +1,7 @@
-"""LoRA and DoRA by peft: its layer takes the place of the model's own, one at a time and by exact path.
+"""LoRA and DoRA layers of peft: each replaces one layer of the model, at an exact path.
 
-peft's own selection goes by suffixes, and would find a top-level `proj_out` in every block; so each layer is handed to
-it alone, in a box with a single name.
+peft selects layers by name suffix: a top-level `proj_out` would also match the one in every block. So each layer is
+passed to peft alone, in a `ModuleDict` with a single entry.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class PeftLayer(AttachedLayer):
         layer = cast(LoraLayer, self._layer)
         flags = [(parameter, parameter.requires_grad) for parameter in self.parameters().values()]
         layer.enable_adapters(strength != 0)
-        for parameter, trained in flags:  # peft sets them; whether an expert is trained is not its business
+        for parameter, trained in flags:  # `enable_adapters` sets the flags, which would unfreeze a frozen expert
             parameter.requires_grad_(trained)
         if self.algorithm == "lora":
             layer.scaling[_NAME] = self.scale * strength
             return
-        # peft would scale D inside m (W + D) / |W + D|, which at 0 is still not W.
+        # peft would scale D inside m (W + D) / |W + D|, which is not W even at a scale of 0. So interpolate outputs.
         if self._interpolation is not None:
             self._interpolation.remove()
             self._interpolation = None
@@ -57,7 +57,7 @@ class PeftLayer(AttachedLayer):
         model.set_submodule(self.path, self._base, strict=True)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """peft gives a convolution's lengths as [1, out, 1, 1]."""
+        """peft holds the magnitudes of a convolution as [1, out, 1, 1]; states have [out]."""
         shapes = super().shapes()
         if self.algorithm == "dora":
             shapes["dora_scale"] = torch.Size((shapes["dora_scale"].numel(),))
@@ -73,41 +73,43 @@ def _between(strength: float) -> Any:
 
 
 def _wrapped(layer: nn.Module, options: LayerOptions) -> nn.Module:
+    """peft's layer around this one. The base's gradient flags and the global generator stay as they were."""
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=cast(int, options.alpha),  # annotated as an int; any number works
+        lora_alpha=cast(int, options.alpha),  # annotated as int, but any number works
         lora_dropout=options.dropout,
         target_modules=[_BOX],
         use_dora=options.algorithm == "dora",
     )
     flags = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
-    drawing = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     box = inject_adapter_in_model(config, nn.ModuleDict({_BOX: layer}), _NAME)
     for parameter, trained in flags:
         parameter.requires_grad_(trained)
     wrapped = box.get_submodule(_BOX)
     wrapped.train(layer.training)
-    torch.set_rng_state(drawing)
-    _to_fp32(wrapped, dora=options.algorithm == "dora")
+    torch.set_rng_state(rng_state)
+    _set_fp32_values(wrapped, dora=options.algorithm == "dora")
     return wrapped
 
 
-def first_pair(layer: nn.Module, rank: int) -> dict[str, Tensor]:
-    """Where peft begins with a linear layer."""
+def initial_lora_factors(layer: nn.Module, rank: int) -> dict[str, Tensor]:
+    """The initial values that peft gives a LoRA on a linear layer."""
     linear = cast(nn.Linear, layer)
     down = _kaiming(torch.Size((rank, linear.in_features)))
     return {"lora_A.weight": down, "lora_B.weight": torch.zeros(linear.out_features, rank)}
 
 
 def _kaiming(shape: torch.Size) -> Tensor:
-    """First values of lora_A, by peft's own rule, on the CPU."""
+    """Initial values of lora_A by peft's rule, on the CPU."""
     return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5))
 
 
-def _to_fp32(wrapped: nn.Module, *, dora: bool) -> None:
-    """peft makes its tensors in the base weight's precision, and DoRA's lengths from the rounded weight's.
+def _set_fp32_values(wrapped: nn.Module, *, dora: bool) -> None:
+    """Replace peft's tensors by fp32 ones. peft creates them in the base weight's precision.
 
-    The first values are drawn anew by peft's own rule, on the CPU: the same for every base, with all digits of fp32.
+    lora_A is sampled again by peft's rule, on the CPU, so that its values do not depend on the base weight's precision
+    or device. DoRA's magnitudes are the row norms of the base weight, computed in fp32.
     """
     parts = cast(Any, wrapped)
     down = parts.lora_A[_NAME]

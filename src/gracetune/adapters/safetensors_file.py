@@ -1,4 +1,7 @@
-"""An adapter's safetensors file: read whole or refused, written whole or not at all, never over another."""
+"""Reads and writes the safetensors file of an adapter.
+
+A file is read completely or rejected. A write is atomic and never replaces an existing file.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ from gracetune.units import format_bytes
 
 SUFFIX = ".safetensors"
 PEFT_CONFIG = "gracetune.adapter_config"
-"""The entry that gets the adapter_config.json found beside PEFT's adapter_model.safetensors."""
+"""The metadata entry that holds the text of the adapter_config.json beside PEFT's adapter_model.safetensors."""
 HASH_ENTRY, OUR_ENTRY = "sshs_model_hash", "gracetune.format"
-"""Of a header: the SHA-256 of the data, and what all of our own files have."""
+"""Header entries: the SHA-256 of the data, and the entry that every file written by gracetune has."""
 _PEFT_FILE, _PEFT_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _CHECKPOINT_FILES = ("parameters.safetensors", "ema.safetensors")
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
@@ -44,6 +47,7 @@ _DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _LEGACY_START, _LEGACY_LENGTH = 0x100000, 0x10000
+"""The part of a file that A1111's old hash covers: 64 KiB at 1 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,16 +56,16 @@ class AdapterFile:
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
     hash_matches: bool | None = None
-    """Whether the header's `sshs_model_hash` is that of the data; None where the header has none."""
+    """Whether the header's `sshs_model_hash` is that of the data; None if the header has none."""
 
     @property
     def is_ours(self) -> bool:
-        """Written by gracetune: then it is certain what the hash is computed from."""
+        """Whether gracetune wrote the file. Only then is it certain how the hash was computed."""
         return OUR_ENTRY in self.metadata
 
 
 def read(path: Path) -> AdapterFile:
-    """The tensors and the header of one file. Nothing in it is run; a pickle is refused by its content."""
+    """Read the tensors and the header of one file. A pickle is recognised by its content and rejected, never loaded."""
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             path = _in_folder(path)
@@ -69,12 +73,12 @@ def read(path: Path) -> AdapterFile:
         header = open_weights(path)
         _check_numbers(path, header)
         tensors = read_tensors(path)
-        beside = _beside(path)
+        beside = _read_beside(path)
     except WeightFileError as error:
         raise UnreadableAdapterError(error.problems) from None
-    except SafetensorError as error:  # what our own look at the header let pass
+    except SafetensorError as error:  # a fault that our own check of the header did not find
         raise _unreadable(path, short(str(error)), "a safetensors file", "save it again where it was made") from None
-    except (OSError, MemoryError, ValueError) as error:  # the last: a null character in the name
+    except (OSError, MemoryError, ValueError) as error:  # ValueError: a null character in the name
         found = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _unreadable(path, found, "a readable file", "check the path and its permissions") from None
     matches = _hash_matches(header, tensors)
@@ -91,13 +95,13 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _check_numbers(path: Path, header: WeightFiles) -> None:
-    """Before anything is read."""
+    """Check dtypes and total size by the header, before any tensor is read."""
     odd = sorted({entry.dtype for entry in header.entries.values()} - set(_DTYPES.values()))
     if odd:
         hint = "save it in bf16, fp16 or fp32 where it was made"
-        raise _unreadable(path, f"numbers of type {', '.join(odd)}", f"one of {', '.join(_DTYPES.values())}", hint)
+        raise _unreadable(path, f"tensors of type {', '.join(odd)}", f"one of {', '.join(_DTYPES.values())}", hint)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if header.size > memory:  # a file can be larger than its disk: most of it may be holes
+    if header.size > memory:  # a sparse file can be larger than the disk it is on
         found = f"{format_bytes(header.size)} of tensors"
         expected = f"an adapter that fits into the {format_bytes(memory)} of this machine"
         raise _unreadable(path, found, expected, "check where it comes from: adapters have some gigabytes at most")
@@ -105,15 +109,17 @@ def _check_numbers(path: Path, header: WeightFiles) -> None:
 
 @dataclass(frozen=True)
 class _Beside:
-    """What a file's scale is told by where it is not in the file."""
+    """The scale of an adapter, from a JSON file beside the tensors."""
 
     metadata: Mapping[str, str]
     alphas: Mapping[str, Tensor]
 
 
-def _beside(path: Path) -> _Beside:
-    """PEFT's `adapter_config.json`, or what `train.state_parts` wrote beside a checkpoint's tensors. Without it the
-    scale is unknown, and the layers are refused for that later on."""
+def _read_beside(path: Path) -> _Beside:
+    """Read PEFT's `adapter_config.json`, or the JSON that `train.state_parts` wrote beside a checkpoint's tensors.
+
+    If there is none, the scale is unknown and the reader rejects the layers later.
+    """
     if path.name not in (_PEFT_FILE, *_CHECKPOINT_FILES):
         return _Beside({}, {})
     config = path.with_name(_PEFT_CONFIG_FILE) if path.name == _PEFT_FILE else path.with_suffix(".json")
@@ -130,7 +136,7 @@ def _beside(path: Path) -> _Beside:
 def _alphas_in(path: Path, text: str) -> dict[str, Tensor]:
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):  # the last: brackets nested by the thousand
+    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
         return {}
     alphas = found.get("alphas") if isinstance(found, dict) else None
     if not isinstance(alphas, dict):
@@ -144,7 +150,10 @@ def _alphas_in(path: Path, text: str) -> dict[str, Tensor]:
 
 
 def _hash_matches(header: WeightFiles, tensors: Mapping[str, Tensor]) -> bool | None:
-    """In the order of this file, or in ours: a program that writes the same tensors anew may order them otherwise."""
+    """Whether the stored hash fits the tensors in this file's order or in the order we write.
+
+    Another program that rewrites the file may keep the header but order the tensors differently.
+    """
     stored_hash = header.metadata.get(HASH_ENTRY, "").strip().lower()
     if not stored_hash:
         return None
@@ -162,7 +171,7 @@ def _reject_pickle(path: Path) -> None:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-    """Appears under its name complete and on the disk, or does not appear. A file that is there stays as it is."""
+    """Write a new file atomically and durably. Raises `ConfigError` if the path exists."""
     try:
         if path.exists():
             raise _exists(path)
@@ -181,7 +190,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 
 
 def data_hash(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the file's data, that is of all bytes behind the header."""
+    """SHA-256 of the file's data: all bytes after the header."""
     return _digest(tensor for _, tensor in in_file_order(tensors))
 
 
@@ -193,7 +202,7 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 
 
 def legacy_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """The old A1111 hash: 64 KiB from the first MiB on, of the file with this header."""
+    """A1111's old hash, over 64 KiB at 1 MiB of the file with this header."""
     digest, position = hashlib.sha256(), 0
     for part in file_chunks(tensors, metadata):
         begin = max(0, _LEGACY_START - position)

@@ -1,4 +1,4 @@
-"""Which weight a layer's tensors fit."""
+"""The weight shape that a layer's tensors imply, and whether it fits a given weight."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from gracetune.adapters.state import Layer
 
 
 def outputs(layer: Layer) -> int | None:
-    """How many rows the weight has; None for (IA)3, which may scale either side."""
+    """The number of rows of the weight; None for (IA)3, which may scale either side."""
     return algorithm(layer.algorithm).outputs(layer.tensors)
 
 
 def columns(layer: Layer) -> int | None:
-    """Inputs times kernel."""
+    """The number of columns of the flattened weight: inputs times kernel points."""
     return algorithm(layer.algorithm).columns(layer.tensors)
 
 
 def flat_shape(layer: Layer) -> tuple[int, ...] | None:
-    """The weight's shape where the tensors alone tell it: those of a matrix, or a difference."""
+    """The weight's shape, if the tensors alone determine it: for a matrix, or for a full difference."""
     return algorithm(layer.algorithm).weight_shape(layer.tensors)
 
 
 def misfit(layer: Layer, shape: Sequence[int]) -> str | None:
-    """Why the layer cannot sit on a weight of this shape [out, in, *kernel]; None where it can."""
+    """Why the layer does not fit a weight of this shape [out, in, *kernel]; None if it fits."""
     if len(shape) < 2:
         return f"a weight of {_by(shape) or 'one number'}, and adapters sit on matrices and convolutions"
     rows, across = shape[0], math.prod(shape[1:])
@@ -47,4 +47,5 @@ def misfit(layer: Layer, shape: Sequence[int]) -> str | None:
 
 
 def _by(shape: Sequence[int]) -> str:
+    """A shape as text, such as 64x3x3."""
     return "x".join(map(str, shape))

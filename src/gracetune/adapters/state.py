@@ -1,7 +1,7 @@
-"""An adapter as plain data: the one form between training, file formats, merging and verification.
+"""An adapter as plain data. Training, file formats, merging and verification exchange adapters in this form.
 
-A layer is named by its module's path in diffusers' model (`blocks.0.attn1.to_q`). What its tensors are called is in the
-record of its algorithm (`algorithms/`).
+A layer is named by its module's path in the diffusers model (`blocks.0.attn1.to_q`). The record of its algorithm
+(`algorithms/`) defines the names of its tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Layer:
     tensors: Mapping[str, Tensor]
     alpha: float
     rank: int | None
-    """None where nothing is decomposed."""
+    """None if no tensor is decomposed; the scale is then 1."""
 
     @property
     def scale(self) -> float:
@@ -39,4 +39,4 @@ class AdapterState:
     layers: Mapping[str, Layer]
     """By module path, in the model's own order."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Of the file it came from; what we write is made by `adapters.metadata`."""
+    """The header of the file the adapter was read from. `adapters.metadata` builds the header of a written file."""

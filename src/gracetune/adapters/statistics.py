@@ -1,4 +1,7 @@
-"""How large an adapter's changes are, and which of its tensors are empty or broken, without building the changes."""
+"""Statistics of an adapter: the norms of its changes, and the tensors that are zero or not finite.
+
+Norms are computed from the factors, without building the changes.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,25 @@ from gracetune.adapters.shapes import columns, outputs
 from gracetune.adapters.state import AdapterState, Layer
 
 _LARGEST_BUILT = 1 << 28
-"""Numbers of a change that is built to be measured: 1 GiB. All of our own algorithms measure their factors."""
+"""The most elements of a change that is built to be measured: 1 GiB in fp32. Our own algorithms need no building."""
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Frobenius norms of the layers' changes; of the parameters where the change depends on the weight, or where an
-    algorithm of another package does not say how to measure it and it is too large to be built."""
+    """Frobenius norms of the layers' changes.
+
+    The norm of the parameters stands in where the change depends on the weight, or where an algorithm of another
+    package has no `norm` and the change is too large to be built.
+    """
 
     smallest: float
     median: float
     largest: float
     largest_layer: str
     unchanged: tuple[str, ...]
-    """Layers whose change is exactly zero: as they are before the first step."""
+    """Layers whose change is exactly zero, as before the first step."""
     not_finite: tuple[str, ...]
-    """Layers with a NaN or an infinity in them, or in the norm of their change: in none of the numbers above."""
+    """Layers with NaN or infinity in a tensor or in the norm. They are excluded from the numbers above."""
 
 
 def norms(state: AdapterState) -> Norms:
@@ -59,15 +65,15 @@ def change_norm(layer: Layer) -> float:
     if found is not None:
         return found
     rows, across = outputs(layer), columns(layer)
-    if rows is None or across is None or rows * across > _LARGEST_BUILT:  # a record need not say how wide its layer is
+    if rows is None or across is None or rows * across > _LARGEST_BUILT:  # a record may not know its layer's width
         at_first = [tensors[name] for name in record.zero_at_first if name in tensors]
         return 0.0 if at_first and not any(tensor.any() for tensor in at_first) else of_parameters
-    # The norm does not depend on how the columns are folded into a kernel.
+    # The Frobenius norm is the same for the flattened weight [out, in * kernel].
     return float(delta(layer, (rows, across)).norm())
 
 
 def estimate_note(states: Iterable[AdapterState]) -> str | None:
-    """Which of `norms` are estimates."""
+    """A sentence on how many norms are estimates; None if none is."""
     layers = [
         layer
         for state in states
@@ -80,6 +86,6 @@ def estimate_note(states: Iterable[AdapterState]) -> str | None:
 
 
 def zero_tensors(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Keys of weights that are zero throughout. alpha and (IA)3's flag are no weights."""
+    """Keys of weights whose elements are all zero. alpha and (IA)3's flag do not count as weights."""
     others = ("alpha", *(name for record in algorithms() for name in record.constants))
     return tuple(key for key, tensor in tensors.items() if not key.endswith(others) and not tensor.any())

@@ -1,9 +1,10 @@
-"""Any adapter as a LoRA: the nearest one of a given rank, and how far away it is.
+"""Converts any adapter to the nearest LoRA of a given rank, and reports the error.
 
-Exact (singular values in float64) where the matrix is small, for LoRA, LoCon and LoKr always, for LoHa of a small
-rank: the singular vectors of a product follow from its factors', those of a Kronecker product are Kronecker products.
-Larger matrices are projected on a random subspace first, which finds the leading vectors to many digits; the error
-told is that of the result, not an estimate. A change that has to be built and does not fit into memory is refused.
+The result is exact (an SVD in float64) for small matrices, for every LoRA, LoCon and LoKr, and for LoHa of a small
+rank. The SVD of a product L R needs only the QR triangles of L and R; the singular vectors of a Kronecker product are
+Kronecker products of its factors' singular vectors. Larger matrices are first projected on a random subspace, which
+finds the leading vectors to many digits (randomized SVD with power iterations). The reported error is measured on the
+result, not estimated. A change that must be built and does not fit into memory is rejected.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from gracetune.hostmem.sensors import HostSensor
 from gracetune.units import format_bytes
 
 EXACT_UP_TO = 1536
-"""Of the shorter side: a second or so on one core."""
-_BYTES_OF_A_NUMBER = 40
-"""Of a change that is taken apart: in fp32 and, with what is compared with it, four times in float64. Of singular
-vectors at most as much."""
+"""The longest shorter side for an exact SVD: about a second on one core."""
+_BYTES_PER_ELEMENT = 40
+"""Peak memory for each element of the change: once in fp32 and four times in float64, rounded up. Singular vectors need
+at most as much."""
 _OVERSAMPLING, _ITERATIONS, _SEED = 16, 6, 0
 
 
@@ -37,7 +38,7 @@ class Conversion:
     errors: Mapping[str, float]
     """Relative Frobenius error of each layer's change."""
     error: float
-    """The same of all changes taken together."""
+    """The relative Frobenius error of all changes together."""
 
 
 def state_to_lora(
@@ -45,7 +46,7 @@ def state_to_lora(
     rank: int,
     weight: Callable[[str], Tensor | Sequence[int]],
 ) -> Conversion:
-    """All layers; `weight` gives the base weight, or its shape, of a path."""
+    """Convert all layers. `weight` returns the base weight at a path, or its shape if the change does not need it."""
     layers: dict[str, Layer] = {}
     errors: dict[str, float] = {}
     missed_all = norm_all = 0.0
@@ -69,16 +70,17 @@ def _converted(path: str, layer: Layer, rank: int, weight: Tensor | Sequence[int
         raise ConfigError([Problem(path, unfit, "a layer of the base model's size", hint)])
     try:
         left, values, right, missed, norm = _decomposed(layer, rank, weight, shape)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # what LAPACK says of infinity
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # LAPACK raises this for infinite values
         hint = "take an earlier checkpoint: the training run has diverged"
         raise ConfigError([Problem(path, "a change beyond the range of numbers", "finite numbers", hint)]) from None
-    return _layer(left, values, right, shape), missed, norm
+    return _lora_layer(left, values, right, shape), missed, norm
 
 
 def _decomposed(
     layer: Layer, rank: int, weight: Tensor | Sequence[int], shape: torch.Size
 ) -> tuple[Tensor, Tensor, Tensor, float, float]:
-    """Left vectors, values, right vectors; the norms of what they miss and of the whole change."""
+    """Left vectors [out, r], values [r], right vectors [r, in * kernel], the norm of the residual, and the norm of the
+    change."""
     record, rank = algorithm(layer.algorithm), min(rank, shape.numel())
     vectors = min(rank, shape[0], shape[1:].numel()) * (shape[0] + shape[1:].numel())
     _reject_too_large(vectors, shape, layer.algorithm)
@@ -93,8 +95,11 @@ def _decomposed(
 
 
 def _reject_too_large(numbers: int, shape: torch.Size, kind: str) -> None:
-    """A refusal instead of a process that the kernel kills. `numbers` are those of the largest matrices at work."""
-    needed, free = numbers * _BYTES_OF_A_NUMBER, HostSensor().read().headroom
+    """Raise `ConfigError` if this would exceed the free memory: otherwise the kernel would kill the process.
+
+    `numbers` is the element count of the largest matrices.
+    """
+    needed, free = numbers * _BYTES_PER_ELEMENT, HostSensor().read().headroom
     if free is None or needed <= free:
         return
     found = f"a {kind} of {shape[0]:,} x {shape[1:].numel():,}: about {format_bytes(needed)} to take it apart"
@@ -122,7 +127,10 @@ def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _range(matrix: Tensor, width: int) -> Tensor:
-    """An orthonormal basis of (almost) what the leading singular vectors span, by repeated multiplication."""
+    """An orthonormal basis [rows, width] close to the span of the leading singular vectors, by power iteration.
+
+    The QR after each product keeps the columns from collapsing onto the first singular vector.
+    """
     generator = torch.Generator().manual_seed(_SEED)
     start = torch.randn(matrix.shape[1], width, generator=generator, dtype=matrix.dtype).to(matrix.device)
     basis: Tensor = torch.linalg.qr(matrix @ start).Q
@@ -131,8 +139,9 @@ def _range(matrix: Tensor, width: int) -> Tensor:
     return basis
 
 
-def _layer(left: Tensor, values: Tensor, right: Tensor, shape: torch.Size) -> Layer:
-    """The singular values are shared evenly: neither factor is much smaller than the other in half precision."""
+def _lora_layer(left: Tensor, values: Tensor, right: Tensor, shape: torch.Size) -> Layer:
+    """A LoRA layer from an SVD. Each factor gets the square root of the singular values, so that neither underflows in
+    half precision."""
     rank, kernel = len(values), shape[2:]
     root = values.abs().sqrt()
     down = (root[:, None] * right).float().reshape(rank, shape[1], *kernel)

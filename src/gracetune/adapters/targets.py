@@ -1,14 +1,14 @@
-"""Which layers an adapter sits on. Pure: paths and class names in, paths and the reason for each out.
+"""Selects the layers that get an adapter. Pure: it maps paths and class names to paths, each with a reason.
 
-A pattern is one of three things, and a config does not say which:
+A pattern has one of three meanings. The third applies only if neither of the others matches a layer:
 
     a run of dotted name parts    to_q   attn1.to_q   blocks.*.attn1.to_q   *img_mlp*   (a `*` stays within one part)
     a module class                Attention   FeedForward   WanTransformerBlock   Linear: every layer inside one
     a class by an older name      Attention, where the model only has WanAttention
 
-The third because presets outlive class names. `within` leaves only layers whose path has one of some runs of parts:
-every layer of the blocks, whatever they are called there. `choose` decides for models (`select`) and for footprints
-alike (`adapters.trainable`).
+It exists because diffusers renames classes and presets keep the old names. `within` restricts the selection to layers
+whose path contains one of the given runs of name parts, such as all layers of the blocks. `choose` serves both models
+(`select`) and footprints (`adapters.trainable`), so that the plan counts the layers that are trained.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gracetune.errors import ConfigError, Problem
 
 Kind = Literal["linear", "conv", "norm", "parameter", "other"]
 ADAPTABLE: tuple[Kind, ...] = ("linear", "conv")
-"""What carries an adapter; a full fine-tune trains the others too."""
-_NEAR, _CUTOFF, _SHOWN = 3, 0.5, 3
+"""The kinds that can carry an adapter. A full fine-tune also trains the others."""
+_MOST_NEAR_MISSES, _SIMILARITY, _SHOWN = 3, 0.5, 3
 _REGULAR_EXPRESSION = ("\\", ".*", "^", "$", "|", "(", "+")
 
 
@@ -33,9 +33,9 @@ class ModuleInfo:
     class_name: str
     kind: Kind
     owners: tuple[str, ...] = ()
-    """Classes of the modules around it, the nearest first."""
+    """Classes of the modules around it, the innermost first."""
     spatial: bool = False
-    """A convolution that sees more than one pixel."""
+    """Whether it is a convolution whose kernel has more than one pixel."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ class ModuleInfo:
 
 
 Modules = Mapping[str, ModuleInfo]
-"""By path, in the model's own order: every module without children, and parameters that stand alone."""
+"""By path, in the model's order: every module without children, and every parameter of a module with children."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,19 @@ class LayerSelection:
     paths: tuple[str, ...]
     """In the model's own order."""
     why: Mapping[str, str]
-    """A sentence for every path."""
+    """The reason for every path, as a sentence."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Paths a target asked for that are not taken, and the sentence that says why."""
+    """Paths that a target matches but that are not selected, each with the reason."""
 
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """What patterns choose from a list of layers; a layer is its place in the list."""
+    """The choice that patterns make from a list of layers. A layer is given by its index in the list."""
 
     wanted: Mapping[int, str]
-    """The first target that matches it."""
+    """Every layer that a target matches, with the first such target."""
     left_out: Mapping[int, str]
-    """Those of the wanted that are not taken, and the sentence that says why."""
+    """The wanted layers that are not taken, each with the reason."""
     unmatched: tuple[str, ...]
     """Targets that match nothing."""
     unmatched_exclude: tuple[str, ...]
@@ -84,10 +84,10 @@ def choose(
     untrained: Iterable[str] = (),
     kinds: Collection[Kind] = ADAPTABLE,
 ) -> TargetChoice:
-    """Apply all patterns to layers given by path. `exclude` may also name what no target can.
+    """Apply all patterns to a list of layers.
 
-    `within`: only layers with one of these runs of name parts in their path. `spatial`: also convolutions of more than
-    one pixel.
+    `exclude` may also match layers that cannot be adapted. `within` restricts the targets to layers with one of these
+    runs of name parts in their path. `spatial` includes convolutions with kernels of more than one pixel.
     """
     adaptable = [index for index, (_path, info) in enumerate(layers) if info.kind in kinds]
     inside = {part: {index for index in adaptable if names(part, layers[index][0])} for part in within}
@@ -97,9 +97,11 @@ def choose(
     ]  # fmt: skip
     wanted, unmatched = _first_matches(targets, layers, candidates)
     unwanted, unmatched_exclude = _first_matches(exclude, layers, range(len(layers)))
-    idle, _ = _first_matches(untrained, layers, candidates)
+    without_gradient, _ = _first_matches(untrained, layers, candidates)
     left_out = {index: f"excluded by `{unwanted[index]}`" for index in wanted if index in unwanted}
-    left_out |= {index: "no gradient ever reaches it" for index in wanted if index in idle and index not in unwanted}
+    left_out |= {
+        index: "no gradient ever reaches it" for index in wanted if index in without_gradient and index not in unwanted
+    }
     return TargetChoice(
         wanted, left_out, unmatched, unmatched_exclude, tuple(part for part in within if not inside[part])
     )
@@ -135,14 +137,14 @@ def select(
     untrained: Iterable[str] = (),
     kinds: Collection[Kind] = ADAPTABLE,
 ) -> LayerSelection:
-    """Apply all patterns. One that matches nothing is an error that names what comes near it; all come together.
+    """Apply all patterns to a model. One `ConfigError` lists every pattern that matches nothing, with similar names.
 
-    `untrained` are a family's own patterns of layers no gradient reaches: they may match nothing, and win over targets.
+    `untrained` are a family's patterns for layers that get no gradient. They override targets and may match nothing.
     """
     layers = list(modules.items())
     choice = choose(layers, targets, exclude, within=within, spatial=spatial, untrained=untrained, kinds=kinds)
     adaptable = {path: info for path, info in layers if info.kind in kinds}
-    problems = [_nowhere(part, adaptable) for part in choice.unmatched_within]
+    problems = [_unknown_within(part, adaptable) for part in choice.unmatched_within]
     if not problems:
         inside = {path: info for path, info in adaptable.items() if not within or _is_inside(within, path)}
         problems = [_unmatched("adapter.targets", pattern, inside, modules, within) for pattern in choice.unmatched]
@@ -158,14 +160,14 @@ def select(
 
 
 def matching(pattern: str, modules: Modules) -> tuple[str, ...]:
-    """Every path one pattern stands for."""
+    """Every path that one pattern matches."""
     layers = list(modules.items())
     found, _unmatched_patterns = _first_matches((pattern,), layers, range(len(layers)))
     return tuple(layers[index][0] for index in found)
 
 
 def names(pattern: str, path: str) -> bool:
-    """Whether the pattern's parts stand next to each other in the path."""
+    """Whether the pattern's parts occur in the path as a contiguous run."""
     wanted, parts = pattern.split("."), path.split(".")
     starts = range(len(parts) - len(wanted) + 1)
     return any(all(map(fnmatchcase, parts[start:], wanted)) for start in starts)
@@ -176,16 +178,17 @@ def class_of(pattern: str, classes: Iterable[str]) -> str | None:
 
 
 def renamed(pattern: str, classes: Iterable[str]) -> str | None:
-    """The class that has a model's name in front of the one asked for: WanAttention for Attention."""
+    """The class whose name ends with the pattern, such as WanAttention for Attention."""
     if not pattern[:1].isupper() or not pattern.isalnum():
         return None
     return next((name for name in classes if name.endswith(pattern)), None)
 
 
 def options_for(info: ModuleInfo, table: Collection[str], present: Collection[str]) -> str | None:
-    """The entry of a table by module class (LyCORIS `module_algo_map`) that holds for a layer: its innermost class's.
+    """The entry of a table by module class (LyCORIS' `module_algo_map`) that applies to a layer: that of its innermost
+    class.
 
-    `present` are the classes the model has: an older name counts only where it is none of them.
+    `present` are the classes of the model. An entry matches as an older name only if it is not one of them.
     """
     for name in info.classes:
         for entry in table:
@@ -229,14 +232,15 @@ def _unmatched(key: str, pattern: str, candidates: Modules, modules: Modules, wi
     return Problem(key, f"{pattern}: matches nothing in this model", expected, hint)
 
 
-def _nowhere(part: str, adaptable: Modules) -> Problem:
-    runs = [name for name in near_misses(part, adaptable) if name not in class_names(adaptable)]
-    hint = f"near misses: {', '.join(runs)}" if runs else "--set 'adapter.within=[]' for the family's own choice"
+def _unknown_within(part: str, adaptable: Modules) -> Problem:
+    similar = [name for name in near_misses(part, adaptable) if name not in class_names(adaptable)]
+    hint = f"near misses: {', '.join(similar)}" if similar else "--set 'adapter.within=[]' for the family's own choice"
     return Problem("adapter.within", f"{part}: in no layer's path", "names of modules, as in their paths", hint)
 
 
 def near_misses(pattern: str, modules: Modules) -> list[str]:
-    """Names like the pattern: runs of as many parts, numbers written `*`, and classes."""
+    """Names similar to the pattern: class names, and runs of as many path parts as the pattern has, with `*` for
+    numbers."""
     length = pattern.count(".") + 1
     runs: dict[str, None] = {}
     for path in modules:
@@ -244,7 +248,7 @@ def near_misses(pattern: str, modules: Modules) -> list[str]:
         for start in range(len(parts) - length + 1):
             runs[".".join(parts[start : start + length])] = None
     known = {name.lower(): name for name in (*class_names(modules), *runs) if name.strip("*.")}
-    near = difflib.get_close_matches(pattern.lower(), known, n=_NEAR, cutoff=_CUTOFF)
+    near = difflib.get_close_matches(pattern.lower(), known, n=_MOST_NEAR_MISSES, cutoff=_SIMILARITY)
     return [known[name] for name in near]
 
 
@@ -254,7 +258,7 @@ def class_names(modules: Modules) -> list[str]:
 
 def _nothing_left(wanted: int, left_out: Mapping[str, str]) -> Problem:
     if not wanted:
-        return Problem("adapter.targets", "no pattern at all", "layers to adapt", "name some, such as to_q")
+        return Problem("adapter.targets", "no pattern", "layers to adapt", "name some, such as to_q")
     path, reason = next(iter(left_out.items()))
     found = f"{wanted} layers, all of them left out ({path}: {reason})"
     return Problem("adapter.targets", found, "at least one layer to train", "name more targets, or exclude less")

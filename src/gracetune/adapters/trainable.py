@@ -1,7 +1,7 @@
-"""What is trained: which matrices and convolutions, and what an adapter adds to each. Pure.
+"""The trainable tensors of a run, computed from a footprint without building a model. Pure.
 
-Which layers are chosen is decided by `targets.choose`, the shapes of their tensors by the algorithms' records; tests
-build peft's and lycoris-lora's modules and compare.
+`targets.choose` selects the layers, and the algorithms' records give the shapes of their tensors. Tests compare the
+result with the modules of peft and lycoris-lora.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gracetune.models.footprint import Footprint, FootprintBlock, FootprintLinea
 
 @dataclass(frozen=True)
 class Tensors:
-    """Equal trainable tensors."""
+    """A number of trainable tensors of the same shape."""
 
     shape: Dimensions
     count: int
@@ -38,17 +38,17 @@ class Tensors:
 
 @dataclass(frozen=True)
 class TargetLayers:
-    """One kind of matrix that is trained or carries an adapter, with the options that hold for it."""
+    """One matrix or convolution of a repeated block that is trained or adapted, with the options that apply to it."""
 
     block: FootprintBlock
     linear: FootprintLinear
     adapter: Adapter
     count: int
-    """In how many of the blocks."""
+    """The number of blocks in which it is selected."""
 
     @property
     def record(self) -> Algorithm:
-        """A full fine-tune trains what a whole difference has."""
+        """A full fine-tune is counted like `full_delta`: it trains the weight and the bias."""
         return algorithm("full_delta" if self.adapter.kind == "full_finetune" else self.adapter.kind)
 
     def tensors(self) -> Iterator[Tensors]:
@@ -64,15 +64,15 @@ class TargetLayers:
 
 @dataclass(frozen=True)
 class TrainableSelection:
-    """The targets of one denoiser; `unmatched` are patterns that select nothing this footprint knows."""
+    """The targets of one denoiser. `unmatched` are patterns that match nothing in the footprint."""
 
     targets: tuple[TargetLayers, ...]
     unmatched: tuple[str, ...] = ()
 
 
 def select(footprint: Footprint, adapter: Adapter) -> TrainableSelection:
-    """Apply `adapter.targets`, `exclude`, `within` and `by_module`. Without targets a full fine-tune selects every
-    matrix."""
+    """Apply `adapter.targets`, `exclude`, `within` and `by_module` to a footprint. A full fine-tune without targets
+    selects every matrix and convolution."""
     pairs = [(block, linear) for block in footprint.blocks for linear in block.linears]
     within = () if adapter.kind == "full_finetune" else adapter.within
     if not adapter.targets and not within and adapter.kind != "full_finetune":
@@ -97,12 +97,12 @@ def select(footprint: Footprint, adapter: Adapter) -> TrainableSelection:
 
 
 def takes_convolutions(adapter: Adapter) -> bool:
-    """Those of more than one pixel."""
+    """Whether targets include convolutions with kernels of more than one pixel."""
     return not adapter.within or adapter.conv_rank is not None or adapter.kind == "full_finetune"
 
 
 def _paths(block: FootprintBlock, linear: FootprintLinear) -> list[str]:
-    """Of the layer in each block, or one for all where a footprint does not know which blocks these are."""
+    """The layer's path in each block, or a single one if the footprint does not number the blocks."""
     if block.name.endswith(".*") and "*" not in block.name[:-1]:
         return [f"{block.name[:-1]}{number}.{linear.name}" for number in range(block.count)]
     return [f"{block.name}.{linear.name}"]
@@ -113,7 +113,7 @@ def _is_default(linear: FootprintLinear, adapter: Adapter) -> bool:
 
 
 def _module(linear: FootprintLinear) -> ModuleInfo:
-    """As far as a footprint knows it."""
+    """The module as `targets.choose` expects it. A footprint knows only the layer's direct owner."""
     owners = (linear.owner,) if linear.owner else ()
     if linear.kernel:
         return ModuleInfo(f"Conv{len(linear.kernel)}d", "conv", owners, linear.is_spatial)
@@ -121,7 +121,7 @@ def _module(linear: FootprintLinear) -> ModuleInfo:
 
 
 def unused_conv_options(adapter: Adapter) -> tuple[str, ...]:
-    """What to tell about an adapter without a convolution of more than one pixel."""
+    """Notes on `conv_rank` and `conv_alpha`, which have no effect without convolutions of more than one pixel."""
     options = {"adapter.conv_rank": adapter.conv_rank, "adapter.conv_alpha": adapter.conv_alpha}
     given = [name for name, value in options.items() if value is not None]
     if not given:
@@ -134,15 +134,15 @@ def unused_conv_options(adapter: Adapter) -> tuple[str, ...]:
     return (f"{' and '.join(given)}: no effect, because {why}",)
 
 
-_SIZES = ("rank", "factor", "full_rank", "decompose_both")
-"""The options of one layer that decide what is counted here."""
+_SIZE_OPTIONS = ("rank", "factor", "full_rank", "decompose_both")
+"""The options of a layer that its tensors' shapes depend on."""
 
 
 def _options(adapter: Adapter, info: ModuleInfo, linear: FootprintLinear, present: Collection[str]) -> Adapter:
     entry = options_for(info, adapter.by_module, present)
     own: Mapping[str, Any] = {} if entry is None else adapter.by_module[entry]
     changes: dict[str, Any] = {"rank": adapter.conv_rank} if linear.is_spatial and adapter.conv_rank else {}
-    changes |= {field: own[name] for name, field in FIELDS.items() if name in own and field in _SIZES}
+    changes |= {field: own[name] for name, field in FIELDS.items() if name in own and field in _SIZE_OPTIONS}
     kind = kind_of(own.get("algo"))
     if kind is not None:
         changes["kind"] = kind
@@ -160,7 +160,7 @@ def trainable(footprint: Footprint, selection: TrainableSelection, adapter: Adap
     """Every trained tensor of one denoiser."""
     tensors = [tensor for target in selection.targets for tensor in target.tensors()]
     if adapter.kind == "full_finetune" and not adapter.targets:
-        # Biases, norms and embeddings: too small to be worth their shapes.
+        # Biases, norms and embeddings: a footprint has no shapes for them, so they count as one tensor.
         every = select(footprint, Adapter(kind="full_finetune")).targets
         rest = footprint.parameters - sum(tensor.elements for target in every for tensor in target.tensors())
         tensors.append(Tensors((rest,), 1))

@@ -1,7 +1,7 @@
-"""Whether an adapter fits a model: every layer there, of the right size, with nothing left over and no NaN.
+"""Checks that an adapter fits a model: every layer exists and has the right size, no key is left over, no value is NaN.
 
-An adapter need not sit on every layer, so a layer without one is no fault. What is worth knowing is a layer left out
-where the same layer of other blocks has an adapter; that is told, and counts as no mismatch.
+An adapter does not have to cover every layer. A layer without an adapter is reported only if the same layer of other
+blocks has one, and this does not count as a mismatch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Verified:
     expert: ExpertStage
     matched: tuple[str, ...]
     missing: tuple[str, ...]
-    """Layers some of whose tensors are missing or do not belong together, with the reason."""
+    """Layers with missing or inconsistent tensors, each with the reason."""
     unexpected: tuple[str, ...]
-    """Layers the model does not have, and keys that name none."""
+    """Layers the model does not have, and keys that name no layer."""
     mismatched: tuple[str, ...]
-    """Layers of another size, with both; places that disagree about the expert."""
+    """Layers of another size, with both sizes, and contradictory statements about the expert."""
     not_finite: tuple[str, ...]
     left_out: tuple[str, ...]
-    """Layers without an adapter, while their like in other blocks has one."""
+    """Layers without an adapter although the same layer of another block has one."""
 
     @property
     def ok(self) -> bool:
@@ -40,7 +40,7 @@ class Verified:
 
 
 def verify(reading: AdapterContents, models: Mapping[ExpertStage, Shapes]) -> list[Verified]:
-    """One report per expert in the file. `models` has the experts' shapes; `""` stands for any that is not named."""
+    """One report for each expert in the file. `models` has the shapes by expert; `""` applies to any other expert."""
     broken = tuple(f"{layer}: {why}" for layer, why in reading.broken.items())
     reports = []
     for expert, state in sorted(reading.states.items()):
@@ -67,7 +67,7 @@ def verify(reading: AdapterContents, models: Mapping[ExpertStage, Shapes]) -> li
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of every layer an adapter can sit on; the model may be on the meta device."""
+    """The weight shapes of every layer that can have an adapter. The model may be on the meta device."""
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     return {path: tuple(layer.weight.shape) for path, layer in model.named_modules() if isinstance(layer, kinds)}
 
@@ -79,4 +79,5 @@ def _left_out(adapted: Iterable[str], shapes: Shapes) -> tuple[str, ...]:
 
 
 def _role(path: str) -> str:
+    """The path without block numbers: the same layer of different blocks has the same role."""
     return re.sub(r"(?<=\.)[0-9]+(?=\.)", "#", path)

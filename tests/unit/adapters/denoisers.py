@@ -17,7 +17,7 @@ from gracetune.config.run_config import Adapter
 
 ADAPTERS = ("lora", "dora", "locon", "loha", "lokr", "ia3", "diag_oft", "full_delta")
 TARGETS = {"wan": ("Attention", "FeedForward"), "sdxl": ("mid_block", "Downsample2D", "conv_shortcut")}
-"""A part of the U-Net has every kind of layer: linear, convolutions of one and nine pixels, strides."""
+"""The targets. Those of the U-Net include every kind of layer: linear, convolutions of one and nine pixels, strides."""
 TinyModel = Callable[[str, str], Path]
 _LOADED: dict[tuple[Path, torch.dtype], nn.Module] = {}
 
@@ -78,7 +78,7 @@ def _sdxl(model: Any, dtype: torch.dtype) -> Tensor:
 
 
 def shake(attached: Attached, std: float = 0.05, seed: int = 7) -> None:
-    """Values as after some training: nothing is zero."""
+    """Random values for all parameters, as after some training: nothing is zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in attached.parameters().values():

@@ -46,7 +46,7 @@ class Valid:
 
 @functools.cache
 def valid_files(folder: Path) -> tuple[Valid, ...]:
-    """Of every format and algorithm that the format has a place for, with every form of it."""
+    """Files in every format, of every algorithm and form that the format can hold."""
     found = []
     for family, shapes in SHAPES.items():
         for kind in making.ALGORITHMS:
@@ -63,12 +63,12 @@ def valid_files(folder: Path) -> tuple[Valid, ...]:
 
 
 def _without_hash(content: bytes) -> bytes:
-    """Else every change of the tensors would be found by it, and nothing behind it be tried."""
-    taken = _taken_apart(content)
-    assert taken is not None
-    header, data = taken
+    """The file without its hash. With it, the hash check would find every mutation, and no later check would run."""
+    parsed = _parse(content)
+    assert parsed is not None
+    header, data = parsed
     del header["__metadata__"]["sshs_model_hash"]
-    return _put_together(header, data)
+    return _serialize(header, data)
 
 
 def spoiled(content: bytes, chance: random.Random) -> bytes:
@@ -81,7 +81,7 @@ def spoiled(content: bytes, chance: random.Random) -> bytes:
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def _taken_apart(content: bytes) -> tuple[dict[str, Any], bytes] | None:
+def _parse(content: bytes) -> tuple[dict[str, Any], bytes] | None:
     length = int.from_bytes(content[:8], "little")
     try:
         header = json.loads(content[8 : 8 + length])
@@ -90,7 +90,7 @@ def _taken_apart(content: bytes) -> tuple[dict[str, Any], bytes] | None:
     return (header, content[8 + length :]) if isinstance(header, dict) else None
 
 
-def _put_together(header: dict[str, Any], data: bytes) -> bytes:
+def _serialize(header: dict[str, Any], data: bytes) -> bytes:
     text = json.dumps(header, ensure_ascii=False).encode(errors="surrogatepass")
     return len(text).to_bytes(8, "little") + text + data
 
@@ -155,10 +155,10 @@ _HEADERS: tuple[dict[str, Any], ...] = (
 
 
 def _header(content: bytes, chance: random.Random) -> bytes:
-    taken = _taken_apart(content)
-    if taken is None or not taken[0]:
+    parsed = _parse(content)
+    if parsed is None or not parsed[0]:
         return _flip(content, chance)
-    header, data = taken
+    header, data = parsed
     names = [name for name in header if name != "__metadata__"] or list(header)
     name = chance.choice(names)
     entry = header[name]
@@ -183,11 +183,11 @@ def _header(content: bytes, chance: random.Random) -> bytes:
         tensors = _tensors(header, data)
         tensors.pop(name, None)
         return _written(tensors, header.get("__metadata__") if chance.random() < 0.8 else None)
-    return _put_together(header, data)
+    return _serialize(header, data)
 
 
 def _another_shape(shape: Any, chance: random.Random) -> list[Any]:
-    """Most with as many numbers as before: a header that only lies is refused at once."""
+    """Another shape, mostly with the same element count: a header that contradicts the file's size fails early."""
     if not isinstance(shape, list) or not all(isinstance(side, int) for side in shape):
         return [1]
     count = math.prod(shape)
@@ -204,10 +204,10 @@ _NUMBERS = (math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e-45, 0.0, 1e30, 65
 
 
 def _tensor(content: bytes, chance: random.Random) -> bytes:
-    """A tensor of the file anew: other numbers, another size or precision. Everything else is as it was."""
-    taken = _taken_apart(content)
-    tensors = {} if taken is None else _tensors(*taken)
-    if taken is None or not tensors:
+    """Replace a tensor of the file: other values, another size or another precision. The rest stays unchanged."""
+    parsed = _parse(content)
+    tensors = {} if parsed is None else _tensors(*parsed)
+    if parsed is None or not tensors:
         return _flip(content, chance)
     name = chance.choice([key for key in tensors if key.endswith("alpha")] * 3 + list(tensors))
     dtype, shape, data = tensors[name]
@@ -229,7 +229,7 @@ def _tensor(content: bytes, chance: random.Random) -> bytes:
         shape, data = chance.choice((([0], b""), ([0, *shape], b""), ([], data[:4]), ([3], data[:4] * 3)))
         dtype = "F32"
     tensors[name] = (dtype, shape, data)
-    return _written(tensors, taken[0].get("__metadata__"))
+    return _written(tensors, parsed[0].get("__metadata__"))
 
 
 def _tensors(header: dict[str, Any], data: bytes) -> dict[str, tuple[str, list[int], bytes]]:
@@ -254,7 +254,7 @@ def _written(tensors: dict[str, tuple[str, list[int], bytes]], metadata: Any) ->
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
         end += len(data)
         parts.append(data)
-    return _put_together(header, b"".join(parts))
+    return _serialize(header, b"".join(parts))
 
 
 MUTATIONS = (_flip, _cut, _lengthen, _lie_about_the_length, *(_header,) * 12, *(_tensor,) * 12)

@@ -1,4 +1,4 @@
-"""Every record of an adapter algorithm holds together, and is all that the program knows of it."""
+"""Every record of an adapter algorithm is consistent, and complete: nothing outside it names the algorithm."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_file_of_the_folder_is_registered() -> None:
 
 
 def test_records_import_no_torch() -> None:
-    """A config is checked with them, before any model code is imported."""
+    """Checking a config reads the records before any model code is imported."""
     source = Path(package.__path__[0]).parents[2]
     code = f"import sys; sys.path.insert(0, {str(source)!r})\n"
     code += "from gracetune.adapters.algorithms.registry import algorithms\nalgorithms()\n"
@@ -70,8 +70,8 @@ def test_what_is_trained_is_what_the_record_says(record: Algorithm, path: Any, k
 
 
 @ALL
-def test_a_file_of_it_is_told_by_its_tensors(record: Algorithm) -> None:
-    """Written in the format that holds everything, and read again as the same layer."""
+def test_a_files_algorithm_is_detected_by_its_tensors(record: Algorithm) -> None:
+    """It is written in the format that holds every algorithm, and read again as the same layer."""
     model = nn.ModuleDict(
         {"blocks": nn.ModuleList([nn.ModuleDict({"attn1": nn.ModuleDict({"to_q": nn.Linear(8, 8)})})])}
     )
@@ -87,13 +87,13 @@ def test_a_file_of_it_is_told_by_its_tensors(record: Algorithm) -> None:
 
 
 @ALL
-def test_the_page_about_adapters_names_it(record: Algorithm) -> None:
+def test_the_documentation_names_it(record: Algorithm) -> None:
     assert f"`{record.name}`" in text_of("adapters.md")
 
 
 @ALL
-def test_a_change_that_is_made_of_the_weight_says_so(record: Algorithm) -> None:
-    """`added` or `changed`: one of them is there, and `depends_on_weight` says which."""
+def test_depends_on_weight_matches_the_implemented_method(record: Algorithm) -> None:
+    """A record implements either `added` or `changed`, and `depends_on_weight` states which."""
     own = type(record)
     assert (own.changed is not Algorithm.changed) == record.depends_on_weight
     assert (own.added is not Algorithm.added) != record.depends_on_weight
@@ -107,7 +107,7 @@ def test_names_are_unique() -> None:
     assert set(options) <= Adapter.model_fields.keys()
 
 
-def test_a_name_that_is_none_is_an_error() -> None:
+def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(ValueError, match="no adapter algorithm is called registry: there are lora, dora"):
         algorithm("registry")
 
@@ -124,7 +124,7 @@ INSIDE = ("ModuleList", "Sequential", "GELU", "GEGLU", "SwiGLU")
 
 
 def footprint_of(model: nn.Module, family: str) -> Footprint:
-    """What a family would declare for this very model: each of its layers is a block of its own."""
+    """The footprint a family would declare for this model, with each layer as a block of its own."""
     modules, spec = describe(model), spec_of(family)
     kinds = {path: info for path, info in modules.items() if info.kind in ADAPTABLE}
     default = set(select_modules(modules, spec.default_targets, untrained=spec.untrained).paths)

@@ -46,7 +46,7 @@ def rows() -> Tensor:
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def test_it_adds_what_a_merged_one_adds_and_goes_without_a_trace() -> None:
+def test_it_equals_a_merged_one_and_leaves_no_trace() -> None:
     ours, merged = model(), model()
     plain = ours(rows())
     handle = assist(ours, assistant(), CPU, torch.float32)
@@ -61,7 +61,7 @@ def test_it_adds_what_a_merged_one_adds_and_goes_without_a_trace() -> None:
 
 
 @pytest.mark.parametrize("form", ["plain", "fp8", "int8"])
-def test_compiled_graphs_follow_it(form: str) -> None:
+def test_compiled_graphs_follow_the_switch(form: str) -> None:
     ours = model(form)
     handle = assist(ours, assistant(), CPU, torch.float32)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
@@ -82,7 +82,7 @@ def test_compiled_graphs_follow_it(form: str) -> None:
 @pytest.mark.parametrize("kind", ["lora", "dora", "locon", "loha", "lokr", "ia3", "diag_oft", "full_delta"])
 @pytest.mark.parametrize("path", ["auto", "library"])
 def test_every_adapter_is_trained_above_it(kind: str, path: Any) -> None:
-    """Its change is the same whether the assistant is there or not: that is what its file is used for."""
+    """The trained adapter's change is the same with and without the assistant, because its file is used without."""
     ours, other = model(), model()
     handle = assist(ours, assistant(), CPU, torch.float32)
     options = Adapter.model_validate({"kind": kind, "rank": 2, "targets": ["Linear"]})

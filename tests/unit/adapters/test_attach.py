@@ -47,7 +47,7 @@ class Trained:
     denoiser: Denoiser
     attached: Attached
     weights: dict[str, Tensor]
-    """The model's own, before."""
+    """The model's own values, before the adapter is attached."""
     base: Tensor
     first: Tensor
     last: Tensor
@@ -80,7 +80,7 @@ def trained(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Trained:
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_what_a_layer_acts_through_is_0_at_first(kind: str, wan: Callable[[], Denoiser]) -> None:
+def test_the_acting_tensors_of_a_layer_are_0_at_first(kind: str, wan: Callable[[], Denoiser]) -> None:
     acting = wan().attach(kind).acting()
     assert acting
     for path, tensors in acting.items():
@@ -88,7 +88,7 @@ def test_what_a_layer_acts_through_is_0_at_first(kind: str, wan: Callable[[], De
         assert not any(tensor.any() for tensor in tensors), path
 
 
-def test_values_are_lent_and_given_back_bit_for_bit(trained: Trained) -> None:
+def test_held_values_are_restored_bit_for_bit(trained: Trained) -> None:
     attached = trained.attached
     assert all(any(tensor.any() for tensor in tensors) for tensors in attached.acting().values())
     before = {name: parameter.detach().clone() for name, parameter in attached.parameters().items()}
@@ -183,7 +183,7 @@ def test_bf16_base(tiny_model: TinyModel, family: str, kind: str) -> None:
 @pytest.mark.parametrize("path", ["auto", "library"])
 @pytest.mark.parametrize("kind", ["locon", "loha", "lokr", "full_delta"])
 def test_a_small_change_is_not_lost_in_a_bf16_base(kind: str, path: Any) -> None:
-    """A thousandth of the weight: computed as (W + D) - W in bf16, as LyCORIS does, most of it would be rounded off."""
+    """The change is a thousandth of the weight. LyCORIS' (W + D) - W in bf16 would round most of it off."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(torch.bfloat16)
     adapter = Adapter(kind=kind, rank=4, targets=("Linear",))  # type: ignore[arg-type]
@@ -498,7 +498,7 @@ class TestModel:
         }
 
     @pytest.mark.parametrize("kind", ADAPTERS)
-    def test_says_nothing(self, wan: Callable[[], Denoiser], kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_prints_nothing(self, wan: Callable[[], Denoiser], kind: str, capfd: pytest.CaptureFixture[str]) -> None:
         """lycoris-lora logs to stdout, where `--json` promises nothing else."""
         wan().attach(kind, rank=99)
         assert capfd.readouterr() == ("", "")
@@ -563,7 +563,7 @@ class TestFull:
         with pytest.raises(ConfigError, match="rope: matches nothing"):
             wan().attach("full_finetune", targets=("rope",))
 
-    def test_what_it_cannot_do_is_said(self, wan: Callable[[], Denoiser]) -> None:
+    def test_unsupported_calls_are_errors(self, wan: Callable[[], Denoiser]) -> None:
         attached = wan().attach("full_finetune", targets=())
         with pytest.raises(GracetuneError, match="no adapter beside the model"):
             attached.state()
@@ -575,7 +575,7 @@ class TestFull:
 
 @pytest.mark.parametrize(("family", "kind"), EVERY_KIND)
 def test_on_layers_without_weights_it_is_the_same_adapter(family: str, kind: str, tiny_model: TinyModel) -> None:
-    """So a run is told what does not fit before it loads any."""
+    """So a run can report misfits before it loads any weights."""
     real, empty = load(tiny_model, family), load(tiny_model, family)
     empty.model.to("meta")
     attached, without = real.attach(kind), empty.attach(kind)

@@ -1,4 +1,4 @@
-"""Which form of an adapter is taken: the cheaper one, by multiplications and by what it keeps."""
+"""The form of computation is the cheapest one, by multiplications and by the memory it keeps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE = st.integers(1, 200)
 
 @given(SIZE, SIZE, SIZE, SIZE, st.integers(1, 64), st.booleans())
 @settings(deadline=None)
-def test_lokr_never_takes_the_dearer_order(a: int, b: int, c: int, d: int, rank: int, apart: bool) -> None:
+def test_lokr_takes_the_cheaper_order(a: int, b: int, c: int, d: int, rank: int, apart: bool) -> None:
     found = cheapest(Kronecker((a, c), (b, d), rank, False, apart))
     whole = {True: a * c * d + a * b * d, False: c * b * d + a * c * b}
     if found.form == "kronecker":

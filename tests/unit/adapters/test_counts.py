@@ -1,4 +1,4 @@
-"""The estimate and the model that is trained have the same parameters."""
+"""The estimate counts the same parameters as the model that is trained."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def planned(denoiser: Denoiser, kind: str, options: dict[str, Any]) -> dict[str, list[tuple[int, ...]]]:
-    """What the planner would count for each linear layer and convolution."""
+    """The planner's count for each linear layer and convolution."""
     adapter = Adapter(kind=kind, **options)  # type: ignore[arg-type]
     found = {}
     for path, info in describe(denoiser.model).items():
@@ -111,7 +111,7 @@ def test_every_factor_of_lokr(factor: int) -> None:
     ],
 )  # fmt: skip
 def test_of_the_published_14b(adapter: Adapter, layers: int) -> None:
-    """As SimpleTuner and ai-toolkit configs ask for it (examples/), on shapes alone."""
+    """The adapters of SimpleTuner and ai-toolkit configs (examples/), by shapes alone."""
     footprint = FOOTPRINTS["wan"][0]
     tensors = trainable(footprint, select(footprint, adapter), adapter)
     with torch.device("meta"):

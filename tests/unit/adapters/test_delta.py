@@ -120,7 +120,7 @@ def test_peft(shape: str, dora: bool) -> None:
 
 
 def test_lycoris_own_merge_of_lokr_is_not_what_it_trains() -> None:
-    """The reason for our own. If this fails, the library has been mended."""
+    """The reason for our own formulas. If this fails, the library has been fixed."""
     layer = nn.Linear(12, 20)
     module = LokrModule("", layer, 1.0, 3, 1.5, factor=2)
     values(module)

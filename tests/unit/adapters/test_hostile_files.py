@@ -1,4 +1,4 @@
-"""Whatever a file holds, every command ends soon and within some memory: with a typed error, or with a right answer."""
+"""For any file, every command ends quickly and within a memory limit: with a typed error or a correct result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECONDS, MEMORY = 2.0, 500 * MIB
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """No more memory than that, and no more time of this process."""
+    """Limits on the memory and the CPU time of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     held = next(int(line.split()[1]) for line in lines if line.startswith("VmData")) * 1024
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -51,7 +51,7 @@ def bounded() -> Iterator[None]:
 
 
 def check_every_command(path: Path, family: str, target: Attached, chance: random.Random) -> bool:
-    """Inspect, convert, verify, and the start of a run. Whether any of it took the file."""
+    """Inspect, convert and verify the file, and start a run from it. Returns whether any of these accepted it."""
     for again in path.parent.glob("out*"):
         again.unlink()
     took = [inspected(path)]
@@ -121,7 +121,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Valid, ...]:
 
 
 def fuzz(valid: tuple[Valid, ...], folder: Path, seeds: range) -> tuple[int, int]:
-    """How many files of how many some command took."""
+    """The number of files that some command accepted, and the number of all files."""
     targets: dict[tuple[str, str], Attached] = {}
     took = 0
     for seed in seeds:
@@ -192,7 +192,7 @@ def products(n: int, rank: int = 1) -> dict[str, dict[str, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("kind", products(4))
 def test_a_small_file_of_a_large_weight(kind: str, tmp_path: Path) -> None:
-    """16 GiB as a matrix: measured and converted by its factors. Sixteen times as many numbers: refused."""
+    """A 16 GiB matrix is measured and converted by its factors. One with sixteen times the elements is rejected."""
     path = file_of(products(1 << 16)[kind], tmp_path)
     with bounded():
         (state,) = open_adapter(path).states()
@@ -210,7 +210,7 @@ def test_a_small_file_of_a_large_weight(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [1, 8, 16, 40])
 def test_the_norm_of_a_large_loha_is_right(rank: int, tmp_path: Path) -> None:
-    """By pairs of ranks, row by row, and estimated. All numbers are 0.5, so every element is (rank / 4)^2 times the
+    """By Gram matrices, row by row, and estimated. All numbers are 0.5, so every element is (rank / 4)^2 times the
     scale of 1 / rank."""
     n = 1 << 12
     (state,) = open_adapter(file_of(products(n, rank)["loha"], tmp_path)).states()
@@ -241,7 +241,7 @@ def test_the_norm_of_a_larger_loha_is_estimated(tmp_path: Path, monkeypatch: pyt
 
 
 def test_no_estimate_says_that_a_layer_is_unchanged(tmp_path: Path) -> None:
-    """All but one row of the change are 0, and that row is one that is hardly ever chosen."""
+    """All rows of the change but one are 0, and that row is hardly ever sampled."""
     n, rank = 2_048, 128
     sizes = products(n, rank)["loha"]
     made = {name: torch.zeros(size) for name, size in sizes.items()}

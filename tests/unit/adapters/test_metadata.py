@@ -1,4 +1,4 @@
-"""What stands in a file's header is true of that file."""
+"""The header of a file describes that file correctly."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_version_nobody_knows_is_not_written(tmp_path: Path) -> None:
 
 
 def test_both_files_of_a_pair_have_hashes_of_their_own(tmp_path: Path) -> None:
-    """ai-toolkit writes those of the unsplit file into both."""
+    """ai-toolkit writes the hashes of the unsplit file into both."""
     hashes = set()
     for seed, expert in enumerate(("high_noise", "low_noise")):
         state = making.state("wan", SHAPES, "lora", seed=seed, expert=expert)
@@ -73,7 +73,7 @@ def test_both_files_of_a_pair_have_hashes_of_their_own(tmp_path: Path) -> None:
     assert len(hashes) == 2
 
 
-def test_what_is_known_of_the_training_survives_a_conversion(tmp_path: Path) -> None:
+def test_training_entries_survive_a_conversion(tmp_path: Path) -> None:
     state = making.state("wan", SHAPES, "lora", expert="low_noise")
     first = save(tmp_path / "a.safetensors", state, "diffusers", torch.float32, ABOUT)
     second = save(tmp_path / "b.safetensors", open_adapter(first).state(), "kohya", torch.bfloat16)
@@ -105,7 +105,7 @@ def test_the_other_file_of_a_pair() -> None:
     assert metadata.other_expert_file(Path("x.safetensors")) is None
 
 
-def test_what_a_dora_was_measured_by_is_said_of_its_own_file_only() -> None:
+def test_the_dora_entry_is_not_carried_over_to_other_files() -> None:
     state = replace(making.state("wan", SHAPES, "lora"), metadata={"gracetune.dora": "base", "modelspec.title": "x"})
     found = metadata.header(state, *FORMATS["comfyui"].write(state, torch.float32))
     assert "gracetune.dora" not in found

@@ -1,4 +1,4 @@
-"""Files are whole or refused, appear whole or not at all, and never take another's place."""
+"""Incomplete files are rejected, writes are atomic, and no existing file is replaced."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_header_whose_length_looks_like_a_pickle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_bytes(b"")])
-def test_what_is_no_file(make, tmp_path: Path) -> None:
+def test_paths_that_are_not_files_are_rejected(make, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     make(path)
     with pytest.raises(UnreadableAdapterError):
@@ -201,7 +201,7 @@ def test_a_checkpoints_alpha_that_is_no_number(alpha: str, expected_text: str, t
 
 
 def test_a_file_larger_than_memory_is_rejected_before_it_is_read(tmp_path: Path) -> None:
-    """A terabyte of holes takes no room on the disk."""
+    """A sparse file of a terabyte takes no space on the disk."""
     path, size = tmp_path / "sparse.safetensors", 1 << 40
     header = pack_header({"a.diff": describe("F16", (1 << 19, 1 << 20), 0, size)}, {})
     with path.open("wb") as file:
@@ -268,7 +268,7 @@ def test_a_program_that_orders_the_same_tensors_otherwise_has_changed_nothing(ou
 
 
 def test_another_programs_hash_is_only_worth_a_note(ours: bytes, tmp_path: Path) -> None:
-    """kohya's scripts and ai-toolkit hash the data too; whoever edits their files and keeps the header is let be."""
+    """kohya's scripts and ai-toolkit write the hash too. Their files may be edited without updating the header."""
     (tmp_path / "a.safetensors").write_bytes(ours)
     found = files.read(tmp_path / "a.safetensors")
     theirs = {"sshs_model_hash": files.data_hash(found.tensors), "ss_network_module": "networks.lora"}

@@ -45,7 +45,7 @@ def full(rows: int = 18, columns: int = 20) -> Layer:
 
 
 def best(change: Tensor, rank: int) -> float:
-    """What no LoRA of this rank can come below (Eckart and Young)."""
+    """The lowest error that a LoRA of this rank can have (Eckart and Young)."""
     values = torch.linalg.svdvals(change.flatten(1).double())
     return float((values[rank:].square().sum() / values.square().sum()).sqrt())
 
@@ -78,7 +78,7 @@ class TestNearest:
 
     @pytest.mark.parametrize("rank", [2, 5, 18])
     def test_tucker_forms_and_small_ranks_from_their_factors(self, rank: int) -> None:
-        """Without building the change; it is the best there is all the same."""
+        """The result is optimal although the change is not built."""
         shape = (18, 20, 3, 3)
         core = values(2, 2, 3, 3, seed=9)
         layers = [

@@ -64,7 +64,7 @@ class TestWithin:
         assert planned.unmatched == (() if known else adapter.within)
 
     def test_convolutions_of_more_than_one_pixel_ask_for_a_rank(self, tiny_model: TinyModel) -> None:
-        """One pixel wide they are as linear layers."""
+        """Convolutions of one pixel are treated like linear layers."""
         model = load(tiny_model, "sdxl").model
         found = {}
         for rank in (None, 3):
@@ -148,14 +148,14 @@ class TestPatterns:
         ]
         assert list(select(modules, targets).paths) == expected
 
-    def test_layers_without_a_gradient_are_left_out_and_said(self, wan: Modules) -> None:
+    def test_layers_without_a_gradient_are_left_out_with_a_reason(self, wan: Modules) -> None:
         chosen = select(wan, ["to_q"], untrained=["blocks.39.attn2.to_q", "no.such.layer"])
         assert len(chosen.paths) == 79
         assert chosen.left_out == {"blocks.39.attn2.to_q": "no gradient ever reaches it"}
 
 
 class TestRejections:
-    def test_every_pattern_that_matches_nothing_is_told_with_its_near_misses(self, wan: Modules) -> None:
+    def test_every_pattern_that_matches_nothing_is_reported_with_near_misses(self, wan: Modules) -> None:
         first, second, third = problem_of(wan, "to_qq", "to_k", "blocks.*.atn1.to_q", exclude=("FedForward",))
         assert "adapter.targets" in first
         assert "to_qq: matches nothing" in first

@@ -1,4 +1,4 @@
-"""An adapter that fits is told so; anything else is listed by layer."""
+"""Verification accepts an adapter that fits, and lists everything else by layer."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_a_bias_of_another_size() -> None:
 
 
 @pytest.mark.parametrize("algorithm", making.ALGORITHMS)
-def test_a_weight_that_is_no_matrix(algorithm) -> None:
-    """Of a model somebody has quantised or flattened."""
+def test_a_weight_that_is_not_a_matrix(algorithm) -> None:
+    """Such weights are in models that were quantised or flattened."""
     layer = making.layer(algorithm, (4, 4), 2, 1.0, torch.Generator(), frozenset({"on_input", "dora"}))
     for shape, called in (((4,), "a weight of 4"), ((), "a weight of one number")):
         assert (misfit(layer, shape) or "").startswith(called)
@@ -70,7 +70,7 @@ def test_everything_that_does_not_fit_is_listed(tiny_model) -> None:
     assert report.left_out == ("blocks.0.attn1.to_k", "blocks.1.attn1.to_out.0")
 
 
-def test_a_gap_is_told_and_no_mismatch(tiny_model) -> None:
+def test_a_gap_is_reported_but_is_no_mismatch(tiny_model) -> None:
     shapes = making.in_blocks(making.layer_shapes("wan", tiny_model))
     chosen = {path: shape for path, shape in shapes.items() if path != "blocks.1.attn1.to_q" and "attn1" in path}
     tensors, header = FORMATS["kohya"].write(making.state("wan", chosen, "lora"), torch.float32)

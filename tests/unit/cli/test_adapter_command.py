@@ -355,7 +355,7 @@ def test_convert_a_file_whose_scale_nothing_tells(tiny_model, tmp_path, capsys) 
     save_file({f"transformer.{key}": value for key, value in bare.items()}, tmp_path / "published.safetensors")
     code, _, err = run(capsys, "convert", tmp_path / "published.safetensors", "--to", "kohya", "--alpha", "2")
     assert code == 1
-    assert "a file that tells its scale" in err
+    assert "a file that defines its scale" in err
 
 
 def test_a_file_of_ours_that_was_changed(file, tmp_path, capsys) -> None:

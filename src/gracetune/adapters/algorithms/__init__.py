@@ -1,5 +1,5 @@
-"""The adapter algorithms, one record in one file each (`record.Algorithm` says what a record holds).
+"""The adapter algorithms: one record in one file each. `record.Algorithm` defines what a record holds.
 
-To add one: write `<name>.py` here with a subclass of `Algorithm` and `ALGORITHM`, its only instance, and add its name
-to `registry.OURS`. Another distribution names its module in the entry point group `gracetune.adapters` instead.
+To add one, write `<name>.py` here with a subclass of `Algorithm` and its only instance, `ALGORITHM`, and add a line to
+`config.adapter_kinds.ALGORITHMS`. Another package registers its record in the entry point group `gracetune.adapters`.
 """

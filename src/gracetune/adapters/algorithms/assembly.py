@@ -1,4 +1,4 @@
-"""Checks that the algorithms share when a layer is put together from a file's tensors."""
+"""Checks that the algorithms share when they assemble a layer from a file's tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 _FP32_MAX = (2 - 2**-23) * 2.0**127
 MOST_ELEMENTS = 1 << 32
-"""Of a weight. The largest of the published denoisers have a fiftieth of it."""
+"""The most elements of a weight. The largest weights of published denoisers have a fiftieth of this."""
 AlphaRule = Literal["rank", "undefined"]
-"""What a file means that gives a layer no alpha: a scale of 1, or nothing anyone could know."""
+"""The meaning of a missing alpha: alpha = rank, that is a scale of 1, or an unknown scale."""
 
 
 class LayerError(ValueError):
-    """Why these tensors are no layer; the reader adds where."""
+    """The reason why tensors do not form a layer. The reader of the file adds the layer's name."""
 
 
 class NoScaleError(LayerError):
-    """All tensors are there, and nothing says by how much they count."""
+    """The tensors are complete, but the scale is unknown."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
@@ -33,16 +33,17 @@ class NoScaleError(LayerError):
 
 @dataclass(frozen=True)
 class Convention:
-    """What a file says without saying it."""
+    """What a file format implies without writing it into the file."""
 
     without_alpha: AlphaRule = "rank"
     lora_is_locon: bool = False
     """LyCORIS' LoCon and LoRA have the same tensors; only the file's kind or header tells them apart."""
     dora_by_base: bool = False
-    """Magnitudes by rows are measured against the base weight: written for ComfyUI, as the header says."""
+    """Row magnitudes refer to the norms of the base weight. The header marks such files, which are for ComfyUI."""
 
 
-def scaled(alpha: float | None, rank: int, convention: Convention) -> float:
+def defined_alpha(alpha: float | None, rank: int, convention: Convention) -> float:
+    """The alpha of a layer, from the file or by the convention. Raises `NoScaleError` if neither defines it."""
     if alpha is None:
         if convention.without_alpha == "undefined":
             raise NoScaleError("no alpha, and nothing says how this adapter is scaled", rank)
@@ -51,14 +52,14 @@ def scaled(alpha: float | None, rank: int, convention: Convention) -> float:
 
 
 def checked_alpha(value: object, location: str = "") -> float:
-    """A number that fp32 can hold. `location` follows the word in messages."""
+    """A number that fp32 can hold. Messages put `location` after the word alpha."""
     subject = f"alpha{location} is"
     if isinstance(value, bool):
-        raise LayerError(f"{subject} {str(value).lower()}: it is a number")
+        raise LayerError(f"{subject} {str(value).lower()}: expected a number")
     if isinstance(value, str):
-        raise LayerError(f'{subject} the text "{short(value, 20)}": it is a number, without quotes')
+        raise LayerError(f'{subject} the text "{short(value, 20)}": expected a number, without quotes')
     if not isinstance(value, int | float):
-        raise LayerError(f"{subject} {short(repr(value), 20)}: it is a number")
+        raise LayerError(f"{subject} {short(repr(value), 20)}: expected a number")
     if isinstance(value, float) and math.isnan(value):
         raise LayerError(f"{subject} NaN")
     if value in (math.inf, -math.inf):
@@ -69,6 +70,7 @@ def checked_alpha(value: object, location: str = "") -> float:
 
 
 def check_core(tensors: Mapping[str, Tensor], name: str, rank: int) -> None:
+    """A Tucker core has the shape [r, r, *kernel]."""
     core = tensors.get(name)
     if core is not None and tuple(core.shape[:2]) != (rank, rank):
         raise LayerError(f"{name} {sides(core)} between matrices of rank {rank}")
@@ -77,13 +79,13 @@ def check_core(tensors: Mapping[str, Tensor], name: str, rank: int) -> None:
 def check_matrices(tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
     for name in names:
         if name in tensors and tensors[name].ndim != 2:
-            raise LayerError(f"{name} is {sides(tensors[name])}: it is a matrix")
+            raise LayerError(f"{name} is {sides(tensors[name])}: expected a matrix")
 
 
 def check_vector(name: str, tensor: Tensor) -> None:
-    """A number for each channel; of convolutions with sides of one around it."""
+    """A vector with one number for each channel. For convolutions it may have further dimensions of size 1."""
     if tensor.numel() != max(tensor.shape, default=1):
-        raise LayerError(f"{name} is {sides(tensor)}: it is a number for each channel")
+        raise LayerError(f"{name} is {sides(tensor)}: expected one number for each channel")
 
 
 def one_rank(ranks: Mapping[str, int]) -> int:
@@ -101,5 +103,5 @@ def listed(names: Iterable[str]) -> str:
 
 
 def is_by_input(magnitude: Tensor, outputs: int) -> bool:
-    """Whether DoRA's magnitudes belong to columns of the weight, as in files of old LyCORIS, instead of rows."""
+    """Whether DoRA's magnitudes belong to columns of the weight, as in files of older LyCORIS, instead of rows."""
     return magnitude.ndim > 1 and magnitude.shape[0] == 1 and outputs > 1

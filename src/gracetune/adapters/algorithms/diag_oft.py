@@ -1,6 +1,8 @@
-"""Diag-OFT: (R - 1) W by blocks of rows, R = (1 + Q) (1 - Q)^-1, Q = blocks - blocks^T.
+"""Diag-OFT: rotates blocks of the weight's rows. The change is (R - 1) W with R = (1 + Q) (1 - Q)^-1.
 
-oft_blocks [blocks, size, size], in files also rescale [out]
+Q = B - B^T is skew-symmetric, so R (the Cayley transform of Q) is a rotation.
+
+    oft_blocks [blocks, size, size]: B; in files also rescale [out]
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ class DiagOft(Algorithm):
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
         from lycoris.modules.diag_oft import DiagOFTModule
 
-        from gracetune.adapters.lycoris import made_by_library
+        from gracetune.adapters.lycoris import factors_from_lycoris
 
-        return made_by_library(DiagOFTModule, layer, options), None
+        return factors_from_lycoris(DiagOFTModule, layer, options), None
 
     def changed(self, tensors: Tensors, weight: Tensor) -> Tensor:
         import torch
@@ -63,7 +65,7 @@ class DiagOft(Algorithm):
         rescale, rows = tensors.get("rescale"), blocks.shape[0] * blocks.shape[1]
         if rescale is not None and rescale.numel() != rows:
             raise LayerError(f"rescale {sides(rescale)} for {rows} outputs")
-        if alpha:  # LyCORIS keeps the constraint under this name; our state has no place for one
+        if alpha:  # LyCORIS stores OFT's constraint as alpha; our states cannot represent one
             raise LayerError(f"an OFT constraint of {alpha:g}; only OFT without a constraint can be read")
         return Layer("diag_oft", dict(tensors), 1.0, None)
 
@@ -74,7 +76,7 @@ class DiagOft(Algorithm):
         return None
 
     def alpha_in(self, format: str, alpha: float) -> float | None:
-        """A file's alpha is OFT's constraint: LyCORIS writes that there is none, for ComfyUI it is left out."""
+        """alpha is OFT's constraint here. LyCORIS files say 0 for no constraint; ComfyUI files leave it out."""
         return None if format == "comfyui" else 0.0
 
     def rejection(self, format: str, tensors: Tensors) -> str | None:

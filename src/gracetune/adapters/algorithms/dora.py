@@ -1,10 +1,10 @@
-"""DoRA: m (W + D) / |W + D| by rows, where D is LoRA's change. peft's layer is the reference.
+"""DoRA: the adapted weight is m (W + D) / |W + D| by rows, where D is LoRA's change. peft's layer is the reference.
 
-    lora_A.weight [r, in], lora_B.weight [out, r], of convolutions with the kernel; dora_scale [out]
+    lora_A.weight [r, in, *kernel], lora_B.weight [out, r, 1, 1], dora_scale [out]: m
 
-`dora_base_scale` instead of `dora_scale` is DoRA measured against the base weight's rows instead of the adapted
-weight's: what a `dora_scale` by rows means in a file for ComfyUI. Nothing is trained in that form. Files of LyCORIS
-have a `dora_scale` on any of its algorithms, so its formula is in `adapters.delta`. `Lora.assemble` reads files.
+With `dora_base_scale` instead of `dora_scale`, the rows are divided by |W| instead of |W + D|. This is how ComfyUI
+interprets a `dora_scale` by rows; nothing is trained in that form. Files of LyCORIS have a `dora_scale` on any of its
+algorithms, so the formula is in `adapters.delta`. `Lora.assemble` reads files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Dora(LowRank):
         (r"\.magnitude", "magnitude"),  # ai-toolkit
     )
     always_fp32 = ("dora_scale", "lora_magnitude_vector")
-    """Lengths of whole rows, of which training moves a thousandth: bf16 has steps of four. They are small."""
+    """Training changes the row norms by about a thousandth, and bf16 has steps of four thousandths. The tensors are
+    small, so fp32 costs little."""
     marks = ("dora_scale", "magnitude")
     proportional_to = ("lora_B.weight",)
 
@@ -46,11 +47,14 @@ class Dora(LowRank):
         return {**super().shapes(layer, options), "dora_scale": (layer.outputs,)}
 
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
-        """peft's, of a linear layer. Convolutions are always peft's own layers."""
+        """peft's initial values for a linear layer. Convolutions always use peft's own layers."""
         from gracetune.adapters.fast.modules import row_lengths
-        from gracetune.adapters.peft_lora import first_pair
+        from gracetune.adapters.peft_lora import initial_lora_factors
 
-        return {**first_pair(layer, options.rank), "dora_scale": row_lengths(cast("nn.Linear", layer))}, options.rank
+        return {
+            **initial_lora_factors(layer, options.rank),
+            "dora_scale": row_lengths(cast("nn.Linear", layer)),
+        }, options.rank
 
     def computation(self, inputs: int, outputs: int, options: Options) -> Computation:
         if options.dropout > 0:
@@ -59,7 +63,7 @@ class Dora(LowRank):
         return Computation("low rank", why, kept=options.rank + outputs, fp32_output=True)
 
     def reference(self, outputs: int, options: Options, why: str) -> Computation:
-        """The magnitude scales both the base's and the adapter's output; each is kept for the other's gradient."""
+        """The magnitude scales the base's output and the adapter's, so autograd keeps both."""
         kept = options.rank + 2 * outputs
         return Computation(LIBRARY, why, kept=kept, copies_input=True, fp32_output=True)
 

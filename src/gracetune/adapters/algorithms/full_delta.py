@@ -1,6 +1,6 @@
-"""The whole difference of a weight, and of its bias.
+"""Full difference: the change of the weight and of the bias, without any decomposition. LyCORIS calls it `full`.
 
-diff [out, in, *kernel], diff_b [out] where the layer has a bias
+diff [out, in, *kernel]; diff_b [out] if the layer has a bias
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FullDelta(Algorithm):
         return {"diff": (layer.outputs, layer.inputs, *layer.kernel), **bias}
 
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
-        """Not the library's: that one takes the weight out of its layer and keeps a second copy of it."""
+        """Zeros. LyCORIS' module is not used: it takes the weight out of its layer and keeps a second copy of it."""
         import torch
 
         weight, bias = cast("Tensor", layer.weight), cast("Tensor | None", layer.bias)
@@ -53,7 +53,7 @@ class FullDelta(Algorithm):
         return float(tensors["diff"].norm())
 
     def reference(self, outputs: int, options: Options, why: str) -> Computation:
-        """The trained tensor is the change: nothing is rebuilt."""
+        """The trained tensor is the change itself, so nothing is built."""
         return Computation(LIBRARY, why)
 
     def least_dimensions(self, tensor: str) -> int:

@@ -1,6 +1,6 @@
-"""(IA)3: W * w, a factor for each output channel; in files also for each input channel.
+"""(IA)3: the change is W * w, with one factor for each output channel; in files also for each input channel.
 
-weight [out] (of convolutions [1, out, 1, 1]), on_input (a flag, not trained)
+weight [out], for convolutions [1, out, 1, 1]: w; on_input: a flag, not trained
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Ia3(Algorithm):
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
         from lycoris.modules.ia3 import IA3Module
 
-        from gracetune.adapters.lycoris import made_by_library
+        from gracetune.adapters.lycoris import factors_from_lycoris
 
-        return made_by_library(IA3Module, layer, options), None
+        return factors_from_lycoris(IA3Module, layer, options), None
 
     def changed(self, tensors: Tensors, weight: Tensor) -> Tensor:
         trailing = (1,) * (weight.dim() - 2)
@@ -63,9 +63,9 @@ class Ia3(Algorithm):
 
     def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
         if tensors[FLAG].numel() != 1:
-            raise LayerError(f"{FLAG} is {sides(tensors[FLAG])}: it is one number, 0 or 1")
+            raise LayerError(f"{FLAG} is {sides(tensors[FLAG])}: expected one number, 0 or 1")
         if float(tensors[FLAG]) not in (0.0, 1.0):
-            raise LayerError(f"{FLAG} is {float(tensors[FLAG]):g}: it is 0 or 1")
+            raise LayerError(f"{FLAG} is {float(tensors[FLAG]):g}: expected 0 or 1")
         check_vector("weight", tensors["weight"])
         return super().assemble(tensors, alpha, convention)
 

@@ -1,8 +1,9 @@
-"""LoCon, LyCORIS' LoRA for linear layers and convolutions: s B A, in files also with a core between them (Tucker form).
+"""LoCon, LyCORIS' LoRA for linear layers and convolutions: the change is s B A, with s = alpha / rank.
 
-    lora_down.weight [r, in, *kernel], lora_up.weight [out, r, 1, 1], in files also lora_mid.weight and dora_scale
+    lora_down.weight [r, in, *kernel]: A; lora_up.weight [out, r, 1, 1]: B
 
-Its tensors in a file are LoRA's, so files are read by `Lora.assemble`.
+In files there may also be a dora_scale, and a lora_mid.weight [r, r, *kernel] between B and A (Tucker form). A file's
+tensors have LoRA's names, so `Lora.assemble` reads them.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Locon(LowRank):
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
         from lycoris.modules.locon import LoConModule
 
-        from gracetune.adapters.lycoris import made_by_library
+        from gracetune.adapters.lycoris import factors_from_lycoris
 
-        return made_by_library(LoConModule, layer, options), options.rank
+        return factors_from_lycoris(LoConModule, layer, options), options.rank
 
     def fused_layer(self) -> type[AdaptedLinear]:
         from gracetune.adapters.fast.modules import LoconLinear

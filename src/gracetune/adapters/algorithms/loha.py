@@ -1,8 +1,8 @@
-"""LoHa: s (W1a W1b) * (W2a W2b), a product element by element of two products of the rank's width.
+"""LoHa: the change is s (W1a W1b) * (W2a W2b), the elementwise product of two matrices of rank r.
 
-    hada_w1_a, hada_w2_a [out, r], hada_w1_b, hada_w2_b [r, in * kernel]
+    hada_w1_a, hada_w2_a [out, r]; hada_w1_b, hada_w2_b [r, in * kernel]
 
-In files also hada_t1, hada_t2 (Tucker form) and dora_scale.
+In files there may also be hada_t1, hada_t2 (Tucker form) and dora_scale.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gracetune.adapters.algorithms.assembly import (
     LayerError,
     check_core,
     check_matrices,
+    defined_alpha,
     one_rank,
-    scaled,
     sides,
 )
 from gracetune.adapters.algorithms.matrices import (
@@ -52,9 +52,10 @@ if TYPE_CHECKING:
     from gracetune.adapters.options import LayerOptions
 
 PAIRS_SHARE = 4
-"""Up to this share of the shorter side, pairs of ranks cost less than the change itself."""
+"""The product of rank r^2 is used for the SVD if r^2 is at most the weight's shorter side divided by this. Above it,
+building the change is cheaper."""
 MOST_PAIRED = 1 << 27
-"""Numbers of the matrices of pairs: 1 GiB in float64, of which there are a few."""
+"""The most elements of the matrices of pairs: 1 GiB in float64, and a few of them exist at once."""
 
 
 class Loha(Algorithm):
@@ -76,9 +77,9 @@ class Loha(Algorithm):
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
         from lycoris.modules.loha import LohaModule
 
-        from gracetune.adapters.lycoris import made_by_library
+        from gracetune.adapters.lycoris import factors_from_lycoris
 
-        return made_by_library(LohaModule, layer, options), options.rank
+        return factors_from_lycoris(LohaModule, layer, options), options.rank
 
     def added(self, tensors: Tensors, shape: torch.Size) -> Tensor:
         first = tucker(tensors["hada_w1_a"], tensors["hada_w1_b"], tensors.get("hada_t1"))
@@ -95,7 +96,8 @@ class Loha(Algorithm):
         return is_estimated(_count(tensors), across, rank)
 
     def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
-        """It is a product of rank r^2: of the pairs of the left factors' columns and of the right factors' rows."""
+        """The change is a product of rank r^2: the pairwise products of the left factors' columns, times those of the
+        right factors' rows."""
         pairs, outputs, across = tensors["hada_w1_b"].shape[0] ** 2, self.outputs(tensors), self.columns(tensors)
         if outputs is None or across is None or pairs * PAIRS_SHARE > min(outputs, across):
             return None
@@ -113,7 +115,7 @@ class Loha(Algorithm):
         return found[:, :rank], values[:rank], other[:rank], float(values.norm())
 
     def computation(self, inputs: int, outputs: int, options: Options) -> Computation:
-        """The product of rank r^2 takes r^2 (in + out) multiplications a token, the change itself in x out."""
+        """Compare multiplications for each token: r^2 (in + out) by the product of rank r^2, in * out by the change."""
         pairs = options.rank * options.rank
         if pairs * (inputs + outputs) <= inputs * outputs:
             return Computation(
@@ -152,7 +154,7 @@ class Loha(Algorithm):
             if inner != rank:
                 raise LayerError(f"{name} has rank {inner}, hada_w1_b {rank}")
         check_core(tensors, "hada_t1", rank)
-        return Layer("loha", dict(tensors), scaled(alpha, rank, convention), rank)
+        return Layer("loha", dict(tensors), defined_alpha(alpha, rank, convention), rank)
 
     def outputs(self, tensors: Tensors) -> int | None:
         return tensors["hada_w1_a"].shape[1 if "hada_t1" in tensors else 0]
@@ -167,13 +169,13 @@ class Loha(Algorithm):
 
 
 def _count(tensors: Tensors) -> int:
-    """Rows of the left matrices; with a core, of those of all points of the kernel."""
+    """The number of rows of the left matrices; with a core, summed over the points of the kernel."""
     core = tensors.get("hada_t1")
     return tensors["hada_w1_a"].shape[0 if core is None else 1] * core_size(core)
 
 
 def _rows(tensors: Tensors, number: str) -> Iterator[Tensor]:
-    """Of one factor's left matrix, a part at a time; with a core, a matrix for each point of the kernel."""
+    """The rows of one factor's left matrix, in parts; with a core, one matrix for each point of the kernel."""
     left, core = tensors[f"hada_w{number}_a"], tensors.get(f"hada_t{number}")
     return iter((left,)) if core is None else parts_with_core(left.T, core)
 

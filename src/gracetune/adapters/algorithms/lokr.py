@@ -1,9 +1,11 @@
-"""LoKr: s W1 (x) W2, a Kronecker product of two factors, each whole or a product of two matrices of the rank's width.
+"""LoKr: the change is s W1 (x) W2, a Kronecker product. Each factor is whole or a product of two matrices of rank r.
 
-    lokr_w1 or lokr_w1_a + lokr_w1_b; lokr_w2 or lokr_w2_a + lokr_w2_b, in files also lokr_t2 (Tucker form), dora_scale
+    lokr_w1 [a, c], or lokr_w1_a [a, r] and lokr_w1_b [r, c]
+    lokr_w2 [b, d, *kernel], or lokr_w2_a [b, r] and lokr_w2_b [r, d * kernel]
 
-A dimension is split into two factors by `adapter.factor`. `adapter.full_rank` keeps both factors whole; only
-`adapter.decompose_both` takes the first apart.
+The weight has a * b rows and c * d columns. `adapter.factor` decides how a dimension is split into two.
+`adapter.full_rank` keeps both factors whole; the first is decomposed only with `adapter.decompose_both`. In files there
+may also be lokr_t2 (Tucker form) and dora_scale.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from gracetune.adapters.algorithms.assembly import (
     LayerError,
     check_core,
     check_matrices,
+    defined_alpha,
     listed,
     one_rank,
-    scaled,
 )
 from gracetune.adapters.algorithms.matrices import (
     core_size,
@@ -51,12 +53,13 @@ if TYPE_CHECKING:
     from gracetune.adapters.options import LayerOptions
 
 KEPT_SHARE = 4
-"""Leaving W2 apart saves work and keeps activations: worth it while they are at most the input's over this."""
+"""Not multiplying W2 out saves work but keeps activations. It is done only if these are at most the input's elements
+divided by this."""
 
 
 @dataclass(frozen=True)
 class Kronecker:
-    """LoKr on one matrix: W1 [a, c] and W2 [b, d], each whole or a product of two of the rank's width."""
+    """The factors of LoKr on one matrix: W1 [a, c] and W2 [b, d], each whole or decomposed (`apart`)."""
 
     first: tuple[int, int]
     second: tuple[int, int]
@@ -79,7 +82,7 @@ def kronecker(inputs: int, outputs: int, options: Options) -> Kronecker:
 
 
 def cheapest(split: Kronecker) -> Computation:
-    """Counted in multiplications for each token."""
+    """The computation with the fewest multiplications for each token. Each product costs rows * inner * columns."""
     (a, c), (b, d), rank = split.first, split.second, split.rank
     w1_first, w2_first = a * c * d + a * b * d, c * b * d + a * c * b
     apart, kept = rank * (c * d + a * c + a * b), rank * (a + c)
@@ -90,7 +93,7 @@ def cheapest(split: Kronecker) -> Computation:
 
 @dataclass(frozen=True)
 class _Split:
-    """The options that LyCORIS concludes from a file's factors."""
+    """The options that LyCORIS infers from a file's factors."""
 
     rank: int
     factor: int
@@ -100,9 +103,10 @@ class _Split:
 
 
 def split_as_lycoris_does(tensors: Tensors, rank: int | None) -> bool:
-    """Whether LyCORIS makes factors of the same sizes again when it loads them: otherwise it fails."""
+    """Whether LyCORIS can load these factors. It infers the options, creates factors from them, and fails if the sizes
+    differ from the file's."""
     if "lokr_t2" in tensors:
-        return False  # it takes another side of the second factor for the rank
+        return False  # LyCORIS reads the rank from the wrong dimension of the second factor
     first, second = (_sides(tensors, name) for name in ("lokr_w1", "lokr_w2"))
     rows, columns = first[0] * second[0], first[1] * second[1]
     factor = -1
@@ -115,7 +119,7 @@ def split_as_lycoris_does(tensors: Tensors, rank: int | None) -> bool:
     if "lokr_w2" in tensors and tensors["lokr_w2"].ndim > 2:
         rows_of, columns_of = factorization(rows, factor), factorization(columns, factor)
         return (first[0], second[0], first[1], second[1]) == (*rows_of, *columns_of)
-    # A decomposed factor does not say whether its columns include a kernel: those of these models are 1 x 1 or 3 x 3.
+    # A decomposed factor does not show whether its columns include a kernel. Kernels of these models are 1x1 or 3x3.
     for kernel in (1, 9) if apart[1] and second[1] % 9 == 0 else (1,):
         without = (second[0], second[1] // kernel)
         split = kronecker(first[1] * without[1], rows, options)
@@ -125,7 +129,8 @@ def split_as_lycoris_does(tensors: Tensors, rank: int | None) -> bool:
 
 
 def _sides(tensors: Tensors, factor: str) -> tuple[int, int]:
-    """Rows and columns of a factor, without a kernel where it is whole."""
+    """The rows and columns of a factor. The columns of a whole factor exclude the kernel, those of a decomposed one
+    include it."""
     whole = tensors.get(factor)
     if whole is not None:
         return whole.shape[0], whole.shape[1]
@@ -165,9 +170,9 @@ class Lokr(Algorithm):
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
         from lycoris.modules.lokr import LokrModule
 
-        from gracetune.adapters.lycoris import made_by_library
+        from gracetune.adapters.lycoris import factors_from_lycoris
 
-        tensors = made_by_library(
+        tensors = factors_from_lycoris(
             LokrModule,
             layer,
             options,
@@ -188,7 +193,7 @@ class Lokr(Algorithm):
         return abs(scale) * math.prod(norms)
 
     def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
-        """Those of a Kronecker product are Kronecker products of its factors'."""
+        """The singular vectors and values of a Kronecker product are Kronecker products of its factors'."""
         import torch
 
         tensors = {name: tensor.detach().double() for name, tensor in tensors.items()}
@@ -225,7 +230,7 @@ class Lokr(Algorithm):
         for factor in ("lokr_w1", "lokr_w2"):
             parts = {f"{factor}_a", f"{factor}_b"} & tensors.keys()
             if factor in tensors and parts:
-                raise LayerError(f"{factor} both whole and in pieces")
+                raise LayerError(f"{factor} both whole and decomposed")
             if factor not in tensors and len(parts) < 2:
                 raise LayerError(f"neither {factor} nor both {factor}_a and {factor}_b")
             if parts:
@@ -237,11 +242,11 @@ class Lokr(Algorithm):
         if "lokr_t2" in tensors and "lokr_w2" not in ranks:
             raise LayerError("lokr_t2 without lokr_w2_a and lokr_w2_b")
         if not ranks:
-            # Nothing is decomposed, so alpha scales nothing. ai-toolkit writes 9999999999 here, which fp16 makes inf.
+            # No factor is decomposed, so alpha has no effect. ai-toolkit writes 9999999999 here, which is inf in fp16.
             return Layer("lokr", dict(tensors), 1.0, None)
         rank = one_rank(ranks)
         check_core(tensors, "lokr_t2", rank)
-        return Layer("lokr", dict(tensors), scaled(alpha, rank, convention), rank)
+        return Layer("lokr", dict(tensors), defined_alpha(alpha, rank, convention), rank)
 
     def outputs(self, tensors: Tensors) -> int | None:
         return _rows(tensors, "lokr_w1") * _rows(tensors, "lokr_w2")

@@ -1,16 +1,16 @@
-"""LoRA: s B A. peft's layer is the reference.
+"""LoRA: the change is s B A, with s = alpha / rank. peft's layer is the reference.
 
-    lora_A.weight [r, in], lora_B.weight [out, r], of convolutions with the kernel
+    lora_A.weight [r, in, *kernel]: A; lora_B.weight [out, r, 1, 1]: B
 
-A file's `lora_A` and `lora_B` may also be a DoRA (with a `dora_scale`) or a LoCon (by the file's convention, or in
-Tucker form): `assemble` tells them apart.
+`lora_A` and `lora_B` of a file may also belong to a DoRA (with a `dora_scale`) or a LoCon (by the file's convention, or
+in Tucker form). `assemble` distinguishes them.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gracetune.adapters.algorithms.assembly import Convention, LayerError, check_core, is_by_input, scaled, sides
+from gracetune.adapters.algorithms.assembly import Convention, LayerError, check_core, defined_alpha, is_by_input, sides
 from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES, LowRank
 from gracetune.adapters.algorithms.record import FirstValues, Options, Tensors
 from gracetune.adapters.computation import LIBRARY, Computation
@@ -51,10 +51,10 @@ class Lora(LowRank):
     kohya_module = "networks.lora"
 
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
-        """peft's, of a linear layer. Convolutions are always peft's own layers."""
-        from gracetune.adapters.peft_lora import first_pair
+        """peft's initial values for a linear layer. Convolutions always use peft's own layers."""
+        from gracetune.adapters.peft_lora import initial_lora_factors
 
-        return first_pair(layer, options.rank), options.rank
+        return initial_lora_factors(layer, options.rank), options.rank
 
     def reference(self, outputs: int, options: Options, why: str) -> Computation:
         return Computation(LIBRARY, why, kept=options.rank, copies_input=True)
@@ -70,7 +70,7 @@ class Lora(LowRank):
         return PeftLayer(path, layer, options, model)
 
     def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
-        """LoRA, DoRA or LoCon: by what else is there, and by the file's convention."""
+        """A LoRA, DoRA or LoCon layer, depending on the other tensors and on the file's convention."""
         down, up = tensors["lora_A.weight"], tensors["lora_B.weight"]
         if down.shape[0] != up.shape[1]:
             ranks = f"rank {down.shape[0]} ({sides(down)}), lora_B.weight {up.shape[1]} ({sides(up)})"
@@ -80,14 +80,14 @@ class Lora(LowRank):
         kernels = [("lora_B.weight", up), *([("lora_A.weight", down)] if middle is not None else [])]
         for name, tensor in kernels:
             if any(side != 1 for side in tensor.shape[2:]):
-                raise LayerError(f"{name} is {sides(tensor)}: its kernel has one point")
+                raise LayerError(f"{name} is {sides(tensor)}: expected a kernel with one point")
         check_core(tensors, CORE, rank)
         scale = tensors.get("dora_scale")
         inputs = down.shape[1]
         by_input = scale is not None and is_by_input(scale, up.shape[0]) and scale.numel() == inputs
         if scale is not None and not by_input and scale.numel() != up.shape[0]:
             raise LayerError(f"dora_scale {sides(scale)} for {up.shape[0]} outputs and {inputs} inputs")
-        alpha = scaled(alpha, rank, convention)
+        alpha = defined_alpha(alpha, rank, convention)
         if middle is not None or convention.lora_is_locon or by_input:
             named = {LYCORIS_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
             return Layer("locon", named, alpha, rank)

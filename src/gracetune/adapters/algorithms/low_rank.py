@@ -1,4 +1,7 @@
-"""What LoRA, DoRA and LoCon share: s B A, a down matrix A [r, in, *kernel] and an up matrix B [out, r, 1, 1]."""
+"""The common part of LoRA, DoRA and LoCon: s B A, with a down matrix A and an up matrix B.
+
+A is [r, in, *kernel] and B is [out, r], for convolutions [out, r, 1, 1].
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,17 @@ if TYPE_CHECKING:
 PEFT_NAMES = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
 LYCORIS_NAMES = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight"}
 CORE = "lora_mid.weight"
-"""Between the two, of a convolution in LyCORIS' Tucker form. Read from files and written to them, not trained."""
+"""The core [r, r, *kernel] between down and up, for a convolution in LyCORIS' Tucker form. It is read from files and
+written to them, but not trained."""
 
 
 class LowRank(Algorithm):
     down: ClassVar[str]
     up: ClassVar[str]
     names: ClassVar[dict[str, str]]
-    """Other names of its two matrices, and its own."""
+    """Maps the other library's names of the two matrices to this algorithm's names."""
     same_as: ClassVar[tuple[str, ...]]
-    """Algorithms whose layers are this one's under other names."""
+    """Algorithms whose layers differ from this one's only in the names of the tensors."""
     rank_is_width = True
 
     def shapes(self, layer: WeightShape, options: Options) -> dict[str, Dimensions]:

@@ -1,4 +1,4 @@
-"""Small steps that several algorithms' changes have in common."""
+"""Matrix operations that several algorithms share: Tucker forms, norms and SVDs from factors, factorizations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PART = 1 << 22
-"""Numbers that are worked on at a time."""
+"""The number of elements processed at a time."""
 _EXACT = 1 << 29
-"""Multiplications that an exact norm may take: a file has hundreds of layers."""
+"""The most multiplications for the exact norm of one layer. A file has hundreds of layers."""
 ROWS = 128
-"""From so many rows of a product a norm is estimated where the exact one takes more."""
+"""The number of sampled rows from which a norm is estimated, if the exact norm takes more than that."""
 
 
 def shaped(change: Tensor, shape: torch.Size) -> Tensor:
-    """A kernel may have been flattened into the columns; rows stay rows, or it is another layer's change."""
+    """The change [out, in * kernel] in the shape of the weight. Raises `ValueError` if rows or elements differ."""
     expect(change.shape[0], shape[0], "rows", shape)
     expect(change.numel(), shape.numel(), "elements", shape)
     return change.reshape(shape)
@@ -31,7 +31,7 @@ def expect(found: int, wanted: int, what: str, shape: torch.Size) -> None:
 
 
 def tucker(left: Tensor, right: Tensor, core: Tensor | None) -> Tensor:
-    """[out, r] by [r, in]; with a core [r, r, *kernel] LyCORIS stores the left one as [r, out]."""
+    """The product of [out, r] and [r, in]. With a core [r, r, *kernel], LyCORIS stores the left matrix as [r, out]."""
     if core is None:
         return left @ right
     import torch
@@ -40,14 +40,14 @@ def tucker(left: Tensor, right: Tensor, core: Tensor | None) -> Tensor:
 
 
 def with_core(right: Tensor, core: Tensor) -> Tensor:
-    """A core [r, r, *kernel] times [r, in], as [r, in * kernel]: a Tucker form is a product with it."""
+    """A core [r, r, *kernel] times [r, in], as [r, in * kernel]. A Tucker form is the left matrix times this."""
     import torch
 
     return torch.einsum("ab...,bi->ai...", core, right).flatten(1)
 
 
 def parts_with_core(left: Tensor, core: Tensor) -> Iterator[Tensor]:
-    """[out, r] times a core [r, r, *kernel], as parts of [kernel * out, r]."""
+    """The product of [out, r] and a core [r, r, *kernel], as parts of [kernel * out, r]."""
     import torch
 
     for points in _by_points(core).split(max(1, _PART // left.numel()), dim=2):
@@ -55,20 +55,20 @@ def parts_with_core(left: Tensor, core: Tensor) -> Iterator[Tensor]:
 
 
 def _by_points(core: Tensor) -> Tensor:
-    """[r, r, *kernel] as [r, r, points]; a core without a kernel has one."""
+    """A core [r, r, *kernel] as [r, r, points]. A core without a kernel has one point."""
     return core.reshape(*core.shape[:2], -1)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all of it is; a part at a time, because torch makes several tensors of its size to find out."""
+    """Whether all elements are finite. It works in parts, because `isfinite` allocates several tensors of the size."""
     return not tensor.is_floating_point() or all(bool(part.isfinite().all()) for part in tensor.flatten().split(_PART))
 
 
-# -- of a product, from its factors: the product itself can be larger than any memory ---------------------------------
+# -- properties of a product computed from its factors: the product itself may not fit into memory --------------------
 
 
 def product_norm(left: Tensor, right: Tensor) -> float:
-    """|L R|^2 = tr(L'L RR'): two matrices of the rank's size instead of one of the weight's."""
+    """The norm of L R by |L R|^2 = tr(L^T L R R^T): two [r, r] matrices instead of one of the weight's size."""
     left, right = left.double(), right.double()
     if left.shape[0] * right.shape[1] <= left.shape[1] ** 2:
         return float((left @ right).norm())
@@ -76,7 +76,7 @@ def product_norm(left: Tensor, right: Tensor) -> float:
 
 
 def tucker_norm(left: Tensor, right: Tensor, core: Tensor) -> float:
-    """The same with a core [r, r, *kernel] between [r, out] and [r, in]."""
+    """Like `product_norm`, with a core [r, r, *kernel] between left [r, out] and right [r, in]."""
     left, right, core = left.double(), right.double(), _by_points(core).double()
     return math.sqrt(max(0.0, float((core * _between(left @ left.T, core, right @ right.T)).sum())))
 
@@ -88,10 +88,11 @@ def _between(left: Tensor, core: Tensor, right: Tensor) -> Tensor:
 
 
 def hadamard_norm(rows: Iterable[tuple[Tensor, Tensor]], right: tuple[Tensor, Tensor], count: int) -> float:
-    """|(A B) * (C D)|: `rows` are parts of A and C, `count` rows together; `right` is B and D, [r, in].
+    """|(A B) * (C D)|. `rows` yields parts of A and C with `count` rows in total; `right` is B and D, each [r, in].
 
-    By pairs of ranks: row i of the product is (a_i (x) c_i) times the pairs of B's and D's rows, so the norm follows
-    from two matrices [r^2, r^2]. Where the rank is large, row by row. Estimated where `is_estimated`.
+    Row i of the product is (a_i (x) c_i) times the pairwise products of B's and D's rows, so the norm follows from two
+    Gram matrices [r^2, r^2]. For a large rank, building the product row by row is cheaper. If both are too expensive
+    (`is_estimated`), the norm is estimated from a sample of rows.
     """
     import torch
 
@@ -100,7 +101,7 @@ def hadamard_norm(rows: Iterable[tuple[Tensor, Tensor]], right: tuple[Tensor, Te
         rows = [*rows]
         found = math.fsum(_estimate(*part, right, share=part[0].shape[0] / count) for part in rows)
         if found > 0:
-            return math.sqrt(found)  # a norm of 0 says that a layer is not changed: no estimate may say so
+            return math.sqrt(found)  # 0 means that the layer is unchanged, so only the exact computation may return it
     if _by_pairs(count, across, rank) < _row_by_row(count, across, rank):
         both = _gram_of_pairs(rows, rank) * _gram_of_pairs([(right[0].T, right[1].T)], rank)
         return math.sqrt(max(0.0, float(both.sum())))
@@ -126,8 +127,11 @@ def _row_by_row(count: int, across: int, rank: int) -> int:
 
 
 def _estimate(first: Tensor, second: Tensor, right: tuple[Tensor, Tensor], *, share: float) -> float:
-    """The squared norm of these rows, from a sample of them. Unbiased: a row is chosen with a probability in proportion
-    to |a_i|^2 |c_i|^2, and divided by it. The same rows every time."""
+    """An unbiased estimate of the squared norm of these rows, by importance sampling with a fixed seed.
+
+    Row i is chosen with a probability proportional to |a_i|^2 |c_i|^2, and its squared norm is divided by that
+    probability.
+    """
     import torch
 
     ends = (first.double().square().sum(1) * second.double().square().sum(1)).cumsum(0)
@@ -146,6 +150,7 @@ def _estimate(first: Tensor, second: Tensor, right: tuple[Tensor, Tensor], *, sh
 
 
 def _gram_of_pairs(rows: Iterable[tuple[Tensor, Tensor]], rank: int) -> Tensor:
+    """The Gram matrix [r^2, r^2] of the pairwise products of columns."""
     import torch
 
     found = torch.zeros(rank**2, rank**2, dtype=torch.float64)
@@ -157,18 +162,18 @@ def _gram_of_pairs(rows: Iterable[tuple[Tensor, Tensor]], rank: int) -> Tensor:
 
 
 def _in_parts(first: Tensor, second: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same rows of both, as many as become `_PART` numbers once a row is `width` long."""
+    """Equal row ranges of both, so that a result with `width` columns has at most about `_PART` elements."""
     count = max(1, _PART // width)
     return zip(first.split(count), second.split(count), strict=True)
 
 
 def pairs_of_columns(first: Tensor, second: Tensor) -> Tensor:
-    """[n, r] and [n, r] as [n, r^2]: each row the products of a number of one with a number of the other."""
+    """The row-wise Kronecker product of [n, r] and [n, r]: [n, r^2]."""
     return (first.unsqueeze(2) * second.unsqueeze(1)).flatten(1)
 
 
 def singular_vectors_of_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of L R, from the triangles of both: a matrix of the rank's size instead of one of the weight's."""
+    """The SVD of L R from QR decompositions of L and R^T: it only takes an SVD of an [r, r] matrix."""
     import torch
 
     (first, upper), (second, lower) = torch.linalg.qr(left.double()), torch.linalg.qr(right.double().T)
@@ -177,12 +182,12 @@ def singular_vectors_of_product(left: Tensor, right: Tensor) -> tuple[Tensor, Te
 
 
 def core_size(core: Tensor | None) -> int:
-    """Points of the kernel that a Tucker form's core has."""
+    """The number of kernel points of a Tucker core."""
     return 1 if core is None else math.prod(core.shape[2:])
 
 
 def core_rejection(core: Tensor | None) -> str | None:
-    """ComfyUI's, of a Tucker form."""
+    """Why ComfyUI cannot load a layer with this Tucker core."""
     if core is not None and core.ndim != 4:
         return "ComfyUI takes Tucker forms of 2-d convolutions only"
     return None

@@ -1,11 +1,11 @@
-"""What a record of an adapter algorithm holds: all that config, planner, attaching and file formats know about it.
+"""The record of an adapter algorithm: everything that config, planner, attaching and file formats know about it.
 
-The file of a record imports no torch: a config is checked before any model code is imported, and reads the records'
-names and options. Functions that make or take tensors import what they need when they are called.
+The module of a record does not import torch, because checking a config reads the records' names and options before any
+model code is imported. Methods that handle tensors import torch when they are called.
 
-A layer's tensors carry the names the algorithms' own papers and files use, without a prefix. `alpha` is a finite number
-beside the tensors, never one of them. The scale of a change is alpha / rank, except where nothing is decomposed (whole
-LoKr, (IA)3, OFT, full differences): there it is 1, and alpha is 1.0.
+A layer's tensors have the names of the algorithm's paper and files, without a prefix. `alpha` is a finite number beside
+the tensors, not one of them. The scale of a change is alpha / rank. If nothing is decomposed (whole LoKr, (IA)3, OFT,
+full differences), the scale is 1 and alpha is 1.0.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 Dimensions = tuple[int, ...]
 Tensors = Mapping[str, "Tensor"]
 FirstValues = tuple[dict[str, "Tensor"], int | None]
-"""Tensors by name, and the rank where something is decomposed."""
+"""Tensors by name, and the rank, or None if nothing is decomposed."""
 SingularVectors = tuple["Tensor", "Tensor", "Tensor", float]
-"""Left vectors, values, right vectors, and the norm of the whole change."""
+"""Left vectors [out, r], values [r], right vectors [r, in * kernel], and the norm of the whole change."""
 
 
 class Options(Protocol):
-    """What a config says about one layer: an `Adapter` or a `LayerOptions`."""
+    """The options of one layer. `Adapter` of the config and `LayerOptions` both fit."""
 
     @property
     def rank(self) -> int: ...
@@ -54,7 +54,7 @@ class Options(Protocol):
 
 
 class WeightShape(Protocol):
-    """A matrix, or a convolution's weight [outputs, inputs, *kernel]."""
+    """The shape of a weight: a matrix [outputs, inputs], or a convolution's [outputs, inputs, *kernel]."""
 
     @property
     def inputs(self) -> int: ...
@@ -73,57 +73,57 @@ class Algorithm(ABC):
     # -- names and options --------------------------------------------------------------------------------------------
 
     name: ClassVar[str]
-    """What `adapter.kind` says."""
+    """The value of `adapter.kind`."""
     lycoris_name: ClassVar[str | None] = None
-    """What LyCORIS files and `adapter.by_module` call it (`algo`)."""
+    """Its name in LyCORIS files and as `algo` in `adapter.by_module`."""
     own_options: ClassVar[tuple[str, ...]] = ()
     """Keys of `adapter` that only this algorithm reads."""
     has_rank: ClassVar[bool] = True
-    """`adapter.rank` has an effect."""
+    """Whether `adapter.rank` has an effect."""
     rank_is_width: ClassVar[bool] = False
-    """Factors are as wide as the rank, whatever the matrix is: a huge rank is a mistake."""
+    """Whether the factors are as wide as the rank for any matrix. If so, a huge rank is a mistake."""
 
     def described(self, options: Options) -> str:
-        """The options that decide its size, for a plan's title."""
+        """The options that decide the adapter's size, for the title of a plan."""
         return f"rank {options.rank}" if self.has_rank else ""
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
     trained_by_peft: ClassVar[bool] = False
-    """peft's layer is the reference, and PEFT's files hold it. Otherwise LyCORIS' rules hold."""
+    """Whether peft's layer is the reference and PEFT's files can hold it. Otherwise LyCORIS' rules apply."""
     zero_at_first: ClassVar[frozenset[str]]
-    """Tensors that training begins with at 0. While all of them in a layer are 0, the layer changes nothing and its
-    other tensors get no gradient; the change grows from 0 with them."""
+    """Tensors whose initial value is 0. While all of them in a layer are 0, the layer changes nothing and its other
+    tensors get no gradient."""
     constants: ClassVar[Mapping[str, int]] = {}
-    """Tensors of a file that are flags and not trained, with the value of what is trained here."""
+    """Tensors of a file that are flags and not trained, each with the value it has in adapters trained here."""
 
     @abstractmethod
     def shapes(self, layer: WeightShape, options: Options) -> dict[str, Dimensions]:
-        """Of the trained tensors, by name."""
+        """The shapes of the trained tensors, by name."""
 
     @abstractmethod
     def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
-        """Where training begins: those of peft and lycoris-lora, bit for bit."""
+        """The initial values of the trained tensors: those of peft or lycoris-lora, bit for bit."""
 
     # -- the change of the weight -------------------------------------------------------------------------------------
 
     depends_on_weight: ClassVar[bool] = False
-    """The change is made of the weight itself: `changed` is asked for it instead of `added`."""
+    """Whether the change depends on the weight. If so, implement `changed`, otherwise `added`."""
     magnitude_by_rows: ClassVar[bool] = False
-    """A `dora_scale` belongs to rows whatever its shape is. Otherwise the shape tells rows from columns."""
+    """Whether a `dora_scale` of any shape belongs to rows. Otherwise its shape distinguishes rows from columns."""
     bias_tensor: ClassVar[str | None] = None
     """The tensor that changes the layer's bias."""
 
     def added(self, tensors: Tensors, shape: torch.Size) -> Tensor:
-        """What is added to a weight of this shape, before scaling. Differentiable with respect to `tensors`."""
+        """The change to a weight of this shape, before scaling. It is differentiable with respect to `tensors`."""
         raise NotImplementedError
 
     def changed(self, tensors: Tensors, weight: Tensor) -> Tensor:
-        """The change of this weight. Differentiable with respect to `tensors`."""
+        """The change to this weight. It is differentiable with respect to `tensors`."""
         raise NotImplementedError
 
     def norm(self, tensors: Tensors, scale: float) -> float | None:
-        """The Frobenius norm of the change, where it follows from the factors; None where the change must be built."""
+        """The Frobenius norm of the change, computed from the factors; None if the change must be built for it."""
         return None
 
     def estimates_norm(self, tensors: Tensors) -> bool:
@@ -131,27 +131,27 @@ class Algorithm(ABC):
         return False
 
     def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
-        """The leading ones of the change, where they follow from the factors; None where the change must be built."""
+        """The leading singular vectors of the change, computed from the factors; None if the change must be built."""
         return None
 
-    # -- the forward pass, and what it keeps --------------------------------------------------------------------------
+    # -- the forward pass and its memory ------------------------------------------------------------------------------
 
     def computation(self, inputs: int, outputs: int, options: Options) -> Computation:
-        """On a linear layer."""
+        """How the adapter is computed on a linear layer."""
         return self.reference(outputs, options, f"{self.name} has no factorised form")
 
     def reference(self, outputs: int, options: Options, why: str) -> Computation:
-        """By the library's layer: LyCORIS rebuilds the whole weight, and it is kept for the input's gradient."""
+        """The computation by the reference layer: it builds the whole change and keeps it for the input's gradient."""
         return Computation(LIBRARY, why, rebuilds_weight=True, backward_bytes=4, casts_tensors=False)
 
     def on(self, layer: WeightShape, options: Options) -> Computation:
-        """How the adapter on this layer is computed."""
+        """How the adapter is computed on this layer, which may be a convolution."""
         if layer.kernel:
             return self.reference(layer.outputs, options, "convolutions")
         return self.computation(layer.inputs, layer.outputs, options)
 
     def fused_layer(self) -> type[AdaptedLinear]:
-        """The linear layer that computes every form `computation` gives but the library's."""
+        """The linear layer class for every form that `computation` returns, except the library form."""
         raise NotImplementedError
 
     def reference_layer(self, path: str, layer: nn.Module, options: LayerOptions, model: nn.Module) -> AttachedLayer:
@@ -164,24 +164,24 @@ class Algorithm(ABC):
     file_tensors: ClassVar[tuple[str, ...]] = ()
     """Every name a layer's tensors can have in a file."""
     needed: ClassVar[frozenset[str]] = frozenset()
-    """Those that are in every layer. Empty where another record's layers become this one's (`Lora.assemble`)."""
+    """The names that every layer has. Empty if another record assembles this one's layers (`Lora.assemble`)."""
     spellings: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Other programs' names: patterns of a key's end, and the tensor each means."""
+    """Other programs' names: regular expressions for the end of a key, each with the tensor it means."""
     always_fp32: ClassVar[tuple[str, ...]] = ()
-    """Names in files of tensors that are written in fp32 whatever the file's precision is."""
+    """Names of tensors that are written in fp32 whatever the file's precision is."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """How names begin that only this algorithm has, or an earlier one of the registry."""
+    """Prefixes of tensor names that only this algorithm and earlier ones in the registry have."""
     row_tensors: ClassVar[tuple[str, ...]] = ()
-    """Tensors whose rows are the weight's: with them a layer can be reordered by rows. Empty where it cannot be."""
+    """Tensors whose rows are those of the weight. Reordering them reorders the layer. Empty if this is impossible."""
     proportional_to: ClassVar[tuple[str, ...]] = ()
-    """The change is proportional to the first of these tensors that is there: another alpha can be multiplied in."""
+    """The change is proportional to the first of these that is present, so a change of scale can be multiplied in."""
     loadable: ClassVar[bool] = True
-    """Some program loads it from a file. Otherwise it is for further training here and for merging."""
+    """Whether some program loads it from a file. Otherwise it can only be trained further here, or merged."""
     kohya_module: ClassVar[str] = "lycoris.kohya"
-    """`ss_network_module` of a file's header."""
+    """The value of `ss_network_module` in a file's header."""
 
     def claims(self, names: set[str]) -> bool:
-        """Whether these are the names of such a layer's tensors. Raises `LayerError` where some are missing."""
+        """Whether these are the tensor names of such a layer. Raises `LayerError` if some are missing."""
         if not (names & self.needed and names <= {*self.needed, *self.file_tensors}):
             return False
         if not self.needed <= names:
@@ -192,41 +192,41 @@ class Algorithm(ABC):
         return 0
 
     def most_dimensions(self, tensor: str) -> int:
-        return 5  # of a three-dimensional convolution's weight
+        return 5  # the weight of a 3-d convolution: [out, in, depth, height, width]
 
     def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
-        """A layer of a file from its tensors. Raises `LayerError`."""
+        """The layer that a file's tensors form. Raises `LayerError` if they do not fit together."""
         return Layer(self.name, dict(tensors), 1.0, None)
 
     def renamed(self, algorithm: str, tensors: Tensors) -> dict[str, Tensor] | None:
-        """Another algorithm's tensors under this one's names, where they are the same; None where they are not."""
+        """The tensors of another algorithm under this one's names; None if the two are not equivalent."""
         return None
 
     @abstractmethod
     def outputs(self, tensors: Tensors) -> int | None:
-        """Rows of the weight; None where the tensors do not tell."""
+        """The number of rows of the weight; None if the tensors do not determine it."""
 
     @abstractmethod
     def columns(self, tensors: Tensors) -> int | None:
-        """Inputs times kernel. None is for changes that are made of the weight, and for those with a `norm`."""
+        """Inputs times kernel points. None is allowed if the change depends on the weight, or if `norm` is defined."""
 
     def weight_shape(self, tensors: Tensors) -> Dimensions | None:
-        """Where the tensors alone tell it: those of a matrix."""
+        """The shape of the weight, if the tensors alone determine it: for a matrix."""
         rows, inner = self.outputs(tensors), self.columns(tensors)
         if rows is None or inner is None or any(tensor.ndim > 2 for tensor in tensors.values()):
             return None
         return rows, inner
 
     def misfit(self, tensors: Tensors, shape: Dimensions) -> str | None:
-        """Why the layer cannot sit on a weight of this shape, beside other outputs and columns."""
+        """Why the layer does not fit a weight of this shape. The caller has already compared outputs and columns."""
         return None
 
     def alpha_in(self, format: str, alpha: float) -> float | None:
-        """What a format's file says; None where it says nothing."""
+        """The alpha that a file of this format holds; None if it holds none."""
         return alpha
 
     def rejection(self, format: str, tensors: Tensors) -> str | None:
-        """Why a format cannot hold such a layer. An algorithm that ComfyUI has code for says so here."""
+        """Why a format cannot hold such a layer; None if it can. Override it for algorithms that ComfyUI supports."""
         return {
             "diffusers": "diffusers loads LoRA and DoRA for this family, nothing else",
             "comfyui": f"ComfyUI does not know {self.name}",

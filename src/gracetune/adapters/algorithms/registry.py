@@ -1,4 +1,4 @@
-"""The records of all adapter algorithms, by name. `config/adapter_kinds.py` lists where each is."""
+"""The records of all adapter algorithms, by name. `config/adapter_kinds.py` lists their modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gracetune.errors import ConfigError
 
 @cache
 def algorithm(name: str) -> Algorithm:
-    """One of another package that cannot be used is a `ConfigError`."""
+    """The record of this name. Raises `ConfigError` if another package's record cannot be used."""
     if name not in ALGORITHM_NAMES:
         raise ValueError(f"no adapter algorithm is called {name}: there are {', '.join(ALGORITHM_NAMES)}")
     record = checked_record(name)
@@ -22,13 +22,13 @@ def algorithm(name: str) -> Algorithm:
 
 
 def is_loadable(name: str) -> bool:
-    """Whether some program loads it from a file. Of an algorithm of another package nothing is known."""
+    """Whether some program is known to load it from a file. False for algorithms of other packages."""
     return name in ALGORITHMS.ours and algorithm(name).loadable
 
 
 @cache
 def algorithms() -> tuple[Algorithm, ...]:
-    """Every record, in the order of the names. One that cannot be used is left out."""
+    """Every record, in the order of the names, without those that cannot be used."""
     found = []
     for name in ALGORITHM_NAMES:
         with suppress(ConfigError):

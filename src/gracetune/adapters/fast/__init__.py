@@ -1,1 +1,1 @@
-"""Adapters on linear layers, computed without building the change of the weight."""
+"""Factorised adapters on linear layers: computed from their factors, without materialising the change of the weight."""

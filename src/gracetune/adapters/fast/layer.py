@@ -1,4 +1,4 @@
-"""Which linear layers are computed by `fast.products`, and those layers as a part of `Attached`."""
+"""Chooses how a layer's adapter is computed, and attaches the factorised layers of `fast.modules`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from torch import nn
 
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.computation import Computation
-from gracetune.adapters.layer import AttachedLayer, registered
+from gracetune.adapters.layer import AttachedLayer, parameter_name
 from gracetune.adapters.options import LayerOptions
 
 
 def choice(layer: nn.Module, options: LayerOptions) -> Computation:
-    """How this layer's adapter is computed, and why."""
+    """How this layer's adapter is computed, and the reason."""
     if not isinstance(layer, nn.Linear):
         return reference(layer, options, "convolutions")
     return algorithm(options.algorithm).computation(layer.in_features, layer.out_features, options)
 
 
 def reference(layer: nn.Module, options: LayerOptions, why: str) -> Computation:
+    """The computation by the library's layer, with the reason for it."""
     outputs = layer.out_features if isinstance(layer, nn.Linear) else cast(nn.Conv2d, layer).out_channels
     return algorithm(options.algorithm).reference(outputs, options, why)
 
@@ -31,7 +32,7 @@ class FastLayer(AttachedLayer):
         record = algorithm(options.algorithm)
         tensors, rank = record.first_values(layer, options)
         super().__init__(path, options.algorithm, options.alpha, rank)
-        self._names = {name: registered(name) for name in tensors}
+        self._names = {name: parameter_name(name) for name in tensors}
         self._base = layer
         self._layer = record.fused_layer()(layer, tensors, computation, scale=self.scale, dropout=options.dropout)
         model.set_submodule(path, self._layer, strict=True)

@@ -1,11 +1,13 @@
-"""Linear layers with an adapter inside: base(x) and, in the same precision, what the adapter adds.
+"""Linear layers with an adapter: base(x) plus the adapter's output, in the same precision.
 
-A module of this kind takes the place of the layer it adapts, which goes on as its `base_layer`. The base layer may hold
-its weight in any form. DoRA asks for the length of its rows; and of a plain layer, in a graph compiled for a GPU, the
-weight itself is taken, so that its product can be added to the adapter's (`adds_to`): hooks on the base layer are not
-called then. Everything a forward pass decides on is a plain attribute, so a compiler sees one straight line. It makes
-three of them at most, whatever strengths there are: the base layer alone (0), the adapter as it is (1), and one that is
-told the strength (a number in a tensor of the CPU, which costs no copy and no waiting).
+Such a module replaces the layer it adapts and keeps it as `base_layer`. The base layer may store its weight in any
+form, because it is normally called as a module. There are two exceptions. DoRA reads the weight for its row norms. And
+where `adds_to` holds, a fused kernel computes the base layer's product together with the adapter's; hooks on the base
+layer are not called then.
+
+All decisions in a forward pass depend on plain attributes, so a compiler sees straight-line code. It compiles at most
+three variants for any number of strengths: the base layer alone (strength 0), the adapter unscaled (1), and the adapter
+scaled by a strength. That strength is a CPU scalar tensor, which needs neither a copy to the GPU nor a synchronization.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from torch import Tensor, nn
 
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast import products
-from gracetune.adapters.layer import registered
+from gracetune.adapters.layer import parameter_name
 from gracetune.models.common.shared_inputs import SharesInput
 
 
 @runtime_checkable
 class HoldsWeightOtherwise(Protocol):
-    """A linear layer whose `weight` is not what it multiplies with (fp8 and scales)."""
+    """A linear layer whose `weight` is stored in another form, such as fp8 with scales."""
 
     def plain_weight(self) -> Tensor: ...
 
@@ -41,10 +43,10 @@ class AdaptedLinear(nn.Module):
         self.scale = scale
         self.set_strength(1.0)
         for name, tensor in tensors.items():
-            self.register_parameter(registered(name), nn.Parameter(tensor.to(base.weight.device, torch.float32)))
+            self.register_parameter(parameter_name(name), nn.Parameter(tensor.to(base.weight.device, torch.float32)))
         self.train(base.training)
 
-    # What model code asks of a linear layer.
+    # Attributes of `nn.Linear` that model code reads.
 
     @property
     def weight(self) -> Tensor:
@@ -68,15 +70,15 @@ class AdaptedLinear(nn.Module):
 
     @property
     def factor(self) -> float | Tensor:
-        """Of what the adapter adds."""
+        """The factor of the adapter's output: alpha / rank, times the strength."""
         return self.scale if self.whole else self.scale * self.strength
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.active:
             return cast(Tensor, self.base_layer(x))
-        return self.answer(x.to(products.compute_dtype(x)))  # once, for the base layer and the adapter
+        return self.compute_output(x.to(products.compute_dtype(x)))  # one cast for both the base layer and the adapter
 
-    def answer(self, x: Tensor) -> Tensor:
+    def compute_output(self, x: Tensor) -> Tensor:
         result: Tensor = self.base_layer(x)
         return self.adapted(x, result)
 
@@ -85,45 +87,48 @@ class AdaptedLinear(nn.Module):
         return result + added
 
     def added(self, x: Tensor) -> Tensor:
-        """What the adapter adds for `x`, its strength included."""
+        """The adapter's output for `x`, including scale and strength."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
         return f"{self.computation.form}, scale={self.scale}, strength={float(self.strength)}, dropout={self.dropout}"
 
     @property
-    def undisturbed(self) -> bool:
-        """At full strength, and of the whole input."""
+    def is_fusable(self) -> bool:
+        """Whether the fused kernels can compute the adapter: at strength 1 and without dropout."""
         return self.whole and not (self.dropout and self.training)
 
     def adds_to(self, x: Tensor) -> bool:
-        """Whether the base layer's product may be added to what the adapter gives for this input."""
+        """Whether one fused kernel may compute the base layer's product together with the adapter's for this input."""
         base = self.base_layer
-        return type(base) is nn.Linear and self.undisturbed and products.can_be_added_to(x, base)
+        return type(base) is nn.Linear and self.is_fusable and products.can_be_added_to(x, base)
 
 
 class LowRankLinear(SharesInput, AdaptedLinear):
     def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """Down and up."""
+        """The down and up matrices."""
         raise NotImplementedError
 
-    def answer(self, x: Tensor) -> Tensor:
+    def compute_output(self, x: Tensor) -> Tensor:
         if self.adds_to(x):
             return products.low_rank_linears(x, [self._low_rank()])[0]
-        return super().answer(x)
+        return super().compute_output(x)
 
     def _low_rank(self) -> products.LowRankFactors:
         return products.LowRankFactors(*self.factors(), self.scale, self.base_layer.weight, self.base_layer.bias)
 
     def together(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        """The outputs of several layers for one input, which is then read only once for all adapters."""
         given = x.to(products.compute_dtype(x))
-        alike = [one for one in layers if isinstance(one, LowRankLinear) and one.active and one.undisturbed]
-        if len(alike) < len(layers) or not products.use_half_kernels(given):
+        fusable = [one for one in layers if isinstance(one, LowRankLinear) and one.active and one.is_fusable]
+        if len(fusable) < len(layers) or not products.use_half_kernels(given):
             return tuple(layer(x) for layer in layers)
-        if all(one.adds_to(given) for one in alike):
-            return products.low_rank_linears(given, [one._low_rank() for one in alike])
-        added = products.low_rank_linears(given, [products.LowRankFactors(*one.factors(), one.scale) for one in alike])
-        return tuple(one.base_layer(given) + more for one, more in zip(alike, added, strict=True))
+        if all(one.adds_to(given) for one in fusable):
+            return products.low_rank_linears(given, [one._low_rank() for one in fusable])
+        added = products.low_rank_linears(
+            given, [products.LowRankFactors(*one.factors(), one.scale) for one in fusable]
+        )
+        return tuple(one.base_layer(given) + more for one, more in zip(fusable, added, strict=True))
 
     def added(self, x: Tensor) -> Tensor:
         return products.low_rank(x, *self.factors(), self.factor)
@@ -146,9 +151,9 @@ class LoconLinear(LowRankLinear):
 
 
 class DoraLinear(AdaptedLinear):
-    """m (W + D) / |W + D| by rows; the length is a constant for the gradient, as in the paper and in peft.
+    """m (W + D) / |W + D| by rows. The norm is treated as a constant in the backward pass, as in the paper and in peft.
 
-    A strength between 0 and 1 is a way from the base layer's output to the adapted one's.
+    A strength between 0 and 1 interpolates between the base layer's output and the adapted output.
     """
 
     lora_A_weight: nn.Parameter  # noqa: N815
@@ -161,7 +166,7 @@ class DoraLinear(AdaptedLinear):
     ) -> None:  # fmt: skip
         super().__init__(base, tensors, computation, scale=scale, dropout=dropout)
         self.other_form = isinstance(base, HoldsWeightOtherwise)
-        # Of a frozen weight, so once is enough; found again from it, so no part of what is saved.
+        # The weight is frozen, so its squared row norms are computed once. They are not saved: they follow from it.
         self.register_buffer("row_squares", row_lengths(base).square(), persistent=False)
 
     def adapted(self, x: Tensor, result: Tensor) -> Tensor:
@@ -169,18 +174,19 @@ class DoraLinear(AdaptedLinear):
         weight = cast(HoldsWeightOtherwise, base).plain_weight() if self.other_form else base.weight
         length = products.row_norms(weight, self.row_squares, down, up, self.scale)
         added = products.low_rank(x, down, up, self.scale)
-        output = products.magnified(result, base.bias, added, self.dora_scale / length)
+        output = products.apply_magnitude(result, base.bias, added, self.dora_scale / length)
         return output if self.whole else result + self.strength * (output - result)
 
 
 def row_lengths(layer: nn.Linear) -> Tensor:
+    """The norms [out] of the weight's rows, in fp32."""
     weight = layer.plain_weight() if isinstance(layer, HoldsWeightOtherwise) else layer.weight
     lengths: Tensor = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32)
     return lengths
 
 
 class LokrLinear(AdaptedLinear):
-    """Products of small factors are made in fp32 and rounded once."""
+    """LoKr. Decomposed factors are multiplied out in fp32 and rounded once."""
 
     def __init__(
         self, base: nn.Linear, tensors: Mapping[str, Tensor], computation: Computation, *, scale: float, dropout: float
@@ -205,12 +211,12 @@ class LokrLinear(AdaptedLinear):
     def second(self) -> Tensor:
         return self.lokr_w2 if self.lokr_w2 is not None else products.product(self.lokr_w2_a, self.lokr_w2_b)
 
-    def answer(self, x: Tensor) -> Tensor:
+    def compute_output(self, x: Tensor) -> Tensor:
         if self.computation.form == "kronecker" and self.adds_to(x):
             first = self.first
             if products.mixes_in_one_pass(first):
                 return products.kronecker_linear(x, self.base_layer, first, self.second, self.scale)
-        return super().answer(x)
+        return super().compute_output(x)
 
     def added(self, x: Tensor) -> Tensor:
         if self.computation.form == "kronecker by rank":

@@ -1,9 +1,9 @@
-"""ComfyUI: `diffusion_model.<original path>`, the tensors by their algorithms' own names.
+"""ComfyUI's format: keys are `diffusion_model.<original path>.<tensor>`, with the algorithm's tensor names.
 
-What ComfyUI does with them was read in its `comfy/lora.py`, `comfy/utils.py` and `comfy/weight_adapter`; the facts are
-in docs/adapters.md. FLUX.1's original layout fuses query, key and value; for it ComfyUI takes
-`transformer.<diffusers path>` and cuts the matrices up itself. A LoRA without alpha has scale 1, there and in
-diffusers, so alpha is written for all LoRA layers or for none.
+ComfyUI's behaviour is taken from its `comfy/lora.py`, `comfy/utils.py` and `comfy/weight_adapter`; docs/adapters.md
+lists the facts. FLUX.1's original layout fuses query, key and value. For it, ComfyUI also accepts
+`transformer.<diffusers path>` and splits the fused matrices itself. In ComfyUI and in diffusers, a LoRA without alpha
+has a scale of 1, so alpha is written for all LoRA layers or for none.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _OURS, _ORIGINAL = our_stems("{}.", "."), original_stems("diffusion_model.", "."
 
 
 def _stems(state: AdapterState, keys: KeyMap, faults: list[Fault]) -> Iterator[Stem]:
-    """Layers by diffusers' paths. Biases of a matrix that ComfyUI would cut up or reorder go with the whole matrix: it
-    loads none into a part."""
+    """Layers by diffusers' paths. A layer with a bias on a matrix that ComfyUI would split or reorder is written by its
+    original path instead, because ComfyUI cannot load a bias into a part of a matrix."""
     whole = {path for path, layer in state.layers.items() if _has_bias(layer) and _is_cut(path, keys)}
     yield from _OURS(_only(state, state.layers.keys() - whole), keys, faults)
     yield from _ORIGINAL(_only(state, whole), keys, faults)
@@ -67,6 +67,7 @@ def _has_bias(layer: Layer) -> bool:
 
 
 def _is_cut(path: str, keys: KeyMap) -> bool:
+    """Whether ComfyUI would split or reorder the original model's matrix to load this layer by diffusers' path."""
     original = keys.original(path)
     return original is not None and (original.mapped.fused or original.mapped.halves_swapped)
 
@@ -85,18 +86,19 @@ def rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
         return f"{reason}; {_WITH_MODEL}" if reason == _OTHER_NORM else reason
     if not keys.comfyui_takes_ours:
         return original_rejection(layer, path, keys)
-    return None if _has_bias(layer) else cut_rejection(layer, path, keys)
+    return None if _has_bias(layer) else _cut_rejection(layer, path, keys)
 
 
 def _misreads(layer: Layer) -> str | None:
-    """What ComfyUI gets wrong of a layer under any name."""
+    """What ComfyUI gets wrong about a layer, whatever its keys are."""
     if row_magnitude(layer) is not None:
         return _OTHER_NORM
     return algorithm(layer.algorithm).rejection("comfyui", layer.tensors)
 
 
-def cut_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
-    """For families whose fused matrices ComfyUI cuts up: what it cannot put into a cut or a reordered matrix."""
+def _cut_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
+    """For families whose fused matrices ComfyUI splits: why it cannot load this layer into a split or reordered matrix.
+    None if it can."""
     original = keys.original(path)
     if original is None or not _is_cut(path, keys):
         return None
@@ -108,11 +110,11 @@ def cut_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
     return None
 
 
-# -- what ComfyUI makes of files in the other formats -----------------------------------------------------------------
+# -- how ComfyUI loads files of the other formats ---------------------------------------------------------------------
 
 
 def _wrong_by_our_names(layer: Layer, path: str, keys: KeyMap) -> str | None:
-    return _misreads(layer) or (cut_rejection(layer, path, keys) if keys.comfyui_takes_ours else None)
+    return _misreads(layer) or (_cut_rejection(layer, path, keys) if keys.comfyui_takes_ours else None)
 
 
 misread_by_original_names = faults_by(lambda layer, path, keys: _misreads(layer))
@@ -124,6 +126,7 @@ def _is_lora(layer: Layer) -> bool:
 
 
 def _alpha(layer: Layer, *, plain: bool) -> float | None:
+    """The alpha to write. None for LoRA layers if all of them are `plain`, that is have a scale of 1."""
     return None if _is_lora(layer) and plain else alpha_in("comfyui", layer)
 
 

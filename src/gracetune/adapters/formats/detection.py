@@ -1,4 +1,4 @@
-"""What a file is: family, expert, algorithm and format, each with what it was told by."""
+"""Detects the family, expert, algorithm and format of a file, each with the evidence for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gracetune.models.keys import KeyMap
 Spelled = FormatName | Literal["other"]
 
 _HEADER_FIELDS = ("gracetune.family", "ss_base_model_version", "modelspec.architecture")
-_IN_NAME = re.compile(r"(?:^|[_\-.])(high|low)_noise(?=$|[_\-.])")
+_EXPERT_IN_NAME = re.compile(r"(?:^|[_\-.])(high|low)_noise(?=$|[_\-.])")
 _EXPERTS: tuple[ExpertStage, ExpertStage] = ("high_noise", "low_noise")
 _SHOWN = 8
 
@@ -33,12 +33,12 @@ _SHOWN = 8
 class Detected:
     family: str
     experts: tuple[ExpertStage, ...]
-    """Two where the file holds both experts; `("",)` where nothing tells."""
+    """Two if the file holds both experts; `("",)` if nothing names an expert."""
     algorithms: tuple[str, ...]
     format: Spelled
     evidence: tuple[str, ...]
     contradictions: tuple[str, ...] = ()
-    """Places that name another expert than the one the file was taken for."""
+    """Evidence for another expert than the detected one."""
 
     @property
     def algorithm(self) -> str:
@@ -48,7 +48,7 @@ class Detected:
 def detect(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, name: str = "", family: str | None = None
 ) -> Detected:
-    """What the keys and the header tell; `name` is the file's, without its suffix. `family` is taken as given."""
+    """Detect what the file is from its keys, header and name (without suffix). A given `family` is not checked."""
     stems = Counter(parts.stem for key in tensors if (parts := split(key)) is not None)
     if family is None:
         family, why = _family(tuple(tensors), stems, metadata)
@@ -70,7 +70,7 @@ def detect(
 
 
 def _located(stems: Mapping[str, int], names: KeyMap) -> dict[LocatedKey, int]:
-    """The layers that stems name, and how many keys each has."""
+    """The layers that the stems name, each with the number of its keys."""
     found: Counter[LocatedKey] = Counter()
     for stem, count in stems.items():
         located = locate(stem, names)
@@ -92,9 +92,11 @@ def _family(keys: tuple[str, ...], stems: Mapping[str, int], metadata: Mapping[s
         if claimed:
             best, why = claimed[:1], f"{why}, and the header says so"
     if len(best) > 1:
-        deep = [family for family in best if not any(_too_deep(found, KEY_MAPS[family]) for found in known[family])]
-        if len(deep) == 1:
-            best, why = deep, f"{why}, and no other family has as many blocks"
+        within_depth = [
+            family for family in best if not any(_too_deep(found, KEY_MAPS[family]) for found in known[family])
+        ]
+        if len(within_depth) == 1:
+            best, why = within_depth, f"{why}, and no other family has as many blocks"
     if len(best) == 1 and any(_too_deep(found, KEY_MAPS[best[0]]) for found in known[best[0]]):
         found = f"layers with the names of {best[0]}, in more blocks than any model of it has"
         raise _unclear(found, f"an adapter of {', '.join(KEY_MAPS)}", f"--family {best[0]}, if it is one all the same")
@@ -119,18 +121,18 @@ def _too_deep(found: LocatedKey, keys: KeyMap) -> bool:
 def _expert_evidence(
     located: list[LocatedKey], metadata: Mapping[str, str], name: str
 ) -> dict[str, tuple[ExpertStage, ...]]:
-    """Who names an expert, the most trustworthy first."""
+    """The experts that keys, header and file name state, the most trustworthy source first."""
     in_keys = {found.expert for found in located}
     evidence: dict[str, tuple[ExpertStage, ...]] = {}
-    if len(in_keys) > 1:  # diffusers' pair names only the second of two
+    if len(in_keys) > 1:  # also for diffusers' pair, in whose keys only the second expert is marked
         evidence["its keys"] = _EXPERTS
     elif in_keys - {""}:
         evidence["its keys"] = tuple(in_keys)
     for expert in _EXPERTS:
         if metadata.get("gracetune.stage") == expert:
             evidence["its header"] = (expert,)
-    in_name = _IN_NAME.findall(name)
-    if in_name:  # the last: a run may be called after an expert too
+    in_name = _EXPERT_IN_NAME.findall(name)
+    if in_name:  # the last match counts, because the run's own name may contain an expert
         evidence["its file's name"] = (_EXPERTS[0 if in_name[-1] == "high" else 1],)
     return evidence
 
@@ -146,7 +148,7 @@ def _experts(evidence: Mapping[str, tuple[ExpertStage, ...]]) -> tuple[tuple[Exp
 def _contradictions(
     evidence: Mapping[str, tuple[ExpertStage, ...]], experts: tuple[ExpertStage, ...]
 ) -> tuple[str, ...]:
-    """A file of both experts may be called anything; one of a single expert that is named after the other may not."""
+    """Sources that contradict the first one. A file of both experts may have any name."""
     if len(experts) > 1:
         return ()
     first = next(iter(evidence), "")
@@ -190,7 +192,7 @@ def _format(
 
 
 def _algorithms(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """By the keys; only LoRA and LoCon have the same, and the header of our own files tells them apart."""
+    """The algorithms by the keys. Only LoRA and LoCon share keys; the header of our own files distinguishes them."""
     claimed = metadata.get("gracetune.algorithm", "").split(",")
     layers: dict[str, set[str]] = {}
     for key in tensors:
@@ -206,7 +208,7 @@ def _algorithms(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> t
 
 def _kind(names: set[str]) -> str | None:
     ours = [record for record in algorithms() if record.name in ALGORITHMS.ours]
-    for record in (*reversed(ours), *algorithms()):  # what one of ours has is ours, whatever another package claims
+    for record in (*reversed(ours), *algorithms()):  # our algorithms take precedence over those of other packages
         if any(name.startswith(record.marks) for name in names):
             return record.name
     return None

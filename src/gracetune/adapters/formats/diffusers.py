@@ -1,7 +1,8 @@
-"""diffusers and PEFT: `<component>.<diffusers path>.lora_A.weight`, alpha in the header's `lora_adapter_metadata`.
+"""The format of diffusers and PEFT: keys are `<component>.<diffusers path>.lora_A.weight`.
 
-Without that entry diffusers loads every layer with a scale of 1, whatever it was trained with. Keys without the
-component are PEFT's own, whose scale is in `adapter_config.json` or nowhere (`formats.reading`).
+alpha is in the header's `lora_adapter_metadata`. Without that entry, diffusers loads every layer with a scale of 1,
+whatever alpha it was trained with. Keys without the component are PEFT's own; their scale is in `adapter_config.json`,
+or unknown (`formats.reading`).
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from gracetune.models.keys import KeyMap
 HEADER_ENTRY = "lora_adapter_metadata"
 _REPEATS, _NESTED = re.compile(r"[*+{]|(?<!\()\?"), re.compile(r"\)[*+{?]")
 _WITH_PLAIN_ALPHA = ("LOKR", "LOHA")
-"""PEFT's kinds whose configs call it `alpha`, and not `lora_alpha`."""
+"""PEFT's adapter types whose configs have the key `alpha` instead of `lora_alpha`."""
 _MOST_REPEATS, _LONGEST_PATTERN = 2, 2_000
 _MOST_PATTERNS, _MOST_REPEATING = 2_000, 16
-"""Every layer is held against every pattern. Our own files have one for each layer, without repeats."""
+"""Limits on the header's regular expressions, because every layer is matched against every pattern and a hostile file
+could make that take forever. Our own files have one pattern for each layer, without repeats."""
 
 
 def write(state: AdapterState, dtype: torch.dtype) -> Written:
@@ -86,7 +88,7 @@ def _not_converted(layer: Layer, path: str, keys: KeyMap) -> str | None:
 
 
 misread_by_converter = faults_by(_not_converted)
-"""What diffusers rejects of files in other formats, which it converts. `diffusers` files have no such limits."""
+"""The layers that diffusers' converter for other formats rejects. `diffusers` files are not converted."""
 
 
 def _spelled(layer: Layer) -> dict[str, Tensor]:
@@ -100,7 +102,7 @@ def _spelled(layer: Layer) -> dict[str, Tensor]:
 
 
 def _config(state: AdapterState) -> dict[str, Any]:
-    """A `LoraConfig` that says what differs from its defaults. `^` ties a pattern to the whole path."""
+    """A `LoraConfig` with the entries that differ from its defaults. `^` makes a pattern match the whole path only."""
     rank, alpha = common_rank(state), common_alpha(state)
     ranks = {f"^{path}": layer.rank for path, layer in state.layers.items() if layer.rank != rank}
     alphas = {f"^{path}": _number(layer.alpha) for path, layer in state.layers.items() if layer.alpha != alpha}
@@ -117,7 +119,10 @@ def _config(state: AdapterState) -> dict[str, Any]:
 
 
 def _targets(state: AdapterState) -> list[str] | str:
-    """PEFT takes a name in a list for the end of any path: a top-level `proj_out` would be found in every block."""
+    """The paths as a list, or as a regular expression if one of them is a top-level name.
+
+    PEFT matches an entry of a list as a suffix of paths, so a top-level `proj_out` would match in every block.
+    """
     paths = sorted(state.layers)
     if all("." in path for path in paths):
         return paths
@@ -132,16 +137,16 @@ def _number(value: float) -> int | float:
 
 
 def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
-    """Alpha by path and rank, as the header or PEFT's config beside the file gives it; None where neither does.
+    """Alpha by path and rank, from the header or from PEFT's config beside the file. None if neither exists.
 
-    Where one of them is there and cannot be read, a scale of 1 would be a guess: the layers are refused.
+    If one of them exists but cannot be read, the returned function raises `LayerError`: a scale of 1 would be a guess.
     """
     text = metadata.get(HEADER_ENTRY) or metadata.get(PEFT_CONFIG)
     if text is None:
         return None
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):  # the second: brackets nested by the thousand
+    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
         found = None
     if not isinstance(found, dict):
         return _unreadable
@@ -167,7 +172,7 @@ def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
 
 
 def _by_pattern(entry: str, values: Mapping[str, Any], otherwise: object) -> Callable[[str], object]:
-    """The value of the first pattern that a path fits, as PEFT looks it up."""
+    """A function that returns the value of the first pattern a path matches, as PEFT does."""
     given = {text: _compiled(text) for text in values}
 
     def value(path: str) -> object:
@@ -188,7 +193,7 @@ def _repeats(pattern: str) -> bool:
 def _checked_rank(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise LayerError(f"r in adapter_config.json is {short(repr(value), 20)}: it is a whole number above 0")
+    raise LayerError(f"r in adapter_config.json is {short(repr(value), 20)}: expected a whole number above 0")
 
 
 def _unreadable(path: str, rank: int | None) -> float:
@@ -201,7 +206,7 @@ def _too_many_patterns(path: str, rank: int | None) -> float:
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
-    """PEFT's patterns are regular expressions for the end of a path; None for one that might take for ever."""
+    """PEFT's pattern, a regular expression for the end of a path. None if it is invalid or could take forever."""
     if len(pattern) > _LONGEST_PATTERN or len(_REPEATS.findall(pattern)) > _MOST_REPEATS or _NESTED.search(pattern):
         return None
     try:

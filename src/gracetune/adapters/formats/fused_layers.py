@@ -1,11 +1,14 @@
-"""LoRAs, or differences, of several layers as one of the matrix they are stacked into, and back.
+"""Joins the adapters of layers that the original model fuses into one matrix, such as query, key and value, and splits
+them again.
 
-Stacked by output rows, the parts' deltas are `B_i A_i`. One LoRA of rank `n r` holds them all without loss: the A's one
-below the other, the B's along the diagonal, zeros elsewhere. A part that has no adapter is a block of zeros, and a
-block of zeros in both matrices is read as no adapter. kohya's scripts (`split_qkv`) and diffusers use the same form.
+The parts are stacked by output rows, and part i has the change `B_i A_i`. One LoRA of rank n r holds all n parts
+without loss: the A_i below each other, the B_i along the diagonal, and zeros elsewhere:
 
-A LoRA that was trained on the stacked matrix has no such blocks; each part then gets all of A and its rows of B.
-Differences are simply stacked.
+    A [n r, in] = [A_1; ...; A_n]        B [out, n r] = diag(B_1, ..., B_n)
+
+A part without an adapter is a block of zeros, and a block of zeros in both matrices is read as no adapter. kohya's
+scripts (`split_qkv`) and diffusers use the same form. A LoRA that was trained on the fused matrix has a dense B; each
+part then gets all of A and its rows of B. Full differences are simply stacked.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from gracetune.adapters.state import Layer
 from gracetune.models.keys import MappedLayers
 
 
-def joined(layers: Mapping[int, Layer], mapped: MappedLayers) -> Layer:
-    """`layers` by their position in `mapped`. Raises `LayerError`."""
+def fuse(layers: Mapping[int, Layer], mapped: MappedLayers) -> Layer:
+    """One layer for the fused matrix. `layers` maps positions in `mapped` to layers. Raises `LayerError`."""
     first = next(iter(layers.values()))
     if all(_is_difference(layer) for layer in layers.values()):
         return _stacked(layers, mapped)
@@ -52,8 +55,8 @@ def joined(layers: Mapping[int, Layer], mapped: MappedLayers) -> Layer:
     return Layer("lora", tensors, first.alpha * len(rows), rank * len(rows))
 
 
-def parted(layer: Layer, mapped: MappedLayers) -> dict[str, Layer]:
-    """The layers of `mapped` that one of the whole matrix stands for. Raises `LayerError`."""
+def unfuse(layer: Layer, mapped: MappedLayers) -> dict[str, Layer]:
+    """Split a layer of the fused matrix into the layers of `mapped`, by path. Raises `LayerError`."""
     if _is_difference(layer):
         return _unstacked(layer, mapped)
     if _pair(layer) is None:
@@ -106,30 +109,30 @@ def _unstacked(layer: Layer, mapped: MappedLayers) -> dict[str, Layer]:
 
 
 def _not_empty(parts: Mapping[str, Layer]) -> dict[str, Layer]:
-    """Parts that are zero throughout have no adapter; where all are, training has not begun, and they all have one."""
+    """Drop the parts whose tensors are all zero. If all parts are zero, training has not started: keep them all."""
     filled = {path: layer for path, layer in parts.items() if any(tensor.any() for tensor in layer.tensors.values())}
     return filled or dict(parts)
 
 
 def _unit(outputs: int, mapped: MappedLayers) -> int:
-    """Rows of a share of one."""
+    """The number of output rows for a share of 1."""
     unit, left_over = divmod(outputs, sum(mapped.shares))
     if left_over or not unit:
         raise LayerError(f"{outputs} outputs do not divide among {_parts(mapped)}")
     return unit
 
 
-def can_be_joined(layer: Layer) -> bool:
+def can_be_fused(layer: Layer) -> bool:
     return _is_difference(layer) or _pair(layer) is not None
 
 
 def _is_difference(layer: Layer) -> bool:
-    """Rows and nothing else."""
+    """Whether all tensors are row tensors, as in a full difference, so that the layer can be stacked by rows."""
     return layer.tensors.keys() <= set(algorithm(layer.algorithm).row_tensors)
 
 
 def _pair(layer: Layer) -> tuple[str, str] | None:
-    """The names of a plain LoRA's down and up matrix."""
+    """The names of the down and up matrix of a plain LoRA; None for any other layer."""
     record = algorithm(layer.algorithm)
     if isinstance(record, LowRank) and layer.tensors.keys() == {record.down, record.up}:
         return record.down, record.up
@@ -149,6 +152,7 @@ def _layer(like: Layer, down: Tensor, up: Tensor, alpha: float) -> Layer:
 
 
 def _along_diagonal(ups: tuple[Tensor, ...], rank: int) -> bool:
+    """Whether B is block-diagonal: each part has zeros outside its own `rank` columns."""
     for part, rows in enumerate(ups):
         outside = torch.cat((rows[:, : part * rank], rows[:, (part + 1) * rank :]), dim=1)
         if outside.any():

@@ -1,4 +1,7 @@
-"""kohya's scripts, musubi-tuner, LyCORIS for kohya: `lora_unet_<original path with underscores>`, always an alpha."""
+"""The format of kohya's sd-scripts, musubi-tuner and LyCORIS for kohya.
+
+Keys are `lora_unet_<original path with underscores>.<tensor>`. Every layer has an alpha.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.models.key_maps import KEY_MAPS
 
-CONVENTION = Convention(without_alpha="rank")  # sd-scripts' rule: no alpha is alpha = rank
+CONVENTION = Convention(without_alpha="rank")  # sd-scripts' rule: a missing alpha means alpha = rank
 
 
 def write(state: AdapterState, dtype: torch.dtype) -> Written:
@@ -36,11 +39,11 @@ def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str
     return read_states(tensors, metadata, family, CONVENTION)
 
 
-# -- what programs make of such files ---------------------------------------------------------------------------------
+# -- how programs load such files -------------------------------------------------------------------------------------
 
 
-def _of_what_it_holds(reader: Reader) -> Reader:
-    """Layers that the format cannot hold are read by no program."""
+def _including_unwritable(reader: Reader) -> Reader:
+    """Extend a reader by the layers that the format cannot hold: no program reads them."""
 
     def misread_layers(state: AdapterState) -> Iterator[Fault]:
         keys = KEY_MAPS[state.family]
@@ -53,7 +56,7 @@ def _of_what_it_holds(reader: Reader) -> Reader:
 
 
 def _misread_by_musubi(state: AdapterState) -> Iterator[Fault]:
-    """It takes a file's kind from the first key it knows, and merges layers of this kind only."""
+    """musubi-tuner infers the file's kind from the first key it knows, and merges only layers of this kind."""
     kinds = Counter(_kind(layer) for layer in state.layers.values())
     kinds.pop(None, None)
     first = next(iter(kinds.most_common(1)), (None, 0))[0]
@@ -85,7 +88,7 @@ _CORES = {CORE, "hada_t1", "lokr_t2"}
 
 
 def _misread_by_sd_scripts(state: AdapterState) -> Iterator[Fault]:
-    """`networks.lora` of all families, and of some `lycoris.kohya`, which has to be named then."""
+    """sd-scripts loads files with `networks.lora`, or for some families with `lycoris.kohya` if the user selects it."""
     keys = KEY_MAPS[state.family]
     plain = all(map(is_plain_lora, state.layers.values()))
     if not plain and ("kohya", "lycoris") in keys.also_read_by:
@@ -112,11 +115,11 @@ FORMAT = Format(
     write,
     read,
     readers={
-        "musubi": _of_what_it_holds(_misread_by_musubi),
-        "sd-scripts": _of_what_it_holds(_misread_by_sd_scripts),
-        "comfyui": _of_what_it_holds(misread_by_original_names),
-        "diffusers": _of_what_it_holds(misread_by_converter),
-        "lycoris": _of_what_it_holds(misread),
+        "musubi": _including_unwritable(_misread_by_musubi),
+        "sd-scripts": _including_unwritable(_misread_by_sd_scripts),
+        "comfyui": _including_unwritable(misread_by_original_names),
+        "diffusers": _including_unwritable(misread_by_converter),
+        "lycoris": _including_unwritable(misread),
     },
     made_for=("musubi", "sd-scripts", "comfyui"),
     all_families=("comfyui",),

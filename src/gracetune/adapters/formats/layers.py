@@ -1,4 +1,4 @@
-"""One layer's tensors made into a `Layer`, or refused: nothing missing, one rank, a scale that is defined."""
+"""Assembles one layer's tensors into a `Layer`. Rejects layers that are incomplete or have two ranks or no scale."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gracetune.errors import short
 
 
 def assemble(tensors: Mapping[str, Tensor], alpha: float | None, convention: Convention) -> Layer:
-    """A layer from its tensors, by LoRA's names of them. Raises `LayerError`."""
+    """The layer that these tensors form. LoRA tensors have the names lora_A and lora_B. Raises `LayerError`."""
     record = _record(tensors)
     _check_numbers(tensors, record)
     _check_dimensions(tensors, record)
@@ -37,10 +37,10 @@ def assemble(tensors: Mapping[str, Tensor], alpha: float | None, convention: Con
 
 
 def _record(tensors: Mapping[str, Tensor]) -> Algorithm:
-    """LoRA's stands for all that consist of a down and an up matrix."""
+    """The record that assembles these tensors. LoRA's record also assembles DoRA and LoCon."""
     names = set(tensors)
     if not names:
-        raise LayerError("an alpha and nothing to scale")
+        raise LayerError("an alpha without any tensor to scale")
     for record in records():
         if record.claims(names):
             return record
@@ -52,7 +52,7 @@ def _record(tensors: Mapping[str, Tensor]) -> Algorithm:
 
 
 def _check_numbers(tensors: Mapping[str, Tensor], record: Algorithm) -> None:
-    """Whole numbers are a quantised file's, and nothing here says what they have to be multiplied by."""
+    """Reject integer tensors: they belong to a quantised file, whose scales are unknown here."""
     for name, tensor in tensors.items():
         if name not in record.constants and not tensor.is_floating_point():
             raise LayerError(f"{name} holds {tensor.dtype}: the weights of an adapter are bf16, fp16 or fp32")
@@ -61,13 +61,13 @@ def _check_numbers(tensors: Mapping[str, Tensor], record: Algorithm) -> None:
 def _check_dimensions(tensors: Mapping[str, Tensor], record: Algorithm) -> None:
     for name, tensor in tensors.items():
         if tensor.numel() == 0:
-            raise LayerError(f"{name} is {short(sides(tensor), 80)}: there is nothing in it")
+            raise LayerError(f"{name} is {short(sides(tensor), 80)}: the tensor is empty")
         if not record.least_dimensions(name) <= tensor.ndim <= record.most_dimensions(name):
             raise LayerError(f"{name} is {short(sides(tensor), 80)}: not the shape of such a tensor")
 
 
 def _check_size(layer: Layer) -> None:
-    """Small factors can stand for a weight that no machine holds."""
+    """Reject factors whose product would be a weight too large for any machine, and magnitudes of the wrong size."""
     rows, across = outputs(layer), columns(layer)
     elements = max(1 if rows is None else rows, 1) * max(1 if across is None else across, 1)
     if max(elements, *(tensor.numel() for tensor in layer.tensors.values())) > MOST_ELEMENTS:
@@ -82,30 +82,32 @@ def _check_size(layer: Layer) -> None:
         raise LayerError(f"{MAGNITUDE} {sides(magnitude)} for {rows:,} outputs")
 
 
-# -- what a state is, in a word ---------------------------------------------------------------------------------------
+# -- summaries of a state ---------------------------------------------------------------------------------------------
 
 
 def algorithms(state: AdapterState) -> tuple[str, ...]:
-    """The kinds of layers in a state, the most frequent first."""
+    """The algorithms of a state's layers, the most frequent first."""
     return tuple(kind for kind, _ in Counter(layer.algorithm for layer in state.layers.values()).most_common())
 
 
 def common_rank(state: AdapterState) -> int | None:
+    """The most frequent rank; None if no layer is decomposed."""
     ranks = Counter(layer.rank for layer in state.layers.values() if layer.rank is not None)
     return ranks.most_common(1)[0][0] if ranks else None
 
 
 def common_alpha(state: AdapterState) -> float | None:
+    """The most frequent alpha; None if no layer is decomposed."""
     alphas = Counter(layer.alpha for layer in state.layers.values() if layer.rank is not None)
     return alphas.most_common(1)[0][0] if alphas else None
 
 
 def is_plain_lora(layer: Layer) -> bool:
-    """A down and an up matrix, and nothing else: neither DoRA nor a Tucker form."""
+    """Whether the layer has only a down and an up matrix: neither DoRA nor a Tucker form."""
     record = algorithm(layer.algorithm)
     return isinstance(record, LowRank) and layer.tensors.keys() == {record.down, record.up}
 
 
 def is_in_a_block(path: str) -> bool:
-    """Whether the layer belongs to a block, and not to what is before or behind all of them."""
+    """Whether the layer belongs to a block, not to the layers before or after all blocks."""
     return any(part.endswith(("block", "blocks")) for part in path.split("."))

@@ -1,6 +1,7 @@
-"""LyCORIS' wrapper around a diffusers model: `lycoris_<diffusers path with underscores>`. It holds everything.
+"""The format of LyCORIS' wrapper around a diffusers model. It can hold every adapter.
 
-LoRA is LyCORIS' LoCon, and DoRA is LoCon with a dora_scale.
+Keys are `lycoris_<diffusers path with underscores>.<tensor>`. LoRA is written as LoCon, and DoRA as LoCon with a
+dora_scale.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def _cannot_rebuild(layer: Layer) -> str | None:
 
 
 misread = faults_by(lambda layer, path, keys: _cannot_rebuild(layer))
-"""What LyCORIS cannot rebuild. It makes a module of its own for a layer and copies the tensors into it."""
+"""The layers that LyCORIS cannot load. It creates a module for each layer from the tensors' shapes and copies the
+tensors into it."""
 
 FORMAT = Format(
     write,

@@ -1,7 +1,7 @@
-"""A key of a file taken apart: which expert, which layer, which tensor.
+"""Splits a key of a file into expert, layer and tensor.
 
-A key is `<prefixes><layer><suffix>`. Programs differ in all three, and some stack prefixes
-(`transformer.transformer_1.`), so prefixes are peeled off until what remains is a layer the family knows.
+A key is `<prefixes><layer><suffix>`. Programs differ in all three parts, and some stack prefixes
+(`transformer.transformer_1.`). So prefixes are removed one at a time until the rest is a layer the family knows.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _PREFIXES = (
     "transformer.",
     "unet.",
     "unet_",
-    "pipe.dit.",  # DiffSynth-Studio, where it is not told to leave it out
+    "pipe.dit.",  # DiffSynth-Studio, unless it is configured to remove this prefix
 )
-_EXPERT = re.compile(r"transformer_?([12])[._]|(high_noise|low_noise)/")  # the second: our own checkpoints
+_EXPERT = re.compile(r"transformer_?([12])[._]|(high_noise|low_noise)/")  # the second form: our own checkpoints
 _EXPERT_NAMES: dict[str, ExpertStage] = {
     "1": "high_noise",
     "2": "low_noise",
@@ -45,46 +45,48 @@ _EXPERT_NAMES: dict[str, ExpertStage] = {
     "low_noise": "low_noise",
 }
 _LONGEST = 1_000
-"""Characters of a key: no layer's name has half as many."""
+"""The most characters of a key. No layer's name is half as long."""
 _TEXT_ENCODERS = ("lora_te", "text_encoder")
 _NO_COMPONENT = ("base_model.model.", "high_noise/", "low_noise/", "pipe.dit.")
 
 
 @dataclass(frozen=True)
 class Split:
-    """A key without its spelling of the tensor."""
+    """A key, split into the part that names the layer and the tensor."""
 
     stem: str
     tensor: str
-    """`lora_A.weight`, `lokr_w1`, `alpha`: the names of `algorithms/`, LoRA's throughout; PEFT's `magnitude`."""
+    """Such as `lora_A.weight`, `lokr_w1` or `alpha`: a name of `algorithms/`, with LoRA's names for down and up
+    matrices, or `magnitude` for PEFT's DoRA."""
 
 
 @dataclass(frozen=True)
 class LocatedKey:
     expert: ExpertStage
-    """Empty where the key does not say."""
+    """Empty if the key names no expert."""
     mapped: MappedLayers
     prefixes: tuple[str, ...]
 
     @property
     def is_bare(self) -> bool:
-        """Named by a library that knows layers and no programs: no convention gives such a key a scale."""
+        """Whether the key has no program's prefix. A library such as PEFT wrote it, and no convention defines a scale
+        for it."""
         return not self.prefixes or self.prefixes[0] in _NO_COMPONENT
 
     @property
     def is_of_peft(self) -> bool:
-        """Named as PEFT names the layers of a model it wraps."""
+        """Whether the key has the prefix of a model that PEFT wraps."""
         return self.prefixes[:1] == ("base_model.model.",)
 
 
 @lru_cache(maxsize=8192)
 def split(key: str) -> Split | None:
-    """None for a key that ends like no tensor of an adapter."""
+    """Split a key. None if its ending names no tensor of an adapter."""
     if len(key) > _LONGEST:
         return None
-    tidy = _tidy(key)
+    cleaned = _cleaned(key)
     for pattern, name in _ENDINGS:
-        found = pattern.fullmatch(tidy)
+        found = pattern.fullmatch(cleaned)
         if found:
             groups = {group: value for group, value in found.groupdict().items() if group != "stem"}
             return Split(found["stem"], name.format(**groups))
@@ -95,14 +97,15 @@ def is_of_text_encoder(key: str) -> bool:
     return key.startswith(_TEXT_ENCODERS)
 
 
-def _tidy(key: str) -> str:
-    """ai-toolkit writes `$$` for dots while it trains, and some tools double a separator where they join names."""
+def _cleaned(key: str) -> str:
+    """The key with plain separators. ai-toolkit writes `$$` for dots during training, and some tools double a separator
+    when they join names."""
     return re.sub(r"_{2,}", "_", re.sub(r"\.{2,}", ".", key.replace("$$", ".")))
 
 
-@lru_cache(maxsize=8192)  # of one file each name is asked for by who recognises it and by who reads it
+@lru_cache(maxsize=8192)  # detection and reading both locate every name of a file
 def locate(stem: str, keys: KeyMap) -> LocatedKey | None:
-    """The layer a stem names. Never two: what is peeled off first wins only if the rest agrees."""
+    """The layer that a stem names; None if it names none, or if different prefixes lead to different layers."""
     found = list(_peeled(stem, keys, "", ()))
     if not found:
         return None
@@ -111,6 +114,7 @@ def locate(stem: str, keys: KeyMap) -> LocatedKey | None:
 
 
 def _peeled(stem: str, keys: KeyMap, own: ExpertStage, prefixes: tuple[str, ...]) -> Iterator[LocatedKey]:
+    """Every layer that remains after some prefixes are removed. `own` is the expert found in the prefixes so far."""
     mapped = _find(stem, keys)
     if mapped is not None:
         yield LocatedKey(own, mapped, prefixes)
@@ -124,7 +128,8 @@ def _peeled(stem: str, keys: KeyMap, own: ExpertStage, prefixes: tuple[str, ...]
 
 
 def _find(stem: str, keys: KeyMap) -> MappedLayers | None:
-    """diffusers once put `processor` in front of an attention's layers, and left the 0 of `to_out.0` out."""
+    """The layer of a name, also in old diffusers files: these insert `processor` before an attention's layers and write
+    `to_out` for `to_out.0`."""
     mapped = keys.find(stem)
     if mapped is not None or not ("processor" in stem or stem.endswith("to_out")):
         return mapped

@@ -1,7 +1,8 @@
-"""Which programs load an adapter's file as it was trained. What each of them gets wrong is in the records of formats.
+"""Which programs load an adapter file correctly, that is with the effect it was trained with.
 
-A format is made for some programs. `--to FORMAT`, and `checkpoints.format` of a run, give a file that is right in all
-of them that have the model; `--for PROGRAM`, and `checkpoints.for_program`, give one that is right in this program.
+The records of the formats list what each program gets wrong. Every format is made for certain programs. `--to FORMAT`,
+and `checkpoints.format` of a run, write a file that all of those load correctly if they support the model. `--for
+PROGRAM`, and `checkpoints.for_program`, write one that this program loads correctly.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class Misread:
 
 
 def programs_of(family: str, format: FormatName) -> tuple[Program, ...]:
-    """Those that know the family's names in files of a format."""
+    """The programs that know the family's keys in files of this format."""
     record = FORMATS[format]
     also = KEY_MAPS[family].also_read_by
     return tuple(name for name in record.readers if name in record.all_families or (format, name) in also)
 
 
 def misread_by(state: AdapterState, format: FormatName, program: Program) -> Misread | None:
-    """None where the program reads a file of this format right."""
+    """Why the program would load a file of this format wrongly; None if it loads it correctly."""
     if program not in programs_of(state.family, format):
         return Misread(program, f"it does not read {format} files of {state.family}")
     if format != "comfyui" and any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):
@@ -51,8 +52,8 @@ def misread_by(state: AdapterState, format: FormatName, program: Program) -> Mis
 
 
 def readable(state: AdapterState, format: FormatName) -> dict[Program, str | None]:
-    """For every program: None where it reads a file of this format right, else the reason. Nothing is known of a format
-    of another package, so there it is empty."""
+    """For every program: None if it loads a file of this format correctly, otherwise the reason. Empty for a format of
+    another package, about which nothing is known."""
     if not FORMATS[format].readers:
         return {}
     found = {program: misread_by(state, format, program) for program in PROGRAMS}
@@ -60,7 +61,7 @@ def readable(state: AdapterState, format: FormatName) -> dict[Program, str | Non
 
 
 def misread_in(state: AdapterState, format: FormatName, program: Program | None = None) -> list[Misread]:
-    """What is wrong with writing this state in this format: for one program, or for all that the format is for."""
+    """Why this state should not be written in this format: for one program, or for all that the format is made for."""
     if program is not None:
         wrong = misread_by(state, format, program)
         return [] if wrong is None else [wrong]
@@ -72,6 +73,7 @@ def misread_in(state: AdapterState, format: FormatName, program: Program | None 
 
 
 def reject_misread(state: AdapterState, format: FormatName, program: Program | None = None) -> None:
+    """Raise `CannotHoldError` if `misread_in` finds a reason, with the formats and programs that work."""
     wrong = misread_in(state, format, program)
     if not wrong:
         return
@@ -95,7 +97,7 @@ def reject_misread(state: AdapterState, format: FormatName, program: Program | N
 
 
 def formats_for(state: AdapterState, program: Program | None = None) -> list[FormatName]:
-    """Formats in which the state is right: in all programs that each is for, or in one."""
+    """The formats that all programs they are made for load correctly, or that the given program loads correctly."""
     names: Iterable[FormatName] = FORMATS
     if program is not None:
         names = sorted(EXPORT_FORMATS.ours, key=lambda name: name != program)
@@ -103,7 +105,7 @@ def formats_for(state: AdapterState, program: Program | None = None) -> list[For
 
 
 def format_for(state: AdapterState, program: Program) -> FormatName:
-    """The format that this program reads right. Raises `CannotHoldError` with the reasons where there is none."""
+    """The format that this program loads correctly. Raises `CannotHoldError` with the reasons if there is none."""
     found = formats_for(state, program)
     if found:
         return found[0]
@@ -125,7 +127,8 @@ def format_for(state: AdapterState, program: Program) -> FormatName:
 
 
 def loadable(state: AdapterState) -> AdapterState:
-    """Without layers that no program loads: there is no program to be right in, and the file is for training on."""
+    """The state without layers that no program loads. A file with such layers is for training on from, so no program
+    has to load them."""
     layers = {path: layer for path, layer in state.layers.items() if is_loadable(layer.algorithm)}
     return AdapterState(state.family, state.expert, layers, state.metadata)
 

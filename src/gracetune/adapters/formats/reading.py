@@ -1,4 +1,4 @@
-"""Any spelling of an adapter's keys into states: everything in the file is understood, or named as a problem."""
+"""Reads the tensors of a file in any format into states. Every key is understood or reported as a problem."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from gracetune.adapters.errors import (
     NotFiniteError,
     UnknownKeysError,
 )
-from gracetune.adapters.formats import fused_layers as fusing
+from gracetune.adapters.formats import fused_layers
 from gracetune.adapters.formats.layers import assemble
 from gracetune.adapters.formats.names import LocatedKey, is_of_text_encoder, locate, split
-from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swapped
+from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swap_row_halves
 from gracetune.adapters.state import AdapterState, ExpertStage, Layer
 from gracetune.errors import Problem, short
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
 
 Scale = Callable[[str, int | None], float]
-"""Alpha of a layer, by path and rank. Without a rank, the factor of a change nothing of which is decomposed."""
+"""Returns a layer's alpha by path and rank. With a rank of None, it returns the scale of an undecomposed change."""
 _SHOWN = 12
 _GIVE_ALPHA = (
     "give the folder with its adapter_config.json, or a checkpoint's file where it was written, beside its .json; "
@@ -41,24 +41,24 @@ _GIVE_ALPHA = (
 
 @dataclass(frozen=True)
 class AdapterContents:
-    """All that a file holds, and all that is wrong with it."""
+    """The adapters in a file, and everything that is wrong with the file."""
 
     family: str
     states: Mapping[ExpertStage, AdapterState]
     unknown: tuple[str, ...] = ()
     """Keys that name no layer, or no tensor of an adapter."""
     broken: Mapping[str, str] = field(default_factory=dict)
-    """By layer: why its tensors are no adapter."""
+    """By layer: why its tensors do not form an adapter layer."""
     without_scale: Mapping[str, int] = field(default_factory=dict)
-    """Those of them that lack nothing but an alpha, and their ranks."""
+    """The broken layers that lack only an alpha, with their ranks."""
     not_finite: tuple[str, ...] = ()
     contradictions: tuple[str, ...] = ()
-    """Where the file says two things about its expert."""
+    """Contradictory statements about the expert."""
     altered: bool = False
-    """The file's own hash says that its tensors are no longer those it was written with."""
+    """Whether the tensors no longer match the hash that gracetune wrote into the header."""
 
     def checked(self, file: str | None = None) -> AdapterContents:
-        """Itself, if nothing is wrong with the file."""
+        """Returns itself, or raises the first error. `file` is named in the message."""
         for error in self.errors(file):
             raise error
         return self
@@ -81,7 +81,7 @@ class AdapterContents:
             )
             found.append(NotFiniteError([problem]))
         if self.contradictions:
-            hint = "rename the file, or write it anew where it was made"
+            hint = "rename the file, or save it again with the program that wrote it"
             problems = [Problem("stage", text, "one expert", hint, file) for text in self.contradictions]
             found.append(MixedExpertsError(problems))
         return found
@@ -122,14 +122,15 @@ def _altered_problem(file: str | None) -> Problem:
 
 @dataclass
 class _Gathered:
-    """One layer on its way: tensors as they are found."""
+    """The tensors of one layer, collected key by key."""
 
     located: LocatedKey
     stem: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     alpha: float | None = None
     of_aitoolkit: bool = False
-    """A DoRA as ai-toolkit names it, of a U-Net: alpha is not in the file, and its formula needs alpha = rank."""
+    """Whether it is a DoRA of a U-Net with ai-toolkit's names. Its files have no alpha, and its formula is DoRA's only
+    for alpha = rank."""
 
 
 def read_states(
@@ -139,7 +140,7 @@ def read_states(
     convention: Convention,
     scale: Scale | None = None,
 ) -> AdapterContents:
-    """The states in a file, by stage; the stage is empty where the keys do not tell it."""
+    """The states in a file, by expert. The expert is empty if the keys name none."""
     keys = KEY_MAPS[family]
     kinds = metadata.get("gracetune.algorithm", "").split(",")
     if "locon" in kinds and "lora" not in kinds:
@@ -174,7 +175,7 @@ def read_states(
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Keys of tensors with a NaN or an infinity. Alpha is no weight: its own rules apply."""
+    """Keys of tensors with NaN or infinity. alpha is excluded: `checked_alpha` has its own rules."""
     return tuple(key for key, tensor in tensors.items() if not key.endswith("alpha") and not is_finite(tensor))
 
 
@@ -182,12 +183,12 @@ def _gather(tensors: Mapping[str, Tensor], keys: KeyMap) -> tuple[list[_Gathered
     unknown: list[str] = []
     broken: dict[str, str] = {}
     gathered: dict[tuple[ExpertStage, tuple[str, ...]], _Gathered] = {}
-    places: dict[str, LocatedKey | None] = {}
+    located_stems: dict[str, LocatedKey | None] = {}
     for key in sorted(tensors):
         parts = split(key)
-        if parts is not None and parts.stem not in places:
-            places[parts.stem] = locate(parts.stem, keys)
-        located = places[parts.stem] if parts else None
+        if parts is not None and parts.stem not in located_stems:
+            located_stems[parts.stem] = locate(parts.stem, keys)
+        located = located_stems[parts.stem] if parts else None
         if parts is None or located is None:
             unknown.append(key)
             continue
@@ -196,7 +197,7 @@ def _gather(tensors: Mapping[str, Tensor], keys: KeyMap) -> tuple[list[_Gathered
             if tensors[key].numel() != 1:
                 broken[parts.stem] = f"an alpha of {tensors[key].numel()} numbers"
             elif tensors[key].dtype == torch.bool:
-                broken[parts.stem] = "alpha is true or false: it is a number"
+                broken[parts.stem] = "alpha is true or false: expected a number"
             elif entry.alpha is not None:
                 broken[parts.stem] = f"two alphas, one of them {short(key)}"
             else:
@@ -211,22 +212,22 @@ def _gather(tensors: Mapping[str, Tensor], keys: KeyMap) -> tuple[list[_Gathered
 
 
 def _number(alpha: Tensor) -> float:
-    """The shortest number that has this value in fp32: 0.1, and not 0.10000000149."""
+    """The shortest decimal number with this fp32 value: 0.1 instead of 0.10000000149."""
     exact, found = float(alpha), alpha.float().reshape(())
     return float(str(found.numpy())) if found.isfinite() else exact
 
 
 def _canonical(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """PEFT's magnitudes of a convolution have the outputs in the second place."""
+    """The canonical name and shape of a tensor. PEFT's magnitudes of a convolution are [1, out, 1, 1]."""
     return ("dora_scale", tensor.reshape(-1)) if name == "magnitude" else (name, tensor)
 
 
 def _layers(found: _Gathered, convention: Convention, scale: Scale | None) -> dict[str, Layer]:
     mapped = found.located.mapped
     alpha = found.alpha
-    narrow = next((found.tensors[name] for name in _NARROW if name in found.tensors), None)
-    if alpha is None and scale is not None and narrow is not None and narrow.ndim > 1:
-        alpha = scale(mapped.paths[0], narrow.shape[0])
+    rank_tensor = next((found.tensors[name] for name in _RANK_TENSORS if name in found.tensors), None)
+    if alpha is None and scale is not None and rank_tensor is not None and rank_tensor.ndim > 1:
+        alpha = scale(mapped.paths[0], rank_tensor.shape[0])
     if found.located.is_bare or found.of_aitoolkit:
         convention = replace(convention, without_alpha="undefined")
     layer = assemble(found.tensors, alpha, convention)
@@ -237,21 +238,21 @@ def _layers(found: _Gathered, convention: Convention, scale: Scale | None) -> di
     if convention.dora_by_base:
         layer = by_base(layer)
     if mapped.fused:
-        return fusing.parted(layer, mapped)
+        return fused_layers.unfuse(layer, mapped)
     if mapped.halves_swapped:
         decomposed = not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors)
         if not algorithm(layer.algorithm).row_tensors or decomposed:
             raise LayerError(f"{layer.algorithm} on a layer whose rows are in another order in diffusers")
-        layer = swapped(layer)
+        layer = swap_row_halves(layer)
     return {mapped.paths[0]: layer}
 
 
-_NARROW = ("lora_A.weight", "lokr_w2_b", "lokr_w1_b", "hada_w1_b")
+_RANK_TENSORS = ("lora_A.weight", "lokr_w2_b", "lokr_w1_b", "hada_w1_b")
 """Tensors with as many rows as the rank."""
 
 
 def _scaled_by_peft(layer: Layer, path: str, scale: Scale | None) -> Layer:
-    """PEFT multiplies a LoKr of whole factors by alpha / r too. Nobody else does: it becomes part of the first one."""
+    """Multiply PEFT's alpha / r into the first factor. Only PEFT scales a LoKr whose factors are both whole."""
     if scale is None:
         raise LayerError(
             "PEFT multiplies this LoKr by alpha / r, which are in its adapter_config.json: give the folder, or put "
@@ -265,7 +266,7 @@ def _scaled_by_peft(layer: Layer, path: str, scale: Scale | None) -> Layer:
 
 
 def by_base(layer: Layer) -> Layer:
-    """A DoRA whose magnitudes are taken for those measured against the base weight."""
+    """The DoRA with its row magnitudes as `dora_base_scale`, that is relative to the base weight's norms."""
     magnitude = row_magnitude(layer)
     if magnitude is None:
         return layer
@@ -280,7 +281,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The precision most of a file's weights have."""
+    """The precision that most elements of the file's weights have."""
     sizes: dict[torch.dtype, int] = {}
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not key.endswith("alpha"):

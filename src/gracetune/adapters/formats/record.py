@@ -1,7 +1,7 @@
-"""One record per export format. `config/export_formats.py` lists them.
+"""The record of an export format. `config/export_formats.py` lists the records.
 
-A record also lists the programs that read such files and the layers that each of them reads wrongly. `programs.py` asks
-it for `gracetune adapter convert`, `inspect` and `verify`, for the export of a run, and for the table in
+A record also lists the programs that read such files and the layers that each of them loads wrongly. `programs.py` uses
+this for `gracetune adapter convert`, `inspect` and `verify`, for the export of a run, and for the table in
 docs/adapters.md.
 """
 
@@ -25,16 +25,17 @@ Reader = Callable[[AdapterState], Iterable[Fault]]
 @dataclass(frozen=True)
 class Format:
     write: Callable[[AdapterState, torch.dtype], Written]
-    """Raises `CannotHoldError` for what the format has no place for."""
+    """Tensors and header entries of the file. Raises `CannotHoldError` if the format cannot represent the adapter."""
     read: Callable[[Mapping[str, Tensor], Mapping[str, str], str], AdapterContents]
-    """Understands every spelling; differs in what a file means that does not say its scale."""
+    """Understands the keys of every format. Formats differ in the scale of a file that does not define one."""
     readers: Mapping[Program, Reader] = field(default_factory=dict)
-    """Programs that read such files of all families, or of those that list them (`KeyMap.also_read_by`)."""
+    """Programs that read such files, for all families or for those that list the program (`KeyMap.also_read_by`)."""
     made_for: tuple[Program, ...] = ()
-    """The programs that a user of this format expects to load the file: it is right in all of them, or rejected."""
+    """The programs that a user of this format expects to load the file. A file that one of them would load wrongly is
+    rejected."""
     all_families: tuple[Program, ...] = ()
-    """Those of `readers` that know the names of every family."""
+    """The programs in `readers` that know the keys of every family."""
     keeps_all: bool = False
-    """Adapters that no program loads are kept in this format, to train on from or to merge."""
+    """Whether adapters that no program loads may be saved in this format, to train on from them or to merge them."""
     alpha_is_optional: bool = False
-    """Its programs take a layer without alpha for one of scale 1."""
+    """Whether its programs load a layer without alpha with a scale of 1."""

@@ -1,4 +1,4 @@
-"""The export formats by name, each imported when it is asked for."""
+"""The export formats by name. Each is imported on first use."""
 
 from __future__ import annotations
 

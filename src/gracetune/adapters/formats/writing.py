@@ -1,4 +1,4 @@
-"""What all formats share when they write: names and tensors of each layer, precision, and one list of refusals."""
+"""The part of writing that all formats share: keys and tensors of each layer, precision, and a list of all problems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.algorithms.registry import algorithms as records
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.errors import CannotHoldError
-from gracetune.adapters.formats import fused_layers as fusing
+from gracetune.adapters.formats import fused_layers
 from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.shapes import outputs
 from gracetune.adapters.state import AdapterState, Layer
@@ -26,18 +26,18 @@ from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
 
 Written = tuple[dict[str, Tensor], dict[str, str]]
-"""Tensors by key, and the header's entries the format itself needs."""
+"""Tensors by key, and the header entries that the format needs."""
 
 _FILE_NAMES = {"down": LYCORIS_NAMES, "A": PEFT_NAMES}
 _ALWAYS_FP32 = tuple(name for record in records() if record.name in ALGORITHMS.ours for name in record.always_fp32)
-"""On layers of any algorithm: files of LyCORIS put DoRA's magnitudes on all of them."""
+"""These names apply to layers of any algorithm, because LyCORIS files have DoRA's magnitudes on all of them."""
 DORA_ENTRY, BY_BASE = "gracetune.dora", "base"
-"""The header's word that a file's dora_scale by rows is ComfyUI's."""
+"""The header entry which marks that a file's dora_scale by rows is relative to the base weight, as in ComfyUI."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How one format writes a layer whose stem is decided."""
+    """How one format writes the tensors of a layer. `Stems` defines the keys."""
 
     format: FormatName
     lora: Literal["A", "down"]
@@ -49,16 +49,16 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Stem:
-    """A key without its tensor's name, and the layer behind it."""
+    """A key without the tensor's name, and the layer it names."""
 
     name: str
     layer: Layer
 
 
 Fault = tuple[str, str]
-"""A path, and why its layer cannot be written."""
+"""The path of a layer, and why it cannot be written or read."""
 Stems = Callable[[AdapterState, KeyMap, list[Fault]], Iterator[Stem]]
-"""All layers of a state under the names of a format; what cannot be named that way goes into the list."""
+"""Yields all layers of a state with the names of a format, and appends a fault for each layer it cannot name."""
 
 
 def write(state: AdapterState, dtype: torch.dtype, spelling: Spelling, stems: Stems) -> Written:
@@ -71,7 +71,7 @@ def write(state: AdapterState, dtype: torch.dtype, spelling: Spelling, stems: St
             tensors[f"{stem.name}.{name}"] = cast(tensor, dtype, f"{stem.name}.{name}", stem.layer)
         alpha = spelling.alpha(stem.layer)
         if alpha is not None:
-            # A scalar costs nothing, and in half precision alpha could become inf.
+            # Always fp32: in half precision a large alpha would become inf.
             tensors[f"{stem.name}.alpha"] = torch.tensor(alpha, dtype=torch.float32)
     if faults:
         raise cannot_hold(state, spelling.format, faults)
@@ -89,7 +89,7 @@ def our_stems(prefix: str, separator: str) -> Stems:
 
 
 def original_stems(prefix: str, separator: str) -> Stems:
-    """Layers by the original model's names; those that are one matrix there are joined."""
+    """Layers by the original model's names. Layers that the original model fuses into one matrix are joined."""
 
     def stems(state: AdapterState, keys: KeyMap, faults: list[Fault]) -> Iterator[Stem]:
         done: set[str] = set()
@@ -100,13 +100,13 @@ def original_stems(prefix: str, separator: str) -> Stems:
             done.add(original.name)
             name = prefix + original.name.replace(".", separator)
             if not original.mapped.fused:
-                yield Stem(name, swapped(layer) if original.mapped.halves_swapped else layer)
+                yield Stem(name, swap_row_halves(layer) if original.mapped.halves_swapped else layer)
                 continue
             parts = {
                 index: state.layers[part] for index, part in enumerate(original.mapped.paths) if part in state.layers
             }
             try:
-                yield Stem(name, fusing.joined(parts, original.mapped))
+                yield Stem(name, fused_layers.fuse(parts, original.mapped))
             except LayerError as fault:
                 faults.append((original.mapped.paths[next(iter(parts))], str(fault)))
 
@@ -114,11 +114,11 @@ def original_stems(prefix: str, separator: str) -> Stems:
 
 
 def original_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
-    """What the original layout itself leaves no room for."""
+    """Why the original model's layout cannot represent this layer; None if it can."""
     original = keys.original(path)
     if original is None:
         return None
-    if original.mapped.fused and not fusing.can_be_joined(layer):
+    if original.mapped.fused and not fused_layers.can_be_fused(layer):
         parts = ", ".join(part.rpartition(".")[2] for part in original.mapped.paths)
         only = "only plain LoRAs or differences of its parts can be joined"
         return f"{parts} are one matrix in the original model, and {only}"
@@ -130,7 +130,7 @@ def original_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
 
 
 def faults_by(reason: Callable[[Layer, str, KeyMap], str | None]) -> Callable[[AdapterState], Iterator[Fault]]:
-    """The faults of a state, one layer at a time."""
+    """A function that yields the faults of a state, with `reason` applied to each layer."""
 
     def faults(state: AdapterState) -> Iterator[Fault]:
         keys = KEY_MAPS[state.family]
@@ -158,7 +158,7 @@ def reject_what_does_not_fit(
 
 
 def cannot_hold(state: AdapterState, format: FormatName, reasons: Iterable[Fault]) -> CannotHoldError:
-    """One problem for each reason, however many layers share it."""
+    """An error with one problem for each reason. Layers with the same reason share a problem."""
     by_reason: dict[str, list[str]] = {}
     for path, reason in reasons:
         by_reason.setdefault(reason, []).append(path)
@@ -174,7 +174,7 @@ def cannot_hold(state: AdapterState, format: FormatName, reasons: Iterable[Fault
 
 
 def identity(state: AdapterState, format: FormatName) -> dict[str, str]:
-    """Entries of the header by which we know our own files again."""
+    """Header entries that identify a file written by gracetune."""
     found = {
         "gracetune.family": state.family,
         "gracetune.algorithm": ",".join(sorted(algorithms(state))),
@@ -186,7 +186,7 @@ def identity(state: AdapterState, format: FormatName) -> dict[str, str]:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str, layer: Layer) -> Tensor:
-    """Floating-point tensors in the precision of the file; what does not fit into it is refused, not made inf."""
+    """Cast floating-point tensors to the file's precision. Raises `CannotHoldError` if a value would become inf."""
     if name.endswith((*_ALWAYS_FP32, *algorithm(layer.algorithm).always_fp32)):
         dtype = torch.float32
     if not tensor.is_floating_point():
@@ -212,7 +212,7 @@ def alpha_in(format: FormatName, layer: Layer) -> float | None:
 
 
 def row_magnitude(layer: Layer) -> Tensor | None:
-    """DoRA's magnitudes where they belong to the weight's rows."""
+    """DoRA's magnitudes if they belong to the weight's rows; None otherwise."""
     found, rows = layer.tensors.get(MAGNITUDE), outputs(layer)
     if found is None or rows is None or algorithm(layer.algorithm).magnitude_by_rows:
         return found
@@ -220,6 +220,7 @@ def row_magnitude(layer: Layer) -> Tensor | None:
 
 
 def _spelled(layer: Layer, lora: Literal["A", "down"]) -> Mapping[str, Tensor]:
+    """The layer's tensors with the names and shapes of a file. Row magnitudes become [out, 1, ...]."""
     names = _FILE_NAMES["down" if CORE in layer.tensors else lora]  # a core is always down, mid, up
     spelled = {names.get(name, name): tensor for name, tensor in layer.tensors.items()}
     rows = spelled.pop(BASE_MAGNITUDE, row_magnitude(layer))
@@ -229,12 +230,12 @@ def _spelled(layer: Layer, lora: Literal["A", "down"]) -> Mapping[str, Tensor]:
 
 
 def _weight_dimensions(layer: Layer) -> int:
-    """Of the weight the layer sits on, as far as its tensors tell: a factor that keeps the kernel has them all."""
+    """The number of dimensions of the layer's weight: a factor that includes the kernel has as many."""
     return max(2, *(tensor.ndim for tensor in layer.tensors.values()))
 
 
-def swapped(layer: Layer) -> Layer:
-    """The two halves of a layer's output rows in each other's place."""
+def swap_row_halves(layer: Layer) -> Layer:
+    """The layer with the two halves of its output rows swapped."""
     rows = algorithm(layer.algorithm).row_tensors
     tensors = {
         name: torch.cat(tuple(reversed(tensor.chunk(2)))) if name in rows else tensor

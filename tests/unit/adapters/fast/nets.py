@@ -1,4 +1,4 @@
-"""Small nets with an adapter, computed in either way, and how far two sets of gradients are apart."""
+"""Small networks with an adapter, factorised or by reference, and the distance between two sets of gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "loha": {"kind": "loha", "rank": 4},
     "loha rebuilt": {"kind": "loha", "rank": 16},
 }
-"""Every form there is (`adapters.computation`)."""
+"""Every form of computation (`adapters.computation`)."""
 
 
 class Block(nn.Module):
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def net(dtype: torch.dtype = torch.float32, blocks: int = 2) -> nn.Sequential:
-    """Weights that bf16 holds exactly, whatever they are held in."""
+    """A network whose weights bf16 represents exactly, in any precision."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
         return nn.Sequential(*(Block() for _ in range(blocks))).to(torch.bfloat16).to(dtype).requires_grad_(False)
@@ -60,7 +60,7 @@ def adapt(model: nn.Module, options: Mapping[str, Any], path: PathChoice = "auto
 class Passes:
     output: Tensor
     gradients: dict[str, Tensor]
-    """By parameter, and `x`."""
+    """By parameter name; `x` is the input's gradient."""
 
 
 def passes(
@@ -82,7 +82,7 @@ def passes(
 
 
 def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, without: str = "x") -> float:
-    """Of all gradients together, relative."""
+    """The relative distance of all gradients together."""
     names = [name for name in wanted if name != without]
     apart = sum(float((found[name] - wanted[name]).double().square().sum()) for name in names)
     return float((apart / sum(float(wanted[name].double().square().sum()) for name in names)) ** 0.5)

@@ -36,7 +36,7 @@ class TestChoice:
             ({"kind": "dora", "dropout": 0.1}, "library", "DoRA's dropout lets the base layer run twice"),
         ],
     )
-    def test_is_told_with_its_reason(self, options: dict[str, Any], path: str, why: str) -> None:
+    def test_is_reported_with_its_reason(self, options: dict[str, Any], path: str, why: str) -> None:
         (line,) = adapt(net(), options).decisions
         assert line.startswith(f"adapter path: {path} (")
         assert why in line
@@ -84,7 +84,7 @@ class TestExchange:
 
 @contextmanager
 def kept(model: nn.Module, x: Tensor) -> Iterator[dict[int, int]]:
-    """Bytes autograd keeps, by storage, beside parameters, buffers and the input."""
+    """The bytes autograd keeps, by storage, without parameters, buffers and the input."""
     known = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers(), x]}
     found: dict[int, int] = {}
 

@@ -44,7 +44,7 @@ def adapters(draw: st.DrawFn) -> dict[str, Any]:
 
 
 class TestSameAsTheReference:
-    """Where that is peft (LoRA, DoRA) or the change built in fp32 (the others)."""
+    """The reference is peft (LoRA, DoRA) or the change built in fp32 (the others)."""
 
     @given(adapters(), SIZES, SIZES, st.booleans(), st.sampled_from([(5,), (2, 3), (1, 2, 2)]))
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -142,7 +142,7 @@ class TestSameAsTheLibrariesThemselves:
 
 
 class TestGradients:
-    """Those written by hand, against differences."""
+    """The hand-written gradients against finite differences."""
 
     @staticmethod
     def values(*shape: int) -> torch.Tensor:
@@ -190,7 +190,7 @@ class TestRowLengths:
         assert torch.equal(lengths, torch.full((4,), EPSILON))
 
     def test_a_row_of_zeros_stays_one(self) -> None:
-        """As it does when it is merged; peft divides 0 by 0."""
+        """Merging gives zeros too; peft divides 0 by 0."""
         model = nn.Sequential(nn.Linear(6, 4)).requires_grad_(False)
         model[0].weight[1] = 0
         attached = attach(model, Adapter(kind="dora", targets=("Linear",)), family="wan", default_targets=(), seed=0)
@@ -202,7 +202,7 @@ class TestRowLengths:
             assert bool(parameter.grad.isfinite().all())
 
     def test_begin_as_the_magnitudes(self) -> None:
-        """So that an untrained DoRA is the base layer, bit for bit."""
+        """So an untrained DoRA is the base layer bit for bit."""
         model, base = net(torch.bfloat16), net(torch.bfloat16)
         attach(model, Adapter(kind="dora", targets=("Linear",)), family="wan", default_targets=(), seed=0)
         x = torch.randn(2, 4, 128, dtype=torch.bfloat16)
@@ -211,7 +211,7 @@ class TestRowLengths:
 
 @pytest.mark.parametrize("case", ["lora", "locon", "lokr", "loha"])
 def test_dropout_means_the_same(case: str) -> None:
-    """The input of the adapter, and not of the base layer, loses elements; the same ones for the same draw."""
+    """Dropout applies to the adapter's input and not to the base layer's. The same seed drops the same elements."""
     outputs = []
     for path in ("auto", "library"):
         model = net(blocks=1).train()
@@ -225,7 +225,7 @@ def test_dropout_means_the_same(case: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_two_hundred_steps_learn_the_same(case: str) -> None:
-    """In bf16 the losses of both ways are nearer to each other than those of the reference on other data."""
+    """In bf16, the losses of both paths are closer to each other than those of the reference on other data."""
 
     def losses(path: Any, seed: int) -> torch.Tensor:
         model, teacher = net(torch.bfloat16), net()

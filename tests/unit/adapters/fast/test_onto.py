@@ -1,4 +1,4 @@
-"""Base layers' products added to their adapters': what runs on a GPU, computed on the CPU."""
+"""The base layer's product computed together with the adapter's: the path of a GPU, run on the CPU."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def base(seed: int, outputs: int = WIDTH) -> nn.Linear:
 
 
 def lora(seed: int, outputs: int = WIDTH, rank: int = RANK, **options: float) -> LoraLinear:
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {
-        "lora_A.weight": torch.randn(rank, WIDTH, generator=draw),
-        "lora_B.weight": torch.randn(outputs, rank, generator=draw),
+        "lora_A.weight": torch.randn(rank, WIDTH, generator=generator),
+        "lora_B.weight": torch.randn(outputs, rank, generator=generator),
     }
     return LoraLinear(base(seed, outputs), tensors, MODE, **{"scale": 0.5, "dropout": 0.0, **options})
 
@@ -43,7 +43,7 @@ def noise(*shape: int, seed: int = 9) -> Tensor:
 
 
 def run(layers: Sequence[AdaptedLinear], x: Tensor, ask: Callable[[Tensor], Sequence[Tensor]]) -> list[Tensor]:
-    """Answers, and the gradients of the input and of all factors."""
+    """The outputs, and the gradients of the input and of all factors."""
     x = x.clone().requires_grad_()
     trained = [parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad]
     found = ask(x)
@@ -53,7 +53,7 @@ def run(layers: Sequence[AdaptedLinear], x: Tensor, ask: Callable[[Tensor], Sequ
 
 
 def exactly(layers: Sequence[AdaptedLinear], x: Tensor) -> list[Tensor]:
-    """In fp32, by the path a CPU takes."""
+    """The same in fp32, by the path of a CPU."""
     wide = [
         type(one)(one.base_layer.float(), _tensors(one), one.computation, scale=one.scale, dropout=0.0)
         for one in layers
@@ -125,7 +125,7 @@ def test_plain_layers_answer_one_by_one() -> None:
 
 
 def test_what_needs_no_gradient_gets_none(as_on_a_gpu: None) -> None:
-    """An input that is the caption's, or the first block's: one product of the weight's size less."""
+    """The input of the captions or of the first block needs no gradient. This saves a product of the weight's size."""
     layer = lora(0)
 
     def counted(x: Tensor) -> int:
@@ -140,7 +140,7 @@ def test_what_needs_no_gradient_gets_none(as_on_a_gpu: None) -> None:
 
 
 def test_a_compiler_knows_what_the_products_cost(as_on_a_gpu: None) -> None:
-    """Or it would think that repeating them is free."""
+    """Otherwise it would assume that recomputing them is free."""
     layer, x = lora(0), noise(ROWS, WIDTH).bfloat16()
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         layer(x)
@@ -154,7 +154,7 @@ def mixed_on_the_cpu(small: Tensor, rows: Tensor, bias: Tensor | None, c: Tensor
 
 @pytest.mark.parametrize("outputs", [48, 96])
 def test_a_kronecker_product(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, outputs: int) -> None:
-    """All of it but the kernel, which needs a GPU."""
+    """This tests all of it except the kernel, which needs a GPU."""
     monkeypatch.setattr(products, "mixed_and_product", mixed_on_the_cpu)
     factors = {"lokr_w1": noise(4, 4, seed=1), "lokr_w2": noise(outputs // 4, WIDTH // 4, seed=2)}
     layer = LokrLinear(base(0, outputs), factors, Computation("kronecker", ""), scale=0.5, dropout=0.0)

@@ -1,4 +1,4 @@
-"""What ComfyUI does with an adapter's file, written from what its sources say. Facts, in our own words:
+"""A model of how ComfyUI loads an adapter file, written from its sources. The facts:
 
 * Every weight of the model, `diffusion_model.<name>.weight`, answers to `diffusion_model.<name>` and, with
   underscores, to `lora_unet_<name>`. U-Nets also answer to diffusers' names behind `lora_unet_` and `lycoris_`,
@@ -9,7 +9,7 @@
   or 1 without alpha. LoKr: alpha / rank only if a factor is decomposed, the rank being the second factor's if it is.
   OFT: alpha is a constraint, no alpha is none, rescale is not used. A Kronecker product of 2-d kernels only.
 * dora_scale: by rows it divides by the norm of the base weight, by columns by that of the adapted one.
-* A key nobody asked for is only logged. Here it is an error.
+* A key that is not used is only logged. Here it is an error.
 """
 
 from __future__ import annotations

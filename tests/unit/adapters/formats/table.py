@@ -40,7 +40,7 @@ def measured(state, shapes):
 
 
 def cell(format, state, shapes) -> str:
-    """`tested`: written, read, and written again to the same bytes; else the note that says why it is refused."""
+    """`tested` if it can be written, read, and written again to the same bytes; otherwise the note with the reason."""
     try:
         tensors, header = FORMATS[format].write(state, torch.bfloat16)
     except CannotHoldError as error:
@@ -59,7 +59,7 @@ def cell(format, state, shapes) -> str:
 
 
 def of_programs(tiny_model: Callable[[str, str], Path]) -> str:
-    """Which formats each program reads right, by the records of the formats."""
+    """The formats that each program reads correctly, by the records of the formats."""
     lines = [f"| family | algorithm | {' | '.join(PROGRAMS.values())} |", f"|---|---|{'---|' * len(PROGRAMS)}"]
     for family in making.FLAVOURS:
         shapes = making.one_of_each(making.in_blocks(making.layer_shapes(family, tiny_model)))
@@ -73,7 +73,7 @@ def of_programs(tiny_model: Callable[[str, str], Path]) -> str:
 
 
 def as_trained(state):
-    """With alpha at half the rank: at the whole rank a lost alpha would do no harm."""
+    """The state with alpha at half the rank. With alpha = rank, a lost alpha would go unnoticed."""
     layers = {path: replace(one, alpha=one.rank / 2 if one.rank else 1.0) for path, one in state.layers.items()}
     return replace(state, layers=layers)
 

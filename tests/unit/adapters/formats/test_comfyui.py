@@ -51,7 +51,7 @@ def test_comfyui_gets_the_weights_we_trained(family, format, algorithm, options,
     shapes = making.one_of_each(making.layer_shapes(family, tiny_model))
     generator = torch.Generator().manual_seed(1)
     weights = {path: torch.randn(shape, generator=generator) * 0.2 for path, shape in shapes.items()}
-    # One layer at a time where the format refuses some, so that each that it takes is compared.
+    # If the format rejects some layers, write them one at a time, so that every accepted layer is compared.
     held = {}
     for path, shape in shapes.items():
         one = making.state(family, {path: shape}, algorithm, seed=len(held), options=options)
@@ -83,7 +83,7 @@ def test_comfyui_gets_the_weights_we_trained(family, format, algorithm, options,
 )
 @pytest.mark.parametrize("family", making.FLAVOURS)
 def test_dora_by_rows_measured_against_the_base(family, algorithm, options, tiny_model) -> None:
-    """With the base weights at hand the magnitudes are written so that ComfyUI's division gives the trained weights."""
+    """Given the base weights, the magnitudes are written so that ComfyUI's division gives the trained weights."""
     shapes = making.one_of_each(making.layer_shapes(family, tiny_model))
     generator = torch.Generator().manual_seed(1)
     weights = {path: torch.randn(shape, generator=generator) * 0.2 for path, shape in shapes.items()}
@@ -128,7 +128,7 @@ def test_why_dora_is_rejected(tiny_model) -> None:
 
 
 def test_why_lokrs_tucker_form_is_rejected() -> None:
-    """The very product ComfyUI computes. Should this fail, torch was mended and the refusal can go."""
+    """This is the product that ComfyUI computes. If this fails, torch was fixed and the rejection can be removed."""
     core, left, right = torch.randn(2, 2, 3, 3), torch.randn(2, 8), torch.randn(2, 4)
     second = torch.einsum("ijkl,jr,ip->prkl", core, right, left)
     with pytest.raises(RuntimeError, match="view size"):
@@ -137,7 +137,7 @@ def test_why_lokrs_tucker_form_is_rejected() -> None:
 
 @pytest.mark.parametrize("algorithm", ["locon", "lokr", "loha"])
 def test_magnitudes_by_column_are_held(algorithm, tiny_model) -> None:
-    """As old LyCORIS has them; these ComfyUI divides by the right norm."""
+    """Files of old LyCORIS have these, and ComfyUI divides them by the right norm."""
     path, shape = "blocks.0.ffn.net.0.proj", making.layer_shapes("wan", tiny_model)["blocks.0.ffn.net.0.proj"]
     layer = making.state("wan", {path: shape}, algorithm).layers[path]
     magnitude = torch.rand(1, shape[1], generator=torch.Generator().manual_seed(2)) + 0.5

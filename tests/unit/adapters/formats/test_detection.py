@@ -1,4 +1,4 @@
-"""A file tells what it is, and says by what; where it does not, it is asked about and not guessed."""
+"""Detection reports what a file is, with the evidence. If the evidence is missing, it raises instead of guessing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_lycoris_own_dora_is_what_its_header_says() -> None:
 
 
 def test_flux_and_qwen_image_share_names() -> None:
-    """Blocks of the same width under the same names; told apart by the header, the depth, or the user."""
+    """Their blocks have the same widths and names. The header, the depth or the user distinguishes them."""
     tensors = {
         f"transformer.transformer_blocks.{block}.attn.to_q.lora_{side}.weight": torch.zeros(2, 2)
         for block in range(19)
@@ -102,7 +102,7 @@ def test_places_that_disagree_about_the_expert(prefix, header, name, expected_te
     ids=["LTX-Video", "Stable Diffusion 3"],
 )
 def test_other_models_with_our_families_names(layer: str, block: int) -> None:
-    """Only their depth tells: no model of the family has so many blocks."""
+    """Only the depth shows it: no model of the family has so many blocks."""
     tensors = {
         f"transformer.{layer.format(number)}.lora_{side}.weight": torch.zeros(2, 2)
         for number in range(block + 1)
@@ -114,7 +114,7 @@ def test_other_models_with_our_families_names(layer: str, block: int) -> None:
     assert detect(tensors, {}, family=family).family == family
 
 
-def test_the_keys_tell_the_algorithm_and_not_the_header() -> None:
+def test_the_algorithm_comes_from_the_keys_and_not_the_header() -> None:
     tensors = {KEY.format(side): torch.zeros(2, 2) for side in "AB"}
     assert detect(tensors, {"gracetune.algorithm": "lokr"}).algorithms == ("lora",)
     assert detect(tensors, {"gracetune.algorithm": "locon"}).algorithms == ("locon",)

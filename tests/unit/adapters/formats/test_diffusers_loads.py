@@ -57,7 +57,7 @@ def trained(
 
 
 def pipeline_of(family: str, tiny_model: TinyModel, flavour: str | None = None) -> Any:
-    """With its denoisers alone: nothing else is asked for anything here, and the rest takes most of the time."""
+    """A pipeline with its denoisers only. The other parts are unused here, and loading them takes most of the time."""
     folder = tiny_model(family, flavour or making.FLAVOURS[family])
     parts = json.loads((folder / "model_index.json").read_text())
     kept = ("transformer", "transformer_2", "unet", "scheduler")

@@ -1,4 +1,4 @@
-"""docs/adapters.md says what happens."""
+"""The tables in docs/adapters.md are correct."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ TEXT = (Path(__file__).parents[4] / "docs" / "adapters.md").read_text(encoding="
 
 
 def test_every_cell_of_the_table_is_what_happens(tiny_model) -> None:
-    """To mend the table after a change: print `table.made(tiny_model)`."""
+    """To update the table after a change, print `table.made(tiny_model)`."""
     assert table.made(tiny_model) in TEXT
 
 
 def test_the_table_of_programs_is_that_of_the_records(tiny_model) -> None:
-    """To mend it after a change: print `table.of_programs(tiny_model)`."""
+    """To update it after a change, print `table.of_programs(tiny_model)`."""
     assert table.of_programs(tiny_model) in TEXT
 
 

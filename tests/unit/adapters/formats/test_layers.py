@@ -1,4 +1,4 @@
-"""Tensors that do not make a layer are refused by name; scales follow the convention of the file."""
+"""Tensors that do not form a layer are rejected by name. Scales follow the convention of the file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(tensors: dict[str, Tensor], format: str = "comfyui"):
     [
         (lora(2, 3), "rank 2"),
         ({f"{STEM}.lora_A.weight": torch.ones(2, 8)}, "without lora_B.weight"),
-        ({f"{STEM}.alpha": torch.tensor(1.0)}, "nothing to scale"),
+        ({f"{STEM}.alpha": torch.tensor(1.0)}, "without any tensor to scale"),
         ({f"{STEM}.dora_scale": torch.ones(8)}, "dora_scale without"),
         ({f"{STEM}.lokr_w1": torch.ones(2, 2)}, "neither lokr_w2"),
         ({f"{STEM}.lokr_w1": torch.ones(2, 2), f"{STEM}.lokr_w2_a": torch.ones(4, 2)}, "neither lokr_w2"),
@@ -64,16 +64,16 @@ def read(tensors: dict[str, Tensor], format: str = "comfyui"):
         ({f"{STEM}.weight": torch.ones(8, 8)}, "no tensor of an adapter"),
         ({f"{STEM}.diff_b": torch.ones(8)}, "diff_b without diff"),
         ({f"{STEM}.lora_A.weight": torch.ones(2), f"{STEM}.lora_B.weight": torch.ones(2)}, "not the shape"),
-        ({f"{STEM}.lora_A.weight": torch.ones(0, 8), f"{STEM}.lora_B.weight": torch.ones(8, 0)}, "nothing in it"),
+        ({f"{STEM}.lora_A.weight": torch.ones(0, 8), f"{STEM}.lora_B.weight": torch.ones(8, 0)}, "is empty"),
         ({key: value.reshape(*value.shape, 1, 1, 1, 1) for key, value in lora().items()}, "not the shape"),
         (loha() | {f"{STEM}.dora_scale": torch.ones(5, 1)}, "dora_scale 5x1 for 8 outputs"),
-        (loha() | {f"{STEM}.dora_scale": torch.ones(2, 4)}, "a number for each channel"),
+        (loha() | {f"{STEM}.dora_scale": torch.ones(2, 4)}, "one number for each channel"),
         (
             loha() | {f"{STEM}.hada_t1": torch.ones(2, 2, 1, 1, 1, 1), f"{STEM}.hada_t2": torch.ones(2, 2)},
             "not the shape",
         ),
         ({f"{STEM}.diff": torch.ones(8, 8), f"{STEM}.diff_b": torch.ones(4)}, "diff_b of 4 for 8 outputs"),
-        ({f"{STEM}.weight": torch.ones(2, 4), f"{STEM}.on_input": torch.tensor(0)}, "a number for each channel"),
+        ({f"{STEM}.weight": torch.ones(2, 4), f"{STEM}.on_input": torch.tensor(0)}, "one number for each channel"),
         ({f"{STEM}.weight": torch.ones(8), f"{STEM}.on_input": torch.tensor(math.nan)}, "0 or 1"),
         (loha(1 << 17), "131,072 x 131,072: no model has"),
         ({f"{STEM}.weight": torch.ones(8), f"{STEM}.on_input": torch.ones(2)}, "one number"),
@@ -89,7 +89,7 @@ def test_broken_layers(tensors: dict[str, Tensor], expected_text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_no_numbers(value: float) -> None:
+def test_non_finite_weights(value: float) -> None:
     tensors = lora()
     tensors[f"{STEM}.lora_B.weight"][3, 1] = value
     with pytest.raises(NotFiniteError, match=f"{STEM}.lora_B.weight"):
@@ -286,7 +286,7 @@ SUFFIXES = (
         max_size=8,
     )
 )
-def test_whatever_is_in_a_file_it_is_read_or_named(shapes: dict[tuple[str, str], list[int]]) -> None:
+def test_every_key_of_a_file_is_read_or_reported(shapes: dict[tuple[str, str], list[int]]) -> None:
     """No combination of known names and odd shapes ends in anything but a reading."""
     tensors = {f"{stem}.{suffix}": torch.ones(shape) for (stem, suffix), shape in shapes.items()}
     for format in FORMATS:
@@ -334,8 +334,8 @@ def test_what_fits_can_be_applied(kind: str, data: st.DataObject) -> None:
     ("config", "expected_text"),
     [
         ({"lora_alpha": 1, "alpha_pattern": {"to_q": "x"}}, 'is the text "x"'),
-        ({"lora_alpha": 1, "alpha_pattern": {"to_q": None}}, "is None: it is a number"),
-        ({"lora_alpha": 1, "alpha_pattern": {"to_q": True}}, "is true: it is a number"),
+        ({"lora_alpha": 1, "alpha_pattern": {"to_q": None}}, "is None: expected a number"),
+        ({"lora_alpha": 1, "alpha_pattern": {"to_q": True}}, "is true: expected a number"),
         ({"lora_alpha": 10**400}, "is above 3.4e"),
         ({"lora_alpha": math.inf}, "is infinite"),
         ({"lora_alpha": math.nan}, "is NaN"),
@@ -349,8 +349,8 @@ def test_what_fits_can_be_applied(kind: str, data: st.DataObject) -> None:
         ({"lora_alpha": 1, "alpha_pattern": {f"x{number}": 2 for number in range(2_001)}}, "more than 2,000 entries"),
     ],
 )
-def test_a_header_that_says_no_number(config: dict[str, object], expected_text: str) -> None:
-    """Nor may a header keep us busy for ever: its patterns are regular expressions."""
+def test_a_header_whose_alpha_is_no_number(config: dict[str, object], expected_text: str) -> None:
+    """A header must not take forever either: its patterns are regular expressions."""
     tensors = {f"transformer.blocks.0.attn1.to_q.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
     header = {"lora_adapter_metadata": json.dumps({f"transformer.{name}": value for name, value in config.items()})}
     with pytest.raises(BrokenLayerError, match=expected_text):

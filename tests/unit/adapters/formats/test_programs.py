@@ -1,4 +1,4 @@
-"""What the records of formats say about programs is what the programs do.
+"""The records of the formats describe correctly what the programs load.
 
 diffusers, peft and LyCORIS load our files themselves, and predict what our own forward pass predicts. ComfyUI, musubi-
 tuner and sd-scripts are not in the package index; what they do was recorded with a checkout (docs/adapters.md).
@@ -43,7 +43,7 @@ WAN_LORA = ("wan", "lora", ())
 
 
 def held(family: str, model: nn.Module, algorithm: str, options: tuple[str, ...], fits: Callable[..., bool]) -> Any:
-    """Of every layer of a model, an adapter where it `fits`; and the others."""
+    """An adapter on every layer of a model that `fits` accepts, and the paths of the other layers."""
     shapes = {
         path: tuple(module.weight.shape)
         for path, module in model.named_modules()
@@ -99,7 +99,7 @@ def is_writable(state: AdapterState, format: str) -> bool:
     ],
 )
 def test_lycoris_loads_what_the_table_calls_right(family, algorithm, options, tiny_model) -> None:
-    """And fails where the table says so."""
+    """LyCORIS also fails where the table says so."""
     model = making.denoiser(family, tiny_model(family, making.FLAVOURS[family]))
     state, rejected = held(
         family, model, algorithm, options, lambda alone: misread_by(alone, "lycoris", "lycoris") is None

@@ -1,4 +1,4 @@
-"""Written, read and written again, an adapter gives the same bytes; what a format cannot hold it refuses."""
+"""An adapter that is written, read and written again gives the same bytes. A format rejects what it cannot hold."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_both_experts_of_a_lokr_round_trip(format, tiny_model, tmp_path: Path) -
 @pytest.mark.parametrize(("source", "target"), [*itertools.permutations(FORMATS, 2)])
 @pytest.mark.parametrize("family", making.FLAVOURS)
 def test_a_lora_goes_through_every_pair_of_formats(family, source, target, tiny_model, tmp_path: Path) -> None:
-    """And back, without a trace in the bytes."""
+    """Converting to another format and back gives the same bytes."""
     shapes = making.one_of_each(making.in_blocks(making.layer_shapes(family, tiny_model)))
     adapter = making.state(family, shapes, "lora", rank=2, alpha=1.0)
     first = save(tmp_path / "first.safetensors", adapter, source, torch.bfloat16)
@@ -124,7 +124,7 @@ def test_a_lora_goes_through_every_pair_of_formats(family, source, target, tiny_
 @pytest.mark.parametrize("format", ["comfyui", "kohya"])
 @pytest.mark.parametrize("family", ["flux", "stable_audio"])
 def test_a_difference_before_its_first_step(family, format, tiny_model, tmp_path: Path) -> None:
-    """All zeros, in matrices that fuse layers: still an adapter of those layers."""
+    """All zeros in a fused matrix are still an adapter of its layers."""
     shapes = making.in_blocks(making.layer_shapes(family, tiny_model))
     state = making.state(family, shapes, "full_delta")
     layers = {path: replace(one, tensors={"diff": torch.zeros(shapes[path])}) for path, one in state.layers.items()}

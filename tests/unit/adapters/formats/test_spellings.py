@@ -165,7 +165,8 @@ def mixed(states: dict[str, AdapterState], stem: str) -> dict[str, Tensor]:
     ],
 )
 def test_both_experts_in_one_file(stem: str, tiny_model, tmp_path: Path) -> None:
-    """Refused unless split; split, both are there whole. Their alpha of 9999999999 is inf in the file and means 1."""
+    """It is rejected unless split; after splitting, both are complete. The alpha of 9999999999 is inf in the file and
+    means a scale of 1."""
     states = two_experts(tiny_model)
     file = tmp_path / "both.safetensors"
     save_file(mixed(states, stem), file)
@@ -208,7 +209,7 @@ def test_some_keys_of_one_expert_and_some_of_none(tiny_model, tmp_path: Path) ->
 
 
 def test_ai_toolkits_file_reads_as_ours(tiny_model, tmp_path: Path) -> None:
-    """The file of the forks: original names, lora_A and lora_B, no alpha; the stage only in the file's name."""
+    """The file of the forks: original names, lora_A and lora_B, no alpha; the expert only in the file's name."""
     state = two_experts(tiny_model, "lora")["low_noise"]
     keys = KEY_MAPS["wan"]
     tensors = {

@@ -116,7 +116,7 @@ def test_inspect_counts_no_layer_it_rejects(file, tmp_path, capsys) -> None:
         report = found["files"][0]
         assert (code, report["refused_layers"]) == (1, [stem])
         assert report["adapters"][0]["layers"] == whole - 1
-    assert "refused" in run(capsys, "inspect", tmp_path / "three.safetensors")[1]
+    assert "rejected" in run(capsys, "inspect", tmp_path / "three.safetensors")[1]
 
 
 def test_inspect_a_file_without_a_finite_layer(file, tmp_path, capsys) -> None:

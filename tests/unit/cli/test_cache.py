@@ -95,7 +95,7 @@ class TestBuild:
         assert f"cache {tmp_path}/out/cache/text: 6 entries" in first
         second = " ".join(run("build", file).stdout.split())
         assert "captions 6 wanted, 6 there before latents 6 wanted, 6 there before" in second
-        assert "nothing was encoded: everything was there" in second
+        assert "nothing was encoded: the caches are complete" in second
 
     @pytest.mark.parametrize("family", FLAVOURS)
     def test_every_family(self, family: str, job: Job, tmp_path: Path) -> None:
@@ -276,10 +276,10 @@ class TestBuild:
         assert encoded(report) == (6, 6)
         run("clear", file)
         plain = run("build", file)
-        assert f"ai-toolkit cached something in {old}; --import-ai-toolkit takes over what fits" in plain.stderr
+        assert f"found caches of ai-toolkit in {old}; --import-ai-toolkit imports matching entries" in plain.stderr
         words = " ".join(run("build", job(photos(tmp_path, resolution=128.0)), "--import-ai-toolkit").stdout.split())
         assert (
-            "from ai-toolkit: 0 entries taken over, 0 of them encoded anew to compare, 1 file refused, 5 wanted"
+            "from ai-toolkit: 0 entries imported, 0 of them encoded again to compare, 1 file rejected, 5 wanted"
             in words
         )
         assert f"refused: {old}/0_{'A' * 22}.safetensors: it cannot be read" in words
@@ -483,7 +483,7 @@ class TestClear:
         stated("build", file)
         strange = tmp_path / "out" / "cache" / "latents" / "shards" / f"{'a' * 32}.safetensors"
         strange.mkdir()  # reading it gives an OSError
-        assert f"left, it may be whole: {strange.name}" in run("clear", file, "--damaged").stdout
+        assert f"kept, it may be intact: {strange.name}" in run("clear", file, "--damaged").stdout
         assert strange.exists()
 
     @pytest.mark.parametrize("options", [(), ("--damaged",)])

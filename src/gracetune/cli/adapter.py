@@ -33,7 +33,7 @@ app = typer.Typer(help="Look into adapter files, check them, convert them.", no_
 if TYPE_CHECKING:
     To = str
     For = str
-else:  # enums built from the records' names; typer lists their values in the help
+else:  # enums of the names in the records, so that typer rejects any other value
     For = StrEnum("For", [(f"PROGRAM_{number}", name) for number, name in enumerate(PROGRAMS)])
     To = StrEnum("To", [(f"FORMAT_{number}", name) for number, name in enumerate(FORMAT_NAMES)])
 
@@ -82,16 +82,25 @@ def inspect(
 @app.command()
 def convert(
     file: File,
-    to: Annotated[To | None, typer.Option("--to", help="The format to write.")] = None,
+    to: Annotated[
+        To | None, typer.Option("--to", metavar="FORMAT", help=f"Format to write: {', '.join(FORMAT_NAMES)}.")
+    ] = None,
     program: Annotated[
         For | None,
-        typer.Option("--for", help="Write the format that this program loads correctly. Fail if there is none."),
+        typer.Option(
+            "--for",
+            metavar="PROGRAM",
+            help=f"Write the format that this program loads correctly, or fail: {', '.join(PROGRAMS)}.",
+        ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", readable=False, metavar="PATH", help="The file or folder to write."),
     ] = None,
-    dtype: Annotated[Precision | None, typer.Option(help="Precision to write; unset: that of the file.")] = None,
+    dtype: Annotated[
+        Precision | None,
+        typer.Option(metavar="DTYPE", help="Precision to write: bf16, fp16 or fp32; unset: that of the file."),
+    ] = None,
     lora_rank: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Write the closest LoRA of this rank.")
     ] = None,

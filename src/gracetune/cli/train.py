@@ -55,7 +55,8 @@ def train(
     ],
     overrides: Overrides = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="latest|none|PATH", help="Checkpoint to resume from; unset: as in the config.")
+        str | None,
+        typer.Option(metavar="FROM", help="Resume from: latest, none or a checkpoint's path; unset: as in the config."),
     ] = None,
     max_steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")] = None,
     dry_run: Annotated[
@@ -76,7 +77,8 @@ def train(
         bool, typer.Option("--allow-misfit", help="Start although the memory plan says that it does not fit.")
     ] = False,
     log_level: Annotated[
-        LogLevel, typer.Option(help="Print log lines of this level and above on stderr.")
+        LogLevel,
+        typer.Option(metavar="LEVEL", help="Print log lines from this level on to stderr: debug, info or warning."),
     ] = LogLevel.WARNING,
     force_oversubscription: Annotated[
         bool,

@@ -104,18 +104,18 @@ class TerminalView(View):
         self._bar(f"looking at {name}", done, total)
 
     def on_download(self, name: str) -> OnFetched:
-        began = time.monotonic()
-        first: list[int] = []
-        last_shown = [began]
+        began = last_line = time.monotonic()
+        resumed_at: int | None = None  # bytes that an earlier, interrupted download left; they do not count as pace
 
         def show(done: int, total: int) -> None:
-            first[:1] = first[:1] or [done]
-            pace = (done - first[0]) / max(1e-3, time.monotonic() - began)
+            nonlocal last_line, resumed_at
+            resumed_at = done if resumed_at is None else resumed_at
+            pace = (done - resumed_at) / max(1e-3, time.monotonic() - began)
             left = format_duration((total - done) / pace) if pace > 0 else "unknown"
             more = f"{format_bytes(done)} of {format_bytes(total)}, {format_bytes(int(pace))}/s, {left} left"
             self._bar(f"downloading {name}", done // MIB, -(-total // MIB), more)
-            if self._progress.disable and time.monotonic() - last_shown[0] > _LINE_EVERY:
-                last_shown[0] = time.monotonic()
+            if self._progress.disable and time.monotonic() - last_line > _LINE_EVERY:
+                last_line = time.monotonic()
                 self.report(f"downloading {name}: {more}")
 
         return show

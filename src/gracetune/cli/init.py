@@ -201,17 +201,17 @@ class _Questions:
             return choices[0]
         for one in choices:
             self._print(f"  {one.name:<10} {one.title}")
-        return self._ask_for("What do they show?", default_preset(contents).name, preset_named)
+        return self._answer("What do they show?", default_preset(contents).name, preset_named)
 
     def _model(self, contents: Contents, preset: Preset, machine: Machine) -> ChosenModel:
         if self.request.model is not None:
             return _model(self.request.model)
         default = default_model(contents, preset, machine).name
         self._print(f"  {', '.join(preset.models)}, a model's folder, a hub id, or FAMILY:FILE")
-        return self._ask_for("Which model?", default, _model)
+        return self._answer("Which model?", default, _model)
 
     def _steps(self, default: int) -> int:
-        return self._ask_for("Optimizer steps", str(default), _positive_integer)
+        return self._answer("Optimizer steps", str(default), _whole_number)
 
     def _print(self, text: str) -> None:
         if not self.request.yes:
@@ -222,11 +222,11 @@ class _Questions:
             return default
         return str(typer.prompt(question, default=default, err=True))
 
-    def _ask_for(self, question: str, default: str, parse: Callable[[str], T]) -> T:
-        """Ask until `parse` accepts the answer."""
+    def _answer(self, question: str, default: str, read: Callable[[str], T]) -> T:
+        """Ask until `read` accepts the answer."""
         while True:
             try:
-                return parse(self._ask(question, default))
+                return read(self._ask(question, default))
             except ConfigError as error:
                 if self.request.yes:
                     raise
@@ -244,7 +244,7 @@ def _model(text: str) -> ChosenModel:
         return model_named(text)
 
 
-def _positive_integer(text: str) -> int:
+def _whole_number(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise ConfigError([Problem("--steps", text, "a whole number above 0", "for example 2000")])
     return int(text)

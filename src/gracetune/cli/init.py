@@ -179,7 +179,7 @@ class _Questions:
         return replace(answers, trigger=None if trigger.strip() in ("", "-") else trigger.strip(), steps=steps)
 
     def _reject_silence(self, contents: Contents) -> None:
-        """Without a terminal and without --yes, reject missing options: nobody can be asked."""
+        """Where nobody can be asked, flags have to say everything."""
         request = self.request
         if request.yes or self.on_terminal:
             return
@@ -223,7 +223,7 @@ class _Questions:
         return str(typer.prompt(question, default=default, err=True))
 
     def _answer(self, question: str, default: str, read: Callable[[str], T]) -> T:
-        """Ask until `read` accepts the answer."""
+        """Asks again while the answer cannot be used."""
         while True:
             try:
                 return read(self._ask(question, default))

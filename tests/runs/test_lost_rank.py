@@ -163,5 +163,5 @@ def test_while_caching(number: signal.Signals, tiny_model: TinyModel, tmp_path: 
         assert "there is no checkpoint yet; go on with" in stated[0]
     else:
         assert [rank.returncode for rank in ranks] == [3, 3]
-        assert "interrupted by SIGTERM (rank 1); what is staged is lost" in stated[0]
-        assert "interrupted by SIGTERM; what is staged is lost" in stated[1]
+        assert "interrupted by SIGTERM (rank 1); staged data is lost" in stated[0]
+        assert "interrupted by SIGTERM; staged data is lost" in stated[1]

@@ -123,7 +123,7 @@ def test_the_command_ends_while_it_caches(tiny_model: TinyModel, tmp_path: Path)
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 3, errors
-    assert "interrupted by SIGTERM; what is staged is lost, what is cached and saved stays" in errors
+    assert "interrupted by SIGTERM; staged data is lost, caches and checkpoints stay" in errors
     assert "Traceback" not in errors
     assert not out
     assert run(config).step == 1

@@ -21,7 +21,7 @@ _TRACKED = re.compile(r"(?<=\.tfevents\.).*")
 _OPTIONAL = re.compile(r"out/run/(samples/|report\.|logs/tensorboard|cache/scan/)|.*/index\.safetensors$")
 """Where a disk fails, or a signal stops a run, these may be missing: documented. A scan and a cache's index are made
 again when needed."""
-_REMEDY = re.compile(r"^ *try |go on with the same command", re.MULTILINE)
+_REMEDY = re.compile(r"^ *try |run the same command again", re.MULTILINE)
 _LOG = "out/run/logs/"
 
 

@@ -1,4 +1,4 @@
-"""`gracetune adapter`: what is in an adapter's file, whether it fits, and the same in another format."""
+"""`gracetune adapter inspect | convert | verify`: look into adapter files, convert them, check them against a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ app = typer.Typer(help="Look into adapter files, check them, convert them.", no_
 if TYPE_CHECKING:
     To = str
     For = str
-else:
+else:  # enums of the names in the records, so that typer rejects any other value
     For = StrEnum("For", [(f"PROGRAM_{number}", name) for number, name in enumerate(PROGRAMS)])
     To = StrEnum("To", [(f"FORMAT_{number}", name) for number, name in enumerate(FORMAT_NAMES)])
 
@@ -46,7 +46,7 @@ class Precision(StrEnum):
 
 File = Annotated[Path, typer.Argument(readable=False, metavar="FILE", help="A safetensors file, or a PEFT folder.")]
 FamilyName = Annotated[
-    str | None, typer.Option("--family", metavar="NAME", help="Where the keys fit two families: which one it is.")
+    str | None, typer.Option("--family", metavar="NAME", help="Name the family if the keys fit more than one.")
 ]
 
 
@@ -56,7 +56,7 @@ def inspect(
     family: FamilyName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Family, expert, algorithm, rank, format, sizes of the changes. Exit 1 if anything in a file is wrong."""
+    """Print family, expert, algorithm, rank, format and norms. Exit 1 if anything in a file is wrong."""
     from gracetune.adapters.adapter_files import open_adapter
     from gracetune.cli.adapter_view import inspected, print_inspected
 
@@ -82,39 +82,50 @@ def inspect(
 @app.command()
 def convert(
     file: File,
-    to: Annotated[To | None, typer.Option("--to", help="The format to write.")] = None,
+    to: Annotated[
+        To | None, typer.Option("--to", metavar="FORMAT", help=f"Format to write: {', '.join(FORMAT_NAMES)}.")
+    ] = None,
     program: Annotated[
-        For | None, typer.Option("--for", help="Write the format that this program reads right, or refuse.")
+        For | None,
+        typer.Option(
+            "--for",
+            metavar="PROGRAM",
+            help=f"Write the format that this program loads correctly, or fail: {', '.join(PROGRAMS)}.",
+        ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", readable=False, metavar="PATH", help="The file, or folder, to write."),
+        typer.Option("--output", "-o", readable=False, metavar="PATH", help="The file or folder to write."),
     ] = None,
-    dtype: Annotated[Precision | None, typer.Option(help="Precision to write; as it is, if not given.")] = None,
+    dtype: Annotated[
+        Precision | None,
+        typer.Option(metavar="DTYPE", help="Precision to write: bf16, fp16 or fp32; unset: that of the file."),
+    ] = None,
     lora_rank: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Write the LoRA of this rank that comes closest.")
+        int | None, typer.Option(metavar="N", min=1, help="Write the closest LoRA of this rank.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="The base model, where its weights are needed: see docs/adapters.md."),
+        typer.Option(metavar="MODEL", help="The base model, if its weights are needed: see docs/adapters.md."),
     ] = None,
     merge_into: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Merge into this model's weights, into the folder --output.")
+        str | None,
+        typer.Option(metavar="MODEL", help="Merge into this model's weights; write them to the folder --output."),
     ] = None,
     alpha: Annotated[
-        float | None, typer.Option(metavar="X", help="The alpha of all layers, where nothing tells it.")
+        float | None, typer.Option(metavar="X", help="The alpha of all layers, if the file does not have it.")
     ] = None,
     ignore_hash: Annotated[
-        bool, typer.Option("--ignore-hash", help="Take a file of gracetune's that was changed since it was written.")
+        bool, typer.Option("--ignore-hash", help="Accept a file of gracetune that was changed after it was written.")
     ] = False,
-    split: Annotated[bool, typer.Option("--split", help="A file of both experts becomes two files.")] = False,
+    split: Annotated[bool, typer.Option("--split", help="Write two files if the file holds both experts.")] = False,
     without_text_encoders: Annotated[
-        bool, typer.Option("--without-text-encoders", help="Leave layers of text encoders out.")
+        bool, typer.Option("--without-text-encoders", help="Leave out the layers of text encoders.")
     ] = False,
     family: FamilyName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write an adapter in another format, as a LoRA, or into a model's weights. Never overwrites."""
+    """Write an adapter in another format, as a LoRA, or merged into a model's weights. Never overwrite a file."""
     from gracetune.adapters.adapter_files import open_adapter
     from gracetune.cli.adapter_view import conversions_json, print_conversions
 
@@ -138,14 +149,14 @@ def convert(
     states = opened.states() if split or merge_into else [opened.state()]
     if merge_into is not None:
         assert output is not None
-        done = _merged(states, merge_into, output)
+        written = _merge(states, merge_into, output)
     else:
-        wanted = _Wanted(None if to is None else str(to), None if program is None else str(program))
-        done = _converted(opened, states, wanted, output, dtype, lora_rank, model)
+        target_format = _TargetFormat(None if to is None else str(to), None if program is None else str(program))
+        written = _convert(opened, states, target_format, output, dtype, lora_rank, model)
     if as_json:
-        print_json(conversions_json(done, opened.left_out, opened.notes))
+        print_json(conversions_json(written, opened.left_out, opened.notes))
     else:
-        print_conversions(done, out())
+        print_conversions(written, out())
         for note in opened.notes:
             out().print(f"    note: {note}")
         if without_text_encoders:
@@ -158,11 +169,14 @@ def verify(
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model's folder or hub id.")] = None,
     family: FamilyName = None,
     flavour: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Instead of --model: a published model, which need not be here.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Check against a published model instead of --model. It need not be on this machine."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Whether an adapter fits a model: layers matched, missing, unexpected, of another size. Exit 1 on any mismatch."""
+    """Check that an adapter fits a model: list missing, unexpected and mismatched layers. Exit 1 on any mismatch."""
     from gracetune.adapters.adapter_files import open_adapter
     from gracetune.adapters.base_model import Base, published_shapes
     from gracetune.adapters.verification import verify as verify_reading
@@ -188,18 +202,18 @@ def verify(
     raise typer.Exit(0 if all(report.ok for report in reports) else 1)
 
 
-# -- what convert does ------------------------------------------------------------------------------------------------
+# -- parts of convert -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """`--to` and `--for`: at least one of them."""
+class _TargetFormat:
+    """The options `--to` and `--for`. At least one of them is set."""
 
     format: str | None
     program: str | None
 
-    def chosen(self, state: AdapterState) -> str:
-        """The format to write. Raises where it would be read wrongly."""
+    def choose(self, state: AdapterState) -> str:
+        """The format to write. Raises ConfigError if the program of `--for` would load it incorrectly."""
         from gracetune.adapters.formats.programs import format_for, reject_misread
 
         if self.format is None:
@@ -212,10 +226,10 @@ class _Wanted:
         return self.format == "comfyui" or (self.format is None and self.program == "comfyui")
 
 
-def _converted(
+def _convert(
     opened: OpenedAdapter,
     states: list[AdapterState],
-    wanted: _Wanted,
+    target_format: _TargetFormat,
     output: Path | None,
     dtype: Precision | None,
     lora_rank: int | None,
@@ -226,24 +240,25 @@ def _converted(
     from gracetune.cli.adapter_view import Converted
 
     base = _base(states[0].family, model) if model is not None else None
-    for_comfyui = [wanted.is_comfyui() and _has_magnitudes(state) for state in states]
-    if base is not None and lora_rank is None and not any(for_comfyui):
+    # ComfyUI needs DoRA magnitudes that were computed from the base weights.
+    needs_base = [target_format.is_comfyui() and _has_magnitudes(state) for state in states]
+    if base is not None and lora_rank is None and not any(needs_base):
         hint = "remove --model, or add --lora-rank N"
         raise ConfigError([Problem("--model", "nothing that needs it", "a DoRA for ComfyUI, or --lora-rank", hint)])
     precision = _precision(opened, dtype)
-    done = []
-    for state, by_base in zip(states, for_comfyui, strict=True):
+    conversions = []
+    for state, measure in zip(states, needs_base, strict=True):
         error = None
         if lora_rank is not None:
             state, error = _as_lora(state, lora_rank, base)
-        elif base is not None and by_base:
+        elif base is not None and measure:
             state = _measured_by_base(state, base)
-        to = wanted.chosen(state)
+        to = target_format.choose(state)
         target = _target(opened.file.path, state, to, output, several=len(states) > 1)
-        done.append(Converted(state, str(target), to, error, readable(state, to)))
-    for one in done:
+        conversions.append(Converted(state, str(target), to, error, readable(state, to)))
+    for one in conversions:  # only now, so that an error in the second expert writes nothing
         save(Path(one.path), one.state, one.format, precision)
-    return done
+    return conversions
 
 
 def _as_lora(state: AdapterState, rank: int, base: Base | None) -> tuple[AdapterState, float]:
@@ -264,7 +279,7 @@ def _as_lora(state: AdapterState, rank: int, base: Base | None) -> tuple[Adapter
 
 
 def _has_magnitudes(state: AdapterState) -> bool:
-    """They have to be measured against the base weights before ComfyUI gets them right."""
+    """Whether the adapter has DoRA magnitudes. ComfyUI needs them computed from the base weights."""
     return any("dora_scale" in layer.tensors for layer in state.layers.values())
 
 
@@ -282,14 +297,14 @@ def _measured_by_base(state: AdapterState, base: Base) -> AdapterState:
     return replace(state, layers=layers)
 
 
-def _merged(states: list[AdapterState], model: str, output: Path) -> list[Converted]:
+def _merge(states: list[AdapterState], model: str, output: Path) -> list[Converted]:
     from gracetune.adapters.merge import merge_into
     from gracetune.cli.adapter_view import Converted
 
     base = _base(states[0].family, model)
     targets = [output / base.expert(state.expert).component for state in states]
     taken = [target for target in targets if target.exists()]
-    if taken:  # seen before the first of two is written for minutes
+    if taken:  # checked for both experts before writing the first, which takes minutes
         raise ConfigError([Problem("--output", f"{taken[0]} exists", "a folder without it", "another --output")])
     for state, target in zip(states, targets, strict=True):
         merge_into(state, base.folder(state.expert), target)
@@ -303,7 +318,7 @@ def _base(family: str, model: str) -> Base:
 
 
 def _target(file: Path, state: AdapterState, to: str, output: Path | None, *, several: bool) -> Path:
-    """Beside the file, unless said otherwise; each expert's name ends in its stage."""
+    """The file to write: --output, or a file beside the source. The name of an expert's file ends in the expert."""
     from gracetune.adapters.safetensors_file import SUFFIX
 
     chosen = output or file.with_name(f"{_without_expert(file.stem)}_{to}{SUFFIX}")
@@ -337,7 +352,7 @@ def _family(name: str | None) -> str | None:
 
 
 def _positive(alpha: float) -> float:
-    if not 0 < alpha <= _LARGEST_ALPHA:  # not NaN either
+    if not 0 < alpha <= _LARGEST_ALPHA:  # also rejects NaN
         expected = f"a number above 0 and at most {_LARGEST_ALPHA:,.0f}"
         raise ConfigError([Problem("--alpha", f"{alpha:g}", expected, "--alpha 16")])
     return alpha
@@ -351,7 +366,7 @@ def _reject_other_family(found: str, flavour: str) -> None:
 
 
 def _reject_contradictions(merge_into: str | None, output: Path | None, others: Mapping[str, object]) -> None:
-    """Options that would be asked for and not followed."""
+    """Reject options that would have no effect."""
     given = [name for name, value in others.items() if value is not None]
     if merge_into is None:
         if "--to" not in given and "--for" not in given:

@@ -1,4 +1,4 @@
-"""Adapter files for people and for programs."""
+"""The output of `gracetune adapter`, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from gracetune.errors import short, visible
 from gracetune.units import format_bytes
 
 _SHOWN = 8
+"""Entries of a list that are printed."""
 _HEADER = (
     "ss_output_name", "modelspec.title", "modelspec.date", "ss_base_model_version", "ss_network_module",
     "sshs_model_hash", "gracetune.training", "training_info", "software",
@@ -38,7 +39,7 @@ class Converted:
     error: float | None
     """Relative Frobenius error of a conversion to LoRA."""
     programs: Mapping[str, str | None]
-    """Why a program reads the file wrongly; None where it reads it right."""
+    """Program -> why it loads the file incorrectly; None if it loads it correctly."""
 
 
 def inspected(opened: OpenedAdapter) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _state(state: AdapterState) -> dict[str, Any]:
 
 
 def _counted(values: Iterable[float | None]) -> dict[str, int]:
-    """How many layers have each value; "full" where nothing is decomposed."""
+    """Value -> number of layers. The key is "full" for layers without a decomposition, which have no value."""
     counts = Counter("full" if value is None else f"{value:g}" for value in values)
     return dict(counts.most_common())
 
@@ -116,8 +117,8 @@ def print_inspected(report: dict[str, Any], console: Console) -> None:
             if adapter[key]:
                 table.add_row(label, _plain(_some(adapter[key])))
     if report["refused_layers"]:
-        table.add_row("refused", _plain(_some(report["refused_layers"])))
-    table.add_row("told by", _plain("; ".join(report["evidence"])))
+        table.add_row("rejected", _plain(_some(report["refused_layers"])))
+    table.add_row("evidence", _plain("; ".join(report["evidence"])))
     _print_programs(table, report["programs"])
     for key in ("not_finite", "zero"):
         if report[key]:
@@ -135,7 +136,7 @@ def print_inspected(report: dict[str, Any], console: Console) -> None:
 
 def _scales(adapter: dict[str, Any]) -> str:
     if adapter["ranks"].keys() == {"full"}:
-        return "nothing decomposed: no rank, no alpha"
+        return "no decomposition: no rank, no alpha"
     return f"rank {_listed_counts(adapter['ranks'])}, alpha {_listed_counts(adapter['alphas'])}"
 
 
@@ -230,7 +231,7 @@ def print_verified(opened: OpenedAdapter, against: str, reports: Sequence[Verifi
 
 
 def _right_in(programs: Mapping[str, str | None]) -> str:
-    """In words: the programs that load a file as it was trained."""
+    """A sentence that names the programs that load a file as it was trained."""
     right = [PROGRAMS[program] for program, reason in programs.items() if reason is None]
     return f"loads as it was trained in {', '.join(right)}" if right else "no program loads it as it was trained"
 
@@ -246,7 +247,7 @@ def _print_programs(table: Table, programs: Mapping[str, str | None]) -> None:
 
 
 def _plain(text: str) -> Text:
-    """Names come out of files anyone may have made: they must not steer the terminal."""
+    """Text with control characters made visible: names come from untrusted files and must not control the terminal."""
     return Text(visible(text))
 
 

@@ -1,4 +1,4 @@
-"""`gracetune baseline capture | compare`: what a config costs on this machine, and whether that got worse."""
+"""`gracetune baseline capture | compare`: measure the cost of a config on this machine, and detect regressions."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def capture(
             metavar="N", min=8, max=MOST_STEPS, help="Optimizer steps; the first quarter, at most 10, is warm-up."
         ),
     ] = DEFAULT_STEPS,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Where baselines are kept.")] = Path("baseline"),
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for baselines.")] = Path("baseline"),
     overrides: Overrides = None,
     use_caches: Annotated[
         bool, typer.Option("--use-caches", help="Use and fill the config's own caches instead of temporary ones.")
     ] = False,
     allow_unsupported: AllowUnsupported = False,
     allow_misfit: Annotated[
-        bool, typer.Option("--allow-misfit", help="Begin although the memory plan says that it does not fit.")
+        bool, typer.Option("--allow-misfit", help="Start although the memory plan says that it does not fit.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train for some steps in a folder of its own and keep what they cost: baseline.json, baseline_report.txt."""
+    """Train for some steps in a separate folder and record their cost in baseline.json and baseline_report.txt."""
     ignore_lost_stdout()
     environment = session(context).environment
     resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
     problems = path_problems(resolved)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    # Libraries print as they like; stdout is for results.
+    # Libraries print to stdout, which is reserved for results.
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet():
         from gracetune import gh200
         from gracetune.baselines.capture import CaptureOptions
@@ -86,24 +86,23 @@ def capture(
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(readable=False, metavar="A", help="A baseline's folder, the earlier one.")],
-    after: Annotated[Path, typer.Argument(readable=False, metavar="B", help="The one to judge.")],
+    before: Annotated[Path, typer.Argument(readable=False, metavar="A", help="Folder of the earlier baseline.")],
+    after: Annotated[Path, typer.Argument(readable=False, metavar="B", help="Folder of the baseline to judge.")],
     tolerance: Annotated[
-        str, typer.Option(metavar="SHARE", help="How much slower or larger is still well: 5% or 0.05.")
+        str, typer.Option(metavar="SHARE", help="Accept this much slower or larger: 5% or 0.05.")
     ] = DEFAULT_TOLERANCE,
     allow_other_config: Annotated[
         bool, typer.Option("--allow-other-config", help="Compare although the configurations differ.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Lay two baselines beside each other. Exit 1 if B is slower or larger than A beyond the tolerance."""
+    """Compare two baselines. Exit 1 if B is slower or larger than A beyond the tolerance."""
     from gracetune.baselines.regression import compare as compared
     from gracetune.baselines.regression import parse_tolerance
     from gracetune.baselines.rendering import sentence, table
 
     allowed = parse_tolerance(tolerance)
-    one, two = read_baseline(before), read_baseline(after)
-    found = compared(one, two, allowed, allow_other_config=allow_other_config)
+    found = compared(read_baseline(before), read_baseline(after), allowed, allow_other_config=allow_other_config)
     if as_json:
         print_json({"a": str(before), "b": str(after), **found.as_json()})
     else:

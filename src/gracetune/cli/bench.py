@@ -1,6 +1,7 @@
-"""`gracetune bench NAME`: measured on this machine, against bars, with everything needed to compare it later.
+"""`gracetune bench NAME`: benchmarks on this machine, compared with required values ("bars").
 
-The benches of a part are here; those of a whole training step are in `bench_steps`.
+The JSON result also holds what a later comparison needs: machine, versions, command. Benchmarks of single parts are
+here; those of a whole training step are in `bench_steps`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 
 
-# Imported when they run: no other command should wait for numpy and the decoders.
+# Imported when they run, so that no other command waits for the import of numpy and the decoders.
 def _cache(machine: Machine) -> list[BenchRow]:
     from gracetune.bench import cache
 
@@ -62,16 +63,16 @@ BENCHES: Final[dict[str, Callable[[Machine], list[BenchRow]]]] = {
     "optim": _optim,
 }
 _HELP: Final = {
-    "cache": "Reading caches: loading, iterating, what a step waits.",
-    "data": "Scanning, staging and decoding datasets.",
-    "loading": "Reading weights into the memory they are used from.",
-    "memory": "Unified memory: links, look-ahead, overflow.",
-    "optim": "Steps of the optimizers.",
+    "cache": "Measure reading from caches: loading, iterating, the wait of a step.",
+    "data": "Measure scanning, staging and decoding datasets.",
+    "loading": "Measure reading weights into the memory they are used from.",
+    "memory": "Measure unified memory: links, look-ahead, overflow.",
+    "optim": "Measure steps of the optimizers.",
 }
 
 
 class _Benches(TyperGroup):
-    """A bench nobody knows is answered as everything misspelt is."""
+    """Reports an unknown benchmark as a ConfigError with a suggestion, like any other misspelt name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         known = self.list_commands(ctx)
@@ -86,7 +87,7 @@ app = typer.Typer(
     help="Measure a part of gracetune on this machine. Exit 1 if a bar is missed.",
     no_args_is_help=True,
 )
-Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON result there.")]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON result to this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON result and nothing else.")]
 
 

@@ -1,4 +1,4 @@
-"""`gracetune bench wan14b|qwen|flux|sdxl|suite`: a whole training step, measured (docs/performance.md)."""
+"""`gracetune bench wan14b|qwen|flux|sdxl|suite`: benchmarks of a whole training step (docs/performance.md)."""
 
 from __future__ import annotations
 
@@ -26,36 +26,40 @@ if TYPE_CHECKING:
     from gracetune.bench.step.row import StepRow
 
 _MODELS = {
-    "wan14b": "A training step of Wan2.2-T2V-14B (one expert).",
-    "qwen": "A training step of Qwen-Image.",
-    "flux": "A training step of FLUX.1-dev.",
-    "sdxl": "A training step of SDXL.",
+    "wan14b": "Measure a training step of Wan2.2-T2V-14B (one expert).",
+    "qwen": "Measure a training step of Qwen-Image.",
+    "flux": "Measure a training step of FLUX.1-dev.",
+    "sdxl": "Measure a training step of SDXL.",
 }
 
-Adapter = Annotated[Literal["lora", "lokr", "loha", "dora"], typer.Option(help="Rank 16; lokr: full rank, factor 16.")]
-Precision = Annotated[Literal["bf16", "fp8"], typer.Option(help="How the frozen weights are held.")]
-Batch = Annotated[int, typer.Option(metavar="N", help="Samples in a step.")]
-Resolution = Annotated[str, typer.Option(metavar="R", help="A side in pixels, or WIDTHxHEIGHT.")]
-Frames = Annotated[int, typer.Option(metavar="F", help="Of a clip; 1 is a picture.")]
-Checkpointing = Annotated[Literal["off", "auto", "full"], typer.Option(help="Recomputing, as in a config.")]
-Optimizer = Annotated[Literal["adamw", "automagic"], typer.Option(help="As in a config.")]
-Limit = Annotated[str | None, typer.Option("--memory-limit", metavar="SIZE", help="Of GPU memory, such as 45GiB.")]
+Adapter = Annotated[
+    Literal["lora", "lokr", "loha", "dora"], typer.Option(help="Adapter, of rank 16; lokr: full rank, factor 16.")
+]
+Precision = Annotated[Literal["bf16", "fp8"], typer.Option(help="Precision of the frozen weights.")]
+Batch = Annotated[int, typer.Option(metavar="N", help="Samples per step.")]
+Resolution = Annotated[str, typer.Option(metavar="R", help="Side in pixels, or WIDTHxHEIGHT.")]
+Frames = Annotated[int, typer.Option(metavar="F", help="Frames per clip; 1: an image.")]
+Checkpointing = Annotated[Literal["off", "auto", "full"], typer.Option(help="Gradient checkpointing, as in a config.")]
+Optimizer = Annotated[Literal["adamw", "automagic"], typer.Option(help="Optimizer, as in a config.")]
+Limit = Annotated[
+    str | None, typer.Option("--memory-limit", metavar="SIZE", help="Limit GPU memory, such as to 45GiB.")
+]
 Baseline = Annotated[bool, typer.Option("--baseline", help="Also time diffusers with peft or lycoris-lora.")]
-Steps = Annotated[int, typer.Option(metavar="N", help="Timed steps.")]
+Steps = Annotated[int, typer.Option(metavar="N", help="Number of timed steps.")]
 Routing = Annotated[
     float, typer.Option(metavar="SHARE", help="Also time a step in which this share of the tokens skips blocks.")
 ]
-Smoke = Annotated[bool, typer.Option("--smoke", help="A tiny model, on a CPU too: does everything run?")]
+Smoke = Annotated[bool, typer.Option("--smoke", help="Use a tiny model, on a CPU too, to check that everything runs.")]
 
 
 def add_step_benches(app: typer.Typer) -> None:
-    for name, words in _MODELS.items():
-        _add(app, name, words)
+    for name, title in _MODELS.items():
+        _add(app, name, title)
     app.command("suite")(suite)
 
 
-def _add(app: typer.Typer, name: str, words: str) -> None:
-    @app.command(name, help=f"{words} Random weights and data; the trainer's own step.")
+def _add(app: typer.Typer, name: str, title: str) -> None:
+    @app.command(name, help=f"{title} Uses random weights and data, and the trainer's own step.")
     def command(
         adapter: Adapter = "lora",
         precision: Precision = "bf16",
@@ -87,21 +91,21 @@ def _add(app: typer.Typer, name: str, words: str) -> None:
 
 def suite(
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="One row; several times for several. All without it.")
+        list[str] | None, typer.Option(metavar="NAME", help="Run this row only; repeatable. Default: all rows.")
     ] = None,
     steps: Steps = 20,
     smoke: Smoke = False,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Every row of the project's bars for Wan2.2-14B in one process; the file is written after each."""
+    """Run every row of the project's bars for Wan2.2-14B in one process. The file is written after each row."""
     from gracetune.bench.step.suite import chosen, measured
 
     chosen(only or ())  # a misspelt name is an error before anything is loaded
     if output is not None:
         ignore_lost_stdout()
     rows: list[StepRow] = []
-    # Taken before libraries are kept off stdout.
+    # Created before `_opened` redirects stdout, so that it keeps the real one.
     console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, soft_wrap=True)
     with _opened() as (bench, machine):
         for row in measured(bench, only or (), steps=steps, smoke=smoke):
@@ -119,7 +123,7 @@ def _opened() -> Iterator[tuple[Bench, Machine]]:
 
     machine = probe()
     stamp = Stamp(command_line(), git_commit(), versions_of(machine, __version__))
-    # Libraries print to stdout, which is the result's.
+    # Libraries print to stdout, which is reserved for the result.
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), opened(machine, stamp, _print) as bench:
         yield bench, machine
 
@@ -152,11 +156,11 @@ def _bytes(text: str | None) -> int | None:
 
 
 def print_step(console: Console, row: StepRow) -> None:
-    """A row for people."""
+    """Print a row as text."""
     marks = {True: "[green]ok[/]", False: "[bold red]MISS[/]", None: ""}
     frames = f", {row.frames} frames" if row.frames > 1 else ""
     what = f"{row.bench} {row.adapter} {row.precision}, batch {row.batch}, {row.resolution}{frames}, {row.optimizer}"
-    smoke = "  [yellow]smoke: a tiny model, no figure means anything[/]" if row.smoke else ""
+    smoke = "  [yellow]smoke: a tiny model, the figures mean nothing[/]" if row.smoke else ""
     console.print(f"[bold]{escape(row.name or row.bench)}[/]  {escape(what)}{smoke}")
     for label, value in _figures(row):
         console.print(f"    {label:<12} {escape(value)}")
@@ -170,8 +174,8 @@ def _figures(row: StepRow) -> Iterator[tuple[str, str]]:
     yield "step", f"{row.ms_per_step:.1f} ms (median of {len(row.samples_ms)}), {row.tokens_per_s:,.0f} tokens/s"
     share = f"{row.model_utilisation:.0%} of {row.gemm_ceiling_tflops:.4g} TFLOP/s ({row.gemm_shape})"
     hardware = row.hardware_utilisation
-    again = "unknown, as the compiler chose" if hardware is None else f"{hardware:.0%}"
-    yield "speed", f"{row.tflops:.4g} TFLOP/s, {share}; with what is computed again {again}"
+    with_recompute = "unknown, as the compiler chose" if hardware is None else f"{hardware:.0%}"
+    yield "speed", f"{row.tflops:.4g} TFLOP/s, {share}; including recomputation {with_recompute}"
     if row.peak_gib is not None:
         estimate = "no estimate" if row.estimated_peak_gib is None else f"estimated {row.estimated_peak_gib:.1f}"
         yield "peak", f"{row.peak_gib:.1f} GiB, {estimate}"

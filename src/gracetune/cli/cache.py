@@ -1,4 +1,4 @@
-"""`gracetune cache build | audit | clear`: the latents and embeddings of a run, before it or without it."""
+"""`gracetune cache build | audit | clear`: build, check and clear the latents and embeddings of a run."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ TakeOver = Annotated[
     bool,
     typer.Option(
         "--import-ai-toolkit",
-        help="Take over what fits of ai-toolkit's caches beside the data; a few entries are encoded anew to compare.",
+        help="Import matching entries of ai-toolkit's caches beside the data. A few are encoded again to compare them.",
     ),
 ]
 OnlyDamaged = Annotated[
-    bool, typer.Option("--damaged", help="Remove only damaged files, which hold nothing a run can use; entries stay.")
+    bool, typer.Option("--damaged", help="Remove only damaged files, which a run cannot use. Entries stay.")
 ]
 
 INTERRUPTED = 3
@@ -50,19 +50,19 @@ INTERRUPTED = 3
 
 @dataclass(frozen=True)
 class CacheCommand:
-    """What every command here begins with."""
+    """The config and the objects made from it, which every command here needs."""
 
     config: RunConfig
     index: DataIndex
     encoders: Encoders
     folders: CacheFolders
     epoch: int
-    """Whose entries count, where some are drawn anew for each."""
+    """The epoch whose entries are needed, for entries that are sampled anew in each epoch."""
     notes: tuple[str, ...]
 
     @cached_property
     def wanted(self) -> Needs:
-        """Made once: for a large dataset that takes seconds."""
+        """The entries that the run needs. Cached, because a large dataset takes seconds."""
         from gracetune.cache.session import needs
 
         return needs(self.config, self.index, self.encoders, self.folders, epoch=self.epoch)
@@ -82,7 +82,7 @@ def build(
     allow_unsupported: AllowUnsupported = False,
     json_output: AsJson = False,
 ) -> None:
-    """Encode what the caches lack: captions, then latents. Nothing but the encoders is loaded, one after the other."""
+    """Encode missing cache entries: captions, then latents. Only the encoders are loaded, one at a time."""
     from gracetune.cache.encode_passes import PassOptions
     from gracetune.cache.session import Caches
     from gracetune.cache.session import build as build_caches
@@ -111,7 +111,7 @@ def build(
                     notes.append(note)
                 view = BuiltView.of(built, caches, tuple(notes))
     except KeyboardInterrupt:
-        typer.echo(f"interrupted: {kept} new entries are kept, and the same command goes on from there", err=True)
+        typer.echo(f"interrupted: {kept} new entries are kept; run the same command again to continue", err=True)
         raise typer.Exit(INTERRUPTED) from None
     if json_output:
         print_json(view.as_json())
@@ -127,7 +127,7 @@ def audit(
     allow_unsupported: AllowUnsupported = False,
     json_output: AsJson = False,
 ) -> None:
-    """Compare what the caches hold with what the run wants, byte by byte. Exit 1 if anything it needs is not there."""
+    """Check that the caches hold every entry the run needs, undamaged. Exit 1 if an entry is missing or corrupt."""
     from gracetune.cli.cache_view import AuditView, bars
 
     with libraries_quiet(), bars(quiet=json_output) as progress:
@@ -152,13 +152,13 @@ def clear(
     allow_unsupported: AllowUnsupported = False,
     json_output: AsJson = False,
 ) -> None:
-    """Remove the entries this configuration wants, and files of the cache that are damaged. All others stay."""
+    """Remove the entries of this configuration and damaged cache files. All other entries stay."""
     from gracetune.cli.cache_view import ClearedView, bars
 
     ignore_lost_stdout()
     with libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
-        cleared = _without_damaged(job) if only_damaged else _cleared(job)
+        cleared = _clear_damaged(job) if only_damaged else _clear(job)
         view = ClearedView(tuple(cleared), job.notes, only_damaged=only_damaged)
     if json_output:
         print_json(view.as_json())
@@ -192,7 +192,7 @@ def _open(
     config = Copies(resolved.config, access).localized()
     geometry, assumption = geometry_of(config.model)
     encoders = encoders_of(config, _device(), fetch=HubFetcher(access, _print))
-    with private_if_new(Path(config.output_dir).expanduser()):  # where caches and scans are, unless put elsewhere
+    with private_if_new(Path(config.output_dir).expanduser()):  # by default, caches and scans are in this folder
         index = build_index(config, geometry, memory=scan_folder(config), on_scanned=progress.on_scanned)
     folders = cache_folders(config)
     epoch = current_epoch(config, index, encoders, folders)
@@ -205,7 +205,7 @@ def _print(text: str) -> None:
 
 
 def _check_paths(resolved: Resolved) -> None:
-    """Every missing folder at once, of the data and of the weights. An adapter or reference pictures play no part."""
+    """Reject missing folders of data and weights, all at once. Caches need no adapter and no validation images."""
     config = resolved.config
     adapter = config.adapter.model_copy(update={"init_from": None})
     own = config.model_copy(update={"adapter": adapter, "validation": Validation()})
@@ -228,7 +228,7 @@ def _workers() -> int:
 
 
 def _without_unreadable(job: CacheCommand) -> CacheCommand:
-    """Files that no build could encode are not missing; they are named instead."""
+    """Leave out files that cannot be decoded: no build could encode them, so a note names them instead."""
     from gracetune.cache.session import Caches, missing_among, without_unreadable
 
     with Caches(job.folders, writable=False) as caches:
@@ -247,7 +247,7 @@ def _without_unreadable(job: CacheCommand) -> CacheCommand:
 
 
 def _report_other_stores(job: CacheCommand, caches: Caches) -> None:
-    """Before hours are spent on what may be there already."""
+    """Print a note if ai-toolkit's caches may hold the missing entries, which could save hours of encoding."""
     from gracetune.cache.ai_toolkit_import import cache_folders_found
     from gracetune.cache.session import missing_among
 
@@ -257,7 +257,8 @@ def _report_other_stores(job: CacheCommand, caches: Caches) -> None:
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         typer.echo(
-            f"note: ai-toolkit cached something in {found[0]}{more}; --import-ai-toolkit takes over what fits", err=True
+            f"note: found caches of ai-toolkit in {found[0]}{more}; --import-ai-toolkit imports matching entries",
+            err=True,
         )
 
 
@@ -279,7 +280,7 @@ def _audits(wanted: Needs, progress: ProgressBars) -> dict[Path, Audit]:
     return found
 
 
-def _cleared(job: CacheCommand) -> list[Cleared]:
+def _clear(job: CacheCommand) -> list[Cleared]:
     from gracetune.cache.audit import clear as clear_store
     from gracetune.cache.maintenance import remove_damaged
     from gracetune.cache.refresh import remove_items
@@ -300,13 +301,13 @@ def _cleared(job: CacheCommand) -> list[Cleared]:
         of_epoch = needs(job.config, job.index, job.encoders, job.folders, epoch=epoch, part="epoch").all
         if is_cache(folder):
             removal = remove_items(folder, [item for item in of_epoch if item.folder == folder])
-            found.append(Cleared(folder, removal.entries, removal.size, left=_left(folder)))
+            found.append(Cleared(folder, removal.entries, removal.size, left=_remaining_entries(folder)))
     job.encoders.forget_tiling()
     return found
 
 
-def _without_damaged(job: CacheCommand) -> list[Cleared]:
-    """Encoding takes hours, so every entry stays; those inside damaged files count as missing already."""
+def _clear_damaged(job: CacheCommand) -> list[Cleared]:
+    """Remove damaged files only. Entries stay, as encoding takes hours; those in damaged files count as missing."""
     from gracetune.cache.maintenance import leave_out_damaged, remove_damaged
     from gracetune.cache.required_entries import by_folder
     from gracetune.cache.session import is_cache, needs
@@ -324,7 +325,7 @@ def _without_damaged(job: CacheCommand) -> list[Cleared]:
     return found
 
 
-def _left(folder: Path) -> int:
+def _remaining_entries(folder: Path) -> int:
     from gracetune.cache.session import is_cache
     from gracetune.cache.store import DiskStore
 

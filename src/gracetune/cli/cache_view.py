@@ -1,4 +1,4 @@
-"""What `gracetune cache` says: for people and as JSON."""
+"""The output of `gracetune cache`: progress, results as text, and results as JSON."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from gracetune.data.text_format import counted
 from gracetune.units import MIB, format_bytes, format_duration
 
 _EXAMPLES = 3
+"""Printed examples of missing or corrupt entries."""
 _REASONS = 8
+"""Printed reasons for rejected files."""
 
 
-# -- while it works ---------------------------------------------------------------------------------------------------
+# -- progress ---------------------------------------------------------------------------------------------------------
 
 
 class ProgressLines:
-    """A line every half minute, of what takes that long."""
+    """Prints a line of progress, at most every half minute."""
 
     EVERY = 30.0
 
@@ -46,7 +48,7 @@ class ProgressLines:
 
 
 class ProgressBars:
-    """Bars on stderr; where that is a file or a pipe, a line now and then, so that a log tells how it goes."""
+    """Progress bars on stderr. If stderr is a file or a pipe, `lines` prints an occasional line for the log instead."""
 
     def __init__(self, progress: Progress, lines: ProgressLines | None = None) -> None:
         self._progress, self._lines = progress, lines
@@ -62,8 +64,8 @@ class ProgressBars:
         self._encode("latents", progress)
 
     def on_checked(self, done: int, total: int) -> None:
-        """Bytes."""
-        self._show("checking what is there, MiB", done // MIB, max(1, total // MIB), "")
+        """`done` and `total` are in bytes."""
+        self._show("checking existing entries, MiB", done // MIB, max(1, total // MIB), "")
 
     def _encode(self, what: str, progress: PassProgress) -> None:
         rate = "" if progress.per_second is None else f"{progress.per_second:.3g}/s"
@@ -102,7 +104,7 @@ class StoreView:
     folder: str
     entries: int
     size: int
-    """Bytes of its files."""
+    """Total bytes of its files."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +136,14 @@ class BuiltView:
         }
 
     def print(self, console: Console) -> None:
-        for name, outcome, taken in (
+        for name, outcome, imported in (
             ("captions", self.built.texts, self.built.imported_texts),
             ("latents", self.built.latents, self.built.imported_latents),
         ):
-            console.print(f"[bold]{name:9}[/] {_outcome_words(outcome, 0 if taken is None else taken.imported)}")
-            _print_import(console, taken)
+            console.print(f"[bold]{name:9}[/] {_outcome_line(outcome, 0 if imported is None else imported.imported)}")
+            _print_import(console, imported)
         if not self.built.encoded:
-            console.print("nothing was encoded: everything was there")
+            console.print("nothing was encoded: the caches are complete")
         for one in self.stores:
             console.print(f"[bold]cache[/]     {shown(one.folder)}: {_entries(one.entries)}, {format_bytes(one.size)}")
         _print_notes(console, self.notes)
@@ -167,43 +169,43 @@ def _import_json(report: ImportReport | None) -> dict[str, Any] | None:
 
 
 def _print_import(console: Console, report: ImportReport | None) -> None:
-    """Refusals by reason, each with the first of its files."""
+    """Print the rejected files by reason, each reason with its first file."""
     if report is None:
         return
     reasons: dict[str, list[str]] = {}
     for one in report.rejected:
         reasons.setdefault(one.reason, []).append(str(one.file))
     console.print(
-        f"          from ai-toolkit: {_entries(report.imported)} taken over, {report.compared} of them encoded anew "
-        f"to compare, {counted(len(report.rejected), 'file')} refused, {report.without_file} wanted without a file"
+        f"          from ai-toolkit: {_entries(report.imported)} imported, {report.compared} of them encoded again "
+        f"to compare, {counted(len(report.rejected), 'file')} rejected, {report.without_file} wanted without a file"
     )
     for reason, files in [*reasons.items()][:_REASONS]:
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        console.print(f"          refused: {shown(files[0])}{more}: {shown(reason)}")
+        console.print(f"          rejected: {shown(files[0])}{more}: {shown(reason)}")
     if len(reasons) > _REASONS:
-        console.print(f"          refused for {len(reasons) - _REASONS} more reasons: --json lists all")
+        console.print(f"          rejected for {len(reasons) - _REASONS} more reasons: --json lists all")
 
 
-def _outcome_words(outcome: PassOutcome, imported: int = 0) -> str:
-    words = [f"{outcome.wanted} wanted"]
+def _outcome_line(outcome: PassOutcome, imported: int = 0) -> str:
+    parts = [f"{outcome.wanted} wanted"]
     if imported:
-        words.append(f"{imported} imported")
+        parts.append(f"{imported} imported")
     if outcome.encoded:
         seconds = format_duration(outcome.seconds)
-        words.append(f"{outcome.encoded} encoded ({format_bytes(outcome.encoded_bytes)}) in {seconds}")
+        parts.append(f"{outcome.encoded} encoded ({format_bytes(outcome.encoded_bytes)}) in {seconds}")
     if outcome.by_others:
-        words.append(f"{outcome.by_others} encoded by other processes meanwhile")
+        parts.append(f"{outcome.by_others} encoded by other processes meanwhile")
     unchanged = outcome.found_before - imported
     if unchanged > 0:
-        words.append(f"{unchanged} there before")
-    return ", ".join(words)
+        parts.append(f"{unchanged} there before")
+    return ", ".join(parts)
 
 
 # -- audit ------------------------------------------------------------------------------------------------------------
 
 
 def empty_audit(wanted: list[RequiredEntry]) -> Audit:
-    """Of a cache that does not exist yet."""
+    """The audit of a cache that does not exist yet."""
     keys = {one.origin.key: one.what for one in wanted}
     none = EntryGroup(0, 0, ())
     missing = EntryGroup(len(keys), None if keys else 0, tuple(keys))
@@ -216,7 +218,7 @@ def empty_audit(wanted: list[RequiredEntry]) -> Audit:
 class AuditView:
     audits: dict[Path, Audit]
     needed_corrupt: dict[Path, int]
-    """Corrupt entries that this run wants; others may be corrupt without doing harm."""
+    """Number of corrupt entries that this run needs. Other corrupt entries do no harm."""
     notes: tuple[str, ...]
 
     @classmethod
@@ -269,9 +271,7 @@ def _print_details(console: Console, one: Audit) -> None:
     for shard in one.damaged_shards:
         console.print(f"    damaged file: {shown(shard.name)}, {format_bytes(shard.size)}: {shown(shard.reason)}")
     if one.damaged_shards:
-        console.print(
-            "    damaged files take room and nothing else; gracetune cache clear CONFIG --damaged removes them"
-        )
+        console.print("    damaged files only take up space; gracetune cache clear CONFIG --damaged removes them")
     if one.imported:
         console.print(f"    {one.imported} of the present ones were imported")
 
@@ -291,11 +291,11 @@ class Cleared:
     entries: int
     size: int
     left: int
-    """Entries that were not asked to go: those this configuration does not want, or with `only_damaged` all."""
+    """Entries that remain: those that this configuration does not need, or all of them with `only_damaged`."""
     damaged: tuple[DamagedShard, ...] = ()
-    """Files that could not be used, and are gone."""
+    """Damaged files that were removed."""
     damaged_left: tuple[DamagedShard, ...] = ()
-    """Files that may be whole: of another release, or not readable this time."""
+    """Files that were kept because they may be intact: written by another release, or unreadable this time."""
 
 
 @dataclass(frozen=True)
@@ -320,16 +320,16 @@ class ClearedView:
 
     def print(self, console: Console) -> None:
         for one in self.stores:
-            console.print(f"[bold]cache[/] {shown(str(one.folder))}: {self._words(one)}")
+            console.print(f"[bold]cache[/] {shown(str(one.folder))}: {self._line(one)}")
             for shard in one.damaged:
                 console.print(f"    damaged file removed: {shown(shard.name)}, {format_bytes(shard.size)}")
             for shard in one.damaged_left:
-                console.print(f"    left, it may be whole: {shown(shard.name)}: {shown(shard.reason)}")
+                console.print(f"    kept, it may be intact: {shown(shard.name)}: {shown(shard.reason)}")
         if not self.stores:
             console.print("there are no caches of this configuration")
         _print_notes(console, self.notes)
 
-    def _words(self, one: Cleared) -> str:
+    def _line(self, one: Cleared) -> str:
         if self.only_damaged:
             return f"{counted(len(one.damaged), 'damaged file')} removed; {_entries(one.left)} left"
         left = f"; {_entries(one.left)} of other configurations or settings left" if one.left else ""

@@ -1,4 +1,4 @@
-"""`gracetune config check | show | schema`."""
+"""`gracetune config check | show | schema`: check config files, print them resolved, print their JSON Schema."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ app = typer.Typer(help="Check, resolve and describe configuration files.", no_ar
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value; repeatable.")
 ]
-AllowUnsupported = Annotated[bool, typer.Option("--allow-unsupported", help="Leave out what we do not support.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+AllowUnsupported = Annotated[bool, typer.Option("--allow-unsupported", help="Ignore unsupported settings.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One file's verdict."""
+    """The result of checking one file."""
 
     path: Path
     dialect: str | None
@@ -53,7 +53,7 @@ def check_file(
     allow_unsupported: bool = False,
     paths: bool = True,
 ) -> Checked:
-    """Everything wrong with one file. `paths=False` leaves out what depends on this machine, its variables included."""
+    """Find all problems of one file. `paths=False` skips what depends on this machine, including its variables."""
     environment = environment if paths else environment.without_memory_options()
     try:
         resolved = load(path, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported)
@@ -73,11 +73,13 @@ def check(
         list[Path], typer.Argument(metavar="FILE...", readable=False, help="Configuration files of any dialect.")
     ],
     overrides: Overrides = None,
-    no_paths: Annotated[bool, typer.Option("--no-paths", help="For files meant for another machine.")] = False,
+    no_paths: Annotated[
+        bool, typer.Option("--no-paths", help="Skip paths: the files are for another machine.")
+    ] = False,
     allow_unsupported: AllowUnsupported = False,
     as_json: AsJson = False,
 ) -> None:
-    """Parse and validate files; list every problem at once. Exit 1 if there is any."""
+    """Parse and validate files. List all problems at once. Exit 1 if there are any."""
     environment = session(context).environment
     checked = [
         check_file(path, environment, overrides, allow_unsupported=allow_unsupported, paths=not no_paths)
@@ -91,7 +93,7 @@ def check(
 
 
 def _files(paths: list[Path]) -> list[Path]:
-    """A shell's `examples/*` also names the folders that hold sidecar files: said, and left out."""
+    """The files among `paths`. A shell's `examples/*` also names folders with sidecar files: report and skip these."""
     folders = [path for path in paths if inspect_path(path).kind == "folder"]
     if len(folders) == len(paths):
         return paths
@@ -113,12 +115,12 @@ def print_checked(console: Console, checked: list[Checked]) -> None:
 @app.command()
 def show(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="FILE", readable=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", readable=False, help="A configuration file of any dialect.")],
     overrides: Overrides = None,
     allow_unsupported: AllowUnsupported = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the resolved config as our own dialect, with where each value came from."""
+    """Print the resolved config in our own dialect, with the origin of each value."""
     resolved = session(context).load(file, overrides, allow_unsupported=allow_unsupported)
     if as_json:
         print_json(_as_json(resolved))

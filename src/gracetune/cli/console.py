@@ -1,4 +1,4 @@
-"""How commands talk: results on stdout, everything else on stderr, JSON alone when asked for."""
+"""Output and errors of commands. Results go to stdout, all else to stderr. With --json, stdout has one JSON object."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gracetune.redaction import Redactor, redact, redact_values
 from gracetune.storage.os_errors import FileError, problem_of
 from gracetune.telemetry.errors import TelemetryError
 
-if TYPE_CHECKING:  # the schema takes longer to import than help takes to print
+if TYPE_CHECKING:  # importing the config schema takes longer than printing a help text
     from gracetune.config import Environment, Resolved
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -29,15 +29,15 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Session:
-    """What `start` saw before any command ran: the environment as the user set it, and where output goes."""
+    """The state that `start` captures before a command runs: the user's environment, and where output goes."""
 
     environment: Environment
     streams: StandardStreams = field(default_factory=StandardStreams)
     redactor: Redactor = field(default_factory=Redactor)
-    """What it knows is not printed."""
+    """Removes secrets from all output."""
 
     def load(self, path: Path, overrides: Sequence[str] | None = None, *, allow_unsupported: bool = False) -> Resolved:
-        """A config of any dialect. From here on its secrets are known."""
+        """Load a config of any dialect. From then on, its secrets are redacted from all output."""
         from gracetune.config import load
 
         resolved = load(
@@ -48,16 +48,17 @@ class Session:
 
 
 def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
-    """Every entry point begins here. Returns the exit code; an error of ours becomes a message on stderr and 1.
+    """Run a command; every entry point begins here. Returns the exit code.
 
-    With `as_json` an object about it is on stdout, where a script looks for the result. Output that cannot be written
-    raises nothing. If the result of a command is lost with it, the exit code says so (`StandardStreams`).
+    A `GracetuneError` becomes a message on stderr and exit code 1. With `as_json`, stdout also gets an object with the
+    error, because that is where a script reads the result. Output that cannot be written raises nothing. If the result
+    of a command is lost that way, the exit code reports it (`StandardStreams`).
     """
     return _guarded(lambda streams, redactor: run(_session(streams, redactor)), as_json=as_json)
 
 
 def start_bare(run: Callable[[], int], *, as_json: bool = False) -> int:
-    """The same for what needs neither the environment nor a config: help and version."""
+    """Like `start`, for what needs neither the environment nor a config: help and version."""
     return _guarded(lambda streams, redactor: run(), as_json=as_json)
 
 
@@ -66,7 +67,7 @@ def _session(streams: StandardStreams, redactor: Redactor) -> Session:
 
     environment = Environment.capture()
     redactor.learn(environment.variables)
-    # Before anything can import torch: a stock PyTorch stops at allocator options it does not know.
+    # Before anything imports torch: stock PyTorch fails on allocator options that it does not know.
     for line in claim_allocator_options(torch_takes_them=torch_accepts_uvm_options()):
         print(line, file=sys.stderr)
     return Session(environment, streams, redactor)
@@ -78,19 +79,19 @@ _Action = Callable[[StandardStreams, Redactor], int]
 def _guarded(run: _Action, *, as_json: bool) -> int:
     redactor = Redactor()
     streams = open_streams(redactor)
-    gone = False
+    ended_by_lost_output = False
     try:
         code = _run(run, streams, redactor, as_json=as_json)
     except SystemExit as ended:
         if ended.code is not None and not isinstance(ended.code, int):
             raise
-        code, gone = ended.code or 0, isinstance(ended, OutputLostError)
+        code, ended_by_lost_output = ended.code or 0, isinstance(ended, OutputLostError)
     finally:
         lost = streams.close()
     if lost is None:
         return code
-    if lost.errno == errno.EPIPE:  # the reader has all it wants
-        return CLOSED_PIPE if gone else code or CLOSED_PIPE
+    if lost.errno == errno.EPIPE:  # the reader closed the pipe, as `head` does: not an error worth a message
+        return CLOSED_PIPE if ended_by_lost_output else code or CLOSED_PIPE
     print_error(GracetuneError(f"the output is incomplete: stdout cannot be written: {lost.strerror}"))
     return 1
 
@@ -100,9 +101,9 @@ def _run(run: _Action, streams: StandardStreams, redactor: Redactor, *, as_json:
         return run(streams, redactor)
     except GracetuneError as error:
         ours = error
-    except TelemetryError as error:  # telemetry knows nothing of ours, not even our errors
+    except TelemetryError as error:  # not a GracetuneError: telemetry may not import `gracetune.errors`
         ours = GracetuneError(str(error))
-    except OSError as error:  # for whatever has no words of its own
+    except OSError as error:  # an operation that has no error message of its own
         if isinstance(error.filename, str):
             ours = FileError(problem_of(error, "file", Path(error.filename), access="read"))
         elif error.errno in NO_SPACE:
@@ -118,7 +119,7 @@ def _run(run: _Action, streams: StandardStreams, redactor: Redactor, *, as_json:
 
 
 def session(context: typer.Context) -> Session:
-    """The session of this invocation; a fresh one when a command is run outside `start`, as tests do."""
+    """The session of this invocation, or a new one if the command runs outside `start`, as in tests."""
     from gracetune.config import Environment
 
     found = context.find_object(Session)
@@ -130,11 +131,12 @@ def out() -> Console:
 
 
 def print_json(value: Any, *, is_schema: bool = False) -> None:
-    """A schema has names of secrets, with what describes them in the place of values."""
+    """Print a value as JSON, without secrets. A schema is not redacted: the names of secrets are keys in it, but the
+    values are descriptions."""
     if not is_schema:
-        value = redact_values(value)  # before quotes and escapes are around it
+        value = redact_values(value)  # before encoding: quotes and escapes would hide a secret from the redactor
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    # JSON's own escapes can be read back, unlike a terminal's; and what steers a terminal must not reach it.
+    # JSON escapes, unlike those of the stream, can be parsed again. They also keep control characters off the terminal.
     if not (text.isascii() or _can_be_shown(text)):
         text = json.dumps(value, indent=2)
     print(text)
@@ -149,7 +151,7 @@ def _can_be_shown(text: str) -> bool:
 
 
 def mark(console: Console, *, ok: bool) -> str:
-    """A tick or a cross, or what stands for it where the terminal has neither."""
+    """A tick or a cross, or "ok" and "X" if the terminal's encoding has neither."""
     good, bad = ("✓", "✗") if console.encoding.lower().startswith("utf") else ("ok", "X")
     return f"[bold green]{good}[/]" if ok else f"[bold red]{bad}[/]"
 
@@ -170,7 +172,7 @@ def problem_json(problem: Problem) -> dict[str, Any]:
 
 
 def print_problems(console: Console, problems: tuple[Problem, ...], file: str | None = None) -> None:
-    """`file` is the one already named above the list."""
+    """Print a list of problems. Their file is not repeated if it is `file`, which the line above the list names."""
     for problem in problems:
         location = f"{problem.file}: " if problem.file and problem.file != file else ""
         console.print(f"{mark(console, ok=False)} {shown(location)}[bold]{escape(short(problem.key))}[/]")
@@ -180,5 +182,5 @@ def print_problems(console: Console, problems: tuple[Problem, ...], file: str | 
 
 
 def shown(text: str) -> str:
-    """What users wrote is quoted in what we say; it must neither style it nor steer the terminal, nor be a secret."""
+    """Text from outside, safe to print: without markup, control characters and secrets."""
     return escape(visible(redact(text)))

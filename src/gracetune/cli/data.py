@@ -1,4 +1,4 @@
-"""`gracetune data show`: what a run will be trained on, before it is."""
+"""`gracetune data show`: show what a run will train on, before it starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
 
 SHEET_SAMPLES = 12
 ALL_SAMPLES = 300
-"""Thumbnails of all sheets together: with many buckets each sheet shows fewer."""
+"""Maximum number of thumbnails in all sheets together: with many buckets, each sheet shows fewer."""
 
 
 @app.callback()
@@ -44,17 +44,20 @@ def show(
         Path, typer.Argument(readable=False, metavar="CONFIG", help="A configuration file of any dialect.")
     ],
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where contact sheets go; unset means data_show in output_dir.")
+        Path | None, typer.Option(metavar="DIR", help="Folder for contact sheets; unset: data_show in output_dir.")
     ] = None,
     download: Annotated[
-        bool, typer.Option("--download", help="Download datasets of the hub and other URLs that are not here yet.")
+        bool,
+        typer.Option(
+            "--download", help="Download datasets from the hub and other URLs that are not on this machine yet."
+        ),
     ] = False,
-    no_sheets: Annotated[bool, typer.Option("--no-sheets", help="Draw no contact sheets.")] = False,
+    no_sheets: Annotated[bool, typer.Option("--no-sheets", help="Make no contact sheets.")] = False,
     overrides: Overrides = None,
     allow_unsupported: AllowUnsupported = False,
     json_output: AsJson = False,
 ) -> None:
-    """Print buckets, what is dropped and why, and captions; draw a contact sheet of every bucket."""
+    """Print buckets, captions, and dropped files with the reason. Make a contact sheet of every bucket."""
     from gracetune.cli.data_view import Shown, as_json, print_data
     from gracetune.data.index_builder import build_index, scan_folder
     from gracetune.data.staging.staging_check import StagingCheck
@@ -88,8 +91,10 @@ def show(
 
 
 def _with_copies(context: typer.Context, config: RunConfig, *, download: bool, quiet: bool) -> RunConfig:
-    """The config with copies of remote data in the place of addresses. What they take is printed; only with `download`
-    is anything fetched."""
+    """The config with the folders of copies in place of remote addresses.
+
+    Without `download`, nothing is downloaded: the size of each missing copy is printed.
+    """
     from gracetune.cli.train_view import QuietView, TerminalView
     from gracetune.data.copies.local import Copies
     from gracetune.hub.access import HubAccess
@@ -106,7 +111,7 @@ def _with_copies(context: typer.Context, config: RunConfig, *, download: bool, q
 
 
 def _check_folders(resolved: Resolved) -> None:
-    """Every missing folder at once. Weights and prompts are not looked at here."""
+    """Reject missing folders of datasets, all at once. Weights and prompts are not needed here."""
     config = resolved.config
     nothing = {"path": None, "vae_path": None, "text_encoder_path": None}
     data_only = config.model_copy(
@@ -122,14 +127,14 @@ def _check_folders(resolved: Resolved) -> None:
 
 
 def _with_our_hint(problem: Problem) -> Problem:
-    """`config check` can leave folders out; here they are what it is about."""
+    """Replace a hint for `config check --no-paths`: this command needs the folders."""
     hint = problem.hint.removesuffix("; or check without folders: --no-paths")
     return replace(problem, hint=f"{hint}; or name another folder with --set 'datasets[N].path=FOLDER', counted from 0")
 
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[OnDataset]:
-    """A bar on stderr while files are looked at; none where nobody would see it."""
+    """A progress bar on stderr while files are scanned, if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -152,7 +157,7 @@ def _progress(*, quiet: bool) -> Iterator[OnDataset]:
 
 
 def make_sheets(index: DataIndex, order: Order, folder: Path) -> tuple[dict[tuple[int, str], str], list[str]]:
-    """The sheet of every group, and a sentence for every file that could not be decoded for one."""
+    """Write the contact sheet of every group. Also returns a sentence for every file that could not be decoded."""
     from gracetune.storage.atomic import write_file
 
     with _writing_to(folder):
@@ -164,7 +169,7 @@ def make_sheets(index: DataIndex, order: Order, folder: Path) -> tuple[dict[tupl
     def make(group: SampleGroup) -> tuple[bytes, list[str]]:
         return sheet_of(index, order, group, each)
 
-    # Pillow works without the interpreter's lock, so threads draw side by side.
+    # Pillow releases the GIL, so threads make sheets in parallel.
     with ThreadPoolExecutor(4, thread_name_prefix="sheets") as pool:
         for group, (png, found) in zip(order.groups, pool.map(make, order.groups), strict=True):
             name = sheet_name(index, group)
@@ -186,7 +191,7 @@ def _writing_to(folder: Path) -> Iterator[None]:
 
 
 def sheet_of(index: DataIndex, order: Order, group: SampleGroup, most: int) -> tuple[bytes, list[str]]:
-    """PNG of the samples spread over a group, and what could not be decoded."""
+    """A PNG with evenly spaced samples of a group, and a sentence for every file that could not be decoded."""
     import io
 
     from gracetune.cli.data_view import rate_of, shape_label
@@ -221,7 +226,7 @@ def sheet_of(index: DataIndex, order: Order, group: SampleGroup, most: int) -> t
 
 
 def sheet_name(index: DataIndex, group: SampleGroup) -> str:
-    """`photos_1024x768.png`: readable, and another for every group."""
+    """A readable and unique file name for a group, such as `01_photos_1024x768.png`."""
     own, *others = group.shape
     shape = f"{own.audio_samples}x{own.audio_channels}" if own.audio_samples else f"{own.width}x{own.height}"
     frames = f"x{own.frames}" if own.frames > 1 else ""

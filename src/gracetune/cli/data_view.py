@@ -1,4 +1,4 @@
-"""A dataset for people (tables and sentences) and for programs (JSON)."""
+"""The output of `gracetune data show`, as tables and sentences or as JSON."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _NAMES_IN_JSON = 100
 
 @dataclass(frozen=True)
 class Shown:
-    """What is printed: the index, its order, and the sheets that were drawn of it."""
+    """Everything that `data show` prints: the index, its order, and the contact sheets."""
 
     index: DataIndex
     order: Order
     accumulated: int
-    """Micro-batches of one optimizer step."""
+    """Micro-batches per optimizer step."""
     sheets: Mapping[tuple[int, str], str]
-    """File of each group, by dataset and name."""
+    """Contact sheet of each group, by the dataset's position and the group's name."""
     notes: tuple[str, ...]
     staged: Mapping[str, Estimate]
-    """What in_memory datasets will take of main memory, by id."""
+    """Main memory that each in_memory dataset will take, by id."""
 
 
 def bucket_label(bucket: Bucket, sample_rate: int | None) -> str:
@@ -46,7 +46,7 @@ def bucket_label(bucket: Bucket, sample_rate: int | None) -> str:
 
 
 def shape_label(shape: tuple[Bucket, ...], sample_rate: int | None) -> str:
-    """The bucket, and those of the references where there are any."""
+    """The bucket, followed by the buckets of the reference images, if any."""
     own, *others = (bucket_label(bucket, sample_rate) for bucket in shape)
     return f"{own} + {', '.join(others)}" if others else own
 
@@ -200,7 +200,7 @@ def _lines(found: DatasetIndex) -> Iterator[str]:
 
 
 def _small_buckets(shown: Shown, position: int, found: DatasetIndex) -> Iterator[str]:
-    """Shapes that never fill a batch are mostly pictures cropped by hand, each to a ratio of its own."""
+    """A note if most buckets never fill a batch. Usually the images were cropped by hand, each to its own ratio."""
     size = shown.order.size(position, shown.order.batch_size)
     groups = [group for group in shown.order.groups if group.source == position]
     small = [group for group in groups if group.total < size]

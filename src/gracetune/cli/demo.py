@@ -1,4 +1,4 @@
-"""`gracetune demo`: the whole job on a built-in tiny model and generated pictures, and what came of it."""
+"""`gracetune demo`: a complete run on a built-in tiny model and generated images, with a check of its results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gracetune.errors import ConfigError, Problem
 def demo(
     context: typer.Context,
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the runs go: a new folder; unset: a temporary one.")
+        Path | None, typer.Option(metavar="DIR", help="New folder for the runs; unset: a temporary folder.")
     ] = None,
 ) -> None:
     """Examine this machine, check the examples, and train a tiny model from start to end."""
@@ -33,13 +33,13 @@ def demo(
     environment = session(context).environment
     folder = _folder(output)
     console.rule("this machine")
-    # What the demo needs of the machine is only that it can be examined; a warning there must not end the demo.
+    # Only a failed check changes the demo's exit code, and only at the end: a warning does not stop the demo.
     machine_code = run_doctor(DoctorOptions(skip_allocation=True), environment)
     console.rule("examples")
-    sound = _check_examples(console, checkout() / "examples", environment)
+    examples_ok = _check_examples(console, checkout() / "examples", environment)
     console.rule("training")
-    done = _train(console, folder)
-    raise typer.Exit(0 if sound and done and machine_code == 0 else 1)
+    training_ok = _train(console, folder)
+    raise typer.Exit(0 if examples_ok and training_ok and machine_code == 0 else 1)
 
 
 def _train(console: Console, folder: Path) -> bool:
@@ -47,7 +47,7 @@ def _train(console: Console, folder: Path) -> bool:
         console.print(f"  {shown(text)}")
 
     console.print(f"a tiny Wan 2.2 with two experts, a LoKr each, in {shown(str(folder))}")
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print as they like
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print to stdout while they are imported
         from gracetune.train.demo import FALL, demonstrate
     with libraries_quiet():
         done = demonstrate(folder, show)
@@ -84,7 +84,7 @@ def _check_examples(console: Console, folder: Path, environment: Environment) ->
     checked = [check_file(path, environment, paths=False) for path in files]
     for path, item in zip(files, checked, strict=True):
         notes = f" (notes: {len(item.notes)})" if item.notes else ""
-        if not item.problems:  # what is noted is for who means to train with it: `gracetune config check`
+        if not item.problems:  # only the number of notes: `gracetune config check` prints them
             console.print(f"{mark(console, ok=True)} {shown(path.name)}{notes}")
     print_checked(console, [item for item in checked if item.problems])
     return bool(checked) and not any(item.problems for item in checked)

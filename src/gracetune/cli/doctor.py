@@ -1,6 +1,6 @@
-"""`gracetune doctor`: is this machine fit for training, and what should be changed? (docs/doctor.md)
+"""`gracetune doctor`: check whether this machine is fit for training, and what should be changed (docs/doctor.md).
 
-`gh200_diagnostic.py` at the root of the repository is the same code behind the older command line.
+`gh200_diagnostic.py` at the root of the repository runs the same code behind the older command line.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def doctor(
     oversubscription_scale: Annotated[
         float, typer.Option(metavar="X", help="Size of the allocation test, in multiples of the GPU's memory.")
     ] = DEFAULT_SCALE,
-    skip_allocation: Annotated[bool, typer.Option("--skip-allocation", help="Leave the allocation test out.")] = False,
+    skip_allocation: Annotated[bool, typer.Option("--skip-allocation", help="Skip the allocation test.")] = False,
     force_oversubscription: Annotated[
         bool,
         typer.Option(
             "--force-oversubscription",
-            help="Go beyond the GPU's memory even without a coherent link. Can hang the machine until a reboot.",
+            help="Exceed the GPU's memory even without a coherent link. This can hang the machine until a reboot.",
         ),
     ] = False,
-    require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Fail where there is no usable GPU.")] = False,
+    require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Fail if there is no usable GPU.")] = False,
     record_to: Annotated[
         Path | None,
         typer.Option("--record", metavar="DIR", readable=False, help="Also write a recording of this machine."),
@@ -71,7 +71,7 @@ def doctor(
         Path | None, typer.Option(metavar="DIR", readable=False, help="Examine a recorded machine instead of this one.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", readable=False, help="Also write the JSON report there.")
+        Path | None, typer.Option(metavar="FILE", readable=False, help="Also write the JSON report to this file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON report and nothing else.")] = False,
 ) -> None:
@@ -90,7 +90,7 @@ def doctor(
 
 
 def run_doctor(options: DoctorOptions, environment: Environment) -> int:
-    """The whole command; returns its exit code."""
+    """Run the command. Returns its exit code."""
     if options.output is not None:
         reject_unwritable(options.output)
     diagnosis = examine(options, environment)
@@ -110,7 +110,7 @@ def examine(options: DoctorOptions, environment: Environment) -> Diagnosis:
     if options.from_recording is not None:
         machine = load_recording(options.from_recording)
         allocation = skipped(options.scale, "this is a recording, not the machine itself")
-        # The environment of the machine at hand says nothing about the recorded one.
+        # This machine's environment variables do not belong to the recorded machine.
         return diagnose(_examination(machine, allocation, options, None, None))
     if options.record is not None:
         record(options.record)
@@ -161,7 +161,7 @@ def allocate_beyond(machine: Machine, scale: float, *, force: bool) -> Allocatio
 
 
 def uvm_report(environment: Environment) -> UvmReport:
-    """The unified-memory settings of the environment, as the config package understands them."""
+    """The unified-memory settings of the environment, as the config package reads them."""
     memory = memory_settings(environment)
     values = {name: setting.value for name, setting in memory.settings.items()}
     raw = next((text for name in ALLOCATOR_VARIABLES if (text := environment.get(name))), "")
@@ -175,7 +175,7 @@ def uvm_report(environment: Environment) -> UvmReport:
 
 
 def reject_unwritable(path: Path) -> None:
-    """Now, rather than when minutes of examination are over."""
+    """Reject an output file that cannot be written, before minutes of examination."""
     status = inspect_path(path)
     if status.kind in ("folder", "unreachable"):
         raise _unwritable(path, status.words)
@@ -190,7 +190,7 @@ def _unwritable(path: Path, why: str | None) -> ConfigError:
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Complete or absent."""
+    """Write the report atomically."""
     try:
         write_file(inspect_path(path).path, f"{json.dumps(report, indent=2)}\n".encode())
     except OSError as error:
@@ -198,7 +198,7 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
 
 
 def _print_output_path(options: DoctorOptions) -> None:
-    """On stderr, so that --json leaves one object and nothing else on stdout."""
+    """Print on stderr where files were written, so that stdout has only the JSON object."""
     if options.record is not None:
         typer.echo(f"Recording written to {options.record} (docs/doctor.md says how to send it)", err=True)
     if options.output is not None:

@@ -1,6 +1,6 @@
-"""The doctor's report for people: one block of facts, one line per check, the verdict last.
+"""The doctor's report as text: a block of facts, one line per check, and the verdict last.
 
-Plain ASCII, and readable at 80 columns: it is looked at over slow connections, in logs, and at night.
+It is plain ASCII and readable at 80 columns, because it is read over slow connections and in logs.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def print_check(console: Console, check: Check) -> None:
 
 
 def _print_wrapped(console: Console, head: Text, body: str, style: str = "") -> None:
-    """`head`, then `body` beside it, wrapped to the terminal and indented under its own first line."""
+    """Print `head`, and `body` beside it: wrapped to the terminal's width, and indented under its first line."""
     indent = len(head)
-    # Words are never broken: a command to copy must survive a narrow terminal whole.
+    # Words are never broken, so that a command can be copied from a narrow terminal.
     lines = textwrap.wrap(
         body, max(_NARROWEST, console.width - indent), break_long_words=False, break_on_hyphens=False
     ) or [""]

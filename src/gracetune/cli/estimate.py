@@ -1,4 +1,4 @@
-"""`gracetune estimate`: what a run needs, where it would go, and whether it fits, before anything is loaded."""
+"""`gracetune estimate`: the memory that a run needs, its placement, and whether it fits, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ def estimate(
             "--machine",
             readable=False,
             metavar="FILE",
-            help="Plan for the machine of this doctor report instead of this one.",
+            help="Plan for the machine of this doctor report, not for this one.",
         ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Samples in each dataset that is not visible here.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Assume N samples in each dataset that is not on this machine."),
     ] = None,
     processes: Annotated[
         int,
@@ -55,11 +56,11 @@ def estimate(
             metavar="N",
             min=1,
             max=MOST_PROCESSES,
-            help="Plan for a run of N processes, one for each GPU, on as many machines like this one as that takes.",
+            help="Plan for N processes, one per GPU, on as many machines like this one as that takes.",
         ),
     ] = 1,
     fsdp: Annotated[
-        bool, typer.Option("--fsdp", help="With --processes: weights are spread over the processes (FSDP2).")
+        bool, typer.Option("--fsdp", help="With --processes: shard the weights over the processes (FSDP2).")
     ] = False,
     overrides: Overrides = None,
     allow_unsupported: AllowUnsupported = False,
@@ -93,16 +94,16 @@ def estimate(
 
 @dataclass(frozen=True)
 class RemoteData:
-    """What the copies of remote datasets will take."""
+    """The copies of remote datasets: their size, and sentences about missing ones."""
 
     facts: dict[str, DatasetFacts]
     lines: tuple[str, ...] = ()
     rejected: str | None = None
-    """Why they cannot be made on this machine."""
+    """Why the copies cannot be made on this machine; None if they can."""
 
 
 def look_at_copies(config: RunConfig, environment: Environment, machine: Machine) -> RemoteData:
-    """Copies that are there are measured; of others the storage is asked for its listing, and nothing is downloaded."""
+    """Measure existing copies, and list the remote storage for missing ones. Nothing is downloaded."""
     copies = Copies(config, HubAccess.of(environment))
     facts: dict[str, DatasetFacts] = {}
     lines: list[str] = []
@@ -136,10 +137,10 @@ def _hints(config: RunConfig, machine: Machine, demand: Demand) -> list[str]:
 
 
 def read_machine(path: Path) -> Machine:
-    """A machine from a doctor report (its key "machine") or from a file that holds nothing else."""
+    """Read a machine from a doctor report (its key "machine"), or from a file that holds only the machine."""
     data = _read_json(path)
     if isinstance(data, dict) and "machine" in data:
-        if len(data) > 1 and "checks" not in data:  # a benchmark's result names a machine too
+        if len(data) > 1 and "checks" not in data:  # a benchmark result has a machine too
             raise _rejection(path, f"another kind of file, with {', '.join([*data][:4])}")
         if data.get("format", REPORT_FORMAT) != REPORT_FORMAT:
             raise _rejection(path, f"format {data['format']!r}; this release reads format {REPORT_FORMAT}")
@@ -152,12 +153,12 @@ def read_machine(path: Path) -> Machine:
         raise _rejection(path, f"{location}: {first['msg']}") from error
     for location, amount in _amounts(machine).items():
         if amount is not None and amount < 0:
-            raise _rejection(path, f"{location}: {amount} bytes, less than nothing")
+            raise _rejection(path, f"{location}: {amount} bytes, a negative size")
     return machine
 
 
 def _amounts(machine: Machine) -> dict[str, int | None]:
-    """The memory a plan is made with, by its place in the file."""
+    """The memory sizes that a plan uses, by their position in the file."""
     host, cgroup = machine.host, machine.host.cgroup
     found = {
         "host.mem_total": host.mem_total,

@@ -1,4 +1,4 @@
-"""A memory plan for people (one screen, readable at 80 columns) and for programs."""
+"""The output of a memory plan, as text (one screen, readable at 80 columns) and as JSON."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from gracetune.units import GIB, MIB, format_bytes
 
 _STYLES = {"fits": "green", "fits with these changes": "yellow", "does not fit": "bold red", "unknown": "yellow"}
 _SMALL = 16 * MIB
+"""Lines below this size are added up."""
 
 
 def as_json(demand: Demand, plan: Plan, machine: Machine, assumptions: tuple[str, ...]) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def print_plan(demand: Demand, plan: Plan, machine: Machine, assumptions: tuple[
 
 
 def _tier_rows(plan: Plan, use: TierUse) -> Iterator[tuple[Text, Text, str]]:
-    """The tier and what it holds in training; lines too small to matter are added up."""
+    """The rows of a tier: its peak, and what it holds during training. Small lines are added up."""
     lines = [line for line in plan.lines if line.tier == use.tier.name and "train" in line.phases]
     if not lines and not use.peak:
         return
@@ -122,7 +123,7 @@ def _tier_rows(plan: Plan, use: TierUse) -> Iterator[tuple[Text, Text, str]]:
     rest = [line for line in lines if line.bytes < _SMALL]
     if rest:
         yield (
-            Text("  small things"),
+            Text("  small items"),
             Text(format_bytes(sum(line.bytes for line in rest))),
             ", ".join(line.name for line in rest),
         )

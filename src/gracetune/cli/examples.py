@@ -1,4 +1,4 @@
-"""`gracetune examples list | copy`: configs to start from, in a checkout and in an installed wheel alike."""
+"""`gracetune examples list | copy`: configs to start from, in a checkout and in an installed wheel."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Example:
     name: str
     title: str
     files: tuple[str, ...]
-    """Relative to `checkout()`, as they name each other; a folder stands for everything in it."""
+    """Paths relative to `checkout()`, as the files name each other. A folder stands for everything in it."""
 
 
 def checkout() -> Path:
-    """The folder that has the examples under their documented paths: a wheel carries them, a checkout is one."""
+    """The folder that has the examples under their documented paths: inside a wheel, or the root of a checkout."""
     package = Path(gracetune.__file__).parent
     for folder in (package / "checkout", package.parents[1]):
         if (folder / "examples" / INDEX).is_file():
@@ -45,7 +45,7 @@ def examples() -> dict[str, Example]:
 
 @app.command("list")
 def list_examples(as_json: AsJson = False) -> None:
-    """List what can be copied."""
+    """List the examples."""
     found = examples()
     if as_json:
         print_json(
@@ -59,12 +59,15 @@ def list_examples(as_json: AsJson = False) -> None:
 
 @app.command()
 def copy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As `gracetune examples list` prints it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name from `gracetune examples list`.")],
     destination: Annotated[
-        Path, typer.Argument(metavar="[DEST]", help="A folder; the files keep their paths below it.", readable=False)
+        Path,
+        typer.Argument(
+            metavar="[DEST]", help="Folder to copy into. The files keep their paths below it.", readable=False
+        ),
     ] = Path(),
 ) -> None:
-    """Copy an example with the files it names. Overwrites nothing."""
+    """Copy an example with the files it names. Never overwrite a file."""
     found = examples()
     if name not in found:
         near = nearest(name, found) or next(iter(found))
@@ -82,7 +85,7 @@ def copy(
 
 
 def _files(path: Path) -> list[Path]:
-    """Caches of Python's are no part of an example."""
+    """The file, or all files in the folder except Python's bytecode caches."""
     if path.is_file():
         return [path]
     return [one for one in path.rglob("*") if one.is_file() and "__pycache__" not in one.parts]

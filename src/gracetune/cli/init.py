@@ -1,4 +1,4 @@
-"""`gracetune init FOLDER`: a config for a folder of images, clips or sounds."""
+"""`gracetune init FOLDER`: write a config for a folder of images, clips or sounds."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InitRequest:
-    """What was typed."""
+    """The arguments of the command line."""
 
     folder: Path
     model: str | None = None
     trigger: str | None = None
-    """Empty: none."""
+    """Empty: no trigger word. None: not given."""
     preset: str | None = None
     steps: int | None = None
     output: Path | None = None
@@ -56,7 +56,7 @@ class InitRequest:
 
 @dataclass(frozen=True)
 class Written:
-    """A config that was written, and how it was chosen."""
+    """A config that was written, and the choices behind it."""
 
     path: Path
     contents: FolderContents
@@ -70,25 +70,29 @@ class Written:
 
 def init(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Images, clips or sounds, with captions if any.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of images, clips or sounds, with captions if any.")
+    ],
     model: Annotated[
         str | None,
-        typer.Option(metavar="M", help="A family, family/flavour, hub id, model folder, or FAMILY:FILE."),
+        typer.Option(metavar="M", help="Model: a family, family/flavour, hub id, model folder, or FAMILY:FILE."),
     ] = None,
     trigger: Annotated[
-        str | None, typer.Option(metavar="W", help="A word added to every caption; an empty one for none.")
+        str | None, typer.Option(metavar="W", help="Trigger word, added to every caption; '' for none.")
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(metavar="P", help="character, style, concept, edit, motion or sound.")
+        str | None, typer.Option(metavar="P", help="Preset: character, style, concept, edit, motion or sound.")
     ] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Optimizer steps.")] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The config to write; unset: FOLDER.yaml, beside FOLDER.")
+        Path | None, typer.Option(metavar="FILE", help="Config to write; unset: FOLDER.yaml, beside FOLDER.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take the default for everything not given.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Use the default for every option that is not given.")
+    ] = False,
     json_output: AsJson = False,
 ) -> None:
-    """Write a config for a folder of images, clips or sounds. Asks what no flag says."""
+    """Write a config for a folder of images, clips or sounds. Ask for options that are not given."""
     ignore_lost_stdout()
     request = InitRequest(folder, model, trigger, preset, steps, output, yes)
     written = run_init(request, session(context), may_ask=not json_output)
@@ -99,15 +103,15 @@ def init(
 
 
 def run_init(request: InitRequest, started: Session, *, may_ask: bool = True) -> Written:
-    """ConfigError where the folder, an answer or the output cannot be used; then nothing is written."""
+    """Write the config. Raises ConfigError, and writes nothing, if the folder, an answer or the output is unusable."""
     path = _output(request)
-    asking = _Asking(request, on_terminal=may_ask and sys.stdin.isatty() and sys.stderr.isatty())
+    questions = _Questions(request, on_terminal=may_ask and sys.stdin.isatty() and sys.stderr.isatty())
     contents = look_at(request.folder)
     _report(f"{request.folder}: {contents.words}")
     if contents.passed_over:
-        _report(f"passed over: {contents.passed_over} files of other kinds than most")
+        _report(f"left out: {contents.passed_over} files of other kinds than most")
     machine = probe()
-    answers = asking.answers(slug(path.stem), contents, machine)
+    answers = questions.answers(slug(path.stem), contents, machine)
     proposal = propose(contents, answers, machine)
     text = text_of(proposal, _header(request, answers, proposal, path))
     _check(text, proposal, started)
@@ -120,7 +124,7 @@ def run_init(request: InitRequest, started: Session, *, may_ask: bool = True) ->
 
 
 def _output(request: InitRequest) -> Path:
-    """Where the config goes: nothing is there yet."""
+    """The path of the config. Raises ConfigError if it exists already."""
     path = request.output.expanduser() if request.output is not None else default_output(request.folder)
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError([Problem("--output", str(path), "a file ending in .yaml", f"--output {path}.yaml")])
@@ -130,7 +134,7 @@ def _output(request: InitRequest) -> Path:
 
 
 def default_output(folder: Path) -> Path:
-    """Beside the folder, with its name."""
+    """The config's default path: beside the folder, with its name."""
     folder = folder.expanduser()
     beside = folder.parent if folder.name not in ("", "..") else folder.resolve().parent
     return beside / f"{slug(folder.resolve().name)}.yaml"
@@ -149,8 +153,8 @@ def _taken(path: Path) -> Problem:
 
 
 @dataclass(frozen=True)
-class _Asking:
-    """Finds an answer: the flag, else the default, else what is typed."""
+class _Questions:
+    """Finds each answer: from its option, else from the default with --yes, else by asking on the terminal."""
 
     request: InitRequest
     on_terminal: bool
@@ -260,7 +264,7 @@ def _header(request: InitRequest, answers: Answers, proposal: Proposal, path: Pa
 
 
 def _check(text: str, proposal: Proposal, started: Session) -> None:
-    """What is written must be read back as what was planned, by all rules of a config."""
+    """Read the text back and check all rules of a config. It must give the config that was planned."""
     with tempfile.TemporaryDirectory(prefix="gracetune-init-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(text, encoding="utf-8")

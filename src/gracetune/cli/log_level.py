@@ -16,7 +16,7 @@ class LogLevel(StrEnum):
 
 
 class _Stderr(logging.Handler):
-    """Looks up `sys.stderr` for every line: a progress bar replaces it and prints lines above itself."""
+    """Prints to the current `sys.stderr`: a progress bar replaces it, so that lines appear above the bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
@@ -24,13 +24,13 @@ class _Stderr(logging.Handler):
 
 @contextmanager
 def logging_at(level: LogLevel) -> Iterator[None]:
-    """Inside, the `gracetune` logger prints lines of this level and above as `LEVEL: message`."""
+    """Make the `gracetune` logger print lines of this level and above, as `LEVEL: message`."""
     logger, handler = logging.getLogger("gracetune"), _Stderr()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     level_before, propagate_before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(level.name)
-    logger.propagate = False  # a library that gives the root logger a handler would print every line twice
+    logger.propagate = False  # if a library adds a handler to the root logger, every line would be printed twice
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""`gracetune`: the command and what every subcommand shares. Commands are imported when they are called."""
+"""`gracetune`: the command line. Each command's module is imported only when the command is called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
-from typer._click.exceptions import UsageError  # what `typer.BadParameter` is one of
+from typer._click.exceptions import UsageError  # base class of `typer.BadParameter`
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.rich_utils import rich_abort_error, rich_format_error
@@ -19,10 +19,10 @@ from gracetune.cli.console import Session, print_json, start, start_bare
 
 @dataclass(frozen=True)
 class Entry:
-    """A command before it is imported."""
+    """A command that may not be imported yet."""
 
     help: str
-    """The first line of its own help."""
+    """The first line of its help, repeated here so that `gracetune --help` imports no command."""
     load: Callable[[], typer.Typer | Callable[..., None]]
 
 
@@ -119,7 +119,7 @@ ENTRIES = {
         "Train: stage data, build caches, train, validate, save.",
         _train,
     ),
-    "validate-now": Entry("Ask a running job for a validation.", _validate_now),
+    "validate-now": Entry("Request a validation from a running job.", _validate_now),
     "doctor": Entry("Examine this machine: GPU, driver, memory mode, limits, versions.", _doctor),
     "demo": Entry(
         "Examine this machine, check the examples, and train a tiny model from start to end.",
@@ -131,7 +131,7 @@ ENTRIES = {
     "cache": Entry("Build, check and clear the caches of a run.", _cache),
     "adapter": Entry("Look into adapter files, check them, convert them.", _adapter),
     "baseline": Entry("Measure what a config costs here, and compare it later.", _baseline),
-    "overlay": Entry("Attach to an installed, unmodified upstream.", _overlay),
+    "overlay": Entry("Run SimpleTuner or ai-toolkit with features of gracetune.", _overlay),
     "examples": Entry("List the examples, and copy one to start from.", _examples),
     "bench": Entry("Measure a part of gracetune on this machine. Exit 1 if a bar is missed.", _bench),
 }
@@ -142,25 +142,25 @@ MEANT = {
     "plan": "estimate", "memory": "estimate", "convert": "adapter convert", "inspect": "adapter inspect",
     "example": "examples", "diagnose": "doctor", "benchmark": "bench",
 }  # fmt: skip
-"""What people call a command of ours."""
+"""Names from other programs, and the command of ours that they stand for. Used for suggestions."""
 
 
-class _Imported(MutableMapping[str, Any]):
-    """The commands themselves, each imported when it is asked for."""
+class _LazyCommands(MutableMapping[str, Any]):
+    """Command name -> click command, imported at its first access."""
 
     def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._made:
-            self._made[name] = _command(name, ENTRIES[name].load())
-        return self._made[name]
+        if name not in self._loaded:
+            self._loaded[name] = _command(name, ENTRIES[name].load())
+        return self._loaded[name]
 
     def __setitem__(self, name: str, command: Any) -> None:
-        self._made[name] = command
+        self._loaded[name] = command
 
     def __delitem__(self, name: str) -> None:
-        del self._made[name]
+        del self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(ENTRIES)
@@ -181,17 +181,17 @@ def _command(name: str, loaded: typer.Typer | Callable[..., None]) -> Any:
 
 
 class Commands(TyperGroup):
-    """The commands of `ENTRIES`: named with their help, and imported when one is called."""
+    """The commands of `ENTRIES`. The list needs only their names and help; a command is imported when it is called."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = _Imported()
+        self.commands = _LazyCommands()
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*ENTRIES]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """For lists: its name and help alone."""
+        """A stand-in with name and help, for the list of commands. `resolve_command` gives the real command."""
         return TyperCommand(name=cmd_name, help=ENTRIES[cmd_name].help) if cmd_name in ENTRIES else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -223,16 +223,16 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and leave with its exit code."""
+    """Run one command and exit with its code."""
     given = sys.argv[1:] if arguments is None else arguments
     as_json = "--json" in given
-    if all(word.startswith("-") for word in given):  # nothing has to be known of this machine
+    if all(word.startswith("-") for word in given):  # only help or version: no environment is needed
         sys.exit(start_bare(lambda: _invoke(given, None, as_json=as_json), as_json=as_json))
     sys.exit(start(lambda session: _invoke(given, session, as_json=as_json), as_json=as_json))
 
 
 def _invoke(arguments: list[str], session: Session | None, *, as_json: bool) -> int:
-    """The exit code. What was typed wrongly is a message on stderr, and with --json an object on stdout as well."""
+    """Run a command. Returns its exit code. A usage error is printed on stderr, and with --json on stdout too."""
     try:
         code = app(args=arguments, obj=session, standalone_mode=False)
     except UsageError as error:

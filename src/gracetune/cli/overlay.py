@@ -1,4 +1,4 @@
-"""`gracetune overlay check | run`: whether an upstream still has what we hold on to, and starting it with us inside."""
+"""`gracetune overlay check | run`: check that an upstream program still has the code we attach to, and start it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gracetune.integrations.survey import survey
 from gracetune.integrations.trees import opened
 from gracetune.integrations.upstreams import UPSTREAMS
 
-app = typer.Typer(help="Attach to an installed, unmodified upstream.", no_args_is_help=True)
+app = typer.Typer(help="Run SimpleTuner or ai-toolkit with features of gracetune.", no_args_is_help=True)
 
 
 class OverlayName(StrEnum):
@@ -34,7 +34,7 @@ UpstreamName = Annotated[OverlayName, typer.Argument(metavar="UPSTREAM", help="s
 
 @app.callback()
 def overlay() -> None:
-    """Attach to an installed, unmodified upstream."""
+    """Run SimpleTuner or ai-toolkit with features of gracetune."""
 
 
 @app.command()
@@ -44,13 +44,13 @@ def check(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Its code: a checkout, a site-packages folder, an environment, a wheel or recorded facts. "
-            "Without it, what is installed here.",
+            help="Code to check: a checkout, a site-packages folder, an environment, a wheel or recorded facts; "
+            "unset: the installed package.",
         ),
     ] = None,
     json_output: AsJson = False,
 ) -> None:
-    """Find every place of an upstream that we hold on to, without importing it. Exit 1 if a needed one is lost."""
+    """Find every point of upstream's code that we attach to, without importing it. Exit 1 if a needed one is lost."""
     report = _report(UPSTREAMS[upstream], source)
     if json_output:
         print_json(report.as_json())
@@ -64,11 +64,11 @@ def run(
     context: typer.Context,
     upstream: UpstreamName,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="-- ARGUMENTS", help="What upstream itself is given.")
+        list[str] | None, typer.Argument(metavar="-- ARGUMENTS", help="Arguments for upstream itself.")
     ] = None,
-    off: Annotated[bool, typer.Option("--off", help="Plain upstream, as if we were not there.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="Start plain upstream, without our features.")] = False,
 ) -> None:
-    """Start an upstream with our features inside, or with --off without them. Its exit code is ours."""
+    """Start upstream with our features, or without them with --off. Exits with upstream's exit code."""
     from gracetune.integrations.launch import run_upstream
 
     ignore_lost_stdout()
@@ -97,16 +97,16 @@ def _print(console: Console, report: UpstreamReport, upstream: Upstream) -> None
     for one in report.findings:
         _print_finding(console, one, width)
     for file, reason in report.unreadable:
-        console.print(f"not Python, so not looked into: {shown(file)}: {shown(reason)}")
+        console.print(f"not valid Python, skipped: {shown(file)}: {shown(reason)}")
     console.print(_verdict(report))
 
 
 def _print_finding(console: Console, one: Finding, width: int) -> None:
     location = "" if one.file is None else one.file if one.line is None else f"{one.file}:{one.line}"
-    to_be_had = one.status is Status.PRESENT or (one.status is Status.MOVED and one.reachable)
+    is_usable = one.status is Status.PRESENT or (one.status is Status.MOVED and one.reachable)
     needed = "" if one.point.needed else " (not needed)"
     status = "" if one.status is Status.PRESENT else f"[bold]{one.status}[/]{needed} "
-    sign = mark(console, ok=to_be_had) if to_be_had or one.breaks else "-"
+    sign = mark(console, ok=is_usable) if is_usable or one.breaks else "-"
     console.print(f"{sign} {one.point.name:{width}}  {status}{shown(location)}")
     if one.status is not Status.PRESENT:
         console.print(f"    for       {shown(one.point.needed_for)}")
@@ -118,6 +118,6 @@ def _verdict(report: UpstreamReport) -> str:
     broken = sum(one.breaks for one in report.findings)
     counts = ", ".join(f"{report.count(status)} {status}" for status in Status if report.count(status))
     if broken:
-        away = f"{counted(broken, 'needed point')} gone, changed or out of reach"
-        return f"{counts}: {away}, so the overlay does not fit this version"
+        lost = f"{counted(broken, 'needed point')} gone, changed or out of reach"
+        return f"{counts}: {lost}, so the overlay does not fit this version"
     return f"{counts}: everything needed is there"

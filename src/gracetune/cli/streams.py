@@ -1,8 +1,8 @@
-"""Standard output and error that never stop a command.
+"""Standard output and error that never stop a run.
 
-A write that fails (a full disk, a closed pipe, a terminal that is gone) points the descriptor at /dev/null and keeps
-the reason. From then on nothing fails: not Python's streams, nor rich, logging or C libraries. What it means is up to
-the command: a run goes on, and a command whose result is its output ends (`GuardedOutput.carries_result`).
+When a write fails (full disk, closed pipe, lost terminal), the descriptor is redirected to /dev/null and the reason is
+kept. From then on no write fails, whether from Python's streams, rich, logging or C libraries. The command decides
+what follows: a run continues; a command whose output is its result ends (`GuardedOutput.carries_result`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 CLOSED_PIPE = 141
-"""Exit code of a command whose reader went away: 128 + SIGPIPE, as a shell reports it of other programs."""
+"""Exit code of a command whose reader closed the pipe: 128 + SIGPIPE, as shells report it for other programs."""
 PATIENCE_S = 5.0
+"""Seconds to wait for a reader that reads nothing, before lines are left out."""
 
 
 class OutputLostError(SystemExit):
-    """Ends a command whose result cannot be delivered. `start` says why, and gives the exit code."""
+    """Ends a command whose result cannot be written. `start` prints the reason and sets the exit code."""
 
 
 class RedactedText(io.TextIOWrapper):
-    """A stream that prints no secret: neither ours, nor what a library or a traceback prints."""
+    """A text stream that removes secrets, also from what libraries and tracebacks print."""
 
     redactor = Redactor()
 
@@ -43,23 +44,24 @@ class RedactedText(io.TextIOWrapper):
 
 
 class GuardedOutput(io.RawIOBase):
-    """Writes to a descriptor until that fails. Has no buffer and no lock, so that signal handlers may print too."""
+    """Writes to a descriptor until a write fails. It has no buffer and no lock, so signal handlers may print too."""
 
     def __init__(self, name: str, descriptor: int, *, is_open: bool = True) -> None:
-        """`is_open` is False for a stream that was closed when the process began: `descriptor` is then /dev/null."""
+        """`is_open` is False for a stream that was closed when the process started; `descriptor` is then /dev/null."""
         super().__init__()
         self.name = name
         self.lost: OSError | None = None
-        """Why nothing is written any more."""
+        """The error after which nothing is written any more; None while the stream works."""
         self.carries_result = False
-        """Whether a write that fails ends the command (`OutputLostError`)."""
+        """Whether a failed write ends the command (`OutputLostError`)."""
         self.on_lost: Callable[[str], None] = lambda text: None
-        """Gets one sentence when the stream is lost, or its reader takes nothing. Called inside a write. A stream that
-        was closed from the beginning was closed on purpose: nothing is said of it."""
+        """Receives one sentence when the stream is lost or its reader is stuck. Called during a write. Not called for a
+        stream that was closed from the start: that was done on purpose."""
         self._descriptor, self._is_open = descriptor, is_open
-        self._unblocked: int | None = None
+        self._nonblocking: int | None = None
+        """A second, non-blocking descriptor of the same pipe or terminal (`leave_out_when_stuck`)."""
         self._left_out: int | None = None
-        """Lines, since the reader took something; None while it does."""
+        """Number of lines left out since the reader got stuck; None while it reads."""
         self._has_been_stuck = False
 
     def fileno(self) -> int:
@@ -85,18 +87,21 @@ class GuardedOutput(io.RawIOBase):
         return len(view)
 
     def leave_out_when_stuck(self) -> None:
-        """From here on a pipe or terminal whose reader takes nothing for `PATIENCE_S` misses lines, instead of keeping
-        the writer waiting: a pager nobody scrolls, a terminal behind a dead connection."""
+        """From now on, leave out lines if the reader of a pipe or terminal reads nothing for `PATIENCE_S`.
+
+        Otherwise a pager that nobody scrolls, or a terminal behind a dead connection, would block the writer.
+        """
         mode = os.fstat(self._descriptor).st_mode
-        if self._unblocked is None and (stat.S_ISFIFO(mode) or os.isatty(self._descriptor)):
-            # A description of its own: O_NONBLOCK on the one we were given would be every other process's too.
+        if self._nonblocking is None and (stat.S_ISFIFO(mode) or os.isatty(self._descriptor)):
+            # Open it again for a file description of our own: O_NONBLOCK on the inherited one would affect every
+            # process that shares it.
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-            with suppress(OSError):  # a terminal of another user: it keeps the writer waiting, as it does for others
-                self._unblocked = os.open(f"/proc/self/fd/{self._descriptor}", flags)
+            with suppress(OSError):  # a terminal of another user cannot be opened: writes to it may block
+                self._nonblocking = os.open(f"/proc/self/fd/{self._descriptor}", flags)
 
     @property
     def what_is_lost(self) -> str:
-        """Empty while it works."""
+        """A sentence for the user; empty while the stream works."""
         if self.lost is None:
             return ""
         return f"{self.name} cannot be written ({self.lost.strerror}): what follows is not shown there"
@@ -121,13 +126,16 @@ class GuardedOutput(io.RawIOBase):
 
     @property
     def _target(self) -> int:
-        return self._descriptor if self._unblocked is None else self._unblocked
+        return self._descriptor if self._nonblocking is None else self._nonblocking
 
     def _has_room(self, patience_s: float) -> bool:
-        """A descriptor that somebody else made non-blocking is waited for, as if it were blocking."""
+        """Wait until the descriptor can be written. False if it cannot be written within `patience_s`.
+
+        Without a descriptor of our own, wait without a limit: another process made the shared one non-blocking.
+        """
         poll = select.poll()
         poll.register(self._target, select.POLLOUT)
-        return bool(poll.poll(None if self._unblocked is None else patience_s * 1000))
+        return bool(poll.poll(None if self._nonblocking is None else patience_s * 1000))
 
     def _report_stuck(self) -> None:
         if not self._has_been_stuck:
@@ -136,12 +144,12 @@ class GuardedOutput(io.RawIOBase):
 
     def _lose(self, error: OSError) -> None:
         self.lost = error
-        with suppress(OSError):  # without /dev/null, or a free number for it, our own writes end here all the same
-            nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-            os.dup2(nothing, self._descriptor)
-            if self._unblocked is not None:  # replaced, not closed: another thread may be about to write to it
-                os.dup2(nothing, self._unblocked, inheritable=False)
-            os.close(nothing)
+        with suppress(OSError):  # if /dev/null cannot be opened, `lost` still stops our own writes
+            devnull = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(devnull, self._descriptor)
+            if self._nonblocking is not None:  # replaced, not closed: another thread may be about to write to it
+                os.dup2(devnull, self._nonblocking, inheritable=False)
+            os.close(devnull)
         self.on_lost(self.what_is_lost)
 
 
@@ -151,24 +159,24 @@ def _lines(view: memoryview) -> int:
 
 @dataclass(frozen=True)
 class StandardStreams:
-    """Both of this process. None for one that something else has replaced, as test runners and notebooks do."""
+    """stdout and stderr of this process. None for a stream that a test runner or notebook has replaced."""
 
     stdout: GuardedOutput | None = None
     stderr: GuardedOutput | None = None
 
     def serve_a_run(self, on_lost: Callable[[str], None]) -> None:
-        """From here on neither stops nor delays the command, and its exit code does not depend on them."""
+        """From now on, neither stream stops or delays the command or affects its exit code."""
         for stream in (self.stdout, self.stderr):
             if stream is not None:
                 stream.carries_result = False
                 stream.on_lost = on_lost
                 if stream.lost is not None and stream.lost.errno != errno.EBADF:
                     on_lost(stream.what_is_lost)
-        if self.stderr is not None:  # stdout gets the result, when all is done: that may wait for its reader
+        if self.stderr is not None:  # not stdout: it gets the result after the run, and may wait for its reader
             self.stderr.leave_out_when_stuck()
 
     def close(self) -> OSError | None:
-        """Hand everything over. Why a result was lost, if it was; from here on nothing is raised."""
+        """Flush both streams. Returns the error that lost the command's result, if any. Later writes raise nothing."""
         with suppress(OutputLostError):
             sys.stdout.flush()
         sys.stderr.flush()
@@ -179,11 +187,11 @@ class StandardStreams:
 
 
 def open_streams(redactor: Redactor) -> StandardStreams:
-    """Make stdout and stderr guarded, once for a process. stdout carries the command's result until it says otherwise.
-    What `redactor` knows is not printed.
+    """Guard stdout and stderr, once per process. `redactor` removes secrets from both.
 
-    Closed standard descriptors are opened on /dev/null first: a file of ours that got the number 2 would be written
-    into by every C library that reports an error.
+    stdout carries the command's result unless the command changes that (`ignore_lost_stdout`, `serve_a_run`). Closed
+    standard descriptors are first opened on /dev/null. Otherwise a file that we open could get the number 2, and C
+    libraries would write their errors into it.
     """
     _fill_closed_descriptors()
     sys.stdout, stdout = _guarded(sys.stdout, "stdout", 1)
@@ -197,7 +205,7 @@ def open_streams(redactor: Redactor) -> StandardStreams:
 
 
 def ignore_lost_stdout() -> None:
-    """For a command that writes files or acts on a run: stdout only says so, and its exit code is about the work."""
+    """For a command whose result is not its output: it writes files or acts on a run. A lost stdout is no failure."""
     buffer: object = sys.stdout.buffer if isinstance(sys.stdout, io.TextIOWrapper) else None
     if isinstance(buffer, GuardedOutput):
         buffer.carries_result = False
@@ -216,7 +224,7 @@ def _fill_closed_descriptors() -> None:
 
 
 def _guarded(stream: TextIO | None, name: str, number: int) -> tuple[TextIO, GuardedOutput | None]:
-    if stream is None:  # its number may have been taken by a file meanwhile: never write there
+    if stream is None:  # closed at the start: its number may belong to another file by now, so do not write to it
         raw = GuardedOutput(name, os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), is_open=False)
         return _text(raw, "utf-8"), raw
     if not isinstance(stream, io.TextIOWrapper):
@@ -229,7 +237,7 @@ def _guarded(stream: TextIO | None, name: str, number: int) -> tuple[TextIO, Gua
     if not _writes_to(stream, number):
         return stream, None
     raw = GuardedOutput(name, number)
-    with suppress(OSError):  # what was written before us cannot be saved
+    with suppress(OSError):  # text buffered before this call is lost if it cannot be written
         stream.flush()
     return _text(raw, stream.encoding), raw
 
@@ -242,5 +250,5 @@ def _writes_to(stream: TextIO, number: int) -> bool:
 
 
 def _text(raw: GuardedOutput, encoding: str) -> TextIO:
-    """Line by line, whatever it is connected to."""
+    """A line-buffered text stream, even if it is not a terminal."""
     return RedactedText(raw, encoding, errors="backslashreplace", line_buffering=True)

@@ -1,4 +1,4 @@
-"""`gracetune train`: a run from its config to the trained weights. `gracetune validate-now`: ask it for samples."""
+"""`gracetune train`: a run from its config to the trained weights. `gracetune validate-now`: request a validation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DONE, WRONG, INTERRUPTED = 0, 1, 3
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What was typed."""
+    """The arguments of the command line."""
 
     config: Path
     overrides: Sequence[str] = ()
@@ -55,34 +55,37 @@ def train(
     ],
     overrides: Overrides = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="latest|none|PATH", help="Where to go on from; unset: as the config says.")
+        str | None,
+        typer.Option(metavar="FROM", help="Resume from: latest, none or a checkpoint's path; unset: as in the config."),
     ] = None,
-    max_steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after so many steps.")] = None,
+    max_steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Plan, build the caches, run one batch, estimate.")
+        bool, typer.Option("--dry-run", help="Plan, build the caches, run one batch and estimate the time.")
     ] = False,
     price_per_hour: Annotated[
-        float | None, typer.Option(metavar="PRICE", min=0, help="For --dry-run: what an hour costs.")
+        float | None,
+        typer.Option(metavar="PRICE", min=0, help="With --dry-run: price of an hour, to estimate the cost."),
     ] = None,
     allow_unsupported: AllowUnsupported = False,
     allow_other_data: Annotated[
         bool, typer.Option("--allow-other-data", help="Resume although the data has changed.")
     ] = False,
     allow_other_run: Annotated[
-        bool, typer.Option("--allow-other-run", help="Take the state of a checkpoint of another run.")
+        bool, typer.Option("--allow-other-run", help="Resume from a checkpoint of another run.")
     ] = False,
     allow_misfit: Annotated[
-        bool, typer.Option("--allow-misfit", help="Begin although the memory plan says that it does not fit.")
+        bool, typer.Option("--allow-misfit", help="Start although the memory plan says that it does not fit.")
     ] = False,
     log_level: Annotated[
-        LogLevel, typer.Option(help="Which log lines to print on stderr, beside the lines of the run itself.")
+        LogLevel,
+        typer.Option(metavar="LEVEL", help="Print log lines from this level on to stderr: debug, info or warning."),
     ] = LogLevel.WARNING,
     force_oversubscription: Annotated[
         bool,
         typer.Option(
             "--force-oversubscription",
             help="With memory.use_uvm: let managed memory exceed 4 GiB without a coherent link to the CPU. DANGER: "
-            "over PCIe this can hang the driver until the machine is rebooted.",
+            "over PCIe, this can hang the driver until the machine is rebooted.",
         ),
     ] = False,
     json_output: AsJson = False,
@@ -108,13 +111,13 @@ def train(
 
 
 def _config_for(folder: Path, started: Session) -> Path:
-    """On a terminal a folder of images gets a config, if that is wanted; elsewhere the error names the command."""
-    place = inspect_path(folder).path
-    if (place / "config.yaml").is_file() or not (sys.stdin.isatty() and sys.stderr.isatty()):
+    """On a terminal, offer to write a config for a folder of images. Elsewhere, loading it fails with a hint."""
+    resolved = inspect_path(folder).path
+    if (resolved / "config.yaml").is_file() or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return folder
     from gracetune.cli.init import InitRequest, default_output, run_init
 
-    beside = default_output(place)
+    beside = default_output(resolved)
     if inspect_path(beside).kind == "file":
         if typer.confirm(f"{folder} is a folder. Train with {beside}?", default=True, err=True):
             return beside
@@ -124,34 +127,34 @@ def _config_for(folder: Path, started: Session) -> Path:
 
 
 def steps_override(max_steps: int | None) -> list[str]:
-    """A number of steps takes the place of a number of epochs."""
+    """Overrides that set the number of steps and unset the number of epochs."""
     return [] if max_steps is None else [f"training.max_steps={max_steps}", "training.epochs=null"]
 
 
 def run_training(request: TrainRequest, started: Session) -> int:
-    """The exit code; errors of ours are raised."""
+    """Run the training. Returns the exit code; raises GracetuneError."""
     try:
         with listening(Control(stops_on_sigusr1=started.environment.stops_on_sigusr1)) as control:
-            return _trained(request, started, control)
+            return _train(request, started, control)
     except KeyboardInterrupt as interrupt:
         what = f"interrupted by {interrupt}" if isinstance(interrupt, InterruptedBySignal) else "interrupted"
-        print(f"{what}; what is staged is lost, what is cached and saved stays", file=sys.stderr)
+        print(f"{what}; staged data is lost, caches and checkpoints stay", file=sys.stderr)
         return INTERRUPTED
 
 
-def _trained(request: TrainRequest, started: Session, control: Control) -> int:
+def _train(request: TrainRequest, started: Session, control: Control) -> int:
     _check_resume(request.resume)
     environment = started.environment
     resolved = started.load(request.config, request.overrides, allow_unsupported=request.allow_unsupported)
     first = (environment.get("RANK") or "0") == "0"
-    if first and not request.json:  # what is imported now takes seconds
+    if first and not request.json:  # the imports below take seconds
         config = resolved.config
         what = f"{request.config}: {config.model.family}, {config.adapter.kind}, into {config.output_dir}"
         print(f"{visible(redact(what))}; loading PyTorch and diffusers", file=sys.stderr)
-    # Libraries print as they like; stdout is for results.
-    level = request.log_level if first else LogLevel.WARNING  # one process speaks for all
+    # Libraries print to stdout, which is reserved for results.
+    level = request.log_level if first else LogLevel.WARNING  # only the first process prints log lines
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), logging_at(level):
-        with rare_collections():  # importing torch and diffusers makes half a million objects
+        with rare_collections():  # importing torch and diffusers creates half a million objects; collecting is slow
             from gracetune import gh200
             from gracetune.cli.train_view import QuietView, TerminalView
             from gracetune.train.run import RunOptions
@@ -180,7 +183,7 @@ def _trained(request: TrainRequest, started: Session, control: Control) -> int:
 
 
 def _check_resume(resume: str | None) -> None:
-    """Nothing is what a shell makes of an unset variable: a run that begins anew would not be what was meant."""
+    """Reject an empty --resume: it usually comes from an unset shell variable, and must not start a new run."""
     if resume is not None and not resume.strip():
         hint = "name one; without --resume it is as the config says; an unset shell variable may be the cause"
         raise ConfigError([Problem("--resume", "nothing", "latest, none or the path of a checkpoint", hint)])
@@ -193,7 +196,7 @@ def _exit_code(result: Result) -> int:
 
 
 def _show(result: Result, request: TrainRequest, resolved: Resolved, started: Session) -> None:
-    """The run is over and saved: where stdout fails, its exit code stays."""
+    """Print the result. The run is saved by now, so a failing stdout does not change its exit code."""
     from gracetune.cli.train_view import as_json, print_result
 
     if request.json:
@@ -206,7 +209,7 @@ def _show(result: Result, request: TrainRequest, resolved: Resolved, started: Se
 
 
 def _missing_paths(resolved: Resolved) -> list[tuple[str, Problem]]:
-    """For the list of everything that speaks against the run. `config check` alone has an option for it."""
+    """Missing paths, for the list of all problems. Their hints lose --no-paths, which only `config check` has."""
     ending = "; or check without folders: --no-paths"
     return [
         (key, replace(problem, hint=problem.hint.removesuffix(ending)))
@@ -217,7 +220,7 @@ def _missing_paths(resolved: Resolved) -> list[tuple[str, Problem]]:
 def validate_now(
     run_folder: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="The run's output folder.")],
 ) -> None:
-    """Ask a running job for a validation. It generates its samples after the step it is at."""
+    """Request a validation from a running job. It generates the samples after its current step."""
     from gracetune.train.validation_request import ask_for_validation
 
     ignore_lost_stdout()

@@ -1,5 +1,7 @@
-"""`train.py` and `simpletuner/train.py`: the launch lines of the GH200 guides. Our own flags, and SimpleTuner's options
-as `--name value`."""
+"""Command line of `train.py` and `simpletuner/train.py`, which the GH200 guides use.
+
+It accepts our own flags, and SimpleTuner's options as `--name value`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ _ROWS = {key.name: (key.path, key.convert) for key in TRAINING.keys.values() if 
     "lr_end": (("schedule", "end_lr"), as_number),
     "max_grad_norm": (("training", "max_grad_norm"), not_zero),
 }
-"""The last ones mean something together in a file; as a flag, each sets its own value and no other."""
+"""SimpleTuner's options that set one value. The last seven depend on each other in a config file; as flags, each sets
+its own value only."""
 _ALWAYS = {"enable_manual_validation": "a run takes requests at any time: gracetune validate-now RUN"}
 _SWITCHES = (
     "dry-run", "allow-unsupported", "allow-other-data", "allow-other-run", "allow-misfit", "force-oversubscription",
@@ -45,7 +48,7 @@ _VALUES = ("config", "set", "resume", "max-steps", "price-per-hour", "log-level"
 
 
 def main(arguments: Sequence[str], *, help: str | None) -> int:
-    """The exit code. `help` is the script's own description."""
+    """Run the script. Returns its exit code. `help` is the text for --help."""
 
     def run(session: Session) -> int:
         if not arguments or "-h" in arguments or "--help" in arguments:
@@ -66,7 +69,7 @@ class LaunchLine:
 
 
 def read_arguments(arguments: Sequence[str]) -> LaunchLine:
-    """Every flag that cannot be understood is listed at once."""
+    """Parse the flags. Raises ConfigError with all wrong flags at once."""
     problems: list[Problem] = []
     ours: dict[str, str] = {}
     sets: list[str] = []
@@ -113,7 +116,7 @@ def read_arguments(arguments: Sequence[str]) -> LaunchLine:
 
 
 def find_config(path: Path) -> tuple[Path, str | None]:
-    """The guides name a config with and without `config/` in front of it; a sentence where that made a difference."""
+    """The config file, and a note if it was found in `config/`: the guides name it with and without that folder."""
     inside = Path("config") / path
     if path.exists() or path.is_absolute() or not inside.is_file():
         return path, None
@@ -121,7 +124,7 @@ def find_config(path: Path) -> tuple[Path, str | None]:
 
 
 def _pairs(arguments: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, str | None]]:
-    """`--name value`, `--name=value` and `--switch`; one word without a flag is the config file."""
+    """Flags and values: `--name value`, `--name=value` or `--switch`. A word without a flag is the config file."""
     words = [*arguments]
     while words:
         word = words.pop(0)
@@ -142,7 +145,7 @@ def _is_switch(name: str) -> bool:
 
 
 def _override(name: str, value: str | None) -> list[str] | None:
-    """SimpleTuner's option as `--set` overrides; None where we have none for it."""
+    """`--set` overrides for an option of SimpleTuner; None if there are none."""
     name = ALIASES.get(name, name)
     if name in ("max_train_steps", "num_train_epochs"):
         ours, other = ("max_steps", "epochs") if name == "max_train_steps" else ("epochs", "max_steps")

@@ -1,4 +1,4 @@
-"""What `gracetune train` shows while it works and when it is done: for people, and as JSON."""
+"""The output of `gracetune train`: progress, and the result as text or JSON."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from gracetune.train.view import View
 from gracetune.units import MIB, format_bytes, format_duration
 
 _LINE_EVERY = 30.0
-"""Seconds between lines about a download, where no bar is drawn."""
+"""Seconds between lines about a download, if there is no progress bar."""
 
 
 class QuietView(View):
-    """For --json and for ranks above 0: warnings go to stderr, of the first rank only."""
+    """The view for --json and for ranks above 0. The first rank prints warnings on stderr; nothing else is printed."""
 
     def __init__(self, *, first: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class QuietView(View):
 
 
 def bars(console: Console) -> Progress:
-    """Where there is little room, what stands at the end is cut off: never what is done, nor of how much."""
+    """A progress bar. A narrow terminal cuts off the text at its end, never the counts."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=max(1, (console.width - 60) // 4), table_column=Column(no_wrap=True)),
@@ -71,7 +71,7 @@ class _More(ProgressColumn):
 
 
 class TerminalView(View):
-    """Lines and one bar on stderr; where that is no terminal, lines alone."""
+    """The view for people: lines and one progress bar on stderr. If stderr is not a terminal, lines only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,18 +104,18 @@ class TerminalView(View):
         self._bar(f"looking at {name}", done, total)
 
     def on_download(self, name: str) -> OnFetched:
-        began = time.monotonic()
-        first: list[int] = []
-        last_shown = [began]
+        began = last_line = time.monotonic()
+        resumed_at: int | None = None  # bytes that an earlier, interrupted download left; they do not count as pace
 
         def show(done: int, total: int) -> None:
-            first[:1] = first[:1] or [done]
-            pace = (done - first[0]) / max(1e-3, time.monotonic() - began)
+            nonlocal last_line, resumed_at
+            resumed_at = done if resumed_at is None else resumed_at
+            pace = (done - resumed_at) / max(1e-3, time.monotonic() - began)
             left = format_duration((total - done) / pace) if pace > 0 else "unknown"
             more = f"{format_bytes(done)} of {format_bytes(total)}, {format_bytes(int(pace))}/s, {left} left"
             self._bar(f"downloading {name}", done // MIB, -(-total // MIB), more)
-            if self._progress.disable and time.monotonic() - last_shown[0] > _LINE_EVERY:
-                last_shown[0] = time.monotonic()
+            if self._progress.disable and time.monotonic() - last_line > _LINE_EVERY:
+                last_line = time.monotonic()
                 self.report(f"downloading {name}: {more}")
 
         return show
@@ -165,7 +165,7 @@ class TerminalView(View):
         self._progress.stop()
 
 
-# -- when it is done --------------------------------------------------------------------------------------------------
+# -- the result -------------------------------------------------------------------------------------------------------
 
 
 def as_json(result: Result, config: RunConfig, price: float | None) -> dict[str, Any]:
@@ -203,15 +203,15 @@ def print_result(console: Console, result: Result, config: RunConfig, price: flo
         return
     good = result.stop.kind == "finished"
     saved = ", and saved" if result.step else ", with nothing to save"
-    words = {"finished": "finished", "interrupted": f"interrupted{saved}", "failed": f"stopped{saved}"}
+    outcomes = {"finished": "finished", "interrupted": f"interrupted{saved}", "failed": f"stopped{saved}"}
     end = f"of {result.steps}" if result.step <= result.steps else f"already, past the {result.steps} asked for"
-    console.print(f"{mark(console, ok=good)} [bold]{words[result.stop.kind]}[/] at step {result.step} {end}")
+    console.print(f"{mark(console, ok=good)} [bold]{outcomes[result.stop.kind]}[/] at step {result.step} {end}")
     if result.first_batch is None:
         console.print(f"    {shown(result.stop.reason)}")
     if not good:
         console.print(f"    {shown(result.stop.reason)}")
         if result.step:
-            console.print("    go on with the same command: it resumes from here")
+            console.print("    run the same command again to resume from here")
     for path in result.files:
         console.print(f"    {shown(str(path))}")
 

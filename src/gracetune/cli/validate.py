@@ -1,4 +1,4 @@
-"""What `validate_uvm.py` runs: the memory layer's experiments, then the allocation test."""
+"""The command behind `validate_uvm.py`: the memory layer's experiments, then the allocation test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gracetune.memory.validate import validate
 
 
 def run_validation(device: int, *, scale: float, force: bool, as_json: bool) -> int:
-    """Returns the exit code: 1 if anything failed or could not be tried for want of a GPU."""
+    """Run the validation. Returns the exit code: 1 if a check failed, or if there is no GPU to check."""
     machine = probe(free_memory=True)
     checks = list(validate(device, one_pool=machine.profile.value == "integrated"))
     allocation = allocate_beyond(machine, scale, force=force)

@@ -1,4 +1,4 @@
-"""Curves: smoothing, thinning, ticks. Pure."""
+"""Pure functions on curves: smoothing, thinning, axis ticks."""
 
 from __future__ import annotations
 
@@ -9,47 +9,50 @@ from dataclasses import dataclass
 Point = tuple[float, float]
 
 MOST_POINTS = 600
-"""Of a curve, in plots and in report.json."""
+"""Maximum number of points per curve in plots and in report.json."""
 _LARGEST = 1e200
-"""Beyond it, differences and squares are no longer numbers."""
+"""Values beyond it are treated as non-finite: sums and differences of larger ones could overflow to infinity."""
 
 
 @dataclass(frozen=True)
 class Series:
     name: str
     points: tuple[Point, ...]
-    """By x. A y that is not finite makes a gap."""
+    """Sorted by x. A non-finite y makes a gap."""
     faint: bool = False
     """Drawn in the background, under its smoothed form."""
 
 
 def finite(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Those that can be drawn."""
+    """The points that can be plotted."""
     return tuple(point for point in points if abs(point[1]) < _LARGEST)
 
 
 def smoothed(points: Sequence[Point], span: float | None = None) -> tuple[Point, ...]:
-    """An exponential mean over about `span` points (a twentieth of all if not given), without the bias of its start."""
+    """Exponential moving average over about `span` points (default: a twentieth of all), corrected for initial bias.
+
+    The decay is 1 - 2 / (span + 1). Dividing by the sum of the weights corrects the bias, as in Adam.
+    """
     known = finite(points)
     span = max(1.0, len(known) / 20) if span is None else span
     keep = 1 - 2 / (span + 1)
-    made, total, weight = [], 0.0, 0.0
+    averages, total, weight = [], 0.0, 0.0
     for x, y in known:
         total, weight = total * keep + y, weight * keep + 1
-        made.append((x, total / weight))
-    return tuple(made)
+        averages.append((x, total / weight))
+    return tuple(averages)
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """At most that many points; in each stretch the lowest and the highest stay, so no spike is lost."""
+    """At most `most` points. Each stretch keeps its lowest and its highest point, so no spike is lost."""
     if len(points) <= most:
         return tuple(points)
     return tuple(points[index] for index in kept_indices([y for _, y in points], most))
 
 
 def kept_indices(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
-    """Which values of a curve are kept where it has too many: the first, the last, and of each of (most - 2) / 2
-    stretches of equal length the lowest and the highest. A value that is not finite counts as 0."""
+    """Indices of at most `most` values of a curve: the first, the last, and the lowest and highest of each of
+    (most - 2) / 2 stretches of equal length. Non-finite values count as 0."""
     if len(values) <= most:
         return [*range(len(values))]
     stretches, inner = (most - 2) // 2, len(values) - 2
@@ -63,9 +66,9 @@ def kept_indices(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
 
 
 def ticks(low: float, high: float, about: int = 5) -> tuple[float, ...]:
-    """Round numbers inside [low, high], a 1-2-5 step apart."""
+    """Round numbers in [low, high]: about `about` of them, 1, 2 or 5 times a power of ten apart."""
     raw = (high - low) / about
-    if not raw > 1e-200:
+    if not raw > 1e-200:  # also NaN
         return (low,)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
@@ -74,7 +77,7 @@ def ticks(low: float, high: float, about: int = 5) -> tuple[float, ...]:
 
 
 def evenly(count: int, most: int) -> tuple[int, ...]:
-    """At most that many of `count` places, evenly spread, the first and the last among them."""
+    """At most `most` of the indices 0 to count - 1, evenly spread, including the first and the last."""
     if count <= most:
         return tuple(range(count))
     if most == 1:

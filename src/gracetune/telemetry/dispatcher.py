@@ -1,4 +1,4 @@
-"""The hub: hands every event to every sink. Observation never steers: a sink that fails is told once and dropped."""
+"""Distribution of events to sinks. Observation never steers: a sink that fails is reported once and removed."""
 
 from __future__ import annotations
 
@@ -28,28 +28,30 @@ class Sink(Protocol):
 @dataclass(frozen=True)
 class TrackedRun:
     project: str
-    """What `logging.project` says."""
+    """The value of `logging.project`."""
     folder: Path
-    """The run's. Paths in events are relative to it."""
+    """The run's folder. Paths in events are relative to it."""
     logs: Path
-    """Where files of a tracker go, below the run's folder."""
+    """Folder for files of trackers, below the run's folder."""
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """A sink that a config can ask for by name (`logging.trackers`)."""
+    """A sink that a config selects by name (`logging.trackers`)."""
 
     open: Callable[[TrackedRun], Sink]
     check: Callable[[], object] = lambda: None
-    """Raises `TelemetryError` where it cannot work here: asked before anything is loaded."""
+    """Raises `TelemetryError` if the sink cannot work on this machine. Called before anything is loaded."""
 
 
 class Telemetry:
-    """`emit` may be called from any thread and never raises what a sink raised.
+    """Writes each event to every sink.
 
-    `warn` may be called from anywhere, also inside a sink's own write or in a signal handler: it takes no lock. Its
-    event is written with the next one, or by `close`. Whoever knows the step emits a `Warned` itself, in place of
-    one of the same words that waits.
+    `emit` may be called from any thread. It never raises what a sink raised.
+
+    `warn` may be called from anywhere, even from a sink's own `write` or from a signal handler: it takes no lock. The
+    `Warned` event is queued and written with the next event, or by `close`. A caller that knows the step emits the
+    `Warned` event itself; that event replaces a queued one with the same message.
     """
 
     def __init__(
@@ -60,43 +62,44 @@ class Telemetry:
         clock: Callable[[], float] = time.time,
         redactor: Redactor | None = None,
     ) -> None:
-        """`report` gets the one sentence about a sink that failed: for the terminal. `redactor` knows the run's
-        secrets: no event and no sentence has one in it."""
+        """`report` prints the message about a sink that failed. `redactor` removes the run's secrets from every event
+        and message."""
         self._sinks = [*sinks]
         self._redactor = redactor or Redactor()
         self._report, self._clock = report, clock
-        self._lock = threading.RLock()  # telling of a failed sink is itself an event
-        self._waiting: deque[str] = deque()
-        self._about_sinks: set[str] = set()
+        self._lock = threading.RLock()  # reentrant: a failed sink is reported by an event while `_write` holds it
+        self._queued: deque[str] = deque()
+        self._sink_failures: set[str] = set()
         self._step: int | None = None
 
     def add(self, sink: Sink) -> None:
-        """From the next event on."""
+        """Add a sink. It receives the events emitted from now on."""
         with self._lock:
             self._sinks.append(sink)
 
     def emit(self, event: Event) -> None:
         with self._lock:
-            if isinstance(event, Warned) and event.message in self._waiting:
-                self._waiting.remove(event.message)
+            if isinstance(event, Warned) and event.message in self._queued:
+                self._queued.remove(event.message)
             self._write_warnings()
             self._write(event)
             self._write_warnings()
 
     def warn(self, text: str) -> None:
-        if text not in self._about_sinks:  # our own, on its way back from `report`
-            self._waiting.append(text)
+        if text not in self._sink_failures:  # `report` may call `warn`; the failure already has its event
+            self._queued.append(text)
 
     def _write_warnings(self) -> None:
-        for _ in range(len(self._waiting)):  # a sink that warns of every event gets no chance to go on for ever
-            self._write(Warned(message=self._waiting.popleft(), step=self._step))
+        # Only those queued now: a sink that warns on every event would otherwise keep this loop running for ever.
+        for _ in range(len(self._queued)):
+            self._write(Warned(message=self._queued.popleft(), step=self._step))
 
     def _write(self, event: Event) -> None:
         found = step_of(event)
         self._step = self._step if found is None else found
         record = Record(self._clock(), _without_secrets(event, self._redactor))
         for sink in [*self._sinks]:
-            if sink in self._sinks:  # not dropped meanwhile
+            if sink in self._sinks:  # an earlier sink's failure emits an event, which may have removed this one
                 self._try(sink, lambda sink=sink: sink.write(record))  # type: ignore[misc]
 
     def close(self) -> None:
@@ -109,10 +112,10 @@ class Telemetry:
     def _try(self, sink: Sink, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
+        except Exception as error:  # noqa: BLE001 - training continues, whatever a tracker raises
             self._sinks.remove(sink)
             text = self._redactor.redact(f"{sink.name} failed and is left out from here on: {_why(error)}")
-            self._about_sinks.add(text)
+            self._sink_failures.add(text)
             self._report(text)
             self._write(Warned(message=text, step=self._step))
 
@@ -125,8 +128,8 @@ class Telemetry:
         self.close()
 
 
-_MADE_BY_US = ("path", "sheet")
-"""Names of files that sinks open."""
+_FILE_FIELDS = ("path", "sheet")
+"""Fields with paths that sinks open. They are not redacted: a changed path would name no file."""
 
 
 def _without_secrets(event: Event, redactor: Redactor) -> Event:
@@ -135,13 +138,13 @@ def _without_secrets(event: Event, redactor: Redactor) -> Event:
         value = vars(event)[one.name]
         if isinstance(event, ValidationDone) and one.name == "files":
             shown[one.name] = tuple(replace(file, prompt=redactor.redact(file.prompt)) for file in event.files)
-        elif one.name not in _MADE_BY_US and isinstance(value, str | Mapping | tuple):
+        elif one.name not in _FILE_FIELDS and isinstance(value, str | Mapping | tuple):
             shown[one.name] = redactor.redact_values(value)
     return replace(event, **shown)
 
 
 def _why(error: Exception) -> str:
-    """On one line."""
+    """The error as a single line."""
     if isinstance(error, TelemetryError):
         return f"{error.found}; {error.hint}"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,4 +1,4 @@
-"""What a user can cause here. The command line shows the message."""
+"""Errors that a user can cause and fix. The command line prints their message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gracetune.redaction import redact
 
 
 class TelemetryError(Exception):
-    """Something about logs, trackers or reports is not as asked; says what was found, expected, and what to type."""
+    """A log, tracker or report cannot be used. The message says what was found, what was expected and what to type."""
 
     def __init__(self, key: str, *, found: str, expected: str, hint: str) -> None:
         key, found, expected, hint = map(redact, (key, found, expected, hint))

@@ -1,9 +1,10 @@
-"""Everything a run tells about itself. Each event is plain data, with the unit in the name where there is one.
+"""The events that a run emits. Each is plain data, with the unit in the field's name where there is one.
 
-The event log holds one of them a line; `docs/events.md` is made from the notes here (see `schema`). Adding a field with
-a default keeps the version; anything else raises `SCHEMA_VERSION`. Logs of every version in `READ_VERSIONS` are read.
+A line of the event log holds one event. `docs/events.md` is generated from the docstrings and annotations here (see
+`schema`). Adding a field with a default keeps the version; any other change raises `SCHEMA_VERSION`. Logs of every
+version in `READ_VERSIONS` can be read.
 
-    1   the first one
+    1   the first version
     2   adds EffectiveBatchChanged, OverflowArenaChanged, MemoryReclaimed, LookAheadChanged and SelfChecked
 """
 
@@ -24,50 +25,54 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """A process began to train. A log holds one for each; what an earlier one did after `resumed_step` is void."""
+    """A process starts to train. Each process writes one. What earlier processes did after `resumed_step` is void."""
 
     run: Annotated[str, "name of the run"]
-    resumed_step: Annotated[int | None, "optimizer steps done before; null: the run begins anew"] = None
-    total_steps: Annotated[int | None, "optimizer steps at the end; null: not known"] = None
-    world_size: Annotated[int, "processes"] = 1
-    family: Annotated[str, "of the model"] = ""
+    resumed_step: Annotated[
+        int | None, "optimizer steps done before this start; null: the run starts from the beginning"
+    ] = None
+    total_steps: Annotated[int | None, "optimizer steps of the whole run; null: unknown"] = None
+    world_size: Annotated[int, "number of processes"] = 1
+    family: Annotated[str, "model family"] = ""
     model: Annotated[str, "folder or hub id of the weights"] = ""
-    adapter: Annotated[str, "lora, lokr, ..., full_finetune"] = ""
-    adapter_format: Annotated[str, "of the files the run writes: comfyui, diffusers, kohya, lycoris"] = ""
-    machine: Annotated[str, "what it runs on, in words"] = ""
-    versions: Annotated[Mapping[str, str], "of gracetune, Python and the libraries"] = field(default_factory=dict)
+    adapter: Annotated[str, "adapter kind: lora, lokr, ..., full_finetune"] = ""
+    adapter_format: Annotated[str, "format of the files the run writes: comfyui, diffusers, kohya, lycoris"] = ""
+    machine: Annotated[str, "description of the machine"] = ""
+    versions: Annotated[Mapping[str, str], "versions of gracetune, Python and the libraries"] = field(
+        default_factory=dict
+    )
     config: Annotated[Mapping[str, Any], "the resolved configuration"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """Optimizer steps were done: one, or the few since the event before. Means are over these."""
+    """One or more optimizer steps are done: those since the previous `StepDone`. Means are taken over these steps."""
 
     step: Annotated[int, "optimizer steps done since the run began"]
     epoch: Annotated[int, "counted from 0"]
     loss: Annotated[float, "mean over the samples"]
-    step_ms: Annotated[float, "mean duration of an optimizer step, waiting for data included"]
-    steps: Annotated[int, "how many optimizer steps this event speaks of"] = 1
-    stage: Annotated[str, "expert trained: high_noise, low_noise; empty where there is one only"] = ""
-    lr: Annotated[Mapping[str, float], "learning rate by parameter group; the mean where each element has its own"] = (
+    step_ms: Annotated[float, "mean duration of an optimizer step, including the wait for data"]
+    steps: Annotated[int, "number of optimizer steps this event covers"] = 1
+    stage: Annotated[str, "expert trained: high_noise or low_noise; empty if the model has one denoiser"] = ""
+    lr: Annotated[Mapping[str, float], "learning rate by parameter group; the mean if each element has its own"] = (
         field(default_factory=dict)
     )
-    grad_norm: Annotated[float | None, "before clipping"] = None
-    samples: Annotated[int, "samples consumed since the run began, over all processes"] = 0
+    grad_norm: Annotated[float | None, "gradient norm before clipping"] = None
+    samples: Annotated[int, "samples trained on since the run began, over all processes"] = 0
     data_wait_ms: Annotated[float, "mean time a step waited for its data"] = 0.0
-    compile_ms: Annotated[float, "spent compiling; not part of step_ms"] = 0.0
-    micro_batch: Annotated[int, "samples of one process's micro-batch"] = 1
+    compile_ms: Annotated[float, "time spent compiling; not part of step_ms"] = 0.0
+    micro_batch: Annotated[int, "samples in one process's micro-batch"] = 1
     accumulation: Annotated[int, "micro-batches of one process in an optimizer step"] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSwitched(Event):
-    """The next optimizer step trains another expert than the last one. Emitted as that step begins."""
+    """The next optimizer step trains a different expert than the last one. Emitted as that step begins."""
 
     step: Annotated[int, "optimizer steps done"]
     before: Annotated[str, "expert trained until now; empty at a process's first step"]
     after: Annotated[str, "expert trained from now on"]
-    reason: Annotated[str, "why"] = ""
+    reason: Annotated[str, "reason for the change"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +82,9 @@ class EffectiveBatchChanged(Event):
     step: Annotated[int, "optimizer steps done"]
     before: Annotated[int | None, "samples of an optimizer step until now, all processes; null: a process's first step"]
     after: Annotated[int, "samples of an optimizer step from now on, all processes"]
-    micro_batch: Annotated[int, "samples of one process's micro-batch"]
+    micro_batch: Annotated[int, "samples in one process's micro-batch"]
     accumulation: Annotated[int, "micro-batches of one process in an optimizer step"]
-    reason: Annotated[str, "why"] = ""
+    reason: Annotated[str, "reason for the change"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,7 @@ class MemoryStageChanged(Event):
     step: Annotated[int, "optimizer steps done"]
     before: Annotated[int, "memory stage until now"]
     after: Annotated[int, "memory stage from now on"]
-    reason: Annotated[str, "why"] = ""
+    reason: Annotated[str, "reason for the change"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,38 +102,38 @@ class MemoryReclaimed(Event):
     """Memory was reclaimed at a step boundary. A hard reclamation waits for the GPU, a light one does not."""
 
     step: Annotated[int, "optimizer steps done"]
-    extent: Annotated[Literal["light", "hard"], "which of the two"]
-    released_bytes: Annotated[int | None, "GPU memory PyTorch gave back to the driver; null: not known"] = None
-    demoted_bytes: Annotated[int | None, "managed memory sent from the GPU to main memory; null: not known"] = None
-    duration_ms: Annotated[float, "how long training was held up"] = 0.0
-    reason: Annotated[str, "why"] = ""
+    extent: Annotated[Literal["light", "hard"], "kind of reclamation"]
+    released_bytes: Annotated[int | None, "GPU memory that PyTorch returned to the driver; null: unknown"] = None
+    demoted_bytes: Annotated[int | None, "managed memory moved from the GPU to main memory; null: unknown"] = None
+    duration_ms: Annotated[float, "how long training was paused"] = 0.0
+    reason: Annotated[str, "reason for the reclamation"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowArenaChanged(Event):
-    """The overflow arena is used, holds more than ever before, or is empty again."""
+    """The overflow arena came into use, reached a new maximum, or is empty again."""
 
     step: Annotated[int, "optimizer steps done"]
-    before_bytes: Annotated[int, "the most it held in the step before"]
-    after_bytes: Annotated[int, "the most it held in this step, as far as PyTorch's counters tell"]
-    reason: Annotated[str, "why"] = ""
+    before_bytes: Annotated[int, "maximum in use during the previous step"]
+    after_bytes: Annotated[int, "maximum in use during this step, according to PyTorch's counters"]
+    reason: Annotated[str, "reason for the change"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookAheadChanged(Event):
-    """More or fewer batches are brought to the GPU ahead of their step."""
+    """The number of batches that are moved to the GPU ahead of their step changed."""
 
     step: Annotated[int, "optimizer steps done"]
     before: Annotated[int, "batches ahead until now"]
     after: Annotated[int, "batches ahead from now on"]
-    reason: Annotated[str, "why"] = ""
+    reason: Annotated[str, "reason for the change"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySampled(Event):
-    """Memory at a step boundary, and the counters of the unified-memory layer and the caches. Written at a process's
-    first log step, at the first one after an event that changes what memory holds, every 30 seconds, and at the
-    end."""
+    """Memory in use at a step boundary, and the counters of the unified-memory layer and the caches. Written at a
+    process's first log step, at the first log step after an event that changes what memory holds, every 30 seconds,
+    and at the end."""
 
     step: Annotated[int, "optimizer steps done"]
     used_bytes: Annotated[
@@ -136,99 +141,102 @@ class MemorySampled(Event):
     ]
     capacity_bytes: Annotated[
         Mapping[str, int],
-        "of each tier whose size is known: what this process may use of the GPU, of main memory, of the overflow arena",
+        "size of each tier, where it is known: what this process may use of the GPU, main memory or overflow arena",
     ] = field(default_factory=dict)
     counters: Annotated[
         Mapping[str, float], "dotted names: uvm.stage, uvm.prefetch_wait_ms, cache.latents.hit_rate, ..."
     ] = field(default_factory=dict)
-    unavailable: Annotated[Mapping[str, str], "what this machine cannot tell -> why"] = field(default_factory=dict)
+    unavailable: Annotated[Mapping[str, str], "counter that this machine does not provide -> reason"] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(Event):
-    """A checkpoint is complete and on the disk."""
+    """A checkpoint is complete and on disk."""
 
     step: Annotated[int, "optimizer steps done when it was made"]
     path: Annotated[str, "relative to the run's folder"]
-    size_bytes: Annotated[int, "of all its files"]
-    snapshot_ms: Annotated[float, "how long training was held up"]
-    write_ms: Annotated[float, "how long writing took in the background"]
+    size_bytes: Annotated[int, "total size of its files"]
+    snapshot_ms: Annotated[float, "how long training was paused"]
+    write_ms: Annotated[float, "how long the write took in the background"]
     removed: Annotated[tuple[str, ...], "older checkpoints deleted afterwards"] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFile:
-    """One file a validation made."""
+    """One file that a validation generated."""
 
     path: Annotated[str, "relative to the run's folder"]
-    kind: Annotated[Literal["image", "video", "audio"], "what it is"]
-    prompt: Annotated[str, "what was asked for"] = ""
-    seed: Annotated[int | None, "of its noise"] = None
+    kind: Annotated[Literal["image", "video", "audio"], "medium"]
+    prompt: Annotated[str, "prompt it was generated from"] = ""
+    seed: Annotated[int | None, "seed of its noise"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationDone(Event):
-    """Samples were drawn."""
+    """A validation generated samples."""
 
     step: Annotated[int, "optimizer steps done"]
-    files: Annotated[tuple[SampleFile, ...], "in the order of the prompts"]
+    files: Annotated[tuple[SampleFile, ...], "generated files, in the order of the prompts"]
     sheet: Annotated[str | None, "contact sheet, relative to the run's folder"] = None
-    duration_s: Annotated[float, "how long it took"] = 0.0
-    requested: Annotated[bool, "asked for by hand"] = False
+    duration_s: Annotated[float, "duration of the validation"] = 0.0
+    requested: Annotated[bool, "requested by the user, not by the schedule"] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss(Event):
-    """The loss on samples that are not trained on, at fixed noise levels."""
+    """The loss on held-out samples, which are never trained on, at fixed noise levels."""
 
     step: Annotated[int, "optimizer steps done"]
-    stage: Annotated[str, "noise expert asked; empty where there is one only"] = ""
+    stage: Annotated[str, "expert evaluated; empty if the model has one denoiser"] = ""
     losses: Annotated[Mapping[str, float], "noise level -> mean loss"] = field(default_factory=dict)
-    mean: Annotated[float, "over all levels"]
+    mean: Annotated[float, "mean over all noise levels"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfChecked(Event):
-    """A check that what is trained has an effect: of an expert after its first three applied steps, and of the first
-    file it is saved to."""
+    """A check that training has an effect. It runs for each expert after its first three applied steps, and for the
+    first file that the expert is saved to."""
 
     step: Annotated[int, "optimizer steps done"]
-    expert: Annotated[str, "noise expert checked; empty where there is one only"] = ""
-    layers: Annotated[int, "adapted layers; of a full fine-tune: trained tensors"] = 0
+    expert: Annotated[str, "expert checked; empty if the model has one denoiser"] = ""
+    layers: Annotated[int, "number of adapted layers; for a full fine-tune: of trained tensors"] = 0
     idle: Annotated[tuple[str, ...], "layers that have learnt nothing"] = ()
     change: Annotated[
         float | None,
-        "of the denoiser's answer by the adapter, relative to the base model's; null: a file, or a full fine-tune",
+        "change of the denoiser's output by the adapter, relative to the base model's output; null: a file, or a full "
+        "fine-tune",
     ] = None
-    amplified: Annotated[float, "the adapter's strength in that, times the one it is trained with"] = 1.0
-    file: Annotated[str, "that was read back, relative to the run's folder; empty: the model itself was checked"] = ""
+    amplified: Annotated[float, "adapter strength at which change was measured, relative to that of training"] = 1.0
+    file: Annotated[str, "file read back, relative to the run's folder; empty: the model itself was checked"] = ""
     file_difference: Annotated[
         float | None,
-        "of the file's values from the trained ones, relative to their size; of a full fine-tune: the largest of the "
-        "tensors compared",
+        "difference between the file's values and the trained ones, relative to their size; for a full fine-tune: the "
+        "largest of the tensors compared",
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
-    """Something the user should know, and that did not stop the run."""
+    """Something the user should know that did not stop the run."""
 
-    message: Annotated[str, "with what to type, where something can be done"]
+    message: Annotated[str, "the warning, with what to type where that helps"]
     step: Annotated[int | None, "optimizer steps done; null: before or outside training"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """The run ended. A killed run leaves no such event; one that lost its first process has that of another one."""
+    """The run ended. A killed run has no such event. If a run loses its first process, another process writes it."""
 
     step: Annotated[int, "optimizer steps done"]
-    outcome: Annotated[Literal["finished", "interrupted", "failed"], "how"]
+    outcome: Annotated[Literal["finished", "interrupted", "failed"], "how the run ended"]
     reason: Annotated[str, "why it was interrupted or failed"] = ""
-    duration_s: Annotated[float, "of this process, from its RunStarted"] = 0.0
-    outputs: Annotated[tuple[str, ...], "the results, relative to the run's folder"] = ()
-    how_to_load: Annotated[Mapping[str, str], "program -> what to do there; empty: told by the files' names"] = field(
-        default_factory=dict
-    )
+    duration_s: Annotated[float, "duration of this process, from its RunStarted"] = 0.0
+    outputs: Annotated[tuple[str, ...], "resulting files, relative to the run's folder"] = ()
+    how_to_load: Annotated[
+        Mapping[str, str], "program -> how to load the result; empty: readers use the file names"
+    ] = field(default_factory=dict)
 
 
 EVENTS: tuple[type[Event], ...] = (
@@ -260,7 +268,7 @@ class Record:
 
 
 def step_of(event: Event) -> int | None:
-    """None for events that belong to no step."""
+    """The optimizer steps done at this event; None for events outside training."""
     match event:
         case (
             StepDone(step=step)

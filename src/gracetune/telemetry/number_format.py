@@ -1,4 +1,8 @@
-"""Numbers as people read them. (`gracetune.units` says the same for the rest of us; telemetry imports none of us.)"""
+"""Numbers formatted for people.
+
+`gracetune.units` does the same for the rest of the package. Telemetry may not import it: see the layers in
+docs/architecture.md.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ UNKNOWN = "unknown"
 
 
 def number(value: float) -> str:
-    """Four significant figures: `0.1234`, `12.3`, `1.2e-05`, `nan`; whole numbers with separators."""
+    """Four significant figures: `0.1234`, `12.3`, `1.2e-05`, `nan`. Integers get thousands separators."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
@@ -50,7 +54,7 @@ def duration(seconds: float | None) -> str:
 
 
 def pace(seconds: float | None) -> str:
-    """Of a step: `1.52 s/it`, `48 ms/it`."""
+    """Seconds per step: `1.52 s/it`, `48 ms/it`."""
     if seconds is None or not math.isfinite(seconds):
         return "measuring"
     return f"{seconds * 1000:.0f} ms/it" if seconds < 0.9995 else f"{seconds:.2f} s/it"

@@ -1,4 +1,4 @@
-"""How far a run is, how fast, and for how long still. For any terminal: it only makes numbers and one line of text."""
+"""Progress of a run: steps done, pace, and time left, as numbers and as one line of text."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from gracetune.telemetry import number_format as words
+from gracetune.telemetry import number_format
 from gracetune.telemetry.events import Event, MemorySampled, MemoryStageChanged, RunStarted, StepDone
 
 WARM_UP_STEPS = 3
-"""Of every process: compiling, allocating and the first reads make them slow."""
+"""First steps of each process that do not count: compilation, allocation and first reads make them slow."""
 RECENT = 50
-"""Events the pace is the median of; a validation or a slow disk does not move it."""
+"""Number of events whose median is the pace. A median, so that a validation or a slow disk does not change it."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class RunStatus:
     loss: float | None = None
     stage: str = ""
     seconds_per_step: float | None = None
-    """Without warm-up; None until it is known."""
+    """Without the warm-up steps; None until known."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes in use by tier."""
     memory_stage: int | None = None
-    """None where the unified-memory layer is not open."""
+    """None if the unified-memory layer is not open."""
 
     @property
     def eta_s(self) -> float | None:
-        """Of training alone."""
+        """Time left for training alone, without validations and checkpoints."""
         if self.total_steps is None or self.seconds_per_step is None:
             return None
         return max(0, self.total_steps - self.step) * self.seconds_per_step
@@ -45,20 +45,20 @@ class RunStatus:
         parts = [f"step {self.step:,}{total}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}" + (f" ({self.stage})" if self.stage else ""))
-        parts.append(words.pace(self.seconds_per_step))
+        parts.append(number_format.pace(self.seconds_per_step))
         if self.eta_s is not None:
-            parts.append(f"ETA {words.duration(self.eta_s)}")
-        if self.memory_stage is not None:  # before the sizes: a narrow terminal cuts the end off
+            parts.append(f"ETA {number_format.duration(self.eta_s)}")
+        if self.memory_stage is not None:  # before the sizes: a narrow terminal cuts off the end
             parts.append(f"memory stage {self.memory_stage}")
-        parts += [f"{tier} {words.size(used)}" for tier, used in self.memory.items()]
+        parts += [f"{tier} {number_format.size(used)}" for tier, used in self.memory.items()]
         return " · ".join(parts)
 
 
 class ProgressTracker:
-    """Is shown every event, and knows where the run stands."""
+    """Computes the `RunStatus` from the events of a run."""
 
     def __init__(self, *, warm_up_steps: int = WARM_UP_STEPS, recent: int | None = RECENT) -> None:
-        """`recent` None: the pace is the median of all events."""
+        """With `recent` None, the pace is the median of all events."""
         self._warm_up_steps = warm_up_steps
         self._paces: deque[float] = deque(maxlen=recent)
         self._begin = 0

@@ -1,7 +1,7 @@
-"""Events as JSON and back, and the written schema: all of it follows from the dataclasses in `events`.
+"""Conversion of events to JSON and back, and their JSON Schema. All of it is derived from the dataclasses in `events`.
 
 A line of the log is `{"v": 2, "kind": "StepDone", "time_s": ..., <the event's fields>}`. JSON has no NaN and no
-infinity: such a number is written as the text "NaN", "Infinity" or "-Infinity".
+infinity: such a number is written as the string "NaN", "Infinity" or "-Infinity".
 
 `python -m gracetune.telemetry.schema` prints `docs/events.md`.
 """
@@ -24,11 +24,11 @@ _KINDS = {kind.__name__: kind for kind in EVENTS}
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 _HEAD = ("v", "kind", "time_s")
 _TOO_LARGE = 1 << 1023
-"""Whole numbers of JSON have no end; those of a float do."""
+"""Integers in JSON are unbounded; from 2**1024 on, `float` raises OverflowError."""
 
 
 class NotAnEventError(Exception):
-    """A line that is no event of this version, and why."""
+    """A line is not an event of a version that this release reads. The message says why."""
 
 
 # -- events to JSON ---------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def to_json(record: Record) -> dict[str, Any]:
 
 def to_line(record: Record) -> bytes:
     text = json.dumps(to_json(record), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A lone surrogate, as in a file name that is no UTF-8, must not cost the line.
+    # A lone surrogate (from a file name that is not UTF-8) cannot be encoded: write it as \udcXX, not lose the line.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
@@ -62,7 +62,7 @@ def plain(value: Any) -> Any:
 
 
 def from_line(line: bytes) -> Record:
-    """NotAnEventError where it is none. Unknown fields, of a later release, are passed over."""
+    """The event of a line. Raises NotAnEventError. Fields of a later release are ignored."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -94,11 +94,11 @@ def _object(value: Mapping[str, Any], kind: type[Any]) -> Any:
 
 
 _Reader = Callable[[Any, str], Any]
-"""Makes a field's value of what JSON says; its name is for the error."""
+"""Converts a JSON value to a field's value. Its second argument is the field's name, for the error."""
 
 
 def _fields(kind: type[Any]) -> tuple[tuple[str, _Reader, bool], ...]:
-    """Name, reader, and whether it has to be there."""
+    """Each field of an event: its name, its reader, and whether it is required."""
     hints = typing.get_type_hints(kind)
     return tuple(
         (
@@ -111,7 +111,7 @@ def _fields(kind: type[Any]) -> tuple[tuple[str, _Reader, bool], ...]:
 
 
 def _reader(hint: Any) -> _Reader:
-    """Of a type. Made once for each field: a log has hundreds of thousands of lines."""
+    """The reader of a type. Built once per field, not per line: a log has hundreds of thousands of lines."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value, name: value
@@ -168,7 +168,7 @@ _FIELDS = {kind: _fields(kind) for kind in (*EVENTS, SampleFile)}
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of one line of the log."""
+    """The JSON Schema (2020-12) of one line of the log."""
     return {
         "title": f"gracetune event log, version {SCHEMA_VERSION}",
         "anyOf": [_kind_schema(kind) for kind in EVENTS],
@@ -217,7 +217,9 @@ def document() -> str:
     parts = [_INTRODUCTION.format(version=SCHEMA_VERSION)]
     parts += [_table(kind) for kind in (*EVENTS, SampleFile)]
     schema = json.dumps(json_schema(), indent=1, ensure_ascii=False)
-    parts.append(f"## JSON Schema\n\nOf one line; every field is always written.\n\n```json\n{schema}\n```\n")
+    parts.append(
+        f"## JSON Schema\n\nThe schema of one line. Every field is always written.\n\n```json\n{schema}\n```\n"
+    )
     return "\n".join(parts)
 
 
@@ -226,43 +228,45 @@ def _table(kind: type[Any]) -> str:
     rows = []
     for one in dataclasses.fields(kind):
         wanted, note = typing.get_args(hints[one.name])[:2]
-        rows.append(f"| `{one.name}` | {_word(wanted)} | {note.replace('|', chr(92) + '|')} |")
+        rows.append(f"| `{one.name}` | {_type_name(wanted)} | {note.replace('|', chr(92) + '|')} |")
     about = " ".join((inspect.getdoc(kind) or "").split())
     return f"## {kind.__name__}\n\n{about}\n\n| field | type | |\n|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
-def _word(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join("null" if one is types.NoneType else _word(one) for one in inner)
+        return " or ".join("null" if one is types.NoneType else _type_name(one) for one in inner)
     if origin is Literal:
         return ", ".join(f'"{one}"' for one in inner)
     if origin is tuple:
-        return f"list of {_word(inner[0])}"
+        return f"list of {_type_name(inner[0])}"
     if origin is not None:
-        return f"text -> {_word(inner[1])}"
+        return f"string -> {_type_name(inner[1])}"
     if hint is Any:
-        return "anything"
-    words: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
-    return words.get(hint) or str(hint.__name__)
+        return "any"
+    names: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
+    return names.get(hint) or str(hint.__name__)
 
 
 _INTRODUCTION = """# The event log
 
-Made by `python -m gracetune.telemetry.schema`; a test compares it. Version {version}.
+Generated by `python -m gracetune.telemetry.schema`; a test compares this page with its output. Version {version}.
 
-`logs/events.jsonl` in a run's folder holds one JSON object a line, UTF-8, appended as it happens. Every line has `v`
-(the version of this schema), `kind` (a heading below) and `time_s` (seconds since 1970, UTC), then the event's fields.
+`logs/events.jsonl` in a run's folder holds one JSON object per line, in UTF-8, appended as events happen. Every line
+has `v` (the version of this schema), `kind` (a heading below) and `time_s` (seconds since 1970, UTC), then the fields
+of the event.
 
-- Numbers that JSON cannot write are the texts "NaN", "Infinity" and "-Infinity".
-- A process that is killed may leave its last line torn; the next one begins a new line. Readers pass over such a line.
-- A run that is resumed appends, beginning with a `RunStarted`. Events that an earlier process wrote for steps after its
-  `resumed_step` are void, and with `resumed_step` null all earlier ones: those steps are done again.
-- New fields may appear within a version; readers pass over what they do not know. Everything else raises the version.
+- Non-finite numbers, which JSON cannot represent, are written as the strings "NaN", "Infinity" and "-Infinity".
+- A process that is killed may leave an incomplete last line; the next process begins a new line. Readers skip
+  incomplete lines.
+- A resumed run appends to the log, beginning with a `RunStarted`. It repeats the steps after its `resumed_step`: events
+  that earlier processes wrote for these steps are void. If `resumed_step` is null, all earlier events are void.
+- New fields may appear within a version; readers ignore fields they do not know. Any other change raises the version.
 - Version 2 adds `EffectiveBatchChanged`, `OverflowArenaChanged`, `MemoryReclaimed`, `LookAheadChanged` and
-  `SelfChecked` to version 1 and changes nothing else. `gracetune report` reads both, also mixed in one log.
+  `SelfChecked` to version 1 and changes nothing else. The run's report reads both, also mixed in one log.
 - Secrets of the configuration and of the environment are written as `(hidden)` (docs/configuration.md, "Secrets").
-- With several processes, events about memory are those of the first one.
+- With several processes, memory events describe the first process.
 """
 
 

@@ -1,4 +1,4 @@
-"""`gracetune` in a process of its own, whose descriptors 1 and 2 are what a test makes of them."""
+"""Runs `gracetune` in a separate process, with descriptors 1 and 2 chosen by the test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Connect = Callable[[], None]
 
 
 def gracetune(connect: Connect, *arguments: str) -> Child:
-    """Forked, so that it starts at once. It says its exit code, as far as that is ours."""
+    """Run the command in a forked process, which starts at once. It reports the exit code that `main` exits with."""
 
     def work(report: Callable[[str], None]) -> None:
         connect()

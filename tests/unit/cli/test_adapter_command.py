@@ -1,4 +1,4 @@
-"""`gracetune adapter`: every answer and every refusal, on real files of tiny models."""
+"""`gracetune adapter`: every result and every error, on real files of tiny models."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_inspect_knows_every_family_and_algorithm(family, kind, tiny_model, tmp_
 
 
 def test_inspect_prints_norms_of_the_changes(tiny_model, tmp_path, capsys) -> None:
-    """The norm is that of the whole change, computed without building it."""
+    """The norm is that of the complete weight change, computed without materializing it."""
     from gracetune.adapters import delta
     from gracetune.adapters.statistics import change_norm
 
@@ -116,7 +116,7 @@ def test_inspect_counts_no_layer_it_rejects(file, tmp_path, capsys) -> None:
         report = found["files"][0]
         assert (code, report["refused_layers"]) == (1, [stem])
         assert report["adapters"][0]["layers"] == whole - 1
-    assert "refused" in run(capsys, "inspect", tmp_path / "three.safetensors")[1]
+    assert "rejected" in run(capsys, "inspect", tmp_path / "three.safetensors")[1]
 
 
 def test_inspect_a_file_without_a_finite_layer(file, tmp_path, capsys) -> None:
@@ -169,8 +169,8 @@ def test_convert_to_another_precision(file, tmp_path, capsys) -> None:
     assert kept == {torch.float16}
 
 
-def test_convert_a_lokr_for_diffusers(tiny_model, tmp_path, capsys) -> None:
-    """Refused as it is; as a LoRA of enough rank nothing is lost, of less the error is told."""
+def test_convert_rejects_a_lokr_for_diffusers_and_offers_a_lora(tiny_model, tmp_path, capsys) -> None:
+    """It is rejected as it is. A LoRA of sufficient rank is exact; for a lower rank the error is printed."""
     state = adapter(tiny_model, "wan", "lokr")
     path = save(tmp_path / "lokr.safetensors", state, "comfyui", torch.float32)
     code, _, err = run(capsys, "convert", path, "--to", "diffusers")
@@ -187,7 +187,7 @@ def test_convert_a_lokr_for_diffusers(tiny_model, tmp_path, capsys) -> None:
     assert open_adapter(tmp_path / "lokr_diffusers.safetensors").detected.algorithm == "lora"
 
 
-def test_convert_what_depends_on_the_weights(tiny_model, tmp_path, capsys) -> None:
+def test_convert_asks_for_the_base_model_if_the_change_depends_on_its_weights(tiny_model, tmp_path, capsys) -> None:
     path = save(tmp_path / "dora.safetensors", adapter(tiny_model, "wan", "dora"), "kohya", torch.float32)
     code, _, err = run(capsys, "convert", path, "--to", "comfyui", "--lora-rank", 64)
     assert code == 1
@@ -199,8 +199,8 @@ def test_convert_what_depends_on_the_weights(tiny_model, tmp_path, capsys) -> No
     assert found["written"][0]["relative_error"] < 1e-4
 
 
-def test_convert_a_dora_for_comfyui(tiny_model, tmp_path, capsys) -> None:
-    """Given the base weights it is exact; without them it is refused, with the way out."""
+def test_convert_of_a_dora_for_comfyui_needs_the_base_model(tiny_model, tmp_path, capsys) -> None:
+    """With the base weights it is exact; without them it is rejected with a hint."""
     folder = tiny_model("wan", "t2v-1.3b-2.1")
     state = adapter(tiny_model, "wan", "dora")
     path = save(tmp_path / "dora.safetensors", state, "diffusers", torch.bfloat16)
@@ -222,7 +222,7 @@ def test_convert_a_dora_for_comfyui(tiny_model, tmp_path, capsys) -> None:
     assert "Traceback" not in err
 
 
-def test_places_that_disagree_about_the_expert(file, tmp_path, capsys) -> None:
+def test_a_file_with_contradictory_experts_is_rejected(file, tmp_path, capsys) -> None:
     renamed = file.rename(tmp_path / "mine_low_noise.safetensors")
     for more in (("inspect", renamed), ("convert", renamed, "--to", "kohya"),
                  ("verify", renamed, "--flavour", "t2v-14b-2.2")):  # fmt: skip
@@ -231,7 +231,7 @@ def test_places_that_disagree_about_the_expert(file, tmp_path, capsys) -> None:
         assert "its header says high_noise, its file's name low_noise" in " ".join((out + err).split())
 
 
-def test_names_from_a_file_do_not_steer_the_terminal(file, tmp_path, capsys) -> None:
+def test_names_from_a_file_do_not_control_the_terminal(file, tmp_path, capsys) -> None:
     tensors = load_file(file) | {"diffusion_model.\x1b[2J[bold]x.lora_A.weight": torch.ones(2, 2)}
     save_file(tensors, tmp_path / "odd.safetensors", {"ss_output_name": "\x1b]0;title\x07"})
     for more in (("inspect",), ("convert", "--to", "kohya"), ("verify", "--flavour", "t2v-1.3b-2.1")):
@@ -318,7 +318,7 @@ def test_convert_merges_into_a_model(tiny_model, tmp_path, capsys) -> None:
         (("--merge-into", "/nowhere/at/all", "--output", "y"), "nowhere"),
     ],
 )
-def test_what_convert_is_asked_wrongly(
+def test_convert_rejects_unusable_options(
     arguments, expected_text, file, capsys, tiny_model, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -329,8 +329,8 @@ def test_what_convert_is_asked_wrongly(
     assert "Traceback" not in err
 
 
-def test_convert_a_file_whose_scale_nothing_tells(tiny_model, tmp_path, capsys) -> None:
-    """Refused with what to type; with an alpha it is written, and a file that tells its scale is not overruled."""
+def test_convert_asks_for_alpha_if_the_file_has_no_scale(tiny_model, tmp_path, capsys) -> None:
+    """The error says what to type. With --alpha the file is written; --alpha is rejected if the file has a scale."""
     state = adapter(tiny_model, rank=2, alpha=1.0)
     bare = {f"{path}.{name}": one for path, layer in state.layers.items() for name, one in layer.tensors.items()}
     save_file(bare, tmp_path / "bare.safetensors")
@@ -358,7 +358,7 @@ def test_convert_a_file_whose_scale_nothing_tells(tiny_model, tmp_path, capsys) 
     assert "a file that defines its scale" in err
 
 
-def test_a_file_of_ours_that_was_changed(file, tmp_path, capsys) -> None:
+def test_a_changed_file_of_ours_is_rejected(file, tmp_path, capsys) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     changed = tmp_path / "changed_high_noise.safetensors"
@@ -375,7 +375,7 @@ def test_a_file_of_ours_that_was_changed(file, tmp_path, capsys) -> None:
     assert run(capsys, "inspect", again)[0] == 0
 
 
-def test_another_programs_hash_is_told_as_a_note(file, tmp_path, capsys) -> None:
+def test_a_wrong_hash_of_another_program_is_a_note(file, tmp_path, capsys) -> None:
     save_file(load_file(file), tmp_path / "theirs.safetensors", {"sshs_model_hash": "0" * 64})
     code, out, _ = run(capsys, "inspect", tmp_path / "theirs.safetensors")
     assert code == 0
@@ -404,8 +404,8 @@ def test_verify_against_a_folder(family, tiny_model, tmp_path, capsys) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["wan", "flux"])
-def test_verify_prints_its_answer_and_nothing_else(family, tiny_model, tmp_path) -> None:
-    """In a process of its own: transformers complains once, when it is first imported."""
+def test_verify_prints_only_its_result(family, tiny_model, tmp_path) -> None:
+    """In a separate process, because transformers warns once, at its first import."""
     state = adapter(tiny_model, family, "lora")
     path = save(tmp_path / "x.safetensors", state, "lycoris", torch.float32)
     command = [sys.executable, "-m", "gracetune.cli.main", "adapter", "verify", path, "--json", "--model"]
@@ -415,7 +415,7 @@ def test_verify_prints_its_answer_and_nothing_else(family, tiny_model, tmp_path)
 
 
 def test_verify_lists_what_does_not_fit(file, tmp_path, capsys) -> None:
-    """A tiny adapter on the published model: every layer is of another size."""
+    """A tiny adapter against the published model: every layer has another size."""
     code, found = answer(capsys, "verify", file, "--flavour", "t2v-1.3b-2.1")
     report = found["adapters"][0]
     assert (code, found["ok"], report["matched"]) == (1, False, 0)
@@ -505,7 +505,7 @@ def test_an_empty_file(tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--model", "x", "--flavour", "y"), ("--flavour", "t2v-99b")])
-def test_what_verify_is_asked_wrongly(arguments, file, capsys) -> None:
+def test_verify_rejects_unusable_options(arguments, file, capsys) -> None:
     code, _, err = run(capsys, "verify", file, *arguments)
     assert code == 1
     assert "Traceback" not in err
@@ -514,7 +514,7 @@ def test_what_verify_is_asked_wrongly(arguments, file, capsys) -> None:
 # -- programs ---------------------------------------------------------------------------------------------------------
 
 
-def test_convert_chooses_the_format_that_a_program_reads_right(tiny_model, tmp_path, capsys) -> None:
+def test_convert_chooses_the_format_that_a_program_loads_correctly(tiny_model, tmp_path, capsys) -> None:
     path = save(tmp_path / "x.safetensors", adapter(tiny_model, kind="lokr"), "lycoris", torch.float32)
     for program, format in (("comfyui", "comfyui"), ("musubi", "kohya"), ("lycoris", "lycoris")):
         output = tmp_path / f"for_{program}.safetensors"
@@ -564,7 +564,7 @@ def test_convert_for_a_program_with_a_lora_or_a_model(tiny_model, tmp_path, caps
         ("flux", "full_delta", ("bias",), "lycoris", "lycoris"),
     ],
 )
-def test_convert_writes_nothing_that_is_read_wrongly(
+def test_convert_writes_no_file_that_the_program_loads_incorrectly(
     family, kind, options, format, alone, tiny_model, tmp_path, capsys
 ) -> None:
     state = adapter(tiny_model, family, kind, options=options)
@@ -580,7 +580,7 @@ def test_convert_writes_nothing_that_is_read_wrongly(
 
 
 def test_a_difference_of_flux_with_biases_for_comfyui(tiny_model, tmp_path, capsys) -> None:
-    """ComfyUI cuts matrices up, and loads no bias into a part: whole matrices and biases are written."""
+    """ComfyUI splits matrices and loads no bias into a part, so whole matrices and biases are written."""
     state = adapter(tiny_model, "flux", "full_delta", options=("bias",))
     path = save(tmp_path / "x.safetensors", state, "lycoris", torch.float32)
     assert run(capsys, "convert", path, "--for", "comfyui", "--family", "flux")[0] == 0

@@ -1,4 +1,4 @@
-"""Whatever a file holds, `config check` and `config show` say something that can be printed."""
+"""`config check` and `config show` print valid text for any file content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ patient = settings(max_examples=50, deadline=None, suppress_health_check=[Health
 
 
 def examine(path: Path, overrides: list[str] | None = None) -> None:
-    """What the two commands do with a file, up to the bytes a terminal gets."""
+    """Run both commands on a file. Returns the bytes that a terminal receives."""
     checked = check_file(path, ENVIRONMENT, overrides, paths=True)
     assert all(problem.key and problem.found and problem.expected and problem.hint for problem in checked.problems)
     page = io.StringIO()
@@ -49,7 +49,9 @@ def examine(path: Path, overrides: list[str] | None = None) -> None:
 @pytest.mark.parametrize("suffix", [".json", ".yaml"])
 @patient
 @given(data=st.data())
-def test_a_damaged_file(tmp_path: Path, dialect: str, suffix: str, data: st.DataObject) -> None:
+def test_any_damaged_file_gives_printable_output(
+    tmp_path: Path, dialect: str, suffix: str, data: st.DataObject
+) -> None:
     document = data.draw(st.sampled_from(DOCUMENTS[dialect]).flatmap(mutated))
     for name, sidecar in FILES.items():
         (tmp_path / name).write_text(json.dumps(sidecar), encoding="utf-8")
@@ -64,7 +66,7 @@ def test_a_damaged_file(tmp_path: Path, dialect: str, suffix: str, data: st.Data
                          "adapter.by_module.y", "model", "validation.prompts", "memory.uvm_stage1_min_bytes"]),
     value=st.text(max_size=30) | ODD.map(str),
 )  # fmt: skip
-def test_any_override(tmp_path: Path, key: str, value: str) -> None:
+def test_any_override_gives_printable_output(tmp_path: Path, key: str, value: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(RICH), encoding="utf-8")
     examine(path, [f"{key}={value}"])

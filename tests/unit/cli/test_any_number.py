@@ -1,4 +1,4 @@
-"""Whatever number stands in a config, it is refused in words or planned with: every numeric field, tried one by one."""
+"""Any number in any numeric field of a config is either rejected with a message or planned with."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
 
 
 def numbers(node: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every place of a config where a number may stand, and what the schema says about it."""
+    """Every numeric field of a config, with its schema."""
     if "$ref" in node:
         node = schema()["$defs"][node["$ref"].rsplit("/", 1)[1]]
     if node.get("type") in ("integer", "number"):
@@ -58,7 +58,7 @@ def numbers(node: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Mappi
 
 
 def bounds(node: Mapping[str, Any]) -> list[str]:
-    """The last values on the good side."""
+    """The extreme values that are still valid."""
     step = {"integer": lambda value, _: value - 1, "number": math.nextafter}[node["type"]]
     found = [node[name] for name in ("minimum", "maximum") if name in node]
     found += [step(node["exclusiveMaximum"], 0)] if "exclusiveMaximum" in node else []
@@ -69,7 +69,7 @@ NUMBERS = [*numbers(schema())]
 
 
 def test_every_number_has_both_bounds() -> None:
-    """So that a new option comes with a thought about how large it may be."""
+    """Makes the author of a new option decide how large it may be."""
     endless = [
         key for key, node in NUMBERS
         if not ({"minimum", "exclusiveMinimum"} & node.keys() and {"maximum", "exclusiveMaximum"} & node.keys())
@@ -79,7 +79,7 @@ def test_every_number_has_both_bounds() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_it_is_rejected_in_words_or_planned_with(tmp_path: Path, document: str) -> None:
+def test_any_number_is_rejected_with_a_message_or_planned_with(tmp_path: Path, document: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(DOCUMENTS[document]))
     machine = load_recording(MACHINES / ("gh200-numa" if document == "stills" else "cpu-only"))

@@ -1,4 +1,4 @@
-"""`gracetune baseline compare`, as it is typed. What `capture` does is in tests/runs/test_baseline.py."""
+"""The command `gracetune baseline compare`. Tests of `capture` are in tests/runs/test_baseline.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_regression_is_exit_code_1_and_in_the_table(fast: str, slow: str, caps
     assert exit_code("baseline", "compare", slow, fast) == 0
 
 
-def test_json_is_alone_on_stdout(fast: str, slow: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stdout_holds_only_the_json(fast: str, slow: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("baseline", "compare", fast, slow, "--json") == 1
     message = json.loads(capsys.readouterr().out)
     assert (message["a"], message["b"], message["regression"]) == (fast, slow, True)
@@ -58,7 +58,7 @@ def test_json_is_alone_on_stdout(fast: str, slow: str, capsys: pytest.CaptureFix
         (["--tolerance", "5"], "a share of at least 0 and under 100 %"),
     ],
 )
-def test_a_tolerance_that_is_none_is_told(
+def test_an_invalid_tolerance_is_an_error(
     arguments: list[str], message: str, fast: str, slow: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code("baseline", "compare", fast, slow, *arguments) == 1
@@ -78,12 +78,12 @@ def test_another_configuration_is_rejected_until_it_is_allowed(
     assert "note  the configurations differ" in capsys.readouterr().out
 
 
-def test_a_missing_baseline_is_told(fast: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_baseline_is_an_error(fast: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("baseline", "compare", fast, str(tmp_path / "nothing")) == 1
     assert "gracetune baseline capture CONFIG makes one" in capsys.readouterr().err
 
 
-def test_a_config_that_is_not_there_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_config_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "baseline"
     assert exit_code("baseline", "capture", str(tmp_path / "no.yaml"), "--output", str(output)) == 1
     assert "Traceback" not in capsys.readouterr().err

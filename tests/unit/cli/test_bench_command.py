@@ -30,7 +30,7 @@ def exit_code(*arguments: str) -> int:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the answer of a machine without a GPU")
-def test_without_a_gpu_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_message_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("bench", "memory") == 1
     assert "needs unified memory, which is not available" in capsys.readouterr().err
 
@@ -52,8 +52,8 @@ def test_rows_are_readable_and_results_complete(capsys: pytest.CaptureFixture[st
     assert result["rows"][1]["ok"] is False
 
 
-def smoked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The only row of a bench that ran on a tiny model."""
+def smoke_row(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The single row of a benchmark on a tiny model."""
     assert exit_code("bench", *arguments, "--smoke", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     (row,) = result["rows"]
@@ -70,7 +70,7 @@ def smoked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 
 def test_a_step_is_measured_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    row = smoked(capsys, "wan14b", "--baseline", "--output", str(file))
+    row = smoke_row(capsys, "wan14b", "--baseline", "--output", str(file))
     assert row["ratio"] == pytest.approx(row["baseline_ms"] / row["ms_per_step"], rel=1e-3)
     assert row["baseline"].startswith("diffusers + peft")
     assert json.loads(file.read_text())["rows"] == [row]
@@ -78,7 +78,7 @@ def test_a_step_is_measured_from_end_to_end(capsys: pytest.CaptureFixture[str], 
 
 @pytest.mark.full
 def test_lokr_is_measured_against_lycoris(capsys: pytest.CaptureFixture[str]) -> None:
-    row = smoked(capsys, "wan14b", "--adapter", "lokr", "--baseline", "--optimizer", "automagic", "--frames", "81")
+    row = smoke_row(capsys, "wan14b", "--adapter", "lokr", "--baseline", "--optimizer", "automagic", "--frames", "81")
     assert row["baseline"].startswith("diffusers + lycoris-lora")
     assert (row["optimizer"], row["frames"]) == ("automagic", 5)
 
@@ -86,19 +86,19 @@ def test_lokr_is_measured_against_lycoris(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.full
 @pytest.mark.parametrize(("bench", "adapter"), [("qwen", "lokr"), ("flux", "lora"), ("sdxl", "lora")])
 def test_every_model_is_measured(bench: str, adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
-    row = smoked(capsys, bench, "--adapter", adapter, "--baseline", "--batch", "2", "--checkpointing", "full")
+    row = smoke_row(capsys, bench, "--adapter", adapter, "--baseline", "--batch", "2", "--checkpointing", "full")
     assert (row["bench"], row["batch"], row["policy"]) == (bench, 2, "full")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("adapter", ["loha", "dora"])
 def test_every_adapter_is_measured(adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert smoked(capsys, "wan14b", "--adapter", adapter, "--baseline")["adapter"] == adapter
+    assert smoke_row(capsys, "wan14b", "--adapter", adapter, "--baseline")["adapter"] == adapter
 
 
 @pytest.mark.full
 def test_fp8_is_measured_where_it_is_only_rounded(capsys: pytest.CaptureFixture[str]) -> None:
-    row = smoked(capsys, "wan14b", "--precision", "fp8")
+    row = smoke_row(capsys, "wan14b", "--precision", "fp8")
     assert row["numerics"]["relative_error"] > row["numerics"]["library_relative_error"], "three bits of mantissa"
 
 
@@ -119,6 +119,6 @@ def test_the_real_size_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--smoke" in capsys.readouterr().err
 
 
-def test_a_size_nobody_can_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_size_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("bench", "wan14b", "--memory-limit", "much") == 1
     assert "--memory-limit" in capsys.readouterr().err

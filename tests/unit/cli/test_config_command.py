@@ -51,14 +51,14 @@ def test_check_names_every_file_and_problem(tmp_path: Path, capsys: pytest.Captu
     assert third["problems"][0]["found"] == "no file there"
 
 
-def test_check_looks_for_folders_unless_told_not_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_looks_for_folders_unless_no_paths_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "good.yaml", GOOD)
     assert run("config", "check", path) == 1
     assert "--no-paths" in capsys.readouterr().out
     assert run("config", "check", "--no-paths", path) == 0
 
 
-def test_no_paths_leaves_out_this_machines_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_paths_ignores_the_variables_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GH200_UVM_STAGE1_THRESHOLD", "7")
     (tmp_path / "data").mkdir()
     path = write(tmp_path / "good.yaml", {**GOOD, "datasets": [{"id": "a", "path": str(tmp_path / "data")}]})
@@ -66,7 +66,9 @@ def test_no_paths_leaves_out_this_machines_variables(tmp_path: Path, monkeypatch
     assert run("config", "check", "--no-paths", path) == 0
 
 
-def test_a_folder_among_files_is_said_and_alone_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_among_files_is_skipped_and_alone_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path / "good.yaml", GOOD)
     (tmp_path / "sidecars").mkdir()
     assert run("config", "check", "--no-paths", path, str(tmp_path / "sidecars")) == 0
@@ -106,7 +108,7 @@ def test_errors_are_messages_on_stderr_and_exit_1(tmp_path: Path, capsys: pytest
     assert run("config", "frobnicate") == 2
 
 
-def test_allocator_options_are_taken_out_before_torch_could_see_them(tmp_path: Path) -> None:
+def test_allocator_options_are_removed_before_torch_is_imported(tmp_path: Path) -> None:
     path = write(tmp_path / "good.yaml", GOOD)
     code = (
         "import os, sys\nfrom gracetune.cli.main import main\n"

@@ -1,4 +1,4 @@
-"""`config check` and `config show` answer without torch, in every dialect: in half a second, on a laptop."""
+"""`config check` and `config show` import no torch in any dialect, so that they take half a second on a laptop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ print(json.dumps({"answers": answers, "loaded": loaded}))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process says that asks everything about a file of each dialect."""
+    """Output of one process that runs both commands on a file of each dialect."""
     folder = tmp_path_factory.mktemp("configs")
     for name in ("a", "b"):
         (folder / name).mkdir()

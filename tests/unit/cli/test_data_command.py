@@ -39,7 +39,7 @@ def run(*arguments: str) -> Result:
 
 
 def error(*arguments: str) -> GracetuneError:
-    """What `main` would print before it ends with exit code 1."""
+    """The message that `main` would print before exit code 1."""
     found = run(*arguments).exception
     assert isinstance(found, GracetuneError)
     return found
@@ -52,7 +52,7 @@ def photos(tmp_path: Path) -> str:
 
 
 class TestReport:
-    def test_for_people(self, tmp_path: Path, photos: str) -> None:
+    def test_the_text_report(self, tmp_path: Path, photos: str) -> None:
         result = run(write(tmp_path, {"path": photos, "minimum_size": 32, "repeats": 1}), "--no-sheets")
         assert result.exit_code == 0
         for words in (
@@ -67,7 +67,7 @@ class TestReport:
             assert words in " ".join(result.stdout.split()), words
         assert not (tmp_path / "out" / "data_show").exists()
 
-    def test_for_programs(self, tmp_path: Path, photos: str) -> None:
+    def test_the_json_report(self, tmp_path: Path, photos: str) -> None:
         second = {"path": photos, "resolution": 96, "probability": 0.5, "batch_size": 2}
         result = run(write(tmp_path, {"path": photos, "minimum_size": 32}, second), "--json")
         report = json.loads(result.stdout)
@@ -86,7 +86,7 @@ class TestReport:
         assert epoch["optimizer_steps"] == -(-epoch["batches"] // 2)
         assert all(Path(bucket["sheet"]).is_file() for bucket in first["buckets"])
 
-    def test_a_second_look_opens_nothing_and_says_the_same(self, tmp_path: Path, photos: str) -> None:
+    def test_a_second_run_opens_no_file_and_prints_the_same(self, tmp_path: Path, photos: str) -> None:
         config = write(tmp_path, {"path": photos})
         first = run(config, "--json", "--no-sheets").stdout
         assert len(list((tmp_path / "out" / "cache" / "scan").glob("*.json"))) == 1
@@ -99,17 +99,17 @@ class TestReport:
         report = json.loads(run(config, "--no-sheets", "--json").stdout)
         assert [one["path"] for one in report["datasets"][0]["unreadable"]] == ["bad.png"]
 
-    def test_a_run_that_could_not_begin_is_said(self, tmp_path: Path, photos: str) -> None:
+    def test_a_run_without_an_active_dataset_is_reported(self, tmp_path: Path, photos: str) -> None:
         result = run(write(tmp_path, {"path": photos, "start_step": 100}), "--no-sheets")
         assert "no dataset is active when the run begins" in result.stdout
 
-    def test_buckets_that_never_fill_a_batch_are_said(self, tmp_path: Path, photos: str) -> None:
+    def test_buckets_that_never_fill_a_batch_are_reported(self, tmp_path: Path, photos: str) -> None:
         files = {f"odd{number}.png": image(64, 64 + 24 * number) for number in range(1, 7)}
         config = write(tmp_path, {"path": str(write_files(tmp_path / "odd", files)), "resolution": 256})
         assert "have fewer samples than a batch of 4; crop.aspect closest" in run(config, "--no-sheets").stdout
         assert "have fewer samples" not in run(write(tmp_path, {"path": photos, "repeats": 3}), "--no-sheets").stdout
 
-    def test_what_staging_will_take(self, tmp_path: Path, photos: str) -> None:
+    def test_the_memory_that_staging_needs_is_reported(self, tmp_path: Path, photos: str) -> None:
         staged = {"path": photos, "type": "in_memory", "in_memory": {"compression": "lz4", "memory_limit_gb": 1}}
         other = {**staged, "resolution": 96, "corrupt_threshold": 0.5}
         config = write(tmp_path, staged, other, {"path": photos})
@@ -126,16 +126,16 @@ class TestReport:
         assert 0 < report["in_memory"]["d0"]["stored_bytes"] <= size
         assert report["in_memory"].keys() == {"d0"}
 
-    def test_one_of_everything_is_said_in_the_singular(self, tmp_path: Path) -> None:
+    def test_counts_of_one_are_in_the_singular(self, tmp_path: Path) -> None:
         folder = str(write_files(tmp_path / "one", {"a.png": image(), "a.txt": "one"}))
         config = write(tmp_path, {"path": folder, "type": "in_memory"}, training={"max_steps": 1, "batch_size": 1})
-        stated = " ".join(run(config).stdout.split())
+        output = " ".join(run(config).stdout.split())
         for words in ("1 sample ", "captions 1 of 1 sample, 1 text,", "1 sample in 1 batch of 1", "1 contact sheet in",
                       "2 files of", "1 optimizer step"):  # fmt: skip
-            assert words in stated, words
-        assert not re.search(r"\b1 (samples|texts|batches|contact sheets|files|visits|optimizer steps)\b", stated)
+            assert words in output, words
+        assert not re.search(r"\b1 (samples|texts|batches|contact sheets|files|visits|optimizer steps)\b", output)
 
-    def test_an_assumed_model_is_said(self, tmp_path: Path, photos: str) -> None:
+    def test_an_assumed_model_is_reported(self, tmp_path: Path, photos: str) -> None:
         config = write(tmp_path, {"path": photos}, model={"family": "wan", "path": "/models/mine"})
         assert "assumed to be t2v-14b-2.2" in run(config, "--no-sheets").stdout
 
@@ -152,7 +152,7 @@ class TestSheets:
                 sheet.load()
                 assert sheet.width >= 640
 
-    def test_elsewhere(self, tmp_path: Path, photos: str) -> None:
+    def test_sheets_go_to_the_output_folder(self, tmp_path: Path, photos: str) -> None:
         run(write(tmp_path, {"path": photos}), "--output", str(tmp_path / "sheets"))
         assert len(list((tmp_path / "sheets").glob("*.png"))) == 4
         assert not (tmp_path / "out" / "data_show").exists()
@@ -174,11 +174,11 @@ class TestSheets:
         names = {file.name for file in (tmp_path / "out" / "data_show").iterdir()}
         assert {"01_a_b_c__128x128.png", "02_a_b_c_128x128.png"} <= names
 
-    def test_however_long_the_id(self, tmp_path: Path, photos: str) -> None:
+    def test_long_ids_become_valid_file_names(self, tmp_path: Path, photos: str) -> None:
         run(write(tmp_path, {"path": photos, "id": "é" * 300}))
         assert (tmp_path / "out" / "data_show" / f"01_{'é' * 50}_128x128.png").exists()
 
-    def test_images_no_memory_could_hold_are_dropped_with_the_reason(self, tmp_path: Path) -> None:
+    def test_images_too_large_for_memory_are_dropped_with_the_reason(self, tmp_path: Path) -> None:
         folder = str(write_files(tmp_path / "strips", {"a.png": image(640, 64), "b.png": image(64, 64)}))
         dataset = {"path": folder, "resolution": 4096, "resolution_type": "pixel"}
         found = json.loads(run(write(tmp_path, dataset), "--json").stdout)["datasets"][0]
@@ -186,13 +186,13 @@ class TestSheets:
         assert "640x64 would be scaled to 40960x4096" in found["dropped"][0]["files"][0]["detail"]
         assert [bucket["width"] for bucket in found["buckets"]] == [4096]
 
-    def test_damage_that_only_decoding_finds(self, tmp_path: Path, photos: str) -> None:
+    def test_damage_found_only_by_decoding_is_reported(self, tmp_path: Path, photos: str) -> None:
         data = bytearray(image(200, 200))
         data[300:2_000] = bytes(1_700)
         write_files(Path(photos), {"damaged.png": bytes(data)})
         assert "d0: damaged.png cannot be decoded" in run(write(tmp_path, {"path": photos})).stdout
 
-    def test_a_place_that_cannot_be_written(self, tmp_path: Path, photos: str) -> None:
+    def test_an_unwritable_output_folder_is_an_error(self, tmp_path: Path, photos: str) -> None:
         (tmp_path / "file").write_text("")
         found = error(write(tmp_path, {"path": photos}), "--output", str(tmp_path / "file" / "x"))
         assert isinstance(found, ConfigError)
@@ -201,7 +201,7 @@ class TestSheets:
 
 
 class TestBadInput:
-    def test_all_missing_folders_at_once(self, tmp_path: Path, photos: str) -> None:
+    def test_all_missing_folders_are_reported_at_once(self, tmp_path: Path, photos: str) -> None:
         config = write(tmp_path, {"path": "/nowhere/a"}, {"path": photos}, {"path": "/nowhere/b"},
                        model={"family": "sdxl", "path": "/models/that/are/not/needed/here"})  # fmt: skip
         found = error(config)
@@ -246,5 +246,5 @@ class TestBadInput:
         assert "bad.png" in str(found)
         assert "100.0 megapixels" in str(found)
 
-    def test_a_key_nobody_knows(self, tmp_path: Path, photos: str) -> None:
+    def test_an_unknown_key_is_an_error(self, tmp_path: Path, photos: str) -> None:
         assert "datasets[0].resolutoin" in str(error(write(tmp_path, {"path": photos, "resolutoin": 3})))

@@ -1,4 +1,4 @@
-"""`gracetune examples`: every file of ours is in an example, and a copy is complete."""
+"""`gracetune examples`: every file of the folder belongs to an example, and a copy is complete."""
 
 from __future__ import annotations
 

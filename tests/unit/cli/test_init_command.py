@@ -1,4 +1,4 @@
-"""`gracetune init` as it is typed: flags, questions on a terminal, and what it refuses."""
+"""The command `gracetune init`: options, questions on a terminal, and errors."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_flags_answer_every_question(photos: Path, capsys: pytest.CaptureFixture
     assert gracetune("config", "check", "photos.yaml") == 0
 
 
-def test_yes_takes_defaults_and_json_says_them(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yes_uses_defaults_and_json_reports_them(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gracetune("init", f"{photos}/", "--yes", "--json") == 0
     message = json.loads(capsys.readouterr().out)
     assert (message["config"], message["preset"], message["model"]) == ("photos.yaml", "character", "sdxl/base-1.0")
     assert (message["files"], message["captioned"], message["steps"]) == (12, 12, 960)
 
 
-def test_nobody_to_ask(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_missing_options_are_an_error(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gracetune("init", str(photos), "--steps", "30") == 1
     message = capsys.readouterr().err
     assert "--model, --trigger, --preset" in message
@@ -70,7 +70,7 @@ def test_nothing_is_overwritten(photos: Path, capsys: pytest.CaptureFixture[str]
         (("--model", "photos"), "without model_index.json"),
     ],
 )
-def test_flags_that_cannot_be_used(
+def test_invalid_options_are_rejected(
     flags: tuple[str, ...], words: str, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert gracetune("init", str(photos), "--yes", *flags) == 1
@@ -78,8 +78,8 @@ def test_flags_that_cannot_be_used(
     assert [path.name for path in Path().iterdir()] == ["photos"]
 
 
-def test_questions_on_a_terminal(photos: Path) -> None:
-    """At most five; an answer that cannot be used is asked for again."""
+def test_a_terminal_is_asked_for_missing_options(photos: Path) -> None:
+    """It asks at most five questions, and repeats a question after an invalid answer."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, *command_line("init", str(photos))], stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True

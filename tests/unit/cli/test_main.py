@@ -1,8 +1,9 @@
-"""The list of commands: quick, complete, and helpful about what was typed wrongly."""
+"""The list of commands is quick and complete, and usage errors suggest what to type."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,17 +13,18 @@ from typer.main import get_command
 from gracetune import __version__
 from gracetune.cli.main import ENTRIES, MEANT, app
 from runs.test_commands import gracetune
+from unit.cli.test_options_in_messages import OURS as COMMANDS
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_the_list_says_what_the_command_says(name: str) -> None:
+def test_the_list_has_the_first_line_of_each_command_s_help(name: str) -> None:
     command = get_command(app).commands[name]  # type: ignore[attr-defined]
     assert (command.help or "").startswith(ENTRIES[name].help.removesuffix("."))
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_help_and_version_import_neither_torch_nor_configs(option: str) -> None:
-    """They print within half a second. A busy machine makes time a bad witness, so imports are counted."""
+    """They print within half a second. Imports are counted, because times are unreliable on a busy machine."""
     code = f"""
 import sys
 from gracetune.cli.main import main
@@ -37,7 +39,7 @@ finally:
 
 
 @pytest.mark.parametrize(("typed", "meant"), [*MEANT.items(), ("trian", "train"), ("estimat", "estimate")])
-def test_an_unknown_command_names_the_one_that_is_meant(
+def test_an_unknown_command_suggests_the_intended_one(
     typed: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert meant.split()[0] in ENTRIES
@@ -45,12 +47,24 @@ def test_an_unknown_command_names_the_one_that_is_meant(
     assert f"Try: gracetune {meant}" in " ".join(capsys.readouterr().err.replace("│", "").split())
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_every_option_whole_at_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With little room, rich shortens an option's name and ends it in an ellipsis."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert gracetune(*command.split(), "--help") == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert COMMANDS[command] <= set(re.findall(r"--[a-z-]+", shown))
+
+
 @pytest.mark.parametrize("arguments", [["start"], ["train"], ["train", "--nothing", "a.yaml"], ["--nothing"]])
 def test_usage_errors_as_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert gracetune(*arguments, "--json") == 2
-    message = capsys.readouterr()
-    assert json.loads(message.out)["ok"] is False
-    assert json.loads(message.out)["error"]
-    assert "Error" in message.err
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["ok"] is False
+    assert json.loads(printed.out)["error"]
+    assert "Error" in printed.err
     assert gracetune(*arguments) == 2
     assert not capsys.readouterr().out

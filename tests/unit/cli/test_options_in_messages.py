@@ -1,4 +1,4 @@
-"""Messages name options that exist, and that the command has which shows the message."""
+"""Options in messages exist, and belong to the command that prints the message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_OURS = re.compile(
     r"benchmarks/|accelerate launch|pip install|docker|container|apptainer|nvidia-smi|hf download|ulimit|ps aux"
     r"|--gpus|--nv\b"
 )
-"""Programs of others, with options of theirs."""
+"""Other programs, which have their own options."""
 NOT_SHOWN = (
     "telemetry/report/style.py",
     "bench/results.py",
@@ -61,7 +61,7 @@ NOT_IN_A_RUN: Mapping[tuple[str, str], str] = {
 
 
 def commands(group: Any, name: str = "") -> Iterator[tuple[str, set[str]]]:
-    """Every command, with its options."""
+    """Every command and its options."""
     if hasattr(group, "commands"):
         for word, one in group.commands.items():
             yield from commands(one, f"{name} {word}".strip())
@@ -72,11 +72,11 @@ def commands(group: Any, name: str = "") -> Iterator[tuple[str, set[str]]]:
 
 OURS = dict(commands(typer.main.get_command(app)))
 ALL = set().union(*OURS.values()) | {"--device", "--config", "--version", "--num_processes"}
-"""Also of the scripts at the root, and of accelerate."""
+"""All options, including those of the scripts at the root and of accelerate."""
 
 
 def texts() -> Iterator[tuple[str, int, str]]:
-    """Everything in our code that may be shown: file, line, text. Pieces of one message are put together."""
+    """All text in our code that may be printed: file, line, text. The parts of one message are joined."""
     for path in sorted(SOURCE.rglob("*.py")):
         name = str(path.relative_to(SOURCE))
         if name.startswith(NOT_SHOWN):
@@ -98,18 +98,18 @@ NAMED = [(name, line, text) for name, line, text in texts() if OPTION.search(tex
 
 
 def named_options() -> Iterator[tuple[str, str, str]]:
-    """Where, the option, and the text it is in."""
+    """Location, option, and the text that names it."""
     for name, line, text in NAMED:
         yield from ((f"{name}:{line}", found, text) for found in OPTION.findall(text))
 
 
-def test_every_option_that_is_named_is_one() -> None:
+def test_every_option_in_a_message_exists() -> None:
     unknown = [f"{location}: {found}" for location, found, _ in named_options() if found not in ALL]
     assert not unknown, "\n".join(unknown)
     assert len(NAMED) > 100, "the messages are not where they are looked for"
 
 
-def test_a_command_is_named_with_options_of_its_own() -> None:
+def test_commands_in_messages_have_the_options_named_with_them() -> None:
     wrong: list[str] = []
     for name, line, text in NAMED:
         for found in COMMAND.finditer(text):
@@ -120,8 +120,8 @@ def test_a_command_is_named_with_options_of_its_own() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_a_run_may_show_names_options_of_train() -> None:
-    """Unless the message names the command that has them."""
+def test_messages_of_a_run_name_options_of_train() -> None:
+    """A message may name options of another command if it names that command."""
     wrong = [
         f"{location}: {found}: {text[:90]!r}"
         for location, found, text in named_options()
@@ -132,7 +132,7 @@ def test_what_a_run_may_show_names_options_of_train() -> None:
 
 
 def test_train_py_has_the_options_of_train() -> None:
-    """So that messages are right for both."""
+    """Messages that name an option are then correct for both."""
     assert {f"--{name}" for name in (*_SWITCHES, *_VALUES)} - {"--config"} == OURS["train"] - {"--help"}
 
 

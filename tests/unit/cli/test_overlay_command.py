@@ -22,8 +22,8 @@ SIMPLETUNER = RECORDED / "simpletuner-4.10.1.json"
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
         main(["overlay", *arguments])
-    stated = capsys.readouterr()
-    return int(ended.value.code or 0), stated.out, stated.err
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
 
 
 def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -33,7 +33,7 @@ def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, d
 
 
 class TestCheck:
-    def test_json_is_alone_and_as_promised(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_stdout_holds_only_the_documented_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, value = checked(capsys, "simpletuner", "--source", str(SIMPLETUNER))
         assert (code, value["upstream"], value["version"]) == (0, "simpletuner", "4.10.1")
         point = next(one for one in value["points"] if one["name"] == "data.create_backend")
@@ -50,7 +50,7 @@ class TestCheck:
         assert "everything needed is there" in text
         assert "simpletuner" not in sys.modules
 
-    def test_exits_1_when_something_needed_is_gone(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_exits_1_if_a_needed_point_is_gone(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, text, _ = run(capsys, "check", "simpletuner", "--source", str(RECORDED / "simpletuner-3.3.4.json"))
         assert code == 1
         assert "missing" in text
@@ -59,7 +59,7 @@ class TestCheck:
         code, value = checked(capsys, "simpletuner", "--source", str(RECORDED / "simpletuner-3.3.4.json"))
         assert (code, value["ok"]) == (1, False)
 
-    def test_exits_1_when_something_needed_went_out_of_reach(
+    def test_exits_1_if_a_needed_point_is_out_of_reach(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         build(recorded("simpletuner-4.10.1"), tmp_path)
@@ -93,7 +93,7 @@ class TestCheck:
             assert json.loads(text)["ok"] is False if output else text == ""
             assert all(word in error for word in words)
 
-    def test_offers_the_upstreams_there_are(self) -> None:
+    def test_the_help_names_the_upstreams(self) -> None:
         assert [name.value for name in OverlayName] == [*UPSTREAMS]
 
     def test_another_upstream_is_a_usage_error(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +111,7 @@ class TestCheck:
         assert done.returncode == 0, done.stderr
 
     @pytest.mark.full
-    def test_the_one_that_is_installed(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_installed_upstream_is_checked(self, capsys: pytest.CaptureFixture[str]) -> None:
         try:
             version = importlib.metadata.version("simpletuner")
         except importlib.metadata.PackageNotFoundError:
@@ -121,7 +121,7 @@ class TestCheck:
 
 
 class TestRun:
-    def test_says_what_to_install(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_error_names_what_to_install(self, capsys: pytest.CaptureFixture[str]) -> None:
         for arguments in (["simpletuner", "--", "train"], ["simpletuner", "--off", "--", "train", "--x", "1"]):
             code, _, error = run(capsys, "run", *arguments)
             assert code == 1
@@ -133,19 +133,19 @@ class TestRun:
         assert code == 1
         assert "its own command" in error
 
-    def test_hands_on_arguments_and_exit_code(
+    def test_passes_arguments_and_exit_code_through(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A package of that name stands in; it is really started, in a process of its own."""
+        """A stand-in package with upstream's name is started in a separate process."""
         package = tmp_path / "simpletuner"
         package.mkdir()
         (package / "__init__.py").write_text("")
-        message = tmp_path / "told.json"
+        received = tmp_path / "received.json"
         (package / "__main__.py").write_text(
-            f"import json, sys\njson.dump(sys.argv[1:], open({str(message)!r}, 'w'))\nsys.exit(7)\n"
+            f"import json, sys\njson.dump(sys.argv[1:], open({str(received)!r}, 'w'))\nsys.exit(7)\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         code, _, _ = run(capsys, "run", "simpletuner", "--off", "--", "train", "--off", "--json", "a b")
         assert code == 7
-        assert json.loads(message.read_text()) == ["train", "--off", "--json", "a b"]
+        assert json.loads(received.read_text()) == ["train", "--off", "--json", "a b"]

@@ -1,4 +1,4 @@
-"""Every entry point begins alike: the allocator string claimed, errors as messages, any terminal good enough."""
+"""What all entry points share: allocator options are claimed, errors become messages, and any terminal works."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_older_entry_points_claim_the_allocator_string_too(tmp_path: Path, s
     json.loads(done.stdout)
 
 
-def test_what_cannot_be_parsed_in_the_environment_is_no_traceback() -> None:
+def test_an_invalid_environment_variable_gives_no_traceback() -> None:
     broken = f"use_uvm:True,uvm_stage1_min_bytes:{'9' * 5000}"
     done = python(
         "", "-m", "gracetune.cli.main", "doctor", "--skip-allocation", "--json", PYTORCH_CUDA_ALLOC_CONF=broken
@@ -99,9 +99,9 @@ def test_a_full_disk_is_a_message_and_an_exit_code(capsys: pytest.CaptureFixture
 
 def test_another_error_of_the_operating_system_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert start(lambda session: (tmp_path / ("long" * 100)).stat().st_size) == 1
-    stated = capsys.readouterr().err
-    assert "File name too long (ENAMETOOLONG)" in stated
-    assert "try       shorten the name" in stated
+    printed = capsys.readouterr().err
+    assert "File name too long (ENAMETOOLONG)" in printed
+    assert "try       shorten the name" in printed
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_terminal_that_knows_only_ascii(tmp_path: Path, arguments: list[str]) 
         assert done.stdout.startswith(b"ok ")
 
 
-def test_a_file_name_that_is_no_text(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_valid_text_is_printable(tmp_path: Path) -> None:
     name = os.fsencode(tmp_path) + b"/\xff\n.yaml"
     Path(os.fsdecode(name)).write_text(yaml.safe_dump(GOOD), encoding="utf-8")
     command = [sys.executable, "-m", "gracetune.cli.main", "config"]
@@ -133,7 +133,7 @@ def test_a_file_name_that_is_no_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ['"\\ud800"', '"a\\nb"', '"\\u001b[1m"'])
 @pytest.mark.parametrize("flag", ["--json", "--no-paths"])
-def test_text_that_is_none_in_any_value(
+def test_invalid_text_in_any_value_is_printable(
     tmp_path: Path, value: str, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for key in ("name", "nam", "training"):
@@ -148,7 +148,7 @@ def test_text_that_is_none_in_any_value(
 
 @contextmanager
 def nobody() -> Iterator[Path]:
-    """A folder of ours, looked at by someone who is not allowed everything (tests may run as root)."""
+    """A folder without permissions, as seen by an unprivileged user: tests may run as root."""
     with TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         user = os.geteuid()
@@ -175,7 +175,7 @@ def test_an_unreadable_file_is_a_problem_and_not_a_usage_error(
         assert json.loads(streams.out)["files"][0]["problems"][0]["found"] == "Permission denied"
 
 
-def test_folders_one_may_not_enter_are_problems(capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_permission_are_problems(capsys: pytest.CaptureFixture[str]) -> None:
     with nobody() as folder:
         closed = folder / "closed"
         closed.mkdir()
@@ -221,8 +221,8 @@ def test_a_demo_needs_a_folder_that_can_be_made(tmp_path: Path, place: str, caps
     assert "choose another one with --output" in capsys.readouterr().err
 
 
-def test_the_demo_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the demo does is tested with the other whole runs."""
+def test_the_demo_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo itself is tested in tests/runs."""
     (tmp_path / "mine").write_text("keep me")
     assert run("demo", "--output", str(tmp_path)) == 1
     assert "a new folder" in capsys.readouterr().err
@@ -240,16 +240,16 @@ def test_the_demo_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
 )  # fmt: skip
 def test_with_json_an_error_is_one_object_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments, "--json") == 1
-    stated = capsys.readouterr()
-    found = json.loads(stated.out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
     assert found["ok"] is False
     assert found["error"]
-    assert "nothing" in stated.err or "found" in stated.err
+    assert "nothing" in printed.err or "found" in printed.err
     assert run(*arguments) == 1
     assert capsys.readouterr().out == ""
 
 
-def test_it_is_a_module_to_run() -> None:
+def test_the_package_runs_as_a_module() -> None:
     done = python("", "-m", "gracetune", "--version")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

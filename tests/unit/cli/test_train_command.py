@@ -1,4 +1,4 @@
-"""What `gracetune train` refuses before it reads anything."""
+"""Arguments that `gracetune train` rejects before it reads anything."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gracetune.errors import ConfigError
 
 
 @pytest.mark.parametrize("resume", ["", "  "])
-def test_resuming_from_nothing_is_rejected(resume: str) -> None:
+def test_an_empty_resume_is_rejected(resume: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_training(TrainRequest(Path("config.yaml"), resume=resume), Session(Environment({})))
     (problem,) = caught.value.problems
     assert (problem.key, problem.expected) == ("--resume", "latest, none or the path of a checkpoint")
 
 
-def test_an_unset_variable_behind_resume_reaches_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_resume_is_reported_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", "config.yaml", "--resume", ""])
     assert caught.value.code == 1

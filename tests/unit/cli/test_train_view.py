@@ -1,4 +1,4 @@
-"""What `gracetune train` shows, in the terminals people have."""
+"""The output of `gracetune train` in terminals of various widths."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def test_a_narrow_terminal_shows_how_far_the_run_is(width: int) -> None:
     assert ("ETA 7h 55m" in line) == (width >= 80)
 
 
-def test_what_nobody_can_act_on_is_not_shown() -> None:
-    with warnings.catch_warnings(record=True) as last_shown, libraries_quiet():
+def test_warnings_without_a_remedy_are_hidden() -> None:
+    with warnings.catch_warnings(record=True) as reported, libraries_quiet():
         torch.nn.utils.weight_norm(torch.nn.Linear(2, 2))
         warnings.warn("another one", FutureWarning, stacklevel=1)
-    assert [str(one.message) for one in last_shown] == ["another one"]
+    assert [str(one.message) for one in reported] == ["another one"]
 
 
-def test_a_warning_of_python_is_told_without_the_code_it_came_from(capsys: pytest.CaptureFixture[str]) -> None:
-    last_shown: list[str] = []
-    with libraries_quiet(last_shown.append):
+def test_a_python_warning_is_reported_without_its_code_line(capsys: pytest.CaptureFixture[str]) -> None:
+    reported: list[str] = []
+    with libraries_quiet(reported.append):
         warnings.warn("first\n  second", UserWarning, stacklevel=1)
-    assert (last_shown, capsys.readouterr().err) == (["first second"], "")
+    assert (reported, capsys.readouterr().err) == (["first second"], "")
 
 
 @pytest.mark.parametrize(("level", "printed"), [("debug", 3), ("info", 2), ("warning", 1)])

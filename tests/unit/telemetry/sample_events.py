@@ -1,4 +1,4 @@
-"""A small run as its events, and any event at all."""
+"""The events of a small run, and a hypothesis strategy for arbitrary events."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def memory(number: int) -> MemorySampled:
 
 
 def whole_run(folder: Path) -> list[Event]:
-    """20 steps with everything that can happen; its pictures lie in `folder`."""
+    """20 steps with every kind of event. The generated samples are in `folder`."""
     samples = folder / "samples"
     samples.mkdir(parents=True, exist_ok=True)
     (samples / "clip #1.mp4").write_bytes(b"a clip")

@@ -1,4 +1,4 @@
-"""Events, their schema, the log and the hub."""
+"""Events, their schema, the event log and the distribution to sinks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal, where NaN equals NaN."""
+    """Equality in which NaN equals NaN."""
     return repr(left) == repr(right)
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """The part of JSON Schema that ours uses."""
+    """Validate the part of JSON Schema that our schema uses."""
     if "anyOf" in schema:
         return any(fits(value, one) for one in schema["anyOf"])
     if "const" in schema or "enum" in schema:
@@ -59,7 +59,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 
 class TestSchema:
     @given(any_event, st.floats(0, 4e9))
-    def test_every_event_comes_back_as_it_was_and_fits_the_schema(self, event: Event, time_s: float) -> None:
+    def test_every_event_round_trips_and_matches_the_schema(self, event: Event, time_s: float) -> None:
         line = to_line(Record(time_s, event))
         assert line.count(b"\n") == 1
         found = from_line(line)
@@ -82,7 +82,7 @@ class TestSchema:
             ({"time_s": "now"}, "time_s"),
         ],
     )
-    def test_what_is_no_event_is_rejected_with_the_reason(self, change: dict[str, Any], match: str) -> None:
+    def test_a_line_that_is_not_an_event_is_rejected_with_the_reason(self, change: dict[str, Any], match: str) -> None:
         good = to_json(Record(1.0, step(7)))
         with pytest.raises(NotAnEventError, match=match):
             from_json({**good, **change})
@@ -98,7 +98,7 @@ class TestSchema:
     def test_a_log_of_the_first_version_is_read(self) -> None:
         assert from_json({**to_json(Record(1.0, step(7))), "v": 1}).event == step(7)
 
-    def test_fields_of_a_later_release_are_passed_over(self) -> None:
+    def test_fields_of_a_later_release_are_ignored(self) -> None:
         assert from_json({**to_json(Record(1.0, step(7))), "novelty": 3}).event == step(7)
 
     @pytest.mark.parametrize("line", [b"", b"[1]", b'{"v":1}', b"{", b"\xff\xfe", b"[" * 100_000, b'"x"', b"7"])
@@ -106,7 +106,7 @@ class TestSchema:
         with pytest.raises(NotAnEventError):
             from_line(line)
 
-    def test_the_document_is_what_the_code_says(self) -> None:
+    def test_the_docs_page_matches_the_code(self) -> None:
         hint = "PYTHONPATH=src python -m gracetune.telemetry.schema > docs/events.md"
         assert (ROOT / "docs" / "events.md").read_text() == document(), hint
 
@@ -136,7 +136,7 @@ class TestLog:
         assert log.unreadable == ()
 
     @given(st.integers(1, 2000))
-    def test_a_log_torn_anywhere_loses_one_line_at_most(self, cut: int) -> None:
+    def test_a_log_truncated_anywhere_loses_at_most_one_line(self, cut: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             events = [start(), *(step(number) for number in range(1, 6))]
             path = write_log(Path(folder), events)
@@ -170,7 +170,7 @@ class TestLog:
         os.waitpid(child.pid, 0)
         assert [record.event for record in read_log(path).records] == [step(number) for number in range(1, 51)]
 
-    def test_a_folder_that_cannot_be_made_is_told_at_the_start(self, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_created_is_an_error_at_the_start(self, tmp_path: Path) -> None:
         (tmp_path / "logs").write_text("a file")
         with pytest.raises(TelemetryError, match="output_dir"):
             JsonlSink(tmp_path / "logs" / "events.jsonl")
@@ -184,12 +184,12 @@ class TestMerging:
     def merged(self, *events: Event) -> list[Event]:
         return [record.event for record in merge([Record(0.0, event) for event in events])]
 
-    def test_what_is_done_again_after_a_resume_is_dropped(self) -> None:
+    def test_events_of_steps_repeated_after_a_resume_are_dropped(self) -> None:
         first = [start(), *(step(number) for number in range(1, 9)), end(step=8, outcome="failed")]
         second = [start(5), *(step(number, loss=9.0) for number in range(6, 10))]
         assert self.merged(*first, *second) == [*first[:6], *second]
 
-    def test_beginning_anew_drops_everything(self) -> None:
+    def test_a_start_from_the_beginning_voids_all_earlier_events(self) -> None:
         again = [start(), step(1)]
         assert self.merged(start(), step(1, loss=3.0), Warned(message="x"), *again) == again
 
@@ -219,19 +219,19 @@ class TestMerging:
 
     @settings(max_examples=60)
     @given(st.lists(any_event, max_size=12))
-    def test_a_log_that_is_read_line_by_line_says_the_same(self, events: list[Event]) -> None:
+    def test_reading_line_by_line_gives_the_same_events(self, events: list[Event]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             reader = LogReader(write_log(Path(folder), events))
             lines = [*reader.lines()]
             merged = merge([line.record for line in lines if line.record is not None])
-            assert tuple(line.record for line in lines if line.stands) == merged
-            status = [line for line in lines if line.stands]
+            assert tuple(line.record for line in lines if line.is_valid) == merged
+            status = [line for line in lines if line.is_valid]
             again = reader.at(line.begin for line in status)
             assert [to_line(record) for record in again] == [to_line(record) for record in merged]  # nan is not nan
 
 
 class Failing:
-    """A sink that fails from some event on."""
+    """A sink that raises `error` after `after` events; a negative `after` means never."""
 
     def __init__(self, name: str, after: int, error: Exception) -> None:
         self.name, self._left, self._error = name, after, error
@@ -250,15 +250,15 @@ class Failing:
             raise self._error
 
 
-class TestHub:
-    def test_a_failing_sink_is_told_once_and_dropped_and_the_others_go_on(self) -> None:
+class TestTelemetry:
+    def test_a_failing_sink_is_reported_once_and_removed_and_the_others_continue(self) -> None:
         good, bad = Failing("good", -1, OSError()), Failing("bad", 2, RuntimeError("the tracker is down"))
-        message: list[str] = []
-        with Telemetry([bad, good], report=message.append) as telemetry:
+        reports: list[str] = []
+        with Telemetry([bad, good], report=reports.append) as telemetry:
             for number in range(1, 6):
                 telemetry.emit(step(number))
         text = "bad failed and is left out from here on: RuntimeError: the tracker is down"
-        assert message == [text]
+        assert reports == [text]
         assert bad.got == [step(1), step(2)]
         assert good.got == [step(1), step(2), Warned(message=text, step=3), step(3), step(4), step(5)]
         assert (good.closed, bad.closed) == (True, False)
@@ -270,16 +270,16 @@ class TestHub:
             telemetry.warn("early")
             telemetry.emit(step(1))
             telemetry.warn("odd")
-            telemetry.warn("said with its step")
-            telemetry.emit(Warned(message="said with its step", step=1))
+            telemetry.warn("emitted with its step")
+            telemetry.emit(Warned(message="emitted with its step", step=1))
             telemetry.emit(step(2))
             telemetry.warn("late")
         stated = [event.message if isinstance(event, Warned) else type(event).__name__ for event in sink.got]
-        assert stated == ["RunStarted", "early", "StepDone", "odd", "said with its step", "StepDone", "late"]
+        assert stated == ["RunStarted", "early", "StepDone", "odd", "emitted with its step", "StepDone", "late"]
         assert [event.step for event in sink.got if isinstance(event, Warned)] == [None, 1, 1, 2]
 
-    def test_what_is_reported_of_a_sink_is_logged_once(self) -> None:
-        """A run's `report` is its view's `warn`, and everything it warns of comes back."""
+    def test_the_report_of_a_failed_sink_is_logged_once(self) -> None:
+        """In a run, `report` is the view's `warn`, which passes every warning back to `Telemetry.warn`."""
         good, bad = Failing("good", -1, OSError()), Failing("bad", 0, RuntimeError("down"))
         telemetry = Telemetry([bad, good], report=lambda text: telemetry.warn(text))
         telemetry.emit(step(1))
@@ -287,7 +287,7 @@ class TestHub:
         assert [type(event).__name__ for event in good.got] == ["Warned", "StepDone", "StepDone"]
 
     def test_warning_inside_the_write_of_a_sink_takes_no_lock(self) -> None:
-        """As a console does that cannot be written: another thread holds the hub's lock meanwhile."""
+        """A console that cannot be written to calls `warn` while another thread holds the lock of `Telemetry`."""
 
         class Warner(Failing):
             def write(self, record: Record) -> None:
@@ -306,25 +306,25 @@ class TestHub:
         assert sink.got == [step(1), warned, warned]
 
     def test_all_sinks_failing_at_once_stops_nothing(self) -> None:
-        message: list[str] = []
+        reports: list[str] = []
         sinks = [Failing(f"sink {number}", 0, ValueError("x")) for number in range(3)]
-        telemetry = Telemetry(sinks, report=message.append)
+        telemetry = Telemetry(sinks, report=reports.append)
         telemetry.emit(step(1))
         telemetry.emit(step(2))
-        assert len(message) == 3
+        assert len(reports) == 3
 
-    def test_failing_to_close_is_told(self) -> None:
-        message: list[str] = []
+    def test_a_sink_that_fails_to_close_is_reported(self) -> None:
+        reports: list[str] = []
         sink = Failing("late", 1, OSError("gone"))
-        with Telemetry([sink], report=message.append) as telemetry:
+        with Telemetry([sink], report=reports.append) as telemetry:
             telemetry.emit(step(1))
-        assert message == ["late failed and is left out from here on: OSError: gone"]
+        assert reports == ["late failed and is left out from here on: OSError: gone"]
 
-    def test_an_error_of_ours_is_told_in_its_own_words(self) -> None:
-        message: list[str] = []
+    def test_a_telemetry_error_is_reported_with_its_own_text(self) -> None:
+        reports: list[str] = []
         error = TelemetryError("the webhook", found="no answer", expected="an answer", hint="check the network")
-        Telemetry([Failing("it", 0, error)], report=message.append).emit(step(1))
-        assert message == ["it failed and is left out from here on: no answer; check the network"]
+        Telemetry([Failing("it", 0, error)], report=reports.append).emit(step(1))
+        assert reports == ["it failed and is left out from here on: no answer; check the network"]
 
     def test_threads_may_emit(self, tmp_path: Path) -> None:
         with Telemetry([JsonlSink(tmp_path / "events.jsonl")]) as telemetry:
@@ -345,14 +345,14 @@ class TestHub:
         def work(report: Callable[[str], None]) -> None:
             own_mounts()
             mount_tmpfs(tmp_path / "small", 64 << 10)
-            message: list[str] = []
+            reports: list[str] = []
             other = Failing("other", -1, OSError())
             path = tmp_path / "small" / "events.jsonl"
-            with Telemetry([JsonlSink(path), other], report=message.append) as telemetry:
+            with Telemetry([JsonlSink(path), other], report=reports.append) as telemetry:
                 for number in range(1, 1001):
                     telemetry.emit(step(number))
-            assert len(message) == 1
-            assert "No space left on device" in message[0]
+            assert len(reports) == 1
+            assert "No space left on device" in reports[0]
             assert len(other.got) == 1001
             log = read_log(path)
             assert [one.event for one in log.records] == [step(n) for n in range(1, len(log.records) + 1)]

@@ -1,4 +1,4 @@
-"""Pace, time left, and curves."""
+"""Pace, time left, number formats and curves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.telemetry import number_format as words
+from gracetune.telemetry import number_format
 from gracetune.telemetry.curves import evenly, finite, smoothed, thinned, ticks
 from gracetune.telemetry.events import Event, MemorySampled, MemoryStageChanged, RunStarted
 from gracetune.telemetry.progress import ProgressTracker
@@ -78,7 +78,7 @@ class TestProgress:
         progress.observe(start(7))
         assert progress.status().line() == "step 7/20 · measuring"
 
-    def test_without_anything_known(self) -> None:
+    def test_the_line_of_a_run_without_steps(self) -> None:
         assert ProgressTracker().status().line() == "step 0 · measuring"
         progress = ProgressTracker()
         progress.observe(RunStarted(run="x"))
@@ -86,21 +86,21 @@ class TestProgress:
         assert progress.status().line() == "step 0 · measuring"
 
     @given(st.lists(any_event, max_size=6))
-    def test_no_event_can_break_it(self, events: list[Event]) -> None:
+    def test_any_events_give_a_line(self, events: list[Event]) -> None:
         progress = ProgressTracker(warm_up_steps=0)
         for event in events:
             progress.observe(event)
         assert progress.status().line().startswith("step ")
 
 
-class TestWords:
+class TestNumberFormat:
     @given(st.integers(0, 1 << 60))
-    def test_sizes_read_as_everywhere_else(self, count: int) -> None:
-        assert words.size(count) == format_bytes(count)
+    def test_sizes_match_gracetune_units(self, count: int) -> None:
+        assert number_format.size(count) == format_bytes(count)
 
     @given(st.floats(0, 48 * 3600 - 60) | st.floats(-10, -1e-6))
-    def test_durations_too(self, seconds: float) -> None:
-        assert words.duration(seconds) == format_duration(seconds)
+    def test_durations_match_gracetune_units(self, seconds: float) -> None:
+        assert number_format.duration(seconds) == format_duration(seconds)
 
     @pytest.mark.parametrize(
         ("value", "text"),
@@ -108,11 +108,11 @@ class TestWords:
          (12345.678, "12,346"), (math.nan, "nan"), (math.inf, "inf"), (3.0, "3")],
     )  # fmt: skip
     def test_numbers(self, value: float, text: str) -> None:
-        assert words.number(value) == text
+        assert number_format.number(value) == text
 
     def test_days(self) -> None:
-        assert words.duration(49 * 3600) == "2d 01h"
-        assert words.duration(None) == words.duration(math.nan) == "unknown"
+        assert number_format.duration(49 * 3600) == "2d 01h"
+        assert number_format.duration(None) == number_format.duration(math.nan) == "unknown"
 
 
 class TestCurves:
@@ -127,7 +127,7 @@ class TestCurves:
     def test_smoothing_has_no_bias_at_its_start(self) -> None:
         assert [y for _, y in smoothed([(float(n), 5.0) for n in range(100)])] == pytest.approx([5.0] * 100)
 
-    def test_what_is_no_number_is_passed_over(self) -> None:
+    def test_non_finite_values_are_skipped(self) -> None:
         points = [(1.0, 2.0), (2.0, math.nan), (3.0, math.inf), (4.0, 4.0)]
         assert finite(points) == ((1.0, 2.0), (4.0, 4.0))
         assert smoothed(points, 1)[-1] == (4.0, 4.0)

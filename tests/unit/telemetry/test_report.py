@@ -1,4 +1,4 @@
-"""The report: well formed, complete, self-contained, and there for crashed runs too."""
+"""The report is well formed, complete and self-contained, for crashed runs too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from gracetune.telemetry import number_format as words
+from gracetune.telemetry import number_format
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Event, MemoryStageChanged, SampleFile, StageSwitched, StepDone, ValidationDone
 from gracetune.telemetry.report import write_report
@@ -32,7 +32,7 @@ _ADDRESSES = ("src", "href", "action", "data", "poster", "srcset", "xlink:href",
 
 
 class Page(HTMLParser):
-    """Insists that every element is closed in order, and keeps text, addresses and elements."""
+    """Asserts that elements are closed in order, and collects text, addresses and elements."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -57,7 +57,7 @@ class Page(HTMLParser):
         assert not any(name.startswith("on") for name in values)
         if tag == "img":
             self.images += 1
-            assert values["alt"], "a picture without words"
+            assert values["alt"], "an image without alternative text"
         if tag == "svg":
             self.labels.append(str(values["aria-label"]))
             assert values["role"] == "img"
@@ -115,7 +115,7 @@ class TestWholeRun:
         page, _ = run
         check_contained(page)
         assert NASTY in page.text
-        assert "https://example.org/x" in page.text, "told as text, linked nowhere"
+        assert "https://example.org/x" in page.text, "shown as text, not as a link"
 
     def test_its_structure(self, run: tuple[Page, dict[str, object]]) -> None:
         page, _ = run
@@ -139,17 +139,21 @@ class TestWholeRun:
         cells = set(page.texts)
         for number in range(1, 21):
             one = step(number)
-            wanted = [words.number(one.loss), words.number(one.lr["high_noise"]), words.number(one.grad_norm or 0)]
-            wanted += [words.duration(one.step_ms / 1000), words.duration(one.data_wait_ms / 1000)]
+            wanted = [
+                number_format.number(one.loss),
+                number_format.number(one.lr["high_noise"]),
+                number_format.number(one.grad_norm or 0),
+            ]
+            wanted += [number_format.duration(one.step_ms / 1000), number_format.duration(one.data_wait_ms / 1000)]
             for owners in memory(number).used_bytes.values():
-                wanted += [words.size(used) for used in owners.values()]
+                wanted += [number_format.size(used) for used in owners.values()]
             assert set(wanted) <= cells, number
         assert {"uvm.prefetch_wait_ms", "5", "cache.latents.hit_rate", "0.97"} <= cells
         assert {"the device is full", "every 1 steps", "the driver does not count them here"} <= cells
         assert {"the ramp", "spilled", "3.00 GiB", "light", "5.00 MiB", "unknown", "7 ms", "memory is tight"} <= cells
         assert {"checkpoints/checkpoint-20", "11.8 MiB", "222 ms", "11 ms", "checkpoint-1"} <= cells
         assert {"2.13.0", "80", "20 of 20"} <= cells
-        assert {words.number(0.251 - 0.02), "0.9", "0.25"} <= cells
+        assert {number_format.number(0.251 - 0.02), "0.9", "0.25"} <= cells
 
     def test_samples_are_shown_and_linked(self, run: tuple[Page, dict[str, object]], tmp_path: Path) -> None:
         page, _ = run
@@ -161,7 +165,7 @@ class TestWholeRun:
         with Image.open(io.BytesIO(base64.b64decode(first.split(",")[1]))) as image:
             assert image.size == (192, 128)
 
-    def test_loading_is_told_for_both_experts(self, run: tuple[Page, dict[str, object]]) -> None:
+    def test_loading_instructions_name_both_experts(self, run: tuple[Page, dict[str, object]]) -> None:
         page, facts = run
         assert "cats_high_noise.safetensors and cats_low_noise.safetensors into ComfyUI" in page.text
         assert "weight_name='cats_low_noise.safetensors', load_into_transformer_2=True)" in page.text
@@ -200,7 +204,7 @@ class TestOtherRuns:
         assert "./cats_20.safetensors" in page.addresses
         assert "load_lora_weights" in page.text
 
-    def test_a_failed_run_tells_why(self, tmp_path: Path) -> None:
+    def test_a_failed_run_shows_the_reason(self, tmp_path: Path) -> None:
         page, _ = made(tmp_path, start(), step(1), end(step=1, outcome="failed", reason=f"NaN {NASTY}"))
         assert f"Failed: NaN {NASTY}" in page.text
 
@@ -229,10 +233,10 @@ class TestOtherRuns:
         assert facts["starts"] == 2
         assert "step 5: resumed" in page.text
 
-    def test_losses_that_are_no_numbers_are_counted_and_break_nothing(self, tmp_path: Path) -> None:
+    def test_non_finite_losses_are_counted_and_break_nothing(self, tmp_path: Path) -> None:
         losses = [1.0, math.nan, 0.9, math.inf, 0.8, 0.7]
         page, facts = made(tmp_path, start(), *(step(n, loss=loss, stage="") for n, loss in enumerate(losses, 1)))
-        assert "2 losses are no numbers" in page.text
+        assert "2 losses are non-finite" in page.text
         assert facts["loss"]["all"]["not_finite"] == 2  # type: ignore[index]
         assert "nan" in page.texts
 
@@ -260,7 +264,7 @@ class TestOtherRuns:
         assert facts["logged"]["steps"] == 5_000  # type: ignore[index]
         assert len(facts["steps"]) < 2_000  # type: ignore[arg-type]
 
-    def test_what_a_long_run_s_lists_leave_out_is_no_extreme(self, tmp_path: Path) -> None:
+    def test_the_shortened_lists_of_a_long_run_keep_the_extremes(self, tmp_path: Path) -> None:
         steps = [step(n, loss=0.5 + n % 7 / 100, stage="", step_ms=900.0 + n % 5) for n in range(1, 4_001)]
         steps[1776] = step(1777, loss=9.75, stage="", samples=99_999, epoch=777)
         steps[2222] = step(2223, loss=0.5, stage="", step_ms=7_000.0)
@@ -297,7 +301,7 @@ class TestOtherRuns:
     @given(st.lists(any_event, max_size=8))
     @example([MemoryStageChanged(step=-9_007_199_254_740_995, before=0, after=0)])
     @example([MemoryStageChanged(step=2**60, before=0, after=0)])
-    def test_no_log_can_break_it(self, events: list[Event]) -> None:
+    def test_any_log_gives_a_well_formed_page(self, events: list[Event]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             page, _ = made(Path(folder), *events)
             check_contained(page)
@@ -307,7 +311,7 @@ class TestOtherRuns:
 
     @settings(max_examples=60)
     @given(st.lists(st.tuples(st.integers(0, 100), st.floats(), st.floats()), min_size=1, max_size=12))
-    def test_no_curve_can_break_it(self, values: list[tuple[int, float, float]]) -> None:
+    def test_any_curve_gives_a_well_formed_plot(self, values: list[tuple[int, float, float]]) -> None:
         events = [step(number, loss=loss, step_ms=pace) for number, loss, pace in values]
         with tempfile.TemporaryDirectory() as folder:
             made(Path(folder), start(), *events)
@@ -322,13 +326,13 @@ class TestImages:
         (tmp_path / "x.png").write_bytes(b"outside")
         assert link_to(path, tmp_path / "run") is None
 
-    def test_a_file_that_is_no_image_is_linked(self, tmp_path: Path) -> None:
-        (tmp_path / "x.png").write_bytes(b"no picture")
+    def test_a_file_that_is_not_an_image_is_linked_without_a_thumbnail(self, tmp_path: Path) -> None:
+        (tmp_path / "x.png").write_bytes(b"not an image")
         files = (SampleFile(path="x.png", kind="image", prompt="p"),)
         (row,) = grid([ValidationDone(step=3, files=files)], tmp_path).rows
         assert (row.cells[0].link, row.cells[0].image) == ("./x.png", None)
 
-    def test_many_validations_are_spread_evenly_and_told(self, tmp_path: Path) -> None:
+    def test_many_validations_are_spread_evenly_with_a_note(self, tmp_path: Path) -> None:
         files = tuple(SampleFile(path="x.png", kind="image", prompt=str(number)) for number in range(30))
         found = grid([ValidationDone(step=number, files=files) for number in range(50)], tmp_path)
         assert len(found.rows) == 24
@@ -338,24 +342,24 @@ class TestImages:
 
 
 class TestLoading:
-    def test_of_a_lycoris_adapter_diffusers_needs_a_conversion(self, tmp_path: Path) -> None:
+    def test_a_lycoris_adapter_needs_a_conversion_for_diffusers(self, tmp_path: Path) -> None:
         run = start()
         lokr = type(run)(run="x", adapter="lokr", model="org/wan")
-        message = how_to_load(lokr, ["a b_high_noise.safetensors", "a b_low_noise.safetensors"], tmp_path)
+        instructions = how_to_load(lokr, ["a b_high_noise.safetensors", "a b_low_noise.safetensors"], tmp_path)
         line = f"gracetune adapter convert '{tmp_path / 'a b_low_noise.safetensors'}' --to diffusers --lora-rank 64"
-        assert f"{line} --model org/wan" in message["diffusers"]
+        assert f"{line} --model org/wan" in instructions["diffusers"]
 
-    def test_the_newest_file_is_the_one(self, tmp_path: Path) -> None:
-        message = how_to_load(start(), ["cats_10.safetensors", "cats_20.safetensors"], tmp_path)
-        assert "cats_20.safetensors" in message["ComfyUI"]
-        assert "cats_10" not in message["ComfyUI"] + message["diffusers"]
+    def test_instructions_name_the_newest_file(self, tmp_path: Path) -> None:
+        instructions = how_to_load(start(), ["cats_10.safetensors", "cats_20.safetensors"], tmp_path)
+        assert "cats_20.safetensors" in instructions["ComfyUI"]
+        assert "cats_10" not in instructions["ComfyUI"] + instructions["diffusers"]
 
-    def test_a_whole_model_or_nothing_has_no_such_advice(self, tmp_path: Path) -> None:
+    def test_a_full_model_and_an_empty_run_have_no_instructions(self, tmp_path: Path) -> None:
         assert how_to_load(start(), [], tmp_path) == {}
         whole = type(start())(run="x", adapter="full_finetune")
         assert how_to_load(whole, ["model.safetensors"], tmp_path) == {}
 
-    def test_what_the_run_says_itself_comes_first(self, tmp_path: Path) -> None:
+    def test_instructions_of_the_run_itself_come_first(self, tmp_path: Path) -> None:
         page, _ = made(tmp_path, start(), end(how_to_load={"Krita": "open it"}))
         assert "Krita" in page.text
         assert isinstance(step(1), StepDone)

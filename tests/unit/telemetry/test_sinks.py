@@ -30,7 +30,7 @@ from unit.telemetry.sample_events import end, memory, start, step, whole_run
 
 
 class TestScalars:
-    def test_dotted_names_and_units_stay(self) -> None:
+    def test_names_keep_their_dots_and_units(self) -> None:
         found = scalars(memory(4))
         assert found["uvm/uvm.stage"] == 1
         assert found["memory/device_bytes"] == 35 << 30
@@ -47,11 +47,11 @@ class TestScalars:
 
 class TestTensorBoard:
     def written(self, folder: Path, *events: Event) -> None:
-        message: list[str] = []
-        with Telemetry([TensorBoardSink(folder / "logs", folder)], report=message.append) as telemetry:
+        reports: list[str] = []
+        with Telemetry([TensorBoardSink(folder / "logs", folder)], report=reports.append) as telemetry:
             for event in events:
                 telemetry.emit(event)
-        assert message == []
+        assert reports == []
 
     def read(self, folder: Path) -> EventAccumulator:
         found = EventAccumulator(str(folder / "logs"), size_guidance={"images": 0, "scalars": 0, "tensors": 0})
@@ -78,30 +78,30 @@ class TestTensorBoard:
         assert [one.step for one in found.Images(tag)] == [0, 5, 10, 15, 20]
         assert (found.Images(tag)[0].width, found.Images(tag)[0].height) == (300, 200)
 
-    def test_a_resumed_run_replaces_what_is_done_again(self, tmp_path: Path) -> None:
+    def test_steps_repeated_by_a_resumed_run_replace_the_earlier_ones(self, tmp_path: Path) -> None:
         self.written(tmp_path, start(), *(step(number) for number in range(1, 9)))
         self.written(tmp_path, start(5), *(step(number, loss=7.0) for number in range(6, 8)))
         losses = [(one.step, one.value) for one in self.read(tmp_path).Scalars("train/loss")]
         assert [number for number, _ in losses] == [*range(1, 8)]
         assert [loss for _, loss in losses[5:]] == [7.0, 7.0]
 
-    def test_a_image_that_is_gone_drops_the_sink_and_stops_nothing(self, tmp_path: Path) -> None:
-        message: list[str] = []
-        with Telemetry([TensorBoardSink(tmp_path / "logs", tmp_path)], report=message.append) as telemetry:
+    def test_a_missing_image_removes_the_sink_and_stops_nothing(self, tmp_path: Path) -> None:
+        reports: list[str] = []
+        with Telemetry([TensorBoardSink(tmp_path / "logs", tmp_path)], report=reports.append) as telemetry:
             for event in whole_run(tmp_path):
                 telemetry.emit(event)
-        assert len(message) == 1
-        assert "outside.png" in message[0]
+        assert len(reports) == 1
+        assert "outside.png" in reports[0]
 
     @pytest.mark.parametrize("fault", ["full", "removed"])
     def test_a_file_that_cannot_be_written_is_one_warning_and_no_traceback(
         self, fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """A disk that fills up under it, or a folder that somebody removes. What was written before can be read."""
+        """The disk fills up, or somebody removes the folder. What was written before stays readable."""
 
         def work(report: Callable[[str], None]) -> None:
-            message: list[str] = []
-            with Telemetry([TensorBoardSink(tmp_path / "logs", tmp_path)], report=message.append) as telemetry:
+            reports: list[str] = []
+            with Telemetry([TensorBoardSink(tmp_path / "logs", tmp_path)], report=reports.append) as telemetry:
                 telemetry.emit(start())
                 telemetry.emit(step(1))
                 if fault == "full":
@@ -112,15 +112,15 @@ class TestTensorBoard:
                     shutil.rmtree(tmp_path / "logs")
                 for number in range(2, 100):
                     telemetry.emit(step(number))
-            assert len(message) == 1
-            assert ("File too large" if fault == "full" else "its folder was removed") in message[0]
+            assert len(reports) == 1
+            assert ("File too large" if fault == "full" else "its folder was removed") in reports[0]
 
         Child(work).join()
         assert "Traceback" not in capfd.readouterr().err
         if fault == "full":
             assert [one.step for one in self.read(tmp_path).Scalars("train/loss")] == [1]
 
-    def test_a_missing_package_is_told_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_package_is_an_error_at_the_start(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
         with pytest.raises(TelemetryError, match="pip install tensorboard"):
             TensorBoardSink(tmp_path, tmp_path)
@@ -148,7 +148,7 @@ class TestWandb:
 
     @pytest.fixture
     def run(self, monkeypatch: pytest.MonkeyPatch) -> TestWandb.Run:
-        """wandb is not installed where tests run: what of it we call, written down."""
+        """A stand-in for wandb, which is not installed where tests run. It records the calls we make."""
         run = self.Run()
         module = types.ModuleType("wandb")
         given: dict[str, Any] = {}
@@ -163,7 +163,7 @@ class TestWandb:
         monkeypatch.setitem(sys.modules, "wandb", module)
         return run
 
-    def test_everything_is_drawn_against_our_step(self, run: TestWandb.Run, tmp_path: Path) -> None:
+    def test_our_step_is_the_x_axis_of_every_metric(self, run: TestWandb.Run, tmp_path: Path) -> None:
         sink = WandbSink("cats", tmp_path)
         for event in [*whole_run(tmp_path), end(outcome="failed")]:
             sink.write(Record(0.0, event))
@@ -176,13 +176,13 @@ class TestWandb:
         assert len(run.alerts) == 1
         assert run.codes == [1], "finished once"
 
-    def test_events_before_the_start_are_passed_over(self, run: TestWandb.Run, tmp_path: Path) -> None:
+    def test_events_before_the_start_are_ignored(self, run: TestWandb.Run, tmp_path: Path) -> None:
         sink = WandbSink("cats", tmp_path)
         sink.write(Record(0.0, Warned(message="early")))
         sink.close()
         assert (run.alerts, run.codes) == ([], [])
 
-    def test_a_missing_package_is_told_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_package_is_an_error_at_the_start(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "wandb", None)
         with pytest.raises(TelemetryError, match="pip install wandb"):
             WandbSink("cats", tmp_path)
@@ -211,11 +211,11 @@ class TestWebhook:
         server.server_close()
 
     def sent(self, url: str, *events: Event, timeout_s: float = 5.0) -> list[str]:
-        message: list[str] = []
-        with Telemetry([WebhookSink(url, timeout_s=timeout_s)], report=message.append) as telemetry:
+        reports: list[str] = []
+        with Telemetry([WebhookSink(url, timeout_s=timeout_s)], report=reports.append) as telemetry:
             for event in events:
                 telemetry.emit(event)
-        return message
+        return reports
 
     @pytest.mark.parametrize(
         ("outcome", "reason"), [("finished", ""), ("failed", "NaN at step 7"), ("interrupted", "")]
@@ -232,7 +232,7 @@ class TestWebhook:
         assert f"{outcome} at step 20" in value["text"]
         assert reason in value["text"]
 
-    def test_a_loss_that_is_no_number_is_sent_as_text(self, server: HTTPServer) -> None:
+    def test_a_non_finite_loss_is_sent_as_text(self, server: HTTPServer) -> None:
         assert self.sent(f"http://127.0.0.1:{server.server_port}/", step(1, loss=float("nan")), end()) == []
         assert json.loads(server.got[0][2])["loss"] == "nan"  # type: ignore[attr-defined]
 
@@ -242,7 +242,7 @@ class TestWebhook:
         assert "the answer 403" in message
         assert "secret" not in message
 
-    def test_nobody_there_and_nobody_answering_are_warnings(self) -> None:
+    def test_no_server_and_no_response_are_warnings(self) -> None:
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
             port = silent.getsockname()[1]

@@ -1,7 +1,7 @@
-"""The numbers of all log steps and memory samples of a run, as columns: a long run has hundreds of thousands of them.
+"""The values of all `StepDone` and `MemorySampled` events of a run, as compact columns.
 
-Whole events are kept of a few only, chosen as the points of a plot are (`curves.kept_places`): of every curve the
-first, the last, and in each stretch the lowest and the highest.
+A long run has hundreds of thousands of these events. The report keeps only a few of them whole. They are selected like
+the points of a plot (`curves.kept_indices`): the first, the last, and the extremes of each stretch of every curve.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gracetune.telemetry.events import MemorySampled, StepDone
 
 
 class _Curve:
-    """Values by the position of their event."""
+    """The values of one curve, each with the position of its event."""
 
     def __init__(self) -> None:
         self.positions, self.values = array("q"), array("d")
@@ -30,13 +30,13 @@ class _Curve:
 
 
 class StepColumns:
-    """Every `StepDone` that stands."""
+    """Columns of every valid `StepDone`."""
 
     def __init__(self) -> None:
         self.begins = array("q")
-        """Where their lines begin in the log."""
+        """Byte offsets of their lines in the log."""
         self._steps = array("q")
-        self._batches = array("d")  # two numbers of a damaged log may multiply to more than 64 bits
+        self._batches = array("d")  # not "q": in a damaged log the product may exceed 64 bits
         self._losses: defaultdict[str, _Curve] = defaultdict(_Curve)
         self._rates: defaultdict[str, _Curve] = defaultdict(_Curve)
         self._step_ms, self._data_wait_ms, self._norms = _Curve(), _Curve(), _Curve()
@@ -68,7 +68,7 @@ class StepColumns:
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Noise experts in the order they were first trained."""
+        """Experts in the order in which they were first trained."""
         return tuple(self._losses)
 
     @property
@@ -95,7 +95,7 @@ class StepColumns:
 
     @property
     def batches(self) -> list[Point]:
-        """Samples of an optimizer step of one process."""
+        """Samples of one process in an optimizer step."""
         return [*zip(self._steps, self._batches, strict=True)]
 
     @property
@@ -103,7 +103,7 @@ class StepColumns:
         return self._waited_ms / self._spent_ms if self._spent_ms > 0 else None
 
     def kept(self) -> list[int]:
-        """Where the lines of those begin that are kept whole."""
+        """Byte offsets of the lines whose events are kept whole."""
         curves = (*self._losses.values(), *self._rates.values(), self._step_ms, self._data_wait_ms, self._norms)
         return _chosen(curves, self.begins)
 
@@ -114,16 +114,16 @@ class StepColumns:
 
 
 class MemoryColumns:
-    """Every `MemorySampled` that stands."""
+    """Columns of every valid `MemorySampled`."""
 
     def __init__(self) -> None:
         self._begins = array("q")
         self._used: defaultdict[tuple[str, str], _Curve] = defaultdict(_Curve)
         self._memory_stages = _Curve()
         self.peaks: dict[str, dict[str, int]] = {}
-        """Tier -> owner -> the most it held; `total` is the most all held together."""
+        """Tier -> owner -> peak bytes; `total` is the peak of the sum over all owners."""
         self.highest: dict[str, float] = {}
-        """Of each counter."""
+        """Counter -> highest value."""
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -148,6 +148,6 @@ class MemoryColumns:
 
 def _chosen(curves: Iterable[_Curve], begins: Sequence[int]) -> list[int]:
     positions = {position for curve in curves for position in curve.kept()}
-    if begins:  # whatever the curves say
+    if begins:  # always keep the first and the last event
         positions |= {0, len(begins) - 1}
     return [begins[position] for position in sorted(positions)]

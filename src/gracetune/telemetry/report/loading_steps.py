@@ -1,4 +1,4 @@
-"""How to use what a run made, in ComfyUI and diffusers, told by the names of its files."""
+"""Instructions for loading a run's files in ComfyUI and diffusers, derived from the file names."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _PEFT_KINDS = ("lora", "dora")
 
 
 def find_outputs(run_folder: Path) -> tuple[str, ...]:
-    """Adapter files of a run that did not say what it made."""
+    """The adapter files in a run's folder, for a run whose `RunEnded` names no outputs."""
     found = [*run_folder.glob("*.safetensors"), *run_folder.glob("adapters/*.safetensors")]
     return tuple(sorted(path.relative_to(run_folder).as_posix() for path in found))
 
 
 def how_to_load(start: RunStarted, outputs: Sequence[str], run_folder: Path) -> dict[str, str]:
-    """Program -> what to do there; empty where nothing was made."""
+    """Program -> instructions; empty if the run has no adapter file."""
     files = _newest([name for name in outputs if name.endswith(".safetensors")])
     if not files or start.adapter == "full_finetune":
         return {}
@@ -27,7 +27,7 @@ def how_to_load(start: RunStarted, outputs: Sequence[str], run_folder: Path) -> 
 
 
 def _newest(files: list[str]) -> list[str]:
-    """The last pair of experts, or the last file: the others are earlier steps of it."""
+    """The last pair of expert files, or the last file. The others are from earlier steps."""
     if not files:
         return []
     last = files[-1]

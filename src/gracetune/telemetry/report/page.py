@@ -1,4 +1,4 @@
-"""report.html: one file, nothing loaded from elsewhere, every text escaped."""
+"""report.html: one self-contained page. It loads nothing from elsewhere, and every text in it is escaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gracetune.telemetry import number_format as words
+from gracetune.telemetry import number_format
 from gracetune.telemetry.curves import Series, evenly, smoothed
 from gracetune.telemetry.events import MemorySampled
 from gracetune.telemetry.report.plots import TABLE_ROWS, Plot, figure
@@ -17,7 +17,7 @@ from gracetune.telemetry.report.sample_images import SampleCell, SampleGrid, lin
 from gracetune.telemetry.report.style import STYLE
 from gracetune.telemetry.schema import plain
 
-# The page cannot load anything, even if a text in it were to try.
+# The page can load nothing, even if escaping failed and a text held markup.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _MEMORY_UNITS = ("_bytes",)
 
@@ -77,17 +77,19 @@ def _tiles(history: RunHistory) -> str:
     for expert in history.experts:
         smooth = loss_facts(history.steps.losses(expert))["last_smoothed"]
         label = f"Loss, smoothed{f' ({expert})' if expert else ''}"
-        tiles.append((label, words.UNKNOWN if smooth is None else words.number(smooth)))
-    tiles += [("Pace", words.pace(history.seconds_per_step) if history.seconds_per_step else words.UNKNOWN)]
+        tiles.append((label, number_format.UNKNOWN if smooth is None else number_format.number(smooth)))
+    tiles += [
+        ("Pace", number_format.pace(history.seconds_per_step) if history.seconds_per_step else number_format.UNKNOWN)
+    ]
     tiles += [] if share is None else [("Waiting for data", f"{share:.1%}")]
-    tiles += [(f"Peak, {tier}", words.size(owners["total"])) for tier, owners in history.memory.peaks.items()]
-    tiles += [("Time", words.duration(history.active_s)), ("Starts", f"{len(history.starts)}")]
+    tiles += [(f"Peak, {tier}", number_format.size(owners["total"])) for tier, owners in history.memory.peaks.items()]
+    tiles += [("Time", number_format.duration(history.active_s)), ("Starts", f"{len(history.starts)}")]
     return "".join(f"<div><dt>{_text(label)}</dt><dd>{_text(value)}</dd></div>" for label, value in tiles)
 
 
 def _source(history: RunHistory) -> str:
     began, ended = moment(history.began_s), moment(history.ended_s)
-    lines = f"Made from the run's event log; it began {began}, the last event is of {ended}."
+    lines = f"Made from the run's event log. The run began at {began}; the last event is from {ended}."
     if history.unreadable:
         numbers = ", ".join(f"{number} ({why[:60]})" for number, why in history.unreadable[:5])
         lines += f" {len(history.unreadable)} lines of the log could not be read: {numbers}."
@@ -109,7 +111,7 @@ def _loss_plots(history: RunHistory) -> list[Plot]:
     markers = [(event.step, f"{event.before or 'start'} to {event.after}") for event in history.switches]
     markers += [(start.resumed_step, "resumed") for start in history.starts if start.resumed_step is not None]
     missing = sum(int(loss_facts(history.steps.losses(expert))["not_finite"] or 0) for expert in history.experts)
-    note = f"{missing} losses are no numbers (NaN or infinite)." if missing else ""
+    note = f"{missing} losses are non-finite (NaN or infinite)." if missing else ""
     held_out = [
         Series(expert or "held out", tuple((one.step, one.mean) for one in history.held_out if one.stage == expert))
         for expert in dict.fromkeys(one.stage for one in history.held_out)
@@ -122,7 +124,7 @@ def _loss_plots(history: RunHistory) -> list[Plot]:
 
 def _speed_plots(history: RunHistory) -> list[Plot]:
     def milliseconds(value: float) -> str:
-        return words.duration(value / 1000) if value else "0"
+        return number_format.duration(value / 1000) if value else "0"
 
     return [
         Plot(
@@ -150,20 +152,22 @@ def _memory(history: RunHistory) -> str:
     for tier, owners in history.memory.peaks.items():
         series = tuple(Series(owner, _held(history.kept_memory, tier, owner)) for owner in owners if owner != "total")
         capacity = history.kept_memory[-1].capacity_bytes.get(tier)
-        note = "" if capacity is None else f"The tier holds {words.size(capacity)}."
+        note = "" if capacity is None else f"The tier holds {number_format.size(capacity)}."
         plots.append(
-            Plot(f"{tier}: memory in use, by owner", series, unit=words.size, base=1024, stacked=True, note=note)
+            Plot(
+                f"{tier}: memory in use, by owner", series, unit=number_format.size, base=1024, stacked=True, note=note
+            )
         )
     reclaimed = tuple((one.step, f"{one.extent} reclamation") for one in history.reclamations)
     plots.append(Plot("Memory stage", (Series("memory stage", history.memory_stages),), stairs=True, markers=reclaimed))
     ahead = Series("batches", history.look_ahead_depths)
     plots.append(Plot("Batches brought to the GPU ahead of their step", (ahead,), stairs=True))
     rows = [
-        (tier, owner, words.size(most))
+        (tier, owner, number_format.size(most))
         for tier, owners in history.memory.peaks.items()
         for owner, most in owners.items()
     ]
-    return _plots(plots, 300) + _table("The most each held", ("tier", "owner", "peak"), rows)
+    return _plots(plots, 300) + _table("Peak memory by owner", ("tier", "owner", "peak"), rows)
 
 
 def _held(samples: Sequence[MemorySampled], tier: str, owner: str) -> tuple[tuple[float, float], ...]:
@@ -175,9 +179,9 @@ def _held(samples: Sequence[MemorySampled], tier: str, owner: str) -> tuple[tupl
 
 def _transitions(history: RunHistory) -> str:
     def size(value: int | None) -> str:
-        return words.UNKNOWN if value is None else words.size(value)
+        return number_format.UNKNOWN if value is None else number_format.size(value)
 
-    head = ("step", "before", "after", "why")
+    head = ("step", "before", "after", "reason")
     experts = [(f"{one.step:,}", one.before or "start", one.after, one.reason) for one in history.switches]
     batches = [
         (f"{one.step:,}", "start" if one.before is None else f"{one.before:,}", f"{one.after:,}", one.reason)
@@ -189,18 +193,18 @@ def _transitions(history: RunHistory) -> str:
     ]
     reclaimed = [
         (f"{one.step:,}", one.extent, size(one.released_bytes), size(one.demoted_bytes),
-         words.duration(one.duration_ms / 1000), one.reason)
+         number_format.duration(one.duration_ms / 1000), one.reason)
         for one in history.reclamations
     ]  # fmt: skip
     depths = [(f"{one.step:,}", str(one.before), str(one.after), one.reason) for one in history.look_ahead]
-    gave = ("step", "extent", "GPU memory given back", "sent to main memory", "held training up", "why")
+    reclaimed_head = ("step", "extent", "GPU memory returned", "moved to main memory", "training paused", "reason")
     return "".join(
         (
             _table("Experts", head, experts),
             _table("Effective batch", head, batches),
             _table("Memory stage", head, memory),
             _table("Overflow arena", head, arena),
-            _table("Reclamations", gave, reclaimed),
+            _table("Reclamations", reclaimed_head, reclaimed),
             _table("Batches brought to the GPU ahead of their step", head, depths),
         )
     )
@@ -208,11 +212,11 @@ def _transitions(history: RunHistory) -> str:
 
 def _held_out(history: RunHistory) -> str:
     rows = [
-        (f"{one.step:,}", one.stage, level, words.number(loss))
+        (f"{one.step:,}", one.stage, level, number_format.number(loss))
         for one in history.held_out
         for level, loss in one.losses.items()
     ]
-    return _table("Held-out loss by noise level", ("step", "stage", "noise level", "loss"), rows)
+    return _table("Held-out loss by noise level", ("step", "expert", "noise level", "loss"), rows)
 
 
 def _self_checks(history: RunHistory) -> str:
@@ -240,11 +244,11 @@ def _counters(history: RunHistory) -> str:
     rows = []
     for name, value in sorted(last.counters.items()):
         highest = history.memory.highest[name]
-        unit: Callable[[float], str] = words.size if name.endswith(_MEMORY_UNITS) else words.number
+        unit: Callable[[float], str] = number_format.size if name.endswith(_MEMORY_UNITS) else number_format.number
         rows.append((name, unit(value), unit(highest)))
     missing = [(name, why) for name, why in sorted(last.unavailable.items())]
     return _table("Counters at the end", ("counter", "last", "highest"), rows) + _table(
-        "What this machine does not tell", ("counter", "why"), missing
+        "Counters that this machine does not provide", ("counter", "reason"), missing
     )
 
 
@@ -253,14 +257,14 @@ def _checkpoints(history: RunHistory) -> str:
         (
             f"{one.step:,}",
             one.path,
-            words.size(one.size_bytes),
-            words.duration(one.snapshot_ms / 1000),
-            words.duration(one.write_ms / 1000),
+            number_format.size(one.size_bytes),
+            number_format.duration(one.snapshot_ms / 1000),
+            number_format.duration(one.write_ms / 1000),
             ", ".join(one.removed),
         )
         for one in history.checkpoints
     ]
-    head = ("step", "folder", "size", "held training up", "written in", "deleted afterwards")
+    head = ("step", "folder", "size", "training paused", "written in", "deleted afterwards")
     return _table("Checkpoints written", head, rows)
 
 
@@ -310,8 +314,8 @@ def _cell(cell: SampleCell) -> str:
         return f"<li>{_text(f'{label}: {cell.file.path} is not in the run')}</li>"
     content = _text(f"{label}: {cell.file.kind}")
     if cell.image is not None:
-        words_for_it = _text(f"{cell.file.prompt or 'sample'}, {label}")
-        content = f'<img src="{_text(cell.image)}" alt="{words_for_it}" loading="lazy">{_text(label)}'
+        description = _text(f"{cell.file.prompt or 'sample'}, {label}")
+        content = f'<img src="{_text(cell.image)}" alt="{description}" loading="lazy">{_text(label)}'
     return f'<li><a href="{_text(cell.link)}">{content}</a></li>'
 
 
@@ -334,5 +338,5 @@ def _configuration(config: Mapping[str, Any]) -> str:
 
 
 def _text(value: str) -> str:
-    # A lone surrogate, as in a file name that is no UTF-8, cannot be written into a file.
+    # A lone surrogate (from a file name that is not UTF-8) cannot be encoded as UTF-8.
     return html.escape(value.encode("utf-8", "backslashreplace").decode(), quote=True)

@@ -1,4 +1,4 @@
-"""Plots as inline SVG that follows the page's colours, with the same numbers in a table for those who cannot see it."""
+"""Plots as inline SVG in the page's colours. Each has a table of the same numbers, for readers who cannot see it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gracetune.telemetry import number_format as words
+from gracetune.telemetry import number_format
 from gracetune.telemetry.curves import Point, Series, evenly, finite, thinned, ticks
 
 WIDTH, HEIGHT = 760, 260
@@ -22,15 +22,15 @@ _MOST_MARKERS = 40
 class Plot:
     title: str
     series: tuple[Series, ...]
-    unit: Callable[[float], str] = words.number
-    """How a value of y is written."""
+    unit: Callable[[float], str] = number_format.number
+    """Formats a y value."""
     base: int = 1000
-    """The unit's prefixes are powers of this: round numbers of bytes are others."""
+    """Base of the unit's prefixes. It decides which tick values look round: with 1024, whole MiB and GiB."""
     stacked: bool = False
     markers: tuple[tuple[float, str], ...] = ()
-    """Steps at which something happened, and what."""
+    """Step and label of events to mark."""
     stairs: bool = False
-    """A value holds until the next."""
+    """Draw a step function: each value holds until the next one."""
     note: str = ""
 
 
@@ -49,7 +49,7 @@ class _Frame:
 
 
 def figure(plot: Plot, number: int) -> str:
-    """The plot, its key and its numbers. `number` makes its names unique on the page."""
+    """The plot, its key and its table, as HTML. `number` makes the element ids unique on the page."""
     plotted = [series for series in plot.series if finite(series.points)]
     if not plotted:
         return ""
@@ -60,7 +60,7 @@ def figure(plot: Plot, number: int) -> str:
         curves += _curve(_Curve(series, upper, lower, _colour(plotted, index), plot.stairs), frame)
     inside = f'x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}"'
     image = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_escape(_words(plot, plotted))}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_escape(_description(plot, plotted))}">'
         f'<defs><clipPath id="clip{number}"><rect {inside}/></clipPath></defs>'
         f"{''.join((*_axes(plot, frame), *_markers(plot, frame)))}"
         f'<g clip-path="url(#clip{number})">{"".join(curves)}</g></svg>'
@@ -71,38 +71,38 @@ def figure(plot: Plot, number: int) -> str:
     return f'<figure class="plot">{title}{_key(plotted)}{image}{note_html}{_table(plot, plotted)}</figure>'
 
 
-# -- where things lie -------------------------------------------------------------------------------------------------
+# -- coordinates ------------------------------------------------------------------------------------------------------
 
 
 def _frame(plot: Plot, curves: Sequence[Sequence[Point]]) -> tuple[_Frame, str]:
-    """The ranges of both axes, and a sentence about what lies above them."""
+    """The ranges of both axes, and a sentence about values above the plot."""
     points = [point for curve in curves for point in finite(curve)]
     xs, ys = [x for x, _ in points], sorted(y for _, y in points)
     low, high, above = min(0.0, ys[0]) if plot.stacked else ys[0], ys[-1], ""
     usual = ys[int(0.95 * (len(ys) - 1))]
     if not plot.stacked and len(ys) >= 40 and usual > 0 and high > 4 * usual:
-        # One spike must not make a line of all the rest.
+        # One spike would flatten the rest of the curve, so the axis ends at twice the 95th percentile.
         beyond = sum(y > 2 * usual for y in ys)
         above = f"{beyond} values lie above the plot, the highest is {plot.unit(high)}."
         high = 2 * usual
     margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     x0, x1 = min(xs), max(xs)
     if x1 == x0:
-        x1 = max(x0 + 1, math.nextafter(x0, math.inf))  # beyond 2**53 adding 1 changes nothing
+        x1 = max(x0 + 1, math.nextafter(x0, math.inf))  # from 2**53 on, adding 1 to a float has no effect
     return _Frame(x0, x1, low if plot.stacked else low - margin, high + margin), above
 
 
 def _stacked(series: Sequence[Series]) -> list[tuple[tuple[Point, ...], tuple[Point, ...]]]:
-    """Upper and lower edge of each; where one has no value at a step, it adds nothing there."""
+    """The upper and the lower edge of each series in a stacked plot. A missing value counts as 0."""
     xs = sorted({x for one in series for x, _ in one.points})
     floor = dict.fromkeys(xs, 0.0)
-    made = []
+    edges = []
     for one in series:
         known = dict(finite(one.points))
         lower = tuple(floor.items())
         floor = {x: floor[x] + known.get(x, 0.0) for x in xs}
-        made.append((tuple(floor.items()), lower))
-    return made
+        edges.append((tuple(floor.items()), lower))
+    return edges
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
@@ -136,14 +136,14 @@ def _curve(curve: _Curve, frame: _Frame) -> list[str]:
 
 
 def _as_stairs(points: Sequence[Point]) -> list[Point]:
-    made = [points[0]]
+    corners = [points[0]]
     for (_, before), (x, y) in itertools.pairwise(points):
-        made += [(x, before), (x, y)]
-    return made
+        corners += [(x, before), (x, y)]
+    return corners
 
 
 def _path(points: Sequence[Point], frame: _Frame) -> str:
-    top = -HEIGHT  # far above is far enough
+    top = -HEIGHT  # a spike is clipped anyway, so its coordinate can stay small
     return "M" + "L".join(f"{frame.x(x):.1f} {max(top, frame.y(y)):.1f}" for x, y in points)
 
 
@@ -175,7 +175,7 @@ def _scale(largest: float, base: int) -> float:
 def _markers(plot: Plot, frame: _Frame) -> list[str]:
     inside = [(x, label) for x, label in plot.markers if frame.x0 <= x <= frame.x1]
     if len(inside) > _MOST_MARKERS:
-        return []  # a wall of lines says nothing; the table of transitions has them all
+        return []  # too many lines to be readable; the page's table of transitions lists all of them
     return [
         f'<line class="marker" x1="{frame.x(x):.1f}" x2="{frame.x(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
         f"<title>{_escape(f'step {x:,.0f}: {label}')}</title></line>"
@@ -184,11 +184,11 @@ def _markers(plot: Plot, frame: _Frame) -> list[str]:
 
 
 def _colour(series: Sequence[Series], index: int) -> int:
-    """A faint curve has the colour of the one it belongs to, which comes next."""
+    """The colour of a curve. A faint curve precedes its smoothed form and has the same colour."""
     return sum(not one.faint for one in series[:index]) % COLOURS
 
 
-# -- the same in words ------------------------------------------------------------------------------------------------
+# -- text alternatives ------------------------------------------------------------------------------------------------
 
 
 def _key(series: Sequence[Series]) -> str:
@@ -199,7 +199,7 @@ def _key(series: Sequence[Series]) -> str:
     return f'<ul class="key">{entries}</ul>'
 
 
-def _words(plot: Plot, series: Sequence[Series]) -> str:
+def _description(plot: Plot, series: Sequence[Series]) -> str:
     sentences = []
     for one in series:
         known = finite(one.points)

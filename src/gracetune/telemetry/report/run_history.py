@@ -1,4 +1,4 @@
-"""What a run did, gathered from its event log, which is read line by line."""
+"""The history of a run, built from its event log line by line, and its form as report.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gracetune.telemetry.sinks.jsonl import LogReader
 
 REPORT_FORMAT, REPORT_VERSION = "gracetune-report", 2
 MOST_LISTED: Final = 2000
-"""Of the events of any other kind in report.json; evenly chosen where there are more."""
+"""Maximum number of events of each other kind in report.json; evenly spaced ones are listed if there are more."""
 NO_END = "the log ends without an end of the run: it was killed, or is still running"
 
 Kind = TypeVar("Kind", bound=Event)
@@ -42,12 +42,12 @@ Kind = TypeVar("Kind", bound=Event)
 
 @dataclass(frozen=True)
 class RunHistory:
-    """The events that count, by kind and in order."""
+    """The valid events of a run, by kind and in order."""
 
     starts: tuple[RunStarted, ...]
     steps: StepColumns
     kept_steps: tuple[StepDone, ...]
-    """Those that report.json lists."""
+    """The step events that report.json lists."""
     switches: tuple[StageSwitched, ...]
     batch_changes: tuple[EffectiveBatchChanged, ...]
     memory_changes: tuple[MemoryStageChanged, ...]
@@ -56,7 +56,7 @@ class RunHistory:
     look_ahead: tuple[LookAheadChanged, ...]
     memory: MemoryColumns
     kept_memory: tuple[MemorySampled, ...]
-    """Those that are plotted, and that report.json lists. The first and the last are always among them."""
+    """The memory events that are plotted and listed in report.json, always including the first and the last."""
     checkpoints: tuple[CheckpointWritten, ...]
     validations: tuple[ValidationDone, ...]
     held_out: tuple[HeldOutLoss, ...]
@@ -66,9 +66,9 @@ class RunHistory:
     began_s: float | None
     ended_s: float | None
     active_s: float
-    """All processes together, lost work included."""
+    """Running time of all processes in sequence, including work that was lost."""
     seconds_per_step: float | None
-    """Median, without warm-up."""
+    """Median without the warm-up steps."""
     unreadable: tuple[tuple[int, str], ...]
 
     @property
@@ -91,12 +91,12 @@ class RunHistory:
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Noise experts in the order they were first trained."""
+        """Experts in the order in which they were first trained."""
         return self.steps.experts
 
     @property
     def memory_stages(self) -> tuple[Point, ...]:
-        """Every change at its own step, and what was sampled."""
+        """The memory stage over time: every change at its step, and every sampled value."""
         sampled = [(one.step, one.counters["uvm.stage"]) for one in self.kept_memory if "uvm.stage" in one.counters]
         return _in_order(sampled, self._changes(self.memory_changes))
 
@@ -105,14 +105,14 @@ class RunHistory:
         return tuple(self._changes(self.look_ahead))
 
     def _changes(self, events: Sequence[MemoryStageChanged | LookAheadChanged]) -> list[Point]:
-        """The value the run began with, and every later one at its step."""
+        """The initial value, and every later value at its step."""
         first = (self.starts[0].resumed_step or 0) if self.starts else 0
         begin = [(float(first), float(one.before)) for one in events[:1] if one.step > first]
         return [*begin, *((float(one.step), float(one.after)) for one in events)]
 
     @property
     def batches(self) -> tuple[Point, ...]:
-        """Samples of an optimizer step, over all processes: the first step that had so many, and every log step."""
+        """Samples of an optimizer step over all processes: at every log step and at each first step of a new size."""
         world = self.start.world_size
         logged = [(step, size * world) for step, size in self.steps.batches]
         changed = [(one.step + 1, float(one.after)) for one in self.batch_changes]
@@ -124,7 +124,7 @@ def _in_order(*points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 class _Gathered:
-    """What is known of a log after some of its lines."""
+    """Accumulates the lines of a log."""
 
     def __init__(self) -> None:
         self.steps, self.memory = StepColumns(), MemoryColumns()
@@ -134,22 +134,22 @@ class _Gathered:
         self.ended_s: float | None = None
         self._active = 0.0
         self._process: tuple[float, float] | None = None
-        """Of the process whose lines these are: its first and its last moment."""
+        """Times of the first and the last event of the current process."""
 
     def of(self, kind: type[Kind]) -> tuple[Kind, ...]:
         return tuple(event for event in self.others.get(kind, []) if isinstance(event, kind))
 
-    def add(self, begin: int, record: Record, *, stands: bool) -> None:
+    def add(self, begin: int, record: Record, *, is_valid: bool) -> None:
         event, now = record.event, record.time_s
         if isinstance(event, RunStarted) or self._process is None:
             self._active = self.active_s
             self._process = (now, now)
         self._process = (self._process[0], now)
-        if not stands:
+        if not is_valid:
             return
         self.began_s = now if self.began_s is None else self.began_s
         self.ended_s = now
-        if not isinstance(event, RunStarted):  # those clear what was measured before
+        if not isinstance(event, RunStarted):  # a RunStarted would clear the pace of earlier processes
             self.pace.observe(event)
         if isinstance(event, StepDone):
             self.steps.add(begin, event)
@@ -160,7 +160,7 @@ class _Gathered:
 
     @property
     def active_s(self) -> float:
-        """From each process's first event to its last."""
+        """The time from each process's first event to its last, added up."""
         return self._active + (0.0 if self._process is None else self._process[1] - self._process[0])
 
 
@@ -170,7 +170,7 @@ def read_history(log: LogReader) -> RunHistory:
         if line.record is None:
             unreadable.append((line.number, line.why))
         else:
-            found.add(line.begin, line.record, stands=line.stands)
+            found.add(line.begin, line.record, is_valid=line.is_valid)
     ends = found.of(RunEnded)
     kept_steps = [record.event for record in log.at(found.steps.kept())]
     kept_memory = [record.event for record in log.at(found.memory.kept())]
@@ -204,7 +204,7 @@ def read_history(log: LogReader) -> RunHistory:
 
 
 def summary(history: RunHistory, how_to_load: dict[str, str], outputs: Sequence[str]) -> dict[str, Any]:
-    """Everything the report says, as JSON. `logged` counts the events of each list; the log itself has all of them."""
+    """The content of the report as JSON. Lists may be shortened: `logged` has the number of events of each kind."""
     start, last = history.start, history.kept_memory[-1] if history.kept_memory else None
     lists: dict[str, Sequence[Any]] = {
         "stage_transitions": history.switches,
@@ -273,10 +273,10 @@ def loss_facts(points: Sequence[Point]) -> dict[str, float | int | None]:
 
 
 def moment(time_s: float | None) -> str | None:
-    """ISO 8601, UTC."""
+    """A time as ISO 8601 in UTC."""
     if time_s is None:
         return None
     try:
         return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds")
-    except (OverflowError, ValueError, OSError):  # a log may say anything
+    except (OverflowError, ValueError, OSError):  # a damaged log may hold any number
         return None

@@ -1,4 +1,4 @@
-"""Samples through time: one row a prompt, one column a validation. Small pictures are part of the report itself."""
+"""The sample grid of the report: one row per prompt, one column per validation. Thumbnails are embedded in the page."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class SampleCell:
     step: int
     file: SampleFile
     link: str | None
-    """Relative address; None where the file lies outside the run's folder or is gone."""
+    """Relative address; None if the file is outside the run's folder or was deleted."""
     image: str | None
-    """A data address of the small picture."""
+    """The thumbnail as a data URL."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class SampleGrid:
 
 
 def grid(validations: Sequence[ValidationDone], run_folder: Path) -> SampleGrid:
-    """Evenly spread over the run where there are more validations than columns."""
-    made = [one for one in validations if one.files]
-    shown = [made[index] for index in evenly(len(made), MOST_COLUMNS)]
+    """The grid of a run's samples. If there are more validations than columns, it shows evenly spaced ones."""
+    with_files = [one for one in validations if one.files]
+    shown = [with_files[index] for index in evenly(len(with_files), MOST_COLUMNS)]
     rows = min(MOST_ROWS, max((len(one.files) for one in shown), default=0))
     notes = []
-    if len(made) > len(shown):
-        notes.append(f"{len(shown)} of {len(made)} validations are shown; the others are in the run's folder.")
+    if len(with_files) > len(shown):
+        notes.append(f"{len(shown)} of {len(with_files)} validations are shown; the others are in the run's folder.")
     most = max((len(one.files) for one in shown), default=0)
     if most > rows:
         notes.append(f"{rows} of {most} samples of a validation are shown.")
@@ -62,8 +62,8 @@ def grid(validations: Sequence[ValidationDone], run_folder: Path) -> SampleGrid:
 
 
 def _row(validations: Sequence[ValidationDone], number: int, run_folder: Path) -> SampleRow:
-    having = [one for one in validations if number < len(one.files)]
-    cells = tuple(_cell(one.step, one.files[number], run_folder) for one in having)
+    long_enough = [one for one in validations if number < len(one.files)]
+    cells = tuple(_cell(one.step, one.files[number], run_folder) for one in long_enough)
     last = cells[-1].file
     return SampleRow(last.prompt, last.seed, cells)
 
@@ -75,15 +75,15 @@ def _cell(step: int, file: SampleFile, run_folder: Path) -> SampleCell:
 
 
 def link_to(path: str, run_folder: Path) -> str | None:
-    """The relative address of a file in the run's folder; None for anything else: a log may say anything."""
+    """The relative address of a file in the run's folder; None for any other path, because a log is untrusted input."""
     plain = PurePosixPath(path)
     if plain.is_absolute() or ".." in plain.parts or "\0" in path or not (run_folder / plain).is_file():
         return None
-    return "./" + quote(str(plain))  # with the dot, no name can be taken for an address like "mailto:"
+    return "./" + quote(str(plain))  # without "./", a browser would read a name like "mailto:x" as a URL
 
 
 def thumbnail(path: Path) -> str | None:
-    """None where it is no picture we can read."""
+    """A JPEG thumbnail as a data URL; None if the file is not a readable image."""
     from PIL import Image
 
     try:
@@ -92,6 +92,6 @@ def thumbnail(path: Path) -> str | None:
         small.thumbnail((SIDE, SIDE))
         stored = io.BytesIO()
         small.save(stored, "JPEG", quality=_QUALITY)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # what Pillow raises for bad files
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # Pillow raises these for bad files
         return None
     return "data:image/jpeg;base64," + base64.b64encode(stored.getvalue()).decode()

@@ -1,11 +1,11 @@
-"""The report's looks: plain, readable in light and dark, on a phone and on paper. Nothing is loaded from elsewhere."""
+"""The style sheet of the report: for light and dark mode, phones and print. It loads nothing from elsewhere."""
 
 from __future__ import annotations
 
 _LIGHT = ("#0b62a4", "#b3450a", "#177245", "#8a3ffc", "#9f1853", "#5f6b00")
 _DARK = ("#78b6f0", "#ff9d5c", "#6fd39b", "#c4a2ff", "#ff8ab5", "#d3db6b")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3", "4 2", "1 3")
-"""Curves differ in their strokes too: not everyone sees their colours."""
+"""Curves differ in their dashes too, for readers who cannot tell the colours apart."""
 
 
 def _colours(values: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Both files of the report, complete or absent."""
+"""Writes the two files of the report. Each is written atomically."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WrittenReport:
 
 
 def write_report(run_folder: Path) -> WrittenReport:
-    """From the event log alone: for a finished, a crashed or a running run. TelemetryError where there is no log."""
+    """Write the report of a finished, crashed or running run. Raises TelemetryError if the run has no event log."""
     run_folder = run_folder.absolute()
     history = read_history(LogReader(run_folder / LOG_FILE))
     outputs = history.end.outputs if history.end is not None and history.end.outputs else find_outputs(run_folder)

@@ -1,1 +1,1 @@
-"""Where events go: a log file, TensorBoard, wandb, a webhook."""
+"""Sinks, which write events somewhere: a log file, TensorBoard, wandb, a webhook."""

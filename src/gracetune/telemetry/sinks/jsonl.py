@@ -1,4 +1,4 @@
-"""The event log: one line an event, handed to the kernel whole, so that even kill -9 loses none that was emitted."""
+"""The event log. Each event is one line, written without buffering, so that kill -9 loses no emitted event."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gracetune.telemetry.schema import NotAnEventError, from_line, to_line
 
 
 class JsonlSink:
-    """Appends; the file may be there from an earlier process of the same run."""
+    """Appends events to the log, which may exist from an earlier process of the same run."""
 
     def __init__(self, path: Path) -> None:
         self.name = f"the event log {path}"
@@ -41,37 +41,37 @@ class LogLine(NamedTuple):
 
     number: int
     begin: int
-    """Where it begins, in bytes."""
+    """Byte offset of the line."""
     record: Record | None
     why: str
-    """It is no record, because ... One that was torn by a kill is ordinary."""
-    stands: bool
-    """False for what was done again after a resume, and for the ends of earlier processes."""
+    """Why the line has no record; empty if it has one. A kill may leave an incomplete line."""
+    is_valid: bool
+    """False for steps that were repeated after a resume, and for the `RunEnded` of earlier processes."""
 
 
 class LogReader:
-    """A log file, read line by line as often as asked: that of a long run is larger than a process should hold."""
+    """Reads a log file line by line, any number of times. The log of a long run is too large to hold in memory."""
 
     def __init__(self, path: Path) -> None:
-        """TelemetryError where there is none."""
+        """Raises TelemetryError if the file cannot be read."""
         self._path = path
-        self._limits = _limits(self._resumed_steps())
+        self._limits = _valid_until(self._resumed_steps())
 
     def lines(self) -> Iterator[LogLine]:
-        """All that are not empty. Those that are no events are told, never guessed at."""
+        """All lines but empty ones. A line that is not an event has no record; its `why` gives the reason."""
         process = 0
         for number, begin, raw in self._raw_lines():
             try:
                 record = from_line(raw)
             except NotAnEventError as error:
-                yield LogLine(number, begin, None, str(error), stands=False)
+                yield LogLine(number, begin, None, str(error), is_valid=False)
                 continue
             process += isinstance(record.event, RunStarted)
-            stands = process >= len(self._limits) or _stands(record, self._limits[process])
-            yield LogLine(number, begin, record, "", stands)
+            is_valid = process >= len(self._limits) or _is_valid(record, self._limits[process])
+            yield LogLine(number, begin, record, "", is_valid)
 
     def at(self, offsets: Iterable[int]) -> list[Record]:
-        """The records of lines that begin there."""
+        """The records of the lines at these byte offsets."""
         found = []
         with self._open() as file:
             for offset in offsets:
@@ -80,10 +80,10 @@ class LogReader:
         return found
 
     def _resumed_steps(self) -> list[int | None]:
-        """Of every start."""
+        """The `resumed_step` of every `RunStarted`."""
         found: list[int | None] = []
         for _, _, raw in self._raw_lines():
-            if b"RunStarted" in raw:  # that alone tells nearly all lines; it may be in a warning's text
+            if b"RunStarted" in raw:  # skips nearly all lines without parsing; a warning's text may contain it too
                 with suppress(NotAnEventError):
                     event = from_line(raw).event
                     found += [event.resumed_step] if isinstance(event, RunStarted) else []
@@ -111,19 +111,19 @@ class LogReader:
 
 @dataclass(frozen=True)
 class EventLog:
-    """What a log file says, all of it at once: for short ones."""
+    """A whole log in memory, for short logs."""
 
     records: tuple[Record, ...]
-    """As they were written, void ones included."""
+    """In the order of the file, void ones included."""
     unreadable: tuple[tuple[int, str], ...] = ()
-    """Lines that are no events: number and why."""
+    """Lines that are not events: line number and reason."""
 
     def merged(self) -> tuple[Record, ...]:
         return merge(self.records)
 
 
 def read_log(path: Path) -> EventLog:
-    """TelemetryError where there is none."""
+    """The whole log in memory. Raises TelemetryError if the file cannot be read."""
     lines = [*LogReader(path).lines()]
     return EventLog(
         tuple(line.record for line in lines if line.record is not None),
@@ -132,33 +132,34 @@ def read_log(path: Path) -> EventLog:
 
 
 def merge(records: Sequence[Record]) -> tuple[Record, ...]:
-    """One line of history: what was done again after a resume is dropped, and the ends of earlier processes with it."""
-    limits = _limits([one.event.resumed_step for one in records if isinstance(one.event, RunStarted)])
+    """One history: steps that were repeated after a resume are dropped, and so are the ends of earlier processes."""
+    limits = _valid_until([one.event.resumed_step for one in records if isinstance(one.event, RunStarted)])
     kept, process = [], 0
     for record in records:
         process += isinstance(record.event, RunStarted)
-        if process >= len(limits) or _stands(record, limits[process]):
+        if process >= len(limits) or _is_valid(record, limits[process]):
             kept.append(record)
     return tuple(kept)
 
 
-def _limits(resumed_steps: Sequence[int | None]) -> list[int | None]:
-    """For what comes before the first start, and for every process but the last: up to which step it stands.
+def _valid_until(resumed_steps: Sequence[int | None]) -> list[int | None]:
+    """The last valid step of each part of a log but the last: what precedes the first `RunStarted`, then each process.
 
-    None: a later process began anew, and nothing of it does.
+    It is the lowest step that any later process resumed from, because that process repeats the steps after it. None:
+    a later process started from the beginning, so nothing in this part is valid.
     """
     limits: list[int | None] = []
-    anew, least = False, 1 << 63
+    restarted, lowest = False, 1 << 63  # of the processes after the current one
     for resumed in reversed(resumed_steps):
         if resumed is None:
-            anew = True
+            restarted = True
         else:
-            least = min(least, resumed)
-        limits.append(None if anew else least)
+            lowest = min(lowest, resumed)
+        limits.append(None if restarted else lowest)
     return limits[::-1]
 
 
-def _stands(record: Record, limit: int | None) -> bool:
+def _is_valid(record: Record, limit: int | None) -> bool:
     if limit is None or isinstance(record.event, RunEnded):
         return False
     step = step_of(record.event)

@@ -1,4 +1,4 @@
-"""What trackers draw as curves: tag -> number. Pure."""
+"""The scalars of an event that trackers plot, as tag -> value. A pure function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gracetune.telemetry.events import (
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Empty for events without curves."""
+    """Tag -> value; empty for events without scalars."""
     match event:
         case StepDone():
             return _step(event)
@@ -66,6 +66,6 @@ def _memory(event: MemorySampled) -> dict[str, float]:
     for tier, owners in event.used_bytes.items():
         found[f"memory/{tier}_bytes"] = sum(owners.values())
         found.update({f"memory/{tier}/{owner}_bytes": size for owner, size in owners.items()})
-    # "uvm.stage" keeps its name, under a heading of its own.
+    # Trackers group tags by what precedes the slash: "uvm.stage" becomes "uvm/uvm.stage", which keeps its full name.
     found.update({f"{name.split('.')[0]}/{name}": value for name, value in event.counters.items()})
     return found

@@ -1,4 +1,4 @@
-"""TensorBoard: curves, and the pictures that were drawn."""
+"""The TensorBoard sink: curves and generated images."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gracetune.telemetry.sinks.scalars import scalars
 
 
 class TensorBoardSink:
-    """A folder of event files. What a resumed run does again replaces what was drawn before."""
+    """Writes a folder of event files. Steps that a resumed run repeats replace the earlier ones."""
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, run_folder: Path) -> None:
-        """`run_folder`: what the paths in events are relative to."""
+        """Paths in events are relative to `run_folder`."""
         try:
-            import torch.utils.tensorboard  # noqa: F401 - missing packages are told at the start, not at step 10
+            import torch.utils.tensorboard  # noqa: F401 - report a missing package at the start, not at step 10
         except ImportError as error:
             raise TelemetryError(
                 "logging.trackers: tensorboard",
@@ -80,11 +80,14 @@ class TensorBoardSink:
 
 
 class _EventFile:
-    """One event file. Written by whoever emits: torch's SummaryWriter has a thread for it, which dies of a full disk
-    with a traceback, after the events it still held."""
+    """One TensorBoard event file, written in the thread that emits.
+
+    Torch's SummaryWriter writes in a thread of its own. On a full disk that thread ends with a traceback, and the
+    events it had queued are lost.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """TensorBoard forgets what earlier files of the folder say about `first_step` and later ones."""
+        """`SessionLog.START` makes TensorBoard drop the steps from `first_step` on in earlier files of the folder."""
         from tensorboard.compat.proto.event_pb2 import Event as Entry
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -104,7 +107,7 @@ class _EventFile:
         self._append(*(Entry(wall_time=time_s, step=step, summary=one) for one in summaries))
 
     def _append(self, *entries: Any) -> None:
-        """At once, and each whole unless the disk is full."""
+        """Write the entries now, unbuffered. An entry is incomplete only if the disk is full."""
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         packed = io.BytesIO()
@@ -119,7 +122,7 @@ class _EventFile:
 
 
 def _new_file(folder: Path) -> tuple[Path, io.FileIO]:
-    """TensorBoard reads the files of a folder in the order of their names."""
+    """A new event file. The name begins with the time, because TensorBoard reads a folder's files in name order."""
     number = 0
     while True:
         path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"

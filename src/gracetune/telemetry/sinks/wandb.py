@@ -1,4 +1,4 @@
-"""wandb, where it is installed and asked for."""
+"""The wandb sink. The package is optional and imported only if the config selects it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OUR_STEP = "step"
 
 
 def import_wandb() -> Any:
-    """The package; TelemetryError where it is not installed."""
+    """The wandb package. Raises TelemetryError if it is not installed."""
     try:
         return importlib.import_module("wandb")
     except ImportError as error:
@@ -41,7 +41,7 @@ class WandbSink:
         if isinstance(event, RunStarted):
             self._begin(event, record)
         if self._run is None:
-            return  # before the run has a name
+            return  # no RunStarted yet, so there is no wandb run
         found: dict[str, Any] = dict(scalars(event))
         if isinstance(event, ValidationDone):
             found["samples"] = [
@@ -52,13 +52,14 @@ class WandbSink:
         if isinstance(event, Warned):
             self._run.alert(title="gracetune", text=event.message)
         if found:
-            # Their own step only ever grows, and events of one step come apart: ours is a value to draw against.
+            # wandb's own step cannot go back, but a resumed run repeats steps and a step has several events. So our
+            # step is logged as a value, which `_begin` defines as the x axis.
             self._run.log({**found, _OUR_STEP: step_of(event)})
         if isinstance(event, RunEnded):
             self._end(0 if event.outcome == "finished" else 1)
 
     def close(self) -> None:
-        self._end(1)  # without a RunEnded
+        self._end(1)  # still open only if there was no RunEnded
 
     def _begin(self, event: RunStarted, record: Record) -> None:
         config = to_json(record)["config"]

@@ -1,4 +1,4 @@
-"""One POST when the run ends, well or badly."""
+"""The webhook sink: one POST when the run ends, whatever its outcome."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ ADDRESS_HINT = "--set logging.webhook=https://HOST/PATH, or leave it out"
 
 
 def check_address(url: str) -> tuple[str, str | None]:
-    """The host, and what keeps a request from being sent there: a request that is refused later repeats the address."""
+    """The host of an address, and why no request can be sent there (None if it can).
+
+    It is checked before any request: the error of a failed request repeats the address, which may hold a secret.
+    """
     try:
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname or ""
         host.encode("idna")
-        parts.port  # noqa: B018 - raises where it is no number
-    except ValueError:  # also a UnicodeError
+        parts.port  # noqa: B018 - raises ValueError if it is not a number
+    except ValueError:  # UnicodeError is a subclass
         return "", "which is no address"
     if parts.scheme not in ("http", "https"):
         return host, "which is no address of the web"
@@ -41,7 +44,7 @@ def check_address(url: str) -> tuple[str, str | None]:
 
 
 def _without_login(url: str) -> tuple[str, dict[str, str]]:
-    """The address that is asked, and the header that `user:password@` stands for."""
+    """The address without `user:password@`, and the Authorization header that replaces it."""
     parts = urllib.parse.urlsplit(url)
     login, sign, host = parts.netloc.rpartition("@")
     if not sign:
@@ -53,7 +56,7 @@ def _without_login(url: str) -> tuple[str, dict[str, str]]:
 class WebhookSink:
     """Sends the RunEnded event, with the run's name, the last loss and one sentence in `text` and `content`.
 
-    Chat services show one of the two. The address may hold a secret: messages name the host only.
+    Chat services display one of these two fields. The address may hold a secret, so messages name only the host.
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -90,11 +93,11 @@ class WebhookSink:
         try:
             with urllib.request.urlopen(request, timeout=self._timeout_s):
                 return
-        except http.client.HTTPException as error:  # an answer that is none
+        except http.client.HTTPException as error:  # the response is not valid HTTP
             raise TelemetryError(
                 self.name, found=type(error).__name__, expected="an answer", hint="check logging.webhook"
             ) from None
-        except urllib.error.HTTPError as error:  # its text holds the address
+        except urllib.error.HTTPError as error:  # `from None` below: its text holds the address
             raise TelemetryError(
                 self.name,
                 found=f"the answer {error.code} {error.reason}",

@@ -84,7 +84,7 @@ def _group(config: OptimizerConfig, group: ParamGroup, arguments: Mapping[str, A
     return built | optimizer_record(config.name).group_arguments(config, group.expert)
 
 
-# -- state by name ----------------------------------------------------------------------------------------------------
+# -- state by name -----------------------------------------------------------------------------------------------------
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

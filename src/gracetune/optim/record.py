@@ -113,7 +113,7 @@ def optimizer_state(tensors: Sequence[TrainedTensors], config: OptimizerConfig) 
     return optimizer_record(config.name).state_size(tensors, config.options)
 
 
-# -- building blocks of records ---------------------------------------------------------------------------------------
+# -- building blocks of records ----------------------------------------------------------------------------------------
 
 
 def class_of(class_path: str, package: str = "") -> Load:

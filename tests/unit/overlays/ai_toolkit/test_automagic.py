@@ -147,7 +147,7 @@ class TestGroups:
         assert parts is not None
         located = locate(parts.stem, KEY_MAPS["wan"])
         assert located is not None
-        assert trained.stage(key.replace("$$", ".")) == located.stage == ("high_noise", "low_noise")[expert - 1]
+        assert trained.stage(key.replace("$$", ".")) == located.expert == ("high_noise", "low_noise")[expert - 1]
 
 
 class TestState:

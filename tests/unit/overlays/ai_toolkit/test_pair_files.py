@@ -48,7 +48,7 @@ class TestSaving:
                 f"transformer$$transformer_{number}$$blocks$$0$$attn1$$to_q.lora_down.weight"
             ]
             assert torch.equal(saved["diffusion_model.blocks.0.self_attn.q.lora_A.weight"], weight)
-            assert open_adapter(file).state().stage == stage
+            assert open_adapter(file).state().expert == stage
         assert not (checkout.output() / "my_job.safetensors").exists()
 
     def test_ai_toolkits_header_is_kept_but_for_the_hash_of_both(self, checkout: Checkout) -> None:

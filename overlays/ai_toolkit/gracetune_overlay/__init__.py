@@ -1,7 +1,7 @@
 """An ai-toolkit extension: put this folder into a checked-out ai-toolkit's `extensions/`.
 
-ai-toolkit imports every folder there and asks its extensions for their process before it builds a job. That is when
-two pass-through hooks are put in place, and nothing else happens unless a process of the job has a `gracetune:` block.
+ai-toolkit imports every folder there and calls `get_process` of each extension before it builds a job. We install two
+pass-through hooks at that moment. Nothing else happens unless a process of the job has a `gracetune:` block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""gracetune's Automagic where ai-toolkit builds its own: stage options always apply, for every kind of adapter.
+"""gracetune's Automagic in place of ai-toolkit's. Options per expert apply to every kind of adapter.
 
-The options are those of `train.optimizer_params`: `lr_bump`, `min_lr`, `max_lr`, each also with `high_noise_` or
-`low_noise_` in front for one expert, and `beta2`, `clip_threshold`, `eps`, `weight_decay`. Parameters are grouped by
-the expert they belong to and named after their layer, so that a resumed state finds its own layer or is refused.
+The options of `train.optimizer_params` are `lr_bump`, `min_lr`, `max_lr`, each also with the prefix `high_noise_` or
+`low_noise_` for one expert, and `beta2`, `clip_threshold`, `eps`, `weight_decay`. Parameters are grouped by expert and
+named after their layers, so a resumed state either matches its layers or is rejected.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _STAGE_LIMITS: Final = tuple(f"{stage}_{limit}" for stage in EXPERTS for limit i
 _EXPERT: Final = re.compile(r"(?:^|[._])transformer_?(?P<number>[12])[._]")
 _TOO_HIGH: Final = 1e-3
 _UPSTREAM_START: Final = 1e-6
+"""ai-toolkit replaces an `lr` above 1e-3 by 1e-6, and so do we."""
 STATE_KEY: Final = "gracetune_automagic"
 STATE_VERSION: Final = 1
 
 
 class StagedAutomagic(Automagic):
-    """Automagic with the manners ai-toolkit expects: its whole state in `state_dict`, and its mean learning rate."""
+    """Automagic with ai-toolkit's interface: the whole state in `state_dict`, and a mean learning rate."""
 
     def get_avg_learning_rate(self) -> float:
         means = self.learning_rates()
@@ -53,7 +54,7 @@ class StagedAutomagic(Automagic):
         return super().state_dict() | {STATE_KEY: own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """All of it fits, or nothing is changed."""
+        """Load strictly: if anything does not match, raise and change nothing."""
         own = state_dict.get(STATE_KEY)
         if own is None:
             raise StateMismatchError(
@@ -71,12 +72,12 @@ class StagedAutomagic(Automagic):
 
 @dataclass(frozen=True)
 class Trained:
-    """Whose parameters these are, as far as the model tells."""
+    """Names and experts of the trained parameters."""
 
     experts: tuple[ExpertStage, ...]
-    """The experts that are trained; none for a model that has no experts."""
+    """The trained experts; empty for models without experts."""
     names: Mapping[int, str]
-    """By `id`: the parameters of the network, named after their layer."""
+    """Parameter names by `id(parameter)`, from their layers."""
 
     @classmethod
     def of(cls, process: Any) -> Trained:
@@ -93,7 +94,7 @@ class Trained:
         return cls(experts, names)
 
     def stage(self, name: str) -> ExpertStage | None:
-        """None where a name has to tell the expert and does not."""
+        """The expert of a parameter; None if the model has experts and the name does not say which."""
         if not self.experts:
             return ""
         marked = _EXPERT.search(name)
@@ -110,7 +111,7 @@ class Group:
 
 
 def grouped(params: Iterable[Any], start: float, trained: Trained, location: str) -> list[Group]:
-    """ai-toolkit's groups, parted by expert; what no layer owns (an embedding) belongs to none."""
+    """ai-toolkit's param groups, split by expert. Parameters outside the layers (embeddings) belong to no expert."""
     groups: list[Group] = []
     lost: list[str] = []
     entries = list(params)
@@ -118,16 +119,16 @@ def grouped(params: Iterable[Any], start: float, trained: Trained, location: str
         entries = [{"params": entries}]
     for number, entry in enumerate(entries):
         lr = start if entry.get("lr") is None else float(entry["lr"])
-        parted: dict[ExpertStage, Group] = {}
+        by_expert: dict[ExpertStage, Group] = {}
         for index, parameter in enumerate(entry["params"]):
             name = trained.names.get(id(parameter))
             stage = "" if name is None else trained.stage(name)
             if stage is None:
                 lost.append(str(name))
                 continue
-            group = parted.setdefault(stage, Group(stage, lr))
+            group = by_expert.setdefault(stage, Group(stage, lr))
             group.members.append((name or f"group{number}.{index}", parameter))
-        groups += parted.values()
+        groups += by_expert.values()
     if lost:
         found = f"{lost[0]}{f' and {len(lost) - 1} more' if lost[1:] else ''}, which tells no expert"
         hint = "write `automagic: false` in `gracetune:`, and tell us about this version"
@@ -138,7 +139,7 @@ def grouped(params: Iterable[Any], start: float, trained: Trained, location: str
 
 
 def limits_of(stage: ExpertStage, options: Mapping[str, Any], location: str) -> RateLimits:
-    """An expert's own limits, else those of all, else Automagic's."""
+    """The limits of the expert; unset ones come from the shared options, then from Automagic's defaults."""
     default = RateLimits()
     chosen = {}
     for name, usual in zip(LIMITS, (default.lr_bump, default.min_lr, default.max_lr), strict=True):

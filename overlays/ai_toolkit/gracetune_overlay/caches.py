@@ -1,7 +1,8 @@
-"""Cache placement: the latents and text embeddings ai-toolkit has cached on disk, served from memory.
+"""Serve the latents and text embeddings that ai-toolkit has cached on disk from memory.
 
-ai-toolkit writes and names its files as ever. When a dataset's files are complete they are read once; from then on the
-`load_file` its two modules call is answered from memory, in loader processes as well, which are copies of this one.
+ai-toolkit writes and names its files as usual. When the files of a dataset are complete, each is read once. From then
+on the `load_file` of its two modules reads from memory. Loader processes do so too, since they are forked from this
+one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TEXT_PATHS: Final = (
     "_text_embedding_path", "_blank_text_embedding_path", "_dop_text_embedding_path",
     "_dop_blank_text_embedding_path", "_dopsd_text_embedding_path", "_dopsd_blank_text_embedding_path",
 )  # fmt: skip
-"""Where a file item keeps the names of its text embeddings; older versions have the first only."""
+"""Attributes of a file item with the paths of its text embeddings; older versions have the first only."""
 
 
 class CacheFeature:
@@ -44,7 +45,7 @@ class CacheFeature:
     def open(self, process: Any) -> None:
         requested, device = self._requested, process.device_torch
         if self._workers and multiprocessing.get_start_method() != "fork":
-            self._unserved = "loader processes are not copies of this one here (no fork): they read from disk"
+            self._unserved = "loader processes are not forked here, so they read from disk"
             self._report(f"caches: {self._unserved}; `num_workers: 0` serves from memory")
         limit = None if requested.limit_gib is None else int(requested.limit_gib * GIB)
         budget = Budget(probe(), limit)
@@ -99,7 +100,7 @@ def _report(files: ResidentFiles, workers: int, unserved: str) -> dict[str, Any]
 
 
 def _after(files: ResidentFiles, named: Callable[[Any], Iterator[str]]) -> Around:
-    """Once a dataset has cached all of its files, bring them into memory."""
+    """A hook that loads a dataset's files into memory once all are cached."""
 
     def around(original: Function, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -121,6 +122,8 @@ def _text_files(dataset: Any) -> Iterator[str]:
 
 
 def _answering(files: ResidentFiles) -> Around:
+    """A hook for `load_file` that reads from memory."""
+
     def around(original: Function, *args: Any, **kwargs: Any) -> Any:
         file = argument(original, "filename", args, kwargs)
         return files.find(str(file), lambda: original(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""The two hooks that are always there: a process with a `gracetune:` block gets a session, and runs inside it."""
+"""The two permanent hooks: a process with a `gracetune:` block gets a session and runs inside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SESSION: Final = "_gracetune_session"
 
 
 class NotAProcess:
-    """What `type: gracetune` gets."""
+    """The process class of `type: gracetune`, which is always an error."""
 
     def __init__(self, process_id: int, job: Any, config: Mapping[str, Any]) -> None:
         hint = f"write `type: diffusion_trainer`, and what you want of us under `{KEY}:`"
@@ -29,7 +29,7 @@ def report(line: str) -> None:
 
 
 def open_entry() -> None:
-    """Once, however often ai-toolkit asks. A changed ai-toolkit still runs every job that does not ask for us."""
+    """Install the two hooks once. A changed ai-toolkit still runs every job without our block."""
     unknown = "because this ai-toolkit is not one we know"
     try:
         (made,) = find_all((INIT,))
@@ -57,7 +57,7 @@ def _on_init(original: Function, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(process, trainer):
         found, hint = f"a {type(process).__name__}", f"remove `{KEY}` from this process"
         raise ConfigError([Problem(f"{location}.{KEY}", found, f"a process that trains, with `{KEY}:`", hint)])
-    from .options import read_job  # only now: a job without the block need not wait for any of this
+    from .options import read_job  # imported here so that jobs without the block start quickly
     from .session import Session
 
     session = Session(read_job(config, location), report)

@@ -1,4 +1,4 @@
-"""Finding a point in the ai-toolkit that is running, wrapping it, and taking the wrapper off again."""
+"""Find a point in the running ai-toolkit, wrap it, and remove the wrapper again."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .points import Point
 
 Function = Callable[..., Any]
 Around = Callable[..., Any]
-"""Called as `around(original, *args, **kwargs)`; what it returns is what the caller of the method gets."""
+"""Called as `around(original, *args, **kwargs)`; its result is returned to the caller of the method."""
 
 _MARK = "__gracetune_point__"
 
 
 class UpstreamChangedError(ConfigError):
-    """This ai-toolkit lacks something the overlay was asked to work with; carries everything that is missing."""
+    """This ai-toolkit lacks something that the overlay needs; lists everything that is missing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Found:
 
 
 def find_all(points: Iterable[Point]) -> list[Found]:
-    """All of them, or an error that lists every one that is missing or changed."""
+    """Find all points, or raise one error that lists every missing or changed one."""
     looked = [_find(point) for point in points]
     problems = [found for found in looked if isinstance(found, Problem)]
     if problems:
@@ -70,7 +70,7 @@ def _problem(point: Point, found: str) -> Problem:
 
 
 def argument(function: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The value a call gives to a parameter, however it is written, or the parameter's default."""
+    """The value of a parameter in a call, given by position, by name or by default."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments[name]
@@ -82,7 +82,7 @@ def wrapped_by(found: Found) -> Point | None:
 
 
 def wrap(found: Found, around: Around) -> Callable[[], None]:
-    """Puts `around` in place; what is returned takes it off."""
+    """Install `around`; returns a function that removes it."""
     original, name = found.function, found.point.path[-1]
 
     @functools.wraps(original)
@@ -96,14 +96,14 @@ def wrap(found: Found, around: Around) -> Callable[[], None]:
     def undo() -> None:
         if own:
             setattr(found.owner, name, original)
-        else:  # it was inherited
+        else:  # inherited
             delattr(found.owner, name)
 
     return undo
 
 
 class Hooks:
-    """Wrappers that are in place for the length of a `with`."""
+    """A context manager that installs wrappers and removes them at the end."""
 
     def __init__(self, wanted: Iterable[tuple[Point, Around]]) -> None:
         self._wanted = list(wanted)

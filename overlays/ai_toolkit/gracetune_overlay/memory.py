@@ -1,4 +1,5 @@
-"""Memory options: gracetune's unified-memory layer under ai-toolkit's training, its governor at every step's end."""
+"""The `memory` feature: gracetune's unified-memory layer in ai-toolkit's training, with its governor after every
+step."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _NO_GPU: Final = "not available: this run has no GPU whose memory could overflow
 
 
 def merged_options(written: MemoryOptions, environment: Environment) -> MemoryOptions:
-    """What the block says; what it leaves open, the environment may say. All problems of the environment at once."""
+    """The options of the block, completed from the environment. ConfigError lists all problems of the environment."""
     found = memory_settings(environment)
     if found.problems:
         raise ConfigError(found.problems)
@@ -40,7 +41,7 @@ def merged_options(written: MemoryOptions, environment: Environment) -> MemoryOp
 
 
 class MemoryFeature:
-    """`opener` opens the layer; a test gives one that needs no GPU."""
+    """`opener` opens the memory layer; tests pass one that needs no GPU."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class MemoryFeature:
         self._report(f"memory: {why}")
 
     def managed(self) -> ManagedHeap | str:
-        """Managed memory, or why there is none."""
+        """The managed heap, or why there is none."""
         return self._why if self._layer is None else self._layer.heap
 
     def hooks(self) -> list[tuple[Point, Around]]:

@@ -6,7 +6,7 @@
       automagic: true
       pair_files: true
 
-Everything is off unless it is written here; every problem of the block is told at once, before anything is loaded.
+Everything is off by default. One error lists all problems of the block, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Caches(Section):
     latents: Place = "disk"
     text: Place = "disk"
     limit_gib: PositiveFloat | None = None
-    """Of both together; the rest stays on disk. Without it: what main memory has to spare."""
+    """Limit for both caches together; other entries stay on disk. None uses the spare main memory."""
 
 
 class Block(Section):
@@ -44,17 +44,17 @@ _SECTIONS: Mapping[str, type[Section]] = {"": Block, "memory": MemoryOptions, "c
 
 @dataclass(frozen=True)
 class Job:
-    """One process of a job, as far as the overlay looks at it."""
+    """The settings of one process of a job that the overlay uses."""
 
     key_path: str
-    """`config.process[0]`: the key in the user's file."""
+    """The key in the user's file, such as `config.process[0]`."""
     block: Block
     workers: int
-    """Loader processes: copies of this one, in which managed memory does not exist."""
+    """Number of loader processes. They are forked, and managed memory does not exist in them."""
 
 
 def read_job(config: Mapping[str, Any], key_path: str) -> Job:
-    """Raises ConfigError with everything that is wrong."""
+    """Read the `gracetune:` block. ConfigError lists all problems."""
     raw = config[KEY]
     key = f"{key_path}.{KEY}"
     if not isinstance(raw, Mapping):
@@ -87,7 +87,7 @@ def _problem(key: str, details: ErrorDetails) -> Problem:
 
 
 def _datasets(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What is no dataset is ai-toolkit's to refuse."""
+    """The datasets of the process. ai-toolkit itself rejects malformed ones."""
     datasets = config.get("datasets")
     return [dataset for dataset in datasets if isinstance(dataset, Mapping)] if isinstance(datasets, list) else []
 
@@ -103,7 +103,7 @@ def _workers(dataset: Mapping[str, Any]) -> int:
 
 
 def _cache_problems(block: Block, config: Mapping[str, Any], key_path: str) -> Iterator[Problem]:
-    """What ai-toolkit has to be told as well, so that there is a cache on disk to take from."""
+    """Problems with settings of ai-toolkit that our caches need, such as caching to disk."""
     unified = "unified_memory" in (block.caches.latents, block.caches.text)
     if unified and block.memory is None:
         wanted = "`memory` beside unified_memory: its layer is where unified memory comes from"

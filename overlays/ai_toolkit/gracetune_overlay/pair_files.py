@@ -1,9 +1,9 @@
-"""Correct keys for Wan 2.2's two experts: each expert's adapter in a file of its own, nothing dropped on the way.
+"""Pair files for Wan 2.2: one adapter file per noise expert, with correct keys.
 
-ai-toolkit parts a state by looking for `.transformer_1.` in its keys and drops what matches neither expert; the hashes
-it writes are those of both experts together. Here every key is understood, or all of them are saved in one file and the
-reason is said. Each file has its own hashes. A pair is read in any spelling gracetune knows, and handed over in the one
-ai-toolkit expects.
+ai-toolkit splits a state by `.transformer_1.` and the like in its keys. It drops keys that match neither expert, and
+writes hashes of both experts together. Here every key is assigned to an expert; if that fails, all keys are saved in
+one file, with a message that says why. Each file has its own hashes. A pair is read in any key format that gracetune
+knows, and returned in the format that ai-toolkit expects.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def trained_experts(model: Any) -> tuple[ExpertStage, ...]:
 
 
 def pair_of(file: Path) -> dict[ExpertStage, Path]:
-    """The names of both files, whichever of them, or the name without an expert, is given."""
+    """The paths of both files, from either of them or from the path without an expert."""
     stem = file.name.removesuffix(_SUFFIX)
     for stage in EXPERTS:
         stem = stem.removesuffix(f"_{stage}")
@@ -57,7 +57,7 @@ def pair_of(file: Path) -> dict[ExpertStage, Path]:
 def parted(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], trained: tuple[ExpertStage, ...]
 ) -> dict[ExpertStage, AdapterState]:
-    """By expert. Keys that tell none belong to the only one that is trained."""
+    """Split tensors by expert. If only one expert is trained, keys without an expert belong to it."""
     reading = FORMATS["comfyui"].read(tensors, metadata, FAMILY).checked()
     states: dict[ExpertStage, AdapterState] = {}
     for expert, state in reading.states.items():
@@ -73,7 +73,7 @@ def parted(
 def write_pair(
     tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str], trained: tuple[ExpertStage, ...]
 ) -> list[Path]:
-    """Files that are there already are replaced, as ai-toolkit does."""
+    """Write a file per expert. Existing files are replaced, as in ai-toolkit."""
     states = parted(tensors, metadata, trained)
     names = pair_of(file)
     written = []
@@ -85,7 +85,7 @@ def write_pair(
 
 
 def _write_whole(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> Path:
-    """Both experts in one file, keys unchanged: ai-toolkit loads that as a combined adapter."""
+    """Write both experts to one file with unchanged keys, which ai-toolkit loads as a combined adapter."""
     temporary = write_adapter_tensors(file.with_name(f".{uuid.uuid4().hex}{_SUFFIX}"), tensors, metadata)
     whole = temporary.replace(file.with_name(f"{file.stem}_both_experts{_SUFFIX}"))
     sync_folder(file.parent)
@@ -93,13 +93,13 @@ def _write_whole(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
 
 
 def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The precision ai-toolkit has chosen for the file: that of most tensors."""
+    """The dtype of most tensors, which is the precision that ai-toolkit chose for the file."""
     floating = Counter(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     return floating.most_common(1)[0][0]
 
 
 def read_pair(file: Path, trained: tuple[ExpertStage, ...]) -> dict[str, Tensor]:
-    """In the spelling `Wan2214bModel.load_lora` gives: with the expert in the keys if both are trained."""
+    """Read a pair in the key format of `Wan2214bModel.load_lora`: with the expert in the keys if both are trained."""
     names = pair_of(file)
     missing = [names[stage] for stage in trained if not names[stage].is_file()]
     if missing:
@@ -116,7 +116,7 @@ def read_pair(file: Path, trained: tuple[ExpertStage, ...]) -> dict[str, Tensor]
 
 
 def _folded(state: AdapterState) -> AdapterState:
-    """ai-toolkit takes alpha for the rank: a LoRA with another scale carries it in its weights."""
+    """Fold the scale of a LoRA into its weights. ai-toolkit assumes that alpha equals the rank."""
     layers = {}
     for path, layer in state.layers.items():
         up = next((name for name in _UP if name in layer.tensors), None)
@@ -136,7 +136,7 @@ class PairFeature:
         self._left: list[str] = []
 
     def open(self, process: Any) -> None:
-        """Nothing to open: the model is there when it saves."""
+        """Nothing to open: `save_lora` receives the model."""
 
     def hooks(self) -> list[tuple[Point, Around]]:
         return [(SAVE_LORA, self._save), (LOAD_LORA, self._load)]
@@ -155,7 +155,7 @@ class PairFeature:
         metadata = {str(name): str(value) for name, value in (requested["metadata"] or {}).items()}
         try:
             written = write_pair(requested["state_dict"], file, metadata, trained_experts(model))
-        except GracetuneError as error:  # hours of training are in this state: it is saved, whatever it is
+        except GracetuneError as error:  # never lose hours of training: save the state as it is
             written = [_write_whole(requested["state_dict"], file, metadata)]
             self._report(f"pair_files: not parted by expert; every key as it is in {written[0].name}, because\n{error}")
             self._unparted.append(written[0].name)

@@ -1,7 +1,7 @@
-"""Everything of ai-toolkit that the overlay touches, as data: `gracetune overlay check ai-toolkit` looks for the same.
+"""All names of ai-toolkit that the overlay uses, as data. `gracetune overlay check ai-toolkit` checks the same names.
 
-A target is `module:Class.method`, or `module:name` for a name a module calls functions by (`defined` says where such a
-function comes from). `parameters` are those we rely on by name; all others are handed through unseen.
+A target is `module:Class.method`, or `module:name` for a function that a module imports (`defined` says from where).
+`parameters` are those we use by name; others are passed through unchanged.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Point:
     feature: Feature
     parameters: tuple[str, ...] = ()
     wrapped: bool = True
-    """False: only called."""
+    """False if it is only called."""
     defined: str = ""
-    """Where an imported name comes from; empty where `target` itself is the definition."""
+    """Where an imported name is defined; empty if `target` itself is the definition."""
 
     @property
     def module(self) -> str:

@@ -1,7 +1,6 @@
-"""ai-toolkit's cache files held in memory: read once, and answered from there.
+"""ai-toolkit's cache files in memory: read once, then served as copies.
 
-Who asks gets copies. ai-toolkit's code owns what `load_file` returns and may write into it; it must not write into the
-cache.
+ai-toolkit owns what `load_file` returns and may write to it. Copies keep such writes out of the cache.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
-    """A tensor's bytes in a slab."""
+class _TensorBytes:
+    """The bytes of one tensor in a slab."""
 
     slab: Slab
     start: int
     like: Tensor
-    """On the meta device: its dtype and shape."""
+    """A meta tensor with its dtype and shape."""
 
     def copy(self) -> Tensor:
         raw = self.slab.view[self.start : self.start + self.like.numel() * self.like.element_size()]
@@ -54,7 +53,7 @@ class _Part:
 
 @dataclass
 class Budget:
-    """What caches may still take: of `limit`, where the job has one, and of what main memory has to spare."""
+    """Memory that caches may still use: the job's `limit`, if any, and the spare main memory."""
 
     machine: Machine
     limit: int | None
@@ -75,10 +74,10 @@ class Counts:
     bytes: int = 0
     left_on_disk: int = 0
     unreadable: int = 0
-    """Missing or damaged; ai-toolkit meets them too."""
+    """Missing or damaged files, which ai-toolkit reports itself."""
     hits: int = 0
     disk_reads: int = 0
-    """Of files that were left on disk."""
+    """Reads of files that were left on disk."""
 
 
 @dataclass(eq=False)
@@ -88,17 +87,17 @@ class ResidentFiles:
     budget: Budget
     report: Report
     device: int | None = None
-    """Of the GPU that trains; None without one."""
+    """Index of the training GPU; None without one."""
     heap: ManagedHeap | str = "gracetune.memory is not in the job's `gracetune:` block"
-    """Managed memory, or why there is none."""
+    """The managed heap, or why there is none."""
     counts: Counts = field(default_factory=Counts)
     notes: list[str] = field(default_factory=list)
-    _chunks: dict[str, dict[str, _Part]] = field(default_factory=dict)
+    _files: dict[str, dict[str, _TensorBytes]] = field(default_factory=dict)
     _known: set[str] = field(default_factory=set)
     _slabs: list[Slab] = field(default_factory=list)
 
     def add(self, files: Iterable[str]) -> None:
-        """Bring files into memory that are not there yet, in their order, as many as fit."""
+        """Load new files into memory in their order, as many as fit."""
         new = [file for file in dict.fromkeys(map(_name, files)) if file not in self._known]
         self._known.update(new)
         chosen = self._chosen(new)
@@ -118,7 +117,7 @@ class ResidentFiles:
         )
 
     def _chosen(self, files: list[str]) -> dict[str, int]:
-        """Files and the bytes they take, as many as fit."""
+        """The files that fit, and the bytes they need."""
         room, why = self.budget.left()
         chosen: dict[str, int] = {}
         left = 0
@@ -141,14 +140,14 @@ class ResidentFiles:
 
     def _slab(self, size: int) -> Slab:
         slab = self._managed(size) if self.unified else None
-        # Never page-locked: loader processes read it too, and what is handed out is a copy anyway.
+        # Not page-locked: loader processes read it too, and reads return copies anyway.
         slab = slab or MemorySlab.own(size, None)
         self._slabs.append(slab)
         return slab
 
     def _managed(self, size: int) -> Slab | None:
         machine, heap = self.budget.machine, self.heap
-        message: Residence = choose_residence(
+        residence: Residence = choose_residence(
             "unified_memory",
             self.role,
             machine.profile.value if self.device is not None else "cpu",
@@ -156,20 +155,23 @@ class ResidentFiles:
             device_bytes=next((gpu.memory_total for gpu in machine.gpus if gpu.index == self.device), None),
             no_managed=heap if isinstance(heap, str) else None,
         )
-        for note in message.notes:
+        for note in residence.notes:
             self._note(f"{self.role}: {note}")
-        if not message.is_managed or isinstance(heap, str):
+        if not residence.is_managed or isinstance(heap, str):
             return None
         try:
-            return ManagedSlab(heap, size, "host" if message.kind == "managed_host" else "device")
+            return ManagedSlab(heap, size, "host" if residence.kind == "managed_host" else "device")
         except UnifiedMemoryError as error:
             self._note(f"{self.role}: unified memory was refused, plain main memory instead: {error}")
             return None
 
     def _hint(self, slab: ManagedSlab) -> None:
-        """Its home is set already; this is what `enable_uvm_hints` adds, and whether the driver took it."""
-        key_hint = gh200.prefer_cpu_residency if self.role == "latent_cache" else gh200.prefer_gpu_residency
-        hint = key_hint(slab.view)
+        """Give the residency hint of `enable_uvm_hints` and note the driver's answer.
+
+        The preferred location is set already.
+        """
+        give_hint = gh200.prefer_cpu_residency if self.role == "latent_cache" else gh200.prefer_gpu_residency
+        hint = give_hint(slab.view)
         self._note(f"{self.role}: residency hint {'given' if hint else 'not given'}: {hint.reason}")
 
     def _load(self, file: str, slab: Slab, start: int) -> None:
@@ -178,32 +180,32 @@ class ResidentFiles:
         except (SafetensorError, OSError):
             self.counts.unreadable += 1
             return
-        chunks = {}
+        parts = {}
         for name, tensor in tensors.items():
             raw = tensor.contiguous().reshape(-1).view(torch.uint8)
             slab.host[start : start + raw.numel()].copy_(raw)
-            chunks[name] = _Part(slab, start, tensor.to("meta"))
+            parts[name] = _TensorBytes(slab, start, tensor.to("meta"))
             start += _padded(raw.numel())
             self.counts.bytes += raw.numel()
-        self._chunks[file] = chunks
+        self._files[file] = parts
         self.counts.files += 1
 
     def find(self, file: str, read: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """The tensors of a file: copies out of memory, or what `read` reads for a file that is not here."""
+        """The tensors of a file: copies from memory, or the result of `read` for files that are not in memory."""
         name = _name(file)
-        chunks = self._chunks.get(name)
-        if chunks is not None:
+        parts = self._files.get(name)
+        if parts is not None:
             self.counts.hits += 1
-            return {key: chunk.copy().to(self._home) for key, chunk in chunks.items()}
+            return {key: part.copy().to(self._home) for key, part in parts.items()}
         tensors = read()
         if name not in self._known:
-            return tensors  # no file of this cache
+            return tensors  # not a file of this cache
         self.counts.disk_reads += 1
         return {key: tensor.to(self._home) for key, tensor in tensors.items()}
 
     @property
     def _home(self) -> torch.device:
-        """Batches are put together of what is in one slab, in another, and on disk: all of it comes on one device."""
+        """The device of all results: a batch may mix files from several slabs and from disk."""
         return self._slabs[0].view.device if self._slabs else torch.device("cpu")
 
     def _note(self, text: str) -> None:
@@ -211,7 +213,7 @@ class ResidentFiles:
         self.report(text)
 
     def close(self) -> None:
-        self._chunks.clear()
+        self._files.clear()
         while self._slabs:
             self._slabs.pop().close()
 

@@ -1,6 +1,6 @@
-"""One process of a job, from its start to its end: features opened, hooks in place, and a report of what they did.
+"""One process of a job: open its features, install their hooks, and write a report at the end.
 
-The report, `gracetune_overlay.json` in the run's folder (of further ranks `gracetune_overlay.rank1.json`):
+The report is `gracetune_overlay.json` in the run's folder (`gracetune_overlay.rank1.json` for rank 1):
 
     {"version": 1, "gracetune": "0.1", "outcome": "finished", "features": {"memory": {…}, …}}
 """
@@ -33,7 +33,7 @@ class Part(Protocol):
     def open(self, process: Any) -> None: ...
     def hooks(self) -> list[tuple[Point, Around]]: ...
     def report(self) -> dict[str, Any]:
-        """What it did: numbers, and in sentences what it was asked for and could not do."""
+        """What the feature did: numbers, and notes about requests that it could not carry out."""
 
     def close(self) -> None: ...
 
@@ -43,7 +43,7 @@ class Session:
         self.job, self._report = job, report
 
     def check(self) -> None:
-        """Everything the features need is in this ai-toolkit and its environment, or ConfigError."""
+        """Raise ConfigError unless ai-toolkit and the environment have everything that the features need."""
         if self.job.block.memory is not None:
             merged_options(self.job.block.memory, Environment.capture())
         wanted = self._features()
@@ -76,7 +76,7 @@ class Session:
 
     @contextmanager
     def running(self, process: Any) -> Iterator[None]:
-        """Opened in the order of the block, closed the other way round, whatever happens in between."""
+        """Open the features in order, and close them in reverse order, also after an error."""
         parts = self._parts()
         outcome = "stopped by an error"
         with ExitStack() as stack:

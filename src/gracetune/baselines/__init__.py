@@ -1,1 +1,1 @@
-"""Baselines: capture what a short run costs, and compare two of them."""
+"""Baselines: capture the cost of a short run, and compare two captures."""

@@ -1,7 +1,7 @@
-"""A baseline: what a short run cost on one machine, kept so that a later one can be laid beside it.
+"""A baseline: the cost of a short run on one machine, stored to be compared with a later one.
 
-`baseline.json` is this module's `Baseline`, and nothing else; docs/baselines.md describes it. Fields may be added
-within a version, and readers pass over what they do not know; anything else raises `VERSION`.
+`baseline.json` contains one `Baseline` of this module; docs/baselines.md describes it. New fields keep the version,
+since readers ignore unknown ones. Any other change raises `VERSION`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILE = "baseline.json"
 REPORT = "baseline_report.txt"
 SMI_LOG = "nvidia_smi.log"
 MOST_STEPS = 2000
-"""Of a capture: a comparison looks at every pair of them."""
+"""Most steps of a capture; a comparison looks at every pair of steps."""
 
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
@@ -35,14 +35,14 @@ class _Part(BaseModel):
 
 
 class Hardware(_Part):
-    """What makes two machines the same for a comparison; null: unknown."""
+    """The facts that must be equal for two machines to count as the same; None means unknown."""
 
     gpus: tuple[str, ...] = ()
     cpu: str | None = None
     cores: int | None = None
-    """CPUs the run could use."""
+    """CPUs that the run could use."""
     threads: int | None = None
-    """CPU threads torch computed with."""
+    """Threads that torch used on the CPU."""
     profile: str = ""
 
     def differences(self, other: Hardware) -> tuple[str, ...]:
@@ -59,7 +59,10 @@ def _quoted(value: object) -> str:
 
 
 class Probe(_Part):
-    """The same small work on every machine, timed in the same capture: what its speed is measured in elsewhere."""
+    """Times of a fixed small workload, measured in the same capture.
+
+    Comparisons between machines use them as the unit of time.
+    """
 
     what: str
     gemm_ms: Annotated[tuple[Milliseconds, ...], Field(min_length=1)]
@@ -67,27 +70,27 @@ class Probe(_Part):
 
 
 class Steps(_Part):
-    """Optimizer steps after the warm-up, in order; one entry each."""
+    """Measured optimizer steps in order, one entry per step."""
 
     warm_up: Count
-    """Steps done before, and left out."""
+    """Steps before them, which are not measured."""
     ms: Annotated[tuple[Milliseconds, ...], Field(min_length=1, max_length=MOST_STEPS)]
     samples: tuple[Positive, ...]
     data_wait_ms: tuple[float, ...]
 
     @model_validator(mode="after")
-    def _as_many(self) -> Self:
+    def _equal_lengths(self) -> Self:
         if not len(self.ms) == len(self.samples) == len(self.data_wait_ms):
             raise ValueError("ms, samples and data_wait_ms are not equally long")
         return self
 
 
 class Memory(_Part):
-    """Peaks while training, by tier (device, host)."""
+    """Peak memory in training, by tier (device, host)."""
 
     peak_bytes: Mapping[str, Count]
     owners_bytes: Mapping[str, Mapping[str, Count]]
-    """Who held it at the step boundary where most was held; owners that are not known to the byte are `other`."""
+    """Bytes by owner at the step boundary with the highest use; memory without a known owner is `other`."""
 
 
 class Baseline(_Part):
@@ -100,31 +103,31 @@ class Baseline(_Part):
     git_commit: str | None = None
     versions: Mapping[str, str]
     environment: Mapping[str, str]
-    """The variables that steer speed and memory, where they are set."""
+    """Environment variables that affect speed or memory, if set."""
     hardware: Hardware
     machine: Mapping[str, Any]
-    """The whole report on the machine, as `gracetune doctor --json` has it under `machine`."""
+    """The whole machine report, as under `machine` in `gracetune doctor --json`."""
     device: str
-    """cuda or cpu: what was trained on."""
+    """The training device: cuda or cpu."""
     config_fingerprint: str
     config: Mapping[str, Any]
-    """What was run, by dotted key, without names and folders of results."""
+    """The config by dotted key, without names and output folders."""
     steps: Steps
     throughput_samples_per_s: float
     compile_s: float
-    """What happened only once, in the first batch."""
+    """One-time work in the first batch, such as compiling."""
     duration_s: float
-    """Of all optimizer steps, warm-up included."""
+    """Duration of all optimizer steps, including the warm-up."""
     memory: Memory
     counters: Mapping[str, float]
-    """Of caches, look-ahead and unified memory, at the last step."""
+    """Counters of caches, look-ahead and unified memory at the last step."""
     unavailable: Mapping[str, str]
-    """What this machine cannot tell -> why."""
+    """Measurements that this machine does not offer -> why."""
     final_losses: Mapping[str, float]
-    """By noise expert; the empty name where there is one only."""
+    """Last losses by noise expert; the key is "" for models with a single denoiser."""
     probe: Probe
     nvidia_smi: str
-    """The log's name, or `not available: why`."""
+    """Name of the log file, or `not available: why`."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -140,21 +143,21 @@ class Baseline(_Part):
 
 
 def throughput(steps: Steps) -> float:
-    """Samples in a second, over all measured steps."""
+    """Samples per second over all measured steps."""
     return 1000 * sum(steps.samples) / sum(steps.ms)
 
 
 def config_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[str, ...]:
-    """Dotted keys whose values differ, with both."""
+    """The dotted keys whose values differ, with both values."""
     keys = sorted({*one, *two})
     return tuple(f"{key}: {one.get(key)!r} -> {two.get(key)!r}" for key in keys if one.get(key) != two.get(key))
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def read_baseline(path: Path) -> Baseline:
-    """From a baseline's folder or its JSON file; TelemetryError where there is none that this release reads."""
+    """Read a baseline from its folder or JSON file. TelemetryError if there is none that this release can read."""
     file = path / FILE if path.is_dir() else path
     try:
         text = file.read_bytes().decode()

@@ -1,10 +1,10 @@
-"""Captures a baseline: a short, real run of a config in a folder of its own, and what it cost.
+"""Capture a baseline: a short, real training run of a config in a temporary folder, and its cost.
 
 baseline/<name>-<date>/
   baseline.json          see `baselines.baseline`; docs/baselines.md
-  baseline_report.txt    the same for people
-  nvidia_smi.log         what nvidia-smi said once a second, where there is one
-The folder appears whole or not at all, and nothing of the config's own output folder is touched.
+  baseline_report.txt    the same as readable text
+  nvidia_smi.log         the output of nvidia-smi, once per second, if there is one
+The folder appears complete or not at all, and the config's own output folder is not touched.
 """
 
 from __future__ import annotations
@@ -46,24 +46,25 @@ _STEERING = (
     *ALLOCATOR_VARIABLES, HINTS_VARIABLE, "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
     "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
 )  # fmt: skip
+"""Environment variables that affect speed or memory."""
 _TEMPORARY = re.compile(r"\.gracetune-baseline-[0-9a-f]{32}\.tmp")
 _NOT_THE_WORK = ("name", "output_dir", "schedule", "validation", "checkpoints", "logging")
-"""Sections of a config that a capture sets itself, or that say where results go."""
+"""Config sections that a capture sets itself, or that only name the output."""
 
 
 class BaselineCaptureError(GracetuneError):
-    """The run did not get to its end: there is nothing to keep."""
+    """The run ended early, so there is no baseline to keep."""
 
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """What is said about a capture and not about the config."""
+    """Options of a capture that are not part of the config."""
 
     steps: int
     output: Path
-    """The folder that baselines are kept in."""
+    """The folder for baselines."""
     use_caches: bool = False
-    """Read and fill the config's own caches, instead of building some that are thrown away."""
+    """Use the config's own caches instead of building temporary ones."""
     allow_misfit: bool = False
     command: str = ""
     git_commit: str | None = None
@@ -76,7 +77,7 @@ class CaptureResult:
 
 
 def warm_up_steps(steps: int) -> int:
-    """How many of them are left out: kernels are chosen, caches and clocks warm up."""
+    """Steps to leave out of the measurement, while kernels are chosen and caches and clocks warm up."""
     return min(10, steps // 4)
 
 
@@ -84,9 +85,9 @@ def capture(
     config: RunConfig, options: CaptureOptions, *, environment: Environment, view: View,
     on_memory: Callable[[UnifiedMemory], None] = lambda memory: None,
 ) -> CaptureResult:  # fmt: skip
-    _reject_several(environment)
+    _reject_several_processes(environment)
     machine = probe()
-    with _folder_of_its_own(options.output) as folder:
+    with _temporary_folder(options.output) as folder:
         measured = measured_config(config, folder / "run", options)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         smi = SmiLog(folder, environment)
@@ -96,13 +97,13 @@ def capture(
             result = _trained(measured, options, environment, view, on_memory)
         finally:
             smi_lines = smi.stop()
-        assert result.first_batch is not None, "a folder of its own: the run had everything left to do"
+        assert result.first_batch is not None, "in a new folder the run starts at step 0"
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         probed = both(before, measure_probe(device))
-        seen = _Seen(
+        observed = _Observations(
             _events(measured), result.first_batch.once_ms / 1000, peak, probed, smi_lines, tuple(view.warnings)
         )
-        baseline = _baseline(measured, options, machine, environment, seen)
+        baseline = _baseline(measured, options, machine, environment, observed)
         shutil.rmtree(folder / "run")
         write_new(folder / FILE, [baseline.to_json().encode()])
         write_new(folder / REPORT, [report(baseline).encode()])
@@ -112,7 +113,7 @@ def capture(
 
 
 def measured_config(config: RunConfig, run_folder: Path, options: CaptureOptions) -> RunConfig:
-    """The same work step by step; what happens between steps, and where results go, is ours."""
+    """The config with the same work in every step, but our own output folder and nothing between steps."""
     own = config.cache.cache_dir or str(RunFolder.of(config).path / "cache")
     places = {"cache_dir": own} if options.use_caches else dict.fromkeys(_CACHE_PLACES)
     datasets = config.datasets
@@ -125,7 +126,7 @@ def measured_config(config: RunConfig, run_folder: Path, options: CaptureOptions
         update={
             "output_dir": str(run_folder),
             "training": training,
-            "schedule": Schedule(),  # a warm-up longer than the capture would be refused; a rate costs no time
+            "schedule": Schedule(),  # the rate does not affect speed, and a warm-up may be longer than the capture
             "datasets": datasets,
             "cache": config.cache.model_copy(update=places),
             "validation": Validation(enabled=False),
@@ -138,7 +139,7 @@ def measured_config(config: RunConfig, run_folder: Path, options: CaptureOptions
 _CACHE_PLACES = ("cache_dir", "text_cache_dir", "vae_cache_dir")
 
 
-def _reject_several(environment: Environment) -> None:
+def _reject_several_processes(environment: Environment) -> None:
     count = environment.get("WORLD_SIZE")
     if count not in (None, "", "1"):
         found = f"{count} processes"
@@ -153,7 +154,7 @@ def _trained(
 ) -> Result:  # fmt: skip
     options = RunOptions(
         resume="none", allow_misfit=capture_options.allow_misfit, report=False
-    )  # its folder does not stay
+    )  # its folder is removed
     result = train(config, environment=environment, options=options, view=view, on_memory=on_memory)
     if result.stop is None or result.stop.kind != "finished" or result.step < capture_options.steps:
         why = "it ended early" if result.stop is None else result.stop.reason
@@ -169,28 +170,28 @@ def _events(config: RunConfig) -> list[Event]:
     return [record.event for record in log.merged()]
 
 
-# -- what it cost -----------------------------------------------------------------------------------------------------
+# -- the result --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What one capture saw."""
+class _Observations:
+    """What one capture observed."""
 
     events: Sequence[Event]
     once_s: float
     peak_bytes: int | None
-    """torch's own counter; None without a GPU."""
+    """The peak of torch's memory counter; None without a GPU."""
     probe: Probe
     nvidia_smi: str
     warnings: tuple[str, ...]
 
 
 def _baseline(
-    config: RunConfig, options: CaptureOptions, machine: Machine, environment: Environment, seen: _Seen
+    config: RunConfig, options: CaptureOptions, machine: Machine, environment: Environment, observed: _Observations
 ) -> Baseline:  # fmt: skip
-    done = [event for event in seen.events if isinstance(event, StepDone)]
-    sampled = [event for event in seen.events if isinstance(event, MemorySampled)]
-    started = next(event for event in seen.events if isinstance(event, RunStarted))
+    done = [event for event in observed.events if isinstance(event, StepDone)]
+    sampled = [event for event in observed.events if isinstance(event, MemorySampled)]
+    started = next(event for event in observed.events if isinstance(event, RunStarted))
     steps = _steps(done)
     described = described_config(config)
     return Baseline(
@@ -202,20 +203,20 @@ def _baseline(
         environment=_variables(environment),
         hardware=hardware_of(machine),
         machine=machine.model_dump(mode="json"),
-        device="cpu" if seen.peak_bytes is None else "cuda",
+        device="cpu" if observed.peak_bytes is None else "cuda",
         config_fingerprint=_digest(described),
         config=described,
         steps=steps,
         throughput_samples_per_s=throughput(steps),
-        compile_s=seen.once_s,
+        compile_s=observed.once_s,
         duration_s=sum(event.step_ms for event in done) / 1000,
-        memory=_memory(sampled, seen.peak_bytes),
+        memory=_memory(sampled, observed.peak_bytes),
         counters=sampled[-1].counters,
         unavailable=sampled[-1].unavailable,
         final_losses={event.stage: event.loss for event in done},
-        probe=seen.probe,
-        nvidia_smi=seen.nvidia_smi,
-        notes=(*seen.warnings, *_uneven(steps)),
+        probe=observed.probe,
+        nvidia_smi=observed.nvidia_smi,
+        notes=(*observed.warnings, *_uneven(steps)),
     )
 
 
@@ -236,7 +237,10 @@ def _uneven(steps: Steps) -> tuple[str, ...]:
 
 
 def _memory(sampled: Sequence[MemorySampled], torch_peak: int | None) -> Memory:
-    """What torch counts between two steps is more than what is left at their ends; of the host nobody counts that."""
+    """Peak memory by tier.
+
+    Samples are taken at step boundaries. torch also counts the peak inside steps, on the device only.
+    """
     tiers = dict.fromkeys(tier for event in sampled for tier in event.used_bytes)
     fullest = {
         tier: max((event.used_bytes.get(tier, {}) for event in sampled), key=lambda held: sum(held.values()))
@@ -254,7 +258,7 @@ def _versions(started: RunStarted, machine: Machine) -> dict[str, str]:
 
 
 def _variables(environment: Environment) -> dict[str, str]:
-    """Only those that steer speed and memory: the others may hold secrets."""
+    """Only the variables that affect speed or memory; others may hold secrets."""
     found = environment.variables
     names = [name for name in sorted(found) if name in _STEERING or name.startswith(GH200_PREFIX)]
     return {name: found[name] for name in names}
@@ -271,7 +275,7 @@ def hardware_of(machine: Machine) -> Hardware:
 
 
 def described_config(config: RunConfig) -> dict[str, Any]:
-    """By dotted key: what decides how much work a step is."""
+    """The settings that decide the work of a step, by dotted key."""
     values = {name: value for name, value in shareable(config).items() if name not in _NOT_THE_WORK}
     flat = dict(_flat("", values))
     left_out = {"training.max_steps", "training.epochs", *(f"cache.{name}" for name in _CACHE_PLACES)}
@@ -293,12 +297,15 @@ def _digest(described: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
 
 
-# -- its folder -------------------------------------------------------------------------------------------------------
+# -- the folder --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _folder_of_its_own(output: Path) -> Iterator[Path]:
-    """Removed at the end, unless it was renamed. Locked meanwhile: the next capture removes what a killed one left."""
+def _temporary_folder(output: Path) -> Iterator[Path]:
+    """A folder that is removed at the end unless it was renamed.
+
+    It stays locked during the capture, so that the next capture removes only folders that killed ones left behind.
+    """
     folder = output / f".gracetune-baseline-{secrets.token_hex(16)}.tmp"
     try:
         folder.mkdir(parents=True)
@@ -316,7 +323,10 @@ def _folder_of_its_own(output: Path) -> Iterator[Path]:
 
 
 def _sweep(output: Path) -> None:
-    """An empty one may be another capture's that is about to be locked; where there are no locks nothing is removed."""
+    """Remove the folders of killed captures.
+
+    An empty folder may belong to a capture that is about to lock it. Without working locks nothing is removed.
+    """
     for path in output.iterdir():
         if not _TEMPORARY.fullmatch(path.name) or path.is_symlink() or not any(path.iterdir()):
             continue
@@ -329,6 +339,7 @@ def _sweep(output: Path) -> None:
 
 
 def _named(output: Path, name: str, date: str) -> Path:
+    """A new folder `NAME-DATE`, numbered if it exists."""
     plain = re.sub(r"[^\w.-]+", "_", name).strip(".") or "run"
     stem = f"{plain}-{re.sub(r'[^0-9T]', '', date.partition('+')[0])}"
     number = 1

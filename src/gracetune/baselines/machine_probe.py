@@ -1,4 +1,4 @@
-"""What a capture measures beside the run: how fast the machine does a fixed piece of work, and what nvidia-smi says."""
+"""Measurements beside the run: the speed of a fixed workload on this machine, and the log of nvidia-smi."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SMI_FIELDS = "timestamp,index,name,utilization.gpu,memory.used,power.draw,tempe
 
 
 def measure_probe(device: torch.device) -> Probe:
-    """The same work wherever the device is of this kind: a matrix product and a copy, each `_ROUNDS` times."""
+    """Time a matrix product and a copy, each `_ROUNDS` times. The work is the same on every device of one type."""
     found = _product_and_copy(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the run finds the memory as it would without us
+        torch.cuda.empty_cache()  # leave the run the same free memory as without the probe
     return found
 
 
@@ -56,7 +56,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, ...
 
 
 def both(before: Probe, after: Probe) -> Probe:
-    """One probe of what was measured before the run and after it."""
+    """One probe with the times from before and after the run."""
     return Probe(
         what=before.what,
         gemm_ms=(*before.gemm_ms, *after.gemm_ms),
@@ -65,7 +65,7 @@ def both(before: Probe, after: Probe) -> Probe:
 
 
 class SmiLog:
-    """nvidia-smi once a second into a file, from `start` to `stop`. Without one, only a reason."""
+    """Logs nvidia-smi to a file once per second, from `start` to `stop`. Without nvidia-smi it only gives a reason."""
 
     def __init__(self, folder: Path, environment: Environment) -> None:
         self._file = folder / SMI_LOG
@@ -86,12 +86,12 @@ class SmiLog:
             self._reason = f"{self._program}: {error.strerror or error}"
 
     def stop(self) -> str:
-        """The file's name, or why there is none. Once."""
+        """Stop logging, and return the file's name or why there is none. Call once."""
         if self._process is not None:
             code = _ended(self._process)
             self._process = None
             lines = self._file.read_text(errors="replace").strip().splitlines()
-            if code <= 0 and lines:  # ended by us
+            if code <= 0 and lines:  # a negative code: ended by our signal
                 return SMI_LOG
             self._reason = f"nvidia-smi ended with {code}: {lines[-1] if lines else 'without a word'}"
         self._file.unlink(missing_ok=True)

@@ -1,10 +1,9 @@
-"""Is the later of two baselines slower or larger? Decided by order statistics, so that noise is no verdict. Pure.
+"""Decide whether the later of two baselines is slower or uses more memory. Order statistics separate noise. Pure.
 
-Both runs did the same work at the same step, so steps are compared in pairs: the ratio of their times, step by step.
-Its median is what is told. Half of all ratios lie below the true median, each like the toss of a coin; so an order
-statistic bounds it with a known confidence, whatever the noise looks like. A regression is a bound beyond the
-tolerance. (Signed ranks were tried: of slowdowns by 10 % they found fewer at 2 % noise and 20 steps, more at 5 % noise
-and 50 steps. The simpler one stayed.)
+Both runs did the same work at the same step, so we take the ratio of their times step by step and report its median.
+Each ratio lies below the true median with probability 1/2, so order statistics bound the median with a known confidence
+for any distribution of noise. A regression is a bound beyond the tolerance. (A signed-rank test detected fewer 10 %
+slowdowns at 2 % noise and 20 steps, and more at 5 % noise and 50 steps. We kept the simpler method.)
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from gracetune.baselines.baseline import Baseline, config_differences
 from gracetune.telemetry.errors import TelemetryError
 
 CONFIDENCE = 0.975
-"""That the true ratio is not below its lower bound; the same for the upper one."""
+"""Probability that the true ratio is not below the lower bound; the same for the upper bound."""
 BLOCKS = 10
-"""For throughput, which is judged in runs of steps: a stall that few steps have is in most of these."""
+"""Blocks of consecutive steps for throughput. A stall that hits only few steps still shows in most blocks."""
 HOST_NOISE_BYTES = 32 << 20
-"""What a process's size differs by from run to run: libraries, threads, the allocator."""
+"""Differences in process size between equal runs: libraries, threads, the allocator."""
 Verdict = Literal["regression", "unclear", "within", "better", "not judged"]
 Unit = Literal["ms", "samples/s", "bytes", "s", "x probe", "samples/probe", ""]
 Measured = Mapping[int, tuple[float, int]]
-"""Step number -> milliseconds and samples."""
+"""Step number -> (milliseconds, samples)."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,10 @@ class ComparisonRow:
     before: float
     after: float
     ratio: float | None
-    """After by before; None where one of them is 0."""
+    """after / before; None if `before` is 0."""
     low: float | None
     high: float | None
-    """Between these lies the true ratio; None where nobody can tell."""
+    """The true ratio lies between `low` and `high`; None if unknown."""
     verdict: Verdict
     reason: str = ""
 
@@ -50,7 +49,7 @@ class ComparisonRow:
 class Comparison:
     rows: tuple[ComparisonRow, ...]
     relative: bool
-    """Times were measured in units of each machine's own probe."""
+    """Whether times are in units of each machine's own probe."""
     tolerance: float
     notes: tuple[str, ...]
 
@@ -73,12 +72,12 @@ class Comparison:
         }
 
 
-# -- statistics -------------------------------------------------------------------------------------------------------
+# -- statistics --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of a median."""
+    """A median and its confidence bounds; None if there are too few values."""
 
     middle: float
     low: float | None
@@ -86,12 +85,12 @@ class Bounds:
 
 
 Units = tuple[Bounds, Bounds]
-"""What the times before and after are measured in."""
+"""The units of the times before and after."""
 _AS_MEASURED = Bounds(1.0, 1.0, 1.0)
 
 
 def bounds_of(values: Sequence[float]) -> Bounds:
-    """The median, and the order statistics that bound it with CONFIDENCE on each side; fewer than 6 bound nothing."""
+    """The median and its bounds, each with CONFIDENCE. Fewer than 6 values give no bounds."""
     ordered, rank = sorted(values), bounding_rank(len(values))
     if rank is None:
         return Bounds(median(ordered), None, None)
@@ -99,7 +98,7 @@ def bounds_of(values: Sequence[float]) -> Bounds:
 
 
 def bounding_rank(count: int) -> int | None:
-    """The largest k so that k or fewer of `count` tossed coins show heads with a chance of at most 1 - CONFIDENCE."""
+    """The largest k for which P(Binomial(count, 1/2) <= k) is at most 1 - CONFIDENCE; None if there is none."""
     limit, at_most, rank = Fraction(1000 - round(1000 * CONFIDENCE), 1000) * 2**count, 1, -1
     while at_most <= limit:
         rank += 1
@@ -108,7 +107,7 @@ def bounding_rank(count: int) -> int | None:
 
 
 def judge(ratio: Bounds, tolerance: float) -> tuple[Verdict, str]:
-    """Of a cost: more is worse."""
+    """The verdict on the ratio of a cost, where more is worse."""
     if ratio.low is None or ratio.high is None:
         return "unclear", "too few steps in common: capture more (--steps)"
     if ratio.low > 1 + tolerance:
@@ -129,7 +128,7 @@ def _between(low: float, high: float) -> str:
 
 
 def parse_tolerance(text: str) -> float:
-    """`5%` or `0.05`; TelemetryError for what is neither."""
+    """Parse `5%` or `0.05`, or raise TelemetryError."""
     stripped = text.strip()
     percent = stripped.endswith("%")
     try:
@@ -143,11 +142,11 @@ def parse_tolerance(text: str) -> float:
     return value
 
 
-# -- two baselines ----------------------------------------------------------------------------------------------------
+# -- two baselines -----------------------------------------------------------------------------------------------------
 
 
 def compare(before: Baseline, after: Baseline, tolerance: float, *, allow_other_config: bool = False) -> Comparison:
-    """TelemetryError where the two cannot be laid beside each other."""
+    """Compare two baselines. TelemetryError if they are not comparable."""
     notes = _config_notes(before, after, allowed=allow_other_config)
     if before.device != after.device or before.probe.what != after.probe.what:
         raise TelemetryError(
@@ -219,13 +218,13 @@ def _time_rows(before: Baseline, after: Baseline, tolerance: float, *, relative:
 
 
 def _unit(probe: Sequence[float]) -> Bounds:
-    """A probe is noisy too; of few times nothing but their range is known."""
+    """The median probe time with its bounds; few values are bounded by their range."""
     found = bounds_of(probe)
     return found if found.low is not None else Bounds(found.middle, min(probe), max(probe))
 
 
 def _in_units(ratio: Bounds, units: Units) -> Bounds:
-    """The same ratio, of times that are measured in units of each machine's own."""
+    """The ratio after dividing each time by its machine's unit, with the bounds widened by the units' own noise."""
     one, two = units
     low, high = (
         None if bound is None or mine is None or theirs is None else bound * mine / theirs
@@ -253,7 +252,7 @@ def _step_row(one: Measured, two: Measured, steps: Sequence[int], units: Units, 
 def _throughput_row(
     one: Measured, two: Measured, steps: Sequence[int], units: Units, tolerance: float
 ) -> ComparisonRow:
-    """Judged by what a sample costs, told as what is gained."""
+    """Judged by the time per sample, and shown as throughput."""
     costs = zip(_block_costs(one, steps), _block_costs(two, steps), strict=True)
     cost = _in_units(bounds_of([later / earlier for earlier, later in costs]), units)
     speed = Bounds(1 / cost.middle, _inverse(cost.high), _inverse(cost.low))
@@ -267,7 +266,7 @@ def _throughput_row(
 
 
 def _block_costs(measured: Measured, steps: Sequence[int]) -> list[float]:
-    """Milliseconds a sample, in runs of consecutive steps."""
+    """Milliseconds per sample, in blocks of consecutive steps."""
     size = max(1, len(steps) // BLOCKS)
     blocks = [steps[begin : begin + size] for begin in range(0, len(steps) - size + 1, size)]
     return [sum(measured[step][0] for step in block) / sum(measured[step][1] for step in block) for block in blocks]
@@ -282,7 +281,7 @@ def _inverse(value: float | None) -> float | None:
 
 
 def _as_gain(verdict: tuple[Verdict, str], speed: Bounds) -> tuple[Verdict, str]:
-    """The same verdict, in words of what is gained instead of what it costs."""
+    """The verdict on a cost, reworded as a gain."""
     if speed.low is None or speed.high is None:
         return verdict
     if verdict[0] == "regression":
@@ -315,7 +314,7 @@ def _memory_row(tier: str, before: int, after: int, tolerance: float, *, judged:
 
 
 def _information_rows(before: Baseline, after: Baseline) -> list[ComparisonRow]:
-    """For the reader: these depend on caches, disks and luck, and are no verdict."""
+    """Rows for information only: they depend on caches and disks and are not judged."""
     experts = sorted(before.final_losses.keys() & after.final_losses.keys())
     last = f"at steps {_last(before)} and {_last(after)}" if _last(before) != _last(after) else ""
     return [

@@ -1,4 +1,4 @@
-"""A baseline, and two beside each other, as people read them."""
+"""Render a baseline, or the comparison of two, as text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _rest(baseline: Baseline) -> Iterator[str]:
     yield f"nvidia-smi   {baseline.nvidia_smi}"
 
 
-# -- two of them ------------------------------------------------------------------------------------------------------
+# -- comparisons -------------------------------------------------------------------------------------------------------
 
 
 def table(comparison: Comparison) -> str:

@@ -1,7 +1,7 @@
-"""`gracetune bench cache`: what the caches cost and what they are worth on this machine, all ratios inside one run.
+"""`gracetune bench cache`: cost and benefit of the caches on this machine, as ratios within one run.
 
-Writes about 3 GB of generated entries into the temporary folder and holds as much memory. The rows of a GPU are added
-where there is one; they hold less than 1 GiB of managed memory.
+Writes about 3 GB of generated entries into the temporary folder and uses as much memory. With a GPU there are more
+rows, which use less than 1 GiB of managed memory.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ KEYS: Final = SampleKeys(EncoderId("latent", "bench", ()), EncoderId("text", "be
 
 @dataclass(frozen=True)
 class CacheBenchSizes:
-    """Of the experiments; tests take smaller ones."""
+    """Sizes of the experiments; tests use smaller ones."""
 
     samples: int = 512
-    """Of an epoch."""
+    """Samples in an epoch."""
     loaded: int = 10_000
-    """Entries brought into memory."""
+    """Entries loaded into memory."""
     known: int = 1_000_000
     """Keys of a large cache."""
     rounds: int = 5
 
 
 def run(machine: Machine, sizes: CacheBenchSizes | None = None) -> list[BenchRow]:
-    """Every row: reading a cache, loading it, finding in a large one, and on a GPU waiting for it."""
+    """All rows: reading a cache, loading it, looking up keys in a large one, and on a GPU the time spent waiting."""
     import torch
 
     sizes = sizes or CacheBenchSizes()
@@ -80,11 +80,11 @@ def run(machine: Machine, sizes: CacheBenchSizes | None = None) -> list[BenchRow
         return [*rows, *million_rows(folder / "million", sizes)]
 
 
-# -- made-up samples --------------------------------------------------------------------------------------------------
+# -- generated samples -------------------------------------------------------------------------------------------------
 
 
 def index_of(samples: int) -> DataIndex:
-    """Pictures of one bucket that exist only in the caches."""
+    """Images of one bucket that exist only in the caches."""
     dataset = Dataset.model_validate({"id": "bench", "path": "nowhere", "cache_latents": "disk"})
     bucket = Bucket(512, 512)
     files = (
@@ -95,14 +95,14 @@ def index_of(samples: int) -> DataIndex:
 
 
 def latent_entry(generator: torch.Generator) -> Entry:
-    """Of a picture of 512x512 in 16 channels: 128 KiB."""
+    """Latents of a 512x512 image with 16 channels: 128 KiB."""
     import torch
 
     return {"latents": torch.randn(16, 64, 64, generator=generator).to(torch.bfloat16)}
 
 
 def text_entry(generator: torch.Generator) -> Entry:
-    """Of a caption of 200 tokens: 200 KiB."""
+    """Embedding of a caption of 200 tokens: 200 KiB."""
     import torch
 
     return {"prompt_embeds": torch.randn(200, 512, generator=generator).to(torch.bfloat16)}
@@ -135,15 +135,15 @@ def in_memory(
     return load_resident([disk], visits, name=role, role=role, kind=kind, resources=resources)
 
 
-# -- an epoch ---------------------------------------------------------------------------------------------------------
+# -- an epoch ----------------------------------------------------------------------------------------------------------
 
 
 def epoch_rows(disk: DiskStore, folder: Path, machine: Machine, sizes: CacheBenchSizes) -> Iterator[BenchRow]:
-    """Batches from the resident store against `torch.load` of the same tensors, all warm, all from the same loader.
+    """Batches from the resident store against `torch.load` of the same tensors, with warm files and one loader.
 
-    Two files for each sample are the way SimpleTuner keeps them (latents, caption), so that has the bar; one file with
-    both is the most that files could do. Of processor time, with one thread in torch: nothing here waits, the clock
-    would tell of whatever else runs besides, and more threads would only wait for each other.
+    SimpleTuner stores two files per sample (latents, caption), so that comparison has the bar. One file with both is
+    the best that files could do. The rows compare CPU time with one torch thread: nothing here waits, wall time would
+    include other programs, and more threads would only wait for each other.
     """
     import torch
 
@@ -199,7 +199,7 @@ class _Files:
 
 
 def _from_two(files: dict[str, _Files], index: DataIndex) -> float:
-    """Microseconds a sample, as all of these."""
+    """Microseconds per sample, as in the two functions below."""
     import torch
 
     def load(paths: Sequence[Path]) -> None:
@@ -232,7 +232,7 @@ def _from_files(files: dict[str, _Files], index: DataIndex, batch: Callable[[Seq
 
 
 def _as_files(disk: DiskStore, index: DataIndex, folder: Path) -> dict[str, _Files]:
-    """By the sample's path."""
+    """Write every sample as files; returns them by sample path."""
     import torch
 
     folder.mkdir()
@@ -247,11 +247,11 @@ def _as_files(disk: DiskStore, index: DataIndex, folder: Path) -> dict[str, _Fil
     return files
 
 
-# -- loading ----------------------------------------------------------------------------------------------------------
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 def loading_rows(folder: Path, machine: Machine, sizes: CacheBenchSizes) -> Iterator[BenchRow]:
-    """Entries into the resident store, every one checked, against plain reads of the same files by as many threads."""
+    """Loading and checking entries, against plain reads of the same files with as many threads."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -265,7 +265,7 @@ def loading_rows(folder: Path, machine: Machine, sizes: CacheBenchSizes) -> Iter
         files = sorted(disk.shards_folder.iterdir())
         size = sum(path.stat().st_size for path in files)
         threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        # In turns, and the best of each: what else runs on the machine slows both down alike.
+        # Alternate, and take the best of each, so that other programs slow both down alike.
         rounds = range(3 * sizes.rounds)
         times = [(_plain_reads(files, threads), _loading(disk, visits, CacheResources(machine))) for _ in rounds]
     plain, loaded = (min(some) for some in zip(*times, strict=True))
@@ -307,11 +307,11 @@ def _plain_reads(files: Sequence[Path], threads: int) -> float:
     return time.perf_counter() - started
 
 
-# -- a large cache ----------------------------------------------------------------------------------------------------
+# -- a large cache -----------------------------------------------------------------------------------------------------
 
 
 def million_rows(folder: Path, sizes: CacheBenchSizes) -> Iterator[BenchRow]:
-    """Opening, finding and planning must not grow with the cache to more than a moment."""
+    """Opening a cache of a million entries and looking up keys must stay fast."""
     import torch
 
     first_origin = EntryOrigin("latent", "", ())

@@ -1,7 +1,7 @@
-"""How long a step on a GPU waits for cached batches: with look-ahead and without, from pinned and managed slabs.
+"""Time that steps on a GPU wait for cached batches, with and without look-ahead, from pinned and managed slabs.
 
-`wait_*` is taken from the GPU's clock, between the step's asking for a batch and its having it. `loss_*` is the whole
-loop against the same steps alone: it also counts what the host's own work and the copies cost the step.
+`wait_*` is GPU time between the request for a batch and its arrival. `loss_*` compares the whole loop with the same
+steps alone, so it includes the cost of host work and copies.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 STEP_MS: Final = 30.0
 SIDE: Final = 8192
-"""Of the step's matrices: a few dozen products are a step, as in a large model. Where the host needs as long to start a
-step as the GPU to carry it out, all that is measured is the host."""
+"""Side of the step's matrices. A step is a few dozen products, as in a large model: if launching it took the host as
+long as the GPU needs to compute it, we would only measure the host."""
 BATCH: Final = 64
-"""Samples of 328 KiB: 20.5 MiB, as much as a batch of video latents."""
+"""Samples of 328 KiB each: 20.5 MiB, about a batch of video latents."""
 STEPS: Final = 16
 ROUNDS: Final = 4
 WARM_UP: Final = 8
 LOG_EVERY: Final = 8
-"""A training loop reads its loss now and then, and the host waits for the GPU."""
+"""Steps between synchronizations, since a training loop reads its loss now and then."""
 
 _PINNED: Final = Residence("pinned_host", "measured here")
 _MANAGED: Final = Residence("managed_host", "measured here")
@@ -76,7 +76,7 @@ def _both_ways(
             yield BenchRow(f"wait_{name}", 0.0, "", detail="not measured: " + "; ".join(latents.report.lines()))
             return
         ahead, behind = (_waited(index, latents, texts, resources, step, depth) for depth in (2, 0))
-    # Where managed memory is not what caches are kept in, its loss is shown and nothing more.
+    # If this machine does not keep caches in managed memory, its loss is shown without a bar.
     chosen = choose_placement("latent_cache", resources.profile).kind == residence.kind
     yield BenchRow(f"wait_{name}", ahead.share, "% of a step", "< 1", ahead.share < 1, ahead.detail)
     yield BenchRow(f"wait_{name}_no_look_ahead", behind.share, "% of a step", detail=behind.detail)
@@ -97,7 +97,7 @@ def _loaded(
 @dataclass(frozen=True)
 class _Waited:
     share: float
-    """Percent of the loop's time."""
+    """Time spent waiting, in percent of the loop."""
     loss: float
     """Percent by which the loop is longer than its steps alone."""
     detail: str
@@ -112,7 +112,7 @@ def _waited(
     step: Callable[[], None],
     depth: int,
 ) -> _Waited:
-    """Rounds of the loop and of the steps alone in turns: a GPU's clock drifts by more than what is measured here."""
+    """Alternate rounds of the loop and of the steps alone, because GPU clocks drift by more than the difference."""
     assert resources.device is not None
     device = resources.device
     loader = Loader(index, batch_size=BATCH)
@@ -158,7 +158,7 @@ def _batches(source: BatchSource) -> Iterator[Mapping[str, Tensor]]:
 def _loop(batches: Iterator[Mapping[str, Tensor]], step: Callable[[], None], count: int, device: int) -> None:
     for number in range(count):
         for tensor in next(batches).values():
-            tensor.view(-1)[:1].add_(1)  # the step uses its data, so it cannot start before that is there
+            tensor.view(-1)[:1].add_(1)  # the step depends on the batch, so it cannot start before the data has arrived
         step()
         if number % LOG_EVERY == LOG_EVERY - 1:
             synchronize(device)

@@ -1,7 +1,7 @@
-"""`gracetune bench data`: what staging costs and what it is worth on this machine, all ratios inside one run; and how
-long a run with 30,000 images takes to read its folder.
+"""`gracetune bench data`: cost and benefit of staging on this machine, as ratios within one run, and the time a run
+with 30,000 images takes to read its folder.
 
-Writes about half a GiB of generated files into the temporary folder and holds as much memory. Nothing needs a GPU.
+Writes about half a GiB of generated files into the temporary folder and uses as much memory. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ WORKERS: Final = 4
 
 
 def run(machine: Machine) -> list[BenchRow]:
-    """Every row: what staging costs first, then what it is worth; then how a run's start grows with its data."""
-    # These bring the decoders, which the worker processes do not need.
+    """All rows: the cost of staging, its benefit, and how the start of a run grows with its data."""
+    # Imported here because they load the decoders, which the worker processes do not need.
     from gracetune.bench.loader import loader_rows
     from gracetune.bench.startup import starting_rows
 
@@ -52,7 +52,7 @@ def run(machine: Machine) -> list[BenchRow]:
 
 
 def _make(folder: Path, content: Callable[[int], bytes]) -> None:
-    """Pictures with captions, as a dataset has them. On disk for good, so that a cache can be dropped."""
+    """Image files with captions. They are synced to disk, so that the page cache can be dropped."""
     folder.mkdir()
     for number in range(FILES):
         for name, data in ((f"{number:04}.bmp", content(number)), (f"{number:04}.txt", b"a generated picture")):
@@ -60,16 +60,16 @@ def _make(folder: Path, content: Callable[[int], bytes]) -> None:
 
 
 def _compressible(number: int) -> bytes:
-    """Half noise, half smooth: uncompressed pictures and sounds shrink to something like that."""
+    """Half noise, half smooth, so that it compresses about as well as uncompressed images and sound."""
     chunk = 64 * 1024
     smooth = bytes((number + position // 512) % 256 for position in range(chunk))
     return b"".join(os.urandom(chunk) + smooth for _ in range(FILE_BYTES // (2 * chunk)))
 
 
 def raw_staging_row(folder: Path, machine: Machine) -> BenchRow:
-    """Staging against reading the same warm files into memory with as many threads."""
+    """Staging, against reading the same warm files into memory with as many threads."""
     threads = threads_for(machine, None)
-    # In turns, and the best of each: what else runs on the machine slows both down alike.
+    # Alternate, and take the best of each, so that other programs slow both down alike.
     times = [(in_new_process(f"reads {threads}", folder, machine), in_new_process("stage none", folder, machine))
              for _ in range(ROUNDS)]  # fmt: skip
     plain, staged = min(one for one, _ in times), min(two for _, two in times)
@@ -79,7 +79,7 @@ def raw_staging_row(folder: Path, machine: Machine) -> BenchRow:
 
 
 def lz4_staging_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
-    """How fast lz4 staging takes files in, against how fast the disk gives them out when nothing is cached."""
+    """Speed of lz4 staging, against reading the files from disk with an empty page cache."""
     threads = threads_for(machine, None)
     size = _bytes_in(folder)
     with GH200InMemoryBackend(folder, compression="lz4", machine=machine) as backend:
@@ -96,18 +96,18 @@ def lz4_staging_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
 
 
 def shared_memory_row(folder: Path, machine: Machine) -> BenchRow:
-    """What worker processes that read every staged file add to the memory in use. Their interpreters do not count."""
+    """Memory that worker processes add by reading every staged file, without their interpreters."""
     with GH200InMemoryBackend(folder, machine=machine) as backend, ExitStack() as stack:
         touch(backend)
         workers = [stack.enter_context(_worker()) for _ in range(WORKERS)]
         for worker in workers:
-            _hear(worker, "ready")
+            _expect(worker, "ready")
         everyone = [os.getpid(), *(worker.pid for worker in workers)]
         before = sum(map(proportional_set_size, everyone))
         for worker in workers:
             _send(worker, to_json(backend.handle()))
         for worker in workers:
-            _hear(worker, "read")
+            _expect(worker, "read")
         added = sum(map(proportional_set_size, everyone)) - before
         share = added / backend.stored
         detail = f"{WORKERS} workers that read all of {format_bytes(backend.stored)} add {format_bytes(added)} (PSS)"
@@ -115,9 +115,9 @@ def shared_memory_row(folder: Path, machine: Machine) -> BenchRow:
 
 
 def in_new_process(task: str, folder: Path, machine: Machine) -> float:
-    """Seconds a task takes in a process that has no memory yet.
+    """Seconds a task takes in a new process.
 
-    A process that has read the files once before reads them into memory it already has, which no first run does.
+    A process that has read the files before would read them into memory that it already owns, unlike a first run.
     """
     done = subprocess.run(
         [sys.executable, "-c", "from gracetune.bench.data import measure; measure()", task, str(folder)],
@@ -129,7 +129,7 @@ def in_new_process(task: str, folder: Path, machine: Machine) -> float:
 
 
 def measure() -> None:
-    """What such a process does. Getting ready and giving the memory back are left out of the time."""
+    """Entry point of such a process: time the task without setup and without freeing the memory."""
     (task, option), folder = sys.argv[1].split(), Path(sys.argv[2])
     machine = Machine.model_validate_json(sys.stdin.read())
     if task == "cold-reads":
@@ -138,7 +138,7 @@ def measure() -> None:
     if task == "stage":
         kept: object = GH200InMemoryBackend(folder, compression=option, machine=machine)
     else:
-        with ThreadPoolExecutor(int(option)) as pool:  # what anybody would write
+        with ThreadPoolExecutor(int(option)) as pool:  # the obvious way to read files in parallel
             kept = list(pool.map(Path.read_bytes, sorted(folder.iterdir())))
     seconds = time.perf_counter() - start
     sys.stdout.write(f"{seconds}\n")
@@ -167,7 +167,7 @@ def _filesystem(folder: Path) -> str:
 
 
 def proportional_set_size(pid: int) -> int:
-    """Bytes of memory a process uses, shared pages divided among those that share them."""
+    """The PSS of a process: its memory, with shared pages divided among the processes that share them."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
@@ -175,7 +175,7 @@ def proportional_set_size(pid: int) -> int:
 
 
 def touch(backend: Backend) -> None:
-    """Read every byte where it lies."""
+    """Read every byte in place, without a copy."""
     for path in backend.list():
         xxhash.xxh3_64_intdigest(backend.read(path))
 
@@ -187,13 +187,13 @@ def _worker() -> Iterator[subprocess.Popen[str]]:
     try:
         yield worker
     finally:
-        _pipe(worker.stdin).close()  # its sign to end
+        _pipe(worker.stdin).close()  # end of input makes the worker exit
         worker.wait(timeout=60)
         _pipe(worker.stdout).close()
 
 
 def work() -> None:
-    """What a worker process does: attach to the handle it is told, read everything, stay until its input ends."""
+    """Entry point of a worker: attach to the handle from stdin, read everything, and wait for the end of input."""
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     backend = attach_backend(from_json(sys.stdin.readline()))
@@ -210,7 +210,7 @@ def _send(worker: subprocess.Popen[str], line: str) -> None:
     pipe.flush()
 
 
-def _hear(worker: subprocess.Popen[str], expected: str) -> None:
+def _expect(worker: subprocess.Popen[str], expected: str) -> None:
     found = _pipe(worker.stdout).readline().strip()
     if found != expected:
         raise MachineError(f"a worker process said {found!r} instead of {expected!r}: its messages are above")

@@ -1,4 +1,4 @@
-"""How fast decoded batches come: from memory, from the same folder with a warm page cache, and without that folder."""
+"""Speed of decoded batches: from memory, from a folder with a warm page cache, and from memory without that folder."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ ROUNDS: Final = 40
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch took."""
+    """The duration of one epoch."""
 
     seconds: float
     cpu_seconds: float
 
 
 def loader_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
-    """Staged against local, and staged with its folder taken away against staged.
+    """Compare staged with local data, and staged data with and without its source folder.
 
-    The ratios are of processor time. Decoding from memory or a warm cache never waits, so batches per second follow
-    from it; and unlike the clock it does not tell of whatever else runs on the machine.
+    The ratios are of CPU time. Decoding from memory or a warm page cache never waits, so CPU time determines batches
+    per second, and unlike wall time it does not include other programs.
     """
     make_images(folder)
     with BackendPool(machine=machine) as pool:
@@ -57,12 +57,12 @@ def loader_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
 
 
 def _ratio(slower: Sequence[Epoch], faster: Sequence[Epoch]) -> float:
-    """The median over rounds, each of which was run in one go."""
+    """The median over rounds; the two epochs of a round ran one after the other."""
     return median(one.cpu_seconds / two.cpu_seconds for one, two in zip(slower, faster, strict=True))
 
 
 def _rate(epochs: Sequence[Epoch]) -> str:
-    """By the clock, at best."""
+    """Best batches per second by wall time."""
     return f"{IMAGES / BATCH / min(epoch.seconds for epoch in epochs):.1f}"
 
 
@@ -75,7 +75,7 @@ def _without(folder: Path, staged: DataIndex) -> Epoch:
 
 
 def make_images(folder: Path) -> None:
-    """Uncompressed, so that it is the storage that is measured and not a decoder."""
+    """Write uncompressed images, so that the storage is measured and not a decoder."""
     folder.mkdir()
     generator = np.random.default_rng(0)
     for number in range(IMAGES):

@@ -1,8 +1,8 @@
-"""`gracetune bench loading`: a denoiser of real size from a sharded folder onto the device; what it costs the host.
+"""`gracetune bench loading`: load a denoiser of real size from a sharded folder, and measure time and host memory.
 
-The weights are Wan's 14B transformer in bfloat16, drawn at random, written to a temporary folder and removed. What is
-counted as the host's is memory of ours: anonymous and shared pages, and pages pinned through torch. The page cache is
-the kernel's and goes when it is needed; the loader asks the kernel to drop it behind itself anyway.
+The weights are those of Wan's 14B transformer in bfloat16 with random values, in a temporary folder that is removed.
+Host memory counts anonymous and shared pages of this process, and pages pinned through torch. It does not count the
+page cache, which the kernel reclaims when needed; the loader asks the kernel to drop it anyway.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gracetune.units import GIB, MIB, format_bytes
 
 BAR: Final = 1.1
 SHARD_BYTES: Final = 5 * GIB
-"""What the hub's folders of this size are cut into."""
+"""Shard size of published folders of this size."""
 _STEM = "diffusion_pytorch_model"
 _COMPONENT = "transformer"
 _SAMPLE_SECONDS = 0.002
@@ -47,7 +47,7 @@ _SAMPLE_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class DenoiserSize:
-    """Of the transformer; as published unless told otherwise."""
+    """Dimensions of the transformer; the defaults are the published ones."""
 
     layers: int = 40
     heads: int = 40
@@ -64,18 +64,18 @@ class DenoiserSize:
 
 
 SMALL: Final = DenoiserSize(layers=2, heads=4, ffn=2048, shard_bytes=16 * MIB)
-"""For a machine without a GPU, in seconds."""
+"""A size that a machine without a GPU measures within seconds."""
 
 
 def run(machine: Machine) -> list[BenchRow]:
-    """Real size where a GPU holds it, else small and said so."""
+    """Measure the published size on a GPU, otherwise a small one; the rows name the size."""
     if not torch.cuda.is_available():
         return measure(torch.device("cpu"), SMALL, Path(tempfile.gettempdir()))
     return measure(torch.device("cuda", 0), DenoiserSize(), Path(tempfile.gettempdir()))
 
 
 def measure(device: torch.device, size: DenoiserSize, below: Path) -> list[BenchRow]:
-    """`below`: a folder on the disk to measure, with room for the weights."""
+    """Measure on the disk of the folder `below`, which needs room for the weights."""
     _check_room(device, size, below)
     folder = Path(tempfile.mkdtemp(prefix="gracetune-bench-", dir=below))
     try:
@@ -103,11 +103,14 @@ def _check_room(device: torch.device, size: DenoiserSize, below: Path) -> None:
         )
 
 
-# -- weights to load --------------------------------------------------------------------------------------------------
+# -- weights to load ---------------------------------------------------------------------------------------------------
 
 
 def write_weights(folder: Path, size: DenoiserSize, device: torch.device) -> list[Path]:
-    """A folder as diffusers saves it, shard by shard; the files, in order. Values are drawn on `device`."""
+    """Write a folder in diffusers' layout, shard by shard, and return its files in order.
+
+    `device` generates the values.
+    """
     model = _on_meta(size)
     part = folder / _COMPONENT
     part.mkdir()
@@ -152,14 +155,14 @@ def _random_tensor(shape: torch.Size, generator: torch.Generator) -> torch.Tenso
     return values.normal_(std=0.02, generator=generator).cpu()
 
 
-# -- measuring --------------------------------------------------------------------------------------------------------
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 def _rows(device: torch.device, size: DenoiserSize, folder: Path, files: list[Path]) -> Iterator[BenchRow]:
     stored = sum(file.stat().st_size for file in files)
     largest = max(file.stat().st_size for file in files)
     source = ModelSource("bench", folder)
-    torch.zeros(1, device=device).to(torch.bfloat16)  # the GPU's context belongs to the baseline
+    torch.zeros(1, device=device).to(torch.bfloat16)  # creates the CUDA context, which belongs to the baseline
     reads = [_timed(files, lambda: _read_plainly(files), device)]
     peak = _Peak(device)
     loaded: list[nn.Module] = []
@@ -173,10 +176,10 @@ def _rows(device: torch.device, size: DenoiserSize, folder: Path, files: list[Pa
     seconds = _timed(files, load, device)
     reads.append(_timed(files, lambda: _read_plainly(files), device))
     wrong = _wrong_tensors(loaded[0], folder)
-    held = sum(tensor.nbytes for tensor in loaded[0].parameters()) if device.type == "cpu" else 0
-    extra = max(0, peak.above_baseline - held)
+    weights = sum(tensor.nbytes for tensor in loaded[0].parameters()) if device.type == "cpu" else 0
+    extra = max(0, peak.above_baseline - weights)
     ratio = extra / largest
-    beyond = " beyond the weights themselves, which are there to stay" if held else ""
+    beyond = " beyond the weights themselves, which are there to stay" if weights else ""
     yield BenchRow("weights", stored / 1e9, "GB", detail=f"{len(files)} shards, the largest {format_bytes(largest)}")
     yield BenchRow(
         "host_peak_over_shard", ratio, "ratio", f"<= {BAR}", ratio <= BAR,
@@ -204,7 +207,7 @@ def _timed(files: list[Path], work: Callable[[], object], device: torch.device) 
 
 
 def _drop_page_cache(file: Path) -> None:
-    sync_file(file)  # pages not yet written would stay
+    sync_file(file)  # dirty pages cannot be dropped
     descriptor = os.open(file, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -213,12 +216,12 @@ def _drop_page_cache(file: Path) -> None:
 
 
 def _threads() -> int:
-    """As many as the loader takes."""
+    """As many threads as the loader uses."""
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def _read_plainly(files: list[Path]) -> None:
-    """Every byte once, into buffers that are used over and over: the most that could be hoped for."""
+    """Read every byte once into reused buffers: the upper limit of read speed."""
     chunks = [(file, offset) for file in files for offset in range(0, file.stat().st_size, CHUNK)]
     local = threading.local()
 
@@ -249,7 +252,7 @@ def _wrong_tensors(model: nn.Module, folder: Path) -> int:
 
 
 class _Peak:
-    """The most host memory of ours that was ever seen while something ran."""
+    """Samples the host memory of this process and keeps the peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -286,13 +289,13 @@ class _Peak:
 
 
 def _return_freed_pages() -> None:
-    """What was freed but kept for later by malloc would hide what the load takes."""
+    """Return freed memory to the system. Memory that malloc keeps would hide part of what the load needs."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def own_pages() -> int:
-    """Bytes of anonymous and shared pages of this process. Pages of mapped files are the page cache's."""
+    """Bytes of anonymous and shared pages of this process. Pages of mapped files belong to the page cache."""
     total = 0
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(("RssAnon:", "RssShmem:")):

@@ -1,7 +1,7 @@
-"""`gracetune bench memory`: what the unified-memory layer is worth on this GPU, all ratios inside one run.
+"""`gracetune bench memory`: the benefit of the unified-memory layer on this GPU, as ratios within one run.
 
-Holds at most 2 GiB of managed memory, and never more than the GPU has free. A full GPU is simulated by PyTorch's memory
-fraction; real oversubscription is never tried here.
+Uses at most 2 GiB of managed memory, and never more than the GPU has free. PyTorch's memory fraction simulates a full
+GPU; the GPU is never really oversubscribed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROUNDS: Final = 8
 
 
 def run(machine: Machine, device: int = 0) -> list[BenchRow]:
-    """Every row, in the order in which the layer is explained."""
+    """All rows, in the order of the documentation."""
     uvm = load()
     if isinstance(uvm, Unavailable):
         raise MachineError(f"bench memory needs unified memory, which is {uvm}")
@@ -49,13 +49,13 @@ def run(machine: Machine, device: int = 0) -> list[BenchRow]:
 def _link_rows(choice: TransportChoice, speeds: LinkSpeeds) -> Iterator[BenchRow]:
     managed = speeds.managed
     assert managed is not None, "measured with a heap"
-    for name, way in (
+    for name, speed in (
         ("pinned_copy", speeds.pinned_copy),
         ("managed_gather", managed.gather),
         ("managed_prefetch", managed.prefetch),
     ):
         yield BenchRow(
-            f"{name}_h2d", way.rate, "GB/s", detail=f"{way.hidden:.0%} hidden behind a step of the same length"
+            f"{name}_h2d", speed.rate, "GB/s", detail=f"{speed.hidden:.0%} hidden behind a step of the same length"
         )
     yield BenchRow("pinned_copy_d2h", speeds.pinned_copy_to_host, "GB/s")
     yield BenchRow("managed_prefetch_d2h", managed.prefetch_to_host, "GB/s")
@@ -65,7 +65,7 @@ def _link_rows(choice: TransportChoice, speeds: LinkSpeeds) -> Iterator[BenchRow
 
 
 def _look_ahead_rows(heap: ManagedHeap, choice: TransportChoice, speeds: LinkSpeeds) -> Iterator[BenchRow]:
-    """The look-ahead as a training loop uses it, over cached batches, by the transport chosen for this machine."""
+    """Look-ahead over cached batches as in a training loop, with the transport chosen for this machine."""
     import torch
 
     host = torch.randint(0, 255, (BATCHES, BATCH_BYTES), dtype=torch.uint8)
@@ -74,22 +74,25 @@ def _look_ahead_rows(heap: ManagedHeap, choice: TransportChoice, speeds: LinkSpe
         gather = choice.transport == "managed_gather"
         rows = list(slab.cuda()) if gather else list(host.pin_memory())
         sources = rows * ROUNDS  # one transfer per epoch has no step before it to hide behind
-        way = speeds.managed.gather if gather and speeds.managed else speeds.pinned_copy
-        yield _hidden(way.rate, sources, heap.device)
+        speed = speeds.managed.gather if gather and speeds.managed else speeds.pinned_copy
+        yield _hidden(speed.rate, sources, heap.device)
         del rows, sources
     faults = _fault_rate(heap)
     yield BenchRow("page_faults_h2d", faults, "GB/s", detail="the GPU reads managed pages nobody mapped or prefetched")
-    yield BenchRow("look_ahead_over_faults", way.rate / faults, "ratio", ">= 4", way.rate / faults >= 4)
+    yield BenchRow("look_ahead_over_faults", speed.rate / faults, "ratio", ">= 4", speed.rate / faults >= 4)
 
 
 def _hidden(rate: float, sources: list[torch.Tensor], device: int) -> BenchRow:
-    """Time beside a step of the same length. The loop without look-ahead copies on the step's own stream."""
+    """The share of a transfer hidden behind a step of the same length.
+
+    Without look-ahead the loop copies on the step's own stream.
+    """
     transfer = BATCH_BYTES / rate / 1e6
     products = _as_long_as(transfer, len(sources), device)
 
     def step(batch: Batch) -> None:
         for tensor in batch.values():
-            tensor[:1].add_(1)  # the step uses its data, so it cannot start before that is there
+            tensor[:1].add_(1)  # the step depends on the batch, so it cannot start before the data has arrived
         products()
 
     batches: list[Batch] = [{"latents": source} for source in sources]
@@ -119,7 +122,10 @@ def _hidden(rate: float, sources: list[torch.Tensor], device: int) -> BenchRow:
 
 
 def _as_long_as(milliseconds: float, steps: int, device: int) -> Callable[[], None]:
-    """A step of that length within a loop: one alone runs at another clock than many in a row."""
+    """A step that takes `milliseconds` within a loop.
+
+    A single step would run at another GPU clock than many in a row.
+    """
     target_ms = milliseconds
     for _ in range(4):
         step = matmul_step(target_ms, device)
@@ -136,7 +142,7 @@ def _as_long_as(milliseconds: float, steps: int, device: int) -> Callable[[], No
 
 
 def _fault_rate(heap: ManagedHeap) -> float:
-    """Pages touched last by the CPU, no hint of any kind: the GPU faults for every one of them."""
+    """GB/s of page faults: the CPU touched the pages last and there are no hints, so the GPU faults on every page."""
     import torch
 
     size = 512 * MIB
@@ -148,7 +154,7 @@ def _fault_rate(heap: ManagedHeap) -> float:
         stream = torch.cuda.current_stream(heap.device).cuda_stream
         seconds = []
         for value in range(4):
-            # To the GPU and back by the CPU's own writes: that takes the GPU's mapping away, as first touch does.
+            # Migrate to the GPU and back by CPU writes. That removes the GPU's mapping, as a first touch does.
             buffer.prefetch("device", stream)
             synchronize(heap.device)
             buffer.cpu().fill_(value)

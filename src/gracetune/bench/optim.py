@@ -1,7 +1,8 @@
-"""`gracetune bench optim`: what a step of Automagic costs, in steps of torch's fused AdamW, in one run.
+"""`gracetune bench optim`: the duration of an Automagic step relative to torch's fused AdamW, within one run.
 
-On a GPU 100 million adapter parameters in the shapes of a rank-16 LoRA on Wan's linears, which is where the bar is;
-without one a few million, for the record. Random gradients; both warmed up; the first steps, which compile, apart.
+On a GPU it uses 100 million adapter parameters in the shapes of a rank-16 LoRA on Wan's linears, and has a bar. Without
+a GPU it uses a few million and has none. Gradients are random, both optimizers are warmed up, and the first steps,
+which compile, are reported separately.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 BAR: Final = 3.0
 RANK: Final = 16
 _BLOCK: Final = (*((5120, 5120),) * 8, (5120, 13824), (13824, 5120))
-"""Inputs and outputs of the linears of one Wan 14B block."""
+"""(inputs, outputs) of the linears of one Wan 14B block."""
 
 
 @dataclass(frozen=True)
 class OptimBenchSizes:
-    """Of the experiment; tests take smaller ones."""
+    """Size of the experiment; tests use smaller ones."""
 
     parameters: int
     rounds: int = 30
@@ -45,7 +46,7 @@ def run(machine: Machine, sizes: OptimBenchSizes | None = None) -> list[BenchRow
 
 
 def lora_shapes(parameters: int) -> Iterator[tuple[int, int]]:
-    """Shapes of a LoRA's matrices, block after block, until there are that many elements."""
+    """Shapes of a LoRA's matrices, block after block, up to `parameters` elements."""
     total = 0
     while True:
         for inputs, outputs in _BLOCK:
@@ -96,10 +97,10 @@ def rows(device: torch.device, sizes: OptimBenchSizes) -> Iterator[BenchRow]:
 def _in_turns(
     adamw: Optimizer, automagic: Optimizer, parameters: list[Tensor], device: torch.device, sizes: OptimBenchSizes
 ) -> list[tuple[float, float]]:
-    """Both a round, so that what else runs on the machine slows both down alike."""
+    """Time both optimizers in every round, so that other programs slow both down alike."""
     times = []
     for round_ in range(sizes.warmup + sizes.rounds):
-        # Other signs in every round: rates move up and down, as in training.
+        # Flip signs in every other round, so that rates move up and down as in training.
         if round_ % 2:
             for parameter in parameters[::3]:
                 assert parameter.grad is not None
@@ -115,7 +116,7 @@ def _first_ms(optimizer: Optimizer, device: torch.device) -> float:
 
 
 def _ms(work: Callable[[], object], device: torch.device) -> float:
-    """Host time around work that the device has finished: launching is part of a step's cost."""
+    """Wall time until the device has finished. Launching kernels is part of a step's cost."""
     _wait(device)
     start = time.perf_counter()
     work()
@@ -131,7 +132,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _peak(device: torch.device) -> int:
-    """Bytes; starts a new peak."""
+    """Peak bytes since the last call."""
     import torch
 
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Training while part of the run spills: the same losses, the stages seen, nothing leaked, and no cost when idle."""
+"""Training with overflow: equal losses, the expected memory stages, no leak, and no cost when idle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ARENA: Final = 2 * GIB
 SMALL, LARGE = 4, 32
 BATCH_SIZES: Final = (SMALL,) * 4 + (LARGE,) * 6 + (SMALL,) * 8
-"""Fits, does not fit, fits again: the stages 1, 2 and 1."""
+"""Batch sizes that fit, do not fit, and fit again: memory stages 1, 2 and 1."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class SpillTrace:
     losses: tuple[float, ...]
     memory_stages: tuple[int, ...]
     peak: int
-    """Bytes, model and optimizer included."""
+    """Peak bytes, including model and optimizer."""
 
 
 class _TrainedModel:
-    """A small transformer, AdamW, and batches that depend only on their number."""
+    """A small transformer with AdamW. Batches depend only on their index."""
 
     def __init__(self, device: int) -> None:
         import torch
@@ -55,7 +55,7 @@ class _TrainedModel:
         generator = torch.Generator(self.device).manual_seed(self.count)
         self.count += 1
         tokens = torch.randn(size, 256, 512, device=self.device, generator=generator)
-        with sdpa_kernel(SDPBackend.MATH):  # one backend in both runs, and one that is deterministic
+        with sdpa_kernel(SDPBackend.MATH):  # a deterministic backend, and the same in both runs
             loss: torch.Tensor = (self.model(tokens) - tokens.roll(1, 0)).square().mean()
         loss.backward()
         self.optimizer.step()
@@ -64,7 +64,7 @@ class _TrainedModel:
 
 
 def spill_rows(machine: Machine, device: int) -> Iterator[BenchRow]:
-    """The same training twice, once on a GPU made too small for its large batches."""
+    """Run the same training twice, once with too little GPU memory for the large batches."""
     import torch
 
     torch.use_deterministic_algorithms(True)
@@ -95,14 +95,17 @@ def spill_rows(machine: Machine, device: int) -> Iterator[BenchRow]:
 
 
 def overhead_rows(machine: Machine, device: int) -> Iterator[BenchRow]:
-    """Step time with and without a sample at each boundary, in turns, so that the clocks drift alike."""
+    """Step time with and without the governor's check after each step.
+
+    Rounds alternate, so that GPU clocks drift alike.
+    """
     layer = _open(machine, device, most_arena_bytes=256 * MIB)
     trained_model = _TrainedModel(device)
     steps = 12
 
     def epoch(governed: bool) -> None:
         for _ in range(steps):
-            trained_model.step(2 * LARGE)  # long enough that the GPU, not Python, sets the pace
+            trained_model.step(2 * LARGE)  # long enough to be GPU-bound, not launch-bound
             if governed:
                 layer.step()
 

@@ -1,4 +1,4 @@
-"""The result of a bench as JSON: its rows, and everything needed to compare it with another one later."""
+"""Bench results as JSON: the rows, and everything needed to compare them later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULT_FORMAT: Final = 1
 
 
 def result_of(name: str, rows: Sequence[Any], machine: Machine) -> dict[str, Any]:
-    """`rows` are dataclasses."""
+    """The JSON object of a result; `rows` are dataclasses."""
     return {
         "format": RESULT_FORMAT,
         "bench": name,
@@ -35,20 +35,20 @@ def result_of(name: str, rows: Sequence[Any], machine: Machine) -> dict[str, Any
 
 
 def command_line() -> str:
-    """As it can be typed again in a checkout; the scripts of `benchmarks` write results of this form too."""
+    """The command to type again in a checkout. The scripts in `benchmarks` write such results too."""
     script = Path(sys.argv[0])
     begin = f"python benchmarks/{script.name}" if script.parent.name == "benchmarks" else "gracetune"
     return " ".join([begin, *sys.argv[1:]])
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all: a bench that is stopped while it writes leaves its last result."""
+    """Write atomically: an interrupted bench keeps its previous result."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, f"{json.dumps(result, indent=2)}\n".encode())
 
 
 def git_commit() -> str | None:
-    """The commit of this checkout, marked if files differ from it; unknown outside one."""
+    """The commit of this checkout, marked `-dirty` if files differ from it; None outside a checkout."""
     folder = Path(__file__).parent
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

@@ -1,4 +1,4 @@
-"""The rows of a bench of one part."""
+"""Rows of the component benches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One figure. `ok` is None where there is no bar to hold it against."""
+    """One measured figure. `bar` is its target; `ok` is None without one."""
 
     name: str
     value: float

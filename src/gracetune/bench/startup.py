@@ -1,7 +1,7 @@
-"""How long the start of a run with many images takes: the first look at a folder; and a start that finds its scan and
-its caches, without the model.
+"""Start of a run with many images: the first scan of a folder, and a start with scan and caches on disk, without a
+model.
 
-Each is measured in a process of its own, by the clock: such a process has no memory yet, and the cores it is given.
+Each is measured in a new process by wall time, with the CPU cores it is given and no memory allocated before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gracetune.train.data import load_caches
 IMAGES: Final = 30_000
 ROUNDS: Final = 5
 MOST_SECONDS: Final = 5.0
-"""Of a warm start of so many; loading a small model and the first batch take about as long again."""
+"""The bar for a warm start of `IMAGES`. Loading a small model and the first batch takes about as long again."""
 _SIZES: Final = ((64, 64), (96, 64), (64, 96), (80, 64))
 _GEOMETRY: Final = Geometry("image", side_multiple=32)
 
@@ -48,7 +48,7 @@ def starting_rows(folder: Path, machine: Machine, *, images: int = IMAGES, round
     if len(cores) < 2:
         yield BenchRow("scan_two_cores", 1.0, "ratio", detail="this process has one core")
     else:
-        # In turns, and the best of each: what else runs on the machine slows both down alike.
+        # Alternate, and take the best of each, so that other programs slow both down alike.
         times = [(_seconds("scan", folder, machine, cores[:1]), _seconds("scan", folder, machine, cores[:2]))
                  for _ in range(rounds)]  # fmt: skip
         one, two = min(alone for alone, _ in times), min(both for _, both in times)
@@ -74,7 +74,7 @@ def make_images(folder: Path, count: int) -> None:
 
 @dataclass(frozen=True)
 class _KnownEncoders:
-    """Ids without encoders: nothing is missing, so none is asked for."""
+    """Encoder ids without encoders. No entry is missing, so none is ever loaded."""
 
     def text_id(self) -> EncoderId:
         return KEYS.text
@@ -116,7 +116,7 @@ def _config(folder: Path) -> RunConfig:
 
 
 def fill_caches(folder: Path) -> None:
-    """The scan, and a small entry for everything the run wants: what a start finds after the first one."""
+    """Store the scan and a small entry for everything the run needs, as a first run would leave them."""
     config = _config(folder)
     index = build_index(config, _GEOMETRY, memory=scan_folder(config))
     with Caches(cache_folders(config), writable=True) as caches:
@@ -139,7 +139,7 @@ def _seconds(task: str, folder: Path, machine: Machine, cores: list[int]) -> flo
 
 
 def measure() -> None:
-    """What such a process does."""
+    """Entry point of the measuring process."""
     task, folder, cores = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     machine = Machine.model_validate_json(sys.stdin.read())
     os.sched_setaffinity(0, map(int, cores.split(",")))
@@ -153,7 +153,7 @@ def measure() -> None:
 
 
 def _start_warm(config: RunConfig, machine: Machine) -> None:
-    """What `train.load` does, without a model."""
+    """The steps of `train.load`, without a model."""
     index = build_index(config, _GEOMETRY, memory=scan_folder(config))
     with ExitStack() as stack:
         caches = stack.enter_context(Caches(cache_folders(config), writable=True))

@@ -1,1 +1,2 @@
-"""Living with upstreams: what we hold on to in SimpleTuner and ai-toolkit, whether it is there, how it is started."""
+"""Integration with upstreams: the names our overlays use in SimpleTuner and ai-toolkit, a check that they exist, a
+launcher."""

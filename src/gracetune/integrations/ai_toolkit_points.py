@@ -1,4 +1,4 @@
-"""What we hold on to in ai-toolkit: where an extension comes in, the trainer, its caches, its optimizer, its files."""
+"""The names our overlay uses in ai-toolkit: extension loading, trainer, caches, optimizer, adapter files, config."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CACHES: Final = (
         "LatentCachingMixin.cache_latents_all_latents", "self",
     ),
     Point(
-        "latents.path", "which cache file belongs to a picture", _DATA,
+        "latents.path", "which cache file belongs to an image", _DATA,
         "LatentCachingFileItemDTOMixin.get_latent_path", "self, recalculate=...",
     ),
     Point(
@@ -93,9 +93,9 @@ CACHES: Final = (
 )  # fmt: skip
 
 OPTIMIZER: Final = (
-    Point("optimizer.called", "Automagic with stage options", _TRAINER, "get_optimizer", imported=True),
+    Point("optimizer.called", "Automagic with options per expert", _TRAINER, "get_optimizer", imported=True),
     Point(
-        "optimizer.factory", "Automagic with stage options", _OPTIMIZER, "get_optimizer",
+        "optimizer.factory", "Automagic with options per expert", _OPTIMIZER, "get_optimizer",
         "params, optimizer_type=..., learning_rate=..., optimizer_params=...",
     ),
     Point(
@@ -103,7 +103,7 @@ OPTIMIZER: Final = (
         "self, params, lr=..., min_lr=..., max_lr=..., lr_bump=...", needed=False,
     ),
     Point(
-        "optimizer.modules", "parameter groups by noise stage", _NETWORK,
+        "optimizer.modules", "parameter groups by noise expert", _NETWORK,
         "ToolkitNetworkMixin.get_all_modules", "self",
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Hold what we need of an upstream against what it has: present, moved, changed or missing, with file and line."""
+"""Check an upstream for the names our overlay needs: present, moved, changed or missing, with file and line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one point."""
+    """The result for one point."""
 
     point: Point
     status: Status
@@ -37,11 +37,13 @@ class Finding:
     line: int | None = None
     detail: str = ""
     reachable: bool = True
-    """Whether a hook that imports it from where we expect it still gets it."""
+    """Whether a hook can still import it from the expected place."""
 
     @property
     def breaks(self) -> bool:
-        """Whether what needs this point cannot work with that upstream: gone from where a hook looks is gone for it."""
+        """Whether the overlay cannot work with this upstream: a needed point changed, is missing, or is out of
+        reach.
+        """
         return self.point.needed and (self.status in (Status.CHANGED, Status.MISSING) or not self.reachable)
 
     def as_json(self) -> dict[str, Any]:
@@ -85,7 +87,7 @@ class UpstreamReport:
 
 
 def check(facts: UpstreamFacts, points: Iterable[Point]) -> UpstreamReport:
-    """Where every point is in that upstream."""
+    """Look up every point in the facts about an upstream."""
     points = tuple(points)
     if facts.looked_for is not None:
         unknown = [point.location for point in points if point.location not in facts.looked_for]
@@ -125,7 +127,7 @@ def _finding(facts: UpstreamFacts, point: Point) -> Finding:
     locations = list(_locations(facts, point, home))
     if not locations:
         return Finding(
-            point, Status.MISSING, home, _owner_line(facts, point, home), _what_is_left(facts, point, home), False
+            point, Status.MISSING, home, _owner_line(facts, point, home), _remains(facts, point, home), False
         )
     location_found = locations[0]
     moved = location_found.file != home or location_found.name != point.target
@@ -168,12 +170,12 @@ def _import_finding(facts: UpstreamFacts, point: Point, home: str | None) -> Fin
 
 
 def _home(facts: UpstreamFacts, point: Point) -> str | None:
-    """The file of the point's own module, if it is there."""
+    """The file of the module that should have the point, if it exists."""
     return next((file for file in file_names(point.module) if file in facts.modules), None)
 
 
 def _locations(facts: UpstreamFacts, point: Point, home: str | None) -> Iterator[_Location]:
-    """Where the target is, the likeliest first: its module, what its class inherits, then any other module."""
+    """Places of the target, most likely first: its module, base classes of its class, then other modules."""
     files = [*([home] if home is not None else []), *(file for file in _by_likeness(facts, point) if file != home)]
     for file in files:
         definitions = facts.modules[file].definitions
@@ -188,7 +190,7 @@ def _by_likeness(facts: UpstreamFacts, point: Point) -> list[str]:
 
 
 def _inherited(facts: UpstreamFacts, file: str, point: Point) -> Iterator[_Location]:
-    """Through the classes a class is made of, nearest first; each is looked for in the same file before any other."""
+    """Definitions in the base classes of the point's class, breadth first. The same file is searched before others."""
     leaf = point.target.rpartition(".")[2]
     waiting = [(file, base) for base in facts.modules[file].definitions[point.owner].bases]
     seen: set[str] = set()
@@ -210,7 +212,7 @@ def _inherited(facts: UpstreamFacts, file: str, point: Point) -> Iterator[_Locat
 
 
 def _reachable(facts: UpstreamFacts, point: Point, home: str | None, location_found: _Location) -> bool:
-    """A name inherited or imported where we expect it is still got from there; one of a namesake elsewhere is not."""
+    """Whether the expected module still provides the name: by import, by inheritance or under another name."""
     if home is None:
         return False
     module, first = facts.modules[home], point.target.partition(".")[0]
@@ -218,7 +220,7 @@ def _reachable(facts: UpstreamFacts, point: Point, home: str | None, location_fo
         return True
     if first not in module.definitions:
         return False
-    if module.definitions[first].kind is DefinitionKind.VALUE:  # another name for what was moved
+    if module.definitions[first].kind is DefinitionKind.VALUE:  # an alias of the moved name
         return True
     return point.owner in module.definitions and location_found in _inherited(facts, home, point)
 
@@ -273,7 +275,7 @@ def _owner_line(facts: UpstreamFacts, point: Point, home: str | None) -> int | N
     return facts.modules[home].definitions[point.owner].line
 
 
-def _what_is_left(facts: UpstreamFacts, point: Point, home: str | None) -> str:
+def _remains(facts: UpstreamFacts, point: Point, home: str | None) -> str:
     if home is None:
         return f"no module {point.module}, and no {point.target} anywhere else"
     if point.owner in facts.modules[home].definitions:

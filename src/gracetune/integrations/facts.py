@@ -1,9 +1,9 @@
-"""What is known of an upstream's code: names, parameters, lines. Recorded as JSON, so that checks need no upstream.
+"""Facts about an upstream's code: names, parameters, lines. They are recorded as JSON, so checks need no upstream code.
 
 A facts file holds `{"facts": 1, "upstream", "version", "origin", "looked_for": [...], "modules": {FILE: MODULE},
 "unreadable": {FILE: REASON}}` with a MODULE `{"definitions": {NAME: {"kind", "line", "parameters", "bases", "calls"}},
-"imports": {NAME: LINE}, "commit"}`. No source text is in it. `looked_for` lists the points it can answer for: what a
-file does not mention was not there.
+"imports": {NAME: LINE}, "commit"}`. It contains no source text. `looked_for` lists the points that were searched for:
+if one of them is not in the file, upstream did not have it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gracetune.storage.atomic import write_file
 
 FORMAT = 1
 LAZY = "__getattr__"
-"""A module that defines it hands on names that it does not have yet."""
+"""A module with this function provides names lazily."""
 
 
 class FactsError(GracetuneError):
@@ -41,22 +41,22 @@ class DefinitionKind(StrEnum):
 class Definition:
     kind: DefinitionKind
     line: int | None
-    """None where the file could be read but not counted."""
+    """None if the line is unknown."""
     signature: Signature | None = None
     bases: tuple[str, ...] = ()
-    """Of a class: the names as written."""
+    """Names of a class's bases, as written."""
     calls: Mapping[str, int] = field(default_factory=dict)
-    """Of a function: which of the calls asked about its body makes, and the line of the first."""
+    """Searched calls in a function's body -> line of the first one."""
 
 
 @dataclass(frozen=True)
 class UpstreamModule:
     definitions: Mapping[str, Definition]
-    """By qualified name."""
+    """Definitions by qualified name."""
     imports: Mapping[str, int | None] = field(default_factory=dict)
-    """Names its top level binds by importing them, and the line."""
+    """Names imported at top level -> line."""
     commit: str | None = None
-    """Where files of several commits were recorded: the one of this file."""
+    """The commit of this file, if files of several commits were recorded."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,20 @@ class UpstreamFacts:
     version: str | None
     origin: str
     modules: Mapping[str, UpstreamModule]
-    """By file, relative to upstream's root, with slashes."""
+    """Modules by file, relative to upstream's root, with slashes."""
     unreadable: Mapping[str, str] = field(default_factory=dict)
     looked_for: frozenset[str] | None = None
-    """`Point.location` of all it answers for; None when it was made from the whole code just now."""
+    """`Point.location` of all points that were searched for; None for facts made from the whole code."""
 
 
 def file_names(module: str) -> tuple[str, str]:
-    """The two files a dotted module can be."""
+    """The two possible files of a dotted module name."""
     stem = module.replace(".", "/")
     return f"{stem}.py", f"{stem}/__init__.py"
 
 
 def same_name(file: str, module: str) -> bool:
-    """Whether a file could be that module under another roof."""
+    """Whether a file could be that module in another folder."""
     return file.rpartition("/")[2] == f"{module.rpartition('.')[2]}.py"
 
 

@@ -1,4 +1,4 @@
-"""Starting an upstream as it starts itself, with our module run in front of its training script, or plain."""
+"""Start an upstream by its own command, with our module in front of its training script or without it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from gracetune.errors import ConfigError, MachineError, Problem
 
 OVERLAY = "gracetune_simpletuner"
 SIMPLETUNER = '"simpletuner[cuda]==4.10.1" torch==2.13.0 torchvision==0.28.0'
-"""As docs/upstream.md installs it, and says why: the newest of each do not fit together."""
+"""The versions of docs/upstream.md, which says why: the newest releases are incompatible with each other."""
 _EXTRA = "accelerate_extra_args"
 _EXTRA_VARIABLE = "ACCELERATE_EXTRA_ARGS"
 
 
 def run_upstream(upstream: str, arguments: Sequence[str], *, off: bool, environment: Environment) -> int:
-    """Upstream's exit code. `arguments` are what the user would type after its name; `off` adds nothing to them."""
+    """Run upstream and return its exit code.
+
+    `arguments` are those of upstream's command line. With `off` they are passed on unchanged.
+    """
     if upstream != "simpletuner":
         raise MachineError(
             f"{upstream} cannot be started from here\n  found     {upstream}\n  expected  simpletuner\n"
@@ -33,21 +36,25 @@ def run_upstream(upstream: str, arguments: Sequence[str], *, off: bool, environm
     if not off:
         _require(OVERLAY, "./overlays/simpletuner")
         arguments, variables = with_overlay(arguments, variables)
-    _hear_ctrl_c()
+    _restore_ctrl_c()
     code = _waited(subprocess.Popen([sys.executable, "-m", "simpletuner", *arguments], env=variables))
     return code if code >= 0 else 128 - code
 
 
-def _hear_ctrl_c() -> None:
-    """A shell has what it puts into the background ignore SIGINT; upstream would inherit that, and never end."""
+def _restore_ctrl_c() -> None:
+    """Handle SIGINT again.
+
+    Shells make background jobs ignore it; upstream would inherit that and could not be stopped.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int:
-    """A terminal's Ctrl-C reaches upstream without us, and upstream then ends its training processes.
+    """Wait for upstream and return its exit code.
 
-    SIGTERM would end its command alone and leave them running, so it is handed on as the other one.
+    On Ctrl-C the terminal signals upstream too, which then ends its training processes. SIGTERM would end only its
+    command and leave them running, so we forward SIGTERM as SIGINT.
     """
     before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(signal.SIGINT))
     try:
@@ -61,9 +68,10 @@ def _waited(process: subprocess.Popen[bytes]) -> int:
 
 
 def with_overlay(arguments: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment that make accelerate run our module, which runs train.py. What the user gave stays.
+    """Arguments and environment that make accelerate run our module, which runs train.py. The user's own values are
+    kept.
 
-    Upstream reads the argument, except with `example=`, where it reads the variable: both say the same.
+    Upstream reads the argument, except with `example=`, where it reads the variable. So we set both.
     """
     if not arguments or arguments[0] != "train":
         found = arguments[0] if arguments else "nothing"
@@ -77,7 +85,7 @@ def with_overlay(arguments: Sequence[str], variables: Mapping[str, str]) -> tupl
 
 
 def _without_extra(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Without the user's own extra arguments for accelerate, and those."""
+    """Split off the user's extra arguments for accelerate: (other arguments, extra arguments)."""
     rest: list[str] = []
     given: str | None = None
     pending = list(arguments)
@@ -94,7 +102,10 @@ def _without_extra(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def _reject_env_files(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Upstream sources these after us, and the argument we add would win over what they say."""
+    """Reject env files that set extra arguments for accelerate.
+
+    Upstream sources these files later, and the argument that we add would override them.
+    """
     named = [argument.partition("=")[2] for argument in arguments if argument.lstrip("-").startswith("env=")]
     environment = named[-1] if named else variables.get("ENV", "")
     for file in (Path("config", "config.env"), Path("config", environment, "config.env")):
@@ -107,7 +118,7 @@ def _reject_env_files(arguments: Sequence[str], variables: Mapping[str, str]) ->
 
 
 def with_accelerate(variables: Mapping[str, str], scripts: Path) -> dict[str, str]:
-    """Upstream calls `accelerate` by name: this environment's, also where nobody activated it."""
+    """Put this environment's `accelerate` first on the PATH, since upstream calls it by name."""
     path = variables.get("PATH", "")
     ours = scripts / "accelerate"
     found = shutil.which("accelerate", path=path)
@@ -118,7 +129,7 @@ def with_accelerate(variables: Mapping[str, str], scripts: Path) -> dict[str, st
 
 def _require(package: str, to_install: str) -> None:
     spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # without an origin: a folder of that name, such as our own simpletuner/
+    if spec is None or spec.origin is None:  # no origin: a mere folder of that name, such as our own simpletuner/
         raise MachineError(
             f"{package} is not installed beside gracetune\n  found     no package {package} for {sys.executable}\n"
             f"  expected  it in the same environment (Python 3.12 or newer)\n  try       pip install {to_install}"

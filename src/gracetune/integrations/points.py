@@ -1,4 +1,4 @@
-"""What we lean on in an upstream, as data: each point is one name there, why we need it, and how it is called."""
+"""The names we depend on in an upstream, as data: each point is one name, why we need it, and how it is called."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from gracetune.integrations.signatures import parse
 
 @dataclass(frozen=True)
 class Point:
-    """One place in an upstream that a feature of ours holds on to."""
+    """One name in an upstream that a feature of ours depends on."""
 
     name: str
     needed_for: str
     module: str
-    """Where the name is expected, dotted, as it is imported."""
+    """The dotted module that should have the name."""
     target: str = ""
-    """The qualified name in that module; empty where the module itself is the point."""
+    """The qualified name in that module; empty if the module itself is the point."""
     parameters: str | None = None
-    """Those we rely on, as in a `def`; an upstream that still takes every such call has not changed for us."""
+    """The parameters we rely on, as in a `def`. A signature that still accepts every such call has not changed for
+    us."""
     calls: tuple[str, ...] = ()
-    """What the target's body calls, in this order; empty where only the target itself counts."""
+    """Calls that the target's body must make, in this order; empty if only the target matters."""
     imported: bool = False
-    """The module has the name from elsewhere, and calls it by it."""
+    """The module imports the name and uses it under this name."""
     needed: bool = True
-    """Whether the overlay cannot do without; the others are only worth knowing about."""
+    """Whether the overlay needs it. Other points are only informative."""
 
     @property
     def location(self) -> str:
-        """As a hook names its target, and with the calls where they are the point."""
+        """The target as a hook writes it, followed by the calls if there are any."""
         target_path = f"{self.module}:{self.target}" if self.target else self.module
         return f"{target_path} -> {', '.join(self.calls)}" if self.calls else target_path
 
@@ -40,25 +41,25 @@ class Point:
 
     @property
     def owner(self) -> str:
-        """The class of a method; empty for what stands in the module."""
+        """The class of a method; empty for names at module level."""
         return self.target.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """One program that we attach to: how its code is recognised, and every point we care about in it."""
+    """An upstream program: how to recognise its code, and the points to check."""
 
     name: str
     title: str
     distribution: str
-    """Its name among installed distributions."""
+    """The name of its Python distribution."""
     inside: tuple[str, ...]
-    """Where its root may lie in what a user points at; the empty one is the folder itself."""
+    """Possible paths of its root below the folder that a user names; "" is the folder itself."""
     marks: tuple[str, ...]
-    """Folders that its root has, and hardly anything else's."""
+    """Folders that identify its root."""
     surveyed: tuple[str, ...]
-    """The folders of its root that hold its code: a checkout has much else beside it."""
+    """Folders of the root that contain its code; a checkout contains much else."""
     version_in: tuple[tuple[str, str], ...]
-    """Files and the variable in them that say the version, for code without metadata."""
+    """(file, variable) pairs that hold the version, for code without metadata."""
     how_to_get: str
     points: tuple[Point, ...]

@@ -1,4 +1,5 @@
-"""Parameters of functions read from source: parsing, printing, and whether a changed function still takes our calls."""
+"""Function signatures read from source: parse them, print them, and check whether a changed one still takes our
+calls."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ KEYWORDS = Parameter.VAR_KEYWORD
 
 
 class SignatureError(GracetuneError):
-    """A recorded parameter list is none."""
+    """A text is not a valid parameter list."""
 
 
 def of_arguments(arguments: ast.arguments) -> Signature:
-    """The signature of a `def`; of defaults only their being there is kept."""
+    """The signature of a `def`. Default values are replaced by `...`."""
     positional = [*arguments.posonlyargs, *arguments.args]
     first_default = len(positional) - len(arguments.defaults)
     found = [
@@ -40,7 +41,7 @@ def of_arguments(arguments: ast.arguments) -> Signature:
 
 
 def parse(text: str) -> Signature:
-    """`self, path, mode=..., *, quiet=..., **rest` and the like."""
+    """Parse a parameter list such as `self, path, mode=..., *, quiet=..., **rest`."""
     try:
         body = ast.parse(f"def f({text}): ...").body
         if len(body) == 1 and isinstance(body[0], ast.FunctionDef):
@@ -51,7 +52,7 @@ def parse(text: str) -> Signature:
 
 
 def shown(signature: Signature) -> str:
-    """What `parse` reads back."""
+    """The parameter list as text that `parse` reads back."""
     words: list[str] = []
     parameters = list(signature.parameters.values())
     for at, one in enumerate(parameters):
@@ -68,9 +69,9 @@ def shown(signature: Signature) -> str:
 
 
 def differences(expected: Signature, found: Signature) -> tuple[str, ...]:
-    """Why a call that `expected` takes may fail in `found`, or give a value to another parameter; empty if none can.
+    """Reasons why a call that `expected` accepts may fail with `found`, or bind a value to another parameter.
 
-    New parameters with a default are no difference.
+    New parameters with a default are not a difference. No reasons mean that every such call still works.
     """
     theirs = found.parameters
     reasons = [*_lost_rests(expected, found)]

@@ -1,4 +1,5 @@
-"""What we hold on to in SimpleTuner: the merge guide's eight places in its trainer, then caches, state, data, sound."""
+"""The names our overlay uses in SimpleTuner: the merge guide's eight places in its trainer, caches, state, data,
+audio."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ TRAINER: Final = (
         "Trainer.parse_arguments", "self, args=..., disable_accelerator=..., exit_on_error=...", needed=False,
     ),
     Point(
-        "trainer.accumulate", "the batch ramp: a window opens before upstream accumulates", _TRAINER, "Trainer.train",
+        "trainer.accumulate", "the batch ramp: a step begins before upstream accumulates", _TRAINER, "Trainer.train",
         calls=("prepare_batch", "accelerator.accumulate"),
     ),
     Point(
@@ -57,7 +58,7 @@ TRAINER: Final = (
         "trainer.manual_validation", "a validation on request never sees the ramp change", _TRAINER,
         "Trainer._consume_manual_validation_request", "self", needed=False,
     ),
-    # Beside the eight.
+    # Names in addition to the eight places.
     Point(
         "trainer.register_manual_validation", "a validation on request never sees the ramp change", _TRAINER,
         "Trainer.register_manual_validation_trigger", "self, consumer", needed=False,
@@ -124,7 +125,7 @@ CACHES: Final = (
         "self, input_latents=...", needed=False,
     ),
     Point(
-        "vae_cache.file_name", "which cache file belongs to a picture", _VAE, "VAECache.generate_vae_cache_filename",
+        "vae_cache.file_name", "which cache file belongs to an image", _VAE, "VAECache.generate_vae_cache_filename",
         "self, filepath",
     ),
     Point(
@@ -189,7 +190,7 @@ STATE_AND_CONFIG: Final = (
 
 DATA: Final = (
     Point(
-        "data.load_configuration", "`type: in_memory` datasets, told to upstream as local ones", _FACTORY,
+        "data.load_configuration", "`type: in_memory` datasets, presented to upstream as local ones", _FACTORY,
         "FactoryRegistry.load_configuration", "self",
     ),
     Point(
@@ -210,24 +211,24 @@ DATA: Final = (
     ),
     Point("data.exists", "what is in memory is there", _LOCAL, "LocalDataBackend.exists", "self, filepath"),
     Point(
-        "data.read", "pictures and captions read from memory", _LOCAL,
+        "data.read", "images and captions read from memory", _LOCAL,
         "LocalDataBackend.read", "self, filepath, as_byteIO=...",
     ),
     Point("data.class", "the class our backend is made of", _LOCAL, "LocalDataBackend"),
-    Point("data.load_image", "pictures decoded from memory", _LOCAL, "load_image", imported=True),
+    Point("data.load_image", "images decoded from memory", _LOCAL, "load_image", imported=True),
     Point("data.load_video", "clips decoded from memory", _LOCAL, "load_video", imported=True),
-    Point("data.image_decoder", "pictures decoded from memory", _IMAGES, "load_image", "img_data", needed=False),
+    Point("data.image_decoder", "images decoded from memory", _IMAGES, "load_image", "img_data", needed=False),
     Point("data.video_decoder", "clips decoded from memory", _IMAGES, "load_video", "vid_data", needed=False),
     Point(
         "data.from_representation", "`type: in_memory` datasets in a worker process", _LOCAL,
         "LocalDataBackend.from_instance_representation", "representation",
     ),
     Point(
-        "data.read_image", "pictures read from memory", _LOCAL, "LocalDataBackend.read_image",
+        "data.read_image", "images read from memory", _LOCAL, "LocalDataBackend.read_image",
         "self, filepath, delete_problematic_images=...", needed=False,
     ),
     Point(
-        "data.read_image_batch", "pictures read from memory", _LOCAL, "LocalDataBackend.read_image_batch",
+        "data.read_image_batch", "images read from memory", _LOCAL, "LocalDataBackend.read_image_batch",
         "self, filepaths, delete_problematic_images=...", needed=False,
     ),
     Point("data.open_file", "files opened from memory", _LOCAL, "LocalDataBackend.open_file", "self, filepath, mode"),
@@ -290,7 +291,7 @@ SOUND_AND_MODELS: Final = (
         "self, latents_uncached", needed=False,
     ),
     Point(
-        "models.register", "model families told to upstream", _MODELS,
+        "models.register", "model families registered with upstream", _MODELS,
         "ModelRegistry.register", "cls, family, model_class", needed=False,
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""docs/upstream-status.md: where each upstream version has what we hold on to, from the recorded facts."""
+"""Generate docs/upstream-status.md from recorded facts: which upstream version has which point."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gracetune.integrations.points import Upstream
 from gracetune.integrations.upstreams import UPSTREAMS
 
 INTRODUCTION = """\
-# What upstream versions have of what we hold on to
+# Upstream versions and the points our overlays need
 
 Written by `scripts/upstream_status.py`; do not edit. It compares recorded facts (`tests/golden/upstream/`: names,
 parameters and lines, no source) with the points our overlays need, as `gracetune overlay check` does with code:
@@ -20,16 +20,16 @@ parameters and lines, no source) with the points our overlays need, as `gracetun
     gracetune overlay check simpletuner                  # what is installed here
     gracetune overlay check ai-toolkit --source DIR      # a checkout, an environment, a wheel
 
-A **needed** point that is missing, takes our calls no more, or moved to where a hook does not find it, means that the
-overlay does not fit that version. The others are only worth knowing about: nothing of ours holds on to them. That
-everything is there does not say that the overlay was run with a version: docs/upstream.md says with which it was.
+If a **needed** point is missing, no longer takes our calls, or moved to where no hook finds it, the overlay does not
+work with that version. The other points are informative only. A complete row does not mean that the overlay was run
+with that version: docs/upstream.md lists the versions it was run with.
 """
 
 SHORT = {Status.PRESENT: "✓", Status.MOVED: "moved", Status.CHANGED: "**changed**", Status.MISSING: "**missing**"}
 
 
 def page(folder: Path) -> str:
-    """The whole file, from every facts file of a folder."""
+    """The whole page, from every facts file in `folder`."""
     recorded = [read_facts(file) for file in sorted(folder.glob("*.json")) if _is_facts(file)]
     parts = [INTRODUCTION]
     for upstream in UPSTREAMS.values():
@@ -48,7 +48,7 @@ def _is_facts(file: Path) -> bool:
 
 
 def _age(facts: UpstreamFacts) -> tuple[int, ...]:
-    """Versions in their order; what has none was read from the newest files there were."""
+    """Sort key by version. Facts without a version were recorded from the newest files, so they count as newest."""
     if facts.version is None:
         return (1 << 30,)
     return tuple(int(part) for part in facts.version.split(".") if part.isdigit())

@@ -1,4 +1,4 @@
-"""Read an upstream's code by its syntax tree: what it defines, with which parameters, on which line."""
+"""Collect facts from an upstream's syntax trees: definitions, their parameters and lines. Nothing is imported."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ from gracetune.integrations.trees import Tree, version_of
 
 PROPERTIES = frozenset({"property", "cached_property"})
 NOT_A_DEFINITION = frozenset({"overload", "setter", "deleter"})
-"""Decorators of a `def` that only adds to one of the same name."""
+"""Decorators of a `def` that only extends another one of the same name."""
 
 
 @dataclass(frozen=True)
 class SurveyRequest:
-    """What is read of a function beside its name and line; reading it of all would take several times as long."""
+    """The functions to read in detail.
+
+    Reading signatures and calls of all functions would take several times as long.
+    """
 
     names: frozenset[str]
-    """Whose parameters, by the last part of the name."""
+    """Functions whose parameters to read, by the last part of their name."""
     callers: frozenset[str]
-    """Of which classes' functions the calls."""
+    """Classes whose methods' calls to read."""
     calls: frozenset[str]
-    """Dotted endings of the calls."""
+    """Calls to look for, by dotted ending."""
 
     @classmethod
     def by(cls, points: Iterable[Point]) -> SurveyRequest:
@@ -47,7 +50,7 @@ class SurveyRequest:
 
 
 def survey(tree: Tree, upstream: Upstream, origin: str) -> UpstreamFacts:
-    """Everything upstream's code defines. A file that is no Python is listed with the reason, not skipped."""
+    """All definitions in upstream's code. Files that are not valid Python are listed with the reason."""
     wanted = SurveyRequest.by(upstream.points)
     modules: dict[str, UpstreamModule] = {}
     unreadable: dict[str, str] = {}
@@ -64,14 +67,14 @@ def survey(tree: Tree, upstream: Upstream, origin: str) -> UpstreamFacts:
 
 
 def read_module(source: bytes, wanted: SurveyRequest) -> UpstreamModule:
-    """May raise what `ast.parse` raises."""
+    """The facts about one module. Raises what `ast.parse` raises."""
     body = ast.parse(source).body
     definitions = dict(_definitions(body, "", wanted))
     return UpstreamModule(definitions, dict(_imported(body)))
 
 
 def narrowed(facts: UpstreamFacts, points: Iterable[Point]) -> UpstreamFacts:
-    """Only what a check of these points looks at: small enough to keep."""
+    """Reduce facts to what a check of these points reads, so that they are small enough to commit."""
     points = tuple(points)
     names = _names(facts, points)
     callers = {point.owner for point in points if point.calls}
@@ -98,7 +101,7 @@ def narrowed(facts: UpstreamFacts, points: Iterable[Point]) -> UpstreamFacts:
 
 
 def _syntax_error(error: SyntaxError) -> str:
-    """Upstream may be written for a newer Python than the one that reads it here."""
+    """The error with our Python version, since upstream may be written for a newer one."""
     location = f"line {error.lineno}: " if error.lineno else ""
     return f"{location}{error.msg} (to Python {sys.version_info.major}.{sys.version_info.minor})"
 
@@ -109,7 +112,7 @@ def _python_files(tree: Tree, upstream: Upstream) -> Iterator[str]:
 
 
 def _definitions(body: Iterable[ast.stmt], prefix: str, wanted: SurveyRequest) -> Iterator[tuple[str, Definition]]:
-    """In the order of the file, so that a later one of the same name wins, as it does when the file runs."""
+    """Definitions in file order, so that the last one of a name wins, as at run time."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             decorators = {_last_name(one) for one in statement.decorator_list}
@@ -146,7 +149,7 @@ def _function(
 
 
 def _endings(function: ast.expr) -> set[str]:
-    """`self.accelerator.accumulate` ends in itself, in `accelerator.accumulate` and in `accumulate`."""
+    """All dotted endings: `self.accelerator.accumulate`, `accelerator.accumulate` and `accumulate`."""
     endings: set[str] = set()
     ending = ""
     while isinstance(function, ast.Attribute):
@@ -159,7 +162,10 @@ def _endings(function: ast.expr) -> set[str]:
 
 
 def _last_name(expression: ast.expr) -> str:
-    """`functools.cached_property` -> `cached_property`; of a call or a subscript, what is called or subscripted."""
+    """The last part of a dotted name: `functools.cached_property` -> `cached_property`.
+
+    For a call or a subscript it is the name of what is called or subscripted.
+    """
     while isinstance(expression, ast.Call | ast.Subscript):
         expression = expression.func if isinstance(expression, ast.Call) else expression.value
     if isinstance(expression, ast.Attribute):
@@ -168,7 +174,7 @@ def _last_name(expression: ast.expr) -> str:
 
 
 def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """The bodies of what may stand around a definition: if, try, with and loops."""
+    """The bodies of compound statements (if, try, with, loops, match), which may contain definitions."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(statement, name, None)
         if isinstance(block, list):
@@ -191,12 +197,12 @@ def _imported(body: Iterable[ast.stmt]) -> Iterator[tuple[str, int]]:
 
 
 def _counts(file: str, point: Point) -> bool:
-    """Whether it says something that this file is there, whatever is in it."""
+    """Whether the existence of `file` alone matters for `point`."""
     return file in file_names(point.module) or (not point.target and same_name(file, point.module))
 
 
 def _names(facts: UpstreamFacts, points: tuple[Point, ...]) -> frozenset[str]:
-    """The points' names, their classes, and where those may have them from."""
+    """Names of the points, of their classes, and of the same members in all base classes."""
     bases: dict[str, set[str]] = {}
     for module in facts.modules.values():
         for name, one in module.definitions.items():

@@ -1,4 +1,4 @@
-"""Where an upstream's code lies: a folder of any kind, a wheel, or what is installed here. Nothing is imported."""
+"""Locate an upstream's code in a folder, in a wheel, or as installed. Nothing is imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENVIRONMENTS = "lib/python3.*/site-packages"
 
 
 class UpstreamError(GracetuneError):
-    """The code of an upstream is not where we were told to look."""
+    """The code of an upstream was not found."""
 
     def __init__(self, *, key: str, found: str, expected: str, hint: str) -> None:
         super().__init__(str(Problem(key=key, found=found, expected=expected, hint=hint)))
@@ -43,7 +43,7 @@ class Tree(Protocol):
         """May raise OSError."""
 
     def metadata(self, distribution: str) -> bytes | None:
-        """What an installed distribution of that name says of itself, if it lies beside the code. May raise OSError."""
+        """The METADATA of the distribution, if it lies beside the code. May raise OSError."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Wheel:
     archive: zipfile.ZipFile
     names: frozenset[str]
     root: str
-    """Empty, or a folder with its slash."""
+    """Empty, or a folder name with a trailing slash."""
 
     def has(self, path: str) -> bool:
         return f"{self.root}{path}" in self.names
@@ -99,7 +99,7 @@ class Wheel:
 
 @contextmanager
 def opened(upstream: Upstream, source: Path | None) -> Iterator[tuple[Tree, str]]:
-    """The tree at `source`, or of what is installed beside us, and where it was found."""
+    """The tree at `source`, or of the installed upstream, and its location."""
     if source is None:
         root = _installed(upstream)
         yield _folder(upstream, root, key=f"{upstream.title}, as installed"), str(root)
@@ -117,7 +117,7 @@ def opened(upstream: Upstream, source: Path | None) -> Iterator[tuple[Tree, str]
 
 
 def version_of(tree: Tree, upstream: Upstream) -> str | None:
-    """What the code says of itself, else its metadata, else its project file; None when nothing does."""
+    """The version from the code, else from metadata, else from pyproject.toml; None if unknown."""
     for file, variable in upstream.version_in:
         version = _assigned(tree, file, variable)
         if version is not None:
@@ -167,7 +167,7 @@ def _installed(upstream: Upstream) -> Path:
         ) from None
     root = Path(str(distribution.locate_file("")))
     if not _is_root(upstream, root):
-        # Installed from a checkout that stayed where it is. A top-level name is found without importing it.
+        # An editable install points into a checkout. `find_spec` does not import a top-level package.
         spec = importlib.util.find_spec(upstream.distribution.replace("-", "_"))
         if spec is not None and spec.origin is not None and spec.submodule_search_locations:
             return Path(spec.submodule_search_locations[0])
@@ -189,7 +189,7 @@ def _roots(upstream: Upstream, given: Path) -> Iterator[Path]:
     for inside in upstream.inside:
         yield given / inside
     if given.name in {mark.partition("/")[0] for mark in upstream.marks}:
-        yield given.parent  # the package itself was named
+        yield given.parent  # the user named the package itself
     for environment in sorted(given.glob(ENVIRONMENTS)):
         for inside in upstream.inside:
             yield environment / inside
@@ -246,7 +246,7 @@ def _distribution_of(dist_info: str) -> str:
 
 
 def _assigned(tree: Tree, file: str, variable: str) -> str | None:
-    """The string a module assigns to a name."""
+    """The string that a module assigns to `variable`."""
     if not tree.has(file):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The upstreams we attach to, by the name the command line uses."""
+"""The supported upstreams, by their names on the command line."""
 
 from __future__ import annotations
 

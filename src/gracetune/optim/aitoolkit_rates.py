@@ -1,13 +1,13 @@
-"""Learning rates out of an ai-toolkit run's `optimizer.pt` (`optimizer.rates_from`).
+"""Import per-element learning rates from an ai-toolkit run's `optimizer.pt` (`optimizer.rates_from`).
 
     {"state": {0: {"lr_mask": {"quantized": int8, "scale": float, ...}, "last_polarity": bool, ...}, ...},
      "param_groups": [{"params": [0, ...], ...}]}
 
-The file counts parameters and does not name them. ai-toolkit counts in the order of the model's modules, the high-noise
-expert's before the low-noise expert's, and within a layer lora_down, lora_up or LoKr's first and second factor. That is
-the order of our own parameters, so they get their names from it. The rates are taken over only where the number of
-parameters and every single shape agree, and where nothing is left to guess: a file of one expert of two does not say
-which one it is of. The file is read without running anything in it (torch's `weights_only`).
+The file numbers parameters and does not name them. ai-toolkit numbers them in the order of the model's modules: the
+high-noise expert before the low-noise expert, and within a layer lora_down before lora_up, or LoKr's first factor
+before its second. Our parameters have the same order, so number N gets the name of our Nth parameter. Rates are
+imported only if the number of parameters and every shape agree. A file of a single expert is rejected, because it does
+not say which expert it belongs to. The file is loaded with torch's `weights_only`, so no code in it runs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from gracetune.optim.named_state import differences
 from gracetune.storage.regular_files import check_regular
 
 KINDS = ("lora", "lokr")
-"""Adapters whose layers have their parameters in the same order in ai-toolkit and here."""
+"""Adapter kinds whose layers order their parameters alike in ai-toolkit and here."""
 
 
 class NotImportableError(GracetuneError):
-    """An optimizer.pt whose rates cannot be put where they belong; the run can start without it."""
+    """The rates of an optimizer.pt cannot be assigned to this run's parameters. The run can start without them."""
 
     def __init__(self, message: str, problem: Problem) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class NotImportableError(GracetuneError):
 
 @dataclass(frozen=True, eq=False)
 class ImportedRates:
-    """By our own names of the parameters."""
+    """Imported learning rates and last update signs, by our parameter names."""
 
     path: Path
     rates: Mapping[str, Tensor]
@@ -53,16 +53,20 @@ class ImportedRates:
 
 
 def read_rates(path: Path, shapes: Mapping[str, tuple[int, ...]], *, kind: str, one_of_two: bool) -> ImportedRates:
-    """`shapes`: of all parameters the run trains, in the model's order. `one_of_two`: of one expert of a pair only."""
+    """Read `path` and match its numbered parameters with ours.
+
+    `shapes` holds every parameter the run trains, in the model's order. `one_of_two` says that the run trains only one
+    expert of a pair.
+    """
     if kind not in KINDS:
         raise _rejected(path, f"a run with an adapter of kind {kind}", f"one of kind {' or '.join(KINDS)}")
-    held = _open(path)
-    state, groups = held.get("state"), held.get("param_groups")
+    saved = _open(path)
+    state, groups = saved.get("state"), saved.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, Sequence):
-        raise _rejected(path, "no optimizer's state")
+        raise _rejected(path, "no optimizer state")
     if one_of_two:
-        found = "parameters by number only, so nothing says of which expert they are"
-        raise _rejected(path, found, "a run that trains both experts, as the file's did")
+        found = "parameters by number only, so their expert is unknown"
+        raise _rejected(path, found, "a run that trains both experts, as the one that wrote the file did")
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(shapes):
         expected = f"the {len(shapes)} that this run trains (the same layers, experts and kind of adapter)"
@@ -82,6 +86,7 @@ def read_rates(path: Path, shapes: Mapping[str, tuple[int, ...]], *, kind: str, 
 
 
 def _dequantized(mask: Any) -> Tensor:
+    """Rates as float32; ai-toolkit stores them as int8 with one scale per tensor, or as a plain tensor."""
     if isinstance(mask, Tensor):
         return mask.float()
     rates: Tensor = mask["quantized"].float() * float(mask["scale"])
@@ -91,15 +96,15 @@ def _dequantized(mask: Any) -> Tensor:
 def _open(path: Path) -> Mapping[str, Any]:
     try:
         check_regular(path)
-        held = torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise _rejected(path, "no such file") from error
     except (UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise _rejected(path, f"a file that cannot be read safely ({first})") from error
-    if not isinstance(held, Mapping):
-        raise _rejected(path, f"a {type(held).__name__}, no optimizer's state")
-    return held
+    if not isinstance(saved, Mapping):
+        raise _rejected(path, f"a {type(saved).__name__} instead of an optimizer state")
+    return saved
 
 
 def _rejected(path: Path, found: str, expected: str = "the state of ai-toolkit's Automagic") -> NotImportableError:

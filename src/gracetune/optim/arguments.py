@@ -1,4 +1,4 @@
-"""The constructor's arguments that a config asks for, checked against what the optimizer's constructor takes."""
+"""Constructor arguments for the configured optimizer, checked against the constructor's signature."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.optim.record import Arguments, OptimizerRecord, optimizer_record
 
 _OURS: Final = ("params", "lr", "weight_decay", "betas", "eps")
-"""Given by sections of their own, not by `options`."""
+"""Arguments with config keys of their own; `options` does not list them."""
 
 
 def constructor_arguments(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
-    """What its constructor takes by name."""
+    """Names of the arguments that the constructor of `cls` declares."""
     parameters = inspect.signature(cls.__init__).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return tuple(p.name for p in parameters if p.name != "self" and p.kind not in variadic)
 
 
 def arguments_of(config: OptimizerConfig, cls: type[torch.optim.Optimizer], parameters: Sequence[Tensor]) -> Arguments:
-    """The constructor's arguments a config asks for; all it cannot take is refused at once."""
+    """Constructor arguments from the config. Raises one ConfigError that lists every argument `cls` does not take."""
     record, takes = optimizer_record(config.name), constructor_arguments(cls)
     settings = {"weight_decay": config.weight_decay, "betas": config.betas, "eps": config.eps}
     given = {name: value for name, value in settings.items() if value is not None}
     free = [name for name in takes if name not in ("params", "lr", *record.hidden, *record.in_section)]
+    # `free` holds what `options` may set: neither hidden arguments nor those with config keys of their own.
     problems = [
         Problem(f"optimizer.{name}", str(value), f"nothing: {config.name} takes {', '.join(free)}", f"remove `{name}`")
         for name, value in given.items()

@@ -1,4 +1,4 @@
-"""Automagic: no momentum, a factored second moment, and a learning rate for every element.
+"""Automagic: an optimizer without momentum, with a factored second moment and a learning rate per element.
 
     v    <- beta2 v + (1 - beta2)(g^2 + eps)     kept as row and column means for >= 2-D, whole for 1-D
     u     = g / sqrt(v), then divided by max(1, RMS(u) / clip_threshold)
@@ -6,11 +6,11 @@
             kept within [min_lr, max_lr]
     p    <- p - lr (u + weight_decay p)
 
-A first update has no last sign and leaves the rates at `lr`. A parameter without a gradient (the expert whose turn it
-is not) is left out of a step, and its next update is compared with its own last one. An `lr` of 0 trains nothing.
-`lr_bump`, `min_lr` and `max_lr` may differ between param groups, which is how each noise expert gets its own.
-`rates="upstream"` keeps the rates as ai-toolkit does, in 8 bits (`automagic_upstream`).
-The state is saved by parameter name; `state_dict()` holds none of it.
+The first update of a parameter has no previous sign and leaves its rates at `lr`. A step skips parameters without a
+gradient, such as those of the inactive expert; their next update is compared with their own last one. With `lr` 0
+nothing is trained. `lr_bump`, `min_lr` and `max_lr` are set per param group, so each noise expert can have its own.
+`rates="upstream"` stores the rates in 8 bits, as ai-toolkit does (`automagic_upstream`).
+The state is saved by parameter name (`named_state`); `state_dict()` does not contain it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from gracetune.optim.element_rates import BIAS_16, RateGrid, RateLimits
 from gracetune.optim.named_state import NamedState, StateMismatchError, by_parameter, differences, key_of
 
 _SCALE = "scale"
-"""The entry that only rates in 8 bits have."""
+"""State entry of 8-bit rates only (`automagic_upstream`)."""
 _REMEDY = "resume with the adapter and optimizer the state was saved with, or start anew (--resume none)"
 
 
 class Automagic(Optimizer):
-    """Give parameters with their names, [("blocks.0…", p), …], to save and load state."""
+    """The optimizer described in this module. Saving and loading need named parameters: [("blocks.0…", p), …]."""
 
     _step_supports_amp_scaling = True
-    """torch's name for an optimizer that leaves a step out where `found_inf` is 1 (`optim.step_skipping`)."""
+    """torch's marker for optimizers that skip a step while `found_inf` is 1 (`optim.step_skipping`)."""
     found_inf: Tensor | None = None
 
     def __init__(
@@ -55,8 +55,10 @@ class Automagic(Optimizer):
         fused: bool | None = None,
         rates: Literal["exact", "upstream"] = "exact",
     ) -> None:
-        """`eps` may be a pair, as in ai-toolkit, whose second number is not used. `fused`: kernels of our own; None
-        takes them where they can run."""
+        """`eps` may be a pair, as in ai-toolkit; the second number is unused.
+
+        `fused` selects our Triton kernels; None uses them wherever they can run.
+        """
         if rates not in ("exact", "upstream"):
             raise ValueError(f"rates {rates!r}: exact or upstream")
         if rates == "upstream" and fused:
@@ -80,15 +82,16 @@ class Automagic(Optimizer):
         group = self.param_groups[-1]
         rule = _rule(group)
         names = group.get("param_names", [""] * len(group["params"]))
+        # Parameters of equal shape, dtype and device share a stack, so a step is a few passes over large tensors.
         alike: dict[tuple[Any, ...], list[tuple[Tensor, str]]] = {}
         for parameter, name in zip(group["params"], names, strict=True):
             alike.setdefault(stack_key(parameter), []).append((parameter, name))
         for members in alike.values():
-            parameters, called = zip(*members, strict=True)
-            stack = self._kind_for(parameters[0]).of(parameters, called, group["lr"], rule)
+            parameters, own_names = zip(*members, strict=True)
+            stack = self._stack_class(parameters[0]).of(parameters, own_names, group["lr"], rule)
             self._stacks.append((group, rule, stack))
 
-    def _kind_for(self, parameter: Tensor) -> type[Stack]:
+    def _stack_class(self, parameter: Tensor) -> type[Stack]:
         if self._rates == "upstream":
             return UpstreamStack
         return CudaStack if kernels_for(parameter, self._fused) else Stack
@@ -106,7 +109,10 @@ class Automagic(Optimizer):
         return loss
 
     def learning_rates(self) -> dict[str, Tensor]:
-        """The mean rate of each param group, by its `name` or number; on the device, for whoever logs it."""
+        """Mean rate of each param group, by its `name` or index.
+
+        The tensors stay on the device; reading one synchronizes.
+        """
         sums: dict[str, tuple[Tensor, int]] = {}
         for group, rule, stack in self._stacks:
             number = next(at for at, other in enumerate(self.param_groups) if other is group)
@@ -118,13 +124,13 @@ class Automagic(Optimizer):
         return {name: total / max(1, count) for name, (total, count) in sums.items()}
 
     def state_tensors(self) -> list[Tensor]:
-        """What is kept beside the parameters, as this process holds it."""
+        """All state tensors, as this process holds them (its shard, if parameters are sharded)."""
         return [tensor for _group, _rule, stack in self._stacks for tensor in stack.entries().values()]
 
     # -- state by name ------------------------------------------------------------------------------------------------
 
     def named_state(self) -> NamedState:
-        """Copies, whole also where parameters are sharded (then every process has to call this)."""
+        """Copies of the whole state. With sharded parameters this is a collective: every process must call it."""
         tensors = {}
         units = {}
         for name, stack, at, rule in self._members():
@@ -135,9 +141,9 @@ class Automagic(Optimizer):
 
     @torch.no_grad()
     def load_named_state(self, state: NamedState) -> None:
-        """Every parameter has to find its own state, and no state may be left over; otherwise nothing is changed.
+        """Load strictly: names and shapes must match exactly, otherwise it raises and changes nothing.
 
-        Rates saved with another bump or limit are taken over as rates, to the nearest unit.
+        Rates saved with another bump or other limits are converted to the nearest unit of this run's grid.
         """
         if state.json.get("optimizer") != "automagic":
             raise StateMismatchError(
@@ -154,7 +160,7 @@ class Automagic(Optimizer):
             key_of(name, entry): tuple(tensor.shape)
             for name, entries in saved.items()
             for entry, tensor in entries.items()
-            if entry != _SCALE  # of rates in 8 bits; the others have none
+            if entry != _SCALE  # present only if the rates were saved in 8 bits
         }
         wrong = differences(wanted, found)
         if wrong:
@@ -166,7 +172,7 @@ class Automagic(Optimizer):
             self._load_rate(saved[name], state.json["units"][name], stack, at, rule)
 
     def _load_rate(self, saved: Mapping[str, Tensor], unit: float, stack: Stack, at: int, rule: UpdateRule) -> None:
-        """Rates in 8 bits keep every bit where they stay in 8 bits; otherwise they are taken over as rates."""
+        """Copy stored rates bit by bit if both sides use the same format; otherwise convert them through float64."""
         stored = saved["rate"]
         if _SCALE in saved and _SCALE in stack.moments:
             stack.rates[at].copy_(_own_part(stored, "rate", stack, at))
@@ -175,11 +181,11 @@ class Automagic(Optimizer):
             rates = stored.double() * saved[_SCALE] if _SCALE in saved else (stored.double() + _bias(stored)) * unit
             stack.put_rates(at, _own_part(rates, "rate", stack, at), rule)
         else:
-            stack.rates[at].copy_(_own_part(_on_grid(stored, unit, rule.grid), "rate", stack, at))
+            stack.rates[at].copy_(_own_part(_restored(stored, unit, rule.grid), "rate", stack, at))
 
     @torch.no_grad()
     def load_rates(self, rates: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> None:
-        """Take over learning rates (and last signs) of another run, for the named parameters."""
+        """Set the learning rates, and the last signs, of the named parameters to those of another run."""
         for name, stack, at, rule in self._members():
             if name in rates:
                 stack.put_rates(at, _own_part(rates[name], "rate", stack, at), rule)
@@ -194,11 +200,11 @@ class Automagic(Optimizer):
                 yield name, stack, at, rule
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Options of the groups only; accelerate does this once on the way in."""
+        """Load group options only. accelerate calls this once in `prepare`, with an empty state."""
         if state_dict.get("state"):
             raise ValueError("Automagic's state is loaded by name: load_named_state()")
         super().load_state_dict(state_dict)
-        # torch makes new group dicts; the stacks keep following theirs.
+        # torch replaces the group dicts, so every stack is linked to its new one.
         by_first = {id(group["params"][0]): group for group in self.param_groups}
         self._stacks = [
             (now := by_first[id(group["params"][0])], _rule(now), stack) for group, _rule_before, stack in self._stacks
@@ -216,7 +222,7 @@ def _rule(group: dict[str, Any]) -> UpdateRule:
     return UpdateRule(grid, beta2, eps, clip, group["weight_decay"])
 
 
-def _on_grid(stored: Tensor, unit: float, grid: RateGrid) -> Tensor:
+def _restored(stored: Tensor, unit: float, grid: RateGrid) -> Tensor:
     if unit == grid.unit and stored.dtype == grid.dtype:
         return stored
     return grid.store((stored.double() + _bias(stored)) * unit)
@@ -227,6 +233,7 @@ def _bias(stored: Tensor) -> int:
 
 
 def _whole_size(entry: str, stack: Stack) -> tuple[int, ...]:
+    """Shape of a state entry of one unsharded parameter."""
     shape = tuple(stack.whole_shape)
     if entry == _SCALE:
         return ()
@@ -235,13 +242,16 @@ def _whole_size(entry: str, stack: Stack) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1]) if entry == "col" else shape
 
 
-def _is_cut(entry: str, stack: Stack) -> bool:
-    """Whether each process has only a part: all but the column means of a matrix, and a tensor's one scale."""
+def _is_sharded(entry: str, stack: Stack) -> bool:
+    """Whether each process holds only its part of `entry`.
+
+    The column means of a matrix and the scale of 8-bit rates are whole everywhere: FSDP2 shards the first dimension.
+    """
     return stack.sharding is not None and entry != _SCALE and not (entry == "col" and len(stack.whole_shape) == 2)
 
 
 def _gathered(value: Tensor, entry: str, stack: Stack, at: int) -> Tensor:
-    if not _is_cut(entry, stack):
+    if not _is_sharded(entry, stack):
         return value.detach().clone()
     parameter = stack.parameters[at]
     assert isinstance(parameter, DTensor)
@@ -254,11 +264,12 @@ def _gathered(value: Tensor, entry: str, stack: Stack, at: int) -> Tensor:
 
 
 def _own_part(value: Tensor, entry: str, stack: Stack, at: int) -> Tensor:
+    """This process's shard of a whole state tensor."""
     value = value.to(stack.rates.device)
-    if not _is_cut(entry, stack):
+    if not _is_sharded(entry, stack):
         return value
     parameter = stack.parameters[at]
     assert isinstance(parameter, DTensor)
-    parts = value.chunk(parameter.device_mesh.size())  # as Shard(0) cuts; the last processes may have nothing
+    parts = value.chunk(parameter.device_mesh.size())  # the split of Shard(0); the last processes may get nothing
     rank = parameter.device_mesh.get_local_rank()
     return parts[rank] if rank < len(parts) else value[:0]

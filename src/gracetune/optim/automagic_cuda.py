@@ -1,8 +1,8 @@
-"""Automagic's step in kernels of its own (Triton, which comes with torch for CUDA): about the traffic of fused AdamW.
+"""Automagic's step in Triton kernels (Triton ships with torch for CUDA), with about the memory traffic of fused AdamW.
 
-Gradients and parameters are read and written where they are, through a table of their addresses: nothing is stacked,
-and a step needs no memory to speak of. Four passes over the gradients (means by row, by column, the RMS, the move);
-every sum is taken in one order, so two runs give the same bits.
+The kernels read gradients and write parameters in place, through a table of their addresses. Nothing is stacked, so a
+step needs almost no extra memory. There are four passes over the gradients: row means, column means, RMS, update. Every
+sum has a fixed order, so two runs give the same bits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _VECTOR = 16
+"""Bytes of one vectorized load."""
 _OLDEST = (8, 0)
-"""Compute capability that Triton needs for bf16."""
+"""Lowest compute capability for which Triton supports bf16."""
 
 
 def kernels_for(parameter: Tensor, fused: bool | None) -> bool:
-    """Whether our kernels can work on it. Asked for where they cannot: an error."""
+    """Whether to use the kernels for `parameter`. ValueError if `fused` is True and they cannot run."""
     part = local(parameter)
     can = (
         part.is_cuda
@@ -57,12 +58,12 @@ def _kernels() -> ModuleType:
 
 @dataclass(eq=False)
 class _Addresses:
-    """Where some tensors are, on the device; sent anew only when one has moved."""
+    """A device table of numbers (addresses or indices), uploaded again only when one of them changes."""
 
     known: list[int] = field(default_factory=list)
     table: Tensor | None = None
     aligned: bool = False
-    """All of them, for reads of 16 bytes."""
+    """Whether every address allows 16-byte loads."""
 
     def of(self, tensors: list[Tensor]) -> Tensor:
         return self.numbers([tensor.data_ptr() for tensor in tensors], tensors[0].device)
@@ -76,24 +77,24 @@ class _Addresses:
 
 @dataclass(eq=False)
 class CudaStack(Stack):
-    """A stack of parameters of two or more dimensions: `lead` matrices of R x C each."""
+    """A stack of parameters with two or more dimensions, each seen as `lead` matrices of R x C."""
 
     _parameter_addresses: _Addresses = field(default_factory=_Addresses)
     _gradients: _Addresses = field(default_factory=_Addresses)
     _slots: _Addresses = field(default_factory=_Addresses)
     _good: Tensor | None = None
-    """A flag that says so: what a step without one is given."""
+    """A zero flag on the device, for steps that are called without `bad`."""
 
     @torch.no_grad()
     def step(self, active: list[int], rule: UpdateRule, bad: Tensor | None = None) -> None:
         parameters = [local(self.parameters[at]) for at in active]
-        # Kept until the kernels are queued: a contiguous copy must not be freed under them.
+        # The list keeps contiguous copies alive until the kernels are queued.
         dtype = parameters[0].dtype
         gradients = [
             _plain(local(gradient), dtype) for at in active if (gradient := self.parameters[at].grad) is not None
         ]
         device = parameters[0].device
-        # Triton's interpreter runs the same on a CPU, which is how tests without a GPU check it.
+        # Tests run the same code on a CPU with Triton's interpreter.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._launch(parameters, gradients, active, rule, self._flag(bad, device))
 
@@ -117,6 +118,7 @@ class CudaStack(Stack):
         row, col = self.moments["row"], self.moments["col"]
         calls.average_rows(grads, slots, row, bad, shapes, dtype, beta2=rule.beta2, eps=rule.eps)
         calls.average_columns(grads, slots, col, bad, shapes, dtype, beta2=rule.beta2, eps=rule.eps)
+        # The kernels read moments by position among the active parameters, so others are selected out first.
         whole = len(active) == len(self.parameters)
         row, col = (row, col) if whole else (row[slots], col[slots])
         by_row = (row / row.mean(-1, keepdim=True)).clamp_(min=TINY).rsqrt_()
@@ -133,10 +135,13 @@ class CudaStack(Stack):
 
 
 def _plain(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mostly itself; asked first, because a call that changes nothing still costs its time a thousand times a step."""
+    """`gradient` in `dtype` and contiguous.
+
+    The check comes first: a no-op call per parameter adds up to a slow step.
+    """
     return gradient if gradient.dtype is dtype and gradient.is_contiguous() else gradient.to(dtype).contiguous()
 
 
 def _is_even(shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Whether all matrices of an aligned tensor are aligned."""
+    """Whether every matrix of an aligned tensor starts at an aligned address."""
     return len(shape) == 2 or shape[-2] * shape[-1] * dtype.itemsize % _VECTOR == 0

@@ -1,6 +1,7 @@
-"""Parameters of one shape and one group, whose Automagic state lies in one tensor each, so that a step is a few
-passes over all of them. The arithmetic is written once here, for every device; `automagic_cuda` has the same in
-kernels of its own.
+"""Stacked Automagic state for parameters of one shape and one param group.
+
+Every state entry of a stack is one tensor, so a step is a few passes over all its parameters. The update here runs on
+every device; `automagic_cuda` implements the same arithmetic in Triton kernels.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from gracetune.errors import GracetuneError
 from gracetune.optim.element_rates import RateGrid
 
 NO_SIGN = 2
-"""In place of a last sign (0 or 1) where there has been no update yet."""
+"""Value of the last sign (otherwise 0 or 1) before the first update."""
 TINY = torch.finfo(torch.float32).tiny
 _CHUNKS = {"cpu": 1 << 18}
 _CHUNK = 1 << 24
-"""Elements that are worked on at a time, however large the stack: 64 MiB of float32, on a CPU what its caches hold."""
+"""Elements processed at a time: 64 MiB of float32 on a GPU, about the size of the caches on a CPU."""
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """What a group's options ask of every step."""
+    """The settings of one param group that every step uses."""
 
     grid: RateGrid
     beta2: float
@@ -40,7 +41,7 @@ class UpdateRule:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The first dimension is spread over a group of processes (FSDP2), in pieces that may differ in length."""
+    """The first dimension is sharded over a process group (FSDP2). Shards may differ in length."""
 
     group: dist.ProcessGroup
 
@@ -50,14 +51,14 @@ class Sharding:
 
 
 def sharding_of(parameter: Tensor) -> Sharding | None:
-    """None for a whole tensor, replicated ones included."""
+    """The sharding of `parameter`; None if every process holds it whole."""
     if not isinstance(parameter, DTensor) or all(
         isinstance(placement, Replicate) for placement in parameter.placements
     ):
         return None
     if parameter.device_mesh.ndim != 1 or parameter.placements != (Shard(0),):
         raise GracetuneError(
-            f"Automagic knows parameters that are sharded along their first dimension over one group of processes; "
+            f"Automagic supports parameters that are sharded along their first dimension over one process group; "
             f"this one has {parameter.placements} over a mesh of {parameter.device_mesh.ndim} dimensions. "
             "Use FSDP2's own sharding, or another optimizer"
         )
@@ -66,8 +67,11 @@ def sharding_of(parameter: Tensor) -> Sharding | None:
 
 @dataclass(eq=False)
 class Stack:
-    """n parameters: `rates` and `signs` are [n, *shape]; second moments [n, *shape] without the last dimension
-    (`row`) and without the last but one (`col`), or whole for vectors (`square`)."""
+    """n parameters and their state.
+
+    `rates` and `signs` are [n, *shape]. `moments` holds the second moments: for matrices their means over columns
+    (`row`, [n, *shape[:-1]]) and over rows (`col`, [n, *shape[:-2], shape[-1]]), for vectors `square`, [n, *shape].
+    """
 
     parameters: list[Tensor]
     names: list[str]
@@ -98,7 +102,7 @@ class Stack:
 
     @property
     def shape(self) -> torch.Size:
-        """Of this process' part of each parameter."""
+        """Shape of this process's part of each parameter."""
         return self.rates.shape[1:]
 
     @property
@@ -114,16 +118,20 @@ class Stack:
 
     @torch.no_grad()
     def put_rates(self, at: int, rates: Tensor, rule: UpdateRule) -> None:
-        """Of one parameter, or of this process' part of it."""
+        """Store the rates of parameter number `at`, or of this process's part of it."""
         self.rates[at].copy_(rule.grid.store(rates))
 
     def with_gradients(self) -> list[int]:
+        """Indices of the parameters that have a gradient."""
         return [at for at, parameter in enumerate(self.parameters) if parameter.grad is not None]
 
     @torch.no_grad()
     def step(self, active: list[int], rule: UpdateRule, bad: Tensor | None = None) -> None:
-        """`bad`, on the device: 1 leaves everything as it is (`optim.step_skipping`)."""
-        # By the whole shape: processes that hold unlike parts of it must cut alike, or they would wait for each other.
+        """Update the parameters numbered `active`.
+
+        If the device flag `bad` is 1, nothing changes (`optim.step_skipping`).
+        """
+        # Chunk by the whole shape: processes with unequal shards must issue the same all-reduces, or they deadlock.
         most = _CHUNKS.get(self.rates.device.type, _CHUNK)
         for some in _chunks(active, max(1, most // max(1, math.prod(self.whole_shape)))):
             parameters = [local(self.parameters[at]) for at in some]
@@ -141,7 +149,7 @@ class Stack:
             _subtract(parameters, changes)
 
     def _views(self, some: list[int]) -> tuple[dict[str, Tensor], Callable[[], None]]:
-        """The state of some of the parameters: views where they lie side by side, else copies to be written back."""
+        """State of some parameters: views if their indices are consecutive, otherwise copies and how to write them."""
         first, last = some[0], some[-1]
         if last - first + 1 == len(some):
             return {name: entry[first : last + 1] for name, entry in self.entries().items()}, lambda: None
@@ -155,7 +163,7 @@ class Stack:
         return picked, write_back
 
     def _advance(self, gradients: Tensor, weights: Tensor | None, state: dict[str, Tensor], rule: UpdateRule) -> Tensor:
-        """What is to be taken off the parameters; `gradients` is overwritten with it, `state` moves on."""
+        """What to subtract from the parameters. Overwrites `gradients` with it and updates `state`."""
         update = self._normalised(gradients, state, rule)
         squares = self._summed(update.square().reshape(len(update), -1).sum(1))
         rms = (squares / math.prod(self.whole_shape)).sqrt()
@@ -170,23 +178,25 @@ class Stack:
         return update.mul_(rates)
 
     def _move_rates(self, positive: Tensor, state: dict[str, Tensor], rule: UpdateRule) -> Tensor:
-        """The rates of this update, in float32; `state` has them stored."""
+        """Bump the rates, store them in `state`, and return them in float32."""
         last = state["sign"]
         units = rule.grid.moved(state["rate"], agrees=last == positive, fresh=last == NO_SIGN)
         state["rate"].copy_(units - rule.grid.bias)
         return rule.grid.rates(units)
 
     def _normalised(self, gradients: Tensor, state: dict[str, Tensor], rule: UpdateRule) -> Tensor:
+        """Divide `gradients` in place by the root of the second moment (factored for two or more dimensions)."""
         squares = gradients.square()
         if "square" in state:
             moment = _averaged(state["square"], squares, rule)
             return gradients.mul_(moment.clamp(min=TINY).rsqrt())
         rows, columns = self.whole_shape[-2:]
-        # A matrix that is cut by rows has all its columns here, but only a part of each; cut further out it is whole.
-        cut = self._summed if len(self.whole_shape) == 2 else _unchanged
+        # A sharded matrix holds only some rows here, so sums over rows need an all-reduce. With more dimensions whole
+        # matrices are sharded, and nothing has to be summed.
+        over_shards = self._summed if len(self.whole_shape) == 2 else _unchanged
         row = _averaged(state["row"], squares.sum(-1) / columns, rule)
-        col = _averaged(state["col"], cut(squares.sum(-2)) / rows, rule)
-        mean = cut(row.sum(-1, keepdim=True)) / rows
+        col = _averaged(state["col"], over_shards(squares.sum(-2)) / rows, rule)
+        mean = over_shards(row.sum(-1, keepdim=True)) / rows
         gradients.mul_((row / mean).clamp(min=TINY).rsqrt().unsqueeze(-1))
         return gradients.mul_(col.clamp(min=TINY).rsqrt().unsqueeze(-2))
 
@@ -195,7 +205,7 @@ class Stack:
 
 
 def per_parameter(values: Tensor, like: Tensor) -> Tensor:
-    """[n] as [n, 1, ...], to be multiplied with `like`."""
+    """Reshape [n] to [n, 1, ...], to broadcast against `like`."""
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
@@ -221,6 +231,6 @@ def _chunks(active: list[int], size: int) -> Iterator[list[int]]:
 
 
 def stack_key(parameter: Tensor) -> tuple[Any, ...]:
-    """Parameters with one key can share a stack."""
+    """Parameters with equal keys can share a stack."""
     part = local(parameter)
     return tuple(part.shape), tuple(parameter.shape), part.dtype, part.device, isinstance(parameter, DTensor)

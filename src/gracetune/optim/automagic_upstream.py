@@ -1,9 +1,9 @@
 """Automagic's learning rates as ai-toolkit keeps them (`optimizer.options.rates: upstream`).
 
-Rates are 8-bit integers with one scale per parameter tensor, the largest rate / 127. A bump that is below half of that
-is lost when they are stored: with the default limits rates stop following the signs after some 250 bumps. A tensor's
-first update counts as following one towards larger values. Both change what is learnt, so whoever compares with
-ai-toolkit may want them; `rates: exact`, the default, loses no bump (`optim/element_rates.py`).
+Rates are 8-bit integers with one scale per parameter tensor: the tensor's largest rate / 127. Storing rounds away a
+bump below half a unit, so with the default limits rates stop following the signs after some 250 bumps. The first update
+of a tensor counts as following one that increased every element. Both change the result, and are useful only to compare
+a run with ai-toolkit. The default, `rates: exact`, loses no bump (`optim/element_rates.py`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _LARGEST = 127
 
 @dataclass(eq=False)
 class UpstreamStack(Stack):
-    """`rates` are int8; `moments["scale"]`, [n], is the rate of one unit."""
+    """A stack whose `rates` are int8; `moments["scale"]`, [n], is the learning rate of one unit."""
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], names: Sequence[str], lr: float, rule: UpdateRule) -> Self:
-        made = super().of(parameters, names, lr, rule)
-        made.rates = torch.full_like(made.rates, _LARGEST, dtype=torch.int8)
-        made.moments["scale"] = torch.full((len(names),), lr / _LARGEST, device=made.rates.device)
-        made.signs.zero_()
-        return made
+        stack = super().of(parameters, names, lr, rule)
+        stack.rates = torch.full_like(stack.rates, _LARGEST, dtype=torch.int8)
+        stack.moments["scale"] = torch.full((len(names),), lr / _LARGEST, device=stack.rates.device)
+        stack.signs.zero_()
+        return stack
 
     def read_rates(self, rule: UpdateRule) -> Tensor:
         return self.rates.float() * per_parameter(self.moments["scale"], self.rates)
@@ -53,7 +53,7 @@ class UpstreamStack(Stack):
     def _store(self, rates: Tensor, state: dict[str, Tensor]) -> None:
         size = math.prod(rates.shape[1:])
         largest = rates.reshape(len(rates), -1).amax(1) if size else torch.zeros_like(state["scale"])
-        if self.sharding is not None:
+        if self.sharding is not None:  # all shards of a tensor share its scale
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.sharding.group)
         state["scale"].copy_(largest / _LARGEST)
         state["rate"].copy_((rates / per_parameter(state["scale"], rates)).round().clamp(-_LARGEST, _LARGEST))

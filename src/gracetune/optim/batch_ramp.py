@@ -1,10 +1,10 @@
-"""The batch ramp: the effective batch grows quadratically over the first micro-batches. Pure.
+"""The batch ramp: grow the effective batch quadratically over the first micro-batches. Pure functions.
 
     E(n) = E_i + (E_t - E_i) min(n / T, 1)^2
 
-n is the number of micro-batches consumed when an accumulation window opens, so what a window looks like is settled
-before it begins and does not change under it. A window is `accumulation` micro-batches of `micro_batch` samples on
-every rank. While E(n) is smaller than one full micro-batch on every rank, the micro-batch itself is smaller.
+n is the number of micro-batches consumed when an optimizer step begins, so the size of a step is fixed before its first
+micro-batch. A step is `accumulation` micro-batches of `micro_batch` samples on every rank. While E(n) is smaller than
+one full micro-batch on every rank, the micro-batch itself is smaller.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from gracetune.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step's worth of micro-batches."""
+    """The micro-batches of one optimizer step."""
 
     micro_batch: int
-    """Samples of one rank's micro-batch."""
+    """Samples in one micro-batch of one rank."""
     accumulation: int
-    """Micro-batches of one rank."""
+    """Micro-batches per rank."""
 
     @property
     def samples(self) -> int:
-        """Of one rank, in the whole optimizer step."""
+        """Samples per rank in the whole optimizer step."""
         return self.micro_batch * self.accumulation
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """`step_batch(n)` for every n. Without a ramp all windows are alike."""
+    """The size of every optimizer step of a run. Without a ramp all steps are equal."""
 
     initial: int
     target: int
-    """Effective batches, over all ranks."""
+    """`initial` and `target` are effective batches over all ranks."""
     ramp_steps: int
     """T, in micro-batches; 0 means the target from the start."""
     micro_batch: int
@@ -50,7 +50,7 @@ class Ramp:
         return self.initial + (self.target - self.initial) * (consumed / self.ramp_steps) ** 2
 
     def step_batch(self, consumed: int) -> StepBatch:
-        """The window that opens after `consumed` micro-batches."""
+        """The optimizer step that begins after `consumed` micro-batches."""
         wanted = self.effective(consumed)
         one_round = self.micro_batch * self.world_size
         if wanted < one_round:
@@ -58,25 +58,25 @@ class Ramp:
         return StepBatch(self.micro_batch, _nearest(wanted / one_round))
 
     def step_batches(self, consumed: int = 0) -> Iterator[StepBatch]:
-        """All windows from `consumed` on, without end."""
+        """All optimizer steps from `consumed` on; the iterator never ends."""
         while True:
             step_batch = self.step_batch(consumed)
             yield step_batch
             consumed += step_batch.accumulation
 
     def samples(self, consumed: int, steps: int) -> int:
-        """Of one rank, in so many windows from `consumed` on."""
-        found = 0
+        """Samples per rank in the next `steps` optimizer steps after `consumed` micro-batches."""
+        total = 0
         while steps and consumed < self.ramp_steps:
             step_batch = self.step_batch(consumed)
-            found, steps = found + step_batch.samples, steps - 1
+            total, steps = total + step_batch.samples, steps - 1
             consumed += step_batch.accumulation
         last = self.step_batch(consumed)
-        return found + steps * last.samples
+        return total + steps * last.samples
 
     @property
     def first_line(self) -> str | None:
-        """What the log says at the start; None without a ramp."""
+        """The log line at the start of a run; None without a ramp. Scripts search for it, so its text is fixed."""
         if self.ramp_steps == 0:
             return None
         per_round = self.micro_batch * self.world_size
@@ -86,14 +86,14 @@ class Ramp:
 
 
 def ramp_of(training: Training, world_size: int) -> Ramp:
-    """The ramp a config asks for; a constant one where it asks for none."""
+    """The configured ramp; a constant one if the config enables none."""
     config = training.ramp
     if not config.enabled:
         full = training.batch_size * world_size * training.gradient_accumulation_steps
         return Ramp(full, full, 0, training.batch_size, world_size)
     initial, target = config.initial_effective_batch_size, config.target_effective_batch_size
     if initial is None or target is None or config.batch_rampup_steps is None:
-        raise ValueError("a ramp without its three numbers has not been through config.rules")
+        raise ValueError("a ramp without its three numbers: the config was not validated by config.rules")
     if initial < world_size:
         raise ConfigError(
             [
@@ -109,5 +109,5 @@ def ramp_of(training: Training, world_size: int) -> Ramp:
 
 
 def _nearest(value: float) -> int:
-    """Half a step goes up, whatever the parity: `round` would go to the even one."""
+    """Round half up. Python's `round` would go to the even neighbour."""
     return math.floor(value + 0.5)

@@ -1,4 +1,4 @@
-"""From the `optimizer` section of a config to an optimizer, and its state by parameter name.
+"""Build the optimizer of a config, and save and load its state by parameter name.
 
 groups = [ParamGroup("high_noise", "high_noise", attached.parameters()), ...]
 optimizer = build_optimizer(config.optimizer, groups)
@@ -26,7 +26,10 @@ from gracetune.optim.record import ParamGroup, optimizer_record
 
 
 def parameter_names(groups: Sequence[ParamGroup]) -> dict[str, Tensor]:
-    """All parameters by a name that no two have: both experts' layers are called alike."""
+    """All parameters by a unique name.
+
+    The group's name is the prefix, because both experts' layers have the same names.
+    """
     names = [group.name for group in groups]
     if len(set(names)) != len(names):
         raise ValueError(f"two param groups have one name: {names}")
@@ -38,7 +41,7 @@ def parameter_names(groups: Sequence[ParamGroup]) -> dict[str, Tensor]:
 
 
 def build_optimizer(config: OptimizerConfig, groups: Sequence[ParamGroup]) -> Optimizer:
-    """What the config asks for and its optimizer cannot take is refused; all of it at once."""
+    """Build the configured optimizer. ConfigError lists every setting that it does not take."""
     named = parameter_names(groups)
     parameters = [*named.values()]
     if not parameters:
@@ -48,7 +51,7 @@ def build_optimizer(config: OptimizerConfig, groups: Sequence[ParamGroup]) -> Op
     members = [_group(config, group, arguments) for group in groups if group.parameters]
     make: Any = cls
     try:
-        # Some packages print what they think of their options; stdout belongs to --json.
+        # Some packages print remarks about their options; stdout is reserved for --json.
         with contextlib.redirect_stdout(sys.stderr):
             optimizer: Optimizer = make(members, **arguments)
     except (ValueError, TypeError) as error:
@@ -56,13 +59,13 @@ def build_optimizer(config: OptimizerConfig, groups: Sequence[ParamGroup]) -> Op
         hint = f"change what `optimizer` says: {error}"
         raise ConfigError([Problem("optimizer", given, f"values that {config.name} takes", hint)]) from error
     for group in optimizer.param_groups:
-        if group["lr"] is None:  # Adafactor with relative_step: it never reads it, but schedules and logs do
+        if group["lr"] is None:  # Adafactor with relative_step ignores lr, but schedules and logs read it
             group["lr"] = 1.0
     return optimizer
 
 
 def optimizer_notes(config: OptimizerConfig, groups: Sequence[ParamGroup] = ()) -> tuple[str, ...]:
-    """What of the config means something else than it may seem; to be shown once."""
+    """Notes on settings that have no effect or an unexpected one. Show them once."""
     record = optimizer_record(config.name)
     notes = [
         f"optimizer.options.{name}: no effect, {why}"
@@ -75,24 +78,27 @@ def optimizer_notes(config: OptimizerConfig, groups: Sequence[ParamGroup] = ()) 
 
 def _group(config: OptimizerConfig, group: ParamGroup, arguments: Mapping[str, Any]) -> dict[str, Any]:
     members = [*parameter_names([group]).items()]
-    made: dict[str, Any] = {"params": members, "name": group.name, "stage": group.expert}
+    built: dict[str, Any] = {"params": members, "name": group.name, "stage": group.expert}
     if group.lr is not None and arguments["lr"] is not None:
-        made["lr"] = group.lr
-    return made | optimizer_record(config.name).group_arguments(config, group.expert)
+        built["lr"] = group.lr
+    return built | optimizer_record(config.name).group_arguments(config, group.expert)
 
 
-# -- state by name ----------------------------------------------------------------------------------------------------
+# -- state by name -----------------------------------------------------------------------------------------------------
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """All that the optimizer keeps beside the parameters, as this process holds it."""
+    """All state tensors of the optimizer, as this process holds them."""
     if isinstance(optimizer, KeepsNamedState):
         return optimizer.state_tensors()
-    return [one for kept in optimizer.state.values() for one in kept.values() if isinstance(one, Tensor)]
+    return [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
 
 
 def named_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> NamedState:
-    """Everything the optimizer keeps, by the names of `parameter_names`; sharded state is gathered on all ranks."""
+    """The optimizer's state by the names of `parameter_names`.
+
+    Sharded state is gathered, so all ranks must call this.
+    """
     if isinstance(optimizer, KeepsNamedState):
         return optimizer.named_state()
     return state.named_state(optimizer, names)
@@ -100,7 +106,7 @@ def named_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> NamedState
 
 @torch.no_grad()
 def load_named_state(optimizer: Optimizer, names: Mapping[str, Tensor], saved: NamedState) -> None:
-    """Strict: the same optimizer, names and shapes, or `StateMismatchError` with lists, and nothing is changed."""
+    """Load strictly: if optimizer, names or shapes differ, raise `StateMismatchError` and change nothing."""
     if isinstance(optimizer, KeepsNamedState):
         optimizer.load_named_state(saved)
     else:

@@ -1,8 +1,9 @@
-"""Automagic's learning rates: one per element, as whole multiples of a unit that divides the bump exactly.
+"""Automagic's per-element learning rates, stored as integers.
 
-unit = bump / s, s the largest whole number with max_lr / unit <= 65535; where even s = 1 does not fit, 32 bits are
-used. So a bump is always s units, at the top of the range as at the bottom, and none is lost to rounding. The two
-ends of the range stand for `min_lr` and `max_lr` themselves, also where they are no multiple of the unit.
+A rate is a whole number of units, and unit = bump / s with the largest integer s for which max_lr / unit <= 65535. If
+even s = 1 does not fit into 16 bits, 32 bits are used. A bump is therefore exactly s units everywhere in the range, and
+rounding never loses one. The two ends of the range stand for `min_lr` and `max_lr` exactly, even if these are not
+multiples of the unit.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from torch import Tensor
 
 _UNITS_16 = 65535
 _UNITS_32 = 1 << 30
-BIAS_16 = 32768  # torch computes with int16 everywhere, with uint16 hardly anywhere
+BIAS_16 = 32768
+"""Subtracted to store 0..65535 as int16, because torch has few uint16 operations."""
 _ALMOST = 1e-6
-"""Of a unit: 65000.00000001 units are 65000."""
+"""Tolerance in units: 65000.00000001 units count as 65000."""
 
 
 @runtime_checkable
 class KeepsRates(Protocol):
-    """An optimizer with learning rates of its own, one per element."""
+    """An optimizer with one learning rate per element."""
 
     def learning_rates(self) -> dict[str, Tensor]:
         """The mean rate of each param group."""
@@ -35,6 +37,8 @@ class KeepsRates(Protocol):
 
 @dataclass(frozen=True)
 class RateLimits:
+    """How far one update moves a rate, and the range it stays in."""
+
     lr_bump: float = 1e-6
     min_lr: float = 1e-7
     max_lr: float = 1e-3
@@ -50,10 +54,15 @@ class RateLimits:
 
 @dataclass(frozen=True)
 class RateGrid:
+    """The integer representation of rates within `limits`.
+
+    `lowest` and `highest` are the ends of the range in units.
+    """
+
     limits: RateLimits
     unit: float
     bump: int
-    """s: the units of one bump."""
+    """Units per bump, s."""
     lowest: int
     highest: int
     dtype: torch.dtype
@@ -74,19 +83,20 @@ class RateGrid:
 
     @property
     def bias(self) -> int:
-        """What is taken off the units where they are stored."""
+        """Subtracted from the units for storage."""
         return BIAS_16 if self.dtype == torch.int16 else 0
 
     def stored(self, lr: float) -> int:
+        """The stored integer of one rate."""
         return min(max(round(lr / self.unit), self.lowest), self.highest) - self.bias
 
     def store(self, rates: Tensor) -> Tensor:
-        """From learning rates; rounded to the nearest unit."""
+        """Convert learning rates to stored integers, rounded to the nearest unit."""
         units = (rates.double() / self.unit).round().clamp(self.lowest, self.highest)
         return (units - self.bias).to(self.dtype)
 
     def moved(self, stored: Tensor, agrees: Tensor, fresh: Tensor) -> Tensor:
-        """Units (int32) after a bump: up where the signs agree, down where not, neither where there was none yet."""
+        """Units (int32) after a bump: up where the signs agree, down where they differ, unchanged where `fresh`."""
         units = stored.to(torch.int32) + self.bias
         step = agrees.to(torch.int32).mul_(2 * self.bump).sub_(self.bump).masked_fill_(fresh, 0)
         return units.add_(step).clamp_(self.lowest, self.highest)
@@ -98,12 +108,14 @@ class RateGrid:
         return rates.masked_fill_(units >= self.highest, self.limits.max_lr)
 
     def read(self, stored: Tensor) -> Tensor:
+        """Learning rates of stored integers, in float32."""
         return self.rates(stored.to(torch.int32) + self.bias)
 
 
 def _most_units(span: float, room: int) -> int:
-    """The largest s with span x s <= room; not more than `_UNITS_32`, so that 32-bit sums cannot overflow."""
+    """The largest s with span * s <= room, at most `_UNITS_32`, so that 32-bit sums cannot overflow."""
     most = min(_UNITS_32, math.floor(room / span))
+    # 1e-12 forgives floating-point error in the product.
     while most > 0 and span * most > room * (1 + 1e-12):
         most -= 1
     return most

@@ -1,4 +1,4 @@
-"""An exponential moving average of what is trained, in float32, by name."""
+"""Exponential moving averages (EMA) of the trained parameters, in float32 and by name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gracetune.optim.step_skipping import move_towards
 class EmaWeights:
     """`average <- decay average + (1 - decay) value`, every `update_every` optimizer steps.
 
-    The average starts as a copy of the values. By default there is no correction for the start: an adapter begins at
-    the base model, which is what a young average should be near. `ramp` and `copy_until` let it follow the values from
-    the first step (`decay_at`).
+    The average starts as a copy of the values. By default there is no bias correction: an adapter starts at the base
+    model, and an early average should stay close to that. `ramp` and `copy_until` make the average follow the values
+    more closely in the first steps (`decay_at`).
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class EmaWeights:
             raise ValueError(f"decay {decay} between 0 and 1, update_every {update_every} from 1")
         self.decay, self.update_every, self.ramp, self.copy_until = decay, update_every, ramp, copy_until
         self.steps = 0
-        """Optimizer steps seen."""
+        """Optimizer steps so far."""
         self._parameters = dict(parameters)
         self._averages = {name: _copy(parameter) for name, parameter in self._parameters.items()}
 
@@ -44,7 +44,7 @@ class EmaWeights:
         )  # fmt: skip
 
     def decay_at(self, step: int) -> float:
-        """Of the optimizer step with this number, from 1."""
+        """The decay at optimizer step number `step`, counted from 1."""
         if self.copy_until > 0:
             return 0.0 if step < self.copy_until else self.decay
         if not self.ramp:
@@ -53,7 +53,10 @@ class EmaWeights:
 
     @torch.no_grad()
     def update(self, bad: Tensor | None = None) -> None:
-        """After every optimizer step; averages every `update_every`-th. `bad` is that of `optim.step_skipping`."""
+        """Call after every optimizer step; every `update_every`-th call averages.
+
+        While the device flag `bad` is 1, the averages stay as they are (`optim.step_skipping`).
+        """
         self.steps += 1
         if self.steps % self.update_every:
             return
@@ -68,7 +71,9 @@ class EmaWeights:
     @contextmanager
     @torch.no_grad()
     def swapped(self) -> Iterator[None]:
-        """Inside, the model has the averages; outside again exactly what it had, whatever happened inside."""
+        """Put the averages into the model for the duration of the block, then restore the exact values, also on an
+        error.
+        """
         kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._put(self._averages)
         try:
@@ -83,7 +88,7 @@ class EmaWeights:
 
     @torch.no_grad()
     def load_named_state(self, averages: Mapping[str, Tensor], steps: int) -> None:
-        """All names and shapes have to be the same; otherwise nothing is changed."""
+        """Load strictly: if names or shapes differ, raise and change nothing."""
         shapes = {name: tuple(tensor.shape) for name, tensor in averages.items()}
         wrong = differences({name: tuple(tensor.shape) for name, tensor in self._averages.items()}, shapes)
         if wrong:

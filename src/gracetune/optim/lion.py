@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum (Chen et al., 2023), over all tensors of a group at once."""
+"""Lion (Chen et al., 2023): steps by the sign of an interpolated momentum. Works on all tensors of a group at once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from gracetune.optim.step_skipping import move_towards
 class Lion(Optimizer):
     """update = sign(b1 m + (1 - b1) g);  p <- p (1 - lr wd) - lr update;  m <- b2 m + (1 - b2) g
 
-    With `decoupled_weight_decay` the decay does not scale with the first learning rate: wd is divided by it once.
+    With `decoupled_weight_decay`, wd is divided once by the initial learning rate, so that the strength of the decay
+    does not depend on it.
     """
 
     _step_supports_amp_scaling = True
-    """torch's name for an optimizer that leaves a step out where `found_inf` is 1 (`optim.step_skipping`)."""
+    """torch's marker for optimizers that skip a step while `found_inf` is 1 (`optim.step_skipping`)."""
     found_inf: Tensor | None = None
 
     def __init__(
@@ -54,18 +55,18 @@ class Lion(Optimizer):
 
     def _step_group(self, group: dict[str, Any], trained: list[Tensor]) -> None:
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-        taken = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-        """0 where this step is left out."""
+        # 0 skips the step: every change below is multiplied by it, so the host need not know.
+        applied = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         momenta = [local(self._momentum(parameter)) for parameter in trained]
         gradients = [local(parameter.grad).float() for parameter in trained if parameter.grad is not None]
         parameters = [local(parameter) for parameter in trained]
         updates = torch._foreach_lerp(momenta, gradients, 1.0 - beta1)
         torch._foreach_sign_(updates)
-        torch._foreach_mul_(updates, taken)
+        torch._foreach_mul_(updates, applied)
         if decay != 0:
-            torch._foreach_mul_(parameters, 1.0 - lr * decay * taken)
+            torch._foreach_mul_(parameters, 1.0 - lr * decay * applied)
         torch._foreach_add_(parameters, updates, alpha=-lr)
-        move_towards(momenta, gradients, (1.0 - beta2) * taken)
+        move_towards(momenta, gradients, (1.0 - beta2) * applied)
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]

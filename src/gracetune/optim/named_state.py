@@ -1,6 +1,6 @@
-"""State by parameter name: what it looks like, and how two sets of names differ.
+"""Optimizer state by parameter name, and how two sets of names differ.
 
-A position says nothing: an optimizer restored by position can put one expert's state on the other.
+torch restores optimizer state by position, which can assign the state of one expert to the other.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 class StateMismatchError(GracetuneError):
-    """Saved state belongs to other parameters or to another optimizer; nothing was changed."""
+    """Saved state belongs to other parameters or to another optimizer. Nothing was changed."""
 
 
 @dataclass(frozen=True, eq=False)
 class NamedState:
-    """Everything an optimizer keeps. `tensors` by `parameter:entry`; `json` is the rest, plain data."""
+    """The whole state of an optimizer: `tensors` by `parameter:entry`, everything else as plain data in `json`."""
 
     tensors: Mapping[str, Tensor]
     json: Mapping[str, Any] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class NamedState:
 
 @runtime_checkable
 class KeepsNamedState(Protocol):
-    """An optimizer that saves and loads its state by parameter name itself; `optim.state` does it for all others."""
+    """An optimizer that saves and loads its own state by parameter name. `optim.state` does it for all others."""
 
     def state_tensors(self) -> list[Tensor]: ...
 
@@ -45,7 +45,7 @@ def key_of(name: str, entry: str) -> str:
 
 
 def by_parameter(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """What `key_of` put together, apart again."""
+    """Split the keys made by `key_of`: entries by parameter."""
     found: dict[str, dict[str, T]] = {}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition(":")
@@ -54,7 +54,7 @@ def by_parameter(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
 
 
 def differences(wanted: Mapping[str, object], found: Mapping[str, object]) -> str:
-    """Lists, or "" where both have the same keys and values."""
+    """A text that lists missing, extra and changed keys; "" if both mappings are equal."""
     missing = sorted(set(wanted) - set(found))
     extra = sorted(set(found) - set(wanted))
     changed = [

@@ -1,7 +1,7 @@
-"""One record per optimizer: how it is built, what of a config it reads, what it keeps in memory, what to note.
+"""The record of an optimizer: how to build it, which config keys it reads, how much memory its state takes.
 
-The records are in `optim/optimizers/`; `config/optimizers.py` lists them. Configs are checked before torch is imported,
-so this module and the records import it only inside functions.
+The records are in `optim/optimizers/`; `config/optimizers.py` lists them. Configs are validated before torch is
+imported, so this module and the records import torch only inside functions.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from gracetune.config.run_config import Optimizer as OptimizerConfig
 
 Arguments = dict[str, Any]
-"""Of an optimizer's constructor."""
+"""Keyword arguments of an optimizer's constructor."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParamGroup:
-    """What is trained together: mostly one expert's adapter."""
+    """Parameters with common settings: usually the adapter of one expert."""
 
     name: str
-    """Its own among the groups; the same in every run."""
+    """Unique among the groups, and the same in every run."""
     expert: ExpertStage
     parameters: Mapping[str, Tensor]
     lr: float | None = None
-    """None: the config's."""
+    """None uses the learning rate of the config."""
 
 
 class TrainedTensors(Protocol):
-    """Equal trained tensors: their shape, and how many there are."""
+    """Trained tensors of one shape, and how many there are."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -50,13 +50,13 @@ class TrainedTensors(Protocol):
 
     @property
     def elements(self) -> int:
-        """Of all of them."""
+        """Elements of all of them together."""
         ...
 
 
 @dataclass(frozen=True)
 class StateSize:
-    """Bytes an optimizer keeps, and the sentence that says of what."""
+    """Bytes of an optimizer's state, and a phrase that names its parts."""
 
     bytes: int
     why: str
@@ -64,7 +64,7 @@ class StateSize:
 
 Load = Callable[[Sequence["Tensor"]], type["Optimizer"]]
 StateSizeOf = Callable[[Sequence[TrainedTensors], Mapping[str, Any]], StateSize]
-"""From what is trained and `optimizer.options`."""
+"""Computes the size from the trained tensors and `optimizer.options`."""
 
 
 def _as_they_are(arguments: Arguments, parameters: Sequence[Tensor]) -> Arguments:
@@ -82,26 +82,26 @@ def _no_notes(config: OptimizerConfig, groups: Sequence[ParamGroup]) -> list[str
 @dataclass(frozen=True)
 class OptimizerRecord:
     load: Load
-    """Its class. Rejects a config where the package or the device is missing. The class's constructor says which
-    `options` there are."""
+    """Returns the optimizer's class, or raises ConfigError if its package or device is missing. The signature of the
+    class's constructor defines the valid `options`."""
     state_size: StateSizeOf
-    """What the memory plan counts."""
+    """The size of the state, for the memory plan."""
     prepare: Callable[[Arguments, Sequence[Tensor]], Arguments] = _as_they_are
-    """Last changes to the constructor's arguments."""
+    """Adjusts the constructor's arguments just before the optimizer is built."""
     hidden: tuple[str, ...] = ()
-    """Constructor arguments that `options` may not set: something else decides them."""
+    """Constructor arguments that `options` may not set, because the run decides them."""
     no_effect: Mapping[str, str] = field(default_factory=dict)
-    """Options that other programs' optimizers of this name take, and why they change nothing here."""
+    """Options of this optimizer in other trainers -> why they have no effect here."""
     own_keys: tuple[str, ...] = ()
-    """Keys of the `optimizer` section that only some optimizers read, and this one does."""
+    """Keys of the `optimizer` section that this optimizer reads and most others do not."""
     in_section: Mapping[str, str] = field(default_factory=dict)
     """Hidden constructor arguments -> the key of the `optimizer` section that sets them."""
     group_arguments: Callable[[OptimizerConfig, ExpertStage], Arguments] = _nothing
-    """Arguments that differ between param groups."""
+    """Returns the arguments that differ between param groups."""
     constant_rate: str = ""
-    """Why it follows no learning-rate schedule; empty if it does."""
+    """Why the optimizer ignores the learning-rate schedule; empty if it follows one."""
     notes: Callable[[OptimizerConfig, Sequence[ParamGroup]], list[str]] = _no_notes
-    """What of the config means something else than it may seem."""
+    """Returns notes on settings that have no effect or an unexpected one."""
 
 
 def optimizer_record(name: str) -> OptimizerRecord:
@@ -109,15 +109,15 @@ def optimizer_record(name: str) -> OptimizerRecord:
 
 
 def optimizer_state(tensors: Sequence[TrainedTensors], config: OptimizerConfig) -> StateSize:
-    """What the optimizer that a config asks for keeps of these tensors."""
+    """The state size of the configured optimizer for these tensors."""
     return optimizer_record(config.name).state_size(tensors, config.options)
 
 
-# -- parts that several records are made of ---------------------------------------------------------------------------
+# -- building blocks of records ----------------------------------------------------------------------------------------
 
 
 def class_of(class_path: str, package: str = "") -> Load:
-    """The class at `module:Name`; `package` is what to install where an optional one is missing."""
+    """A loader of the class at `module:Name`. `package` names the optional package to install if it is missing."""
     module, _, name = class_path.partition(":")
 
     def load(parameters: Sequence[Tensor]) -> type[Optimizer]:
@@ -131,7 +131,7 @@ def class_of(class_path: str, package: str = "") -> Load:
 
 
 def per_element(size: int, what: str) -> StateSizeOf:
-    """As many bytes for every trained element."""
+    """A state of `size` bytes per trained element."""
 
     def state_size(tensors: Sequence[TrainedTensors], _options: Mapping[str, Any]) -> StateSize:
         return StateSize(size * elements(tensors), what)
@@ -144,7 +144,7 @@ def elements(tensors: Sequence[TrainedTensors]) -> int:
 
 
 def factored(tensors: Sequence[TrainedTensors]) -> int:
-    """Second moments kept as one row and one column of each matrix, in fp32; vectors keep them whole."""
+    """Bytes of factored second moments: one fp32 row and column per matrix; vectors keep them whole."""
     total = 0
     for tensor in tensors:
         if len(tensor.shape) < 2:

@@ -1,4 +1,4 @@
-"""The averages a schedule-free optimizer trains towards: what a user gets of such a run."""
+"""Sampling and saving with the averaged weights of a schedule-free optimizer, which are its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 @runtime_checkable
 class ScheduleFree(Protocol):
-    """They have both: the averages are put in the parameters' place, and taken out again."""
+    """An optimizer whose `eval` puts the averages into the parameters and whose `train` takes them out again."""
 
     def eval(self) -> None: ...
 
@@ -21,20 +21,21 @@ class ScheduleFree(Protocol):
 
 @contextmanager
 def averaged(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the model has the averages, if the optimizer keeps some; outside again exactly what it had.
+    """Put the optimizer's averages, if it has any, into the model for the duration of the block.
 
-    The optimizer computes its way back, which rounds: without the copies, drawing a sample would change the run.
+    `train()` computes the previous values back and rounds. The copies restore them exactly; without them, sampling
+    would change the run.
     """
     if not isinstance(optimizer, ScheduleFree):
         yield
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    kept = [parameter.detach().clone() for parameter in parameters]
+    before = [parameter.detach().clone() for parameter in parameters]
     optimizer.eval()
     try:
         yield
     finally:
         optimizer.train()
         with torch.no_grad():
-            for parameter, before in zip(parameters, kept, strict=True):
-                parameter.copy_(before)
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)

@@ -1,7 +1,8 @@
-"""Learning rates over a run. Pure: `learning_rate(step, total, ...)`; `build_schedule` hangs it on an optimizer.
+"""Learning-rate schedules. `learning_rate(step, total, ...)` is pure; `build_schedule` attaches it to an optimizer.
 
-`step` counts optimizer steps from 0 and `total` is the run's, so `progress` p runs from 0 after the warm-up to 1.
-All but `constant` begin with `warmup_steps` steps that rise in a straight line from 0, as in diffusers.
+`step` counts optimizer steps from 0 and `total` is their number in the run. The progress p goes from 0 at the end of
+the warm-up to 1. All schedules but `constant` begin with `warmup_steps` steps that rise linearly from 0, as in
+diffusers.
 
     constant                L                        (a warm-up needs constant_with_warmup)
     constant_with_warmup    L
@@ -11,10 +12,10 @@ All but `constant` begin with `warmup_steps` steps that rise in a straight line 
     cosine_with_restarts    E + (L - E) (1 + cos(pi (cycles p mod 1))) / 2
     sine                    E + (L - E) (1 + cos(2 pi cycles p)) / 2
 
-L is a group's own rate, E is `end_lr`. `sine` is a wave that keeps going, not a fall: `cycles` whole waves between L
-and E, from the top, where the warm-up has led.
+L is the param group's rate and E is `end_lr`. `sine` does not decay: it goes through `cycles` full waves between L and
+E, and begins at L, where the warm-up ends.
 
-With `half_period` H, `cosine` and `sine` are waves of optimizer steps s, as in SimpleTuner, without a warm-up:
+With `half_period` H, `cosine` and `sine` are waves over the optimizer steps s, as in SimpleTuner, without a warm-up:
 
     cosine                  E + (L - E) (1 + cos(pi s / H)) / 2, from the top
     sine                    E + (L - E) (1 + sin(pi s / H)) / 2, from the middle
@@ -34,13 +35,13 @@ from gracetune.config.run_config import Schedule
 from gracetune.errors import ConfigError, Problem
 from gracetune.optim.record import optimizer_record
 
-_NO_FALL: Final = ("constant", "constant_with_warmup")
+_NO_DECAY: Final = ("constant", "constant_with_warmup")
 WAVES: Final = ("cosine", "sine")
-"""Schedules that read `half_period`."""
+"""Schedules that use `half_period`."""
 
 
 def learning_rate(step: int, total: int, schedule: Schedule, lr: float) -> float:
-    """The rate of the optimizer step number `step` (from 0) of `total`; beyond the end it stays where it ended."""
+    """The rate of optimizer step `step` (from 0) of `total`. After the end it keeps its last value."""
     if step < 0:
         raise ValueError(f"optimizer steps count from 0, not from {step}")
     if schedule.name == "constant":
@@ -53,11 +54,11 @@ def learning_rate(step: int, total: int, schedule: Schedule, lr: float) -> float
     if schedule.name == "constant_with_warmup":
         return lr
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    return schedule.end_lr + (lr - schedule.end_lr) * _height(progress, schedule)
+    return schedule.end_lr + (lr - schedule.end_lr) * _decay(progress, schedule)
 
 
 def is_wave(schedule: Schedule) -> bool:
-    """Whether it goes up and down for the whole run."""
+    """Whether the rate oscillates for the whole run (`half_period`)."""
     return schedule.half_period is not None and schedule.name in WAVES
 
 
@@ -66,7 +67,8 @@ def _wave(step: int, schedule: Schedule) -> float:
     return (1.0 + (math.cos(angle) if schedule.name == "cosine" else math.sin(angle))) / 2
 
 
-def _height(progress: float, schedule: Schedule) -> float:
+def _decay(progress: float, schedule: Schedule) -> float:
+    """The share of L - E that is left at `progress`: 1 at the start, 0 at the bottom."""
     match schedule.name:
         case "linear":
             return 1.0 - progress
@@ -75,13 +77,13 @@ def _height(progress: float, schedule: Schedule) -> float:
         case "cosine":
             return (1.0 + math.cos(math.pi * progress)) / 2
         case "cosine_with_restarts":
-            if progress >= 1:  # the last fall ends at the bottom, it does not start anew
+            if progress >= 1:  # the last cycle ends at its minimum and does not restart
                 return 0.0 if schedule.cycles == int(schedule.cycles) else _half_wave(schedule.cycles % 1)
             return _half_wave(schedule.cycles * progress % 1)
         case "sine":
             return (1.0 + math.cos(2 * math.pi * schedule.cycles * progress)) / 2
         case _:
-            raise ValueError(f"no falling schedule {schedule.name!r}")
+            raise ValueError(f"no decaying schedule {schedule.name!r}")
 
 
 def _half_wave(part: float) -> float:
@@ -90,14 +92,19 @@ def _half_wave(part: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
+    """An attached schedule."""
+
     scheduler: LambdaLR
     notes: tuple[str, ...] = ()
-    """What was asked for and means nothing here, or less than it says."""
+    """Settings of the schedule that have no effect, or less than they say."""
 
 
 def build_schedule(optimizer: Optimizer, schedule: Schedule, *, optimizer_name: str, total: int) -> Scheduled:
-    """`total` counts optimizer steps (with a batch ramp: from its simulation). Every group keeps its own rate."""
-    used, notes = effective(schedule, optimizer_name)
+    """`total` counts optimizer steps; with a batch ramp it comes from simulating the ramp.
+
+    Every group keeps its own rate.
+    """
+    used, notes = effective_schedule(schedule, optimizer_name)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     _check(used, rates)
     notes = (*notes, *_unfinished_warmup(used, total))
@@ -105,7 +112,7 @@ def build_schedule(optimizer: Optimizer, schedule: Schedule, *, optimizer_name: 
 
 
 def move_to(scheduler: LambdaLR, steps: int) -> None:
-    """As if `steps` optimizer steps had been taken: the rates are a function of their number alone."""
+    """Set the schedule to the state after `steps` optimizer steps. The rates depend on that number alone."""
     scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": steps, "_step_count": steps + 1})
     for group, base, factor in zip(
         scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
@@ -113,8 +120,8 @@ def move_to(scheduler: LambdaLR, steps: int) -> None:
         group["lr"] = base * factor(steps)
 
 
-def effective(schedule: Schedule, optimizer_name: str) -> tuple[Schedule, tuple[str, ...]]:
-    """The schedule that will be followed, and what of the one asked for is left out."""
+def effective_schedule(schedule: Schedule, optimizer_name: str) -> tuple[Schedule, tuple[str, ...]]:
+    """The schedule that the run follows, and notes on the settings that it ignores."""
     notes = []
     why = optimizer_record(optimizer_name).constant_rate
     if why:
@@ -137,13 +144,13 @@ def effective(schedule: Schedule, optimizer_name: str) -> tuple[Schedule, tuple[
 
 def _factor(schedule: Schedule, total: int, lr: float) -> Callable[[int], float]:
     def factor(step: int) -> float:
-        return learning_rate(step, total, schedule, lr) / lr if lr > 0 else 1.0  # 0 stays 0 whatever the factor
+        return learning_rate(step, total, schedule, lr) / lr if lr > 0 else 1.0  # any factor leaves 0 at 0
 
     return factor
 
 
 def _unfinished_warmup(schedule: Schedule, total: int) -> Iterator[str]:
-    """No error, as in the peers: `--max-steps` shortens a run, and its warm-up stays as the file says."""
+    """A note, not an error: `--max-steps` shortens a run and leaves the warm-up of the config as it is."""
     if schedule.name == "constant" or is_wave(schedule) or schedule.warmup_steps < total:
         return
     share = (total - 1) / schedule.warmup_steps
@@ -155,7 +162,7 @@ def _unfinished_warmup(schedule: Schedule, total: int) -> Iterator[str]:
 
 def _check(schedule: Schedule, rates: list[float]) -> None:
     lowest = min(rates)
-    if schedule.name not in _NO_FALL and schedule.end_lr > lowest > 0:
+    if schedule.name not in _NO_DECAY and schedule.end_lr > lowest > 0:
         expected = f"at most the learning rate it falls from, {lowest:g}"
         hint = "lower it, or raise optimizer.lr"
         raise ConfigError([Problem("schedule.end_lr", f"{schedule.end_lr:g}", expected, hint)])

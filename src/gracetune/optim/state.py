@@ -1,8 +1,8 @@
-"""The state of any torch optimizer by parameter name.
+"""Save and load the state of any torch optimizer by parameter name.
 
-Per parameter: tensors as they are, anything else as plain data. Per group: what the optimizer itself keeps there
-(Prodigy's distance, a schedule-free average's weight) and not what a config decides: a changed learning rate counts
-after a resume.
+Per parameter, tensors are saved as they are and everything else as plain data. Per group, only values that the
+optimizer computes are saved, such as Prodigy's distance or the weight of a schedule-free average. Values that the
+config decides are not saved, so a changed learning rate takes effect after a resume.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gracetune.optim.named_state import NamedState, StateMismatchError, by_param
 
 _REMEDY = "resume with the adapter and optimizer the state was saved with, or start anew (--resume none)"
 _NOT_STATE = ("params", "param_names", "name", "stage", "initial_lr", "swap_tensors")
+"""Group entries that the config or torch sets when the optimizer is built."""
 
 
 def named_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> NamedState:
@@ -38,7 +39,7 @@ def named_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> NamedState
             "parameters": {name: list(parameter.shape) for name, parameter in names.items()},
             "values": values,
             "groups": [
-                {"name": group.get("name", str(at)), "values": _kept(optimizer, group)}
+                {"name": group.get("name", str(at)), "values": _computed_values(optimizer, group)}
                 for at, group in enumerate(optimizer.param_groups)
             ],
         },
@@ -52,13 +53,13 @@ def load_named_state(optimizer: Optimizer, names: Mapping[str, Tensor], saved: N
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
-    for group, kept in zip(optimizer.param_groups, saved.json["groups"], strict=True):
+    for group, saved_group in zip(optimizer.param_groups, saved.json["groups"], strict=True):
         device = group["params"][0].device
-        group.update({key: _revived(value, device) for key, value in kept["values"].items()})
+        group.update({key: _revived(value, device) for key, value in saved_group["values"].items()})
         own = {id(parameter) for parameter in group["params"]}
         for name, parameter in names.items():
             if id(parameter) in own and (name in tensors or name in values):
-                entries = {entry: _as_held(entry, t, parameter, group) for entry, t in tensors.get(name, {}).items()}
+                entries = {entry: _placed(entry, t, parameter, group) for entry, t in tensors.get(name, {}).items()}
                 entries |= {entry: _revived(value, device) for entry, value in values.get(name, {}).items()}
                 optimizer.state[parameter] = entries
 
@@ -72,24 +73,25 @@ def _check(optimizer: Optimizer, names: Mapping[str, Tensor], saved: NamedState)
     groups = [group.get("name", str(at)) for at, group in enumerate(optimizer.param_groups)]
     if not wrong and groups != [group["name"] for group in saved.json["groups"]]:
         wrong = f"  groups: {[group['name'] for group in saved.json['groups']]} instead of {groups}"
-    strangers = sorted({*by_parameter(saved.tensors), *by_parameter(saved.json["values"])} - {*names})
-    if not wrong and strangers:
-        wrong = f"  not ours ({len(strangers)}): {', '.join(strangers[:8])}"
+    extra = sorted({*by_parameter(saved.tensors), *by_parameter(saved.json["values"])} - {*names})
+    if not wrong and extra:
+        wrong = f"  not ours ({len(extra)}): {', '.join(extra[:8])}"
     if wrong:
         raise StateMismatchError(f"this optimizer state is of other parameters:\n{wrong}\n{_REMEDY}")
 
 
-def _kept(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    decided = {*constructor_arguments(type(optimizer)), *_NOT_STATE}
-    return {key: _plain(value) for key, value in group.items() if key not in decided}
+def _computed_values(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    configured = {*constructor_arguments(type(optimizer)), *_NOT_STATE}
+    return {key: _plain(value) for key, value in group.items() if key not in configured}
 
 
 def _whole(value: Tensor) -> Tensor:
     return value.full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()
 
 
-def _as_held(entry: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    # torch counts steps on the host unless the update itself reads them on the device.
+def _placed(entry: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """A saved tensor on the device, and with the sharding, that the optimizer expects."""
+    # torch keeps `step` on the host unless a fused or capturable update reads it on the device.
     on_host = entry == "step" and not (group.get("fused") or group.get("capturable"))
     value = value.to("cpu" if on_host else parameter.device, copy=True)
     if isinstance(parameter, DTensor) and value.shape == parameter.shape and entry != "step":
@@ -98,7 +100,7 @@ def _as_held(entry: str, value: Tensor, parameter: Tensor, group: Mapping[str, A
 
 
 def _plain(value: Any) -> Any:
-    """As plain data that keeps its kind."""
+    """`value` as JSON data that `_revived` turns back into the same type."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor) and value.numel() == 1:

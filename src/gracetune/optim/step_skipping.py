@@ -1,8 +1,8 @@
-"""Steps that are left out where a window's gradients were no numbers, without the host having to know of it.
+"""Skip optimizer steps with non-finite gradients, without synchronizing the host with the GPU.
 
-`bad` is one number on the device: 1 leaves parameters and state as they are, 0 changes nothing of an ordinary step.
-torch's own protocol for that (its GradScaler uses it too): an optimizer whose `_step_supports_amp_scaling` is true
-reads `found_inf` in its step. Fused AdamW does, and so do Automagic and Lion here.
+`bad` is a scalar on the device: at 1 the step leaves parameters and state as they are, at 0 it is an ordinary step.
+This is torch's own protocol, which its GradScaler uses too: an optimizer whose `_step_supports_amp_scaling` is true
+reads `found_inf` in its step. Fused AdamW follows it, and so do our Automagic and Lion.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from torch.optim import Optimizer
 
 from gracetune.adapters.layer import local
 
-_MOST = 1 << 24
-"""Elements that are worked on at a time (64 MiB of float32), or one tensor that has more."""
+_CHUNK = 1 << 24
+"""Elements processed at a time (64 MiB of float32); a larger tensor is processed alone."""
 
 
-def heeds(optimizer: Optimizer) -> bool:
-    """Whether its step can be told on the device to do nothing."""
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Whether a flag on the device can make the optimizer skip a step."""
     optimizer_: Any = optimizer
     return bool(getattr(optimizer_, "_step_supports_amp_scaling", False))
 
 
 def step_unless(optimizer: Optimizer, bad: Tensor) -> None:
-    """One step, or none at all. The host waits for `bad` only where the optimizer cannot be told on the device."""
-    if heeds(optimizer):
+    """Take one step, or none if `bad` is 1.
+
+    The host waits for `bad` only if the optimizer cannot read it on the device.
+    """
+    if can_skip_on_device(optimizer):
         signalled: Any = optimizer
         signalled.found_inf = bad
         try:
@@ -40,33 +43,34 @@ def step_unless(optimizer: Optimizer, bad: Tensor) -> None:
 
 
 def waiting_note(optimizer: Optimizer, name: str, device: torch.device) -> str | None:
-    if heeds(optimizer) or device.type != "cuda":
+    """A note for optimizers that make the host wait on a GPU; None for the others."""
+    if can_skip_on_device(optimizer) or device.type != "cuda":
         return None
     return (
-        f"{name}: the host waits for every window's gradients before a step, because this optimizer cannot be told on "
-        "the GPU to leave one out; automagic, lion and fused adamw can"
+        f"{name}: the host waits for the gradients before every optimizer step, because this optimizer cannot skip a "
+        "step on the GPU; automagic, lion and fused adamw can"
     )
 
 
 @torch.no_grad()
 def move_towards(tensors: Sequence[Tensor], goals: Sequence[Tensor], weight: float | Tensor) -> None:
-    """tensor += weight (goal - tensor), in place; a few at a time, so that many of them need no second copy of all."""
+    """tensor += weight (goal - tensor), in place. Works in chunks, so it needs no second copy of all tensors."""
     pairs = [(local(tensor), local(goal)) for tensor, goal in zip(tensors, goals, strict=True)]
-    for some in _parts(pairs):
-        held = [tensor for tensor, _ in some]
-        steps = torch._foreach_sub([goal.to(tensor.dtype) for tensor, goal in some], held)
+    for chunk in _chunks(pairs):
+        current = [tensor for tensor, _ in chunk]
+        steps = torch._foreach_sub([goal.to(tensor.dtype) for tensor, goal in chunk], current)
         torch._foreach_mul_(steps, weight)
-        torch._foreach_add_(held, steps)
+        torch._foreach_add_(current, steps)
 
 
-def _parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    part: list[tuple[Tensor, Tensor]] = []
+def _chunks(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    chunk: list[tuple[Tensor, Tensor]] = []
     elements = 0
     for pair in pairs:
-        part.append(pair)
+        chunk.append(pair)
         elements += pair[0].numel()
-        if elements >= _MOST:
-            yield part
-            part, elements = [], 0
-    if part:
-        yield part
+        if elements >= _CHUNK:
+            yield chunk
+            chunk, elements = [], 0
+    if chunk:
+        yield chunk

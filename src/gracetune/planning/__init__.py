@@ -1,4 +1,5 @@
-"""What a run needs, where it would live, and whether it fits: pure functions, no torch, no GPU.
+"""Memory estimates and plans: what a run needs, where it is placed, and whether it fits.
 
-Reads what models, adapters and optimizers record about themselves, and the Machine.
+Pure functions that need neither torch nor a GPU. Their inputs are the records of models, adapters and optimizers, and a
+`Machine`.
 """

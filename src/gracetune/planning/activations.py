@@ -1,13 +1,15 @@
-"""How much one training step keeps between its forward and its backward pass. Pure.
+"""Activation memory: what a training step keeps from its forward to its backward pass. Pure functions.
 
-First principles: `FootprintBlock.kept` lists the tensors autograd saves in one block, counted on the real model classes
-(tests do it again on the meta device). What an adapter adds depends on how it is computed:
+`FootprintBlock.kept` lists the tensors that autograd saves in one block, counted on the real model classes (tests count
+them again on the meta device). What an adapter adds depends on how it is computed:
 
-- `plain`: our own layers (`adapters.computation`). The input of a trained matrix is kept once, however many matrices
-  read it, and beside it little more than the rank's width; kinds without such a form are as below.
+- `plain`: our own layers (`adapters.computation`). The input of trained matrices is kept once, however many of them
+read
+  it; each adds little more than tensors of the rank's width. Adapter kinds without a plain form count as `library`.
 - `library`, lora and dora: peft casts the input of every matrix to the adapter's fp32 and autocast casts it back, so
-  each matrix keeps a copy of its own. Compiled, copies of the same tensor fold into one.
-- `library`, everything else: LyCORIS rebuilds the whole weight; each rebuilt matrix is kept for the input's gradient.
+  each matrix keeps its own copy. torch.compile merges copies of the same tensor.
+- `library`, everything else: LyCORIS rebuilds the whole weight, and each rebuilt matrix is kept for the input's
+gradient.
 """
 
 from __future__ import annotations
@@ -23,20 +25,22 @@ from gracetune.config.token_routes import Route
 from gracetune.models.footprint import STAYING, Footprint, FootprintBlock, FootprintKept, FootprintStream, Tokens
 
 Policy = Literal["off", "half", "quarter", "tenth", "full"]
-"""`off` keeps everything, `full` the blocks' inputs, and repeats every block's forward. Between them torch.compile
-keeps what takes longest to compute for its size: a tenth is the inputs and the image tokens' attention."""
+"""Recomputation policies. `off` keeps everything. `full` keeps only the blocks' inputs and recomputes every block. In
+between, torch.compile keeps what takes longest to compute for its size: `tenth` is about the blocks' inputs and the
+attention of the image tokens."""
 PARTS: Mapping[Policy, Fraction] = {
     "off": Fraction(1), "half": Fraction(1, 2), "quarter": Fraction(1, 4), "tenth": Fraction(1, 10)
 }  # fmt: skip
-"""Of everything, so much is kept; `full` is not the compiler's doing."""
+"""The share of all activations that each compiler policy keeps. `full` does not use the compiler's budget."""
 BUDGETS: Mapping[Policy, Fraction] = {**PARTS, "half": Fraction(9, 20)}
-"""The compiler's activation_memory_budget for that. Told a half it keeps 57 % of a Wan block on an H200, and repeats no
-product; told 0.45 it keeps 42 %: it chooses among few, large tensors. Other families have not been asked."""
+"""torch.compile's `activation_memory_budget` for each policy. The compiler chooses among few, large tensors: on an
+H200, 0.5 kept 57 % of a Wan block and recomputed no matrix product, and 0.45 kept 42 %. Other families were not
+measured."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How the step is computed."""
+    """How a training step is computed."""
 
     compiled: bool
     adapter_path: Literal["plain", "library"]
@@ -45,23 +49,23 @@ class Method:
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """From the fastest to the smallest. The budget is the compiler's, so it needs one."""
+        """Available policies, from the fastest to the smallest. Partial ones need torch.compile."""
         return (*PARTS, "full") if self.compiled else ("off", "full")
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes under one policy: those that grow with the batch, and those that do not."""
+    """Bytes under one policy."""
 
     policy: Policy
     kept: int
-    """For each sample, from forward to backward."""
+    """Per sample, kept from the forward to the backward pass."""
     working: int
-    """For each sample, alive at the worst moment of the backward pass beside the above."""
+    """Per sample, in addition at the peak of the backward pass."""
     rebuilt: int
-    """Rebuilt weights and their gradients; the same for any batch."""
+    """Rebuilt weights and their gradients, whatever the batch size."""
     parkable: int = 0
-    """So much of `kept` can wait in host memory until the backward pass: inputs of blocks that are repeated."""
+    """The part of `kept` that can wait in host memory until the backward pass: inputs of recomputed blocks."""
 
     def total(self, batch: int, *, parked: bool = False) -> int:
         return batch * (self.kept + self.working - (self.parkable if parked else 0)) + self.rebuilt
@@ -70,26 +74,26 @@ class Activations:
 def activations(
     footprint: Footprint, tokens: Tokens, selection: TrainableSelection, method: Method, routes: Sequence[Route] = ()
 ) -> tuple[Activations, ...]:
-    """One entry per policy, from most memory to least. Blocks in a route see the tokens it keeps."""
+    """Activations under every policy, from most memory to least. Blocks inside a route see only the tokens it keeps."""
     costs = [
         replace(_cost(block, seen, selection, method), count=count)
-        for block, seen, count in _seen(footprint, tokens, routes)
+        for block, seen, count in _blocks_by_tokens(footprint, tokens, routes)
     ]
-    # The last norm works in fp32 and the loss on top of it, whatever the blocks do. The gradient of tokens that skip
-    # blocks waits beside these.
+    # After the blocks, the last norm and the loss each hold the output in fp32 (8 bytes per element). With routes, the
+    # gradient of the tokens that skip blocks is held too.
     ends = (8 + (method.compute_bytes if routes else 0)) * footprint.width * tokens["image"]
     working = max(cost.working for cost in costs) + ends
     return tuple(_under(policy, costs, working, method) for policy in method.policies)
 
 
-def _seen(
+def _blocks_by_tokens(
     footprint: Footprint, tokens: Tokens, routes: Sequence[Route]
 ) -> Iterator[tuple[FootprintBlock, Tokens, int]]:
-    """The blocks, with the tokens they see and how many blocks of a kind see these."""
-    begins = 0
+    """Each kind of block with the tokens it sees, and how many blocks of that kind see them."""
+    first = 0
     for block in footprint.blocks:
-        numbers = range(begins, begins + block.count)
-        begins += block.count
+        numbers = range(first, first + block.count)
+        first += block.count
         plain = block.count
         for route in routes:
             count = len(range(max(route.first, numbers.start), min(route.last + 1, numbers.stop)))
@@ -103,11 +107,12 @@ def _seen(
 
 @dataclass(frozen=True)
 class _Cost:
-    """One kind of block."""
+    """Bytes per sample of one kind of block; `rebuilt` and `gradient` do not grow with the batch."""
 
     count: int
     kept: int
     enters: int
+    """The block's inputs."""
     working: int
     rebuilt: int
     gradient: int
@@ -120,19 +125,19 @@ def _under(policy: Policy, costs: list[_Cost], working: int, method: Method) -> 
     gradient = max(cost.gradient for cost in costs)
     if policy == "off":
         return Activations(policy, everything, working, rebuilt + gradient)
-    # From `half`, whose peaks were measured and show nothing of what is repeated, in a line to `full`.
-    way = 1 - 2 * PARTS.get(policy, Fraction(0))
-    kept = _between(max(enters, everything // 2), enters, way)
-    rebuilt = _between(rebuilt // 2, max(cost.rebuilt for cost in costs), way)
-    repeated = max(cost.kept for cost in costs)
-    # Beside those that stay, one is on its way there and one on its way back.
+    # Interpolate between `half` and `full`. At `half` the measured peaks show no recomputed tensors.
+    fraction = 1 - 2 * PARTS.get(policy, Fraction(0))
+    kept = _between(max(enters, everything // 2), enters, fraction)
+    rebuilt = _between(rebuilt // 2, max(cost.rebuilt for cost in costs), fraction)
+    recomputed = max(cost.kept for cost in costs)
+    # Besides the inputs that stay on the GPU, one is being copied out and one is being copied back.
     staying = (STAYING + 2) * max(cost.enters for cost in costs)
     parkable = max(0, enters - staying) if policy == "full" else 0
-    return Activations(policy, kept, working + int(way * repeated), rebuilt + gradient, parkable)
+    return Activations(policy, kept, working + int(fraction * recomputed), rebuilt + gradient, parkable)
 
 
-def _between(first: int, last: int, way: Fraction) -> int:
-    return int(first + way * (last - first))
+def _between(first: int, last: int, fraction: Fraction) -> int:
+    return int(first + fraction * (last - first))
 
 
 def _cost(block: FootprintBlock, tokens: Tokens, selection: TrainableSelection, method: Method) -> _Cost:
@@ -145,48 +150,49 @@ def _cost(block: FootprintBlock, tokens: Tokens, selection: TrainableSelection, 
         enters=_bytes(enters, block, tokens, method),
         working=_bytes(block.working, block, tokens, method) + _scaling(block, tokens, targets, method),
         rebuilt=method.compute_bytes * sum(_constant(target, method) for target in targets),
-        gradient=max((_in_the_backward_pass(target, method) for target in targets), default=0),
+        gradient=max((_weight_gradient(target, method) for target in targets), default=0),
     )
 
 
 def _constant(target: TargetLayers, method: Method) -> int:
-    """Elements one matrix' adapter keeps whatever the batch, beside its own tensors and casts of them."""
-    linear, way = target.linear, _way(target, method)
-    if way.rebuilds_weight:
+    """Elements that the adapter of one matrix keeps for any batch size, besides its tensors and casts of them."""
+    linear, computation = target.linear, _computation(target, method)
+    if computation.rebuilds_weight:
         return linear.weights if linear.backward else 0
-    return way.compiled_constant if method.compiled else 0
+    return computation.compiled_constant if method.compiled else 0
 
 
-def _in_the_backward_pass(target: TargetLayers, method: Method) -> int:
-    """Bytes of the weight's size alive at once, until the gradient has reached the factors."""
-    return _way(target, method).backward_bytes * target.linear.weights
+def _weight_gradient(target: TargetLayers, method: Method) -> int:
+    """Bytes of weight-sized tensors alive at once while the gradient goes back to the adapter's factors."""
+    return _computation(target, method).backward_bytes * target.linear.weights
 
 
 def _scaling(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: Method) -> int:
-    """DoRA scales the output in fp32, in one pass if a compiler sees to it."""
+    """The fp32 copy of the output that DoRA scales. A compiler fuses the scaling and needs no copy."""
     if method.compiled or method.compute_bytes == 4:
         return 0
-    scaled = [target.linear for target in targets if _way(target, method).fp32_output]
+    scaled = [target.linear for target in targets if _computation(target, method).fp32_output]
     return max((int(4 * linear.outputs * _tokens(linear.stream, block, tokens)) for linear in scaled), default=0)
 
 
-def _way(target: TargetLayers, method: Method) -> Computation:
+def _computation(target: TargetLayers, method: Method) -> Computation:
     if method.adapter_path == "plain":
         return target.computation()
     return target.reference("a plan for the libraries' layers")
 
 
 def casts_tensors(target: TargetLayers, method: Method) -> bool:
-    """Whether copies of its tensors in the precision of the computation are kept for the backward pass."""
-    return _way(target, method).casts_tensors
+    """Whether the backward pass keeps copies of the adapter's tensors in the compute precision."""
+    return _computation(target, method).casts_tensors
 
 
 def _casts(target: TargetLayers, method: Method) -> bool:
-    return _way(target, method).copies_input and method.compute_bytes < 4
+    """Whether the adapter keeps a cast copy of the matrix's input."""
+    return _computation(target, method).copies_input and method.compute_bytes < 4
 
 
 def _copying(block: FootprintBlock, targets: list[TargetLayers], method: Method) -> list[TargetLayers]:
-    """The matrices that keep a copy of their input. Compiled, only one reader of what is kept for the graph does."""
+    """The matrices that keep a copy of their input. With torch.compile, one per input that the graph keeps."""
     casting = [target for target in targets if _casts(target, method)]
     if not method.compiled:
         return casting
@@ -195,6 +201,7 @@ def _copying(block: FootprintBlock, targets: list[TargetLayers], method: Method)
 
 
 def _kept(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: Method) -> int:
+    """Bytes of the entries of `block.kept` that these targets and this method keep alive."""
     read = {target.linear.reads for target in targets if method.compiled or not _casts(target, method)}
     scaled = {target.linear.scales for target in targets}
 
@@ -213,14 +220,14 @@ def _kept(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], me
 
 
 def _added(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: Method) -> int:
-    """What each adapted matrix keeps for itself, per token of its stream."""
+    """Bytes that the adapters of the block's matrices add."""
     total = 0
     copying = _copying(block, targets, method)
     for target in targets:
         linear, elements = target.linear, 0
         if target in copying:
             elements += linear.inputs
-        elements += _way(target, method).kept
+        elements += _computation(target, method).kept
         total += int(elements * _tokens(linear.stream, block, tokens))
     return total * method.compute_bytes
 
@@ -235,6 +242,7 @@ def _bytes(kept: Iterable[FootprintKept], block: FootprintBlock, tokens: Tokens,
 
 
 def _tokens(stream: FootprintStream, block: FootprintBlock, tokens: Tokens) -> Fraction:
+    """Tokens of a stream in this block; some U-Net blocks see only a share of the image tokens."""
     if stream == "sample":
         return Fraction(1)
     return tokens[stream] * (block.tokens if stream == "image" else Fraction(1))

@@ -1,4 +1,4 @@
-"""What a run of a config would ask of a machine, before its weights are there."""
+"""The memory demand of a config on a machine, before its weights are downloaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def demand_of(
     config: RunConfig, machine: Machine, samples: int | None, processes: Processes = ONE_PROCESS,
     known: Mapping[str, DatasetFacts] | None = None, *, option: str | None = None,
 ) -> tuple[Demand, str | None]:  # fmt: skip
-    """And what was assumed about the model. `option` is how a user says `samples`, where there is a way."""
+    """The demand, and what was assumed about the model.
+
+    `option` is the command-line option that sets `samples`, if the command has one.
+    """
     footprint, assumption = footprint_of(config.model)
     compiled = config.training.compile != "off" and machine.profile.value != "cpu"
     facts = survey(config, samples, known, option=option)

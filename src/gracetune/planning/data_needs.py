@@ -1,4 +1,4 @@
-"""The memory around the model: encoders and their passes, caches, staged files. Pure."""
+"""Memory around the denoiser: encoders and their passes, caches, staged files. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from gracetune.units import GIB, MIB
 CACHE_BYTES = 2
 """Latents and embeddings are cached in 16 bits."""
 RING_DEPTH = 3
+"""Batches in flight between the loader and the step."""
 PROCESS_BYTES = 4 * GIB
 """Host memory of Python, torch and the CUDA driver in one training process."""
 TILE = 512
-"""Side of the pieces a VAE works on when `vae_tiling` is on."""
+"""Side in pixels of the tiles that a VAE processes with `vae_tiling`."""
 _LATER: tuple[Phase, ...] = ("encode latents", "train", "sample")
 
 
 def sample_bytes(footprint: Footprint, shape: SampleShape) -> int:
-    """One sample of a batch: latents and caption."""
+    """Bytes of one sample of a batch: latents and text embedding."""
     return CACHE_BYTES * (footprint.latents.elements(shape) + footprint.text.cached_elements)
 
 
 def codec_bytes(footprint: Footprint, shape: SampleShape, *, decode: bool, tiled: bool) -> int:
-    """Alive at the worst moment of one sample's VAE pass, beside the weights."""
+    """Peak bytes of a VAE pass over one sample, without the weights."""
     codec, latents = footprint.codec, footprint.latents
     if isinstance(latents, AudioLatents):
         points, planes = int(shape.seconds * latents.sample_rate), 1
@@ -56,9 +57,9 @@ def encoder_needs(
     for encoder in footprint.encoders:
         text = encoder.kind == "text"
         first: Phase = "encode text" if text else "encode latents"
-        # An embedding is as new as the pictures it depends on.
-        anew = [*live, *refreshed]
-        again = encoder.sees_references and any(one.has_references for one in anew) if text else bool(anew)
+        # A text encoder that reads reference images runs again whenever those images are encoded again.
+        reencoded = [*live, *refreshed]
+        again = encoder.sees_references and any(one.has_references for one in reencoded) if text else bool(reencoded)
         busy: tuple[Phase, ...] = (
             first,
             *(("train",) if again else ()),
@@ -67,19 +68,21 @@ def encoder_needs(
         idle = tuple(phase for phase in (after if text else after[1:]) if phase not in busy)
         why = f"{encoder.parameters / 1e9:.2f} G parameters, bf16" + (_during(live, refreshed) if again else "")
         yield Need(encoder.name, "encoder weights", 2 * encoder.parameters, busy, why, idle=idle, parkable=True)
-    spoken = [encoder.tokens * encoder.working for encoder in footprint.encoders if works_while_sampling(encoder)]
-    if spoken:
-        # A prompt and what to avoid, one encoder after the other.
-        yield Need("encoding the prompts", "workspace", 2 * max(spoken), ("sample",), "with every sample that is drawn")
+    prompt_bytes = [encoder.tokens * encoder.working for encoder in footprint.encoders if works_while_sampling(encoder)]
+    if prompt_bytes:
+        # The prompt and the negative prompt (factor 2). The encoders run one after the other.
+        yield Need(
+            "encoding the prompts", "workspace", 2 * max(prompt_bytes), ("sample",), "for every generated sample"
+        )
     yield from _passes(config, footprint, shapes)
     wanted: dict[Phase, bool] = {"encode latents": True, "train": bool(live or refreshed), "sample": sampling}
     needed = tuple(phase for phase, yes in wanted.items() if yes)
-    waits = tuple(phase for phase in after if phase not in needed)
+    idle = tuple(phase for phase in after if phase not in needed)
     codec = footprint.codec
     precision = "fp32" if codec.element_bytes == 4 else "bf16"
     why = f"{codec.parameters / 1e6:.0f} M parameters, {precision}" + _during(live, refreshed)
     size = codec.element_bytes * codec.parameters
-    yield Need(codec.name, "encoder weights", size, needed, why, idle=waits, parkable=True)
+    yield Need(codec.name, "encoder weights", size, needed, why, idle=idle, parkable=True)
 
 
 def _enabled(config: RunConfig) -> list[Dataset]:
@@ -87,6 +90,7 @@ def _enabled(config: RunConfig) -> list[Dataset]:
 
 
 def _live(config: RunConfig) -> list[Dataset]:
+    """Datasets without a latent cache, which are encoded in every step."""
     return [dataset for dataset in _enabled(config) if not _cached(config, dataset)]
 
 
@@ -110,7 +114,7 @@ def _passes(config: RunConfig, footprint: Footprint, shapes: Mapping[str, Sample
         why = "one sample at a time: a dataset without a latent cache"
         yield Need("encoding in the step", "workspace", max(live), ("train",), why)
     if refreshed:
-        # Less would do: a batch that does not fit is halved.
+        # An upper bound: a refresh halves a batch that does not fit.
         why = "one sample at a time, beside the step: refresh_each_epoch"
         yield Need("encoding the next epoch", "workspace", max(refreshed), ("train",), why)
 
@@ -123,7 +127,7 @@ def data_needs(
     datasets = [dataset for dataset in config.datasets if dataset.id in found and dataset.id in shapes]
     yield from _latent_caches(config, footprint, datasets, found, shapes)
     yield from _text_cache(config, footprint, datasets, found)
-    # Datasets that name one folder and one compression share what is staged of it: `data.backends.pool` decides it so.
+    # Datasets with the same folder and compression share one staged copy, as `data.backends.pool` does it.
     staged: dict[tuple[str, str], list[Dataset]] = {}
     for dataset in datasets:
         if dataset.type == "in_memory":
@@ -174,7 +178,7 @@ def _orders(config: RunConfig, dataset: Dataset, samples: int) -> int:
 
 
 def _is_managed(kind: str, config: RunConfig) -> bool:
-    """Without hints there are no managed caches either (docs/memory.md)."""
+    """Managed caches need unified-memory hints (docs/memory.md)."""
     return kind == "unified_memory" and hints_of(config).on
 
 
@@ -184,7 +188,7 @@ def _cache(
     if kind in ("memory", "unified_memory"):
         insisted = managed and hints_of(config).requested
         yield Need(name, role, size, phases, why, home="host", managed=managed, insisted=insisted)
-    # Whatever a run reads from, what it encodes goes through the disk: a crash must not cost the encoding.
+    # Encoded entries are always written to disk too, so that a crash does not lose them.
     until = "" if config.cache.persistent_cache else "; removed at the end"
     yield Need(f"{name} on disk", role, size, phases, why + until, home="disk")
 
@@ -195,7 +199,7 @@ def _cached(config: RunConfig, dataset: Dataset) -> bool:
 
 
 def _refreshed(dataset: Dataset) -> bool:
-    """Whether the next epoch's latents are made while an epoch trains; `data.index.freshness` decides it so."""
+    """Whether the next epoch's latents are encoded during an epoch, as `data.index.freshness` decides it."""
     mode = dataset.augmentation.cache_mode
     return dataset.cache_latents != "none" and mode == "refresh_each_epoch"
 
@@ -203,7 +207,7 @@ def _refreshed(dataset: Dataset) -> bool:
 def _variants(dataset: Dataset) -> int:
     augmentation = dataset.augmentation
     flips = (2 if augmentation.flip_x else 1) * (2 if augmentation.flip_y else 1)
-    # While an epoch's new variants are made, the last epoch's are still being read.
+    # While the next epoch's variants are encoded, those of the current epoch are still in use.
     return flips * (2 if _refreshed(dataset) else 1)
 
 
@@ -218,4 +222,5 @@ def _staged(datasets: list[Dataset], facts: Mapping[str, DatasetFacts]) -> Need:
 
 
 def _small(size: int) -> str:
+    """A size below a few MiB as text."""
     return f"{size / MIB:.2f} MiB" if size >= MIB // 10 else f"{size / 1024:.1f} KiB"

@@ -1,6 +1,6 @@
-"""What a dataset's files are, as far as memory is concerned: how many, how large, and the biggest sample made of them.
+"""The facts about a dataset that its memory depends on: number of files, their size, and the largest sample.
 
-`survey` is the only function here that looks at a disk, and it reads names and sizes alone.
+Only `survey` accesses a disk, and it reads file names and sizes only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Modality = Literal["image", "video", "audio"]
 ASSUMED_SAMPLES = 1000
 ASSUMED_FILE_BYTES: dict[Modality, int] = {"image": 2 * MIB, "video": 8 * MIB, "audio": 8 * MIB}
 ASSUMED_ASPECT = 16 / 9
-"""Of the widest picture, where only the shorter side is fixed and nothing limits the other."""
+"""Aspect ratio of the widest image, if the config fixes only the shorter side and limits neither."""
 
 _EXTENSIONS: dict[Modality, frozenset[str]] = {
     "image": frozenset([".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".gif", ".jxl"]),
@@ -33,7 +33,7 @@ _EXTENSIONS: dict[Modality, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """One dataset as it is, or as it is taken to be; then `assumed` says so in words."""
+    """Facts about one dataset; `assumed` states in words what had to be assumed."""
 
     id: str
     samples: int
@@ -45,8 +45,11 @@ def survey(
     config: RunConfig, samples: int | None = None, known: Mapping[str, DatasetFacts] | None = None, *,
     option: str | None = None,
 ) -> tuple[DatasetFacts, ...]:  # fmt: skip
-    """Facts on every enabled dataset. `samples` is what the user says about folders that are not visible here, with an
-    option that not every command has; `known` what was found out about some of them by their ids."""
+    """Facts about every enabled dataset.
+
+    `samples` is the user's number for folders that are not visible on this machine, and `option` the command-line
+    option that sets it, if the command has one. `known` holds facts by dataset id that need no survey.
+    """
     enabled = [dataset for dataset in config.datasets if not dataset.disabled]
     return tuple((known or {}).get(dataset.id) or _facts(dataset, samples, option) for dataset in enabled)
 
@@ -91,19 +94,19 @@ def _sizes(folder: Path, extensions: frozenset[str]) -> Iterator[int]:
                 try:
                     yield file.stat().st_size
                 except OSError:
-                    continue  # a dangling link; the run itself reports it
+                    continue  # a dangling link; training reports it
 
 
 @dataclass(frozen=True)
 class LargestSample:
-    """The biggest sample a dataset can give, and what had to be assumed to know it."""
+    """The largest sample a dataset can contain, and what had to be assumed."""
 
     shape: SampleShape
     assumed: str | None = None
 
 
 def largest_sample(dataset: Dataset, footprint: Footprint) -> LargestSample:
-    """Buckets of a fixed area all have about the same size; where only a side is fixed, the widest picture counts."""
+    """Buckets of a fixed area all have about the same size. If only a side is fixed, the widest image counts."""
     latents = footprint.latents
     if isinstance(latents, AudioLatents):
         return _audio(dataset, latents)
@@ -136,7 +139,7 @@ def _pixels(dataset: Dataset) -> tuple[float, str | None]:
     ratios = ratios or [max(limit, 1 / limit) for limit in limits if limit is not None]
     if ratios:
         return dataset.resolution**2 * max(ratios), None
-    words = f"dataset {dataset.id}: no picture wider than 16:9 (the shorter side is fixed, the other is not)"
+    words = f"dataset {dataset.id}: no image wider than 16:9 (the shorter side is fixed, the other is not)"
     return dataset.resolution**2 * ASSUMED_ASPECT, words
 
 

@@ -1,4 +1,4 @@
-"""What a run asks of memory, before anyone has said where it goes: the output of `estimate`, the input of `plan`."""
+"""What a run needs in memory, before it is placed: the output of `estimate` and the input of `plan`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gracetune.planning.processes import ONE_PROCESS, Processes
 
 Phase = Literal["encode text", "encode latents", "load", "train", "sample"]
 PHASES: tuple[Phase, ...] = ("encode text", "encode latents", "train", "sample")
-"""In the order in which a run goes through them. Loading has a peak of its own only where weights are sharded: `load`
-comes before `train`, and every process has one denoiser whole before it is spread."""
+"""The phases of a run in order. `load` has a peak of its own only with sharded weights: it comes before `train`, and
+every process holds one whole denoiser before it is sharded."""
 
 Role = Literal[
     "frozen weights", "encoder weights", "trained weights", "compute copy", "gradients", "optimizer state", "EMA",
@@ -23,7 +23,10 @@ Home = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True)
 class Need:
-    """One thing that takes memory. In `busy` phases it is where the computing happens; in `idle` phases it waits."""
+    """One consumer of memory.
+
+    In `busy` phases it is in use; in `idle` phases it waits and may be parked.
+    """
 
     name: str
     role: Role
@@ -33,27 +36,27 @@ class Need:
     home: Home = "device"
     idle: tuple[Phase, ...] = ()
     parkable: bool = False
-    """May wait in host memory during its idle phases (or be read again from disk, where host and device are one)."""
+    """May wait in host memory in its idle phases. If host and device share memory, it is read from disk again."""
     managed: bool = False
-    """Lies in managed memory where the machine has a coherent link; elsewhere in main memory as any other."""
+    """Placed in managed memory on machines with a coherent link, and in ordinary main memory on others."""
     insisted: bool = False
-    """In managed memory without a coherent link too, as far as its cap allows: `memory.enable_uvm_hints` is true."""
+    """`memory.enable_uvm_hints` is true: use managed memory without a coherent link too, up to a cap."""
 
 
 @dataclass(frozen=True)
 class Denoiser:
-    """The weights of one denoiser by how they are held; `fp8` keeps both layouts, `fp8 one layout` transposes."""
+    """The size of one denoiser in each precision. `fp8` stores both layouts; `fp8 one layout` transposes on the fly."""
 
     name: str
     sizes: tuple[tuple[str, int], ...]
     idle_in_training: bool = False
     trained: bool = False
-    """Full fine-tune: these are the fp32 master weights."""
+    """Full fine-tune: the fp32 master weights."""
     sharded: bool = False
-    """Spread over processes: the sizes are one process's part. FSDP2 holds on to it, so it is never parked."""
+    """The sizes are one process's shard. FSDP2 owns the shard, so it is never parked."""
 
     only_sampled: bool = False
-    """Not trained: it is loaded with the pipeline that generates samples, not beside the trained one."""
+    """An untrained expert, loaded only with the pipeline that generates samples."""
 
     @property
     def parkable(self) -> bool:
@@ -65,10 +68,10 @@ class Denoiser:
 
 @dataclass(frozen=True)
 class Workload:
-    """The batches of one dataset at their largest."""
+    """The largest batch of one dataset."""
 
     key: str
-    """Config key of the batch size that holds for it."""
+    """The config key that sets its batch size."""
     label: str
     batch: int
     activations: tuple[Activations, ...]
@@ -79,7 +82,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class CodecPasses:
-    """Workspace of the VAE, whole or in tiles: encoding each sample of a batch, and decoding one sample drawn."""
+    """VAE workspace, whole and in tiles: to encode each sample of a batch, and to decode one generated sample."""
 
     batch: int
     batch_key: str
@@ -88,34 +91,34 @@ class CodecPasses:
     decode: int
     decode_tiled: int
     tiled: bool
-    """As the config says."""
+    """The value in the config."""
     what: str
-    """The largest sample it meets, in words."""
+    """The largest sample it encodes, in words."""
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What the config says about the things a plan may decide or propose to change."""
+    """Settings of the config that a plan may decide or propose to change."""
 
     checkpointing: Literal["off", "auto", "full"]
     policies: tuple[Policy, ...]
-    """Possible here, from the fastest to the smallest."""
+    """Available policies, from the fastest to the smallest."""
     precision: str
     eight_bits_possible: bool
-    """Whether frozen weights remain that could be held in fp8 or int8."""
+    """Whether there are frozen weights that could be stored in fp8 or int8."""
     use_uvm: bool
     oversubscription_ratio: float
     managed: bool
-    """Whether the run opens the unified-memory layer; without it experts are parked in pinned copies."""
+    """Whether the run uses the unified-memory layer. Otherwise experts are parked in pinned copies."""
     few_bits: bool = False
-    """`model.base_precision` is auto: where 16 bits do not fit, frozen weights are held in int8."""
+    """`model.base_precision` is auto: frozen weights are stored in int8 if 16 bits do not fit."""
     rejects_managed: bool = False
-    """`memory.enable_uvm_hints` is false: besides the overflow arena nothing is managed memory."""
+    """`memory.enable_uvm_hints` is false: only the overflow arena is managed memory."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Everything a run asks for."""
+    """Everything a run needs."""
 
     title: str
     needs: tuple[Need, ...]
@@ -126,14 +129,13 @@ class Demand:
     phases: tuple[Phase, ...]
     assumptions: tuple[str, ...] = ()
     processes: Processes = ONE_PROCESS
-    """Needs of the device are those of one process; `layout` adds up what processes of one machine take of its main
-    memory."""
+    """Device needs are those of one process. `layout` adds up the main memory of all processes on a machine."""
 
     def training_peak(self, policy: Policy, precision: str | None = None, *, parked: bool = False) -> int:
-        """What torch's own counter should show at its highest in training with one denoiser and no encoder loaded.
+        """The peak that torch's memory counter should show in training, with one denoiser and no encoder loaded.
 
-        `precision`: as a plan decided it (`fp8 one layout`), where that is not what the config says. `parked`: blocks'
-        inputs wait in host memory.
+        `precision` overrides the config's (a plan may choose `fp8 one layout`). `parked` means that inputs of
+        recomputed blocks wait in host memory.
         """
         busy = [need for need in self.needs if need.home == "device" and "train" in need.busy]
         weights = self.denoisers[0].size(precision or self.settings.precision)

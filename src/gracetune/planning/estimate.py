@@ -1,7 +1,7 @@
-"""From a config and a footprint to a `Demand`: every line of memory a run will ask for. Pure; see docs/estimate.md.
+"""Estimate the memory of a run: from a config and a model footprint to a `Demand`. Pure; see docs/estimate.md.
 
-Trained tensors are fp32 (autocast computes with copies in the run's precision), so a parameter costs 4 bytes, its
-gradient 4, and the optimizer what `optim.record.optimizer_state` says.
+Trained tensors are fp32; autocast computes with copies in the run's precision. So a trained parameter costs 4 bytes,
+its gradient 4, and the optimizer state what `optim.record.optimizer_state` returns.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from gracetune.planning.processes import (
 AdapterPath = Literal["plain", "library"]
 _WEIGHT_BYTES = {"auto": 2, "bf16": 2, "fp16": 2, "fp32": 4}
 _INT8_WORKING = 6
-"""Bytes per weight of the one int8 matrix that multiplies: in fp32, and in the precision it multiplies in."""
+"""Bytes per weight of the int8 matrix in use: dequantized to fp32 (4) and cast to the compute precision (2)."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What several steps of the estimate look at."""
+    """The inputs that the parts of an estimate share."""
 
     config: RunConfig
     footprint: Footprint
@@ -61,7 +61,7 @@ class _Job:
 
     @property
     def local(self) -> tuple[Tensors, ...]:
-        """What one process holds of the trained tensors."""
+        """The trained tensors that one process holds."""
         return self.processes.local(self.tensors)
 
     @property
@@ -74,7 +74,7 @@ class _Job:
 
     @property
     def loaded(self) -> tuple[Phase, ...]:
-        """Phases with the denoiser in memory."""
+        """Phases in which the denoiser is in memory."""
         return ("train", "sample") if self.sampling else ("train",)
 
 
@@ -88,8 +88,11 @@ def estimate(
     processes: Processes = ONE_PROCESS,
     assistant_elements: int | None = None,
 ) -> Demand:
-    """`compiled`: whether blocks go through torch.compile; `adapter_path`: whose adapter layers run, ours or the
-    libraries'. A run has ours. `assistant_elements`: numbers in the file of the assistant adapter, where known."""
+    """Estimate the memory demand of a run.
+
+    `compiled` says whether blocks go through torch.compile. `adapter_path` selects our adapter layers (`plain`, as in
+    every run) or the libraries'. `assistant_elements` is the size of the assistant adapter, if known.
+    """
     job = _job(config, footprint, compiled, adapter_path, processes)
     workloads, shapes, assumed = _workloads(job)
     needs = [
@@ -168,7 +171,7 @@ def _settings(job: _Job) -> PlanSettings:
 
 
 def _first_precision(config: RunConfig) -> str:
-    """What `auto` begins with is what the run computes in, in 16 bits."""
+    """The precision of frozen weights; `auto` starts with the 16-bit type that the run computes in."""
     if config.model.base_precision != "auto":
         return config.model.base_precision
     return "fp16" if config.training.mixed_precision == "fp16" else "bf16"
@@ -183,7 +186,7 @@ def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
         return tuple(Denoiser(name, sizes, index > 0, trained, sharded) for index, name in enumerate(names))
     chosen = names[0] if experts == "high" else names[1]
     other = names[1] if experts == "high" else names[0]
-    # The expert that is not trained is only there to sample with, and every process that does has it whole.
+    # The untrained expert is loaded only to generate samples, and whole in every process.
     frozen = (("trained", 2 * job.footprint.parameters),) if trained else whole
     extra = (Denoiser(other, frozen, idle_in_training=True, only_sampled=True),) if job.sampling else ()
     return (Denoiser(chosen, sizes, trained=trained, sharded=sharded), *extra)
@@ -192,7 +195,9 @@ def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
 def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
     footprint, precision = job.footprint, _first_precision(job.config)
     if job.method.full_finetune:
-        return (("trained", 2 * footprint.parameters + 2 * job.elements),)  # what is trained is held in fp32
+        return (
+            ("trained", 2 * footprint.parameters + 2 * job.elements),
+        )  # 2 bytes each, and 2 more for trained ones in fp32
     matrices = footprint.linear_weights
     rest = 2 * (footprint.parameters - matrices)
     scales = 4 * footprint.linear_rows
@@ -218,7 +223,7 @@ def _trained_needs(job: _Job) -> list[Need]:
     if copy := _compute_copy(job):
         needs.append(Need("compute copy", "compute copy", copy, ("train",), "autocast's copies of the trained weights"))
     if config.training.ema.enabled:
-        needs.append(Need("EMA", "EMA", 4 * every, job.loaded, f"a second fp32 copy of what is trained{part}"))
+        needs.append(Need("EMA", "EMA", 4 * every, job.loaded, f"a second fp32 copy of the trained weights{part}"))
     return needs
 
 
@@ -237,7 +242,7 @@ def _assistant_remarks(job: _Job, elements: int | None) -> list[str]:
 
 
 def _gathered_needs(job: _Job) -> list[Need]:
-    """Sharded: what `fully_shard` puts together again from all processes, beside this one's part."""
+    """With sharding: the whole blocks that `fully_shard` gathers from all processes, beside this process's shard."""
     if not job.processes.sharded:
         return []
     footprint, full = job.footprint, job.method.full_finetune
@@ -247,7 +252,7 @@ def _gathered_needs(job: _Job) -> list[Need]:
         frozen_bytes * sum(linear.weights for linear in block.linears) + (0 if full else 4 * elements)
         for block, elements in zip(footprint.blocks, trained, strict=True)
     )
-    # What is around the blocks is one group of its own: whole from the first forward to the last backward pass.
+    # Parameters outside the blocks form one FSDP group, gathered from the first forward to the last backward pass.
     around = frozen_bytes * (footprint.parameters - footprint.block_weights)
     if job.processes.reshard:
         size, why = GATHERED_BLOCKS * largest + around, f"{GATHERED_BLOCKS} blocks and what is around them, whole"
@@ -267,13 +272,16 @@ def _gathered_needs(job: _Job) -> list[Need]:
 
 
 def _trained_in(block: FootprintBlock, job: _Job) -> int:
-    """Trained parameters of one such block."""
+    """Trained parameters of one block of this kind."""
     targets = [target for target in job.selection.targets if target.block is block]
     return sum(tensor.elements // tensor.count for target in targets for tensor in target.tensors())
 
 
 def _compute_copy(job: _Job) -> int:
-    """What is rebuilt from factors is cast instead of them, and counts with the activations."""
+    """Bytes of autocast's copies of trained tensors.
+
+    Kinds that rebuild the weight cast the rebuilt weight instead of its factors; that counts as activations.
+    """
     if job.method.compute_bytes == 4:
         return 0
     if job.method.full_finetune:
@@ -283,7 +291,7 @@ def _compute_copy(job: _Job) -> int:
 
 
 def _workloads(job: _Job) -> tuple[tuple[Workload, ...], dict[str, SampleShape], list[str]]:
-    """One workload per trained dataset, the largest shape of every dataset, and what had to be assumed."""
+    """A workload per trained dataset, the largest shape of every dataset, and the assumptions."""
     config, footprint = job.config, job.footprint
     enabled = [(index, dataset) for index, dataset in enumerate(config.datasets) if not dataset.disabled]
     largest = {dataset.id: largest_sample(dataset, footprint) for _, dataset in enabled}
@@ -311,8 +319,10 @@ def _workload(job: _Job, index: int, dataset: Dataset, shapes: dict[str, SampleS
 
 
 def _routes(job: _Job) -> tuple[Route, ...]:
-    """Those that the footprint's blocks can have. With masks more tokens may be kept: then nothing is counted as
-    skipped."""
+    """The token routes through the footprint's blocks, if they match them.
+
+    Masks can keep any number of tokens, so with masks no token counts as skipped.
+    """
     routes = job.config.training.token_routing.routes
     if job.config.keeps_masked_tokens:
         return ()
@@ -337,7 +347,7 @@ def _sampling_needs(job: _Job, shapes: dict[str, SampleShape]) -> list[Need]:
     shape = _sample_shape(job, shapes)
     tokens = job.footprint.token_counts(shape, (shape,) if job.footprint.references else ())
     step = activations(job.footprint, tokens, job.selection, job.method)[0]
-    # Guidance draws with and without the prompt in one batch; nothing is kept for a backward pass.
+    # Guidance runs with and without the prompt in one batch (factor 2). No activations are kept for a backward pass.
     why = f"the denoiser's forward pass, {_size(shape)}, with and without the prompt"
     return [Need("sampling", "workspace", 2 * step.working, ("sample",), why)]
 
@@ -365,7 +375,7 @@ def _size(shape: SampleShape) -> str:
 
 
 def _sample_shape(job: _Job, shapes: dict[str, SampleShape]) -> SampleShape:
-    """The largest sample asked for; what is unset is taken from the largest training sample."""
+    """The largest sample requested; unset values come from the largest training sample."""
     default = max(shapes.values(), key=lambda shape: (shape.pixels * shape.frames, shape.seconds))
     validation = job.config.validation
     wanted = [
@@ -399,7 +409,7 @@ def _remarks(job: _Job) -> list[str]:
         for key in ("within" if pattern in config.adapter.within else "targets",)
     ]
     if not footprint.measured:
-        words = "counted on the model's own code, not yet compared with a GPU's counters"
+        words = "counted from the model's code, not yet compared with measurements on a GPU"
         remarks.append(f"activations of {footprint.family} {footprint.flavour}: {words}")
     if config.skips_blocks and not _routes(job):
         why = "masked tokens are always kept" if config.keeps_masked_tokens else "no routes through this model's blocks"

@@ -1,8 +1,9 @@
-"""What a plan tries, in a fixed order: from the choice that costs nothing to the one that costs most. Pure.
+"""The choices a plan tries, in a fixed order from free to most expensive. Pure functions.
 
-The order never depends on how much memory there is, so more memory cannot make a plan worse. Idle weights leave the
-device first, then tensors that a step reads again (inputs of recomputed blocks); only then does a step overflow. So a
-larger batch never brings idle weights back at the cost of tensors in use, and the overflow grows with the batch.
+The order does not depend on the amount of memory, so more memory cannot make a plan worse. Idle weights leave the
+device first, then tensors that a step reads again (inputs of recomputed blocks), and only then does a step use the
+overflow arena. So a larger batch never brings idle weights back at the expense of tensors in use, and overflow grows
+with the batch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from gracetune.planning.memory_tiers import Tiers
 
 @dataclass(frozen=True)
 class Ladder:
+    """Generates choices for one demand on one machine, and lays out each of them once."""
+
     demand: Demand
     machine: Machine
     tiers: Tiers
@@ -38,22 +41,23 @@ class Ladder:
 
     @property
     def start(self) -> PlanChoice:
+        """The config as it is, with everything on the device."""
         settings, codec = self.demand.settings, self.demand.codec
         policy: Policy = "full" if settings.checkpointing == "full" else "off"
         largest = max(load.batch for load in self.demand.workloads)
         return PlanChoice(policy, settings.precision, largest, codec.batch, codec.tiled)
 
     def without_edits(self) -> Iterator[PlanChoice]:
-        """What the trainer decides by itself: placement, and recomputation where the config says `auto`."""
+        """Choices that need no edit of the config: placement, and whatever the config leaves to `auto`."""
         choice, settings = self.start, self.demand.settings
         yield choice
         choice = replace(choice, park_encoders=True)
         yield choice
         if self.tiers.parking == "host":
-            # An expert comes back at every turn, an encoder perhaps never: given room for one, the expert stays.
+            # Experts alternate all the time and encoders rarely come back, so encoders are parked first.
             choice = replace(choice, park_experts=True)
             yield choice
-            yield replace(choice, park_encoders=False)  # where main memory has no room for both
+            yield replace(choice, park_encoders=False)  # if main memory has no room for both
         choice = replace(choice, text_cache_on_device=False)
         yield choice
         if choice.precision == "fp8":
@@ -74,7 +78,7 @@ class Ladder:
             yield from self._spilling(choice)
 
     def with_edits(self) -> Iterator[PlanChoice]:
-        """Everything above, then changes to the config: VAE passes, recompute, smaller batches, 8 bits, overflow."""
+        """Further choices that need edits: VAE passes, recomputation, smaller batches, 8-bit weights, overflow."""
         *_, choice = self.without_edits()
         choice, settings = replace(choice, spill=0), self.demand.settings
         for batch in smaller_batches(choice.encode_batch):
@@ -99,10 +103,11 @@ class Ladder:
                 choice = replace(choice, precision=held, batch_cap=batch)
                 yield choice
         yield from self._spilling(choice)
-        # Last, so that a plan that does not fit is described at its smallest.
+        # The last choice is the smallest; it describes a plan that does not fit.
         yield choice
 
     def _spilling(self, choice: PlanChoice) -> Iterator[PlanChoice]:
+        """`choice` with an overflow arena, if the machine and the config allow one."""
         profile, settings = self.machine.profile.value, self.demand.settings
         forced = self.force_oversubscription and settings.use_uvm and profile == "discrete"
         if profile != "superchip" and not forced:
@@ -110,20 +115,20 @@ class Ladder:
         size = arena_size(
             ArenaRoom.for_arena(self.machine, sharers=self.demand.processes.per_machine),
             settings.oversubscription_ratio,
-            other_managed=self.lay(replace(choice, spill=GRANULE)).managed,  # as it will be with an arena of any size
+            other_managed=self.lay(replace(choice, spill=GRANULE)).managed,  # the same for an arena of any size
             force=forced,
         ).bytes
         if size:
             yield replace(choice, spill=size)
 
     def pruned(self, found: PlanChoice) -> PlanChoice:
-        """Undo the choices that later ones made unnecessary."""
-        start, most = self.start, self.lay(found)
+        """Undo the choices that a later choice made unnecessary."""
+        start, limit = self.start, self.lay(found)
 
         def is_enough(choice: PlanChoice) -> bool:
-            """It fits, and no phase overflows more than it has to."""
+            """Whether `choice` fits, and no phase overflows more than in `found`."""
             layout = self.lay(choice)
-            return self.fits(choice) and all(layout.spilled(phase) <= most.spilled(phase) for phase in layout.phases)
+            return self.fits(choice) and all(layout.spilled(phase) <= limit.spilled(phase) for phase in layout.phases)
 
         for batch in (start.encode_batch, *smaller_batches(start.encode_batch)):
             if batch > found.encode_batch and is_enough(replace(found, encode_batch=batch)):
@@ -137,7 +142,7 @@ class Ladder:
                 lambda choice: replace(choice, text_cache_on_device=True),
                 lambda choice: replace(choice, park_experts=False),
                 lambda choice: replace(choice, park_encoders=choice.park_encoders and choice.park_experts),
-            ]  # but while a step's own tensors leave the device, nothing comes back to it
+            ]  # while block inputs are parked, nothing is moved back to the device
         for undo in undoing:
             if is_enough(undo(found)):
                 found = undo(found)
@@ -145,7 +150,7 @@ class Ladder:
 
 
 def smaller_batches(batch: int) -> list[int]:
-    """Every smaller one; of large ones, the multiples of 16."""
+    """All smaller batch sizes in descending order; above 64 only multiples of 16."""
     return [size for size in range(batch - 1, 0, -1) if size <= 64 or size % 16 == 0]
 
 

@@ -1,4 +1,4 @@
-"""Putting a demand onto a machine's tiers under one set of choices. Pure: every byte lands in exactly one place."""
+"""Place a demand on the memory tiers of a machine, under one set of choices. Pure; every byte is counted once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gracetune.units import format_bytes
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """What a plan has decided."""
+    """One set of decisions."""
 
     policy: Policy
     precision: str
@@ -29,14 +29,14 @@ class PlanChoice:
     park_experts: bool = False
     park_encoders: bool = False
     park_inputs: bool = False
-    """Inputs of repeated blocks wait in host memory; nothing to park under another policy than `full`."""
+    """Inputs of recomputed blocks wait in host memory. Has an effect with policy `full` only."""
     spill: int = 0
-    """Bytes of each process's overflow arena; 0 is none."""
+    """Bytes of each process's overflow arena; 0 means none."""
 
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """So many bytes of one thing in one tier during these phases, and why there."""
+    """The bytes of one consumer in one tier during some phases, and why they are there."""
 
     name: str
     role: Role
@@ -45,15 +45,15 @@ class MemoryLine:
     phases: tuple[Phase, ...]
     why: str
     managed: bool = False
-    """In managed memory; the overflow arena's own bytes are `overflow`."""
+    """In managed memory, but not in the overflow arena (`overflow`)."""
     overflow: bool = False
     processes: int = 1
-    """So many processes of the machine hold an equal part of these bytes."""
+    """Processes of the machine that hold equal parts of these bytes."""
 
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """A whole demand in its places: the device of one process, and the main memory of one machine."""
+    """A placed demand: the device memory of one process, and the main memory of one machine."""
 
     lines: tuple[MemoryLine, ...]
     phases: tuple[Phase, ...]
@@ -65,20 +65,20 @@ class MemoryLayout:
         return max(self.used(tier, phase) for phase in self.phases)
 
     def spilled(self, phase: Phase) -> int:
-        """Bytes of one process in its overflow arena."""
-        return self._each(phase, [line for line in self.lines if line.overflow])
+        """Bytes that one process has in its overflow arena."""
+        return self._per_process(phase, [line for line in self.lines if line.overflow])
 
     @property
     def managed(self) -> int:
-        """Managed memory of one process besides the arena: caches, and experts that are parked in turn."""
-        held = [line for line in self.lines if line.managed]
-        return max(self._each(phase, held) for phase in self.phases)
+        """Managed memory of one process besides the arena: caches and parked experts."""
+        managed = [line for line in self.lines if line.managed]
+        return max(self._per_process(phase, managed) for phase in self.phases)
 
-    def _each(self, phase: Phase, lines: list[MemoryLine]) -> int:
+    def _per_process(self, phase: Phase, lines: list[MemoryLine]) -> int:
         return sum(line.bytes // line.processes for line in lines if phase in line.phases)
 
     def excess(self, tiers: Tiers) -> dict[TierName, int]:
-        """Tiers that hold more than their budget, and by how much."""
+        """Bytes beyond the budget, by tier, largest first."""
         over = {
             tier.name: self.peak(tier.name) - tier.budget
             for tier in tiers.tiers
@@ -88,6 +88,7 @@ class MemoryLayout:
 
 
 def lay(demand: Demand, choice: PlanChoice, machine: Machine, tiers: Tiers) -> MemoryLayout:
+    """Lay out the demand under `choice`."""
     needs = [*needs_under(demand, choice, machine)]
     local_ranks = demand.processes.per_machine
     by_phase = {phase: [*_lines_of(needs, phase, choice, machine, tiers, local_ranks)] for phase in demand.phases}
@@ -95,16 +96,16 @@ def lay(demand: Demand, choice: PlanChoice, machine: Machine, tiers: Tiers) -> M
         lines.extend(_allowance(lines, phase, tiers))
         if choice.spill:
             by_phase[phase] = _spilled(lines, choice.spill, tiers)
-        by_phase[phase] = [_of_the_machine(line, local_ranks) for line in by_phase[phase]]
+        by_phase[phase] = [_machine_line(line, local_ranks) for line in by_phase[phase]]
     return MemoryLayout(_merged(by_phase), demand.phases)
 
 
 _SHARED: tuple[Role, ...] = ("latent cache", "text cache", "staged data")
-"""One copy in main memory for all processes of a machine."""
+"""Roles with one copy in main memory for all processes of a machine."""
 
 
-def _of_the_machine(line: MemoryLine, processes: int) -> MemoryLine:
-    """Main memory is one machine's: what each of its processes takes is there as often."""
+def _machine_line(line: MemoryLine, processes: int) -> MemoryLine:
+    """A line for the whole machine: processes share its main memory, so private bytes count once per process."""
     if processes == 1 or line.tier not in ("host", "pool"):
         return line
     if line.role in _SHARED:
@@ -114,11 +115,11 @@ def _of_the_machine(line: MemoryLine, processes: int) -> MemoryLine:
 
 
 def needs_under(demand: Demand, choice: PlanChoice, machine: Machine) -> Iterator[Need]:
-    """The demand with every choice made: what it asks for in each phase, still without places."""
+    """The needs under `choice`, not yet placed."""
     yield from demand.needs
     loaded = tuple(phase for phase in demand.phases if phase in ("train", "sample"))
     parks = choice.park_experts and any(one.parkable for one in demand.denoisers)
-    # Parked in managed memory, an expert lies there for good; only its pages come and go.
+    # An expert parked in managed memory stays allocated there; only its pages migrate.
     take_turns = not any(one.only_sampled for one in demand.denoisers)
     managed = parks and take_turns and _parks_in_managed_memory(demand, choice, machine)
     for denoiser in demand.denoisers:
@@ -131,7 +132,7 @@ def needs_under(demand: Demand, choice: PlanChoice, machine: Machine) -> Iterato
             denoiser.name, role, size, busy, why, idle=loaded if idle else (), parkable=parkable, managed=managed
         )
         if parks and take_turns and not idle and not _parks_in_managed_memory(demand, choice, machine):
-            # Frozen weights are never copied back, so the expert on the GPU keeps its place in host memory.
+            # Frozen weights are never copied back to the host, so the active expert keeps its pinned host copy.
             why = "pinned home of the expert that is on the GPU: switching copies one way"
             yield Need(f"{denoiser.name}, home copy", role, size, loaded, why, home="host")
     yield from _activation_needs(demand, choice)
@@ -139,7 +140,11 @@ def needs_under(demand: Demand, choice: PlanChoice, machine: Machine) -> Iterato
 
 
 def _parks_in_managed_memory(demand: Demand, choice: PlanChoice, machine: Machine) -> bool:
-    """Overflow opens the unified-memory layer. As in `train.assembly.open_host`, hints that are refused rule it out."""
+    """Whether idle experts wait in managed memory.
+
+    An overflow arena opens the unified-memory layer too. As in `train.assembly.open_host`, `enable_uvm_hints: false`
+    rules managed memory out.
+    """
     settings = demand.settings
     opens = settings.managed or choice.spill > 0
     return machine.profile.value == "superchip" and opens and not settings.rejects_managed
@@ -210,7 +215,7 @@ def _lines_of(
 def _busy_tier(
     need: Need, choice: PlanChoice, machine: Machine, tiers: Tiers, local_ranks: int
 ) -> tuple[TierName, str, bool]:  # fmt: skip
-    """Where, why, and whether that is managed memory."""
+    """The tier, the reason, and whether that is managed memory."""
     if need.home == "disk":
         return "disk", need.why, False
     if need.home == "device":
@@ -222,7 +227,7 @@ def _busy_tier(
     known = device if choice.text_cache_on_device else None
     profile = machine.profile.value
     if need.insisted and profile == "discrete" and need.bytes <= CAREFUL_CAP:
-        profile = "superchip"  # as `cache.residence.choose_residence` has it; more than the cap is refused there
+        profile = "superchip"  # as in `cache.residence.choose_residence`, which rejects more than the cap
     placement = choose_placement(role, profile, size=need.bytes, device_bytes=known, local_ranks=local_ranks)
     managed = placement.kind in ("managed_host", "managed_device")
     if managed and not need.managed:
@@ -253,8 +258,8 @@ def _allowance(lines: list[MemoryLine], phase: Phase, tiers: Tiers) -> Iterator[
     yield MemoryLine("allowance", "allowance", CONTEXT_BYTES + int(used * FRAGMENTATION), tiers.compute, (phase,), why)
 
 
-# Weights are loaded first and the arena serves what no longer fits, so what is allocated last spills first. Optimizer
-# state is not in this list on purpose: running it from host memory is not built, so no plan may count on it.
+# The arena takes what no longer fits. Weights are loaded first, so what is allocated later spills first. Optimizer
+# state is left out on purpose: optimizers cannot run from host memory, so no plan may rely on it.
 _SPILLS_FIRST: tuple[Role, ...] = (
     "activations", "workspace", "gradients", "compute copy", "EMA", "trained weights",
     "frozen weights", "encoder weights",
@@ -262,7 +267,7 @@ _SPILLS_FIRST: tuple[Role, ...] = (
 
 
 def _spilled(lines: list[MemoryLine], arena: int, tiers: Tiers) -> list[MemoryLine]:
-    """Move what exceeds the device's budget into the overflow arena, as far as the arena goes."""
+    """Move what exceeds the device's budget into the overflow arena, up to the size of the arena."""
     budget = tiers[tiers.compute].budget
     over = sum(line.bytes for line in lines if line.tier == tiers.compute) - (budget or 0)
     left = min(max(0, over), arena)
@@ -280,13 +285,13 @@ def _spilled(lines: list[MemoryLine], arena: int, tiers: Tiers) -> list[MemoryLi
 
 
 def _merged(by_phase: dict[Phase, list[MemoryLine]]) -> tuple[MemoryLine, ...]:
-    """The same bytes of the same thing in the same place during several phases are one line."""
+    """Merge lines that are equal in several phases."""
     merged: dict[tuple[str, int, TierName, str, int], MemoryLine] = {}
     for lines in by_phase.values():
         seen: Counter[tuple[str, int, TierName, str]] = Counter()
         for line in lines:
             kind = (line.name, line.bytes, line.tier, line.why)
-            # Two things that look alike within one phase are still two.
+            # Equal lines within one phase are different consumers and stay separate.
             key = (*kind, seen[kind])
             seen[kind] += 1
             before = merged.get(key)

@@ -1,4 +1,4 @@
-"""The kinds of memory a machine has, and how much of each a plan may count on. Pure, but for the disk."""
+"""The memory tiers of a machine, and how much of each a plan may use. Pure, except `free_on_disk`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gracetune.units import GIB, MIB, format_bytes
 TierName = Literal["device", "host", "pool", "disk"]
 
 HEADROOM = 0.05
-"""Share of the GPU's memory no plan touches: the estimate's own error, and fragmentation on a bad day."""
+"""Share of the GPU's memory that plans leave free, for errors of the estimate and unusual fragmentation."""
 CONTEXT_BYTES = 640 * MIB
-"""CUDA context, libraries and their workspaces: memory torch's counters do not show."""
+"""CUDA context, libraries and their workspaces, which torch's counters do not include."""
 FRAGMENTATION = 0.02
-"""Of what torch holds, lost between its blocks."""
+"""Share of torch's memory lost to fragmentation."""
 FOREIGN = 2 * GIB
-"""Less than this in use on a card that is not ours is its own bookkeeping."""
+"""If less than this is in use before a run, it is the driver's own, not another program's."""
 
 
 @dataclass(frozen=True)
 class Tier:
-    """One kind of memory; `budget` is what a plan may use of `capacity`, None where it is unknown or not judged."""
+    """One kind of memory. `budget` is the part of `capacity` a plan may use; None if unknown or not limited."""
 
     name: TierName
     label: str
@@ -44,7 +44,7 @@ class Tiers:
     store: TierName
     """Where host data lives."""
     parking: TierName
-    """Where weights wait that are not needed now: host memory, or the disk they came from."""
+    """Where idle weights wait: host memory, or the disk they came from."""
     has_gpu: bool
     missing: tuple[str, ...] = ()
 
@@ -53,7 +53,7 @@ class Tiers:
 
 
 def free_on_disk(folder: str) -> int | None:
-    """Where a run will write, asked of the nearest folder that exists already; None where nobody can tell."""
+    """Free bytes where a run will write, read from the nearest existing parent folder; None if unknown."""
     existing = Path(folder).expanduser().absolute()
     try:
         while not existing.is_dir() and existing != existing.parent:
@@ -64,8 +64,10 @@ def free_on_disk(folder: str) -> int | None:
 
 
 def tiers_of(machine: Machine, disk_free: int | None = None, *, gpus: int = 1) -> Tiers:
-    """Plans are for the first GPUs, of which the smallest counts; `disk_free` is known only where the run's folder is
-    at hand."""
+    """The tiers for a plan on the first `gpus` GPUs; the smallest of them counts.
+
+    `disk_free` is known only on the machine that has the run's folder.
+    """
     disk = Tier("disk", "disk", disk_free, disk_free, "free now" if disk_free is not None else "not asked")
     profile = machine.profile.value
     if profile == "cpu":
@@ -89,7 +91,7 @@ def _missing(tier: Tier, gpu: int = 0) -> tuple[str, ...]:
 
 
 def _known_budget(tier: Tier) -> int:
-    """Where one GPU's memory is unknown, so is what fits."""
+    """A sort key that puts unknown budgets first: one unknown GPU makes the plan unknown."""
     return -1 if tier.budget is None else tier.budget
 
 
@@ -100,7 +102,7 @@ def _device(machine: Machine, at: int) -> Tier:
         return Tier("device", "GPU memory", None, None, "the driver does not say how much there is")
     usable, why = total, f"{HEADROOM:.0%} kept free"
     free = gpu.memory_free
-    # On a superchip the kernel may have put page cache there, which it gives back; elsewhere it is someone else's.
+    # On a superchip the kernel may use GPU memory for page cache and gives it back. Elsewhere it belongs to others.
     if free is not None and machine.profile.value == "discrete" and total - free > FOREIGN:
         usable = free
         why += f" of the {format_bytes(free)} other programs leave"

@@ -1,7 +1,7 @@
-"""Will it fit, where does everything go, and what would have to change? Pure: demand and machine in, plan out.
+"""Plan a run on a machine: whether it fits, where everything is placed, what would have to change. Pure functions.
 
-The first choice of the ladder (`ladder.py`) that fits is the plan; every step away from what the config says is listed
-with what it saved.
+The plan is the first choice of the ladder (`ladder.py`) that fits. Every deviation from the config is listed with the
+memory it saves.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ CONFIG_VALUE: dict[Policy, CheckpointingValue] = {
 COSTS: dict[Policy, str] = {"half": "about 7 % slower", "full": "forward passes run twice: 1.4x slower"}
 BASE = "model.base_precision"
 INPUTS = "placement: block inputs"
-"""Of the change that parks inputs of repeated blocks."""
+"""Key of the change that parks inputs of recomputed blocks."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One step away from what the config says or the fastest placement; `automatic` ones need no edit."""
+    """One deviation from the config or from the fastest placement; `automatic` ones need no edit."""
 
     key: str
     before: str
     after: str
     saves: int
-    """Bytes at the peak of the tier that computes."""
+    """Bytes saved at the peak of the compute tier."""
     why: str
     automatic: bool
 
@@ -48,7 +48,7 @@ class Checkpointing:
 
     value: CheckpointingValue
     activation_memory_budget: float | None
-    """For torch.compile: the part of the activations it may keep; None where it does not apply."""
+    """The budget for torch.compile: the share of activations it may keep; None if it does not apply."""
     why: str
 
 
@@ -68,7 +68,7 @@ class PhaseUse:
 class Plan:
     verdict: Verdict
     summary: str
-    """The verdict in a sentence, with the number that decided it."""
+    """The decisive number, as a sentence."""
     changes: tuple[Change, ...]
     checkpointing: Checkpointing
     tiers: tuple[TierUse, ...]
@@ -79,13 +79,16 @@ class Plan:
     managed_bytes: int = 0
     """Managed memory of one process besides its overflow arena."""
     spilled_bytes: int = 0
-    """What one process has in its overflow arena at the worst moment."""
+    """Peak of one process's overflow arena."""
 
 
 def plan(
     demand: Demand, machine: Machine, *, disk_free: int | None = None, force_oversubscription: bool = False
 ) -> Plan:
-    """`force_oversubscription`: the arena of a machine without a coherent link is counted on too, as the user says."""
+    """Find the first choice that fits.
+
+    `force_oversubscription` allows an overflow arena on machines without a coherent link.
+    """
     tiers = tiers_of(machine, disk_free, gpus=demand.processes.per_machine)
     ladder = Ladder(demand, machine, tiers, force_oversubscription)
     start = ladder.start
@@ -127,7 +130,7 @@ def _build(ladder: Ladder, verdict: Verdict, summary: str, chosen: PlanChoice) -
     return Plan(
         verdict=verdict,
         summary=summary,
-        # Where nothing helped enough, only what helped at all is worth reading.
+        # If the run does not fit, show only changes that save something.
         changes=tuple(change for change in _changes(ladder, chosen) if change.saves or verdict != "does not fit"),
         checkpointing=_checkpointing(demand, machine, tiers, chosen),
         tiers=tuple(TierUse(tier, layout.peak(tier.name)) for tier in tiers.tiers),
@@ -144,10 +147,10 @@ def _build(ladder: Ladder, verdict: Verdict, summary: str, chosen: PlanChoice) -
 
 
 def _changes(ladder: Ladder, end: PlanChoice) -> Iterator[Change]:
-    """Walk from the first choice to the last one step at a time; each step is a change with what it saved."""
+    """Go from the first choice to the last one decision at a time; each is a change with what it saves."""
     demand, machine, tiers = ladder.demand, ladder.machine, ladder.tiers
     current = ladder.start
-    for step in (
+    for decision in (
         {"park_encoders": end.park_encoders},
         {"park_experts": end.park_experts},
         {"text_cache_on_device": end.text_cache_on_device},
@@ -159,7 +162,7 @@ def _changes(ladder: Ladder, end: PlanChoice) -> Iterator[Change]:
         {"precision": end.precision},
         {"spill": end.spill},
     ):
-        after = replace(current, **step)
+        after = replace(current, **decision)
         if after == current:
             continue
         saved = ladder.lay(current).peak(tiers.compute) - ladder.lay(after).peak(tiers.compute)
@@ -216,23 +219,23 @@ def _described(
 
 
 def _parking_words(demand: Demand, machine: Machine, choice: PlanChoice) -> str:
-    """What it asks of the link. How long a block computes nobody knows before the run, so nothing is promised."""
+    """The traffic on the link. The time of a block is unknown before the run, so no slowdown is predicted."""
     load = largest_workload(demand, choice)
     size = min(load.batch, choice.batch_cap) * load.under(choice.policy).parkable
     rate = link_rate(machine)
-    message = "the link's speed is not known" if rate is None else f"{size / rate:.2f} s at the link's declared speed"
+    duration = "the link's speed is not known" if rate is None else f"{size / rate:.2f} s at the link's declared speed"
     return (
-        f"{format_bytes(size)} each way in every step, beside the blocks' work ({message}); the run tells its waiting"
+        f"{format_bytes(size)} each way in every step, beside the blocks' work ({duration}); the run tells its waiting"
     )
 
 
 def link_rate(machine: Machine) -> float | None:
-    """Bytes a second over the first GPU's PCIe link, as it is declared; None for any other link."""
+    """Declared bytes per second of the first GPU's PCIe link; None for any other link."""
     gpu = machine.gpus[0] if machine.gpus else None
     if gpu is None or gpu.pcie is None or machine.profile.value != "discrete":
         return None
     speed, width = gpu.pcie.max_speed_gts, gpu.pcie.max_width
-    # From generation 3 on, 130 bits carry 128 of data.
+    # PCIe 3 and later encode 128 bits of data in 130 bits.
     return None if speed is None or width is None else speed * 1e9 * width / 8 * 128 / 130
 
 
@@ -241,7 +244,7 @@ def _batch_changes(demand: Demand, after: PlanChoice, saved: int) -> Iterator[Ch
     why = "accumulate more to keep the effective batch"
     for key, batch in keys.items():
         yield Change(key, str(batch), str(after.batch_cap), saved, why, automatic=False)
-        saved = 0  # one step, however many keys spell it
+        saved = 0  # several keys can set the batch size; the saving counts once
 
 
 def _checkpointing(demand: Demand, machine: Machine, tiers: Tiers, chosen: PlanChoice) -> Checkpointing:
@@ -264,7 +267,7 @@ def _notes(ladder: Ladder, chosen: PlanChoice, verdict: Verdict) -> Iterator[str
     demand, machine = ladder.demand, ladder.machine
     processes, gpus = demand.processes, len(machine.gpus)
     if gpus > processes.per_machine:
-        # `train` shows this note too, and has no such flag of its own.
+        # `train` shows this note too, but has no --processes option.
         all_of_them = f"gracetune estimate CONFIG --processes {gpus}"
         yield f"{gpus} GPUs: the plan is for {processes.per_machine} of them; {all_of_them} plans for all"
     if processes.count > 1:

@@ -1,7 +1,7 @@
-"""How many processes a run has, and what each of them holds. Pure.
+"""The processes of a run, and what each of them holds. Pure functions.
 
-Replicas (DDP): every process holds everything. Sharded (FSDP2, `Runtime.shard`): every process holds its part of each
-denoiser, frozen weights included, and torch gathers a block at a time from all of them.
+With replicas (DDP) every process holds everything. With sharding (FSDP2, `Runtime.shard`) every process holds its shard
+of each denoiser, frozen weights included, and torch gathers one block at a time.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from gracetune.errors import Problem
 from gracetune.hardware.machine import Machine
 
 GATHERED_BLOCKS = 3
-"""Whole blocks that torch's `fully_shard` holds at once in the forward pass: the one that computes, the buffer it was
-gathered into, and the buffer of the one before or after it. The backward pass holds one less. Tests count them."""
+"""Whole blocks that torch's `fully_shard` holds at once in the forward pass: the block that computes, the buffer it was
+gathered into, and the buffer of its predecessor or successor. The backward pass holds one less. Tests count them."""
 REDUCED_BLOCKS = 2
-"""Blocks' whole gradients at once in the backward pass: those just computed, and the buffer being reduced."""
+"""Whole block gradients held at once in the backward pass: the ones just computed, and the buffer being reduced."""
 
 
 @dataclass(frozen=True)
 class Processes:
+    """Number and kind of the processes of a run."""
+
     count: int = 1
     per_machine: int = 1
-    """Those that share one machine's main memory; each has a GPU of its own."""
+    """Processes that share the main memory of one machine; each has its own GPU."""
     sharded: bool = False
     reshard: bool = True
-    """Sharded: a block's whole weights are freed between its forward and its backward pass."""
+    """With sharding: free a block's gathered weights between its forward and its backward pass."""
 
     @classmethod
     def on(cls, machine: Machine, count: int, *, sharded: bool = False) -> Processes:
-        """`count` processes on machines like this one, one for each GPU; without a GPU all of them are on this one."""
+        """`count` processes on machines like `machine`, one per GPU. Without a GPU they all run on one machine."""
         per_machine = min(count, len(machine.gpus)) if machine.gpus else count
         return cls(count, per_machine, sharded and count > 1)
 
@@ -41,7 +43,7 @@ class Processes:
 
     @property
     def words(self) -> str | None:
-        """None for one process."""
+        """A description for the plan; None for a single process."""
         if self.count == 1:
             return None
         kind = f"FSDP2, each holds 1/{self.count} of the weights" if self.sharded else "DDP, each holds a whole copy"
@@ -50,15 +52,15 @@ class Processes:
 
     @property
     def part(self) -> str:
-        """A suffix for sizes that are one process's share."""
+        """Suffix that marks the size of one shard."""
         return f"; 1/{self.count} in each process" if self.sharded else ""
 
     def share(self, size: int) -> int:
-        """Of frozen weights: their matrices are large beside the number of processes."""
+        """One process's share of frozen weights. Their matrices have many rows, so shards are nearly equal."""
         return math.ceil(size / self.count) if self.sharded else size
 
     def local(self, tensors: tuple[Tensors, ...]) -> tuple[Tensors, ...]:
-        """As FSDP2 splits them: by their first dimension. The first process holds most."""
+        """The shards of the first process, which holds most: FSDP2 splits along the first dimension."""
         if not self.sharded:
             return tensors
         return tuple(

@@ -1,4 +1,4 @@
-"""What a folder holds, as a dataset would read it: the same scan, and the same captions."""
+"""Inspect a folder with the same scan and caption rules as a dataset."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from gracetune.proposal.presets import Media
 BEFORE = ("source", "sources", "before", "control", "controls", "input", "inputs", "original", "originals", "reference",
           "references")  # fmt: skip
 AFTER = ("target", "targets", "after", "edited", "edit", "edits", "output", "outputs", "result", "results")
-"""What people call the two folders of edit pairs."""
+"""Common names of the two folders of edit pairs, `BEFORE` and `AFTER`."""
 _MOST_UNPAIRED = 0.1
-"""Of the images in two folders: with more, they are not pairs."""
+"""Largest share of images without a partner; above it, two folders do not count as edit pairs."""
 
 
 @dataclass(frozen=True)
 class FolderContents:
-    """One folder."""
+    """The contents of one folder."""
 
     folder: Path
-    """Absolute."""
+    """Absolute path."""
     media: Media
     trained: Path
-    """The files to train on: the folder itself, or of edit pairs the folder of the images after the edit."""
+    """The folder to train on: `folder` itself, or for edit pairs the folder with the images after the edit."""
     before: Path | None
-    """Of edit pairs."""
+    """For edit pairs: the folder with the images before the edit."""
     files: tuple[MediaFile, ...]
     unreadable: tuple[LeftOut, ...]
     captions: dict[str, str]
-    """Caption by file, of those that have one."""
+    """Captions by file; files without one are missing."""
     passed_over: int
-    """Media files of another kind."""
+    """Number of media files of another kind, which are ignored."""
 
     @property
     def side(self) -> float:
-        """The side of a square with as many pixels as the typical image has."""
-        sizes = [one.facts for one in self.files if not isinstance(one.facts, AudioFacts)]
-        return statistics.median((one.width * one.height) ** 0.5 for one in sizes) if sizes else 0.0
+        """The side of a square with as many pixels as the median image; 0 for audio."""
+        sizes = [file.facts for file in self.files if not isinstance(file.facts, AudioFacts)]
+        return statistics.median((size.width * size.height) ** 0.5 for size in sizes) if sizes else 0.0
 
     @property
     def clips(self) -> tuple[VideoFacts, ...]:
@@ -62,7 +62,7 @@ class FolderContents:
 
     @property
     def words(self) -> str:
-        """`25 images, 20 with captions`."""
+        """A summary, such as `25 images, 20 with captions`."""
         noun = {"image": "image", "video": "clip", "audio": "sound", "edit": "edit pair"}[self.media]
         count, captioned = len(self.files), len(self.captions)
         captions = {0: "without captions", count: "all with captions"}.get(captioned, f"{captioned} with captions")
@@ -70,7 +70,7 @@ class FolderContents:
 
 
 def look_at(folder: Path, on_scanned: Callable[[int, int], None] = lambda done, total: None) -> FolderContents:
-    """ConfigError where there is nothing to train on."""
+    """Inspect `folder`. Raises ConfigError if there is nothing to train on."""
     place = inspect_path(folder)
     if place.kind != "folder":
         hint = f"gracetune train {folder}" if place.kind == "file" else "check the spelling"
@@ -110,7 +110,9 @@ def _kinds(backend: Backend) -> Counter[Kind]:
 
 
 def _edit_pair(root: Path) -> tuple[Path, Path] | None:
-    """Two folders with images of the same names, one of them called as such folders are: before and after."""
+    """The folders (before, after), if `root` holds just two folders of equally named images and a common name for
+    one.
+    """
     folders = {path.name: path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")}
     if len(folders) != 2 or _kinds(LocalBackend(root)).total() != sum(map(_count, folders.values())):
         return None
@@ -141,7 +143,7 @@ def _captions(backend: Backend, paths: list[str]) -> dict[str, str]:
         try:
             caption = book.find(path, None if folder is None else folder.name).texts[0].strip()
         except UnreadableMediaError:
-            continue  # the run names it
+            continue  # training reports it
         if caption:
             found[path] = caption
     return found

@@ -1,4 +1,4 @@
-"""Which model someone means: a family, one of its flavours, a hub id, a folder, or `FAMILY:FILE`."""
+"""Resolve a model given as a family, `family/flavour`, a hub id, a folder, or `FAMILY:FILE`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ChosenModel:
     family: str
     flavour: Flavour
     path: str | None = None
-    """Unset: the flavour's published weights."""
+    """None uses the published weights of the flavour."""
     is_certain: bool = True
-    """Whether the flavour is known, and not only taken to be the family's first."""
+    """False if the flavour is only assumed to be the first of its family."""
 
     @property
     def name(self) -> str:
@@ -33,13 +33,13 @@ class ChosenModel:
 
     @property
     def values(self) -> dict[str, Any]:
-        """As section `model` of a config."""
+        """The `model` section of a config."""
         flavour = {"flavour": self.flavour.name} if self.is_certain else {}
         return {"family": self.family, **flavour, **({"path": self.path} if self.path else {})}
 
 
 def model_named(text: str) -> ChosenModel:
-    """ConfigError where it cannot be told. Weights are looked at only where a folder is named."""
+    """Resolve `text`, or raise ConfigError. Only a folder makes it read weights."""
     family, slash, name = text.partition("/")
     if family in FAMILIES and (not slash or find_flavour(family, name)):
         return ChosenModel(family, find_flavour(family, name) or flavours(family)[0])
@@ -71,7 +71,7 @@ def _of_family(family: str, path: str) -> ChosenModel:
 
 
 def _family_of(folder: str) -> str:
-    """By the class of the pipeline that a folder of diffusers' layout names."""
+    """The family of a folder in diffusers' layout, by the pipeline class in its model_index.json."""
     file = inspect_path(folder).path / INDEX
     try:
         pipeline = json.loads(read_small_file(file)).get("_class_name")

@@ -1,4 +1,4 @@
-"""The presets of `gracetune/presets`: what is learnt, by which model, with which values. Its README is the format."""
+"""Load the presets of `gracetune/presets`: a purpose, its models and values. The README there describes the format."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gracetune.errors import ConfigError, Problem
 Media = Literal["image", "video", "audio", "edit"]
 FOLDER = Path(gracetune.__file__).parent / "presets"
 _FAMILIES = "families"
-"""The file that is no preset."""
+"""The file with values shared by all presets; it is not a preset."""
 
 
 @dataclass(frozen=True)
 class StepCount:
-    """Optimizer steps of a run."""
+    """The number of optimizer steps of a run: `each` per file, between `least` and `most`."""
 
     each: int
-    """For every file of the dataset."""
+    """Steps per file of the dataset."""
     least: int
     most: int
     source: str
@@ -35,7 +35,7 @@ class StepCount:
 
 @dataclass(frozen=True)
 class Option:
-    """One value, and the address of whoever recommends it."""
+    """One value, and the URL that recommends it."""
 
     value: Any
     source: str
@@ -50,10 +50,10 @@ class TrainingPreset:
     """`family/flavour`, the default first."""
     steps: StepCount
     options: Mapping[str, Mapping[str, Option]]
-    """By family or `family/flavour`; those for every family are under an empty name."""
+    """Options by family or `family/flavour`. The key "" holds those for every family."""
 
     def options_of(self, family: str, flavour: str) -> dict[str, Option]:
-        """By the dotted keys of the configuration."""
+        """Options by dotted config key. More specific layers override general ones."""
         shared = _shared()
         layers = [shared.get(family, {}), shared.get(f"{family}/{flavour}", {}), self.options[""]]
         layers += [self.options.get(family, {}), self.options.get(f"{family}/{flavour}", {})]
@@ -62,7 +62,7 @@ class TrainingPreset:
 
 @cache
 def presets() -> dict[str, TrainingPreset]:
-    """By name. The first of its kind of media is the one that is proposed."""
+    """All presets by name. The first one for a kind of media is its default."""
     names = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != _FAMILIES)
     return {name: _preset(name) for name in names}
 

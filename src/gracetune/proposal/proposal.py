@@ -1,4 +1,4 @@
-"""The config for a folder: a preset's values, fitted to what the folder holds and to what the machine has room for."""
+"""Propose a config: the values of a preset, fitted to the contents of a folder and the memory of a machine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from gracetune.proposal.models import ChosenModel, model_named
 from gracetune.proposal.presets import TrainingPreset, presets_for
 
 PROMPTS = 4
-"""Captions that samples are generated from."""
+"""Number of captions used as validation prompts."""
 ROUNDS = 10
-"""Of samples and held-out losses in a run, besides the one before the first step."""
-_SAVED = 5
+"""Validations in a run, besides the one before the first step."""
+_CHECKPOINTS = 5
 """Checkpoints in a run."""
 _FEWEST_TO_SPLIT, _HELD_OUT, _MOST_HELD_OUT = 10, 0.08, 16
-"""A dataset of fewer files holds none out; larger ones this share, up to so many files."""
+"""Smallest dataset that is split, share of files that is held out, and the most files held out."""
 
 Values = dict[str, Any]
 Comments = dict[tuple[str | int, ...], str]
@@ -41,10 +41,10 @@ Comments = dict[tuple[str | int, ...], str]
 
 @dataclass(frozen=True)
 class Answers:
-    """What was asked, typed or taken as the default."""
+    """The user's answers, or the defaults."""
 
     name: str
-    """Of the run and its files."""
+    """Name of the run and of its files."""
     model: ChosenModel
     preset: TrainingPreset
     trigger: str | None
@@ -54,9 +54,9 @@ class Answers:
 @dataclass(frozen=True)
 class Proposal:
     values: Values
-    """Sections of our own dialect, without what is the default."""
+    """Config sections in our dialect, without defaults."""
     comments: Comments
-    """Why, by the place of a value."""
+    """The reason for a value, by its path."""
     config: RunConfig
     plan: Plan
 
@@ -66,12 +66,12 @@ def default_preset(contents: FolderContents) -> TrainingPreset:
 
 
 def default_trigger(contents: FolderContents) -> str | None:
-    """Images without captions need a word for what they show."""
+    """The folder's name for datasets without captions, which need a trigger word; None with captions."""
     return None if contents.captions else slug(contents.folder.name)
 
 
 def default_model(contents: FolderContents, preset: TrainingPreset, machine: Machine) -> ChosenModel:
-    """The first of the preset's models that fits; the first of all where none does."""
+    """The first of the preset's models that fits, or its first model if none does."""
     models = [model_named(name) for name in preset.models]
     for model in models:
         if propose(contents, Answers(slug(contents.folder.name), model, preset, None), machine).plan.verdict == "fits":
@@ -80,12 +80,12 @@ def default_model(contents: FolderContents, preset: TrainingPreset, machine: Mac
 
 
 def slug(name: str) -> str:
-    """A folder's name as a word and the name of files."""
+    """A folder's name as one word that is safe in file names."""
     return file_name("-".join(name.split())) or "my-run"
 
 
 def check_answers(contents: FolderContents, answers: Answers) -> None:
-    """ConfigError where they do not suit the folder, with all that is wrong."""
+    """Raise one ConfigError that lists every answer that does not suit the folder."""
     problems = []
     media, model, preset = contents.media, answers.model, answers.preset
     if preset.media != media:
@@ -119,12 +119,12 @@ def _words(contents: FolderContents) -> str:
 
 
 def propose(contents: FolderContents, answers: Answers, machine: Machine) -> Proposal:
-    """Planned for this machine: the first choice of micro-batch and base precision that fits, or the last."""
+    """Propose the first combination of micro-batch and base precision that fits the machine, or else the smallest."""
     check_answers(contents, answers)
     values, comments = _values(contents, answers, machine)
     _add_validation(values, comments, contents, answers)
     found = None
-    for candidate, why in _fitted(values, machine):
+    for candidate, why in _candidates(values, machine):
         config = RunConfig.model_validate(copy.deepcopy(candidate))
         demand, _ = demand_of(config, machine, None)
         result = plan(demand, machine, disk_free=free_on_disk(config.output_dir))
@@ -135,8 +135,11 @@ def propose(contents: FolderContents, answers: Answers, machine: Machine) -> Pro
     return found
 
 
-def _fitted(values: Values, machine: Machine) -> Iterator[tuple[Values, Comments]]:
-    """The values as they are, then with smaller micro-batches, then with the base in int8."""
+def _candidates(values: Values, machine: Machine) -> Iterator[tuple[Values, Comments]]:
+    """The values unchanged, then with smaller micro-batches, then with int8 base weights.
+
+    On a CPU the values in fp32 come first.
+    """
     on_cpu = machine.profile.value == "cpu"
     if on_cpu:
         fp32 = copy.deepcopy(values)
@@ -193,12 +196,12 @@ def _values(contents: FolderContents, answers: Answers, machine: Machine) -> tup
         before = {"id": "before", "path": str(contents.before), "dataset_type": "conditioning"}
         before |= {"conditioning_type": "reference_loose", "resolution": dataset["resolution"]}
         values["datasets"].append(before)
-    values["checkpoints"] = {"every_steps": max(1, steps // _SAVED), **values.get("checkpoints", {})}
+    values["checkpoints"] = {"every_steps": max(1, steps // _CHECKPOINTS), **values.get("checkpoints", {})}
     return {key: value for key, value in values.items() if value != {}}, comments
 
 
 def _fit_to_files(dataset: Values, comments: Comments, contents: FolderContents, shape: Geometry) -> None:
-    """Nothing is scaled up, and no clip is left out for being short."""
+    """Lower resolution and frame count, so that no image is upscaled and no clip is too short."""
     if contents.media == "audio":
         dataset.pop("resolution", None)
         return
@@ -234,7 +237,7 @@ def _add_validation(values: Values, comments: Comments, contents: FolderContents
         comments["validation", "prompts"] = "captions of the dataset; write your own"
     if section:
         values["validation"] = section
-    values["checkpoints"] = values.pop("checkpoints")  # the last section
+    values["checkpoints"] = values.pop("checkpoints")  # keep it as the last section
 
 
 def _prompts(contents: FolderContents, answers: Answers) -> list[Values]:
@@ -259,7 +262,7 @@ def _prompts(contents: FolderContents, answers: Answers) -> list[Values]:
 
 
 def _sample_shape(values: Values, contents: FolderContents, model: ChosenModel) -> Values:
-    """That of the bucket most files are in."""
+    """The shape of the most common bucket."""
     if contents.media == "audio":
         return {}
     config = RunConfig.model_validate({**copy.deepcopy(values), "validation": {}})
@@ -277,6 +280,7 @@ def _sample_shape(values: Values, contents: FolderContents, model: ChosenModel) 
 
 
 def _put(tree: Values, path: list[str], value: Any) -> None:
+    """Set a value in nested dicts, creating them on the way."""
     for step in path[:-1]:
         tree = tree.setdefault(step, {})
     tree[path[-1]] = value

@@ -1,4 +1,4 @@
-"""A proposal as the file people read and change: some twenty lines of our own dialect, with reasons."""
+"""Write a proposal as a YAML config of some twenty lines, with the reasons as comments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gracetune.errors import visible
 from gracetune.proposal.proposal import Comments, Proposal
 
 _WIDE = 90
-"""A section is written on one line where it fits into this."""
+"""A section goes on one line if it fits into this many characters."""
 _SHORT = 2
-"""An entry of a list is written on one line where it has at most so many keys."""
+"""A list entry goes on one line if it has at most this many keys."""
 Path = tuple[str | int, ...]
 
 
@@ -27,8 +27,10 @@ def text_of(proposal: Proposal, header: list[str]) -> str:
 def _lines(key: str, value: Any, path: Path, indent: str, comments: Comments) -> Iterator[tuple[str, str]]:
     comment = comments.get(path, "")
     inline = f"{indent}{key}: {one_line_yaml(value)}"
-    inside = any(place[: len(path)] == path and len(place) > len(path) for place in comments)
-    if not isinstance(value, dict | list) or (len(inline) <= _WIDE and not inside and not _has_texts(value)):
+    has_inner_comment = any(place[: len(path)] == path and len(place) > len(path) for place in comments)
+    if not isinstance(value, dict | list) or (
+        len(inline) <= _WIDE and not has_inner_comment and not _is_list_of_mappings(value)
+    ):
         yield inline, comment
     elif isinstance(value, dict):
         yield f"{indent}{key}:", comment
@@ -51,6 +53,6 @@ def _entry(item: Any, path: Path, indent: str, comments: Comments) -> Iterator[t
         yield (f"{indent}- {text[len(indent) + 2 :]}" if number == 0 else text), comment
 
 
-def _has_texts(value: Any) -> bool:
-    """A list of mappings is easier to add to where each has a line of its own."""
+def _is_list_of_mappings(value: Any) -> bool:
+    """Whether `value` is a list of mappings. One line for each makes it easy to add another."""
     return isinstance(value, list) and any(isinstance(one, Mapping) for one in value)

@@ -1,4 +1,4 @@
-"""Automagic as its description reads, a tensor at a time, with learning rates as plain float64 numbers."""
+"""A reference Automagic: one tensor at a time, with float64 learning rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Run with TRITON_INTERPRET=1: our CUDA kernels on a CPU, against the plain arithmetic. Prints how many cases agree."""
+"""Compare our CUDA kernels with the plain arithmetic on a CPU.
+
+Run with TRITON_INTERPRET=1; prints how many cases agree.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from gracetune.optim.automagic_cuda import CudaStack
 from gracetune.optim.automagic_stack import Stack, UpdateRule
 from gracetune.optim.element_rates import RateGrid, RateLimits
 
-# No bf16: the interpreter cuts it off where a GPU rounds.
+# No bf16: the interpreter truncates where a GPU rounds.
 CASES = (
     ((16, 50), torch.float32, 0.0, RateLimits()),
     ((300, 16), torch.float32, 0.1, RateLimits(1e-5, 1e-7, 2e-4)),
@@ -32,7 +35,7 @@ def agree(shape: tuple[int, ...], dtype: torch.dtype, decay: float, limits: Rate
             gradient = torch.randn(shape, generator=draw).to(dtype) if at in active else None
             ours[at].grad, plain[at].grad = gradient, gradient
         for stack in stacks:
-            # The step before the last is left out, as the device is told to where gradients are no numbers.
+            # The flag skips the step before the last, as for non-finite gradients.
             stack.step(active, rule, torch.tensor(float(step == 3)) if step else None)
     for one, two in zip(stacks[0].entries().values(), stacks[1].entries().values(), strict=True):
         if one.is_floating_point():

@@ -1,4 +1,4 @@
-"""One of two processes that train a model sharded by FSDP2 with Automagic, beside the same model whole."""
+"""One of two processes that train a model with Automagic, once sharded by FSDP2 and once whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gracetune.optim.record import ParamGroup
 
 
 class Model(nn.Module):
-    """Rows that do not divide by two, a single row (one process has none of it), vectors, and a convolution."""
+    """Odd numbers of rows, a single row (one process has an empty shard), vectors, and a convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def check(name: str) -> None:
     for key, tensor in states[0].tensors.items():
         torch.testing.assert_close(states[1].tensors[key], tensor, rtol=1e-4, atol=1e-6, msg=key)
 
-    # Saved sharded, resumed sharded: the same bits as without the interruption.
+    # A resumed sharded run gives the same bits as an uninterrupted one.
     again = copy.deepcopy(plain)
     with torch.no_grad():
         for one, two in zip(again.parameters(), sharded.parameters(), strict=True):
@@ -94,5 +94,5 @@ def run(rank: int, rendezvous: str) -> None:
             check(name)
         dist.barrier()
     finally:
-        time.sleep(0.05)  # as `Runtime.close` does: gloo's threads let go of their last work a moment after it is done
+        time.sleep(0.05)  # as `Runtime.close` does: gloo's threads release their last work shortly after it is done
         dist.destroy_process_group()

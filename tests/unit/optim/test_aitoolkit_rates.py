@@ -11,18 +11,18 @@ from gracetune.optim.aitoolkit_rates import NotImportableError, read_rates
 from gracetune.optim.automagic import Automagic
 
 SHAPES = {"high_noise/a": (4, 6), "high_noise/b": (3,), "low_noise/a": (4, 6), "low_noise/b": (3,)}
-"""In the file's order: the high-noise expert's come first."""
+"""Our names in the order of the file: the high-noise expert comes first."""
 LORA: dict[str, Any] = {"kind": "lora", "one_of_two": False}
 
 
 def quantised(rates: torch.Tensor) -> dict[str, Any]:
-    """As ai-toolkit keeps them: one scale for a tensor, a byte for an element."""
+    """Rates as ai-toolkit stores them: one byte per element and one scale per tensor."""
     scale = float(rates.max()) / 127
     return {"quantized": (rates / scale).round().to(torch.int8), "scale": scale, "orig_dtype": torch.float32}
 
 
 def written(folder: Path, shapes: Mapping[str, tuple[int, ...]] = SHAPES, groups: int = 1, **changes: Any) -> Path:
-    """With one group, as upstream; with two, as the fork makes them for two experts."""
+    """One param group, as upstream; two, as the fork creates for two experts."""
     draw = torch.Generator().manual_seed(0)
     state = {
         at: {
@@ -65,11 +65,11 @@ def test_rates_and_signs_get_our_names_in_the_files_order(tmp_path: Path, groups
     [
         ({"a": (4, 6)}, {}, "found 4 parameters; expected the 1 that this run trains"),
         (dict(reversed(SHAPES.items())), {}, "parameters of other sizes"),
-        (SHAPES, {"one_of_two": True}, "nothing says of which expert"),
+        (SHAPES, {"one_of_two": True}, "their expert is unknown"),
         (SHAPES, {"kind": "dora"}, "kind dora; expected one of kind lora or lokr"),
     ],
 )
-def test_what_cannot_be_placed_is_rejected(
+def test_rates_that_match_no_parameter_are_rejected(
     tmp_path: Path, shapes: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(NotImportableError, match=words) as caught:
@@ -86,7 +86,7 @@ def test_another_optimizers_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(NotImportableError, match="a list"):
         read_rates(path, SHAPES, **LORA)
     torch.save({"weights": 1}, path)
-    with pytest.raises(NotImportableError, match="no optimizer's state"):
+    with pytest.raises(NotImportableError, match="no optimizer state"):
         read_rates(path, SHAPES, **LORA)
 
 
@@ -95,7 +95,7 @@ class Evil:
         return (Path.touch, (Path("evil-was-here"),))
 
 
-def test_a_file_that_would_run_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_a_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"state": Evil(), "param_groups": []}, tmp_path / "optimizer.pt")
     with pytest.raises(NotImportableError, match="cannot be read safely"):
@@ -104,7 +104,7 @@ def test_a_file_that_would_run_code_is_not_run(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("content", [b"", b"not a file of torch", b"PK\x03\x04 broken"])
-def test_broken_and_missing_files_are_named(tmp_path: Path, content: bytes) -> None:
+def test_errors_name_broken_and_missing_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "optimizer.pt"
     with pytest.raises(NotImportableError, match="no such file"):
         read_rates(path, SHAPES, **LORA)

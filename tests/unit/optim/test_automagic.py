@@ -54,7 +54,7 @@ class TestAgainstTheReference:
         left_out: list[set[int]],
         chunk: int,
     ) -> None:
-        """Whatever is stacked with what, in whatever pieces, with gradients missing here and there."""
+        """For any mix of shapes, any chunk size, and with some gradients missing."""
         parameters = made(shapes, seed=seed)
         lr = 2e-3
         plain = [Reference(p.detach().clone(), lr, limits, weight_decay=decay) for p in parameters]
@@ -74,14 +74,14 @@ class TestAgainstTheReference:
             expected = torch.full_like(reference.rates, 2.0) if reference.last is None else reference.last.double()
             assert torch.equal(state[f"{name}:sign"].double(), expected)
 
-    def test_rates_follow_for_hundreds_of_steps(self) -> None:
+    def test_rates_stay_equal_for_hundreds_of_steps(self) -> None:
         parameters = made([(12, 9)])
         reference = Reference(parameters[0].detach().clone(), 1e-4, RateLimits(1e-5, 1e-6, 5e-4))
         optimizer = Automagic(named(parameters), lr=1e-4, lr_bump=1e-5, min_lr=1e-6, max_lr=5e-4)
         for number in range(300):
             (gradient,) = give(parameters, number)
             assert gradient is not None
-            gradient[:6] = gradient[:6].abs()  # half of them always agree, and end at the top
+            gradient[:6] = gradient[:6].abs()  # half of the signs always agree: those rates reach the maximum
             reference.step(gradient)
             optimizer.step()
         _, rule, stack = optimizer._stacks[0]
@@ -90,7 +90,7 @@ class TestAgainstTheReference:
         assert bool((found[:6] == torch.tensor(5e-4, dtype=torch.float32).double()).all())
         torch.testing.assert_close(parameters[0].detach(), reference.parameter, rtol=1e-3, atol=1e-5)
 
-    def test_bf16_parameters_are_moved_in_float32(self) -> None:
+    def test_bf16_parameters_are_updated_in_float32(self) -> None:
         parameters = made([(6, 6), (6, 6), (5,)], torch.bfloat16)
         limits = RateLimits(1e-2, 1e-2, 1e-1)
         plain = [Reference(p.detach().clone(), 5e-2, limits) for p in parameters]
@@ -107,7 +107,7 @@ class TestAgainstTheReference:
 
 
 def rates_of(optimizer: Automagic) -> list[set[float]]:
-    """The rates found in each stack."""
+    """The rates of each stack."""
     return [set(rule.grid.read(stack.rates).flatten().tolist()) for _group, rule, stack in optimizer._stacks]
 
 
@@ -124,7 +124,7 @@ class TestRates:
             optimizer.step()
         assert rates_of(optimizer) == [{float32(1e-3)}]
 
-    def test_disagreeing_ones_reach_the_bottom(self) -> None:
+    def test_disagreeing_steps_reach_the_bottom(self) -> None:
         parameters = made([(4, 4)])
         optimizer = Automagic(named(parameters), lr=1e-5)
         for number in range(20):
@@ -156,7 +156,7 @@ class TestRates:
             optimizer.step()
         assert all(torch.equal(a, b.detach()) for a, b in zip(before, parameters, strict=True))
 
-    def test_it_learns(self) -> None:
+    def test_training_reduces_the_loss(self) -> None:
         goal = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
         guess = torch.zeros(8, 8, requires_grad=True)
         optimizer = Automagic([("x", guess)], lr=1e-3, lr_bump=1e-4, max_lr=1e-1)
@@ -171,7 +171,7 @@ class TestRates:
 
 
 class TestEdges:
-    def test_zero_rows_and_huge_gradients_give_numbers(self) -> None:
+    def test_zero_rows_and_huge_gradients_give_finite_values(self) -> None:
         parameters = made([(4, 4), (4,)])
         optimizer = Automagic(named(parameters))
         for _ in range(3):
@@ -191,17 +191,17 @@ class TestEdges:
         assert all(torch.equal(a, b.detach()) for a, b in zip(before, parameters, strict=True))
 
     @pytest.mark.parametrize("changes", [{"beta2": 1.0}, {"eps": 0.0}, {"clip_threshold": 0.0}, {"weight_decay": -1.0}])
-    def test_senseless_options_are_rejected(self, changes: dict[str, float]) -> None:
+    def test_invalid_options_are_rejected(self, changes: dict[str, float]) -> None:
         with pytest.raises(ValueError, match="beta2"):
             Automagic(named(made([(2, 2)])), **changes)  # type: ignore[arg-type]
 
-    def test_rates_have_two_kinds(self) -> None:
+    def test_unknown_rates_kind_is_rejected(self) -> None:
         with pytest.raises(ValueError, match="exact or upstream"):
             Automagic(named(made([(2, 2)])), rates="int8")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="exact rates only"):
             Automagic(named(made([(2, 2)])), rates="upstream", fused=True)
 
-    def test_rates_in_8_bits_are_left_alone_by_a_step_that_is_left_out(self) -> None:
+    def test_a_skipped_step_leaves_8_bit_rates_unchanged(self) -> None:
         parameters = made([(4, 4), (4,)])
         optimizer = Automagic(named(parameters), rates="upstream")
         give(parameters, 1)
@@ -216,7 +216,7 @@ class TestEdges:
     def test_eps_may_be_a_pair(self) -> None:
         assert Automagic(named(made([(2, 2)])), eps=(1e-20, 1e-3)).param_groups[0]["eps"] == 1e-20
 
-    def test_fused_is_rejected_where_it_cannot_be(self) -> None:
+    def test_fused_is_rejected_where_it_cannot_run(self) -> None:
         with pytest.raises(ValueError, match="CUDA"):
             Automagic(named(made([(2, 2)])), fused=True)
 
@@ -250,7 +250,7 @@ class TestState:
         first, optimizer = trained(range(5), shapes)
         saved = optimizer.named_state()
         again = [parameter.detach().clone().requires_grad_() for parameter in first]
-        # In another order: names, not positions, say what belongs where.
+        # In another order: state is matched by name, not by position.
         resumed = Automagic(named(again)[::-1], lr=1e-4)
         resumed.load_named_state(saved)
         for number in range(5, 8):
@@ -259,7 +259,7 @@ class TestState:
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
     @pytest.mark.parametrize(("saved", "loaded"), [("exact", "upstream"), ("upstream", "exact")])
-    def test_rates_change_between_8_bits_and_exact_ones(self, saved: Any, loaded: Any) -> None:
+    def test_rates_convert_between_8_bits_and_exact(self, saved: Any, loaded: Any) -> None:
         parameters = made([(6, 4), (3,)])
         optimizer = Automagic(named(parameters), lr=1e-5, rates=saved)
         for number in range(4):
@@ -270,7 +270,7 @@ class TestState:
         means = [next(iter(one.learning_rates().values())) for one in (optimizer, other)]
         assert float(means[1]) == pytest.approx(float(means[0]), rel=0.02)
 
-    def test_is_a_copy(self) -> None:
+    def test_saved_state_is_a_copy(self) -> None:
         parameters, optimizer = trained(range(3), [(4, 4)])
         saved = optimizer.named_state()
         kept = {key: tensor.clone() for key, tensor in saved.tensors.items()}
@@ -279,7 +279,7 @@ class TestState:
         assert all(torch.equal(kept[key], tensor) for key, tensor in saved.tensors.items())
         assert any(not torch.equal(kept[key], now) for key, now in optimizer.named_state().tensors.items())
 
-    def test_other_limits_take_rates_over(self) -> None:
+    def test_rates_are_converted_to_other_limits(self) -> None:
         _, optimizer = trained(range(30), [(16, 5)])
         saved = optimizer.named_state()
         for bump, top in ((1e-5, 1e-3), (1e-9, 1e-3), (1e-6, 2e-3)):
@@ -305,12 +305,12 @@ class TestState:
         with pytest.raises(StateMismatchError, match="'AdamW'"):
             Automagic(named(made([(4, 4)]))).load_named_state(NamedState({}, {"optimizer": "AdamW"}))
 
-    def test_without_names_there_is_none(self) -> None:
+    def test_saving_needs_parameter_names(self) -> None:
         with pytest.raises(ValueError, match="without parameter names"):
             Automagic(made([(4, 4)])).named_state()
 
     def test_torchs_own_state_dict_round_trips_the_options(self) -> None:
-        """accelerate takes and returns it once."""
+        """accelerate saves and loads it once in `prepare`."""
         parameters, optimizer = trained(range(3), [(4, 4)])
         saved = optimizer.state_dict()
         assert saved["state"] == {}

@@ -1,4 +1,4 @@
-"""Automagic on every kind of adapter of a real (tiny) denoiser, with limits of each expert's own."""
+"""Automagic on every adapter kind of a tiny denoiser, with separate limits for each expert."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_trains_within_each_experts_limits(kind: str, family: str, tiny_model: T
     found: dict[str, list[float]] = {}
     for group, rule, stack in optimizer._stacks:
         found.setdefault(group["name"], []).extend(rule.grid.read(stack.rates).flatten().tolist())
-    # Eight updates each: the first is compared with nothing, so the low expert's rates can rise seven times.
+    # Eight updates each. The first has no previous sign, so the low expert's rates can rise seven times.
     assert max(found["high_noise"]) == pytest.approx(1.5e-3)
     assert max(found["low_noise"]) == pytest.approx(1e-3 + 7 * 5e-4, rel=1e-3)
     assert min(found["low_noise"]) >= 1e-3 * (1 - 1e-6)

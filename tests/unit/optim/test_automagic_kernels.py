@@ -10,8 +10,8 @@ import pytest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton comes with torch for CUDA only")
-def test_kernels_do_what_the_plain_arithmetic_does() -> None:
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
+def test_kernels_match_the_plain_arithmetic() -> None:
+    """Runs in a subprocess, because Triton chooses the interpreter when it is imported."""
     script = Path(__file__).with_name("kernels_interpreted.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(

@@ -20,19 +20,19 @@ def ramps(draw: st.DrawFn) -> Ramp:
 
 
 @given(ramps(), st.integers(0, 500), st.integers(0, 100))
-def test_samples_are_those_of_the_windows(ramp: Ramp, consumed: int, count: int) -> None:
+def test_samples_are_the_sum_over_steps(ramp: Ramp, consumed: int, count: int) -> None:
     sizes = [
         step_batch.micro_batch * step_batch.accumulation for step_batch in islice(ramp.step_batches(consumed), count)
     ]
     assert ramp.samples(consumed, count) == sum(sizes)
 
 
-def test_a_run_without_an_end_is_counted_at_once() -> None:
+def test_samples_of_a_very_long_run_need_no_iteration() -> None:
     assert Ramp(1, 8, 100, 4).samples(200, 10**9) == 8 * 10**9
 
 
 @given(ramps(), st.integers(0, 1000))
-def test_a_window_is_as_near_to_the_wanted_batch_as_whole_micro_batches_allow(ramp: Ramp, consumed: int) -> None:
+def test_a_step_is_as_near_to_the_wanted_batch_as_whole_micro_batches_allow(ramp: Ramp, consumed: int) -> None:
     step_batch = ramp.step_batch(consumed)
     size = step_batch.micro_batch * step_batch.accumulation * ramp.world_size
     grain = ramp.world_size if step_batch.micro_batch < ramp.micro_batch else ramp.micro_batch * ramp.world_size
@@ -42,7 +42,7 @@ def test_a_window_is_as_near_to_the_wanted_batch_as_whole_micro_batches_allow(ra
 
 
 @given(ramps())
-def test_windows_only_grow_and_end_at_the_target(ramp: Ramp) -> None:
+def test_steps_only_grow_and_end_at_the_target(ramp: Ramp) -> None:
     step_batches = list(islice(ramp.step_batches(), ramp.ramp_steps + 2))
     sizes = [step_batch.micro_batch * step_batch.accumulation for step_batch in step_batches]
     assert sizes == sorted(sizes)
@@ -50,27 +50,27 @@ def test_windows_only_grow_and_end_at_the_target(ramp: Ramp) -> None:
 
 
 @given(ramps(), st.integers(0, 20))
-def test_a_resumed_ramp_goes_on_where_it_was(ramp: Ramp, done: int) -> None:
+def test_a_resumed_ramp_continues(ramp: Ramp, done: int) -> None:
     step_batches = list(islice(ramp.step_batches(), done + 10))
     consumed = sum(step_batch.accumulation for step_batch in step_batches[:done])
     assert list(islice(ramp.step_batches(consumed), 10)) == step_batches[done:]
 
 
 def test_the_documented_recipe_ramps_the_micro_batch_itself() -> None:
-    """`train_batch_size` 32 with an initial effective batch of 4: a no-op in the fork."""
+    """`train_batch_size` 32 with an initial effective batch of 4, which has no effect in the fork."""
     ramp = Ramp(initial=4, target=64, ramp_steps=10, micro_batch=32)
     assert [ramp.step_batch(n) for n in (0, 5, 7, 8, 10)] == [
         StepBatch(4, 1), StepBatch(19, 1), StepBatch(32, 1), StepBatch(32, 1), StepBatch(32, 2),
     ]  # fmt: skip
 
 
-def test_without_a_ramp_every_window_is_the_config_s() -> None:
+def test_without_a_ramp_every_step_has_the_configured_batch() -> None:
     ramp = ramp_of(Training(batch_size=3, gradient_accumulation_steps=5), world_size=2)
     assert set(islice(ramp.step_batches(), 20)) == {StepBatch(3, 5)}
     assert ramp.first_line is None
 
 
-def test_the_log_line_speaks_in_micro_batches() -> None:
+def test_the_log_line_counts_micro_batches() -> None:
     config = BatchRamp(
         enabled=True, initial_effective_batch_size=4, target_effective_batch_size=32, batch_rampup_steps=100
     )

@@ -54,7 +54,7 @@ def need(name: str) -> None:
 
 
 class TestBuilding:
-    def test_each_name_gives_its_optimizer(self) -> None:
+    def test_each_name_builds_its_optimizer(self) -> None:
         assert type(build_optimizer(settings("adamw"), both())) is torch.optim.AdamW
         assert type(build_optimizer(settings("adafactor"), both())).__module__.startswith("transformers")
         assert type(build_optimizer(settings("lion"), both())) is Lion
@@ -80,21 +80,21 @@ class TestBuilding:
         with pytest.raises(ConfigError, match=f"pip install {package}"):
             build_optimizer(settings(name), both())
 
-    def test_8_bit_is_for_gpus(self) -> None:
+    def test_adamw_8bit_needs_a_gpu(self) -> None:
         with pytest.raises(ConfigError, match="these are on cpu"):
             build_optimizer(settings("adamw_8bit"), both())
 
-    def test_settings_arrive(self) -> None:
+    def test_settings_reach_the_optimizer(self) -> None:
         made = build_optimizer(settings(lr=3e-4, weight_decay=0.05, betas=(0.8, 0.95), eps=1e-6), both())
         for group in made.param_groups:
             assert (group["lr"], group["weight_decay"], group["betas"], group["eps"]) == (3e-4, 0.05, (0.8, 0.95), 1e-6)
 
-    def test_unset_means_the_optimizers_own(self) -> None:
+    def test_unset_values_are_the_optimizers_defaults(self) -> None:
         own = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).defaults
         made = build_optimizer(settings(), both()).param_groups[0]
         assert all(made[name] == own[name] for name in ("weight_decay", "betas", "eps"))
 
-    def test_adamw_is_fused_where_it_can_be(self) -> None:
+    def test_adamw_is_fused_where_possible(self) -> None:
         assert build_optimizer(settings(), both()).defaults["fused"] is True
         assert not build_optimizer(settings(options={"foreach": True}), both()).defaults["fused"]
         half = [ParamGroup("", "", layers(dtype=torch.bfloat16))]
@@ -106,7 +106,7 @@ class TestBuilding:
         assert [(group["name"], group["lr"]) for group in made] == [("a", 1e-2), ("b", 1e-3)]
         assert made[0]["param_names"][0] == "a/to_q.lora_A.weight"
 
-    def test_nothing_and_two_alike_are_mistakes(self) -> None:
+    def test_empty_and_duplicate_groups_are_errors(self) -> None:
         with pytest.raises(ValueError, match="nothing to train"):
             build_optimizer(settings(), [])
         with pytest.raises(ValueError, match="one name"):
@@ -117,7 +117,7 @@ class TestBuilding:
 
 
 class TestOptions:
-    def test_are_handed_over(self) -> None:
+    def test_options_reach_the_optimizer(self) -> None:
         assert build_optimizer(settings(options={"amsgrad": True}), both()).defaults["amsgrad"] is True
         assert build_optimizer(settings("automagic", options={"beta2": 0.9}), both()).defaults["beta2"] == 0.9
 
@@ -147,7 +147,7 @@ class TestOptions:
         with pytest.raises(ConfigError, match="one of the two"):
             build_optimizer(settings(weight_decay=0.1, options={"weight_decay": 0.2}), both())
 
-    def test_limits_have_a_place_of_their_own(self) -> None:
+    def test_limits_belong_into_their_own_section(self) -> None:
         with pytest.raises(ConfigError, match=r"optimizer\.limits\.max_lr"):
             build_optimizer(settings("automagic", options={"max_lr": 1e-2}), both())
 
@@ -157,7 +157,7 @@ class TestOptions:
         with pytest.raises(ConfigError, match="adafactor"):
             build_optimizer(settings("adafactor", options={"warmup_init": True}), both())
 
-    def test_without_effect_are_taken_and_said(self) -> None:
+    def test_options_without_effect_are_accepted_with_a_note(self) -> None:
         config = settings("adafactor", options={"stochastic_rounding": True})
         build_optimizer(config, both())
         assert "fp32" in optimizer_notes(config)[0]
@@ -171,7 +171,7 @@ class TestAdafactor:
         assert (group["lr"], group["relative_step"], group["scale_parameter"]) == (1e-3, False, False)
         assert group["eps"] == (1e-20, 1e-3)
 
-    def test_or_its_own_if_asked_to(self) -> None:
+    def test_uses_its_own_rate_with_relative_step(self) -> None:
         config = settings("adafactor", options={"relative_step": True, "scale_parameter": True, "eps": [1e-30, 1e-3]})
         groups = both()
         optimizer = build_optimizer(config, groups)
@@ -188,36 +188,36 @@ class TestAutomagicLimits:
         groups = build_optimizer(settings("automagic", **changes), both()).param_groups
         return [(group["lr_bump"], group["min_lr"], group["max_lr"]) for group in groups]
 
-    def test_unset_are_the_published_ones(self) -> None:
+    def test_unset_limits_are_the_published_ones(self) -> None:
         assert self.limits() == [(1e-6, 1e-7, 1e-3)] * 2
 
-    def test_of_all_reach_both_experts(self) -> None:
+    def test_shared_limits_reach_both_experts(self) -> None:
         assert self.limits(limits={"max_lr": 1e-4}) == [(1e-6, 1e-7, 1e-4)] * 2
 
-    def test_of_one_expert_hold_without_the_unprefixed_key(self) -> None:
+    def test_limits_of_one_expert_need_no_shared_limits(self) -> None:
         found = self.limits(high_noise={"lr_bump": 5e-6, "max_lr": 2e-3}, low_noise={"min_lr": 5e-7})
         assert found == [(5e-6, 1e-7, 2e-3), (1e-6, 5e-7, 1e-3)]
 
-    def test_of_one_expert_override_those_of_all(self) -> None:
+    def test_limits_of_one_expert_override_shared_ones(self) -> None:
         found = self.limits(limits={"max_lr": 1e-4, "lr_bump": 2e-6}, low_noise={"max_lr": 5e-4})
         assert found == [(2e-6, 1e-7, 1e-4), (2e-6, 1e-7, 5e-4)]
 
-    def test_that_contradict_each_other_are_rejected(self) -> None:
+    def test_contradicting_limits_are_rejected(self) -> None:
         with pytest.raises(ConfigError, match=r"optimizer\.high_noise"):
             self.limits(limits={"min_lr": 1e-4}, high_noise={"max_lr": 1e-5})
 
-    def test_of_an_expert_that_is_not_trained_are_said(self) -> None:
+    def test_limits_of_an_untrained_expert_get_a_note(self) -> None:
         config = settings("automagic", lr=1e-6, high_noise={"max_lr": 1e-4})
         (note,) = optimizer_notes(config, both()[1:])
         assert note == "optimizer.high_noise: not used, that expert is not trained"
         assert optimizer_notes(config, both()) == ()
 
-    def test_a_start_outside_is_said(self) -> None:
+    def test_a_start_outside_the_limits_gets_a_note(self) -> None:
         (note,) = optimizer_notes(settings("automagic", lr=1e-2), [ParamGroup("", "", layers())])
         assert "rates start at 0.001" in note
 
 
-def test_a_low_rate_for_prodigy_is_said() -> None:
+def test_a_low_rate_for_prodigy_gets_a_note() -> None:
     assert "1 is usual" in optimizer_notes(settings("prodigy", lr=1e-4))[0]
     assert optimizer_notes(settings("prodigy", lr=1.0)) == ()
 
@@ -237,7 +237,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 class Travelling(torch.optim.Optimizer):
-    """Keeps state where Prodigy does, which is not installed here."""
+    """Keeps state in param groups, as Prodigy does, which is not installed in tests."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -250,7 +250,7 @@ class Travelling(torch.optim.Optimizer):
 class TestState:
     @pytest.mark.parametrize(("name", "changes"), CASES, ids=[f"{name}-{at}" for at, (name, _) in enumerate(CASES)])
     def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(self, name: str, changes: dict[str, Any]) -> None:
-        """Experts take turns, and the run is cut between two turns of one."""
+        """Experts alternate, and the run is interrupted between two turns of one expert."""
         need(name)
 
         def turn(groups: list[ParamGroup], optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -281,7 +281,7 @@ class TestState:
             assert torch.equal(one, two)
 
     @pytest.mark.parametrize("name", ["adamw", "automagic"])
-    def test_of_other_parameters_is_rejected(self, name: str) -> None:
+    def test_state_of_other_parameters_is_rejected(self, name: str) -> None:
         groups = both()
         optimizer = build_optimizer(settings(name), groups)
         give(groups, 0)
@@ -293,13 +293,13 @@ class TestState:
             load_named_state(target, parameter_names(one), saved)
         assert not target.state
 
-    def test_of_another_optimizer_is_rejected(self) -> None:
+    def test_state_of_another_optimizer_is_rejected(self) -> None:
         groups = both()
         saved = named_state(build_optimizer(settings("lion"), groups), parameter_names(groups))
         with pytest.raises(StateMismatchError, match="the state of 'Lion', not of 'AdamW'"):
             load_named_state(build_optimizer(settings("adamw"), groups), parameter_names(groups), saved)
 
-    def test_an_expert_never_gets_the_others_state(self) -> None:
+    def test_an_expert_never_gets_the_state_of_the_other(self) -> None:
         groups = both()
         optimizer = build_optimizer(settings("adamw"), groups)
         give(groups, 0, only="low_noise")
@@ -314,8 +314,8 @@ class TestState:
         held = {name for name, parameter in names.items() if again.state.get(parameter)}
         assert held == {name for name in names if name.startswith("low_noise/")}
 
-    def test_what_an_optimizer_keeps_in_its_groups_is_part_of_it(self) -> None:
-        """As Prodigy keeps the distance it has come, of every kind of number; what a config decides is not restored."""
+    def test_values_computed_in_param_groups_are_saved(self) -> None:
+        """Such as Prodigy's distance, in every number type. Values that the config decides are not restored."""
         parameters = {"weight": torch.nn.Parameter(torch.ones(2))}
         first = Travelling([("weight", parameters["weight"])], lr=1.0)
         parameters["weight"].grad = torch.ones(2)
@@ -328,7 +328,7 @@ class TestState:
         assert (group["distance"], group["averaging"], group["seen"], group["lr"]) == (2.5, True, (1, 2.0), 0.5)
         assert torch.equal(group["numerator"], torch.tensor(3.0, dtype=torch.float64))
 
-    def test_a_changed_rate_counts_after_a_resume(self) -> None:
+    def test_a_changed_rate_takes_effect_after_a_resume(self) -> None:
         groups = both()
         optimizer = build_optimizer(settings("adamw", lr=1e-3), groups)
         give(groups, 0)
@@ -340,7 +340,7 @@ class TestState:
 
 
 @pytest.mark.parametrize("name", ["adamw", "automagic", "lion"])
-def test_what_an_optimizer_keeps_is_what_is_counted(name: str) -> None:
+def test_the_predicted_state_size_is_the_real_one(name: str) -> None:
     groups = both()
     optimizer = build_optimizer(settings(name), groups)
     give(groups, 0)

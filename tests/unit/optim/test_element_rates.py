@@ -47,7 +47,7 @@ class TestGrid:
         ("bump", "top", "dtype"), [(1e-6, 1e-3, torch.int16), (1e-8, 1e-3, torch.int32), (1e-9, 1e-1, torch.int32)]
     )
     def test_a_thousand_bumps_reach_the_top_exactly(self, bump: float, top: float, dtype: torch.dtype) -> None:
-        """From `top` - 1000 bumps: no bump is swallowed, at whatever height."""
+        """From `top` - 1000 bumps: rounding loses no bump anywhere in the range."""
         config = RateLimits(bump, bump, top)
         grid = RateGrid.of(config)
         assert grid.dtype == dtype
@@ -80,7 +80,7 @@ class TestGrid:
             assert config.min_lr * (1 - 1e-6) <= found <= config.max_lr * (1 + 1e-6)
 
     @given(limits(), st.floats(1e-9, 1e-1))
-    def test_up_and_down_is_where_it_was(self, config: RateLimits, start: float) -> None:
+    def test_up_and_down_returns_to_the_start(self, config: RateLimits, start: float) -> None:
         grid = RateGrid.of(config)
         stored = torch.tensor([grid.stored(start)], dtype=grid.dtype)
         up = walk(grid, stored, [True])
@@ -95,14 +95,14 @@ class TestGrid:
         assert torch.equal(moved - grid.bias, stored.int())
 
     @given(limits(), st.floats(1e-9, 1e-1))
-    def test_tensors_are_stored_as_numbers_are(self, config: RateLimits, rate: float) -> None:
+    def test_tensors_and_numbers_are_stored_alike(self, config: RateLimits, rate: float) -> None:
         grid = RateGrid.of(config)
         assert abs(int(grid.store(torch.tensor([rate], dtype=torch.float64))) - grid.stored(rate)) <= 1
 
 
 class TestLimits:
     @pytest.mark.parametrize("values", [(0, 1e-7, 1e-3), (1e-6, 1e-2, 1e-3), (1e-6, float("nan"), 1e-3), (1e-6, 0, 1)])
-    def test_that_make_no_sense_are_rejected(self, values: tuple[float, float, float]) -> None:
+    def test_invalid_limits_are_rejected(self, values: tuple[float, float, float]) -> None:
         with pytest.raises(ValueError, match="all above 0, and min_lr at most max_lr"):
             RateLimits(*values)
 

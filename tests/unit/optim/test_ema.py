@@ -41,7 +41,7 @@ def test_follows_its_formula(decay: float, every: int, steps: int, ramp: bool, c
         torch.testing.assert_close(average.double(), expected[name], rtol=1e-5, atol=1e-5)
 
 
-def test_small_moves_of_bf16_parameters_are_not_lost() -> None:
+def test_small_changes_of_bf16_parameters_are_not_lost() -> None:
     held = {"a": torch.ones(4, dtype=torch.bfloat16)}
     ema = EmaWeights(held, decay=0.999)
     held["a"].add_(1.0)
@@ -57,7 +57,7 @@ def fail_inside(ema: EmaWeights) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_swapping_gives_the_averages_and_brings_back_every_bit(dtype: torch.dtype) -> None:
+def test_swapping_puts_in_the_averages_and_restores_every_bit(dtype: torch.dtype) -> None:
     held = parameters(dtype)
     ema = EmaWeights(held, decay=0.9)
     move(held, 1)
@@ -102,7 +102,7 @@ def test_state_of_other_parameters_is_rejected_and_changes_nothing() -> None:
     assert all(torch.equal(before[name], average) for name, average in ema.averages.items())
 
 
-def test_comes_from_the_config() -> None:
+def test_is_built_from_the_config() -> None:
     assert EmaWeights.from_config(parameters(), EmaConfig()) is None
     made = EmaWeights.from_config(parameters(), EmaConfig(enabled=True, decay=0.5, update_every=3))
     assert made is not None

@@ -20,7 +20,7 @@ def test_follows_the_paper(beta1: float, beta2: float, decay: float, seed: int) 
     momenta = [torch.zeros_like(value) for value in values]
     optimizer = Lion(parameters, lr=1e-2, betas=(beta1, beta2), weight_decay=decay)
     draw = torch.Generator().manual_seed(seed)
-    # Where a blend is nearly 0, its sign is a matter of rounding: these elements are not compared.
+    # Rounding decides the sign of an interpolation near 0, so those elements are not compared.
     clear = [torch.ones_like(value, dtype=torch.bool) for value in values]
     for _ in range(4):
         for at, parameter in enumerate(parameters):
@@ -72,6 +72,6 @@ def test_decoupled_decay_does_not_scale_with_the_rate() -> None:
 
 
 @pytest.mark.parametrize("options", [{"lr": -1.0}, {"betas": (0.9, 1.5)}, {"lr": 0.0, "decoupled_weight_decay": True}])
-def test_senseless_options_are_rejected(options: dict[str, float]) -> None:
+def test_invalid_options_are_rejected(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"lr|rate"):
         Lion(made(), **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What schedule-free optimizers deliver is shown without leaving a trace in what they train."""
+"""Sampling with the averages of a schedule-free optimizer does not change the training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BETA = 0.9
 
 
 class Averaging(SGD):
-    """The schedule-free way of changing places: x = y + (z - y) (1 - 1 / beta), and back from x."""
+    """Switches between weights as schedule-free optimizers do: x = y + (z - y) (1 - 1 / beta), and back from x."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -42,7 +42,7 @@ def after_a_step() -> tuple[nn.Linear, Averaging]:
     return model, optimizer
 
 
-def test_the_way_back_rounds_and_nothing_of_it_is_left() -> None:
+def test_values_are_restored_exactly_although_the_optimizer_rounds() -> None:
     model, optimizer = after_a_step()
     trained = model.weight.detach().clone()
     optimizer.eval()
@@ -55,7 +55,7 @@ def test_the_way_back_rounds_and_nothing_of_it_is_left() -> None:
     assert torch.equal(model.weight, trained)
 
 
-def test_also_after_an_error() -> None:
+def test_values_are_restored_after_an_error() -> None:
     model, optimizer = after_a_step()
     trained = model.weight.detach().clone()
     with pytest.raises(RuntimeError), averaged(optimizer):
@@ -63,7 +63,7 @@ def test_also_after_an_error() -> None:
     assert torch.equal(model.weight, trained)
 
 
-def test_others_keep_no_averages() -> None:
+def test_other_optimizers_are_left_alone() -> None:
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
     with averaged(SGD(model.parameters(), lr=0.1)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gracetune.config import Environment, load
 from gracetune.config.run_config import Schedule
 from gracetune.errors import ConfigError
-from gracetune.optim.schedules import build_schedule, effective, learning_rate, move_to
+from gracetune.optim.schedules import build_schedule, effective_schedule, learning_rate, move_to
 
 NAMES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "sine")
 FALLING = ("linear", "cosine", "polynomial", "cosine_with_restarts")
@@ -30,7 +30,7 @@ def optimizer(*rates: float) -> torch.optim.SGD:
 
 
 def followed(config: Schedule, total: int, *rates: float, name: str = "adamw") -> list[list[float]]:
-    """The rates of every step of a run, group by group, as the optimizer sees them."""
+    """The rate of each group at every step of a run, read from the optimizer."""
     sgd = optimizer(*rates)
     scheduler = build_schedule(sgd, config, optimizer_name=name, total=total).scheduler
     seen: list[list[float]] = [[] for _ in rates]
@@ -56,7 +56,7 @@ class TestAgainstDiffusers:
         ],
     )
     def test_every_step_is_equal(self, name: str, theirs: dict[str, object], warmup: int) -> None:
-        end = 1e-7 if name == "polynomial" else 0.0  # theirs has no other
+        end = 1e-7 if name == "polynomial" else 0.0  # the only one that diffusers has
         cycles = 3 if name == "cosine_with_restarts" else 1
         power = 2.0 if name == "polynomial" else 1.0
         config = schedule(name, warmup_steps=warmup, cycles=cycles, power=power, end_lr=end)
@@ -86,7 +86,7 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
 
 class TestRates:
     @given(schedules())
-    def test_stay_between_0_and_the_groups_own(self, made: tuple[Schedule, int]) -> None:
+    def test_stay_between_0_and_the_groups_rate(self, made: tuple[Schedule, int]) -> None:
         config, total = made
         for step in range(total + 20):
             rate = learning_rate(step, total, config, 1e-3)
@@ -104,7 +104,7 @@ class TestRates:
             assert learning_rate(step, total, config, 1e-3) == pytest.approx(expected)
 
     @pytest.mark.parametrize("name", FALLING)
-    def test_end_at_the_end_and_stay_there(self, name: str) -> None:
+    def test_reach_end_lr_and_stay_there(self, name: str) -> None:
         config = schedule(name, end_lr=1e-6, warmup_steps=10)
         assert learning_rate(100, 100, config, 1e-3) == pytest.approx(1e-6)
         assert learning_rate(1000, 100, config, 1e-3) == pytest.approx(1e-6)
@@ -137,13 +137,13 @@ class TestBuilding:
         assert none == [0.0] * 10
 
     @pytest.mark.parametrize("name", ["automagic", "prodigy_plus_schedule_free"])
-    def test_optimizers_that_find_their_own_are_left_constant_and_it_is_said(self, name: str) -> None:
+    def test_optimizers_with_their_own_rate_stay_constant_with_a_note(self, name: str) -> None:
         config = schedule("cosine", warmup_steps=3)
         assert followed(config, 10, 1e-3, name=name) == [[1e-3] * 10]
         (note,) = build_schedule(optimizer(1e-3), config, optimizer_name=name, total=10).notes
         assert "cosine" in note
         assert name in note
-        assert effective(schedule(), name) == (schedule(), ())
+        assert effective_schedule(schedule(), name) == (schedule(), ())
 
     @pytest.mark.parametrize(
         ("config", "word"),
@@ -153,8 +153,8 @@ class TestBuilding:
             (schedule("linear", power=2.0), "schedule.power"),
         ],
     )
-    def test_what_means_nothing_is_said(self, config: Schedule, word: str) -> None:
-        (note,) = effective(config, "adamw")[1]
+    def test_settings_without_effect_get_a_note(self, config: Schedule, word: str) -> None:
+        (note,) = effective_schedule(config, "adamw")[1]
         assert word in note
 
     def test_an_end_above_the_rate_is_rejected(self) -> None:
@@ -164,14 +164,14 @@ class TestBuilding:
         assert [problem.key for problem in caught.value.problems] == ["schedule.end_lr"]
 
     @pytest.mark.parametrize("name", ["constant_with_warmup", *FALLING])
-    def test_a_warm_up_longer_than_the_run_is_said_and_followed(self, name: str) -> None:
+    def test_a_warm_up_longer_than_the_run_is_followed_with_a_note(self, name: str) -> None:
         config = schedule(name, warmup_steps=50)
         assert followed(config, 5, 1e-3)[0] == pytest.approx([0, 2e-5, 4e-5, 6e-5, 8e-5])
         (note,) = build_schedule(optimizer(1e-3), config, optimizer_name="adamw", total=5).notes
         assert "rises to 0.08 of optimizer.lr" in note
         assert build_schedule(optimizer(1e-3), config, optimizer_name="adamw", total=51).notes == ()
 
-    def test_resumes_where_it_was(self) -> None:
+    def test_resumes_at_the_saved_step(self) -> None:
         config = schedule("cosine", warmup_steps=3)
         whole = followed(config, 20, 1e-3)[0]
         sgd = optimizer(1e-3)
@@ -189,7 +189,7 @@ class TestBuilding:
 
     @pytest.mark.parametrize("steps", [0, 2, 8])
     def test_moves_to_a_number_of_steps(self, steps: int) -> None:
-        """Back or ahead: the very next optimizer step has the rate of that step, and so have those after it."""
+        """Forwards or backwards: the next optimizer step and all later ones have their own rates."""
         config = schedule("cosine", warmup_steps=3)
         whole = followed(config, 20, 1e-3)[0]
         sgd = optimizer(1e-3)
@@ -206,7 +206,7 @@ class TestBuilding:
 
 
 @pytest.mark.parametrize(("warmup", "stated"), [(0, "whole waves"), (40, "is a wave in SimpleTuner, and here too")])
-def test_a_simpletuner_config_is_told_what_sine_is(tmp_path: Path, warmup: int, stated: str) -> None:
+def test_a_simpletuner_config_gets_a_note_about_sine(tmp_path: Path, warmup: int, stated: str) -> None:
     example = Path(__file__).parents[3] / "examples" / "gh200_large_batch.json"
     config = {**json.loads(example.read_text()), "lr_scheduler": "sine", "lr_warmup_steps": warmup}
     (tmp_path / "c.json").write_text(json.dumps(config))
@@ -216,7 +216,7 @@ def test_a_simpletuner_config_is_told_what_sine_is(tmp_path: Path, warmup: int, 
 
 
 class TestWaves:
-    def test_take_half_a_period_from_top_to_bottom(self) -> None:
+    def test_waves_take_half_a_period_from_top_to_bottom(self) -> None:
         config = schedule("cosine", half_period=10, end_lr=1e-4)
         rates = [learning_rate(step, 40, config, 1e-3) for step in range(41)]
         assert rates[0] == rates[20] == rates[40] == 1e-3
@@ -224,12 +224,12 @@ class TestWaves:
         sine = [learning_rate(step, 40, schedule("sine", half_period=10), 1e-3) for step in range(16)]
         assert (sine[0], sine[5], sine[15]) == (pytest.approx(5e-4), pytest.approx(1e-3), pytest.approx(0, abs=1e-12))
 
-    def test_have_no_warm_up_and_others_no_half_period(self) -> None:
-        _, notes = effective(schedule("cosine", half_period=10, warmup_steps=5, cycles=2), "adamw")
+    def test_waves_have_no_warm_up_and_other_schedules_no_half_period(self) -> None:
+        _, notes = effective_schedule(schedule("cosine", half_period=10, warmup_steps=5, cycles=2), "adamw")
         assert len(notes) == 2
         assert "schedule.warmup_steps" in notes[0]
         assert "cosine with `half_period` has none" in notes[1]
-        _, notes = effective(schedule("linear", half_period=10), "adamw")
+        _, notes = effective_schedule(schedule("linear", half_period=10), "adamw")
         assert notes == ("schedule.half_period: linear has none; cosine and sine do",)
         build_schedule(
             optimizer(1e-3), schedule("cosine", half_period=3, warmup_steps=50), optimizer_name="adamw", total=5

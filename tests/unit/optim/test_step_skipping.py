@@ -1,4 +1,4 @@
-"""A step that is left out on the device: for every optimizer as if it had never been."""
+"""A step skipped on the device leaves no trace, for every optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gracetune.config.run_config import Optimizer as Requested
 from gracetune.optim.build import build_optimizer, named_state, parameter_names
 from gracetune.optim.ema import EmaWeights
 from gracetune.optim.record import ParamGroup
-from gracetune.optim.step_skipping import heeds, move_towards, step_unless, waiting_note
+from gracetune.optim.step_skipping import can_skip_on_device, move_towards, step_unless, waiting_note
 from gracetune.train.gradients import FlatGradients, GradientClipping
 
 NAMES = ("adamw", "adafactor", "lion", "automagic", "prodigy", "prodigy_plus_schedule_free")
@@ -66,8 +66,8 @@ def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_a_window_without_finite_gradients_leaves_no_trace(name: str, first: int) -> None:
-    """Also the very first one, when there is no state yet; and what follows goes on as if it had not been."""
+def test_a_step_without_finite_gradients_leaves_no_trace(name: str, first: int) -> None:
+    """Also the first one, before there is any state. Later steps continue as if it had not happened."""
     if name in OPTIONAL and importlib.util.find_spec(OPTIONAL[name]) is None:
         pytest.skip(f"{OPTIONAL[name]} is not installed")
     met, never = Trained(name), Trained(name)
@@ -86,8 +86,8 @@ def test_a_window_without_finite_gradients_leaves_no_trace(name: str, first: int
     assert any(not torch.equal(moved[key], before[key]) for key in before)
 
 
-def test_who_can_be_told_on_the_device_and_who_is_waited_for() -> None:
-    can = {name: heeds(Trained(name).optimizer) for name in ("adamw", "adafactor", "lion", "automagic")}
+def test_which_optimizers_skip_on_the_device_and_which_make_the_host_wait() -> None:
+    can = {name: can_skip_on_device(Trained(name).optimizer) for name in ("adamw", "adafactor", "lion", "automagic")}
     assert can == {"adamw": True, "adafactor": False, "lion": True, "automagic": True}
     waited = waiting_note(Trained("adafactor").optimizer, "optimizer adafactor", torch.device("cuda"))
     assert waited is not None
@@ -96,8 +96,8 @@ def test_who_can_be_told_on_the_device_and_who_is_waited_for() -> None:
     assert waiting_note(Trained("lion").optimizer, "x", torch.device("cuda")) is None
 
 
-def test_many_tensors_are_moved_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gracetune.optim.step_skipping._MOST", 5)
+def test_many_tensors_are_averaged_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gracetune.optim.step_skipping._CHUNK", 5)
     held = [torch.zeros(size) for size in (3, 4, 1, 0, 2)]
     goals = [torch.ones(len(tensor), dtype=torch.bfloat16) for tensor in held]
     move_towards(held, goals, 0.25)

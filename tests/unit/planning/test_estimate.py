@@ -1,4 +1,4 @@
-"""The lines of an estimate: what each is, how large, when it is needed."""
+"""The needs of an estimate: their sizes and phases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SQUARE = SampleShape(1024, 1024)
 
 
 def run_config(family: str = "wan", **sections: Any) -> RunConfig:
-    """One dataset of 1024x1024 pictures; sections given here replace or extend the ones below."""
+    """A config with one dataset of 1024x1024 images; `sections` replace or extend the ones below."""
     tree: dict[str, Any] = {
         "name": "run",
         "output_dir": "out",
@@ -54,7 +54,7 @@ class TestLatents:
         assert cache.bytes / 1e6 == pytest.approx(34, abs=0.1)
 
     @pytest.mark.parametrize(("frames", "planes"), [(1, 1), (5, 2), (81, 21), (121, 31)])
-    def test_wan_has_one_plane_and_one_more_per_four_frames(self, frames: int, planes: int) -> None:
+    def test_wan_latents_have_one_frame_and_one_more_per_four_frames(self, frames: int, planes: int) -> None:
         latents = FOOTPRINTS["wan"][0].latents
         assert isinstance(latents, PixelLatents)
         assert latents.elements(SampleShape(832, 480, frames)) == 16 * planes * 104 * 60
@@ -69,7 +69,7 @@ class TestLatents:
     def test_a_megapixel_in_tokens(self, family: str, tokens: int) -> None:
         assert FOOTPRINTS[family][0].latents.tokens(SQUARE) == tokens
 
-    def test_audio_is_as_long_as_the_model_takes(self) -> None:
+    def test_audio_has_the_longest_duration_of_the_model(self) -> None:
         latents = FOOTPRINTS["stable_audio"][0].latents
         assert isinstance(latents, AudioLatents)
         assert latents.tokens(SampleShape(seconds=1000)) == 1024 + 1
@@ -96,7 +96,7 @@ class TestTrained:
         assert len(both.denoisers) == 2
         assert [denoiser.name for denoiser in one.denoisers] == ["high-noise expert"]
 
-    def test_the_expert_that_is_not_trained_is_loaded_only_to_sample(self) -> None:
+    def test_the_untrained_expert_is_loaded_only_to_sample(self) -> None:
         sampling = {"enabled": True, "every_steps": 100, "prompts": [{"prompt": "a lighthouse"}]}
         demand = demand_of(run_config(model={"experts": "low"}, validation=sampling))
         assert [(d.name, d.idle_in_training) for d in demand.denoisers] == [
@@ -126,7 +126,7 @@ class TestTrained:
         assert ours.workloads[0].under("off").rebuilt == 0
 
     @pytest.mark.parametrize("kind", ["ia3", "diag_oft"])
-    def test_kinds_without_a_factorised_form_are_rebuilt_by_us_too(self, kind: str) -> None:
+    def test_kinds_without_a_plain_form_rebuild_weights_in_our_layers_too(self, kind: str) -> None:
         config = run_config(adapter={"kind": kind})
         assert demand_of(config).workloads == demand_of(config, adapter_path="library").workloads
 
@@ -196,7 +196,7 @@ class TestPhases:
         assert not any(entry.role == "latent cache" for entry in demand.needs)
 
     def test_refreshing_needs_the_vae_beside_the_step(self) -> None:
-        """Whether or not there are `transforms`: crops are drawn anew too."""
+        """With or without `transforms`: crops are random in every epoch too."""
         for transforms in ([], [{"name": "blur"}]):
             augmentation = {"transforms": transforms, "cache_mode": "refresh_each_epoch"}
             demand = demand_of(run_config(datasets=[{"id": "d", "path": "/nowhere", "augmentation": augmentation}]))
@@ -229,7 +229,7 @@ class TestPhases:
                                       datasets=[dataset]))  # fmt: skip
         assert ("train" in need(demand, "text encoder (Qwen2.5-VL 7B)").busy) == (edges is not None)
 
-    def test_sampling_is_a_phase_of_its_own(self) -> None:
+    def test_sampling_is_a_separate_phase(self) -> None:
         prompts = [{"prompt": "a lighthouse", "width": 1280, "height": 720, "num_frames": 81}]
         validation = {"enabled": True, "every_steps": 100, "prompts": prompts}
         demand = demand_of(run_config(validation=validation))
@@ -237,7 +237,7 @@ class TestPhases:
         assert demand.codec.decode > 4 * 1280 * 720 * 4000
         assert demand.codec.decode_tiled < demand.codec.decode
 
-    def test_prompts_nobody_asks_for_are_no_phase(self) -> None:
+    def test_prompts_without_a_schedule_add_no_phase(self) -> None:
         demand = demand_of(run_config(validation={"enabled": True, "prompts": [{"prompt": "a lighthouse"}]}))
         assert "sample" not in demand.phases
 
@@ -250,7 +250,7 @@ class TestCaches:
 
         assert kinds() == {"disk"}
         assert kinds(vae_cache_type="memory", text_cache_type="unified_memory") == {"host", "disk"}
-        # Encoded entries go through the disk in any case; they are removed at the end.
+        # Encoded entries are always written to disk; here they are removed at the end.
         passing = {"vae_cache_type": "memory", "text_cache_type": "memory", "persistent_cache": False}
         assert kinds(**passing) == {"host", "disk"}
         assert "removed at the end" in need(demand_of(run_config(cache=passing)), "captions on disk").why
@@ -270,7 +270,7 @@ class TestCaches:
         assert latents(transforms=[{"name": "blur"}], cache_mode="refresh_each_epoch") == 2 * once
         assert latents(transforms=[{"name": "blur"}], cache_mode="static") == once
 
-    def test_staged_files_are_as_large_as_they_are_and_a_limit_is_seen(self) -> None:
+    def test_staged_files_have_their_own_size_and_a_limit_is_checked(self) -> None:
         datasets = [{"id": "data", "path": "/nowhere", "type": "in_memory", "in_memory": {"memory_limit_gb": 0.1}}]
         staged = need(demand_of(run_config(datasets=datasets), samples=260), "files of data")
         assert staged.bytes == 260 * MIB
@@ -292,11 +292,11 @@ class TestRemarks:
         assert any("not yet compared" in line for line in demand_of(run_config("flux")).assumptions)
         assert not any("not yet compared" in line for line in demand_of(run_config()).assumptions)
 
-    def test_a_target_nobody_knows_is_named(self) -> None:
+    def test_an_unknown_target_is_named(self) -> None:
         demand = demand_of(run_config(adapter={"targets": ["to_q", "to_nothing"]}))
         assert any("'to_nothing'" in line for line in demand.assumptions)
 
-    def test_what_is_not_counted_is_said(self) -> None:
+    def test_remarks_name_what_is_not_counted(self) -> None:
         config = run_config("sdxl", training={"max_steps": 1, "attention": "math"})
         assert "attention matrix" in " ".join(demand_of(config).assumptions)
 
@@ -308,7 +308,7 @@ class TestRemarks:
             ("wan", {"conv_rank": 4, "conv_alpha": 2.0}, "no convolution is among"),
         ],
     )
-    def test_a_rank_for_convolutions_is_counted_or_said_to_do_nothing(
+    def test_a_rank_for_convolutions_is_counted_or_reported_as_unused(
         self, family: str, adapter: dict[str, Any], idle: str | None
     ) -> None:
         with_it, without = demand_of(run_config(family, adapter=adapter)), demand_of(run_config(family))
@@ -335,8 +335,8 @@ class TestTokenRouting:
         return next(one.kept for one in demand.workloads[0].activations if one.policy == policy)
 
     @pytest.mark.parametrize(("family", "blocks"), [("wan", 40), ("flux", 57), ("qwen_image", 60)])
-    def test_blocks_in_a_route_keep_what_its_tokens_take(self, family: str, blocks: int) -> None:
-        """Inputs of repeated blocks: in all but three blocks half of the image's tokens, and all of the caption's."""
+    def test_blocks_in_a_route_keep_only_its_tokens(self, family: str, blocks: int) -> None:
+        """Inputs of recomputed blocks: all but three blocks see half of the image tokens, and all text tokens."""
         plain = demand_of(run_config(family))
         routed = demand_of(run_config(family, training={"token_routing": self.HALF}))
         footprint, _ = footprint_of(run_config(family).model)
@@ -349,7 +349,7 @@ class TestTokenRouting:
         assert plain.training_peak("off") > routed.training_peak("off")
 
     def test_several_routes_through_both_kinds_of_blocks(self) -> None:
-        """A route that goes on into FLUX.1's blocks with one stream is the sum of one for each kind."""
+        """A route through both kinds of FLUX.1 blocks equals the sum of one route per kind."""
         across, apart = (
             demand_of(run_config("flux", training={"token_routing": {"routes": [
                 {"skip_ratio": 0.5, "first_block": first, "last_block": last} for first, last in spans]}}))
@@ -365,7 +365,7 @@ class TestTokenRouting:
              "masked tokens are always kept"),
         ],
     )  # fmt: skip
-    def test_what_is_not_counted_is_said(self, routes: list[Any], data: dict[str, Any], why: str) -> None:
+    def test_remarks_name_what_is_not_counted(self, routes: list[Any], data: dict[str, Any], why: str) -> None:
         datasets = [{"id": "data", "path": "/nowhere", **data}]
         demand = demand_of(run_config(datasets=datasets, training={"token_routing": {"routes": routes}}))
         assert f"training.token_routing: no token is counted as skipped: {why}" in demand.assumptions

@@ -1,4 +1,4 @@
-"""`gracetune estimate` from the outside."""
+"""The command `gracetune estimate`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
-    """A doctor report of a GH200: other keys around the machine."""
+    """A doctor report of a GH200, where the machine is one key among others."""
     machine = load_recording(MACHINES / "gh200-numa").model_dump(mode="json")
     path = tmp_path / "doctor.json"
     path.write_text(json.dumps({"format": 1, "checks": [], "machine": machine}))
@@ -65,7 +65,7 @@ def run_json(*arguments: object) -> tuple[int, dict[str, Any]]:
 
 
 class TestJson:
-    def test_says_everything(self, config: Path, report: Path) -> None:
+    def test_shows_the_whole_plan(self, config: Path, report: Path) -> None:
         code, found = run_json(config, "--machine", report)
         assert code == 0
         assert found["verdict"] in ("fits", "fits with these changes")
@@ -80,7 +80,7 @@ class TestJson:
         assert set(found["changes"][0]) == {"key", "from", "to", "saves", "reason", "automatic"}
         assert set(found["training_peak_gib"]) == {"off", "half", "quarter", "tenth", "full"}
 
-    def test_a_bare_machine_is_as_good_as_a_report(self, config: Path, report: Path, tmp_path: Path) -> None:
+    def test_accepts_a_machine_without_a_report(self, config: Path, report: Path, tmp_path: Path) -> None:
         bare = tmp_path / "machine.json"
         bare.write_text(json.dumps(json.loads(report.read_text())["machine"]))
         assert run_json(config, "--machine", bare) == run_json(config, "--machine", report)
@@ -105,7 +105,7 @@ class TestJson:
         assert found["verdict"] == "does not fit"
         assert "main memory" in found["summary"]
 
-    def test_exit_code_1_when_it_cannot_be_said(self, config: Path, report: Path, tmp_path: Path) -> None:
+    def test_exit_code_1_when_it_is_unknown(self, config: Path, report: Path, tmp_path: Path) -> None:
         data = json.loads(report.read_text())
         data["machine"]["gpus"][0]["memory_total"] = None
         path = tmp_path / "unknown.json"
@@ -120,7 +120,7 @@ class TestJson:
         assert any("--machine" in note for note in found["notes"]) == (found["machine"]["profile"] == "cpu")
 
     def test_several_processes(self, config: Path, report: Path) -> None:
-        """On a machine with one GPU they are on as many machines; weights are divided where they are spread."""
+        """With one GPU per machine there are as many machines as processes; sharded weights are divided."""
         _, alone = run_json(config, "--machine", report)
         code, four = run_json(config, "--machine", report, "--processes", 4)
         assert (code, four["processes"]["count"], four["processes"]["per_machine"]) == (0, 4, 1)
@@ -146,7 +146,7 @@ class TestText:
         for words in ("GPU memory", "CPU memory (coherent link)", "phases", "checkpointing", "assumed"):
             assert words in text
 
-    def test_several_processes_say_whose_memory_is_shown(self, config: Path, report: Path) -> None:
+    def test_several_processes_name_whose_memory_is_shown(self, config: Path, report: Path) -> None:
         code, text = run(config, "--machine", report, "--processes", 2, "--fsdp", columns=80)
         assert code == 0
         assert max(map(len, text.splitlines())) <= 80
@@ -154,7 +154,7 @@ class TestText:
         assert "processes 2 processes on 2 machines like this one: FSDP2, each holds 1/2 of the weights;" in words
         assert "GPU memory is one GPU's, main memory one machine's" in words
 
-    def test_what_does_not_fit_is_said_with_what_was_tried(self, config: Path, tmp_path: Path) -> None:
+    def test_a_run_that_does_not_fit_is_reported_with_what_was_tried(self, config: Path, tmp_path: Path) -> None:
         path = tmp_path / "small.json"
         path.write_text(load_recording(MACHINES / "cpu-only").model_dump_json())
         code, text = run(config, "--machine", path, "--set", "training.batch_size=4")
@@ -177,7 +177,7 @@ class TestRejections:
             ('{"bench": "data", "rows": [], "machine": {}}', "another kind of file, with bench, rows, machine"),
         ],
     )
-    def test_a_file_that_is_no_machine(self, config: Path, tmp_path: Path, content: Any, words: str) -> None:
+    def test_a_file_without_a_machine(self, config: Path, tmp_path: Path, content: Any, words: str) -> None:
         path = tmp_path / "machine.json"
         if content is not None:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -197,7 +197,7 @@ class TestRejections:
             ({}, {"cpu_mem_available": -5}, {}, "host.cpu_mem_available: -5 bytes"),
         ],
     )
-    def test_a_report_that_cannot_be_meant(
+    def test_an_unsuitable_report(
         self, config: Path, report: Path, outer: Any, host: Any, gpu: Any, words: str
     ) -> None:
         data = json.loads(report.read_text())
@@ -211,7 +211,7 @@ class TestRejections:
         assert words in problem.found
         assert "gracetune doctor --output" in problem.hint
 
-    def test_one_process_that_is_to_share(self, config: Path, report: Path) -> None:
+    def test_sharding_needs_several_processes(self, config: Path, report: Path) -> None:
         with pytest.raises(ConfigError) as rejection:
             run(config, "--machine", report, "--fsdp")
         (problem,) = rejection.value.problems
@@ -224,16 +224,17 @@ class TestRejections:
             run(path, "--machine", report)
 
 
-@pytest.mark.parametrize(
-    "example", sorted(p.name for p in EXAMPLES.glob("*.*") if p.suffix in (".json", ".yaml") and p.name != "index.json")
-)
+CONFIGS = sorted(p.name for p in EXAMPLES.glob("*.*") if p.suffix in (".json", ".yaml") and p.name != "index.json")
+
+
+@pytest.mark.parametrize("example", CONFIGS)
 def test_the_examples_fit_a_gh200(example: str, report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     code, found = run_json(Path("examples") / example, "--machine", report)
     assert code == 0, found["summary"]
 
 
-def test_torch_stays_out_of_it(config: Path, report: Path) -> None:
+def test_torch_is_not_imported(config: Path, report: Path) -> None:
     code = (
         "import sys, typer\n"
         "from gracetune.cli.estimate import estimate\n"
@@ -246,10 +247,8 @@ def test_torch_stays_out_of_it(config: Path, report: Path) -> None:
 
 
 @pytest.mark.parametrize(("processes", "place"), [(1, "managed_host"), (2, "shared_host")])
-def test_hints_are_told_for_the_processes_that_are_planned(
-    processes: int, place: str, config: Path, tmp_path: Path
-) -> None:
-    """Processes of one machine share one copy of a cache, which is not managed memory: as the run does it."""
+def test_hints_are_reported_for_the_planned_processes(processes: int, place: str, config: Path, tmp_path: Path) -> None:
+    """Processes of one machine share one copy of a cache, which is not managed memory, as in a run."""
     machine = load_recording(MACHINES / "gb200").model_dump(mode="json")
     report = tmp_path / "gb200.json"
     report.write_text(json.dumps({"format": 1, "checks": [], "machine": machine}))

@@ -48,7 +48,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
 def test_within_five_percent_of_the_measurement(row: Row) -> None:
-    """Ten percent is promised; what was derived from first principles does better, and should stay so."""
+    """The documentation promises ten percent; the derivation from first principles is better and should stay so."""
     config = RunConfig.model_validate(
         {
             "name": "run",

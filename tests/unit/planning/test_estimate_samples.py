@@ -1,4 +1,4 @@
-"""What is known about datasets: counted where the folder is here, said to be assumed where it is not."""
+"""Facts about datasets: counted if the folder is visible here, stated as assumptions if not."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class TestSurvey:
         }
         assert survey(config(dataset)) == (DatasetFacts("d", 2, 500),)
 
-    def test_an_empty_folder_is_said(self, tmp_path: Path) -> None:
+    def test_an_empty_folder_is_reported(self, tmp_path: Path) -> None:
         (found,) = survey(config({"id": "d", "path": str(tmp_path)}))
         assert found.samples == found.file_bytes == 0
         assert found.assumed is not None
 
-    def test_disabled_datasets_are_not_looked_at(self, folder: Path) -> None:
+    def test_disabled_datasets_are_ignored(self, folder: Path) -> None:
         datasets = [{"id": "d", "path": str(folder)}, {"id": "off", "path": str(folder), "disabled": True}]
         assert [fact.id for fact in survey(config(*datasets))] == ["d"]
 
-    def test_elsewhere_the_number_is_the_users_or_a_guess_and_both_are_said(self) -> None:
+    def test_without_a_folder_the_number_is_the_users_or_a_reported_guess(self) -> None:
         away = {"id": "d", "path": "/not/here", "type": "in_memory"}
         (guessed,), (message,) = survey(config(away)), survey(config(away), samples=7, option="--samples")
         assert guessed.samples == 1000
@@ -89,7 +89,7 @@ class TestLargestSample:
         assert shape(resolution=1.048576, resolution_type="area") == SampleShape(1024, 1024)
         assert shape(resolution=1024, resolution_type="pixel", crop=square) == SampleShape(1024, 1024)
 
-    def test_sides_are_whole_tokens(self) -> None:
+    def test_sides_are_multiples_of_a_token(self) -> None:
         assert shape(resolution=500).width % 16 == 0
         assert shape(resolution=1) == SampleShape(16, 16)
 

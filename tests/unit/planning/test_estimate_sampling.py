@@ -1,4 +1,4 @@
-"""What drawing samples takes: a phase of its own, with the VAE, and with text encoders only where they are loaded."""
+"""Memory for generating samples: a separate phase with the VAE, and with text encoders only where they are loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def requested(family: str, flavour: str, **sections: Any) -> Demand:
         ("wan", "i2v-14b-480p-2.1", "image encoder (CLIP ViT-H)", True),
     ],
 )
-def test_encoders_are_counted_while_samples_are_drawn_with_them(
+def test_encoders_are_counted_while_they_generate_samples(
     family: str, flavour: str, encoder: str, in_memory: bool
 ) -> None:
     demand = requested(family, flavour)
@@ -45,7 +45,7 @@ def test_encoders_are_counted_while_samples_are_drawn_with_them(
 
 
 def test_a_parked_encoder_comes_back_for_samples_that_need_it() -> None:
-    """On a discrete GPU: parked encoders are in host memory while it trains, and on the GPU while it draws."""
+    """On a discrete GPU parked encoders are in host memory during training and on the GPU during sampling."""
     machine = load_machine("x86-h200")
     tiers = tiers_of(machine, None)
     size = need(requested("qwen_image", "edit-2509"), "text encoder (Qwen2.5-VL 7B)").bytes

@@ -1,4 +1,4 @@
-"""Plans on the modelled machines: placement by role, what is tried in which order, what is said."""
+"""Plans on the modelled machines: placement by role, order of the choices, messages."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TestPlacement:
         assert tiers == {"pool", "disk"}
         assert [use.tier.name for use in found.tiers] == ["pool", "disk"]
 
-    def test_cpu_is_a_machine(self) -> None:
+    def test_a_machine_without_a_gpu(self) -> None:
         found = plan(demand("sdxl", compiled=False), machine("cpu-only"))
         assert {line.tier for line in found.lines} == {"host", "disk"}
         assert "allowance" not in {line.name for line in found.lines}
@@ -110,7 +110,7 @@ class TestPlacement:
 
     @pytest.mark.parametrize("memory", [{}, {"use_uvm": True, "enable_uvm_hints": False}])
     def test_a_superchip_without_managed_memory_for_them_parks_pinned_copies(self, memory: dict[str, bool]) -> None:
-        """As the run does it: then both experts have a home in main memory."""
+        """As in a run: both experts then have a copy in main memory."""
         disk = {"vae_cache_type": "disk", "text_cache_type": "disk"}
         plain = plan(
             demand(cache=disk, training={"gradient_checkpointing": "full"}, memory=memory),
@@ -125,7 +125,7 @@ class TestPlacement:
     def test_caches_asked_for_by_name_count_as_managed_behind_pcie_too(
         self, switch: bool | None, counted: bool
     ) -> None:
-        """Else the overflow arena would take all of the cap, and leave nothing for them."""
+        """Otherwise the overflow arena would take the whole cap and leave nothing for them."""
         found = plan(demand(memory={"use_uvm": True, "enable_uvm_hints": switch}), machine("x86-h200"))
         assert bool(found.managed_bytes) is counted
 
@@ -137,7 +137,7 @@ class TestPlacement:
         assert "main memory" in limited.summary
         assert "control group" in limited.tiers[1].tier.why
 
-    def test_memory_of_other_programs_is_not_ours(self) -> None:
+    def test_memory_of_other_programs_is_not_counted_on(self) -> None:
         whole = machine("x86-h200")
         busy = whole.gpus[0].model_copy(update={"memory_free": 20 * GIB})
         found = plan(demand(), whole.model_copy(update={"gpus": (busy,)}))
@@ -146,7 +146,7 @@ class TestPlacement:
 
 
 class TestLadder:
-    """Everything that is tried before giving up, in its order."""
+    """All choices of the ladder, in their order."""
 
     def test_nothing_is_changed_where_everything_fits(self) -> None:
         found = plan(demand(), machine("x86-h200"))
@@ -155,7 +155,7 @@ class TestLadder:
         assert found.checkpointing.value == "off"
 
     def test_the_idle_encoders_go_first_and_then_the_idle_expert(self) -> None:
-        """What comes back least often; at the next step both are away, and neither comes back."""
+        """Encoders come back least often. After the next choice both are parked, and stay so."""
         keys, sizes = ["placement: encoders", "placement: idle expert"], {}
         for size in (90, 69, 60, 38):
             found = plan(demand(training={"gradient_checkpointing": "full"}), small_gpu(size))
@@ -178,7 +178,7 @@ class TestLadder:
         ("gigabytes", "value", "budget"),
         [(90, "off", 1.0), (60, "auto", 0.45), (46, "auto", 0.25), (40, "auto", 0.1), (36, "full", None)],
     )
-    def test_auto_repeats_as_little_as_it_must(self, gigabytes: float, value: str, budget: float | None) -> None:
+    def test_auto_recomputes_as_little_as_possible(self, gigabytes: float, value: str, budget: float | None) -> None:
         found = plan(demand(), small_gpu(gigabytes))
         assert found.verdict == "fits"
         assert (found.checkpointing.value, found.checkpointing.activation_memory_budget) == (value, budget)
@@ -188,14 +188,14 @@ class TestLadder:
         assert all(message[entry.after.removeprefix("auto: ")] in entry.why for entry in steps)
         assert bool(steps) == (value != "off")
 
-    def test_off_is_the_users_word_and_changing_it_is_a_change(self) -> None:
+    def test_turning_checkpointing_on_is_a_change_if_the_config_says_off(self) -> None:
         found = plan(demand(training={"gradient_checkpointing": "off"}), small_gpu(60))
         assert found.verdict == "fits with these changes"
         entry = change(found, "training.gradient_checkpointing")
         assert (entry.before, entry.after, entry.automatic) == ("off", "auto", False)
         assert entry.saves > 10 * GIB
 
-    def test_without_a_compiler_the_step_is_to_full(self) -> None:
+    def test_without_a_compiler_only_full_remains(self) -> None:
         found = plan(demand(training={"gradient_checkpointing": "off"}, compiled=False), small_gpu(60))
         assert change(found, "training.gradient_checkpointing").after == "full"
         assert found.checkpointing.activation_memory_budget is None
@@ -242,7 +242,7 @@ class TestLadder:
         assert change(found, "memory.use_uvm").after == "true"
         assert any("overflow" in line.why and line.tier == "host" for line in found.lines)
 
-    def test_overflow_the_config_asked_for_needs_no_edit(self) -> None:
+    def test_overflow_enabled_in_the_config_needs_no_edit(self) -> None:
         requested = demand(training={"gradient_checkpointing": "off", "batch_size": 4}, memory={"use_uvm": True})
         found = plan(requested, machine("gh200-numa"))
         assert found.verdict == "fits"
@@ -251,7 +251,7 @@ class TestLadder:
         elsewhere = plan(requested, machine("x86-h200"))
         assert any("use_uvm" in note for note in elsewhere.notes)
 
-    def test_without_a_coherent_link_only_force_counts_on_the_arena_and_says_what_that_can_do(self) -> None:
+    def test_without_a_coherent_link_only_force_uses_the_arena_and_warns(self) -> None:
         requested = demand(training={"gradient_checkpointing": "off", "batch_size": 8}, memory={"use_uvm": True})
         assert plan(requested, machine("x86-h200")).verdict == "fits with these changes"
         forced = plan(requested, machine("x86-h200"), force_oversubscription=True)
@@ -270,7 +270,7 @@ class TestLadder:
         crowded = small_gpu(96, "gh200-numa", cpu_mem_available=100 * GIB)
         assert plan(full, crowded).verdict == "does not fit"
 
-    def test_optimizer_state_is_never_counted_on_to_overflow(self) -> None:
+    def test_optimizer_state_never_overflows(self) -> None:
         full = demand(adapter={"kind": "full_finetune"}, model={"family": "wan", "experts": "high"})
         found = plan(full, small_gpu(96, "gh200-numa"))
         assert found.verdict == "does not fit"
@@ -293,7 +293,7 @@ class TestLadder:
         found = plan(heavy, small_gpu(40))
         assert change(found, "model.vae_tiling").after == "true"
 
-    def test_fp8_asked_for_drops_its_second_layout_by_itself(self) -> None:
+    def test_configured_fp8_drops_its_second_layout_without_an_edit(self) -> None:
         config = {
             "model": {"family": "qwen_image", "base_precision": "fp8"},
             "training": {"gradient_checkpointing": "full"},
@@ -304,7 +304,7 @@ class TestLadder:
         assert tight.verdict == "fits"
         assert change(tight, "placement: fp8 layouts").automatic
 
-    def test_inputs_of_repeated_blocks_wait_in_host_memory_only_where_nothing_less_fits(self) -> None:
+    def test_block_inputs_wait_in_host_memory_only_if_nothing_less_fits(self) -> None:
         clips = [
             {"id": "data", "path": "/nowhere", "dataset_type": "video", "resolution": 632, "video": {"num_frames": 81}}
         ]
@@ -333,7 +333,7 @@ class TestLadder:
         one = plan(long, pool.model_copy(update={"host": short}))
         assert INPUTS not in {entry.key for entry in one.changes}, "there is nowhere else to wait"
 
-    def test_a_link_is_judged_by_what_it_declares_and_otherwise_unknown(self) -> None:
+    def test_the_link_rate_is_the_declared_one_or_unknown(self) -> None:
         whole = machine("x86-h200")
         pcie = PcieLink(speed_gts=2.5, width=16, max_speed_gts=32.0, max_width=16)
         gpu = whole.gpus[0].model_copy(update={"pcie": pcie})
@@ -352,7 +352,7 @@ class TestLadder:
 
 
 class TestVerdict:
-    def test_not_fitting_says_by_how_much_and_what_it_would_take(self) -> None:
+    def test_a_shortage_is_reported_with_the_memory_it_would_take(self) -> None:
         found = plan(demand(), small_gpu(12))
         assert found.verdict == "does not fit"
         assert "too much for GPU memory" in found.summary
@@ -394,10 +394,10 @@ class TestVerdict:
 
     @pytest.mark.parametrize("family", ["wan", "qwen_image", "flux", "sdxl"])
     @pytest.mark.parametrize("name", ["gh200-numa", "gh200-cdmm", "gb200", "gb10", "x86-h200"])
-    def test_what_our_users_run_fits_their_machines(self, family: str, name: str) -> None:
+    def test_common_jobs_fit_common_machines(self, family: str, name: str) -> None:
         assert plan(demand(family), machine(name)).verdict == "fits"
 
 
-def test_free_space_is_that_of_the_nearest_folder_and_unknown_where_nothing_tells_it(tmp_path: Path) -> None:
+def test_free_space_is_that_of_the_nearest_folder_or_unknown(tmp_path: Path) -> None:
     assert free_on_disk(str(tmp_path / "not" / "yet")) is not None
     assert free_on_disk(str(tmp_path / ("long" * 100))) is None  # stat fails with ENAMETOOLONG

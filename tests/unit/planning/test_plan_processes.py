@@ -1,4 +1,4 @@
-"""Plans for several processes: what each GPU holds, and what the machine's main memory holds once or for each."""
+"""Plans for several processes: the memory of each GPU, and main memory that is shared or counted per process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TestReplicas:
             assert sized(found[count], "process") == count * 4 * GIB
             assert sized(found[count], "checkpoints") == sized(found[1], "checkpoints")
 
-    def test_parked_experts_are_there_for_each(self) -> None:
+    def test_parked_experts_count_per_process(self) -> None:
         tight = {count: plan(demand(processes=Processes(count, count), **FULL), with_gpus(small_gpu(60), count))
                  for count in (1, 4)}  # fmt: skip
         for name in ("low-noise expert", "high-noise expert, home copy"):
@@ -123,8 +123,8 @@ class TestSharded:
         assert gathered == pytest.approx(GATHERED_BLOCKS * block + around, rel=0.02)
         assert found.tiers[0].peak < alone.tiers[0].peak
 
-    def test_each_process_loads_an_expert_whole_before_it_is_spread(self) -> None:
-        """So a denoiser that is too large for one GPU does not fit however many there are."""
+    def test_each_process_loads_a_whole_expert_before_sharding(self) -> None:
+        """So a denoiser that is too large for one GPU does not fit on any number of them."""
         _, parts = several(4, sharded=True)
         assert parts.phases == ("encode text", "encode latents", "load", "train")
         assert sized(parts, "denoiser before sharding") > 2 * WAN.parameters
@@ -132,8 +132,8 @@ class TestSharded:
         found = plan(wanted, with_gpus(small_gpu(24), 8))
         assert found.verdict == "does not fit"
 
-    def test_sharded_experts_stay(self) -> None:
-        """FSDP2 holds on to its parts; parking would leave it with tensors of no memory."""
+    def test_sharded_experts_are_never_parked(self) -> None:
+        """FSDP2 keeps its shards; parking would leave it with freed tensors."""
         wanted = demand(processes=Processes(2, 2, sharded=True), **FULL)
         found = plan(wanted, with_gpus(small_gpu(45), 2))
         assert "placement: idle expert" not in {entry.key for entry in found.changes}
@@ -159,7 +159,7 @@ class TestSharded:
 
 
 class TestProcesses:
-    def test_one_for_each_gpu_on_as_many_machines_as_it_takes(self) -> None:
+    def test_one_process_per_gpu_on_as_many_machines_as_needed(self) -> None:
         one, two = machine("gh200-numa"), machine("gb200")
         assert Processes.on(one, 4) == Processes(4, 1)
         assert Processes.on(two, 4, sharded=True) == Processes(4, 2, sharded=True)
@@ -179,7 +179,7 @@ class TestProcesses:
 
 
 class Watch(TorchDispatchMode):
-    """The most bytes that were alive after any operation, of tensors it has seen."""
+    """The peak of the bytes alive after any operation, over the tensors seen so far."""
 
     def __init__(self, seen: list[Tensor]) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Block(nn.Module):
 
 @pytest.fixture
 def four_processes() -> Iterator[Any]:
-    """The first of four; what the others would send never comes, and nothing waits for it."""
+    """Rank 0 of four processes; the others send nothing, and no collective waits for them."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         yield init_device_mesh("cpu", (4,))
@@ -230,7 +230,7 @@ def four_processes() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_torch_holds_as_many_whole_blocks_as_are_counted(four_processes: Any, reshard: bool) -> None:
+def test_torch_holds_the_counted_number_of_whole_blocks(four_processes: Any, reshard: bool) -> None:
     model = nn.Sequential(*(Block(256) for _ in range(8)))
     whole = sum(parameter.nbytes for parameter in model.parameters())
     block = whole // len(model)

@@ -1,4 +1,4 @@
-"""What holds for every plan, whatever is asked for and wherever it runs."""
+"""Properties of every plan, for any demand and machine."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def demands(draw: st.DrawFn) -> Demand:
 
 
 def resized(whole: Machine, device: int, host: int) -> Machine:
-    """The machine with other amounts of memory; what is installed grows with what is free."""
+    """The machine with other amounts of memory; installed memory grows with free memory."""
     gpus = tuple(gpu.model_copy(update={"memory_total": device, "memory_free": None}) for gpu in whole.gpus)
     memory = whole.host.model_copy(update={"cpu_mem_available": host, "cpu_mem_total": 40 * GIB, "cgroup": None})
     return whole.model_copy(update={"gpus": gpus, "host": memory})
@@ -203,13 +203,13 @@ def parked(found: Plan) -> set[str]:
 
 
 def placed(found: Plan, *, phase: str = "train") -> int:
-    """All that is alive then, wherever it is, but for the allowance."""
+    """Everything in memory in that phase, in any tier, without the allowance."""
     held = [line for line in found.lines if line.tier in ("device", "host") and line.role != "allowance"]
     return sum(line.bytes for line in held if phase in line.phases)
 
 
 class TestBatches:
-    """One more sample costs what one sample takes, up to the last that fits and beyond it."""
+    """Each further sample costs the same, up to the last that fits and beyond."""
 
     @pytest.mark.parametrize(
         ("name", "checkpointing"),
@@ -240,11 +240,11 @@ class TestBatches:
                 assert then == (ORDER[-1] if checkpointing == "auto" else checkpointing)
         spilling = [found for found in fitting if found.spilled_bytes]
         assert bool(spilling) == (name != "x86-h200")
-        # Beyond PCIe nothing overflows: the batch has to be smaller.
+        # Nothing overflows over PCIe: the batch has to be smaller.
         assert len(fitting) == 128 or per_batch[len(fitting)].verdict == "fits with these changes"
 
-    def test_one_past_what_fits_keeps_everything_parked(self) -> None:
-        """As it was reported: 39 parked all that is idle, 40 brought back 37 GiB of it and spilled 96 GiB."""
+    def test_one_sample_too_many_keeps_everything_parked(self) -> None:
+        """A reported bug: batch 39 parked everything idle; batch 40 brought back 37 GiB of it and spilled 96 GiB."""
         config = load(EXAMPLE, environment=Environment({}), overrides=["memory.use_uvm=true"]).config
         one, _ = demand_of(config, KNOWN["gh200-numa"], 260)
         last, first = (plan(with_batch(one, batch), KNOWN["gh200-numa"]) for batch in (39, 40))
@@ -264,7 +264,7 @@ def policy(found: Plan, checkpointing: str) -> Policy:
 class TestHeadroom:
     @given(machines())
     @settings(deadline=None)
-    def test_five_percent_of_the_gpu_is_never_planned_with(self, machine: Machine) -> None:
+    def test_plans_leave_five_percent_of_the_gpu_free(self, machine: Machine) -> None:
         assume(machine.profile.value in ("superchip", "discrete"))
         tier = tiers_of(machine)["device"]
         assert tier.capacity is not None

@@ -1,6 +1,6 @@
-"""`python -m gracetune_simpletuner TRAIN_PY [ARGUMENTS]`: upstream's own train.py, with the overlay in front of it.
+"""`python -m gracetune_simpletuner TRAIN_PY [ARGUMENTS]`: run upstream's train.py with the overlay installed.
 
-accelerate starts this in every process of a launch: see `gracetune.integrations.launch`.
+accelerate starts this module in every process of a launch; see `gracetune.integrations.launch`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gracetune_simpletuner.points import hooks_of
 
 
 def install(arguments: list[str]) -> tuple[Overlay, list[str]]:
-    """The overlay, waiting for upstream to be imported, and the arguments upstream will see."""
+    """Register the overlay to attach when upstream is imported; returns it and the arguments for upstream."""
     environment = Environment.capture()
     overlay = Overlay(environment, Launch.of(environment))
     rest, overlay.blocks = split_arguments(arguments)
@@ -38,7 +38,7 @@ def main() -> None:
     with stopping():
         _, rest = install(sys.argv[2:])
     sys.argv = [script, *rest]
-    sys.path[0] = str(Path(script).parent)  # as Python does for a script
+    sys.path[0] = str(Path(script).parent)  # Python puts a script's folder here
     runpy.run_path(script, run_name="__main__")
 
 

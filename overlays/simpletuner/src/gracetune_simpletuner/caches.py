@@ -1,11 +1,11 @@
-"""Upstream's VAE and text caches answered from memory.
+"""Serve upstream's VAE and text caches from memory.
 
-Upstream writes its cache files as ever, and reads each once more when the models are in place; from then on every epoch
-is served from gracetune's slabs (managed, page-locked or plain memory: what the machine has, and why, is told).
+Upstream writes its cache files as usual. When the models are loaded, each file is read once into gracetune's slabs,
+which serve every epoch. The log says which memory they use (managed, page-locked or plain), and why.
 
-Look-ahead. Upstream draws a batch from its samplers at the moment the step asks for it, so the next one is not knowable
-from outside. With its own `dataloader_prefetch` a thread of upstream draws batches ahead, and then entries that stayed
-on disk are read ahead too. Which of the two holds is told.
+Look-ahead: upstream samples a batch only when the step requests it, so the next batch is unknown. With upstream's
+`dataloader_prefetch`, a thread samples batches ahead, and entries that stayed on disk are read ahead too. The log says
+which of the two applies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TYPES: Final = ("image", "video", "audio", "conditioning", "eval")
 
 
 class Caches:
-    """The residents, from the moment the models are in place."""
+    """The cache feature. `residents` is set once the models are loaded."""
 
     def __init__(self, overlay: Overlay, layer: Layer) -> None:
         self.overlay, self._layer = overlay, layer
@@ -38,7 +38,7 @@ class Caches:
         return dict(zip(names, (*around, partial(_prepared, self)), strict=True))
 
     def load(self, trainer: Any) -> None:
-        """Everything upstream has written for this rank."""
+        """Load every entry that upstream has written for this rank."""
         import torch
         from simpletuner.helpers.caching.text_embeds import TextEmbeddingCache
         from simpletuner.helpers.training.state_tracker import StateTracker
@@ -51,9 +51,9 @@ class Caches:
             "text_cache": requested.text_cache_type,
         }
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        location = CacheResources(probe(), device, self._layer.heap, self._layer.why_not)
+        resources = CacheResources(probe(), device, self._layer.heap, self._layer.why_not)
         launch = self.overlay.launch
-        residents = Residents(kinds, location, self.overlay.telemetry.of("caches"), sharers=launch.local_count)
+        residents = Residents(kinds, resources, self.overlay.telemetry.of("caches"), sharers=launch.local_count)
         if residents.wants("latent_cache"):
             for name, backend in StateTracker.get_data_backends(_types=_TYPES).items():
                 self._load_latents(residents, name, backend)
@@ -124,7 +124,7 @@ def _look_ahead(config: Any) -> dict[str, Any]:
     return {"available": False, "reason": reason}
 
 
-# -- the wrappers -----------------------------------------------------------------------------------------------------
+# -- the wrappers ------------------------------------------------------------------------------------------------------
 
 
 def _torch_load(caches: Caches, original: Any, backend: Any, filename: Any, *rest: Any, **more: Any) -> Any:

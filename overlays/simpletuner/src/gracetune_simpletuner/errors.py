@@ -1,4 +1,4 @@
-"""What the overlay says when it cannot do what was asked, and how it ends the process then."""
+"""Errors of the overlay, and how they end the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gracetune.extension import GracetuneError, MachineError
 
 
 class HookError(MachineError):
-    """A name of upstream that we wrap is not there, or is something else."""
+    """A name of upstream that we wrap is missing or has another type."""
 
     def __init__(self, target: str, found: str) -> None:
         super().__init__(
@@ -23,25 +23,28 @@ class HookError(MachineError):
 
 
 class ReadError(HookError):
-    """An object of upstream has not what we read from it."""
+    """An object of upstream lacks attributes that we read."""
 
     def __init__(self, what: str, missing: Sequence[str], found: object) -> None:
         super().__init__(f"{what}: {', '.join(missing)}", f"a {type(found).__name__} without it")
 
 
 class EntryChangedError(GracetuneError):
-    """Somebody wrote into a cache entry that is shared by all later epochs."""
+    """A cache entry that all epochs share was modified."""
 
 
 def stop(error: GracetuneError) -> NoReturn:
-    """Ends the process with a message and no traceback: upstream catches every Exception, and logs it or goes on."""
+    """End the process with a message and without a traceback.
+
+    SystemExit is needed because upstream catches every Exception, and logs it or continues.
+    """
     sys.stderr.write(f"gracetune overlay: {error}\n")
     raise SystemExit(1) from error
 
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """What we refuse inside ends the process."""
+    """End the process on any GracetuneError inside the block."""
     try:
         yield
     except GracetuneError as error:

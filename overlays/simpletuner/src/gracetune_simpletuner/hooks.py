@@ -1,10 +1,10 @@
-"""How a name of upstream is wrapped: at its boundary, whatever its arguments, and only where it really is there.
+"""Wrap names of upstream: any callable with any arguments, after checking that it exists.
 
     installer = Installer()
     installer.wrap(Hook("package.module:Class.method", "caches", "why"), around)
 
 `around(original, *arguments, **options)` decides whether and how to call the original. Several hooks may wrap the same
-name; the later one is the outer one. `undo` puts everything back.
+name; the last one is the outermost. `undo` restores everything.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from gracetune_simpletuner.errors import HookError, ReadError
 from gracetune_simpletuner.points import READS, Hook
 
 Around = Callable[..., Any]
-"""Called with the original first, then with what the original would have got."""
+"""Called with the original function, followed by its arguments."""
 
 _TARGET = re.compile(r"(?P<module>[\w.]+):(?P<name>[\w.]+)(?:\[(?P<key>\w+)\])?")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A hook's target, taken apart."""
+    """The parts of a hook's target."""
 
     module: str
     owner: tuple[str, ...]
@@ -51,14 +51,14 @@ class Target:
 
 
 class Installer:
-    """Wraps names, and remembers what was there before."""
+    """Wraps names, and restores them with `undo`."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
         self.installed: list[Hook] = []
 
     def wrap(self, hook: Hook, around: Around) -> None:
-        """Now, importing the module if need be; one that is to wait for its import waits."""
+        """Wrap the target now, and import its module if needed. `on_import` hooks wait until upstream imports it."""
         target = Target.parse(hook.target)
         if hook.on_import and target.module not in sys.modules:
             check_modules([hook])
@@ -90,7 +90,7 @@ class Installer:
 
 
 def _static(owner: Any, name: str) -> Any:
-    """What stands there, without calling descriptors; inherited names count."""
+    """The attribute without calling descriptors; inherited ones count."""
     return inspect.getattr_static(owner, name, None)
 
 
@@ -134,7 +134,7 @@ def _wrapper(original: Callable[..., Any], around: Around) -> Callable[..., Any]
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls back right after a module was executed, so that upstream is imported in its own order and not in ours."""
+    """Runs an action right after a module is executed, so that upstream keeps its own import order."""
 
     def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._actions = dict(actions)
@@ -145,7 +145,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         action = self._actions.pop(fullname, None)
         if action is None:
             return None
-        spec = _found_by_the_others(self, fullname, path, target)
+        spec = _find_with_others(self, fullname, path, target)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -158,7 +158,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _found_by_the_others(
+def _find_with_others(
     ours: AfterImport, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> importlib.machinery.ModuleSpec | None:
     for finder in sys.meta_path:
@@ -170,11 +170,11 @@ def _found_by_the_others(
 
 
 def check_modules(hooks: Sequence[Hook]) -> None:
-    """Every module to be wrapped on import has a file: one that upstream moved would never be imported."""
+    """Check that every module to wrap has a file. A hook on a module that upstream moved would wait forever."""
     for hook in hooks:
         module = Target.parse(hook.target).module
         top, *rest = module.split(".")
-        spec = importlib.util.find_spec(top)  # a top-level name: nothing is imported by asking
+        spec = importlib.util.find_spec(top)  # finding a top-level name imports nothing
         if spec is None or spec.submodule_search_locations is None:
             raise HookError(hook.target, f"no package {top} in this environment")
         places = [f"{folder}/{'/'.join(rest)}" for folder in spec.submodule_search_locations]
@@ -183,9 +183,9 @@ def check_modules(hooks: Sequence[Hook]) -> None:
 
 
 def check_reads(what: str, thing: object) -> None:
-    """An object of upstream has everything that `points.READS` says we read from it.
+    """Check that an object of upstream has every attribute that `points.READS` lists.
 
-    Asked when it is first met: later an AttributeError of ours would come out inside upstream, which catches them.
+    Call it when the object is first used. A later AttributeError would surface inside upstream, which catches it.
     """
     missing = [name for name in READS[what] if not _has(thing, name)]
     if missing:

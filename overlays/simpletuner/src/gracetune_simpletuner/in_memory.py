@@ -1,8 +1,8 @@
-"""Datasets of type `in_memory`: staged once in main memory for all local ranks, read by upstream as local files.
+"""Datasets of type `in_memory`: staged once in main memory for all local ranks, and read by upstream as local files.
 
-To upstream such a dataset is a `local` one: its listing, order and errors are upstream's own, so a run sees the same
-samples in the same order. Only where the bytes come from differs. What was not staged (a link that leads out of the
-folder, an unknown extension) is read from disk and counted. What upstream writes goes to disk and is read from there.
+Upstream sees such a dataset as a `local` one. Listing, order and errors are upstream's own, so a run gets the same
+samples in the same order; only the bytes come from memory. Files that were not staged (links out of the folder, unknown
+extensions) are read from disk and counted. Files that upstream writes go to disk and are read from there.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gracetune_simpletuner.telemetry import Counts
 
 _KINDS = ("image", "video", "audio", "conditioning", "eval")
 _UPSTREAMS_OWN = ("aspect_ratio_bucket_indices", "aspect_ratio_bucket_metadata")
-"""Upstream's notes beside the data: one rank writes them while others read, so they are read from disk."""
+"""Upstream's index files beside the data. One rank writes them while others read, so they are read from disk."""
 
 
 @dataclass
 class Staged:
-    """The staged files of one dataset, by the paths upstream uses."""
+    """The staged files of one dataset, by upstream's paths."""
 
     id: str
     root: str
@@ -46,8 +46,8 @@ class Staged:
         self.files = {path for path in self.backend.survey().files if not _is_upstreams(path)}
 
     def relative(self, path: str | os.PathLike[str]) -> str | None:
-        """The staged file that a path means; None for any other."""
-        absolute = os.path.abspath(os.fspath(path))  # noqa: PTH100 - links stay as upstream names them
+        """The staged file for a path; None if it is not staged."""
+        absolute = os.path.abspath(os.fspath(path))  # noqa: PTH100 - does not resolve links
         for root in self._roots:
             if absolute.startswith(f"{root}/"):
                 inside = absolute[len(root) + 1 :]
@@ -68,15 +68,15 @@ class Staged:
 
 @dataclass
 class StagedDatasets:
-    """All of them, by id."""
+    """All staged datasets, by id."""
 
     overlay: Overlay
     blocks: dict[str, Dataset] = field(default_factory=dict)
-    """Asked for, and not yet staged."""
+    """Requested datasets, staged when upstream builds them."""
     staged: dict[str, Staged] = field(default_factory=dict)
 
     def open(self, dataset_id: str) -> Staged | None:
-        """Staged when upstream builds the dataset for the first time; None for any other dataset."""
+        """The staged dataset; the first call stages it. None for datasets of other types."""
         dataset = self.blocks.get(dataset_id)
         if dataset is None:
             return None
@@ -93,12 +93,12 @@ class StagedDatasets:
         self.overlay.at_end.append(backend.close)
         report = backend.report if isinstance(backend, InMemoryBackend) else None
         staged = Staged(dataset.id, dataset.path, backend, telemetry.of("in_memory"))
-        message: dict[str, Any] = {"dataset": dataset.id, "files": len(staged.files)}
+        details: dict[str, Any] = {"dataset": dataset.id, "files": len(staged.files)}
         if isinstance(backend, InMemoryBackend):
-            message["stored_bytes"] = backend.stored
+            details["stored_bytes"] = backend.stored
         if report is not None:
-            message |= {"raw_bytes": report.raw, "seconds_s": round(report.seconds, 3), "lines": report.lines()}
-        self.overlay.note(f"{dataset.id}: {len(staged.files)} files staged in memory", event="staged", **message)
+            details |= {"raw_bytes": report.raw, "seconds_s": round(report.seconds, 3), "lines": report.lines()}
+        self.overlay.note(f"{dataset.id}: {len(staged.files)} files staged in memory", event="staged", **details)
         return staged
 
     def find(self, path: Any) -> tuple[Staged, str] | None:
@@ -112,7 +112,7 @@ class StagedDatasets:
 
 
 def take_datasets(overlay: Overlay, datasets: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The list with `in_memory` turned into `local`; the features attached if there is any."""
+    """Attach the feature if a dataset is `in_memory`, and return the list with `local` in its place."""
     blocks, problems = {}, []
     for entry in datasets:
         if entry.get("type") != "in_memory" or entry.get("disabled") or entry.get("disable"):
@@ -184,7 +184,7 @@ def _is_upstreams(path: str) -> bool:
     return path.rpartition("/")[2].startswith(_UPSTREAMS_OWN)
 
 
-# -- the wrappers -----------------------------------------------------------------------------------------------------
+# -- the wrappers ------------------------------------------------------------------------------------------------------
 
 
 def _wrappers(datasets: StagedDatasets) -> dict[str, Around]:
@@ -203,7 +203,7 @@ def _create_backend(datasets: StagedDatasets, original: Any, builder: Any, confi
 
 
 def _from_representation(datasets: StagedDatasets, original: Any, representation: Any, *rest: Any, **more: Any) -> Any:
-    """In a forked worker the staged pages are there already."""
+    """A forked worker has the staged pages already."""
     plain = original(representation, *rest, **more)
     staged = datasets.staged.get(str(representation.get("id")))
     return plain if staged is None else reading_from(staged, plain)
@@ -215,7 +215,7 @@ def _load_image(datasets: StagedDatasets, original: Any, source: Any, *rest: Any
 
 
 def _load_by_path(datasets: StagedDatasets, original: Any, source: Any, *rest: Any, **more: Any) -> Any:
-    """Decoders of clips and sounds want a path, and may hand it to another program."""
+    """Video and audio decoders need a path, and may pass it to another program."""
     found = datasets.find(source)
     if found is None:
         return original(source, *rest, **more)
@@ -225,7 +225,7 @@ def _load_by_path(datasets: StagedDatasets, original: Any, source: Any, *rest: A
 
 @contextmanager
 def memory_path(content: bytes, name: str) -> Iterator[str]:
-    """A path to a file that exists only in memory. Other processes of the same user can open it too."""
+    """A path to a file in memory. Other processes of the same user can open it too."""
     with io.FileIO(os.memfd_create(name, os.MFD_CLOEXEC), "r+") as file:
         rest = memoryview(content)
         while rest:
@@ -234,7 +234,7 @@ def memory_path(content: bytes, name: str) -> Iterator[str]:
 
 
 def reading_from(staged: Staged, plain: Any) -> Any:
-    """Upstream's own backend object, of a class that looks into memory first."""
+    """Change the class of upstream's backend object to one that reads from memory first."""
     plain.__class__ = _staged_class(type(plain))
     plain.gracetune_staged = staged
     return plain
@@ -242,7 +242,7 @@ def reading_from(staged: Staged, plain: Any) -> Any:
 
 def _staged_class(base: type[Any]) -> type[Any]:
     class StagedDataBackend(base):  # type: ignore[misc]
-        """`gracetune_staged` holds the files; everything else is the base's."""
+        """Reads the files in `gracetune_staged` from memory; everything else is upstream's."""
 
         gracetune_staged: Staged
 

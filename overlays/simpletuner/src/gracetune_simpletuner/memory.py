@@ -1,4 +1,4 @@
-"""gracetune's memory layer under upstream's training, its governor at step boundaries, and hints for batches."""
+"""gracetune's memory layer in upstream's training, with its governor at step boundaries and hints for batches."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Layer:
-    """The memory layer of this process's GPU; without one, why."""
+    """The memory layer of this process's GPU, or why there is none."""
 
     def __init__(self, overlay: Overlay) -> None:
         self.overlay = overlay
         self.device: int | None = None
         self.why_not = "the memory layer was not asked for"
         self._opened: UnifiedMemory | None = None
-        self._met_trainer = False
+        self._checked_trainer = False
 
     @property
     def heap(self) -> ManagedHeap | None:
@@ -39,7 +39,7 @@ class Layer:
 
         if not torch.cuda.is_available():
             self.why_not = "there is no CUDA device"
-            self._report_text(False, self.why_not)
+            self._note_state(False, self.why_not)
             return
         self.device = torch.cuda.current_device()
         environment = self.overlay.environment
@@ -52,19 +52,19 @@ class Layer:
         )
         if isinstance(opened, Unavailable):
             self.why_not = str(opened)
-            self._report_text(False, self.why_not)
+            self._note_state(False, self.why_not)
             return
         self._opened = opened
         gh200.attach(opened)
         self.overlay.at_end.append(self._close)
-        self._report_text(True, str(opened.arena_size.reason), arena_bytes=opened.arena_size.bytes)
+        self._note_state(True, str(opened.arena_size.reason), arena_bytes=opened.arena_size.bytes)
 
     def at_boundary(self, trainer: Any) -> None:
-        if not self._met_trainer:
+        if not self._checked_trainer:
             check_reads("Trainer", trainer)
             check_reads("Accelerator", trainer.accelerator)
-            self._met_trainer = True
-        if trainer.accelerator.sync_gradients:  # else in the middle of an optimizer step
+            self._checked_trainer = True
+        if trainer.accelerator.sync_gradients:  # false for micro-batches inside an optimizer step
             self.step()
 
     def step(self) -> None:
@@ -75,18 +75,18 @@ class Layer:
     def _close(self) -> None:
         if self._opened is not None:
             stats = gh200.memory_stats(self.device or 0)
-            message = {name: value for name, value in stats.items() if name.startswith("uvm.")}
-            self.overlay.telemetry.emit("memory_stats", stats=message)
+            own = {name: value for name, value in stats.items() if name.startswith("uvm.")}
+            self.overlay.telemetry.emit("memory_stats", stats=own)
             self._opened.close()
             self._opened = None
 
-    def _report_text(self, opened: bool, reason: str, **content: Any) -> None:
+    def _note_state(self, opened: bool, reason: str, **content: Any) -> None:
         words = "open" if opened else "not available"
         self.overlay.note(f"memory layer {words}: {reason}", event="memory", opened=opened, reason=reason, **content)
 
 
 def activate(overlay: Overlay) -> Layer:
-    """What the options ask for of the memory layer and of hints."""
+    """Attach the memory layer and hints as the options request."""
     layer = Layer(overlay)
     if overlay.options.wants_memory:
         overlay.activate("memory", layer.wrappers())

@@ -1,4 +1,4 @@
-"""The blocks that upstream does not know, taken out of its config and understood as gracetune understands them."""
+"""Take the blocks that upstream does not know out of its config, and parse them as gracetune does."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from gracetune.extension import (
 BLOCKS = ("cache_config", "gh200_optimizations")
 _RAMP = ("initial_effective_batch_size", "target_effective_batch_size", "batch_rampup_steps")
 OURS = (*BLOCKS, *ALLOCATOR_OPTIONS, "enable_uvm_hints", *_RAMP, "use_gh200_trainer")
-"""What the guides write into a config and upstream does not know: at its top level, where upstream refuses it."""
+"""Top-level keys of the guides' configs that upstream would reject as unknown."""
 _S = TypeVar("_S", bound=Section)
 
 
 @dataclass(frozen=True)
 class OverlayOptions:
-    """What was asked of the overlay, besides datasets of type `in_memory`."""
+    """The requested features, except datasets of type `in_memory`."""
 
     cache: Cache = field(default_factory=Cache)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
@@ -46,7 +46,7 @@ class OverlayOptions:
 
     @property
     def wants_memory(self) -> bool:
-        """The memory layer: its arena, or managed memory for a cache."""
+        """Whether the memory layer is needed, for its arena or for a cache in managed memory."""
         requested = (self.cache.vae_cache_type, self.cache.text_cache_type)
         return self.memory.use_uvm or "unified_memory" in requested
 
@@ -60,13 +60,13 @@ class OverlayOptions:
 
 
 def split_mapping(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A config without our keys, and those. Keys may carry upstream's leading dashes."""
+    """Split a config into upstream's keys and ours. Keys may have upstream's leading dashes."""
     ours = {key.lstrip("-"): value for key, value in config.items() if key.lstrip("-") in OURS}
     return {key: value for key, value in config.items() if key.lstrip("-") not in OURS}, ours
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Arguments without `--cache_config=JSON` and the like (or `--cache_config JSON`), and what they say."""
+    """Split arguments into upstream's and ours, such as `--cache_config=JSON` or `--cache_config JSON`."""
     rest: list[str] = []
     ours: dict[str, Any] = {}
     pending = list(arguments)
@@ -94,7 +94,7 @@ def _parsed(block: str, text: str) -> Any:
 def read_options(
     blocks: Mapping[str, Any], environment: Environment, *, batch_size: int, accumulation: int, file: str
 ) -> OverlayOptions:
-    """All problems at once. The environment's memory options come below the config's."""
+    """Parse our options; ConfigError lists all problems. The config overrides the environment's memory options."""
     draft = Draft(file)
     found = memory_settings(environment)
     draft.problems += found.problems

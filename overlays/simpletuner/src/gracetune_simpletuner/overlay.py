@@ -1,4 +1,4 @@
-"""The overlay of one process: what was asked, what is wrapped, and what it has to tell."""
+"""The overlay of one process: its options, its hooks and its log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("gracetune.overlay")
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those that were started together, as the launcher tells it."""
+    """This process among the processes of its launch, from the launcher's environment variables."""
 
     rank: int = 0
     count: int = 1
@@ -35,7 +35,7 @@ class Launch:
             return int(text) if text.isdecimal() else default
 
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-        # Ranks of one launch have the same parent; where that is not so, the launcher's own name for it tells.
+        # Ranks of one launch usually have the same parent process. The launcher's own ids cover other cases.
         stated = "\0".join(environment.get(name) or "" for name in names)
         return cls(
             rank=number("RANK", 0),
@@ -48,7 +48,7 @@ class Launch:
 
 @dataclass
 class Overlay:
-    """Passed to every feature; there is one in a process, and nothing refers to it but the wrappers it installed."""
+    """The state that all features share. There is one per process, referenced only by the installed wrappers."""
 
     environment: Environment
     launch: Launch
@@ -56,13 +56,13 @@ class Overlay:
     telemetry: Telemetry = field(default_factory=Telemetry)
     options: OverlayOptions = field(default_factory=OverlayOptions)
     blocks: dict[str, Any] = field(default_factory=dict)
-    """Our blocks of the config, as they were written."""
+    """Our blocks of the config, as written."""
     output_dir: Path | None = None
     at_end: list[Callable[[], None]] = field(default_factory=list)
     _active: set[Feature] = field(default_factory=set)
 
     def activate(self, feature: Feature, wrappers: Mapping[str, Around]) -> None:
-        """Wrap what a feature needs, once. `wrappers` has exactly the targets that `points` declares for it."""
+        """Attach a feature once. `wrappers` must have exactly the targets that `points` declares for it."""
         if feature in self._active:
             return
         declared = hooks_of(feature)
@@ -78,17 +78,17 @@ class Overlay:
         self.telemetry.emit(event, note=text, **content)
 
     def start_telling(self) -> None:
-        """Something was asked for: from here on there is a file that says what became of it."""
+        """Open the log file, as soon as a feature is used."""
         if self.output_dir is not None:
             self.telemetry.open(self.output_dir, self.launch.rank)
 
     def finish(self) -> None:
-        """Closes everything. What cannot be closed is told and hides neither the others nor an error of upstream's."""
+        """Close everything. An error while closing is logged, and hides neither other errors nor upstream's own."""
         while self.at_end:
             close = self.at_end.pop()
             try:
                 close()
-            except Exception as error:  # training is over: whatever it is, the rest must be closed too
+            except Exception as error:  # whatever fails here, the rest must be closed too
                 logger.warning("gracetune: not closed in order", exc_info=True)
                 self.telemetry.emit("not_closed", error=f"{type(error).__name__}: {error}")
         self.telemetry.finish()

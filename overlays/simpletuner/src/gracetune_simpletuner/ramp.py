@@ -1,11 +1,12 @@
-"""The batch ramp inside upstream's loop, with every window weighted right.
+"""The batch ramp inside upstream's training loop, with correct weights in every optimizer step.
 
-A window's length is settled when it opens: accelerate's own count starts afresh there, so it closes after exactly that
-many micro-batches, and each of them is divided by the same number. Micro-batches of different sizes are weighed by
-their samples, so that every sample of a window, over all ranks, counts the same. How far the ramp has come follows from
-the number of optimizer steps alone, so a resumed run goes on where it was without anything more in the checkpoint.
+The accumulation of an optimizer step is fixed when the step begins. accelerate's own counter is reset there, so the
+step ends after exactly that many micro-batches, and each loss is divided by the same number. Micro-batches of different
+sizes are weighted by their samples, so that every sample of a step, over all ranks, counts the same. The position of
+the ramp depends only on the number of optimizer steps, so a resumed run continues without further state in the
+checkpoint.
 
-Upstream's loader makes micro-batches of one size: an effective batch below one of them on every rank is refused.
+Upstream's loader makes micro-batches of one size, so an effective batch below one of them on every rank is rejected.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ logger = logging.getLogger("gracetune.overlay")
 
 
 def micro_batches_of(ramp: Ramp, steps: int) -> int:
-    """How many micro-batches the first `steps` optimizer steps take."""
+    """Number of micro-batches in the first `steps` optimizer steps."""
     return sum(step_batch.accumulation for step_batch in islice(ramp.step_batches(), steps))
 
 
 def steps_in(ramp: Ramp, micro_batches: int) -> int:
-    """How many whole windows there are in so many micro-batches, at least one."""
+    """Number of whole optimizer steps in `micro_batches`, at least one."""
     consumed = steps = 0
     for step_batch in ramp.step_batches():
         consumed += step_batch.accumulation
@@ -42,7 +43,7 @@ def steps_in(ramp: Ramp, micro_batches: int) -> int:
 
 
 class RampedSteps:
-    """Where the ramp is: the open window, and the samples it has had."""
+    """The position of the ramp: the current optimizer step, and its samples so far."""
 
     def __init__(self, overlay: Overlay, ramp: Ramp) -> None:
         self.overlay, self.ramp = overlay, ramp
@@ -63,7 +64,7 @@ class RampedSteps:
         self._trainer, self._batch = trainer, samples_of(batch) or self.ramp.micro_batch
 
     def open_if_closed(self, accelerator: Any) -> None:
-        """Before every micro-batch; decides at the first of a window."""
+        """Call before every micro-batch. The first one of an optimizer step fixes the accumulation."""
         if self._left == 0:
             if self.consumed is None:
                 check_reads("Accelerator", accelerator)
@@ -86,55 +87,53 @@ class RampedSteps:
         self.overlay.telemetry.of("ramp").add("micro_batches")
 
     def weight(self) -> float:
-        """Of the micro-batch under way, against a full one."""
+        """Weight of the current micro-batch relative to a full one."""
         return self._batch / self.ramp.micro_batch * self._correction
 
     def close(self, accelerator: Any) -> None:
-        """After the last backward pass of a window: its gradients are divided by the samples it really had."""
+        """Call after the last backward pass of a step: divide the gradients by the actual number of samples."""
         assert self.step_batch is not None
         full = self.step_batch.accumulation * self.ramp.micro_batch * self.ramp.world_size
         had = _over_all_ranks(accelerator, self._samples) if self.ramp.world_size > 1 else self._samples
         if had == full or self._correction != 1.0:
             return
-        self._correction = full / had  # of what a second backward pass adds to the same window
+        self._correction = full / had  # also for a further backward pass in the same step
         for parameter in self._trainer._get_trainable_parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(self._correction)
         self.overlay.telemetry.of("ramp").add("windows_with_uneven_batches")
 
     def correct_steps(self, config: Any, *, epochs_were_unset: bool) -> None:
-        """The steps or epochs that upstream worked out with one accumulation for the whole run."""
+        """Correct the steps or epochs that upstream computed with one accumulation for the whole run."""
         check_reads("config.steps", config)
         self._epochs_are_upstreams |= epochs_were_unset
         batches = int(config.total_num_batches)
         if config.overrode_max_train_steps:
-            message = "max_train_steps"
+            option = "max_train_steps"
             was, now = config.max_train_steps, steps_in(self.ramp, math.ceil(batches * float(config.num_train_epochs)))
             config.max_train_steps = now
         elif self._epochs_are_upstreams:
-            message = "num_train_epochs"
+            option = "num_train_epochs"
             needed = micro_batches_of(self.ramp, int(config.max_train_steps))
             was, now = config.num_train_epochs, math.ceil(needed / max(1, batches))
             config.num_train_epochs = now
         else:
             return
         if was != now:
-            self.overlay.note(
-                f"{message} is {now} with the ramp, not {was}", event="ramp_steps", upstream=was, ramp=now
-            )
+            self.overlay.note(f"{option} is {now} with the ramp, not {was}", event="ramp_steps", upstream=was, ramp=now)
 
 
 def activate(overlay: Overlay, config: Any) -> None:
     options = overlay.options.ramp
     training = Training(batch_size=int(config.train_batch_size), ramp=options)
     ramp = ramp_of(training, overlay.launch.count)
-    _reject_what_cannot_be(ramp, config)
+    _reject_unsupported(ramp, config)
     overlay.activate("ramp", RampedSteps(overlay, ramp).wrappers())
     if ramp.first_line is not None:
         overlay.note(ramp.first_line, event="ramp_enabled")
 
 
-def _reject_what_cannot_be(ramp: Ramp, config: Any) -> None:
+def _reject_unsupported(ramp: Ramp, config: Any) -> None:
     problems = []
     full = ramp.micro_batch * ramp.world_size
     if min(ramp.initial, ramp.target) < full:
@@ -169,7 +168,7 @@ def _reject_what_cannot_be(ramp: Ramp, config: Any) -> None:
 
 
 def samples_of(batch: Any) -> int | None:
-    """How many samples a prepared batch has; None where it does not tell."""
+    """Number of samples in a prepared batch; None if unknown."""
     for name in ("latents", "tokens", "input_ids"):
         tensor = batch.get(name) if isinstance(batch, dict) else None
         if tensor is not None and tensor.ndim > 0:
@@ -183,7 +182,7 @@ def _over_all_ranks(accelerator: Any, count: int) -> int:
     return int(accelerator.reduce(torch.tensor(count, device=accelerator.device), reduction="sum"))
 
 
-# -- the wrappers -----------------------------------------------------------------------------------------------------
+# -- the wrappers ------------------------------------------------------------------------------------------------------
 
 
 def _recalculated(step_batches: RampedSteps, original: Any, trainer: Any, *rest: Any, **more: Any) -> Any:

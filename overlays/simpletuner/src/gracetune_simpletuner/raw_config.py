@@ -1,7 +1,7 @@
-"""Our blocks, caught on their way through upstream's config loaders, and the features they ask for.
+"""Take our blocks out of upstream's config loaders, and activate the features they request.
 
-Upstream drops a mapping it does not know from JSON and TOML and refuses it elsewhere; either way it never reaches its
-parser from here. Every kind of config ends in `helpers["cmd"]`, whose result holds the numbers we need besides.
+Upstream drops unknown mappings from JSON and TOML and rejects them elsewhere, so we remove ours before they reach its
+parser. Every config format ends in `helpers["cmd"]`, whose result has the other values that we need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gracetune_simpletuner.points import hooks_of
 
 
 def actions(overlay: Overlay) -> dict[str, Callable[[ModuleType], None]]:
-    """Module -> what to do when upstream has imported it."""
+    """Module -> action to run after upstream has imported it."""
     wrappers = _wrappers(overlay)
     found: dict[str, Callable[[ModuleType], None]] = {}
     for hook in hooks_of("raw_config"):
@@ -60,7 +60,7 @@ def _parsed(overlay: Overlay, original: Any, *arguments: Any, **options: Any) ->
 def _without_blocks(
     overlay: Overlay, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The first argument, or `input_args`, is a list where the config came as one (an env file)."""
+    """Remove our options from the first argument or `input_args`, which is a list for env files."""
     given = arguments[0] if arguments else options.get("input_args")
     if not isinstance(given, list):
         return arguments, options

@@ -1,8 +1,8 @@
-"""Cache entries of upstream, held in gracetune's slabs: read from disk once, then served as views.
+"""Upstream's cache entries in gracetune's slabs: read from disk once, then served as views.
 
-A view is handed out in fresh containers, so that upstream may put what it likes into the dict it gets. The tensors are
-shared by all epochs: upstream copies before it changes anything, and if that ever stopped being so, the next look at
-the slab says it (torch counts writes to memory that is viewed) instead of training on altered latents.
+Every lookup returns new containers, so upstream may add to the dict it gets. The tensors are shared by all epochs,
+since upstream copies before it modifies anything. If that ever changes, the next lookup raises an error instead of
+training on altered latents: torch counts in-place writes to a tensor and its views (`_version`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _PLAIN: Final = (type(None), bool, int, float, str, bytes, torch.dtype, torch.de
 
 
 class UnfitError(Exception):
-    """An entry that cannot lie in a slab; says why. It stays on disk."""
+    """An entry that cannot be stored in a slab and stays on disk; the message says why."""
 
 
 def needed_bytes(value: Any) -> int:
-    """What an entry takes in a slab. Raises UnfitError."""
+    """Bytes that an entry needs in a slab. Raises UnfitError if it cannot be stored."""
     if isinstance(value, torch.Tensor):
         if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type != "cpu":
             raise UnfitError(f"holds a {type(value).__name__} that is no plain tensor in main memory")
@@ -62,7 +62,7 @@ def needed_bytes(value: Any) -> int:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same in new containers, with every tensor changed."""
+    """A copy in new containers with `change` applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
@@ -76,7 +76,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 @dataclass
 class _Filling:
-    """One slab and how far it is used."""
+    """A slab and its fill level."""
 
     slab: Slab
     size: int
@@ -84,7 +84,7 @@ class _Filling:
     version: int = 0
 
     def check(self) -> None:
-        """Raises where somebody wrote into an entry."""
+        """Raise EntryChangedError if an entry was modified."""
         if self.slab.host._version != self.version:
             raise EntryChangedError(
                 "a cached entry was changed in place\n"
@@ -114,7 +114,7 @@ class _Filling:
 
 @dataclass
 class _Role:
-    """One kind of cache: where it lives and what it holds."""
+    """One kind of cache: its memory and its slabs."""
 
     kind: CacheType
     residence: Residence | None = None
@@ -122,12 +122,12 @@ class _Role:
 
 
 class Residents:
-    """Safe for several threads."""
+    """Upstream's cache entries in memory. Thread-safe."""
 
     def __init__(
-        self, kinds: dict[CacheRole, CacheType], location: CacheResources, counts: Counts, *, sharers: int = 1
+        self, kinds: dict[CacheRole, CacheType], resources: CacheResources, counts: Counts, *, sharers: int = 1
     ) -> None:
-        self._resources, self._counts, self._sharers = location, counts, sharers
+        self._resources, self._counts, self._sharers = resources, counts, sharers
         self._roles = {role: _Role(kind) for role, kind in kinds.items()}
         self._folders: dict[str, CacheRole] = {}
         self._entries: dict[str, tuple[Any, int, _Filling]] = {}
@@ -148,7 +148,7 @@ class Residents:
         return self._roles[role].kind != "disk"
 
     def fill(self, role: CacheRole, folder: str, files: Iterable[str], load: Callable[[str], Any]) -> None:
-        """Bring these entries into memory, and from now on any other of the folder when it is first read."""
+        """Load these entries. Other entries of the folder are stored when they are first read."""
         paths = [path for path in dict.fromkeys(map(_key, files)) if path not in self._entries]
         on_disk = sum(_size_of(path) for path in paths)
         self._folders[_key(folder)] = role
@@ -165,33 +165,33 @@ class Residents:
         return load(path)
 
     def offer(self, path: str, value: Any) -> None:
-        """An entry that was just read from disk."""
+        """Store an entry that was just read from disk."""
         key = _key(path)
         role = next((role for folder, role in self._folders.items() if key.startswith(f"{folder}/")), None)
         if role is not None and key not in self._entries:
             self._put(role, key, value, SMALLEST_SLAB)
 
     def look_up(self, path: str) -> Any:
-        """The entry in containers of its own; None for one that is not in memory."""
+        """The entry in new containers; None if it is not in memory."""
         found = self._entries.get(_key(path))
         if found is None:
             return None
         value, size, filling = found
-        with self._lock:  # whoever fills the same slab writes too
+        with self._lock:  # filling a slab writes to it too, in other threads
             filling.check()
         self._counts.add("hits")
         self._counts.add("hit_bytes", size)
-        # Whoever asks first may be validating: a view made in inference mode could never be trained on.
+        # Validation may call this in inference mode. Views created there could not be used for training.
         with torch.inference_mode(False):
             return mapped(value, torch.Tensor.detach)
 
     def forget(self, path: Any) -> None:
-        """Its room in the slab stays taken: rewriting caches in the middle of a run is rare."""
+        """Drop an entry. Its space in the slab is not reused, because caches are rarely rewritten during a run."""
         if isinstance(path, str | os.PathLike) and self._entries.pop(_key(path), None) is not None:
             self._counts.add("forgotten")
 
     def report(self) -> list[dict[str, Any]]:
-        """One object for each kind of cache: where it lives and why."""
+        """One object per kind of cache: its memory, and why."""
         return [
             {
                 "cache": name,
@@ -215,14 +215,14 @@ class Residents:
     def _settle_on(self, role: CacheRole, size: int) -> None:
         chosen = self._roles[role]
         if chosen.residence is None:
-            location = self._resources
+            resources = self._resources
             chosen.residence = choose_residence(
                 chosen.kind,
                 role,
-                location.profile,
+                resources.profile,
                 size=size,
-                device_bytes=location.device_bytes,
-                no_managed=location.no_heap if location.heap is None else None,
+                device_bytes=resources.device_bytes,
+                no_managed=resources.no_heap if resources.heap is None else None,
             )
 
     def _put(self, role: CacheRole, path: str, value: Any, expected: int) -> None:
@@ -255,7 +255,7 @@ class Residents:
         return slabs[-1]
 
     def _spare(self) -> int | None:
-        """Bytes this process may still take; None where nobody knows."""
+        """Bytes that this process may still use; None if unknown."""
         headroom = HostSensor(nodes=self._resources.machine.host.numa_nodes).read().headroom
         return None if headroom is None else max(0, headroom - host_reserve(self._resources.machine)) // self._sharers
 
@@ -264,10 +264,10 @@ class Residents:
         assert chosen.residence is not None
         if chosen.residence.is_managed and self._resources.heap is not None:
             try:
-                # Upstream puts batches together on the CPU, so the pages are at home where that reads them.
+                # Upstream collates batches on the CPU, so the pages are placed in host memory.
                 return ManagedSlab(self._resources.heap, size, "host")
             except UnifiedMemoryError as error:
-                message = f"unified_memory was asked for and refused: {str(error).splitlines()[0]}"
+                message = f"unified_memory was requested and refused: {str(error).splitlines()[0]}"
                 chosen.residence = chosen.residence.instead("pinned_host", "page-locked main memory", message)
         slab = MemorySlab.own(size, self._resources.device)
         self.notes += [f"{format_bytes(size)}: {note}" for note in slab.notes]
@@ -275,7 +275,7 @@ class Residents:
 
 
 def _key(path: str | os.PathLike[str]) -> str:
-    return os.path.abspath(os.fspath(path))  # noqa: PTH100 - a link stays the name it is asked for by
+    return os.path.abspath(os.fspath(path))  # noqa: PTH100 - does not resolve links
 
 
 def _rounded(size: int) -> int:

@@ -1,9 +1,9 @@
-"""What the overlay did, as JSON lines in the run's output folder. Nothing is written while nothing is asked of it.
+"""A log of the overlay's actions, as JSON lines in the run's output folder. It is written only if a feature is used.
 
-<output_dir>/gracetune-overlay.jsonl            of rank 0
-<output_dir>/gracetune-overlay-rank-<n>.jsonl   of the others
+<output_dir>/gracetune-overlay.jsonl            rank 0
+<output_dir>/gracetune-overlay-rank-<n>.jsonl   other ranks
 
-Each line is one object with `format` (1), `event`, `time_s` (Unix) and what belongs to the event. Sizes end in
+Each line is one object with `format` (1), `event`, `time_s` (Unix) and the fields of the event. Sizes end in
 `_bytes`, durations in `_s`.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("gracetune.overlay")
 
 
 class Counts:
-    """Numbers that grow, from any thread."""
+    """Thread-safe counters."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class Counts:
             self._counts[name] += amount
 
     def reject(self, name: str, reason: str) -> None:
-        """Something asked for that was not done, and why."""
+        """Count a request that was not carried out, by reason."""
         with self._lock:
             self._reasons.setdefault(name, Counter())[reason] += 1
 
@@ -49,7 +49,7 @@ class Counts:
 
 
 class Telemetry:
-    """Lines wait until the output folder is known, and for the first feature that has something to tell."""
+    """Buffers lines until `open` names the output folder."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.counts: dict[str, Counts] = {}
@@ -79,12 +79,12 @@ class Telemetry:
         self._append(line)
 
     def finish(self) -> None:
-        """The counts of every feature."""
+        """Write the counts of every feature."""
         if self._path is not None:
             self.emit("finished", counts={name: counts.snapshot() for name, counts in sorted(self.counts.items())})
 
     def _append(self, line: str) -> None:
-        """A disk that is full costs lines, and never the run."""
+        """Append a line. A full disk loses lines and never stops the run."""
         assert self._path is not None
         with self._lock:
             try:
@@ -100,5 +100,5 @@ def _append_whole(path: Path, line: bytes) -> None:
     with path.open("ab", buffering=0) as file:
         before = file.tell()
         if file.write(line) != len(line):
-            file.truncate(before)  # half a line would spoil the next one too
+            file.truncate(before)  # half a line would corrupt the next one too
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -1,4 +1,4 @@
-"""The counts of a run, written when upstream's training ends, however it ends."""
+"""Write the counts of a run when upstream's training ends, also after an error."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""`gracetune bench wan14b|qwen|flux|sdxl`: the trainer's own step on random weights, against a plain loop beside it."""
+"""`gracetune bench wan14b|qwen|flux|sdxl`: the trainer's step on random weights, compared with a plain training
+loop."""

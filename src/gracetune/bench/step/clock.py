@@ -1,4 +1,4 @@
-"""Time and memory of a step, and how fast this device multiplies at best."""
+"""Measure time and memory of a step, and the matrix-product ceiling of the device."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ _WARM_S: Final = 5.0
 _ROUNDS: Final = 12
 _PRODUCTS: Final = 10
 _FP8_MOST: Final = 448.0
-"""The largest number e4m3 has."""
+"""Largest finite value of e4m3."""
 
 
 @dataclass(frozen=True)
 class Pace:
+    """Timings of a step."""
+
     samples_ms: tuple[float, ...]
     first_s: float
-    """The first step: compiling, choosing kernels, and the step itself."""
+    """Seconds of the first step, which includes compiling and choosing kernels."""
     peak_bytes: int | None
-    """torch's counter, from the first step on; None without a GPU."""
+    """Peak of torch's memory counter, including the first step; None without a GPU."""
     loss: float
-    """Of the last step, per sample."""
+    """Loss per sample of the last step."""
 
     @property
     def ms(self) -> float:
@@ -43,16 +45,17 @@ class Pace:
 
     @property
     def once_s(self) -> float:
-        """What happens only once."""
+        """Seconds of one-time work in the first step."""
         return max(0.0, self.first_s - self.ms / 1000)
 
 
 def measure(
     step: Callable[[], Tensor], device: torch.device, samples: int, *, within_s: float | None = None
 ) -> Pace:  # fmt: skip
-    """`step` gives its loss, which is read only at the end. A loss that is no number makes the times worth nothing.
+    """Time `samples` steps after a warm-up.
 
-    `within_s`: fewer samples where so many would take longer, three at least.
+    `step` returns its loss, which is read only at the end; a non-finite loss is an error, since its times mean nothing.
+    With `within_s` there are fewer samples (at least three) if they would take longer.
     """
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -79,7 +82,7 @@ def measure(
 
 
 def _warmed_up(step: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
-    """The last loss, and the seconds of a step. Steps that take long (video) have nothing left to warm after one."""
+    """Warm up, and return the last loss and the seconds per step. One long step (video) is warm-up enough."""
     began, steps = time.perf_counter(), 0
     while steps < WARM_UP and time.perf_counter() - began <= _WARM_S:
         loss = step()
@@ -94,7 +97,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | float:
-    """A moment: on the device's own clock where it has one, so that the host is never waited for."""
+    """A timestamp. On a GPU it is a CUDA event, so the host does not synchronize."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -103,6 +106,7 @@ def mark(device: torch.device) -> torch.cuda.Event | float:
 
 
 def between(one: torch.cuda.Event | float, two: torch.cuda.Event | float) -> float:
+    """Milliseconds between two marks."""
     if isinstance(one, float) and isinstance(two, float):
         return 1000 * (two - one)
     assert isinstance(one, torch.cuda.Event)
@@ -111,7 +115,7 @@ def between(one: torch.cuda.Event | float, two: torch.cuda.Event | float) -> flo
 
 
 def free(device: torch.device) -> int:
-    """Let go of everything that is only cached; the bytes that are still held."""
+    """Free cached memory, and return the bytes that are still allocated."""
     torch._dynamo.reset()
     gc.collect()
     if device.type != "cuda":
@@ -121,11 +125,11 @@ def free(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-# -- how fast it multiplies -------------------------------------------------------------------------------------------
+# -- matrix-product ceilings -------------------------------------------------------------------------------------------
 
 
 def ceilings(shape: Gemm, device: torch.device) -> dict[str, float]:
-    """TFLOP/s of one product of this shape by precision; what the device or torch cannot do is not in it."""
+    """TFLOP/s of one product of this shape, by precision. Unsupported precisions are missing."""
     found = {"bf16": _rate(shape, device, _bf16_product(shape, device))}
     product = _fp8_product(shape, device)
     if product is not None:
@@ -153,11 +157,11 @@ def _bf16_product(shape: Gemm, device: torch.device) -> Callable[[], object]:
 
 
 def _fp8_product(shape: Gemm, device: torch.device) -> Callable[[], object] | None:
-    """e4m3 with a scale for each row of both operands, as the frozen layers use it."""
+    """An e4m3 product with a scale for each row of both operands, as in the frozen layers; None if unsupported."""
     sides = (shape.rows, shape.inputs, shape.outputs)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return None
-    if any(side % 16 for side in sides):
+    if any(side % 16 for side in sides):  # a requirement of torch._scaled_mm
         return None
     x, x_scale = _quantised(torch.randn(shape.rows, shape.inputs, device=device))
     weight, weight_scale = _quantised(torch.randn(shape.outputs, shape.inputs, device=device))

@@ -1,8 +1,8 @@
-"""How much arithmetic a step is, counted on the model's own code without computing anything (the meta device).
+"""Count the FLOPs of a step on the model's own code, on the meta device, without computing anything.
 
-Model FLOPs: every product of the forward pass, and every product that carries a gradient back to an input (dX; the
-frozen weights have no gradient). Attention's backward pass is twice its forward. What an adapter adds, what is computed
-again and what a fused attention kernel repeats inside itself are not in it.
+Model FLOPs are all products of the forward pass, and the products of the backward pass that compute gradients of inputs
+(dX; frozen weights have no gradient). The backward pass of attention counts as twice its forward pass. Adapters,
+recomputation, and the recomputation inside fused attention kernels do not count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gracetune.planning.activations import Policy
 
 @dataclass(frozen=True)
 class Gemm:
-    """rows x inputs @ inputs x outputs."""
+    """A matrix product (rows x inputs) @ (inputs x outputs)."""
 
     rows: int
     inputs: int
@@ -43,29 +43,34 @@ class Gemm:
 
 @dataclass(frozen=True)
 class StepFlops:
+    """FLOPs of one step."""
+
     forward: int
     backward: int
     main: Gemm
-    """The shape most of the adapted layers' work has."""
+    """The product that accounts for most FLOPs of the adapted layers."""
 
     @property
     def model(self) -> int:
         return self.forward + self.backward
 
     def hardware(self, policy: Policy, share: float | None) -> int | None:
-        """With what is computed again; `share` is that of the forward pass the compiler repeats, None if unknown."""
+        """FLOPs including recomputation.
+
+        `share` is the share of the forward pass that the compiler recomputes, if known.
+        """
         if policy in ("off", "full"):
             return self.model + (self.forward if policy == "full" else 0)
         return None if share is None else self.model + int(share * self.forward)
 
 
 def count(job: StepJob, model: RandomModel, targets: Sequence[str]) -> StepFlops:
-    """`targets` are the adapted layers: from there on gradients flow."""
+    """Count the FLOPs of a step. `targets` are the adapted layers, the first of which need gradients."""
     denoiser = model.spec.build_denoiser(model.source, model.expert)
     shapes: Counter[Gemm] = Counter()
     trained = torch.zeros((), device="meta", requires_grad=True)
     for path in targets:
-        denoiser.get_submodule(path).register_forward_hook(_with_something_trained(trained, shapes))
+        denoiser.get_submodule(path).register_forward_hook(_require_input_gradient(trained, shapes))
     batch = {name: tensor.float() for name, tensor in random_batch(job, model, "meta").items()}
     noisy = torch.empty_like(batch["latents"])
     level = torch.empty(job.batch, device="meta")
@@ -81,7 +86,7 @@ def count(job: StepJob, model: RandomModel, targets: Sequence[str]) -> StepFlops
 
 
 def _routed(job: StepJob, model: RandomModel, denoiser: nn.Module, batch: dict[str, Tensor]) -> ModelSpec:
-    """The family's own, or one that routes; `batch` then says how many tokens are kept."""
+    """The family's spec, or with token routing one that routes; `batch` then gets the kept tokens."""
     if not job.routes:
         return model.spec
     blocks = sum(map(len, block_lists(denoiser, model.spec.family)))
@@ -93,8 +98,8 @@ def _routed(job: StepJob, model: RandomModel, denoiser: nn.Module, batch: dict[s
     return TokenRouter(model.spec, routes, model.facts, seed=0).spec
 
 
-def _with_something_trained(trained: Tensor, shapes: Counter[Gemm]):  # type: ignore[no-untyped-def]
-    """Adds a trained number to a layer's output: its gradient costs no product, and asks for the layer's dX."""
+def _require_input_gradient(trained: Tensor, shapes: Counter[Gemm]):  # type: ignore[no-untyped-def]
+    """A hook that adds a trainable scalar to a layer's output, so that gradients flow without further products."""
 
     def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         width = inputs[0].shape[-1]

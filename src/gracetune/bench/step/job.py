@@ -1,4 +1,4 @@
-"""What is measured: one model, one adapter, one shape. Plain data, and the config a user would write for it."""
+"""The job of a step bench: one model, one adapter, one shape, and the config a user would write for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Precision = Literal["bf16", "fp8"]
 Checkpointing = Literal["off", "auto", "full"]
 OptimizerName = Literal["adamw", "automagic"]
 Scale = Literal["published", "small", "tiny"]
-"""`published` sizes; `small`: the same classes, narrower and with few blocks, for numerics; `tiny`: for tests."""
+"""`published`: real sizes. `small`: the same classes, narrower and with few blocks, for numerics. `tiny`: for tests."""
 
 RANK: Final = 16
 FACTOR: Final = 16
@@ -32,20 +32,20 @@ _SMOKE_SIDE: Final = 64
 _SMOKE_FRAMES: Final = 5
 
 Entries = Mapping[str, tuple[int, ...]]
-"""Name -> shape of one sample's tensors; names as in `cache.encoder`."""
+"""Tensor name -> shape of one sample, with the names of `cache.encoder`."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """One bench: which weights are meant, and what a denoiser with such a configuration reads beside its latents."""
+    """One bench: the model, and the inputs that its denoiser reads besides the latents."""
 
     name: str
     family: str
     flavour: str
     texts: Callable[[Mapping[str, Any], int], Entries]
-    """From the denoiser's configuration and the number of caption tokens."""
+    """Text entries, computed from the denoiser's config and the number of caption tokens."""
     small: Mapping[str, Any]
-    """Of its configuration, what the small model has otherwise."""
+    """Config values that differ in the small model."""
     beside: Entries = field(default_factory=dict)
     """Further tensors of a latent entry."""
     resolution: int = 1024
@@ -57,7 +57,7 @@ class Preset:
     @property
     def latents(self) -> PixelLatents:
         latents = self.footprint.latents
-        assert isinstance(latents, PixelLatents), "no bench is about sound"
+        assert isinstance(latents, PixelLatents), "no bench uses audio"
         return latents
 
     def latent_shape(self, shape: SampleShape) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class Preset:
 
 
 def _pooled(config: Mapping[str, Any]) -> int:
-    """SDXL reads the pooled caption and six sizes in one vector."""
+    """Width of the pooled caption. SDXL reads it and six size embeddings in one vector."""
     return int(config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"])
 
 
@@ -125,12 +125,12 @@ class StepJob:
     checkpointing: Checkpointing = "auto"
     optimizer: OptimizerName = "adamw"
     memory_limit: int | None = None
-    """Bytes torch may hold at its peak; the plan is made for a GPU with no more."""
+    """Limit of torch's peak in bytes. The plan is made for a GPU with that much memory."""
     baseline: bool = False
     steps: int = FEWEST_SAMPLES
     smoke: bool = False
     token_routing: float = 0.0
-    """Share of the tokens that skip blocks: all but the first two and the last one, of a tiny model all."""
+    """Share of tokens that skip blocks: all blocks but the first two and the last one; in a tiny model all blocks."""
 
     @property
     def routes(self) -> list[dict[str, Any]]:
@@ -149,14 +149,14 @@ class StepJob:
 
     @property
     def shape(self) -> SampleShape:
-        """What is really computed: a smoke test's is tiny, whatever was asked."""
+        """The computed shape; a smoke test always has a tiny one."""
         if not self.smoke:
             return SampleShape(self.width, self.height, self.frames)
         return SampleShape(_SMOKE_SIDE, _SMOKE_SIDE, min(self.frames, _SMOKE_FRAMES))
 
     @property
     def tokens(self) -> int:
-        """Of one sample's picture or clip."""
+        """Image or video tokens of one sample."""
         return self.preset.latents.tokens(self.shape)
 
     @property
@@ -166,7 +166,7 @@ class StepJob:
 
 
 def parse_resolution(text: str) -> tuple[int, int]:
-    """`1024` or `832x480`."""
+    """Parse `1024` or `832x480` into width and height."""
     match = re.fullmatch(r"\s*(\d+)(?:\s*[xX]\s*(\d+))?\s*", text)
     if match is None:
         hint = "--resolution 1024 or --resolution 832x480"
@@ -176,23 +176,23 @@ def parse_resolution(text: str) -> tuple[int, int]:
 
 
 def checked(job: StepJob) -> StepJob:
-    """A shape the model cannot have, or too few samples, is an error before anything is built; all of it at once."""
+    """Validate the job before anything is built. One ConfigError lists all problems."""
     problems: list[Problem] = []
     if job.bench not in PRESETS:
         meant = nearest(job.bench, PRESETS) or next(iter(PRESETS))
         raise ConfigError([Problem("NAME", job.bench, f"one of {', '.join(PRESETS)}", f"gracetune bench {meant}")])
-    asks = geometry(job.preset.family, job.preset.flavour)
-    multiple = asks.side_multiple
+    limits = geometry(job.preset.family, job.preset.flavour)
+    multiple = limits.side_multiple
     for name, side in (("width", job.width), ("height", job.height)):
         if side < multiple or side % multiple:
             near = max(1, round(side / multiple)) * multiple
             expected = f"a multiple of {multiple}"
             problems.append(Problem(f"--resolution ({name})", str(side), expected, f"{near} is the nearest"))
-    if asks.makes == "image" and job.frames != 1:
-        problems.append(Problem("--frames", str(job.frames), f"1: {job.bench} makes pictures", "leave --frames out"))
-    elif job.frames < 1 or (job.frames - 1) % asks.frame_step:
-        near = max(0, round((job.frames - 1) / asks.frame_step)) * asks.frame_step + 1
-        expected = f"a multiple of {asks.frame_step}, and one more"
+    if limits.makes == "image" and job.frames != 1:
+        problems.append(Problem("--frames", str(job.frames), f"1: {job.bench} makes images", "leave --frames out"))
+    elif job.frames < 1 or (job.frames - 1) % limits.frame_step:
+        near = max(0, round((job.frames - 1) / limits.frame_step)) * limits.frame_step + 1
+        expected = f"a multiple of {limits.frame_step}, and one more"
         problems.append(Problem("--frames", str(job.frames), expected, f"--frames {near}"))
     if job.batch < 1:
         problems.append(Problem("--batch", str(job.batch), "1 or more", "--batch 1"))
@@ -211,7 +211,7 @@ def checked(job: StepJob) -> StepJob:
 
 
 def config_of(job: StepJob, folder: Path, output: Path) -> RunConfig:
-    """The run a user would ask for; `folder` holds the model's configuration files."""
+    """The config a user would write; `folder` holds the model's config files."""
     preset, shape = job.preset, job.shape
     adapter: dict[str, Any] = {"kind": job.adapter, "rank": RANK}
     if job.adapter == "lokr":
@@ -233,7 +233,7 @@ def config_of(job: StepJob, folder: Path, output: Path) -> RunConfig:
                 "flavour": preset.flavour,
                 "path": str(folder),
                 "base_precision": job.precision,
-                "experts": "high",  # of two, one: they take turns, and a step is the same for both
+                "experts": "high",  # one of two is enough: they alternate, and their steps cost the same
             },
             "datasets": [data],
             "adapter": adapter,

@@ -1,6 +1,7 @@
-"""One row: ceilings, the trainer's step, the plain loop beside it, the gradients' error. In this order, in one process.
+"""Measure one row in one process: the trainer's step, ceilings, the plain loop, the gradients' error.
 
-Each part is freed before the next begins; what is still held then is an error, since it would be in the next peak.
+The memory of each part is freed before the next one begins. Leftover memory is an error, since it would count in the
+next peak.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from gracetune.units import MIB, format_bytes
 
 BASELINE_SAMPLES: Final = 10
 BASELINE_S: Final = 30.0
-"""A clip's baseline takes a quarter of a minute a step: then fewer samples have to do."""
+"""Time limit for baseline samples. With video a baseline step takes about 15 s, so there are fewer samples."""
 _LEFT: Final = 256 * MIB
-"""Bytes that may still be held when a part is done: workspaces of libraries."""
+"""Bytes that may stay allocated after a part: workspaces of libraries."""
 _GRAPHS: Final = 4
-"""Of few blocks: two kinds, and the first of each kind may have its own."""
+"""Allowed graphs for models with few blocks: two kinds, and the first block of each may have its own graph."""
 _LIBRARIES: Final = ("diffusers", "transformers", "peft", "lycoris-lora", "accelerate")
 
 Report = Callable[[str], None]
@@ -47,7 +48,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Stamp:
-    """What makes a row comparable later."""
+    """Facts that make a row comparable later."""
 
     command: str
     git_commit: str | None
@@ -65,14 +66,14 @@ def versions_of(machine: Machine, ours: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bench:
-    """One process' measurements: what is asked twice is measured once."""
+    """The measurements of one process. Parts that several rows share are measured once."""
 
     machine: Machine
     runtime: Runtime
     stamp: Stamp
     folder: Path
     report: Report = lambda text: None
-    _made: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    _cached: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -86,7 +87,7 @@ class Bench:
             return self._row(job, name)
 
     def rows(self, job: StepJob) -> list[StepRow]:
-        """Of a routed step, the step with all tokens first."""
+        """The row of a job. With token routing the step with all tokens comes first."""
         if not checked(job).token_routing:
             return [self.row(job)]
         plain = self.row(replace(job, token_routing=0.0), "all tokens")
@@ -95,7 +96,7 @@ class Bench:
 
     def _row(self, job: StepJob, name: str) -> StepRow:
         model = self._model(job)
-        # A row's own: files of another one with the same name would not be replaced.
+        # A new folder for each row, because files of the same name are not replaced.
         config = config_of(job, model.source.folder, Path(tempfile.mkdtemp(dir=self.folder)) / "out")
         decided = decide(job, config, self.machine, model, self.device)
         for line in decided.reasons:
@@ -117,22 +118,22 @@ class Bench:
             share = self_check / (5 * ours.ms / 1000)
             self.report(f"self-check: {of_adapter:.2f} s + {of_file:.2f} s for the file, {share:.2f} % of 500 steps")
             del run, attached
-        self._let_go("the trainer")
+        self._free_memory("the trainer")
         flops = self._flops(job, model, targets)
         speeds = self._ceilings(flops)
         plain = self._baseline(job, config, model, targets, trained) if job.baseline else None
         numerics = self._numerics(job)
-        return self._made_row(
+        return self._build_row(
             job, name, ours, plain, flops, speeds, decided, repeated.share, numerics, reasons, trained,
             self_check,
         )  # fmt: skip
 
-    def _made_row(
+    def _build_row(
         self, job: StepJob, name: str, ours: Pace, plain: Pace | None, flops: StepFlops, speeds: dict[str, float],
         decided: StepChoices, share: float | None, numerics: Numerics, reasons: tuple[str, ...], trained: int,
         self_check: float,
     ) -> StepRow:  # fmt: skip
-        """Longer than our functions are: one line for each column."""
+        """Build the row. The function is long because it has one line per column."""
         seconds = ours.ms / 1000
         ceiling = speeds.get(job.precision, speeds["bf16"])
         rate = flops.model / seconds / 1e12
@@ -184,9 +185,9 @@ class Bench:
     # -- measured once ------------------------------------------------------------------------------------------------
 
     def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]
 
     def _model(self, job: StepJob) -> RandomModel:
         return self._model_of(job, job.scale)
@@ -214,7 +215,7 @@ class Bench:
     def _baseline(
         self, job: StepJob, config: RunConfig, model: RandomModel, targets: tuple[str, ...], trained: int
     ) -> Pace:
-        """Always in bf16 and with AdamW: what the libraries offer."""
+        """Time the plain loop, which always uses bf16 and AdamW."""
 
         def timed() -> Pace:
             self.report(f"baseline: {_baseline_words(job)}")
@@ -225,27 +226,27 @@ class Bench:
 
         key = ("baseline", job.bench, job.scale, job.adapter, job.batch, job.shape)
         pace: Pace = self._once(key, timed)
-        self._let_go("the baseline")
+        self._free_memory("the baseline")
         self.report(f"baseline: {pace.ms:.1f} ms a step")
         return pace
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _let_go(self, what: str) -> None:
+    def _free_memory(self, what: str) -> None:
         held = free(self.device)
         if held > _LEFT:
             raise GracetuneError(f"{what} still holds {format_bytes(held)} of GPU memory: the next peak would be wrong")
 
     @contextmanager
     def _limited(self, job: StepJob) -> Iterator[None]:
-        """torch itself holds the line: what does not fit is an out-of-memory error, not a larger peak."""
+        """Enforce the memory limit through torch: a step that needs more gets an out-of-memory error."""
         if job.memory_limit is None or self.device.type != "cuda":
             yield
             return
         free(self.device)
         before = torch.cuda.get_per_process_memory_fraction(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
-        # Blocks that only wait in torch's cache count against a fraction too, but not in the peak.
+        # torch's cached blocks count against the fraction but not in the peak, hence the margin of 5 %.
         torch.cuda.set_per_process_memory_fraction(min(1.0, 1.05 * job.memory_limit / total), self.device)
         try:
             yield
@@ -257,14 +258,14 @@ class Bench:
 def opened(machine: Machine, stamp: Stamp, report: Report = lambda text: None) -> Iterator[Bench]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gracetune-bench-")))
-        # One process, whatever a launcher's variables say.
+        # An empty environment: one process, even under a launcher.
         runtime = stack.enter_context(open_runtime("bf16", Environment({})))
         runtime.seed(0)
         yield Bench(machine, runtime, stamp, folder, report)
 
 
 def reject_many_graphs(prepared: Preparation) -> None:
-    """Blocks are compiled because one graph serves them all; where it does not, the step is not the one meant."""
+    """Reject a step in which blocks of one shape do not share a graph, which is the point of compiling them."""
     if prepared.stats.graphs > max(_GRAPHS, prepared.blocks // 4):
         raise GracetuneError(f"{prepared.stats.graphs} graphs for {prepared.blocks} blocks of one shape")
 
@@ -275,7 +276,7 @@ def _baseline_words(job: StepJob) -> str:
 
 
 def _figures(value: float) -> float:
-    """Enough digits to compute with, few enough to read."""
+    """Five significant digits: enough to compute with, few enough to read."""
     return float(f"{value:.5g}")
 
 

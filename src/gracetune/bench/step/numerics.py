@@ -1,8 +1,8 @@
-"""How far a run's adapter gradients are from exact ones, on a small model of the same classes.
+"""Compare a run's adapter gradients with exact ones, on a small model of the same classes.
 
-Three times the same question: in fp32 with the libraries' layers (the reference), as a run computes it (on a GPU in
-compiled blocks, which alone have our kernels), and in the run's precision with the libraries' layers. The base weights
-are the same numbers in all three, those of bf16.
+The same gradients are computed three ways: in fp32 with the libraries' layers (the reference), as in a run (on a GPU in
+compiled blocks, since only those use our kernels), and in the run's precision with the libraries' layers. All three use
+the same bf16 values as base weights.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from gracetune.train.blocks import prepare_blocks
 
 SIDE = 256
 SPREAD = 0.02
-"""Of what is added to an adapter's first values: one that changes nothing has gradients for half of its factors."""
+"""Standard deviation of the noise added to a new adapter. One factor of each pair starts at zero, so without the noise
+the other factor has no gradient."""
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """Over all adapter gradients taken as one vector."""
+    """Errors of all adapter gradients, taken as one vector."""
 
     relative_error: float
     cosine: float
     library_relative_error: float
-    """Of the libraries' layers at bf16: what this precision costs anyway."""
+    """Error of the libraries' layers in bf16, the error of the precision itself."""
     compiled: bool
-    """Whether ours were those of compiled blocks."""
+    """Whether our gradients come from compiled blocks."""
 
     def as_json(self) -> dict[str, float | bool]:
         return asdict(self)
 
 
 def gradient_check(job: StepJob, model: RandomModel, device: torch.device) -> Numerics:
-    """`model` is a small or a tiny one; of the job, its adapter and precision count."""
+    """Compare gradients on a small or tiny `model`, with the adapter and precision of `job`."""
     small = replace(job, width=SIDE, height=SIDE, frames=1, batch=1)
     exact = _gradients(small, model, device, "reference")
     ours = _gradients(small, model, device, "run")
@@ -68,10 +69,10 @@ def _distance(ours: Tensor, exact: Tensor) -> float:
 def _gradients(
     job: StepJob, model: RandomModel, device: torch.device, mode: Literal["reference", "run", "library"]
 ) -> Tensor:
-    """One vector in float64, on the CPU."""
+    """All adapter gradients as one float64 vector on the CPU."""
     config = config_of(job, model.source.folder, model.source.folder)
     fp8 = EightBitLayers(model.spec.default_targets) if job.precision == "fp8" and mode == "run" else None
-    # A run's own kernel: it has a backward pass of its own.
+    # Use the run's attention kernel, which has its own backward pass.
     facts = attention_facts(device, torch.bfloat16, model.spec.attention)
     attention = choose_attention("auto", facts).backend if mode == "run" else None
     placement = PartPlacement(device, torch.bfloat16, attention, fp8)
@@ -91,13 +92,13 @@ def _gradients(
         adapter_path="auto" if mode == "run" else "library",
     )
     parameters = attached.parameters()
-    _unsettle(parameters)
+    _add_noise(parameters)
     if mode == "run" and _compiles(device):
         prepare_blocks(denoiser.train(), model.spec.repeated_blocks, checkpointing=False, compiled=True, shapes="one")
     batch = random_batch(job, model, device)
     clean = batch["latents"].float()
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1)).to(device)
-    # It and a thousand times it are exact in bf16: some models round their time to that.
+    # 0.5 and 500 are exact in bf16, to which some models round their timestep.
     level = torch.full((job.batch,), 0.5, device=device)
     seen = noisy(model.facts.schedule, clean, noise, level).to(torch.bfloat16).to(computed)
     with torch.autocast(device.type, torch.bfloat16, enabled=mode != "reference"):
@@ -110,8 +111,8 @@ def _gradients(
 
 
 @torch.no_grad()
-def _unsettle(parameters: dict[str, nn.Parameter]) -> None:
-    """The same for every path: drawn on the CPU, in the order of names."""
+def _add_noise(parameters: dict[str, nn.Parameter]) -> None:
+    """Add the same noise in every mode: generated on the CPU, in the order of names."""
     generator = torch.Generator().manual_seed(7)
     for name in sorted(parameters):
         values = SPREAD * torch.randn(parameters[name].shape, generator=generator)

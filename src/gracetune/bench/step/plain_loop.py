@@ -1,7 +1,7 @@
-"""The loop somebody writes who has diffusers and peft, or lycoris-lora: eager, checkpointed, all data on the device.
+"""The baseline: a plain training loop with diffusers and peft or lycoris-lora.
 
-The same drawn weights, the same adapted layers, the same shapes, fp32 adapters under bf16 autocast, fused AdamW. It is
-what ours is compared with, so nothing of ours but the model's input format is in it.
+It runs eagerly with gradient checkpointing and all data on the device. It uses the same random weights, adapted layers
+and shapes, fp32 adapters under bf16 autocast, and fused AdamW. Of our code it uses only the model's input format.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ def _lycoris(denoiser: nn.Module, config: RunConfig, targets: Sequence[str]) -> 
 
 @contextmanager
 def _preset_for(targets: Sequence[str]) -> Iterator[Any]:
-    """Which layers it takes is state of lycoris' class, not of a network: afterwards it is as before."""
+    """lycoris keeps the choice of layers on its class. Set it inside the block and restore it afterwards."""
     from lycoris.wrapper import LycorisNetwork
 
     names = ("TARGET_REPLACE_MODULE", "TARGET_REPLACE_NAME", "USE_FNMATCH", "TARGET_EXCLUDE_NAME")
     before = {name: vars(LycorisNetwork)[name] for name in names}
-    logger = logging.getLogger("LyCORIS")  # it writes to stdout, where a command's answer belongs
+    logger = logging.getLogger("LyCORIS")  # it writes to stdout, which is reserved for --json
     was = logger.disabled
     logger.disabled = True
     pattern = "(?:" + "|".join(re.escape(path) for path in targets) + r")\Z"

@@ -1,4 +1,4 @@
-"""Samples that are in no file: an index the loader takes, and entries as a cache would have them, drawn once."""
+"""Random samples without files: an index for the loader, and cache entries with random values."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from gracetune.models.registry import geometry
 from gracetune.train.data import CachedSamples
 
 ENTRIES: Final = 4
-"""Different entries of each kind; the samples of an epoch share them."""
+"""Distinct entries of each kind, which all samples of an epoch share."""
 _RATE: Final = 16.0
 
 
 class RandomEntries:
-    """As a resident cache: everything is in memory, page-locked where a GPU reads it."""
+    """Stands in for a resident cache: everything is in memory, page-locked for a GPU."""
 
     def __init__(self, shapes: Entries, *, seed: int, pinned: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -54,7 +54,7 @@ def _entry(shapes: Entries, generator: torch.Generator, *, pinned: bool) -> dict
 
 
 def entry_shapes(job: StepJob, model: RandomModel) -> tuple[Entries, Entries]:
-    """Of a sample's latents, and of its caption."""
+    """Shapes of a sample's latent entry and of its text entry."""
     preset = job.preset
     tokens = preset.footprint.text.tokens
     latents = {"latents": preset.latent_shape(job.shape), **preset.beside}
@@ -93,7 +93,7 @@ def _facts(shape: SampleShape) -> ImageFacts | VideoFacts:
 
 
 def random_batch(job: StepJob, model: RandomModel, device: torch.device | str, *, seed: int = 0) -> dict[str, Tensor]:
-    """One batch, whole and on the device, for those who have no source of batches."""
+    """One whole batch on the device, for callers without a batch source."""
     on_meta = torch.device(device).type == "meta"
     generator = torch.Generator().manual_seed(seed)
     batch = {}

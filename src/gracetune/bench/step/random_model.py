@@ -1,8 +1,7 @@
-"""A denoiser of any size with drawn weights, made where it is used: nothing is written to disk or copied to a GPU.
+"""A denoiser of any size with random weights, created on the device. No weights are written to disk or copied to a GPU.
 
-The folder holds configuration files alone: those of a tiny model, with the denoiser's own replaced by the published
-ones. So everything a run reads off a model's files (experts, schedule, shift, layers without a gradient) is read here
-by the same code.
+The model folder contains config files only: those of a tiny model, with the denoiser's config replaced by the published
+one. So the code of a run reads everything else (experts, schedule, shift, untrained layers) from the files as usual.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from gracetune.models.tiny import build
 from gracetune.seeded_random import torch_seed
 
 _UNIFORM = math.sqrt(3)
-"""A uniform draw of bound b has a standard deviation of b / sqrt(3)."""
+"""A uniform distribution on [-b, b] has the standard deviation b / sqrt(3)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +33,10 @@ class RandomModel:
     preset: Preset
     source: ModelSource
     spec: ModelSpec
-    """The family's, but for one function: its denoisers are drawn instead of read."""
+    """The family's spec, except that its denoisers get random weights instead of loaded ones."""
     facts: ModelFacts
     plain_denoiser: Callable[[PartPlacement], nn.Module]
-    """The library's own class, with nothing of ours in it."""
+    """The library's own class without our changes."""
 
     @property
     def expert(self) -> Expert:
@@ -49,13 +48,13 @@ class RandomModel:
 
 
 def make_model(preset: Preset, folder: Path, scale: Scale, *, seed: int = 0) -> RandomModel:
-    """Writes the configuration files into `folder`, which is to be new."""
+    """Write the config files into `folder`, which must be new, and describe the model."""
     build(preset.family, preset.flavour, folder)
     spec, source = spec_of(preset.family), ModelSource(preset.name, folder)
     for expert in spec.inspect(source).experts:
         part = folder / expert.component
         for file in part.glob("*.safetensors"):
-            file.unlink()  # nobody is to train the tiny model's weights by mistake
+            file.unlink()  # so that the tiny model's weights cannot be used by mistake
         if scale != "tiny":
             published: Any = build_published(preset.family, preset.flavour)
             if scale == "small":
@@ -78,9 +77,9 @@ def make_model(preset: Preset, folder: Path, scale: Scale, *, seed: int = 0) -> 
 
 
 def drawing(seed: int) -> RandomFill:
-    """Normal values of the spread the layers' own constructors give them, never zeros.
+    """Fill tensors with normal values of the spread that the layers' constructors use, and never with zeros.
 
-    Each tensor's depend on the seed and its name alone, so that a model held in another precision has the same ones.
+    Values depend only on the seed and the tensor's name, so a model in another precision gets the same ones.
     """
 
     @torch.no_grad()
@@ -99,7 +98,7 @@ def drawing(seed: int) -> RandomFill:
 
 
 def _first_values(module: nn.Module, name: str, tensor: Tensor) -> tuple[float, float]:
-    """Mean and standard deviation."""
+    """Mean and standard deviation for one tensor of `module`."""
     if isinstance(module, nn.Linear):
         return 0.0, 1 / (math.sqrt(module.in_features) * _UNIFORM)
     if isinstance(module, nn.modules.conv._ConvNd):

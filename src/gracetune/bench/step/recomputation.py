@@ -1,6 +1,7 @@
-"""How much of the blocks' forward pass the compiler computes again in the backward pass.
+"""Measure how much of the forward pass torch.compile recomputes in the backward pass.
 
-It decides that when it cuts a block's graph in two. Whatever is in both parts and was in the graph once is repeated.
+The compiler decides that when it partitions a block's joint graph into forward and backward. Operations that were in
+the joint graph once and are in both parts are recomputed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 class Repeated(CustomPartitionerFn):
-    """The compiler's own way of cutting, and a count."""
+    """The compiler's default partitioner, with a count of recomputed FLOPs."""
 
     def __init__(self) -> None:
         self._forward = self._again = 0
@@ -34,11 +35,11 @@ class Repeated(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> None:
-        """Nothing is taken from the compiler's cache: there would be nothing to count."""
+        """None disables the compiler's cache; cached graphs would not be partitioned and counted."""
 
     @property
     def share(self) -> float | None:
-        """Of the forward pass' products; None where no graph was cut."""
+        """Recomputed share of the forward pass; None if no graph was partitioned."""
         return self._again / self._forward if self._forward else None
 
 
@@ -56,7 +57,7 @@ def flops_of(graph: fx.Graph) -> int:
 
 @contextmanager
 def counting() -> Iterator[Repeated]:
-    """Of every graph that is compiled in here."""
+    """Count every graph compiled inside the block."""
     found = Repeated()
     with torch._inductor.config.patch(custom_partitioner_fn=found):
         yield found

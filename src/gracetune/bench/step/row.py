@@ -1,4 +1,4 @@
-"""One measured row: what `--json` prints, what is committed, and what the documentation's table is made from."""
+"""One measured row: the format of `--json`, of committed results, and the source of the documentation's table."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ ROW_KEYS: Final = (
     "tflops", "gemm_ceiling_tflops", "peak_gib", "estimated_peak_gib", "compile_s", "baseline_ms", "ratio",
     "samples_ms", "smoke", "gpu", "git_commit", "command", "versions",
 )  # fmt: skip
-"""Those every reader may count on, in this order; others follow."""
+"""Keys that are always present, in this order; others follow."""
 
 
 @dataclass(frozen=True)
 class TargetBar:
-    """What the project has promised for one row. Ratios are to the baseline of the same run."""
+    """The project's target for one row. Ratios are relative to the baseline of the same run."""
 
     must_ms: float | None = None
     aim_ms: float | None = None
     must_ratio: float | None = None
     aim_ratio: float | None = None
     must_slower: float | None = None
-    """At most this share slower than the row of another name."""
+    """Allowed slowdown relative to the row named `than`, as a share."""
     than: str | None = None
 
     def words(self) -> str:
@@ -40,7 +40,7 @@ class TargetBar:
 
 @dataclass(frozen=True)
 class StepRow:
-    """None where it is unknown here: no GPU, no baseline, no plan for these weights."""
+    """One row. Values are None if unknown: without a GPU, a baseline, or a plan for these weights."""
 
     bench: str
     adapter: str
@@ -49,17 +49,17 @@ class StepRow:
     resolution: int | str
     frames: int
     checkpointing: str
-    """As asked for."""
+    """The requested setting."""
     ms_per_step: float
     tokens_per_s: float
     tflops: float
-    """Model FLOPs a second."""
+    """Model TFLOP/s."""
     gemm_ceiling_tflops: float
-    """Of one product of the model's main shape in the row's precision, measured in the same run."""
+    """TFLOP/s of one product of the model's main shape in the row's precision, measured in the same run."""
     peak_gib: float | None
     estimated_peak_gib: float | None
     compile_s: float
-    """The first step, less an ordinary one."""
+    """Duration of the first step minus that of an ordinary one."""
     baseline_ms: float | None
     ratio: float | None
     samples_ms: tuple[float, ...]
@@ -69,37 +69,37 @@ class StepRow:
     command: str
     versions: dict[str, Any]
     name: str = ""
-    """In a suite."""
+    """Name of the row in a suite."""
     optimizer: str = "adamw"
     memory_limit_gib: float | None = None
     policy: str = "off"
-    """What `checkpointing` came to: off, half (the compiler's activation budget) or full."""
+    """The policy that `checkpointing` resolved to: off, half (the compiler's activation budget) or full."""
     model_flops: int = 0
     hardware_flops: int | None = 0
     model_utilisation: float = 0.0
-    """Of the ceiling."""
+    """Share of the ceiling."""
     hardware_utilisation: float | None = None
-    """The same with what is computed again; None where only the compiler knows how much that is."""
+    """The same including recomputation; None if the recomputed share is unknown."""
     gemm_shape: str = ""
     gemm_ceilings_tflops: dict[str, float] = field(default_factory=dict)
     trained_parameters: int = 0
     baseline: str | None = None
-    """What the baseline is, in words."""
+    """Description of the baseline."""
     baseline_samples_ms: tuple[float, ...] = ()
     baseline_peak_gib: float | None = None
     loss: float = 0.0
-    """Of the last step: that it is a number."""
+    """Loss of the last step, to show that it is finite."""
     numerics: dict[str, float] | None = None
     self_check_s: float | None = None
-    """The run's self-check of this model's adapter and its first file, which happens once in a run."""
+    """Seconds of the self-check of the adapter and its first file, once per run."""
     token_routing: float = 0.0
-    """Share of the tokens that skip blocks. `tokens_per_s` counts all tokens, `model_flops` what is computed."""
+    """Share of tokens that skip blocks. `tokens_per_s` counts all tokens, `model_flops` only computed ones."""
     unrouted_ms: float | None = None
-    """A step with all tokens, measured in the same run."""
+    """Milliseconds of a step with all tokens, measured in the same run."""
     reasons: tuple[str, ...] = ()
     bar: str = ""
     ok: bool | None = None
-    """None without a bar, and in a smoke test."""
+    """Whether the row meets its bar; None without a bar and in a smoke test."""
 
 
 assert tuple(one.name for one in fields(StepRow))[: len(ROW_KEYS)] == ROW_KEYS

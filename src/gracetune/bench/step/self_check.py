@@ -1,4 +1,4 @@
-"""What a run's self-check (`train/self_check.py`) costs on the model that was just measured."""
+"""Time the self-check of a run (`train/self_check.py`) on the model that was just measured."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ T = TypeVar("T")
 
 
 def time_self_check(trainer: Trainer, config: RunConfig) -> tuple[float, float]:
-    """Seconds of its two parts: the adapter after its third step, and its first file. Writing the file is not counted,
-    since every run does that anyway."""
+    """Seconds of its two parts: the check of the adapter in the first steps, and of its first file.
+
+    Writing the file does not count, since every run does that anyway.
+    """
     job, folder, view = trainer.job, RunFolder.of(config), CollectingView()
     while isinstance(batch := job.next_batch(1), EpochEnd):
         continue
     if not isinstance(batch, Batch):
         raise GracetuneError("the data of the measurement is exhausted")
     example = ReferenceBatch(batch)
-    for expert in job.trained_model.trained:  # a run has these from its dry batch
+    for expert in job.trained_model.trained:  # a run has these from its first batch
         denoiser = job.trained_model.host.activate(expert)
         example.keep(expert, *(example.ask(job.step, job.trained_model, denoiser, expert) for _ in range(2)))
     check = SelfCheck(

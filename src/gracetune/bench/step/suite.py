@@ -1,4 +1,4 @@
-"""All rows of the project's bars, one after the other in one process."""
+"""The rows with the project's targets, measured one after the other in one process."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ WAN14B: Final[Mapping[str, Task]] = MappingProxyType(
         "video": Task(replace(_LORA, width=832, height=480, frames=81), TargetBar(must_ratio=1.3, aim_ratio=1.6)),
     }
 )
-"""By name, in the order they are measured; the one that takes minutes is last."""
+"""Tasks by name, in the order of measurement; the slowest is last."""
 
 
 def chosen(only: Sequence[str]) -> dict[str, Task]:
-    """Those named, or all."""
+    """The named tasks, or all."""
     unknown = [name for name in only if name not in WAN14B]
     if unknown:
         meant = nearest(unknown[0], WAN14B) or next(iter(WAN14B))
@@ -50,10 +50,10 @@ def chosen(only: Sequence[str]) -> dict[str, Task]:
 def measured(
     bench: Bench, only: Sequence[str] = (), *, steps: int = FEWEST_SAMPLES, smoke: bool = False
 ) -> Iterator[StepRow]:
-    """Each as soon as it is done, so that whoever writes it down loses nothing when the machine is taken away.
+    """Yield each row as soon as it is measured, so that callers can save it before the machine is taken away.
 
-    A row that cannot be measured (no memory, a kernel torch does not have) costs none of the others: it is an error
-    when they are done.
+    A row that cannot be measured (no memory, an unsupported kernel) does not stop the others; it is an error at the
+    end.
     """
     done: dict[str, StepRow] = {}
     failed: dict[str, str] = {}
@@ -73,7 +73,7 @@ def measured(
 
 
 def judged(row: StepRow, bar: TargetBar, others: Mapping[str, StepRow]) -> StepRow:
-    """A smoke test's times mean nothing; a bar against a row that was not measured is open."""
+    """`row` with its verdict. Smoke tests get none, nor do bars relative to a row that was not measured."""
     if row.smoke:
         return replace(row, bar=bar.words())
     other = None if bar.than is None else others.get(bar.than)
@@ -90,7 +90,7 @@ def judged(row: StepRow, bar: TargetBar, others: Mapping[str, StepRow]) -> StepR
 
 
 def _close(row: StepRow) -> bool | None:
-    """`estimate` is to be within 10 % of what was measured, on every row."""
+    """Whether the estimated peak is within 10 % of the measured one, as required of every row."""
     if row.peak_gib is None or row.estimated_peak_gib is None:
         return None
     return abs(row.estimated_peak_gib / row.peak_gib - 1) <= 0.10

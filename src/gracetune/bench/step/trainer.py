@@ -1,7 +1,7 @@
-"""The step that is measured: a run's own, from its entries in memory to its optimizer.
+"""The measured step: that of a run, from cache entries in memory to the optimizer.
 
-`load_trained_model`, `assembly` and `run_step` are what `gracetune train` calls. Different are the weights (drawn), the
-entries (drawn), and that nothing is logged, saved or sampled.
+It calls `load_trained_model`, `assembly` and `run_step`, as `gracetune train` does. Only the weights and entries are
+random, and nothing is logged, saved or sampled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gracetune.train.view import CollectingView, View
 
 @dataclass(frozen=True)
 class StepChoices:
-    """How the step is run, and why."""
+    """The decisions about the step, and their reasons."""
 
     planned: PlannedRun
     choices: DenoiserChoices
@@ -51,7 +51,7 @@ class StepChoices:
 
     @property
     def estimated_peak(self) -> int | None:
-        """What torch's counter should show at its highest; None where the plan is for other weights than these."""
+        """The expected peak of torch's memory counter; None if the plan is for other weights."""
         if self.planned.not_ours is not None:
             return None
         one = self.planned.demand.settings.precision == "fp8" and self.choices.fp8_layouts == "one"
@@ -70,21 +70,21 @@ def decide(
 
 
 def with_limit(machine: Machine, limit: int) -> Machine:
-    """A machine whose GPU leaves a plan exactly `limit` bytes of what torch's counter shows."""
+    """`machine` with a GPU on which a plan may use exactly `limit` bytes of torch's counter."""
     total = int((limit * (1 + FRAGMENTATION) + CONTEXT_BYTES) / (1 - HEADROOM)) + 1
     gpus = tuple(gpu.model_copy(update={"memory_total": total, "memory_free": total}) for gpu in machine.gpus)
     return machine.model_copy(update={"gpus": gpus})
 
 
 class Trainer:
-    """One run, ready to step."""
+    """A run that is ready to take steps."""
 
     def __init__(self, job: TrainingJob, view: CollectingView) -> None:
         self.job, self._view = job, view
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What the run has told its user so far."""
+        """The lines that the run has shown so far."""
         return tuple(self._view.lines)
 
     @property
@@ -92,7 +92,7 @@ class Trainer:
         return self.job.trained_model
 
     def step(self) -> Tensor:
-        """One window; its loss per sample, on the device."""
+        """Take one optimizer step; returns its loss per sample, on the device."""
         done = run_step(self.job)
         if isinstance(done, Stop):
             raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
@@ -116,7 +116,7 @@ def trainer(
 def assemble_unresumed(
     config: RunConfig, trained_model: TrainedModel, ready: CachedSamples, runtime: Runtime, view: View, stack: ExitStack
 ) -> TrainingJob:  # fmt: skip
-    """A job at step 0, beside which nothing happens: what a measurement of the step needs."""
+    """A training job at step 0 without callbacks, for measuring steps."""
     beginning, live = begin(config, trained_model, ready.index, runtime, view), LiveEncoder()
     source = open_source(ready, beginning.state.loader, live, runtime, None, stack, on_decision=view.report)
     return assemble(
@@ -126,5 +126,5 @@ def assemble_unresumed(
 
 
 def _cannot_repair(error: EntriesError) -> None:
-    """Random entries are made once, in memory."""
+    """Random entries exist only in memory, so a broken one cannot be encoded again."""
     raise error

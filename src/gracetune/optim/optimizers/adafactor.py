@@ -1,4 +1,4 @@
-"""transformers' Adafactor, with the config's learning rate unless `relative_step` is asked for."""
+"""transformers' Adafactor, with the config's learning rate unless `relative_step` is set."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from gracetune.config.run_config import Optimizer as OptimizerConfig
 
-_FP32 = "what is trained is held in fp32, where there is nothing to round off"
+_FP32 = "trained parameters are fp32, so nothing is rounded"
 
 
 def _prepare(arguments: Arguments, _parameters: Sequence[Tensor]) -> Arguments:
-    # Its own defaults (relative_step, scale_parameter) are for training without a learning rate; a config has one.
+    # The defaults of transformers (relative_step, scale_parameter) train without a learning rate; a config has one.
     arguments = {"relative_step": False, "scale_parameter": False, **arguments}
-    if isinstance(arguments.get("eps"), float):
+    if isinstance(arguments.get("eps"), float):  # the class takes two; the second is its default
         arguments["eps"] = (arguments["eps"], 1e-3)
     return {**arguments, "lr": None} if arguments["relative_step"] else arguments
 

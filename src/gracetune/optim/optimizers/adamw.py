@@ -1,4 +1,4 @@
-"""torch's AdamW, fused where it can be."""
+"""torch's AdamW, fused where possible."""
 
 from __future__ import annotations
 

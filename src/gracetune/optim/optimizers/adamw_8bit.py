@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW8bit: moments of one byte, on a CUDA GPU only."""
+"""bitsandbytes' AdamW8bit: two moments of one byte each. It needs a CUDA GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _SMALLEST = 4096
-"""Elements of a tensor; smaller ones keep fp32 moments."""
+"""Tensors with fewer elements keep fp32 moments (bitsandbytes' `min_8bit_size`)."""
 _BLOCK = 256
+"""Elements that share one fp32 scale."""
 
 
 def _load(parameters: Sequence[Tensor]) -> type[Optimizer]:

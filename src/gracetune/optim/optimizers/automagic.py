@@ -1,4 +1,4 @@
-"""Our own Automagic (`optim/automagic.py`): a learning rate per element, with limits that may differ per expert."""
+"""Our Automagic (`optim/automagic.py`): a learning rate per element, with limits per expert."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def _notes(config: OptimizerConfig, groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def _start_note(config: OptimizerConfig, group: ParamGroup) -> list[str]:
+    """A note if `lr`, where the rates start, is outside the limits of the group."""
     limits, lr = _limits(config, group.expert), config.lr if group.lr is None else group.lr
     if lr == 0 or limits.min_lr <= lr <= limits.max_lr:
         return []
@@ -61,7 +62,7 @@ def _values(limits: RateLimits) -> tuple[float, float, float]:
 
 
 def _limits(config: OptimizerConfig, expert: ExpertStage) -> RateLimits:
-    """An expert's own limits, else those of all, else Automagic's."""
+    """The limits of the expert; unset ones come from `optimizer.limits`, then from Automagic's defaults."""
     from gracetune.optim.element_rates import RateGrid, RateLimits
 
     own = {"high_noise": config.high_noise, "low_noise": config.low_noise}.get(expert, AutomagicLimits())

@@ -1,4 +1,4 @@
-"""Our own Lion (`optim/lion.py`)."""
+"""Our Lion (`optim/lion.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""prodigy-plus-schedule-free: Prodigy whose averages take the place of a schedule."""
+"""prodigy-plus-schedule-free: Prodigy with weight averaging in place of a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gracetune.optim.optimizers.prodigy import kept_of, low_rate, nth
+from gracetune.optim.optimizers.prodigy import low_rate_notes, nth, slice_interval
 from gracetune.optim.record import OptimizerRecord, StateSize, TrainedTensors, class_of, elements, factored
 
 
 def _state_size(tensors: Sequence[TrainedTensors], options: Mapping[str, Any]) -> StateSize:
-    every = kept_of(options, 11)
+    every = slice_interval(options, 11)
     second = factored(tensors) if options.get("factored", True) else 4 * elements(tensors)
     total = 4 * elements(tensors) + second + 8 * math.ceil(elements(tensors) / every)
     return StateSize(total, f"z in fp32, second moment, start and distance of {nth(every)}")
@@ -22,5 +22,5 @@ RECORD = OptimizerRecord(
     state_size=_state_size,
     hidden=("fused_back_pass",),
     constant_rate="averaging takes the place of a falling rate",
-    notes=low_rate,
+    notes=low_rate_notes,
 )

@@ -1,8 +1,8 @@
-"""torch's Adafactor, which scales its steps by the size of the parameters: `lr` is a relative step.
+"""torch's Adafactor, which scales its steps by the RMS of the parameters, so `lr` is a relative step size.
 
     step = lr_t max(eps2, RMS(p)),  lr_t = min(lr, 1 / sqrt(t))
 
-`adafactor` is transformers', whose steps are `lr` itself unless `scale_parameter` is asked for.
+`adafactor` is transformers' version, whose step is `lr` itself unless `scale_parameter` is set.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def _load(_parameters: Sequence[Tensor]) -> type[Optimizer]:
     from torch.optim import Adafactor
 
     class TorchAdafactor(Adafactor):
-        """Its state is saved under this name: transformers' class has the same name as torch's, and another state."""
+        """A name of its own for saved state: transformers' class is also called Adafactor, and its state differs."""
 
     return TorchAdafactor
 
 
 def _prepare(arguments: Arguments, _parameters: Sequence[Tensor]) -> Arguments:
-    # `optimizer.eps` is one number; torch takes two, of which the first keeps small gradients from being scaled up.
+    # `optimizer.eps` is one number and torch takes two. The first one limits how far small gradients are scaled up.
     if isinstance(arguments.get("eps"), float):
         arguments = {**arguments, "eps": (arguments["eps"], 1e-3)}
     return arguments

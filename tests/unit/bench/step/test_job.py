@@ -37,7 +37,7 @@ def test_every_impossible_wish_is_named_at_once() -> None:
 def test_images_have_no_frames() -> None:
     with pytest.raises(ConfigError) as caught:
         checked(StepJob("sdxl", frames=5))
-    assert "sdxl makes pictures" in caught.value.problems[0].expected
+    assert "sdxl makes images" in caught.value.problems[0].expected
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -79,14 +79,14 @@ class TestTraining:
         assert found["hits"] is None
         assert "reads are not counted: 2 loader processes make them" in found["notes"]
 
-    def test_loader_processes_that_are_no_copies_are_said_to_read_from_disk(
+    def test_loader_processes_that_are_not_forked_read_from_disk_with_a_note(
         self, checkout: Checkout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr("multiprocessing.get_start_method", lambda: "forkserver")
         dataset = {**checkout.process()["datasets"][0], "num_workers": 2, "prefetch_factor": 2}
         checkout.run(BLOCK, datasets=[dataset])
         assert "they read from disk; `num_workers: 0` serves from memory" in capsys.readouterr().err
-        assert any("(no fork)" in note for note in report(checkout)["latents"]["notes"])
+        assert any("not forked" in note for note in report(checkout)["latents"]["notes"])
 
     def test_unified_memory_without_a_gpu_is_plain_memory_and_says_so(
         self, checkout: Checkout, capsys: pytest.CaptureFixture[str]

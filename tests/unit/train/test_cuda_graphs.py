@@ -110,7 +110,7 @@ class Device(GraphDevice):
         return object()
 
     def capture(
-        self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, turns: SharedGraphPool
+        self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, shared: SharedGraphPool
     ) -> CapturedPass:
         """What is recorded is run again, on what all recordings share: the last forward pass's answer."""
         if self._error is not None:
@@ -129,7 +129,7 @@ class Device(GraphDevice):
         def backward() -> None:
             gradients.add(torch.autograd.grad((self.live,), gradients.parameters, (gradient,), allow_unused=True))
 
-        made = CapturedPass(buffers, answer, gradient, (Again(forward), Again(backward)), turns)
+        made = CapturedPass(buffers, answer, gradient, (Again(forward), Again(backward)), shared)
         self._existing.add(made)
         return made
 

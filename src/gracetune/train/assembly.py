@@ -321,8 +321,8 @@ def why_not_captured(config: RunConfig, trained_model: TrainedModel) -> str | No
 
 def whole_model_note(dataset: str) -> str:
     return (
-        f"dataset {dataset} is regularisation data, but a full fine-tune has no base model beside it that could be "
-        "asked for its answer: it is learnt like any other, with its loss_weight"
+        f"dataset {dataset} is regularisation data, but a full fine-tune keeps no base model whose prediction "
+        "could be the target: it is trained on like any other dataset, with its loss_weight"
     )
 
 

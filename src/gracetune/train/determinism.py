@@ -36,8 +36,8 @@ def deterministic(config: RunConfig, view: View) -> Iterator[None]:
         raise ConfigError([Problem("CUBLAS_WORKSPACE_CONFIG", found, f"one of {', '.join(_REPEATABLE)}", hint)])
     if started and ours:
         view.warn(
-            "training.deterministic: CUDA had started in this process before cuBLAS could be told; start the run in a "
-            f"process of its own, or with CUBLAS_WORKSPACE_CONFIG={_REPEATABLE[0]} in its environment"
+            "training.deterministic: CUDA had started in this process before cuBLAS could be configured; start the run "
+            f"in its own process, or with CUBLAS_WORKSPACE_CONFIG={_REPEATABLE[0]} in its environment"
         )
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)

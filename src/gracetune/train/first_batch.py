@@ -188,6 +188,6 @@ def _out_of_memory(job: TrainingJob, size: int, planned: PlannedRun, error: Base
         key=f"out of memory after {job.position.step} steps, at a micro-batch of {size}",
         found=f"{first_line}{held}; the plan says: {plan}",
         expected="room for one micro-batch, forward and backward",
-        hint=f"{proposed}; then the same command again: it goes on from the last checkpoint",
+        hint=f"{proposed}; then the same command again: it resumes from the last checkpoint",
     )
     return FirstBatchError(str(problem))

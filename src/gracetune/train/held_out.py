@@ -84,7 +84,7 @@ class HeldOut(Callback):
             batches, problem = self._batches()
             gathered = self._model.runtime.all_of(problem)
             if gathered:  # all ranks skip it, because a sharded model needs all of them
-                self._view.warn(f"no held-out loss at step {step}, and training goes on: {gathered[0]}")
+                self._view.warn(f"no held-out loss at step {step}, and training continues: {gathered[0]}")
                 return
             found = held_out_losses(self._model, batches, self._seed)
         for expert, losses in found.items():

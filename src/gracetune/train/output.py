@@ -140,7 +140,7 @@ class RunFolder:
 
     def explained(self, what: str) -> AbstractContextManager[None]:
         """Inside, an OSError becomes a FileError. `what` says what was not written, renamed or removed."""
-        then = "then run the same command again: it goes on from the last checkpoint"
+        then = "then run the same command again: it resumes from the last checkpoint"
         return explained(what, self.path, elsewhere=_ELSEWHERE, then=then)
 
     def adapter(self, expert: str, step: int | None = None) -> Path:

@@ -155,9 +155,7 @@ def choose(
         recompute, why = requested == "full", "as the config says"
     elif planned.not_ours is not None:
         recompute = device.type == "cuda"
-        why = "auto, without a plan for these weights: " + (
-            "the careful choice" if recompute else "no GPU to run out of"
-        )
+        why = "auto, without a plan for these weights: " + ("the safe choice" if recompute else "no GPU to run out of")
     else:
         chosen = planned.plan.checkpointing
         recompute, why = chosen.value == "full", f"auto: {chosen.why}"
@@ -194,7 +192,7 @@ def choose_base(config: RunConfig, planned: PlannedRun) -> tuple[BasePrecision, 
         return "int8", f"model.base_precision auto, and how much memory there is is not known: {planned.plan.summary}"
     if any(change.key == BASE for change in planned.plan.changes):
         return "int8", f"{plain} does not fit, as the plan shows; {summary}"
-    return plain, f"they fit, and no bits have to be saved; {summary}"
+    return plain, f"they fit; {summary}"
 
 
 def _base_without_plan(plain: BasePrecision, planned: PlannedRun) -> tuple[BasePrecision, str]:
@@ -235,7 +233,7 @@ def _compiling(config: RunConfig, shapes: int | None, calls: AttentionCalls) -> 
             "several": ", and any number of kept tokens",
         }
         return f"on: repeated blocks, for the one shape all samples have{routed[_shapes(config, shapes, calls)]}"
-    why = "their shapes are not known yet" if shapes is None else f"samples have {shapes} of them"
+    why = "their shapes are not known yet" if shapes is None else f"samples have {shapes} different shapes"
     return f"on: repeated blocks, once for any shape ({why})"
 
 

@@ -39,7 +39,7 @@ class Length:
 def length_of(index: DataIndex, ramp: Ramp, *, batch_size: int, max_steps: int | None, epochs: int | None) -> Length:
     """The length given by `max_steps` or, without it, by `epochs`. Epochs are counted without reading any sample."""
     if max_steps is not None:
-        return Length(max_steps, "as asked")
+        return Length(max_steps, "training.max_steps")
     if epochs is None:
         raise ValueError("neither steps nor epochs: config.rules lets no such config pass")
     order = index.order(batch_size)

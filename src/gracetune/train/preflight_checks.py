@@ -82,7 +82,7 @@ class Checks:
         if not runtime.highest(int(self.rejected)):
             return
         if not self._errors:
-            raise MachineError("another process of this run has refused it; its message says why")
+            raise MachineError("another process of this run rejected it; its message says why")
         if len(self._errors) == 1:
             raise self._errors[0]
         raise ConfigError(dict.fromkeys(problem for error in self._errors for problem in problems_of(error)))

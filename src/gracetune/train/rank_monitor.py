@@ -244,7 +244,7 @@ class RankMonitor:
 
     def _died(self, rank: int) -> str:
         why = "killed, or crashed; its own messages and `dmesg -T` (out of memory?) may say more"
-        return f"its process ({self._processes[rank]}) has ended without a word: {why}"
+        return f"its process ({self._processes[rank]}) has ended without a message: {why}"
 
     def _silent(self, rank: int) -> str:
         return f"its process ({self._processes[rank]}) does not answer: it is stopped, or its machine is out of reach"

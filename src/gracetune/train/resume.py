@@ -61,7 +61,7 @@ def resume_hint(store: CheckpointStore, environment: Environment, *, requested: 
             command, each = psutil.Process(os.getppid()).cmdline() or command, ""
     if requested != "latest":
         command = [*_without_resume(command), "--resume", "latest"]
-    return f"{saved}; go on with\n  {each}{shlex.join(command)}"
+    return f"{saved}; resume with\n  {each}{shlex.join(command)}"
 
 
 def _without_resume(command: Sequence[str]) -> list[str]:
@@ -151,7 +151,7 @@ def reject_other_optimizer(
     if weights:
         hint += f"; or another run from its weights: --set output_dir=FOLDER --set adapter.init_from='{weights[0]}'"
     found = f"{config.optimizer.name}, and a checkpoint with the state of {theirs}"
-    raise ConfigError([Problem("optimizer.name", found, f"{theirs}, to go on", hint, str(start.checkpoint.path))])
+    raise ConfigError([Problem("optimizer.name", found, f"{theirs}, to resume", hint, str(start.checkpoint.path))])
 
 
 def batch_change(start: ResumeStart, training: Training, world_size: int) -> str | None:

@@ -67,7 +67,9 @@ class LaunchEnvironment:
         given = environment.get("ACCELERATE_MIXED_PRECISION")
         ours = "no" if precision == "fp32" else precision
         if given is not None and given != ours:
-            notes.append(f"mixed precision: {precision}, as training.mixed_precision says; accelerate was told {given}")
+            notes.append(
+                f"mixed precision: {precision} by training.mixed_precision; accelerate's configuration says {given}"
+            )
         reshard = environment.get("FSDP_RESHARD_AFTER_FORWARD")
         return cls(sharded, reshard is None or reshard.lower() in (*_ON, "full_shard"), tuple(notes))
 

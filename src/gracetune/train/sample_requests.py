@@ -61,7 +61,7 @@ def check_requests(config: RunConfig, spec: ModelSpec, facts: ModelFacts, warn: 
     if problems and (section.at_start or section.every_steps or section.every_epochs):
         raise ConfigError(dict.fromkeys(problems))
     for problem in dict.fromkeys(problems):
-        warn(f"samples cannot be drawn as they are asked for: {problem}")
+        warn(f"samples cannot be generated as requested: {problem}")
 
 
 def _problems(request: ValidationRequest, config: RunConfig, spec: ModelSpec, facts: ModelFacts) -> Iterator[Problem]:
@@ -103,4 +103,4 @@ def _opened(name: str) -> Image.Image:
         found = f"{name}: {error.reason}"
     except OSError as error:
         found = f"{name}: {error.strerror or error}"
-    raise ConfigError([Problem("references", found, "a picture", "name another file, or save this one as PNG")])
+    raise ConfigError([Problem("references", found, "an image", "name another file, or save this one as PNG")])

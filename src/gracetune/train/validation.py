@@ -52,7 +52,7 @@ class Sampling(Callback):
         section = config.validation
         timed = section.at_start or section.every_steps or section.every_epochs
         if section.enabled and timed and not self._requests:
-            view.warn("validation has no prompts: no samples are drawn; write some under validation.prompts")
+            view.warn("validation has no prompts: no samples are generated; add some under validation.prompts")
         if self._requests:
             view.report(f"samples: {prompts.reason if isinstance(prompts, Prompts) else prompts}")
 
@@ -94,7 +94,7 @@ class Sampling(Callback):
         if not runtime.highest(int(requested_here)):
             return False
         if not self._requests:
-            self._view.warn("a validation was asked for, but the config has no validation.prompts")
+            self._view.warn("a validation was requested, but the config has no validation.prompts")
         return True
 
     def _take_request(self) -> bool:
@@ -188,7 +188,7 @@ class Sampling(Callback):
         except (ConfigError, OSError) as error:
             if self._model.runtime.is_sharded:
                 raise
-            self._warn(step, f"{what}: not drawn, and training goes on: {error}")
+            self._warn(step, f"{what}: not generated, and training continues: {error}")
 
     def _sample(self, pipeline: Any, validation: ValidationRequest) -> Sampled:
         model, request = self._model, validation.with_images()

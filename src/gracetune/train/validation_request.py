@@ -20,10 +20,10 @@ def ask_for_validation(run_folder: Path) -> str:
         problem = "no such folder" if not folder.is_dir() else "a folder without checkpoints/"
         raise ConfigError([Problem("RUN", problem, "the output folder of a run", "check the path", str(folder))])
     if not is_running(folder):
-        hint = "gracetune train CONFIG --set validation.at_start=true draws samples of a new run"
-        raise ConfigError([Problem("RUN", "nobody trains here now", "a run that is at work", hint, str(folder))])
+        hint = "gracetune train CONFIG --set validation.at_start=true generates samples when a run starts"
+        raise ConfigError([Problem("RUN", "no run is active here", "a running job", hint, str(folder))])
     (folder / VALIDATE_NOW).touch()
-    return f"asked: samples appear in {folder / 'samples'} after the step the run is at"
+    return f"requested: samples will appear in {folder / 'samples'} after the current step"
 
 
 def is_running(folder: Path) -> bool:

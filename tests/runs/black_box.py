@@ -64,11 +64,11 @@ OF_THIS_CPU = re.compile(r"/(sha256|sshs_model_hash|sshs_legacy_hash|modelspec\.
 
 @dataclass(frozen=True)
 class Work:
-    """A new folder that commands run in. Examples and pictures are copied there, so nothing else is written to."""
+    """A new folder in which commands run. Examples and images are copied there, so nothing is written elsewhere."""
 
     folder: Path
     models: Path
-    """Where tiny models are kept for all groups."""
+    """The folder of the tiny models, shared by all groups."""
 
     @classmethod
     def prepared(cls, folder: Path, models: Path) -> Work:
@@ -129,7 +129,7 @@ def _exit_code(script: str | None, arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """A command takes variables out of the environment, too."""
+    """Restore the environment: a command may also remove variables."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -152,7 +152,7 @@ def changed_arguments(words: list[str]) -> Iterator[None]:
 
 
 class Shown:
-    """`config show --json`, as what differs from one small config that is recorded whole."""
+    """`config show --json`, reduced to the differences from one small config that is recorded completely."""
 
     def __init__(self, work: Work, base: str = "config/examples/minimal.json") -> None:
         self._work = work
@@ -160,7 +160,7 @@ class Shown:
         self._leaves = leaves(self.base["json"])
 
     def _shown(self, file: str, variables: Mapping[str, str], *options: str) -> Group:
-        """Most values come from the file: its name is not repeated for each."""
+        """Omit the file's name from origins, because most values come from the file."""
         found = self._work.run("config", "show", file, *options, "--json", **variables)
         return {**found, "json": _replaced(found["json"], file, "<file>")}
 
@@ -188,7 +188,7 @@ def _first(path: str) -> str:
 
 
 def leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """Path -> value of everything that holds nothing more."""
+    """Path -> value of every leaf."""
     inner: Iterator[tuple[str, Any]]
     if isinstance(value, dict) and value:
         inner = ((f"{path}/{key}", one) for key, one in value.items())
@@ -340,7 +340,7 @@ def _in_short(found: Group) -> list[str]:
 
 
 def machines(work: Work) -> Group:
-    """What doctor says of each recorded machine, and what estimate plans for it."""
+    """The output of `doctor` for each recorded machine, and of `estimate` on it."""
     found: Group = {}
     for folder in sorted(path for path in MACHINES.iterdir() if path.is_dir()):
         report = f"{folder.name}.json"
@@ -522,7 +522,7 @@ def _header_value(name: str, value: str) -> str:
 
 
 def _square_sum(data: bytes, tensor: Mapping[str, Any]) -> float:
-    """Of a tensor of floating-point numbers; 0 for others."""
+    """The norm of a floating-point tensor; 0 for other types."""
     kinds: Mapping[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
     if tensor["dtype"] not in kinds:
         return 0.0
@@ -549,7 +549,7 @@ def written(work: Work, done: Group) -> list[Path]:
 
 
 def converted(work: Work, file: Path, name: str) -> Group:
-    """One adapter: what it is, whether it fits, and what every format makes of it."""
+    """One adapter: inspected, verified, and converted to every format."""
     source = str(file.relative_to(work.folder))
     found: Group = {
         "file": adapter_file(file),
@@ -698,7 +698,7 @@ NOT_KEPT = ("gracetune-fingerprints.json", "report.html", "report.json", "tensor
 
 
 def begin_run(work: Work, name: str) -> None:
-    """Trains the first steps, and keeps config, images, cache and run folder as files of the repository."""
+    """Train the first steps, and keep config, images, cache and run folder as files of the repository."""
     family, sections = RUNS[name]
     training = {**sections.get("training", {}), "max_steps": STEPS_BEFORE}
     rest = {**sections, "training": training, "cache": {"cache_dir": f"runs/{name}/cache"}}
@@ -712,7 +712,7 @@ def begin_run(work: Work, name: str) -> None:
 
 
 def resume_run(work: Work, name: str) -> Group:
-    """Copies the committed run and trains it further, as a user does who moved the folder to another place."""
+    """Copy the committed run and train it further, like a user who moved the folder."""
     family, _ = RUNS[name]
     current = Work((work.folder / "resumed" / name).resolve(), work.models)
     shutil.copytree(RECORDED / "runs" / name, current.folder)
@@ -742,14 +742,14 @@ def _shards(out: Path) -> dict[str, str]:
 
 
 def steps(out: Path) -> list[Group]:
-    """Of every optimizer step: what was trained, and with what loss."""
+    """The expert and the loss of every optimizer step."""
     kept = ("step", "epoch", "stage", "loss", "grad_norm", "lr", "samples", "micro_batch", "accumulation")
     found = [json.loads(line) for line in (out / "logs" / "events.jsonl").read_text().splitlines()]
     return [{name: one[name] for name in kept} for one in found if one["kind"] == "StepDone"]
 
 
 def uninterrupted_steps(work: Work, name: str) -> list[Group]:
-    """What the same run does in one go."""
+    """The same run without an interruption."""
     family, sections = RUNS[name]
     training = {**sections.get("training", {}), "max_steps": STEPS_AFTER}
     trained(work, config_of(work, family, f"{name}-whole", **{**sections, "training": training}))
@@ -771,7 +771,7 @@ GROUPS = {group.__name__: group for group in (*EVERYDAY, *FULL)}
 
 
 def cpu_probe() -> str:
-    """A digest of what this CPU, with this torch, makes of the operations that models consist of."""
+    """A digest of the results of typical operations of models on this CPU with this torch."""
     import torch
     from torch.nn import functional
 

@@ -1,4 +1,4 @@
-"""A run in a process of its own that meets a real fault: a disk that is full, or memory that is refused."""
+"""A run in its own process that meets a real fault: a full disk, or refused memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 class Frugal(View):
-    """From the first batch on the kernel gives this process no more address space than a few MiB."""
+    """From the first batch on, the kernel allows this process only a few MiB more of address space."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -44,7 +44,7 @@ def without_memory(file: Path) -> None:
 
 
 def without_room(file: Path, small: int) -> None:
-    """The command twice: on a disk of `small` bytes that fills up, then on the same one made larger."""
+    """Run the command twice: on a disk of `small` bytes that fills up, then on the same disk made larger."""
     folder = Path(load(file, environment=Environment.capture()).config.output_dir)
     try:
         own_mounts()

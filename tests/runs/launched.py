@@ -1,4 +1,4 @@
-"""Runs in processes of their own, as a launcher starts them."""
+"""Start runs in their own processes, as a launcher does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_config(config: RunConfig, path: Path) -> Path:
 
 
 def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
-    """Python with these arguments."""
+    """Run Python with these arguments."""
     return subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
@@ -35,12 +35,12 @@ def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
 
 
 def command_line(*arguments: str) -> list[str]:
-    """`gracetune` with these arguments."""
+    """Run `gracetune` with these arguments."""
     return ["-c", COMMAND, *arguments]
 
 
 def start_ranks(count: int, command: list[str], **environment: str) -> list[subprocess.Popen[str]]:
-    """Python with these arguments, in `count` processes of this machine that find each other as a launcher's do."""
+    """Run Python with these arguments in `count` processes that form a process group, as a launcher's do."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -55,7 +55,7 @@ def start_ranks(count: int, command: list[str], **environment: str) -> list[subp
 
 
 def launch(jobs: Path, count: int) -> list[tuple[int, str, str]]:
-    """`count` processes of this machine go through the jobs; exit code, stdout and stderr of each."""
+    """Run the jobs in `count` processes. Return exit code, stdout and stderr of each."""
     processes = start_ranks(count, [str(Path(__file__).with_name("two_processes.py")), str(jobs)])
     # At the same time: one that waits for room in its pipe would keep the others waiting for it.
     with ThreadPoolExecutor(count) as pool:
@@ -63,7 +63,7 @@ def launch(jobs: Path, count: int) -> list[tuple[int, str, str]]:
 
 
 def _ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """One that hangs is told to say where."""
+    """A process that hangs is made to print its stack."""
     try:
         out, errors = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:

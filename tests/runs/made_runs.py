@@ -1,4 +1,4 @@
-"""Whole runs on tiny models: generated data, a config for each family, and the run itself."""
+"""Complete runs on tiny models: generated data, a config for each family, and the run itself."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sounds(folder: Path, count: int = 2) -> Path:
 def config_for(
     family: str, tiny_model: TinyModel, root: Path, *, flavour: str | None = None, **sections: Any
 ) -> RunConfig:
-    """Everything in float32: the tests compare numbers."""
+    """A config in which everything is in float32, because tests compare numbers."""
     flavour = flavour or FLAVOURS[family]
     data = (
         {
@@ -88,7 +88,7 @@ def config_for(
 
 
 def shrink_references(monkeypatch: pytest.MonkeyPatch, area: int = 64 * 64) -> None:
-    """The pipelines for edits bring every reference to a megapixel."""
+    """Pipelines for edits scale every reference to a megapixel."""
     kontext = "diffusers.pipelines.flux.pipeline_flux_kontext"
     monkeypatch.setattr(f"{kontext}.PREFERRED_KONTEXT_RESOLUTIONS", [(isqrt(area), isqrt(area))])
     edit = "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit.calculate_dimensions"

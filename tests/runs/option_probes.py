@@ -74,7 +74,7 @@ Probe = Callable[[RunConfig], Any]
 
 
 def digest(value: Any) -> str:
-    """Of anything the probes give."""
+    """A digest of any result of a probe."""
     if isinstance(value, torch.Tensor):
         return hashlib.sha256(value.detach().float().cpu().numpy().tobytes()).hexdigest()[:16]
     if isinstance(value, np.ndarray):
@@ -87,7 +87,7 @@ def digest(value: Any) -> str:
 
 
 def make_files(root: Path) -> Path:
-    """Pictures of several sizes with all that describes them, masks, references, clips and sounds."""
+    """Images of several sizes with captions, masks and references; clips and audio."""
     files: dict[str, bytes | str] = {}
     sizes = [(64, 64), (96, 64), (64, 96), (160, 64), (200, 200)]
     rows = ["file,text,other,w,h"]
@@ -148,7 +148,7 @@ def _with_alpha() -> bytes:
 
 
 def local_copy(config: RunConfig) -> Any:
-    """The files and rows of a copy, and where it is."""
+    """The files and rows of a copy, and its folder."""
     copies = Copies(config, HubAccess())
     copies.make()
     folder = Path(copies.localized().datasets[0].path)
@@ -158,7 +158,7 @@ def local_copy(config: RunConfig) -> Any:
 
 
 def data(config: RunConfig) -> Any:
-    """Everything the loader hands on in three epochs, a decoded sample of each dataset, and what staging did."""
+    """Everything the loader yields in three epochs, a decoded sample of each dataset, and the report of staging."""
     geometry, _ = geometry_of(config.model)
     with BackendPool(config.datasets, machine=this_machine()) as pool:
         index = build_index(config, geometry, open_backend=pool.open)
@@ -180,7 +180,7 @@ def data(config: RunConfig) -> Any:
 
 
 def caches(config: RunConfig) -> Any:
-    """What would be cached, where, and by which encoder."""
+    """What would be cached, in which folder, and by which encoder."""
     geometry, _ = geometry_of(config.model)
     encoders = encoders_of(config, CPU)
     index = build_index(config, geometry)
@@ -209,7 +209,7 @@ def _denoiser(path: str, family: str, flavour: str | None) -> Any:
 
 
 def adapter(config: RunConfig) -> Any:
-    """The adapter's layers, sizes and first values, and what each of them adds to an input."""
+    """The adapter's layers, shapes and first values, and what each layer adds to an input."""
     spec, facts, denoiser = _denoiser(config.model.path, config.model.family, config.model.flavour)
     attached = attach(
         denoiser, config.adapter, family=spec.family, expert=facts.experts[0].name,
@@ -252,7 +252,7 @@ def _input_of(layer: nn.Module, generator: torch.Generator) -> torch.Tensor:
 
 
 def model(config: RunConfig) -> Any:
-    """Which weights are read, what they say, and whose turn it is."""
+    """Which weights are read, their values, and the order of the experts."""
     spec, source = spec_of(config.model.family), open_source(config.model)
     facts = facts_of(config, spec, source)
     trained = trained_experts(config.model.experts, facts)
@@ -265,7 +265,7 @@ def model(config: RunConfig) -> Any:
 
 
 def optimizer(config: RunConfig) -> Any:
-    """The weights after five steps of given gradients, and the rates on the way."""
+    """The weights after five steps with given gradients, and the learning rates of these steps."""
     groups = [
         ParamGroup(name, name, {f"{name}.w": nn.Parameter(torch.linspace(-1, 1, 32).reshape(8, 4))})  # type: ignore[arg-type]
         for name in ("high_noise", "low_noise")
@@ -309,7 +309,7 @@ def objective(config: RunConfig) -> Any:
 
 
 def _message_to(spec: Any, facts: Any) -> Any:
-    """The guidance that a denoiser is given in a training step."""
+    """The guidance that a denoiser gets in a training step."""
     given: dict[str, Any] = {}
 
     class Listening(nn.Module):
@@ -344,7 +344,7 @@ def learning(config: RunConfig) -> Any:
 
 
 def skipped_tokens(config: RunConfig) -> Any:
-    """What the denoiser answers to one batch, as a training step asks it."""
+    """The denoiser's prediction for one batch in a training step."""
     from gracetune.models.token_routing import install
     from gracetune.train.trained_model import router_of
 
@@ -363,7 +363,7 @@ def skipped_tokens(config: RunConfig) -> Any:
 
 
 def choices(config: RunConfig) -> Any:
-    """How denoisers would be run, with the reasons, and what the memory plan says on a GH200."""
+    """How denoisers would be executed, with the reasons, and the memory plan on a GH200."""
     footprint, _ = footprint_of(config.model)
     machine = load("gh200-numa")
     demand = estimate(config, footprint, survey(config), compiled=compiles(config, "cuda"))
@@ -374,7 +374,7 @@ def choices(config: RunConfig) -> Any:
 
 
 def plans(config: RunConfig) -> Any:
-    """What the memory plan says on a GH200, from batches that fit to batches that do not."""
+    """The memory plans on a GH200, from batches that fit to batches that do not."""
     footprint, _ = footprint_of(config.model)
     found = []
     for size in (64, 128, 256, 384, 512):
@@ -393,17 +393,17 @@ _CLOCKS = ("_s", "_ms", "time", "hours", "bytes", "memory", "per_second", "host"
 
 
 EXPECTED_TEXT = ("latents", "texts", "deterministic")
-"""Lines a run prints about choices that leave no other trace."""
+"""Printed lines about choices that have no other visible effect."""
 
 
 def whole_run(config: RunConfig) -> Any:
-    """What a run in a new folder leaves: its files, its events without what a clock or the machine says, its result."""
+    """The result of a run in a new folder: files, and events without times and facts of the machine."""
     with TemporaryDirectory() as folder, chdir(folder):
         return _left_by(config)
 
 
 def second_run(config: RunConfig) -> Any:
-    """What a run does in the folder of one that ended earlier."""
+    """The result of a run in the folder of an earlier one."""
     with TemporaryDirectory() as folder, chdir(folder):
         shorter = config.training.model_copy(update={"max_steps": 2})
         keeping = config.checkpoints.model_copy(update={"every_steps": 1, "resume": "latest"})
@@ -437,12 +437,12 @@ def _plain(event: Any) -> dict[str, Any]:
 
 
 def _plain_name(name: str) -> str:
-    """Files of the cache and of TensorBoard have random names."""
+    """Names without their random parts, which files of the cache and of TensorBoard have."""
     return re.sub(r"[0-9a-f]{16,}|tfevents.*", "*", name)
 
 
 def clip_file(config: RunConfig) -> Any:
-    """A clip as a round of samples writes it."""
+    """A clip, written like a generated sample."""
     frames = tuple(Image.new("RGB", (32, 32), (number * 20, 0, 0)) for number in range(5))
     with TemporaryDirectory() as folder:
         path, kind = write_sample(Path(folder) / "clip", Sampled(frames=frames, fps=16.0), config.validation.fps)
@@ -450,7 +450,7 @@ def clip_file(config: RunConfig) -> Any:
 
 
 def write_adapter(config: RunConfig, path: Path) -> None:
-    """An adapter file of the config's own kind and layers, with other values than a new one has."""
+    """An adapter file of the config's kind and layers, with values that differ from a new adapter's."""
     spec, facts, denoiser = _denoiser(config.model.path, config.model.family, config.model.flavour)
     attached = attach(denoiser, config.adapter, family=spec.family, expert=facts.experts[0].name,
                       default_targets=spec.default_targets, seed=77)  # fmt: skip

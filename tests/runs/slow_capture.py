@@ -21,7 +21,7 @@ STEPS = 28
 
 
 class Waiting(View):
-    """Within the step: what a slower kernel would do."""
+    """Sleep within the step, as a slower kernel would."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What others may add to a run by one object and one line: a callback, a sink of events, a part of the checkpoint."""
+"""Extensions of a run by one object and one line: a callback, a sink of events, a part of the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 
 from gracetune.checkpoint.state_parts import SavedState
 from gracetune.telemetry.events import Record
-from gracetune.train import callbacks, logs, run
-from gracetune.train import state_parts as chunks
+from gracetune.train import callbacks, logs, run, state_parts
 from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepEnds, StepStarts
 from gracetune.train.job import TrainingJob
 from gracetune.train.logs import SinkEntry
@@ -25,7 +24,7 @@ from runs.made_runs import run as train_run
 
 @dataclass
 class Seen(Callback):
-    """Everything a callback hears of."""
+    """Records every event of a callback."""
 
     lines: list[str] = field(default_factory=list)
 
@@ -44,7 +43,7 @@ class Seen(Callback):
 
 @dataclass
 class Kept:
-    """A sink."""
+    """A sink that keeps the records."""
 
     name: str = "what a test keeps"
     kinds: list[str] = field(default_factory=list)
@@ -58,7 +57,7 @@ class Kept:
 
 @dataclass
 class Counter:
-    """State of somebody else's."""
+    """State of an extension."""
 
     value: int = 0
 
@@ -75,7 +74,7 @@ def test_a_callback_a_sink_and_a_part_of_the_checkpoint_are_one_line_each(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, kept, counter = Seen(), Kept(), Counter()
-    monkeypatch.setattr(chunks, "PARTS", (*chunks.PARTS, StatePart("counter", counter.save, counter.load)))
+    monkeypatch.setattr(state_parts, "PARTS", (*state_parts.PARTS, StatePart("counter", counter.save, counter.load)))
     monkeypatch.setattr(logs, "SINKS", (*logs.SINKS, SinkEntry(lambda config: True, lambda *_: kept)))
 
     def with_one_more(*given: Any) -> callbacks.RunCallbacks:
@@ -101,7 +100,7 @@ def test_a_callback_a_sink_and_a_part_of_the_checkpoint_are_one_line_each(
 
 
 def test_a_job_is_complete_when_it_is_made() -> None:
-    """Nobody can put something into it afterwards, and nothing in it waits for that."""
+    """It is frozen, and has no attribute that is set later."""
     made: Mapping[str, Any] = {one.name: one for one in dataclasses.fields(TrainingJob)}
     assert all(TrainingJob.__dataclass_params__.frozen for _ in made)  # type: ignore[attr-defined]
     assert not [name for name, one in made.items() if "None" in str(one.type) and "Callable" not in str(one.type)]

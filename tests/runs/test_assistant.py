@@ -1,4 +1,4 @@
-"""Runs under an assistant adapter: it is there while an adapter is trained, and not in samples nor in files."""
+"""Runs with an assistant adapter: it is active in training, and absent from generated images and saved files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SAMPLES: dict[str, Any] = {
 
 
 def assistant_state(tiny_model: TinyModel, *, seed: int = 0, rank: int = 3, family: str = "flux") -> AdapterState:
-    """On all of the family's layers, with values that change the answer."""
+    """An assistant on all of the family's layers, with values that change the prediction."""
     flavour = FLAVOUR if family == "flux" else FLAVOURS[family]
     spec, source = spec_of(family), ModelSource("tiny", tiny_model(family, flavour))
     denoiser = spec.load_denoiser(source, spec.inspect(source).experts[0], PartPlacement(CPU, torch.float32))
@@ -55,7 +55,7 @@ def assistant_state(tiny_model: TinyModel, *, seed: int = 0, rank: int = 3, fami
 
 @pytest.fixture(scope="module")
 def assistant(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as diffusers saves a LoRA."""
+    """A folder with a LoRA, as diffusers saves it."""
     folder = tmp_path_factory.mktemp("assistant")
     save(folder / ASSISTANT_FILE, assistant_state(tiny_model), "diffusers", torch.float32)
     return folder
@@ -88,7 +88,7 @@ def images(config: RunConfig, step: int) -> list[bytes]:
 
 
 def rejected(config: RunConfig) -> str:
-    """Before anything was written."""
+    """The run is rejected before anything is written."""
     with pytest.raises(ConfigError) as raised:
         run(config)
     written = {file.name for file in Path(config.output_dir).rglob("*")}
@@ -161,7 +161,7 @@ def test_another_one_is_another_run(tiny_model: TinyModel, tmp_path: Path, assis
 
 
 def test_what_is_no_assistant_of_this_model(tiny_model: TinyModel, tmp_path: Path, assistant: Path) -> None:
-    """Found before anything is loaded or written."""
+    """The problem is found before anything is loaded or written."""
     made: dict[str, tuple[Path, str]] = {}
 
     def add(name: str, tensors: Mapping[str, torch.Tensor], words: str) -> None:
@@ -217,7 +217,7 @@ def test_from_a_hub(tiny_model: TinyModel, tmp_path: Path, assistant: Path, hub:
 
 @pytest.mark.parametrize("held", ["fp8", "int8"])
 def test_weights_in_8_bits_are_rounded_without_it(tiny_model: TinyModel, assistant: Path, held: Any) -> None:
-    """On and off, on the layers as they are held; the change is that of the assistant on bf16."""
+    """Switched on and off on 8-bit layers, the assistant changes the output as it does on bf16 layers."""
     spec, source = spec_of("flux"), ModelSource("tiny", tiny_model("flux", "dev"))  # the same blocks
     path = assistant / ASSISTANT_FILE
     file = as_assistant(path, open_adapter(path, "flux").state(), "flux")

@@ -1,4 +1,4 @@
-"""What is wrong is said in the first minute: found, expected, what to type. Nothing is trained, nothing overwritten."""
+"""Bad input is reported in the first minute: found, expected, what to type. Nothing is trained or overwritten."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def finished(tiny_model: TinyModel, tmp_path: Path) -> RunConfig:
 
 
 def test_a_folder_of_another_run_is_not_taken(finished: RunConfig, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Another adapter, model or optimizer, other data, a result in the way: refused by name, and told how to go on."""
+    """Another adapter, model or optimizer, other data, an existing result: each is rejected, with a remedy."""
     kept = {path.name: path.read_bytes() for path in Path(finished.output_dir).glob("*.safetensors")}
     with pytest.raises(OtherRunError, match="adapter"):
         run(changed(finished, "adapter", rank=8))
@@ -133,8 +133,8 @@ def test_a_file_to_begin_with_that_does_not_fit_is_rejected_before_the_data_is_l
 def test_a_batch_without_finite_gradients_is_named_and_the_state_before_it_saved(
     late: bool, sections: dict[str, Any], tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`late`: the host hears of it only when it asks, as from a GPU that is far behind. The steps it has asked for in
-    the meantime change nothing either."""
+    """`late`: the norm reaches the host only when it waits, as with a GPU that is far behind. The steps launched in
+    the meantime change nothing."""
     good = {"id": "good", "path": str(images(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
     bad = {
         "id": "bad", "path": str(images(tmp_path / "bad", 1)), "resolution": 64.0, "start_step": 2,
@@ -263,7 +263,7 @@ def test_what_is_in_the_place_of_a_result_is_said_before_the_first_step(
 
 
 def test_a_result_that_lies_behind_a_link_is_one(finished: RunConfig, tmp_path: Path) -> None:
-    """A disk for results, and links to it: nothing is in the way."""
+    """Links to a disk for results are allowed."""
     result = tmp_path / "out" / "tiny.safetensors"
     result.rename(tmp_path / "kept.safetensors")
     result.symlink_to(tmp_path / "kept.safetensors")
@@ -326,7 +326,7 @@ class Planning(CollectingView):
 
 
 def of_published_size(tiny: Path, folder: Path) -> Path:
-    """A model that says of itself that it is FLUX.1 [dev] in full; no weight of it can be loaded."""
+    """A model whose files claim the size of FLUX.1 [dev]; its weights cannot be loaded."""
     shutil.copytree(tiny, folder)
     build_published("flux", "dev").save_config(str(folder / "transformer"))  # type: ignore[operator]
     return folder
@@ -383,7 +383,7 @@ def test_regularisation_data_of_a_full_fine_tune_is_learnt_like_any_other_and_th
 
 
 def test_samples_that_are_not_learnt_are_said(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """By a run too, and not only where somebody asks `data show` and `cache build`."""
+    """A run reports them as well, not only `data show` and `cache build`."""
     folder = images(tmp_path / "p", 5)
     (folder / "01.txt").unlink()
     whole = (folder / "03.png").read_bytes()
@@ -486,7 +486,7 @@ def test_an_objective_that_is_rejected_leaves_the_result_before_as_it_is(tiny_mo
 def test_rejections_of_a_run_that_names_a_checkpoint_elsewhere_or_an_unknown_flavour(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Nothing is said twice, nothing is lost, and no checkpoint is compared with a run that is not known."""
+    """No problem is repeated or lost, and no checkpoint is compared if the run's identity is unknown."""
     config = config_for("sdxl", tiny_model, tmp_path, **ONE)
     run(config)
     elsewhere = config.model_copy(update={"output_dir": str(tmp_path / "fresh")})

@@ -1,4 +1,4 @@
-"""Captures of real runs: what is kept, what is left alone, and that a slower run is found to be slower."""
+"""Captures of real runs: what is kept, what is left alone, and that a slower run is recognized."""
 
 from __future__ import annotations
 

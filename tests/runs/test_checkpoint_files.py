@@ -1,4 +1,4 @@
-"""A checkpoint's tensors are an adapter's file: at the strength they were trained with, or refused."""
+"""A checkpoint's tensors can be read as an adapter, at the strength with which they were trained, or are rejected."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_checkpoint_is_converted_at_its_true_strength(
 def test_a_checkpoints_tensors_alone_are_rejected(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Copied away from the JSON that has their alphas, nothing tells how strong they were."""
+    """Without the JSON file that holds the alphas, the strength is unknown."""
     config = config_for("flux", tiny_model, tmp_path, **SECTIONS, adapter={"kind": "lora", "rank": 4, "alpha": 2.0})
     run(config)
     folder = Path(config.output_dir) / "checkpoints" / "checkpoint-2"

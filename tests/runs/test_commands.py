@@ -35,7 +35,7 @@ def gracetune(*arguments: str) -> int:
 
 
 def small(tiny_model: TinyModel, tmp_path: Path, family: str, flavour: str) -> list[str]:
-    """A published example, made small enough for a test: other weights, pictures and sizes, the same settings."""
+    """A published example made small: other weights, images and sizes, the same settings."""
     values: dict[str, Any] = {
         "model.path": tiny_model(family, flavour),
         "output_dir": tmp_path / "out",

@@ -1,4 +1,4 @@
-"""A console that cannot be written stops no run: real pipes, terminals and file systems that fail under it."""
+"""A run continues if its console cannot be written, with real pipes, terminals and file systems that fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trained(config: RunConfig, folder: Path, connect: Connect, *options: str) ->
 
 
 def assert_undisturbed(config: RunConfig, undisturbed: RunConfig, *reasons: str) -> None:
-    """Its result is that of a run nobody disturbed. The log says once what happened to the console."""
+    """The result equals that of an undisturbed run. The log says once what happened to the console."""
     ours, theirs = (Path(one.output_dir) / "tiny.safetensors" for one in (config, undisturbed))
     assert ours.read_bytes() == theirs.read_bytes()
     events = [record.event for record in read_log(Path(config.output_dir) / "logs" / "events.jsonl").records]
@@ -89,7 +89,7 @@ def test_a_log_file_on_a_full_disk(undisturbed: RunConfig, tmp_path: Path) -> No
 
 
 def test_a_terminal_that_is_closed(undisturbed: RunConfig, tmp_path: Path) -> None:
-    """With progress bars, drawn by a thread. As under nohup: SIGHUP is ignored."""
+    """Progress bars are drawn by a thread. SIGHUP is ignored, as under nohup."""
     config = disturbed(undisturbed, tmp_path)
     master, terminal = pty.openpty()
 
@@ -113,7 +113,7 @@ def test_a_terminal_that_is_closed(undisturbed: RunConfig, tmp_path: Path) -> No
 def test_a_reader_that_reads_nothing(
     kind: str, undisturbed: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pager nobody scrolls, a terminal behind a dead connection."""
+    """For example a pager that is not scrolled, or a terminal behind a dead connection."""
     monkeypatch.setattr("gracetune.cli.streams.PATIENCE_S", 0.2)
     config = disturbed(undisturbed, tmp_path)
     reading, writing = os.pipe() if kind == "pipe" else pty.openpty()
@@ -131,7 +131,7 @@ def test_a_reader_that_reads_nothing(
 
 
 def fill(descriptor: int) -> None:
-    """Until it takes nothing more. A terminal moves what it was given once more, and has room again."""
+    """Fill the console until it accepts nothing more. A terminal moves its buffer once and has room again."""
     os.set_blocking(descriptor, False)
     for _ in range(5):
         with contextlib.suppress(BlockingIOError):
@@ -142,7 +142,7 @@ def fill(descriptor: int) -> None:
 
 
 def test_descriptors_that_are_closed_from_the_beginning(undisturbed: RunConfig, tmp_path: Path) -> None:
-    """No file of the run gets their numbers, and so what a C library prints. Closed on purpose: nothing to warn of."""
+    """No file of the run may get these descriptors, or it would receive what a C library prints. No warning is due."""
     config = disturbed(undisturbed, tmp_path)
 
     def connect() -> None:

@@ -37,7 +37,7 @@ def config_of(tiny_model: TinyModel, root: Path, name: str = "out", **cache: Any
 
 
 def flip(store: Path, *, every: int = 1) -> int:
-    """One bit of every `every`-th entry. How many that are."""
+    """Flip one bit of every `every`-th entry. Return how many entries that are."""
     damaged = 0
     with DiskStore.open(store, writable=False) as opened:
         for number, (shard, entry) in enumerate(sorted(opened.stored(), key=lambda pair: pair[1].key)):
@@ -56,7 +56,7 @@ def truncate(store: Path) -> None:
 
 
 class Meanwhile(CollectingView):
-    """Does something after some step."""
+    """Calls a function after a step."""
 
     def __init__(self, at: int, do: Callable[[], object]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Meanwhile(CollectingView):
 
 @pytest.mark.parametrize("kind", ["disk", pytest.param("memory", marks=pytest.mark.full)])
 def test_damaged_entries_are_encoded_again(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Some before the run begins, of the held-out image too; then whole files while it trains."""
+    """Some entries are damaged before the run, those of the held-out image too; then whole files during training."""
     whole = config_of(tiny_model, tmp_path, "whole", vae_cache_type=kind, text_cache_type=kind)
     run(whole)
     cache = tmp_path / "cache"
@@ -116,7 +116,7 @@ def test_a_file_that_cannot_be_decoded_any_more_is_left_out(tiny_model: TinyMode
 def test_a_run_that_has_to_stop_is_saved_and_the_same_command_goes_on(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no room for the encoder beside the model. The next start encodes before it loads that."""
+    """There is no room for the encoder beside the model. The next start encodes before it loads the model."""
     whole = config_of(tiny_model, tmp_path, "whole")
     run(whole)
     config = whole.model_copy(update={"output_dir": str(tmp_path / "stopped")})
@@ -160,7 +160,7 @@ def test_a_disk_that_fails_to_read(operation: Any, commands: Commands, tiny_mode
 @pytest.mark.full
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_cache_that_is_gone_for_good(number: int, commands: Commands, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Nothing of it can be read or written any more: the run is saved, and with the disk back it goes on."""
+    """The cache cannot be read or written any more. The run is saved, and resumes once the disk is back."""
     whole = changed(config_of(tiny_model, tmp_path, "whole"), "training", max_steps=20)
     run(whole)
     config = whole.model_copy(update={"output_dir": str(tmp_path / "gone")})
@@ -183,7 +183,7 @@ def test_a_cache_that_is_gone_for_good(number: int, commands: Commands, tiny_mod
 
 @pytest.mark.full
 def test_two_processes_repair_what_they_read(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Each its own entries; a file that cannot be decoded any more is left out by both, whoever finds it."""
+    """Each repairs its own entries. A file that can no longer be decoded is left out by both."""
     config = config_of(tiny_model, tmp_path, "whole")
     alone = changed(config, "training", max_steps=6, batch_size=2)
     run(alone)

@@ -17,7 +17,7 @@ from runs.made_runs import TinyModel, config_for
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 BACKEND = '''
-"""Images that are made up when they are read: nothing is on disk."""
+"""Images that are generated when they are read; nothing is on disk."""
 
 import io
 
@@ -97,7 +97,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def gracetune(environment: dict[str, str], *commands: tuple[str, ...]) -> list[tuple[int, dict[str, Any]]]:
-    """Commands typed one after the other, in one process to save the start: the exit code and the JSON of each."""
+    """Run commands one after the other in one process, to save time. Return the exit code and the JSON of each."""
     command = [sys.executable, "-c", COMMANDS, json.dumps([[*one, "--json"] for one in commands])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     parts = done.stdout.split("\0")

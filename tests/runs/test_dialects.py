@@ -1,4 +1,4 @@
-"""Peers' files through `gracetune train`, with what they can ask of ours: each is seen in what the run did."""
+"""Files of other trainers through `gracetune train`, with gracetune's options in them, checked by the run's result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sdxl_job(tiny_model: TinyModel, root: Path, **process: Any) -> Path:
 
 
 def trained(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the command prints, and the run's events."""
+    """Run the command. Return what it prints, and the run's events."""
     code = gracetune("train", *arguments, "--json")
     captured = capsys.readouterr()
     assert code == 0, captured.err
@@ -58,7 +58,7 @@ def warnings(events: list[dict[str, Any]]) -> str:
 def test_an_ai_toolkit_job_adapts_every_linear_layer_of_the_blocks(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The modulation too, which learns; the run's own config says so in native words."""
+    """This includes the modulation, which is trained. The run's own config lists it in gracetune's dialect."""
     path = tiny_model("flux", "dev")
     job = sdxl_job(
         tiny_model, tmp_path, model={"name_or_path": str(path), "arch": "flux"},
@@ -81,7 +81,7 @@ def test_an_ai_toolkit_job_adapts_every_linear_layer_of_the_blocks(
 def test_an_ai_toolkit_job_with_all_of_ours(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Convolutions, staging, latents in memory beside those on disk, the ramp, and a block of our own sections."""
+    """Convolutions, staging, latents in memory and on disk, the ramp, and a block with gracetune's sections."""
     data = {
         "folder_path": str(images(tmp_path / "pictures")),
         "resolution": [64],
@@ -126,7 +126,7 @@ def test_an_ai_toolkit_job_with_all_of_ours(
 def test_a_flag_keeps_latents_of_the_disk_in_memory(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`cache_latents_to_disk` with `--set cache.vae_cache_type`: today's jobs, unchanged."""
+    """`cache_latents_to_disk` in an unchanged job, with `--set cache.vae_cache_type`."""
     folder = str(images(tmp_path / "pictures"))
     data = {"folder_path": folder, "resolution": [64], "cache_latents_to_disk": True}
     job = sdxl_job(tiny_model, tmp_path, datasets=[data])
@@ -176,7 +176,7 @@ def test_an_ai_toolkit_job_trains_on_the_data_ai_toolkit_would_make_of_it(
 
 
 def old_optimizer(folder: Path, model: Path, rank: int, **rates: float) -> Path:
-    """As ai-toolkit saves it: parameters by number, counted along the modules of one expert after the other."""
+    """An ai-toolkit optimizer state: parameters are numbered along the modules, one expert after the other."""
     state: dict[int, Any] = {}
     for component, rate in rates.items():
         blocks = WanTransformer3DModel.from_pretrained(model / component).blocks
@@ -190,7 +190,7 @@ def old_optimizer(folder: Path, model: Path, rank: int, **rates: float) -> Path:
 
 
 def test_learning_rates_of_an_ai_toolkit_run_are_taken_over(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Both experts' rates are in one file without names, the high-noise expert's first."""
+    """The rates of both experts are in one file without names; those of the high-noise expert come first."""
     model = tiny_model("wan", "t2v-14b-2.2")
     old = old_optimizer(tmp_path / "old", model, rank=4, transformer=5e-4, transformer_2=2e-4)
     automagic = {"name": "automagic", "lr": 1e-6, "rates_from": str(old)}
@@ -219,7 +219,7 @@ def steps(events: list[dict[str, Any]], name: str) -> list[float]:
 def test_gradients_of_an_ai_toolkit_job_are_summed_as_ai_toolkit_sums_them(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four micro-batches to a step: their gradient is four times what it is here without the file's own way."""
+    """With four micro-batches in a step, the summed gradient is four times the mean."""
     keys = {"steps": 2, "noise_scheduler": "ddpm", "dtype": "fp32", "lr": 1e-3, "gradient_accumulation": 4}
     job = sdxl_job(tiny_model, tmp_path, train={**keys, "disable_sampling": True}, logging={"log_every": 1})
     _, summed = trained(capsys, str(job))

@@ -51,21 +51,21 @@ from unit.memory.test_sensors import Card
 
 STEPS = 10
 NEEDED = {3: 60 * GIB, 4: 70 * GIB}
-"""By these steps, at their highest point; all others need 20 GiB."""
+"""Peak memory of these steps; all others need 20 GiB."""
 WAITED_MS = (0.0, 50.0)
-"""By the GPU for the trial batch and for the batch of step 1; for no other."""
+"""Milliseconds that the GPU waits for the first batch and for the batch of step 1; 0 for all others."""
 
 Kind = TypeVar("Kind", bound=Event)
 
 
 class ModelledCard(Card):
-    """50 GiB of GPU memory, and an overflow arena of 40 GiB."""
+    """A GPU with 50 GiB of memory, and an overflow arena of 40 GiB."""
 
     def __init__(self) -> None:
         super().__init__(held_fraction=0.9, arena_reserved=40 * GIB)
 
     def work(self, size: int) -> None:
-        """A step: many allocations, all freed by its end."""
+        """A step with many allocations, all freed at its end."""
         for _ in range(size // (10 * GIB)):
             self.allocate(10 * GIB)
         self.free(self.own + self.spilled)
@@ -75,7 +75,7 @@ class ModelledCard(Card):
 
 @dataclass
 class Late:
-    """A batch the GPU waited for, as its own clock would tell."""
+    """A batch for which the GPU waited, measured by the GPU's clock."""
 
     moving: BatchInFlight
     waits_ms: Iterator[float]
@@ -98,12 +98,12 @@ class CollectedEvents:
     def of(self, kind: type[Kind]) -> list[Kind]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def kind(self, event: Event) -> int:
+    def index(self, event: Event) -> int:
         return next(place for place, one in enumerate(self.events) if one is event)
 
 
 @pytest.fixture(scope="module")
-def message(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> CollectedEvents:  # noqa: F811
+def collected(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> CollectedEvents:  # noqa: F811
     """`gracetune train CONFIG --log-level debug`: both experts, a ramp, samples, a held-out loss, checkpoints.
 
     There is no GPU, so its memory is modelled: the governor, the unified-memory layer on a fake driver, the guard, the
@@ -160,28 +160,28 @@ def message(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytest.
     return CollectedEvents([record.event for record in log.records], lines, folder, card)
 
 
-def test_every_event_of_the_schema_is_emitted(message: CollectedEvents) -> None:
-    assert {type(event) for event in message.events} == set(EVENTS)
+def test_every_event_of_the_schema_is_emitted(collected: CollectedEvents) -> None:
+    assert {type(event) for event in collected.events} == set(EVENTS)
 
 
-def test_memory_events_come_when_they_happen_and_in_order(message: CollectedEvents) -> None:
+def test_memory_events_come_when_they_happen_and_in_order(collected: CollectedEvents) -> None:
     """Steps 3 and 4 spill, between two log steps; the first calm sample is that of step 5."""
-    memory_stages = [(one.step, one.before, one.after) for one in message.of(MemoryStageChanged)]
+    memory_stages = [(one.step, one.before, one.after) for one in collected.of(MemoryStageChanged)]
     assert memory_stages == [(3, 1, 2), (7, 2, 1)]
-    arena = [(one.step, one.before_bytes // GIB, one.after_bytes // GIB) for one in message.of(OverflowArenaChanged)]
+    arena = [(one.step, one.before_bytes // GIB, one.after_bytes // GIB) for one in collected.of(OverflowArenaChanged)]
     assert arena == [(3, 0, 10), (4, 10, 20), (5, 20, 0)]
-    light, hard = message.of(MemoryReclaimed)
+    light, hard = collected.of(MemoryReclaimed)
     assert (light.step, light.extent, light.reason) == (3, "light", "stage 1 -> 2: the overflow arena holds 10.0 GiB")
     assert (hard.step, hard.extent) == (4, "hard")
     assert hard.reason == "stage 2: the arena grew from 10.0 GiB to 20.0 GiB"
     assert (hard.released_bytes, hard.demoted_bytes) == (0, 0), "torch holds no GPU memory here"
     memory = (OverflowArenaChanged, MemoryStageChanged, MemoryReclaimed)
-    of_step_3 = [type(event) for event in message.events if isinstance(event, memory) and event.step == 3]
+    of_step_3 = [type(event) for event in collected.events if isinstance(event, memory) and event.step == 3]
     assert of_step_3 == [*memory]
 
 
-def test_the_look_ahead_reports_every_depth_with_its_reason(message: CollectedEvents) -> None:
-    changes = message.of(LookAheadChanged)
+def test_the_look_ahead_reports_every_depth_with_its_reason(collected: CollectedEvents) -> None:
+    changes = collected.of(LookAheadChanged)
     assert changes[0].before == 2
     assert all(one.after == following.before for one, following in pairwise(changes))
     assert "waited 50.00 ms" in changes[0].reason
@@ -189,43 +189,43 @@ def test_the_look_ahead_reports_every_depth_with_its_reason(message: CollectedEv
     assert [one.after for one in changes] == [3, 2, 1]
 
 
-def test_experts_and_the_batch_change_before_the_step_they_are_about(message: CollectedEvents) -> None:
-    experts = [(one.step, one.before, one.after) for one in message.of(StageSwitched)]
+def test_experts_and_the_batch_change_before_the_step_they_are_about(collected: CollectedEvents) -> None:
+    experts = [(one.step, one.before, one.after) for one in collected.of(StageSwitched)]
     high, low = "high_noise", "low_noise"
     assert experts == [(0, "", high), (2, high, low), (4, low, high), (6, high, low), (8, low, high)]
-    assert "every 2 optimizer steps" in message.of(StageSwitched)[1].reason
-    batches = [(one.step, one.before, one.after, one.accumulation) for one in message.of(EffectiveBatchChanged)]
+    assert "every 2 optimizer steps" in collected.of(StageSwitched)[1].reason
+    batches = [(one.step, one.before, one.after, one.accumulation) for one in collected.of(EffectiveBatchChanged)]
     assert batches == [(0, None, 1, 1), (3, 1, 2, 1), (5, 2, 4, 2)]
-    for event in (*message.of(StageSwitched), *message.of(EffectiveBatchChanged)):
-        place = message.kind(event)
-        steps = [(message.kind(done) < place, done.step <= event.step) for done in message.of(StepDone)]
+    for event in (*collected.of(StageSwitched), *collected.of(EffectiveBatchChanged)):
+        place = collected.index(event)
+        steps = [(collected.index(done) < place, done.step <= event.step) for done in collected.of(StepDone)]
         assert all(before == earlier for before, earlier in steps), event
 
 
-def test_the_screen_shows_the_ramp_and_the_memory_stage(message: CollectedEvents) -> None:
-    """And the guides' two log lines, at their levels."""
+def test_the_screen_shows_the_ramp_and_the_memory_stage(collected: CollectedEvents) -> None:
+    """The guides' two log lines appear as well, at their levels."""
     ramp = "GH200 gradient accumulation ramp enabled (initial=1, target=2, ramp_steps=6)"
-    assert f"INFO: {ramp}" in message.screen
-    assert [line for line in message.screen if line.startswith("DEBUG: ")] == [
+    assert f"INFO: {ramp}" in collected.screen
+    assert [line for line in collected.screen if line.startswith("DEBUG: ")] == [
         "DEBUG: GH200 ramp adjusted gradient_accumulation_steps -> 2"
     ]
-    assert [line for line in message.screen if "effective batch" in line] == [
+    assert [line for line in collected.screen if "effective batch" in line] == [
         "step 3: effective batch 1 -> 2 (micro-batch 2 x accumulation 1)",
         "step 5: effective batch 2 -> 4 (micro-batch 2 x accumulation 2)",
     ]
-    assert "step 3: memory stage 1 -> 2: the overflow arena holds 10.0 GiB" in message.screen
-    shown = [line for line in message.screen if line.startswith(("step 5/", "step 10/"))]
+    assert "step 3: memory stage 1 -> 2: the overflow arena holds 10.0 GiB" in collected.screen
+    shown = [line for line in collected.screen if line.startswith(("step 5/", "step 10/"))]
     memory_stages = [next(part for part in line.split(" · ") if part.startswith("memory stage")) for line in shown]
     assert memory_stages == ["memory stage 2"] * 2 + ["memory stage 1"] * 2
 
 
-def test_memory_is_sampled_where_it_changes(message: CollectedEvents) -> None:
-    """Both log steps: the first of the process; and the last, after the memory stage has changed."""
-    assert [sample.step for sample in message.of(MemorySampled)] == [5, 10]
+def test_memory_is_sampled_where_it_changes(collected: CollectedEvents) -> None:
+    """Memory is sampled at the first log step, and at the last one, because the memory stage has changed."""
+    assert [sample.step for sample in collected.of(MemorySampled)] == [5, 10]
 
 
 def test_memory_is_not_sampled_at_every_log_step(tmp_path: Path, tiny_model: TinyModel) -> None:
-    """The first and the last, and by time between them; the progress line shows the last sample all the way."""
+    """It is sampled at the first and last log step, and by time in between. The progress line shows the last sample."""
     screen: list[str] = []
 
     class Lines(View):
@@ -253,14 +253,14 @@ def test_memory_is_not_sampled_at_every_log_step(tmp_path: Path, tiny_model: Tin
         assert sampling.is_due(100.0) == changes, event
 
 
-def test_every_tier_of_known_size_has_its_capacity(message: CollectedEvents) -> None:
-    for sample in message.of(MemorySampled):
-        assert sample.capacity_bytes == {"host": probe().host.memory_limit, "arena": message.card.arena_reserved}
+def test_every_tier_of_known_size_has_its_capacity(collected: CollectedEvents) -> None:
+    for sample in collected.of(MemorySampled):
+        assert sample.capacity_bytes == {"host": probe().host.memory_limit, "arena": collected.card.arena_reserved}
         assert sample.used_bytes.keys() == {"host", "arena"}, "a run without a GPU"
 
 
-def test_the_report_draws_them(message: CollectedEvents) -> None:
-    facts = json.loads((message.folder / "report.json").read_text())
+def test_the_report_draws_them(collected: CollectedEvents) -> None:
+    facts = json.loads((collected.folder / "report.json").read_text())
     for name, kind in (
         ("stage_transitions", StageSwitched),
         ("effective_batch_changes", EffectiveBatchChanged),
@@ -269,8 +269,8 @@ def test_the_report_draws_them(message: CollectedEvents) -> None:
         ("arena_changes", OverflowArenaChanged),
         ("look_ahead_changes", LookAheadChanged),
     ):
-        assert [one["step"] for one in facts[name]] == [step_of(event) for event in message.of(kind)], name
-    page = (message.folder / "report.html").read_text()
+        assert [one["step"] for one in facts[name]] == [step_of(event) for event in collected.of(kind)], name
+    page = (collected.folder / "report.html").read_text()
     assert "Memory stage by step. memory stage: from 1 to 1, lowest 1, highest 2" in page
     assert "Effective batch, all processes by step. samples: from 1 to 4" in page
     assert "step 4: hard reclamation" in page

@@ -59,7 +59,7 @@ REVIEWED: dict[str, str] = {
     "memory.uvm_access_pattern": "GPU only: covered by tests/gpu/test_managed_gpu.py::"
     "test_overflow_serves_backward_and_small_requests",
 }
-"""Options that no probe on a CPU shows. Each names the test that covers it."""
+"""Options whose effect no probe on a CPU shows, each with the test that covers it."""
 
 Values = Mapping[str, Any]
 
@@ -69,10 +69,10 @@ class Changes:
     probe: Probe
     base: str
     given: Values
-    """Set on both sides."""
+    """Settings of both configs that are compared."""
     changed: Values
     long: bool = False
-    """Whole runs: `make test-full`."""
+    """Whether the changes need complete runs (`make test-full`)."""
 
 
 @dataclass(frozen=True)
@@ -504,12 +504,12 @@ def listed() -> Iterator[Change]:
 
 
 class DeadOptionError(AssertionError):
-    """An option that changes nothing."""
+    """A change of an option has no effect."""
 
 
 @dataclass
 class World:
-    """Files and models the configs name, and what bases without a change give."""
+    """The files and models that configs name, and the probes' results for unchanged configs."""
 
     names: Mapping[str, str]
     tiny_model: Any
@@ -576,7 +576,7 @@ class World:
 
 REJECTIONS = ("datasets[].corrupt_threshold", "datasets[].in_memory.memory_limit_gb", "model.variant", "model.family",
             "model.flavour", "checkpoints.resume")  # fmt: skip
-"""Options whose effect is a refusal of what is there."""
+"""Options whose effect is that the run is rejected."""
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -649,7 +649,7 @@ PROBED = {group.probe: group for group in CHANGES}
     ],
 )
 def test_an_option_that_nobody_reads_fails(world: World, group: Changes) -> None:
-    """By every probe: none of them shows the config itself."""
+    """No probe shows it, because none of them includes the config itself."""
     with pytest.raises(DeadOptionError, match=r"training\.unread = 1 changes nothing"):
         world.check(Change("training.unread", 1, group), DeadConfig)
 

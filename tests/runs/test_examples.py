@@ -32,7 +32,7 @@ def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def smaller(config: RunConfig, tiny: Path, folder: Path) -> dict[str, Any]:
-    """What has to be set so that the example runs here."""
+    """The settings that make the example run here."""
     values: dict[str, Any] = {
         "model.path": str(tiny),
         "output_dir": str(folder / "out"),

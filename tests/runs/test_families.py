@@ -1,4 +1,4 @@
-"""Every family from its config to an adapter that fits; the everyday share is one kind of adapter each."""
+"""Train every family from a config to an adapter that fits. Everyday tests cover one kind of adapter for each."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_datasets_own_strength_holds_where_blocks_are_repeated_in_the_backward
 def test_regularisation_data_draws_an_adapter_back_to_its_base(
     kind: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """From the first step on there is nothing to learn; after other data there is. Blocks are repeated in between."""
+    """A new adapter has a loss of 0 on such data; after training on other data it does not. Blocks are checkpointed."""
     prior = {"id": "prior", "path": str(images(tmp_path / "prior")), "resolution": 64.0, "regularisation": True}
     other = {"id": "other", "path": str(images(tmp_path / "other")), "resolution": 64.0, "end_step": 2}
     sections: dict[str, Any] = {
@@ -142,7 +142,7 @@ def test_samples_that_look_different_at_every_visit_are_encoded_in_the_step(
 
 
 def test_entries_are_drawn_anew_for_each_epoch(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Six epochs of two batches; what past epochs had is gone from the cache."""
+    """Six epochs of two batches. Entries of past epochs are removed from the cache."""
     data = {
         "id": "crops", "path": str(images(tmp_path / "crops", 2, 96)), "resolution": 64.0,
         "crop": {"enabled": True, "style": "random"}, "augmentation": {"cache_mode": "refresh_each_epoch"},

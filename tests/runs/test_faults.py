@@ -1,4 +1,4 @@
-"""Runs that meet a machine at its limits: real ones, in processes of their own."""
+"""Runs on a machine at its limits, in their own processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runs.test_resume import assert_same_end, losses
 
 
 def meet(fault: str, file: Path) -> tuple[Any, str]:
-    """What the process printed, and what it wrote to stderr."""
+    """The process's stdout and stderr."""
     process = start([str(Path(__file__).with_name("faults.py")), fault, str(file)], PYTHONPATH=str(ROOT / "tests"))
     out, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
@@ -45,7 +45,7 @@ def test_memory_rejected_at_the_first_batch_says_what_the_plan_was_and_what_to_c
 
 @pytest.mark.full
 def test_a_disk_that_fills_up_while_checkpoints_are_written(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Told without a traceback; everything that is there is whole, and with more room the same command goes on."""
+    """There is no traceback, all files are complete, and with more room the same command resumes."""
     config = config_for(
         "flux", tiny_model, tmp_path, training={"max_steps": 40}, checkpoints={"every_steps": 1, "keep_last": 100},
         logging={"every_steps": 10, "trackers": []},
@@ -98,7 +98,7 @@ def test_samples_and_reports_that_find_no_room_are_said_and_the_run_goes_on(
 def test_memory_that_runs_out_inside_a_window_stops_the_run_before_the_next_micro_batch(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real watchdog, with a sensor that sees memory vanish. The window it is in leaves no trace."""
+    """A real watchdog, with a sensor that sees memory vanish. The step in progress leaves no trace."""
     step = {"training": {"max_steps": 3, "gradient_accumulation_steps": 4}}
     whole = config_for("flux", tiny_model, tmp_path / "whole", **step)
     run(whole)

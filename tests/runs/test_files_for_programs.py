@@ -1,4 +1,4 @@
-"""A run whose files their program would read wrongly ends before it encodes anything; for another program it trains."""
+"""A run whose files a program would misread is rejected before it encodes anything; for another program it trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a full fine-tune: on disk before they have their name, and complete or absent."""
+"""The files of a full fine-tune are flushed before they are renamed, and are complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between log steps the host never asks the device for a number: it would wait for everything it has queued."""
+"""Between log steps the host never synchronizes with the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.d
 
 
 class Reading(TorchDispatchMode):
-    """Who makes a number of Python's out of a tensor: `.item()`, `bool(...)`, `if tensor:`. `.tolist()` is not seen."""
+    """Records conversions of a tensor to a Python number (`.item()`, `bool(...)`, `if tensor:`), except `.tolist()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Reading(TorchDispatchMode):
 def test_no_number_is_read_in_a_window(
     family: str, optimizer: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With EMA, accumulation and clipping, in fp32 and where a loss scale is kept (fp16)."""
+    """With EMA, accumulation and clipping, in fp32 and with a loss scale (fp16)."""
     reading, original = Reading(), gracetune.train.loop.run_step
 
     def watched(job: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From a folder of images to an adapter that diffusers loads: `init`, `train`, and no file edited."""
+"""From a folder of images to an adapter that diffusers loads, with `init` and `train` and without editing a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runs.test_commands import gracetune
 def adapter_of(
     tiny_model: TinyModel, folder: Path, count: int, size: int, capsys: pytest.CaptureFixture[str], *flags: str
 ) -> Path:
-    """The result of both commands, which has to change what diffusers generates."""
+    """Run both commands. The resulting adapter must change what diffusers generates."""
     model = tiny_model("sdxl", "base-1.0")
     for file in images(folder / "photos", count, size).glob("*.txt"):
         file.write_text("coloured squares")  # one prompt
@@ -56,7 +56,7 @@ def test_a_folder_becomes_an_adapter(
 def test_twenty_five_images_with_all_defaults(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """2,000 steps, ten rounds of samples and held-out losses."""
+    """2,000 steps with ten validations and held-out losses."""
     monkeypatch.chdir(tmp_path)
     began = time.process_time()
     file = adapter_of(tiny_model, tmp_path, 25, 128, capsys)

@@ -1,6 +1,6 @@
-"""A run that is killed (SIGKILL) and started again: at the end its folder holds what an undisturbed run leaves.
+"""A run that is killed (SIGKILL) and started again ends with the same folder as an undisturbed run.
 
-At one moment, for everyday; `storm` has many."""
+This test kills at one moment; `storm` tests many."""
 
 from __future__ import annotations
 

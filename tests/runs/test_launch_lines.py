@@ -37,7 +37,7 @@ TRAINED = (
 WITHOUT_FOLDER = (
     "accelerate launch --config_file accelerate_config_gh200.yaml train.py --config gh200_in_memory_example.json"
 )
-"""As people type it: the guides name the file both ways."""
+"""The two spellings of the file in the guides."""
 DIAGNOSED = ("python gh200_diagnostic.py", "python gh200_diagnostic.py --oversubscription-scale 1.5")
 SCRIPTS = (
     "source scripts/setup_gh200_env.sh",
@@ -56,12 +56,12 @@ EXPORTS = (
     'export PYTORCH_CUDA_ALLOC_CONF="use_uvm:True,uvm_oversubscription_ratio:3.0"',
 )
 NOT_HERE = ("python - <<'PY'", "git show HEAD:GH200_OPTIMIZATION_GUIDE_FINAL_V2.md > GH200_OPTIMIZATION_GUIDE_FULL.md")
-"""In the seed map with the reason."""
+"""Lines that cannot exist; the seed map gives the reason."""
 _PROGRAM = re.compile(r"(?:python|accelerate|bash|source|export|git show)\s|scripts/\w+\.sh")
 
 
 def commands() -> set[str]:
-    """What the documents tell to type: whole lines of shell blocks, and spans that begin with a program."""
+    """The commands in the documents: lines of shell blocks, and code spans that begin with a program."""
     found = set()
     for text in seeds.texts().values():
         joined = re.sub(r"\s*\\\n\s*", " ", text)
@@ -84,7 +84,7 @@ def test_what_cannot_exist_is_in_the_seed_map(line: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files a clone has at its top, in a folder that may be written into; weights as downloads would be there."""
+    """A writable folder with the top-level files of a clone, and weights as if downloaded."""
     for name in ("train.py", "simpletuner", "config", "scripts", "gh200_diagnostic.py", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "accelerate_config_gh200.yaml", tmp_path)
@@ -108,7 +108,7 @@ def checkout(tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPa
 
 
 def words_of(line: str) -> tuple[str, list[str]]:
-    """The script that a line starts, and what the script is given."""
+    """The script that a line starts, and its arguments."""
     words = shlex.split(line)
     if words[0] == "accelerate":
         assert words[1:3] == ["launch", "--config_file"]
@@ -118,7 +118,7 @@ def words_of(line: str) -> tuple[str, list[str]]:
 
 
 def your_config(checkout: Path) -> None:
-    """The reader's own file, which one of the lines names: one of ours to start from, on data that is there."""
+    """The reader's own file, which one of the lines names: an example with existing data."""
     source = json.loads((ROOT / "config" / "examples" / "minimal.json").read_text())
     (checkout / "config").unlink()
     shutil.copytree(ROOT / "config", checkout / "config")
@@ -141,7 +141,7 @@ def test_a_training_line_is_understood(line: str, checkout: Path) -> None:
 
 
 def ran(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
-    """A line of Python's in this process, as `python` would run it."""
+    """Run a `python` command line in this process."""
     script, words = words_of(line)
     monkeypatch.setattr(sys, "argv", [script, *words])
     with pytest.raises(SystemExit) as ended:
@@ -155,7 +155,7 @@ def ran(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 def test_the_smoke_test_of_manual_validation_trains(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`config/examples/minimal.json`, with its own images."""
+    """It trains `config/examples/minimal.json` with its own images."""
     code, _out, errors = ran(TRAINED[3], capsys, monkeypatch)
     assert code == 0, errors
     assert "gracetune validate-now" in errors
@@ -203,7 +203,7 @@ def test_an_exported_allocator_string_is_the_configs(line: str, checkout: Path) 
 @pytest.mark.full
 @pytest.mark.parametrize("line", [TRAINED[0], TRAINED[1], WITHOUT_FOLDER])
 def test_an_accelerate_line_trains(line: str, checkout: Path) -> None:
-    """The real launcher. The guides' dataset is an absolute path, so the whole line is followed by where ours is."""
+    """With the real launcher. The guides' dataset is an absolute path, so our dataset's path follows the line."""
     your_config(checkout)
     rest = ""
     if "gh200_in_memory_example" in line:

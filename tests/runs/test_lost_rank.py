@@ -1,4 +1,4 @@
-"""Runs of two processes that lose one of them: named, with the last checkpoint and the command that goes on."""
+"""Runs of two processes that lose one: the error names it, the last checkpoint, and the command that resumes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_under_a_launcher_the_command_that_was_typed_is_named(
 
 
 def test_a_process_that_fails_is_named_with_its_reason(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The kernel gives it no more memory."""
+    """The kernel refuses it memory."""
     config = endless(tiny_model, tmp_path)
     ranks = start_ranks(2, ["-c", COMMAND, "train", str(write_config(config, tmp_path / "c.yaml"))])
     wait_for_step(config, 5, ranks)
@@ -130,7 +130,7 @@ def test_a_process_that_fails_is_named_with_its_reason(tiny_model: TinyModel, tm
 
 
 def test_a_process_that_hangs_ends_the_one_that_waits_for_it(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """gloo and NCCL would wait for hours, without a word. The patience is shorter here."""
+    """gloo and NCCL would wait silently for hours. The timeouts are shorter here."""
     config = endless(tiny_model, tmp_path)
     file = write_config(config, tmp_path / "c.yaml")
     ranks = start_ranks(2, ["-c", f"{QUICK}; {COMMAND}", "train", str(file)])
@@ -147,7 +147,7 @@ def test_a_process_that_hangs_ends_the_one_that_waits_for_it(tiny_model: TinyMod
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "asked to stop"])
 def test_while_caching(number: signal.Signals, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """One of them is killed (a loss), or gets a signal (then both are interrupted)."""
+    """One process is killed and is lost, or gets a signal, which interrupts both."""
     data = {"id": "many", "path": str(images(tmp_path / "many", 200)), "resolution": 64.0}
     config = endless(tiny_model, tmp_path, datasets=[data], cache={"vae_batch_size": 1})
     ranks = start_ranks(2, ["-c", COMMAND, "train", str(write_config(config, tmp_path / "c.yaml"))])
@@ -160,7 +160,7 @@ def test_while_caching(number: signal.Signals, tiny_model: TinyModel, tmp_path: 
     if number == signal.SIGKILL:
         assert ranks[0].returncode == 1
         assert f"error rank 1 of 2 is lost: its process (pid {ranks[1].pid} on " in stated[0]
-        assert "there is no checkpoint yet; go on with" in stated[0]
+        assert "there is no checkpoint yet; resume with" in stated[0]
     else:
         assert [rank.returncode for rank in ranks] == [3, 3]
         assert "interrupted by SIGTERM (rank 1); staged data is lost" in stated[0]

@@ -1,4 +1,4 @@
-"""Whole runs that hold less on the device: experts in turn, parked inputs, fp8. On a CPU, with the real parts."""
+"""Runs that save device memory: parked experts, parked inputs, fp8. On a CPU, with the real parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def streaming() -> ExpertHost:
-    """As `ExpertHost.open` makes it for a GPU with no room for both."""
+    """The host that `ExpertHost.open` makes for a GPU without room for both experts."""
     blocks = spec_of("wan").repeated_blocks
     return ExpertHost(
         lambda module: StreamedParking(module, blocks, CPU, InlineLane()), "in turn", room=lambda *, on_device,
@@ -71,7 +71,7 @@ def test_parked_inputs_change_nothing(
 
 
 def _parking(*args: Any, **named: Any) -> tuple[DenoiserChoices, tuple[str, ...]]:
-    """What a plan decides for a GPU that is too small; everything after that decision is real."""
+    """The decision of a plan for a GPU that is too small. Everything after that decision is real."""
     choices, lines = choose(*args, **named)
     return replace(choices, park_inputs=True), lines
 
@@ -94,7 +94,7 @@ def test_a_run_on_8_bit_weights_learns_samples_and_resumes(tiny_model: TinyModel
 
 
 def test_a_run_on_int8_weights_learns_what_bf16_learns_nearly(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """`auto` is bf16 where that fits: the run is the same to the last bit."""
+    """`auto` is bf16 if that fits: the two runs are equal bit for bit."""
     found: dict[str, list[float]] = {}
     stated: dict[str, list[str]] = {}
     for held in ("bf16", "auto", "int8"):

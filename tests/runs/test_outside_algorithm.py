@@ -1,4 +1,4 @@
-"""An adapter algorithm from outside: one file and one line of an entry point, and a whole run trains with it."""
+"""An adapter algorithm of another package, with one file and one entry point: a complete run trains it."""
 
 from __future__ import annotations
 

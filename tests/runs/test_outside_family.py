@@ -1,4 +1,4 @@
-"""A family from outside, installed as anybody would: its own tests, which train a LoRA, and the command line."""
+"""A model family of another package, installed normally: its own tests, which train a LoRA, and the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which examples/extending is installed: in a folder of its own, not where the tests run."""
+    """An environment in which examples/extending is installed, in its own folder."""
     folder = tmp_path_factory.mktemp("outside")
     source = Path(shutil.copytree(ROOT / "examples" / "extending", folder / "source"))
     return {**installed_from(source, folder / "site"), "TESTS": str(source / "tests")}

@@ -1,4 +1,4 @@
-"""What the plan of a run decides for it, from the command line to where the unified-memory layer is opened."""
+"""The plan's decisions for a run, from the command line to the opening of the unified-memory layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MACHINES = Path(__file__).parents[1] / "fixtures" / "machines"
 
 
 class FarEnoughError(GracetuneError):
-    """The layer would be opened now, on a GPU that is not there."""
+    """Raised where the layer would be opened on a GPU, which this machine does not have."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def handed_on(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def of_published_size(tiny: Path, folder: Path) -> Path:
-    """A model that says of itself that it is Wan 2.2 14B in full; no weight of it can be loaded."""
+    """A model whose files claim the size of Wan 2.2 14B; its weights cannot be loaded."""
     shutil.copytree(tiny, folder)
     for part in ("transformer", "transformer_2"):
         build_published("wan", "t2v-14b-2.2").save_config(str(folder / part))  # type: ignore[operator]
@@ -49,7 +49,7 @@ def of_published_size(tiny: Path, folder: Path) -> Path:
 def test_the_layer_is_told_what_the_plan_manages_elsewhere(
     tiny_model: TinyModel, tmp_path: Path, handed_on: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`gracetune train`, on a modelled GH200 that parks the idle expert and keeps its caches in managed memory."""
+    """`gracetune train` on a modelled GH200 that parks the inactive expert and keeps its caches in managed memory."""
     sections = {
         "model": {"base_precision": "bf16"},
         "training": {"max_steps": 1, "mixed_precision": "bf16", "batch_size": 8, "gradient_checkpointing": "auto"},

@@ -30,13 +30,13 @@ Run = tuple[RunConfig, dict[str, str], int | None]
 
 
 def half(config: RunConfig, folder: Path) -> RunConfig:
-    """The same windows, shared out over two processes."""
+    """The same steps, divided over two processes."""
     training = config.training.model_copy(update={"batch_size": 1})
     return config.model_copy(update={"training": training, "output_dir": str(folder)})
 
 
 def run_two(runs: list[Run], folder: Path) -> str:
-    """Two processes go through all of them; what the first one said."""
+    """Run all configs in two processes. Return the output of the first one."""
     jobs = [
         (str(write_config(config, folder / f"{number}.yaml")), variables, stop_after)
         for number, (config, variables, stop_after) in enumerate(runs)
@@ -60,7 +60,7 @@ def assert_close(ours: RunConfig, theirs: RunConfig, step: int = STEPS) -> None:
 
 @pytest.mark.full
 def test_two_processes_learn_what_one_learns(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """As replicas, and with the model shared out (FSDP2); sharded and interrupted, it goes on where it was.
+    """As replicas and with a sharded model (FSDP2). The sharded run is interrupted and resumed.
 
     Two datasets name one folder: it is staged once, by the first process, for both datasets and both processes.
     """
@@ -85,7 +85,7 @@ def test_two_processes_learn_what_one_learns(tiny_model: TinyModel, tmp_path: Pa
 
 @pytest.mark.full
 def test_a_file_that_turns_out_to_be_damaged_is_left_out_by_both(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """It is decoded by one of them in the middle of an epoch; the windows stay those of one process."""
+    """One process decodes it in the middle of an epoch. The steps stay those of a single process."""
     folder = images(tmp_path / "data", 6)
     whole = (folder / "03.png").read_bytes()
     (folder / "03.png").write_bytes(whole[:200] + bytes(100) + whole[300:])  # its header is sound
@@ -126,8 +126,8 @@ def test_sharded_runs_of_other_kinds_learn_what_one_process_learns(
 def test_two_processes_write_the_dora_files_of_one_and_leave_out_what_one_of_them_cannot_read(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Magnitudes for ComfyUI are measured against weights no process has whole, and half of the data asks the base.
-    One expert, so that it gets the three steps after which a run proves its effect."""
+    """Magnitudes for ComfyUI need sharded base weights, and half of the data has the base model's target.
+    There is one expert, so that it gets the three steps after which the self-check runs."""
     folder = images(tmp_path / "others", 5)
     whole = (folder / "03.png").read_bytes()
     (folder / "03.png").write_bytes(whole[:200] + bytes(100) + whole[300:])  # its header is sound
@@ -179,7 +179,7 @@ def test_gradients_that_are_no_numbers_end_both_processes_at_the_state_before(
 
 @pytest.mark.full
 def test_entries_are_drawn_anew_for_each_epoch_by_both(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """They share the work and swap at the same batch: what two learn is what one learns. Nothing is left behind."""
+    """They share the work and switch at the same batch, so two processes learn what one learns. No entries are left."""
     data = {
         "id": "crops", "path": str(images(tmp_path / "crops", 4, 96)), "resolution": 64.0,
         "crop": {"enabled": True, "style": "random"}, "augmentation": {"cache_mode": "refresh_each_epoch"},

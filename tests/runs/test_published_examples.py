@@ -47,9 +47,9 @@ AS_MAX_STEPS = ("--set", "training.max_steps=2", "--set", "training.epochs=null"
 SMALLER = 8
 """By what sides are divided: the published ones take minutes on a CPU."""
 SIDE = 32
-"""What sides of generated images are multiples of."""
+"""The sides of generated images are multiples of this."""
 THEIR_FOLDERS = ("/path/to", "/root/ai-toolkit")
-"""What ai-toolkit's files have in the place of a user's folders."""
+"""The placeholders of a user's folders in ai-toolkit's files."""
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def flavour_of(config: RunConfig) -> Flavour:
 
 
 def has_learned(tensors: dict[str, torch.Tensor]) -> bool:
-    """These are zero before the first step."""
+    """Whether tensors that are zero before the first step have changed."""
     return any(bool(one.any()) for name, one in tensors.items() if name.endswith((".lora_B.weight", ".lokr_w2")))
 
 
@@ -139,7 +139,7 @@ def overrides(config: RunConfig) -> dict[str, Any]:
 
 
 def with_own_folders(example: Example, folder: Path) -> Path:
-    """The files as published, with folders of this machine where a user fills in their own."""
+    """The published files, with folders of this machine in place of a user's."""
     path = example.write(folder / "published")
     text = path.read_text()
     for theirs in THEIR_FOLDERS:
@@ -180,7 +180,7 @@ def with_blocks(tiny: Path, folder: Path, count: int) -> Path:
 
 
 def small_lora(denoiser: Path) -> bytes:
-    """As diffusers saves one."""
+    """A LoRA as diffusers saves it."""
     tensors = {}
     for name, weight in load_file(denoiser / "diffusion_pytorch_model.safetensors").items():
         if name.endswith("attn.to_k.weight"):

@@ -1,4 +1,4 @@
-"""Whole runs whose steps are recorded and replayed. On a CPU: a recording there runs again what was recorded, and
+"""Complete runs with captured and replayed steps, on a CPU. A replay runs the captured function again, and
 everything around it is real."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SECTIONS: dict[str, Any] = {
 def test_recorded_steps_learn_what_others_learn(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two experts take turns, windows of two batches, averages, and captions of unlike length. Samples and a held-out
-    loss in between let the recordings go."""
+    """Two experts, steps of two micro-batches, EMA, and captions of different lengths. Validation and a held-out
+    loss in between release the captures."""
     data = held_out(tmp_path)
     for number, image in enumerate(sorted((tmp_path / "pictures").glob("*.txt"))):
         image.write_text("one more word " * (number + 1))

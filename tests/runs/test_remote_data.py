@@ -1,4 +1,4 @@
-"""Whole runs whose model and data come from a hub, and whose result goes to one: as they are typed."""
+"""Complete runs, started by commands, whose model and data come from a hub and whose result goes to one."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ print(fetch("model.path", "owner/large", None, None))
 
 @pytest.mark.full
 def test_two_processes_of_one_run(hub: HubServer, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """One of them downloads, the other waits; both train."""
+    """One process downloads while the other waits; both train."""
     hub.model("owner/tiny-sdxl", files_of(tiny_model("sdxl", "base-1.0")))
     data = {"data/train-00000-of-00001.parquet": parquet(rows(4))}
     hub.dataset(PETS, data)

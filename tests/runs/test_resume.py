@@ -46,7 +46,7 @@ COSINE: dict[str, Any] = {
 
 
 class Interrupting(CollectingView):
-    """Sends the process a signal after some step, as a user or a scheduler would."""
+    """Sends the process a signal after a step, as a user or a scheduler would."""
 
     def __init__(self, at: int, number: int = signal.SIGTERM) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_an_interrupted_run_leaves_weights_one_can_load(tiny_model: TinyModel, t
 
 
 def test_a_finished_run_can_be_made_longer(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Its first result outlives the checkpoint it was made with; and a run at its end has nothing loaded for it."""
+    """Its first result outlives its checkpoint. For a run that is complete, nothing is loaded."""
     config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 2}, checkpoints={"keep_last": 1})
     first = run(config).files[0].read_bytes()
     longer = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 3})})
@@ -183,7 +183,7 @@ PARTS: dict[str, tuple[str, Any]] = {
 
 
 def test_a_run_goes_on_only_with_the_model_it_began_with(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """`unit.models.test_part_fingerprints` has every part. The switch that allows another transformer allows these."""
+    """`unit.models.test_part_fingerprints` covers every part. The switch for another transformer allows these too."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model("flux", "dev"), model)
     change_a_setting(model / "scheduler/scheduler_config.json", shift=3.0)

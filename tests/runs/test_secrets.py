@@ -1,4 +1,4 @@
-"""A run uses the secrets of its config and shows none of them: not in a file, not in an event, not in a line."""
+"""A run uses the secrets of its config and shows none of them in files, events or lines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def webhook() -> Iterator[HTTPServer]:
 
 
 def secretive(tiny_model: TinyModel, root: Path, webhook: HTTPServer, dataset: dict[str, Any]) -> RunConfig:
-    """With a secret at every place that can hold one and is not a name of a file."""
+    """A config with a secret in every place that can hold one, except file names."""
     url = f"https://me:{PASSWORD}@host.example/x.png?X-Amz-Signature={TOKEN}"
     return config_for(
         "flux", tiny_model, root,
@@ -71,7 +71,7 @@ def secretive(tiny_model: TinyModel, root: Path, webhook: HTTPServer, dataset: d
 
 
 def found_in(folder: Path, *but: str) -> list[str]:
-    """Files, and names of files, that hold a secret."""
+    """Files that contain a secret, or have one in their names."""
     found = []
     for path in folder.rglob("*"):
         content = path.read_bytes() if path.is_file() and path.name not in but else b""
@@ -90,7 +90,7 @@ class Listening(View):
 
 
 def test_a_whole_run(tiny_model: TinyModel, tmp_path: Path, webhook: HTTPServer) -> None:
-    """In memory:// storage, whose address holds a password, with an environment that holds tokens."""
+    """Data is in memory:// storage whose URL holds a password, and the environment holds tokens."""
     bucket = f"memory://me:{PASSWORD}@{uuid.uuid4()}/pictures"
     storage = fsspec.filesystem("memory")
     for path in images(tmp_path / "pictures").iterdir():
@@ -122,7 +122,7 @@ def test_a_whole_run(tiny_model: TinyModel, tmp_path: Path, webhook: HTTPServer)
 
 @pytest.mark.full
 def test_what_is_printed(tiny_model: TinyModel, tmp_path: Path, webhook: HTTPServer) -> None:
-    """As it is typed: the run, once more to its end, and every command that reads the config, also with `--json`."""
+    """The run, the same run again, and every command that reads the config, also with `--json`."""
     config = secretive(tiny_model, tmp_path, webhook, {"path": str(images(tmp_path / "pictures"))})
     file = str(write_config(config, tmp_path / "config.yaml"))
     commands = [["train", file], ["train", file, "--json", "--log-level", "debug"], ["train", file, "--dry-run"],
@@ -146,7 +146,7 @@ def test_what_is_printed(tiny_model: TinyModel, tmp_path: Path, webhook: HTTPSer
 
 
 def test_a_traceback_is_redacted_too() -> None:
-    """What no command expects ends with a traceback, and that repeats what it was about."""
+    """An unexpected error ends with a traceback, which may quote the config."""
     script = (
         "import sys; from gracetune.cli.console import start\n"
         "def run(session):\n    print('stdout', sys.argv[1]); raise RuntimeError(f'at {sys.argv[1]}')\n"
@@ -174,7 +174,7 @@ def test_a_webhook_that_is_no_address_is_rejected_without_it(
 
 
 def test_who_may_look_into_a_run_folder(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """`storage/folders.py`; its own test has the rest. What is above a run folder is none."""
+    """See `storage/folders.py` and its test. Folders above the run folder keep their modes."""
     before = os.umask(0o022)
     try:
         for name, existing in (("new", False), ("old", True)):

@@ -1,4 +1,4 @@
-"""Every run proves that its adapter has an effect and that its first file carries it; one that has none is stopped."""
+"""Every run checks that its adapter has an effect and that its first file reproduces it; otherwise it is stopped."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from runs.test_resume import assert_same_end, losses
 from unit.adapters.denoisers import ADAPTERS
 
 PASSES = 1
-"""Of the first batch through each expert, beside those of the dry batch and of training."""
+"""Passes that the check adds for each expert to those of the first batch and of training."""
 
 
 class Absent(SelfCheck):
-    """Looks at nothing."""
+    """A self-check that checks nothing."""
 
     def start(self, begun: Any) -> None: ...
 
@@ -55,7 +55,7 @@ def lines(view: CollectingView) -> list[str]:
 def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an EMA, dropout and a warm-up whose first step has a rate of 0: LoKr, bit for bit as without the check."""
+    """LoKr with EMA, dropout and a warm-up that begins at a rate of 0. The result equals that without the check."""
     sections: dict[str, Any] = {
         "adapter": {"kind": "lokr", "rank": 4, "dropout": 0.1}, "optimizer": {"lr": 1e-3},
         "schedule": {"name": "constant_with_warmup", "warmup_steps": 2},
@@ -100,7 +100,7 @@ def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
 
 
 def test_an_adapter_that_has_learnt_before_is_compared_with_what_it_was(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Resumed, and with `init_from`. Dropout repeats, or it would pass for an effect of a rate that changes nothing."""
+    """After a resume and with `init_from`. Dropout must repeat, or it would look like an effect of training."""
     adapter = {"kind": "lora", "rank": 4, "dropout": 0.5}
     first = config_for("flux", tiny_model, tmp_path, adapter=adapter, training={"max_steps": 3})
     run(first)
@@ -158,7 +158,7 @@ def test_magnitudes_in_comfyuis_terms_are_read_back_as_they_were_trained(tiny_mo
 def test_what_is_less_than_the_models_precision_is_found_in_an_adapter_made_stronger(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Three steps of a tiny rate are lost in bf16; that is no reason to stop."""
+    """The effect of three steps with a tiny rate is lost in bf16. This must not stop the run."""
     sections: dict[str, Any] = {
         "model": {"base_precision": "bf16"}, "training": {"max_steps": 4, "mixed_precision": "bf16"},
         "optimizer": {"lr": 1e-8}, "checkpoints": {"save_dtype": "fp16"},
@@ -175,7 +175,7 @@ def test_what_is_less_than_the_models_precision_is_found_in_an_adapter_made_stro
 
 
 def stopped(config: RunConfig) -> str:
-    """Why, at which step, and with its state saved."""
+    """The reason and the step of a stop. Asserts that the state was saved."""
     view = CollectingView()
     result = run(config, view)
     assert result.stop is not None
@@ -187,7 +187,7 @@ def stopped(config: RunConfig) -> str:
 
 
 def test_a_rate_of_0_stops_the_run(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Also one whose last step is the one that shows it."""
+    """This includes a run in which only the last step shows it."""
     reason = stopped(config_for("flux", tiny_model, tmp_path, optimizer={"lr": 0.0}, training={"max_steps": STEPS}))
     assert reason.splitlines()[:2] == ["optimizer.lr", "  found     0"]
 
@@ -221,7 +221,7 @@ def test_an_adapter_without_effect_stops_the_run(
 def test_an_answer_that_is_not_finite_is_no_proof_against_the_adapter(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In fp16 one sample may overflow, and such steps are skipped: that ends no run."""
+    """In fp16 a sample may overflow. Such steps are skipped and do not end the run."""
     original = TrainStep.answer
     monkeypatch.setattr(TrainStep, "answer", lambda *given: original(*given) * torch.nan)
     view = CollectingView()
@@ -232,7 +232,7 @@ def test_an_answer_that_is_not_finite_is_no_proof_against_the_adapter(
 def test_layers_that_no_gradient_reaches_are_named(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen-Image's last caption stream, as if the family did not declare it."""
+    """Qwen-Image's last caption stream, if the family did not declare it as untrained."""
     monkeypatch.setattr("gracetune.models.qwen_image.load._NO_GRADIENT", ())
     config = config_for("qwen_image", tiny_model, tmp_path, training={"max_steps": 3})
     view = CollectingView()
@@ -245,7 +245,7 @@ def test_layers_that_no_gradient_reaches_are_named(
 
 
 def _wrongly(change: Callable[[dict[str, Layer]], dict[str, Layer]]) -> dict[Any, Format]:
-    """Formats that write something else than they are given."""
+    """Formats that write other values than the given ones."""
 
     def write(state: AdapterState, dtype: torch.dtype) -> Written:
         return FORMATS["comfyui"].write(replace(state, layers=change(dict(state.layers))), dtype)

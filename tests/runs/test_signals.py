@@ -1,4 +1,4 @@
-"""Signals, whatever a run is doing: while it caches, trains, draws samples, or writes its files."""
+"""Signals in every phase of a run: while it caches, trains, generates samples, or writes its files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GENERATED = {"every_steps": 2, "steps": 1, "width": 64, "height": 64, "prompts":
 
 
 class Signalling(CollectingView):
-    """Sends a signal when a line begins with this."""
+    """Sends a signal when a reported line begins with the given text."""
 
     def __init__(self, line: str) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_samples_that_are_not_drawn_yet_are_left_out(tiny_model: TinyModel, tmp_
 
 @pytest.mark.full
 def test_the_command_ends_while_it_caches(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Exit code 3 and one line, no traceback; the same command goes on."""
+    """It ends with exit code 3 and one line instead of a traceback. The same command resumes."""
     data = {"id": "many", "path": str(images(tmp_path / "many", 120)), "resolution": 64.0}
     sections = {"datasets": [data], "training": {"max_steps": 1}, "cache": {"vae_batch_size": 1}}
     config = config_for("flux", tiny_model, tmp_path, **sections)
@@ -131,7 +131,7 @@ def test_the_command_ends_while_it_caches(tiny_model: TinyModel, tmp_path: Path)
 
 @pytest.mark.full
 def test_a_terminal_that_is_closed_saves_and_ends_the_run(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The kernel sends SIGHUP to the session of a terminal, and the terminal cannot be written any more."""
+    """The kernel sends SIGHUP to the terminal's session, and the terminal can no longer be written."""
     whole = config_for("flux", tiny_model, tmp_path / "whole", training={"max_steps": 40})
     run(whole)
     config = whole.model_copy(update={"output_dir": str(tmp_path / "parted")})

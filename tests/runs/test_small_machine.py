@@ -1,4 +1,4 @@
-"""Whole runs on machines with little memory: /proc/meminfo says so."""
+"""Complete runs on machines with little memory, modelled by /proc/meminfo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 def test_a_run_that_meets_its_floor_before_its_first_step_has_failed(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 1 and not 3, after which a scheduler would start it again for ever. Nothing says that it is saved."""
+    """The exit code is 1. After 3, a scheduler would restart it for ever. No message claims that it was saved."""
     config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 2})
     dog = Watchdog(lambda: Vitals(0, None), Floors(host=MIB), report=lambda event: None, period=0.005)
 
@@ -46,7 +46,7 @@ def test_a_run_that_meets_its_floor_before_its_first_step_has_failed(
 
 
 class Machine:
-    """What its /proc/meminfo says can change while a run goes on."""
+    """A machine whose /proc/meminfo can change during a run."""
 
     def __init__(self, folder: Path, total: int, available: int) -> None:
         self.file, self._total = folder / "meminfo", total

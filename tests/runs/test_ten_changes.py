@@ -30,7 +30,7 @@ OUTSIDE = ("gracetune_more", "gracetune_auraflow")
 
 @dataclass
 class Change:
-    """One section of the page: what it puts into which file."""
+    """One section of the page: the files it edits and their new content."""
 
     title: str
     files: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ def changes() -> list[Change]:
 
 
 def patched(text: str, diff: str) -> str:
-    """Hunks are found by their own lines, each of which has to be there once."""
+    """Apply hunks, which are found by their lines. Each must occur exactly once."""
     for hunk in diff.split("@@\n")[1:]:
         lines = hunk.splitlines(keepends=True)
         before = "".join(line[1:] for line in lines if not line.startswith("+"))
@@ -59,7 +59,7 @@ def patched(text: str, diff: str) -> str:
 
 
 def mirrored(source: Path, copy: Path, edited: dict[Path, str]) -> None:
-    """A folder with some files of its own; whatever is not edited is linked."""
+    """A copy of a folder: edited files are written, all others are linked."""
     copy.mkdir(parents=True)
     for entry in source.iterdir():
         if not any(path.is_relative_to(entry) for path in edited):
@@ -158,7 +158,7 @@ print(asked)
 
 @dataclass(frozen=True)
 class Seen:
-    """What the commands left behind."""
+    """The files and output of the commands."""
 
     run: Path
     printed: dict[str, str]
@@ -246,7 +246,7 @@ def test_an_adapter_algorithm(seen: Seen) -> None:
 
 
 def test_a_checkpoint_part(seen: Seen) -> None:
-    """The second `train` went on from a checkpoint that has it."""
+    """The second `train` resumed from a checkpoint with this part."""
     *_, state = sorted(seen.run.glob("checkpoints/*/host.json"))
     assert json.loads(state.read_text())["host"] == platform.node()
     lines = map(json.loads, (seen.run / "logs" / "events.jsonl").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Token routing in whole runs, started from SimpleTuner's files as a user starts them."""
+"""Token routing in complete runs, started from SimpleTuner's files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_simpletuner_file_with_tread_config_trains(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Blocks in the route see half of the tokens, in every training step; no other pass is routed."""
+    """Blocks in the route get half of the tokens in every training step. No other pass is routed."""
     seen: list[tuple[int, int]] = []
     original = RoutedBlock.through
 
@@ -102,7 +102,7 @@ def test_a_resumed_run_keeps_the_same_tokens(family: str, tiny_model: TinyModel,
 def test_a_ratio_of_0_is_the_plain_run_bit_for_bit_and_held_out_losses_are_never_routed(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Nothing is learnt, so that the held-out losses of all runs are about one model."""
+    """The learning rate is 0, so that the held-out losses of all runs are those of the same model."""
     own = {"id": "train", "path": str(images(tmp_path / "train")), "resolution": 64.0}
     held_out = {"id": "held", "path": str(images(tmp_path / "held", 2)), "resolution": 64.0, "dataset_type": "eval"}
     found = {}

@@ -31,7 +31,7 @@ PROMPTS: dict[str, Any] = {
 
 
 class Asking(CollectingView):
-    """Asks for a validation as a user does: by the command, or by a signal."""
+    """Requests a validation as a user does, by the command or by a signal."""
 
     def __init__(self, folder: Path, *, by_signal: bool) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Asking(CollectingView):
 
 
 class Falling(CollectingView):
-    """Falls over when samples are to be drawn, as no user's mistake would make it."""
+    """Fails with an unexpected error when samples are generated."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         if name.startswith("samples"):
@@ -54,7 +54,7 @@ class Falling(CollectingView):
 
 
 class Removing(CollectingView):
-    """Somebody removes a file while the run goes on."""
+    """Removes a file during the run."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def held_out(tmp_path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("by_signal", [False, pytest.param(True, marks=pytest.mark.full)], ids=["command", "signal"])
 def test_validating_changes_nothing_about_training(by_signal: bool, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """With ramp, EMA, dropout and two experts; at the start, on time, on request, and held-out losses besides."""
+    """With ramp, EMA, dropout and two experts: at the start, periodically, on request, and with held-out losses."""
     data = held_out(tmp_path)
     plain = config_for("wan", tiny_model, tmp_path / "plain", datasets=data, **DUAL_EXPERT)
     run(plain)
@@ -136,7 +136,7 @@ def test_prompts_that_are_missing_are_said(tiny_model: TinyModel, tmp_path: Path
 def test_cached_prompts_are_given_in_the_denoisers_precision(
     family: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """They were cached in the computation's, which is another one here, and no autocast makes up for it."""
+    """They are cached in the text encoder's precision, which differs here, and there is no autocast to hide that."""
     config = config_for(
         family, tiny_model, tmp_path, model={"base_precision": "bf16"},
         validation={**PROMPTS, "every_steps": 1, "steps": 2}, training={"max_steps": 1, "mixed_precision": "fp32"},
@@ -179,7 +179,7 @@ def test_samples_that_a_process_did_not_live_to_draw_are_drawn_by_the_next(
 
 
 def test_a_reference_that_is_gone_meanwhile_is_said_and_the_run_goes_on(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The other samples of the round are drawn, and training is as without any."""
+    """The other samples are generated, and training is not affected."""
     stays, goes = (images(tmp_path / name, 1) / "00.png" for name in ("stays", "goes"))
     prompts = [{"prompt": "one", "references": [str(goes)]}, {"prompt": "two", "references": [str(stays)]}]
     options: dict[str, Any] = {"flavour": "ti2v-5b-2.2", "training": {"max_steps": 2}}
@@ -193,7 +193,7 @@ def test_a_reference_that_is_gone_meanwhile_is_said_and_the_run_goes_on(tiny_mod
     assert [[file.prompt for file in one.files] for one in generated] == [["two"], ["two"]]
     message = [text for text in view.warnings if "not drawn" in text]
     assert len(message) == 2
-    assert message[0].startswith("validation.prompts[0]: not drawn, and training goes on: references")
+    assert message[0].startswith("validation.prompts[0]: not generated, and training continues: references")
     assert str(goes) in message[0]
     assert [one.message for one in events(config, Warned) if "not drawn" in one.message] == message
     assert losses(config) == losses(plain)
@@ -203,7 +203,7 @@ def test_nobody_can_be_asked_where_nobody_trains(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         ask_for_validation(tmp_path / "nothing")
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ConfigError, match="nobody trains here"):
+    with pytest.raises(ConfigError, match="no run is active here"):
         ask_for_validation(tmp_path)
 
 
@@ -211,7 +211,7 @@ def test_nobody_can_be_asked_where_nobody_trains(tmp_path: Path) -> None:
 def test_what_a_pipeline_has_beside_the_denoiser_is_loaded_once_where_there_is_room(
     room: int, loads: int, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is learnt, so every round draws the same picture, bit for bit. Its prompts' embeddings are cached."""
+    """The learning rate is 0, so every validation generates the same image, bit for bit. The embeddings are cached."""
     loaded: list[Any] = []
     original = gracetune.models.flux.load.load_vae
     monkeypatch.setattr(gracetune.models.flux.load, "load_vae", lambda *given: loaded.append(given) or original(*given))

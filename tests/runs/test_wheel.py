@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with our wheel, which borrows its dependencies."""
+    """The Python of an environment with our wheel and this environment's dependencies."""
     work = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     # From a copy: a build leaves files in the tree it works on.

@@ -1,4 +1,4 @@
-"""One process of several that go through some runs together: importing torch for each run would take longer than it."""
+"""One of several processes that do some runs together, because importing torch takes longer than a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Printing(View):
 
 
 def main() -> None:
-    """argv: a JSON list of [config file, variables of the launcher, steps after which it is asked to stop or null]."""
+    """argv: a JSON list of [config file, launcher variables, steps after which it is interrupted, or null]."""
     for number, (file, variables, stop_after) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         os.environ.update({**variables, "MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + bool(number))})
         environment = Environment.capture()

@@ -1,1 +1,1 @@
-"""Parts for tests, ours and those of extensions: small models, modelled machines, resources that fail or are slow."""
+"""Parts for tests, also for those of other packages: tiny models and a slow dataset backend."""

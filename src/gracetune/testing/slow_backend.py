@@ -1,4 +1,4 @@
-"""A backend behind a slow line."""
+"""A dataset backend with latency and limited bandwidth."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gracetune.data.backends.listing import Listing, survey
 
 
 class SlowBackend:
-    """Any backend, with `latency_seconds` before every answer and `bytes_per_second` for content.
+    """Wraps a backend, with `latency_seconds` before every response and `bytes_per_second` for content.
 
-    Both can be changed while it is used. Each caller waits for its own bytes, as with a server that has enough lines.
-    `requests` counts the answers that were asked for: it shows whether a source is touched at all.
+    Both can be changed while it is used. Each caller waits for its own bytes only, as with a server that has enough
+    bandwidth for all. `requests` counts the calls: it shows whether a source is used at all.
     """
 
     def __init__(self, inner: Backend, *, latency_seconds: float = 0.0, bytes_per_second: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Tiny models of every family, for tests of extensions: `cached("sdxl", "base-1.0", tmp_path)` is a model folder."""
+"""Tiny models of every family, for tests: `cached("sdxl", "base-1.0", tmp_path)` returns a model folder."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One run from config to adapter, in four verbs (`run.train`): preflight, load, fit, finish."""
+"""One training run, from a config to the trained weights: preflight, load, fit, finish (`run.train`)."""

@@ -1,4 +1,4 @@
-"""Puts the parts of a run together: memory, the experts' host, and the job the loop works with."""
+"""Assemble the parts of a run: unified memory, cache resources, the experts' host, the optimizer, the job."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def open_memory(
     config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, view: View, stack: ExitStack,
     *, managed_elsewhere: int = 0, force_oversubscription: bool = False,
 ) -> UnifiedMemory | None:  # fmt: skip
-    """The unified-memory layer, where the config asks for any of it; a warning where it cannot be had.
+    """Open the unified-memory layer if the config asks for any of it. Warn if it is not available.
 
-    `managed_elsewhere`: what caches and parked experts will hold in managed memory, by the plan.
+    `managed_elsewhere` is the managed memory that caches and parked experts will hold, according to the plan.
     """
     if force_oversubscription and (why := _nothing_to_force(config, machine, runtime)):
         view.warn(f"--force-oversubscription: no effect, because {why}")
@@ -113,7 +113,7 @@ def cache_resources(
     config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, memory: UnifiedMemory | None,
     view: View,
 ) -> CacheResources:  # fmt: skip
-    """What the machine offers the caches, and how batches come from there: measured where it is not known."""
+    """The memory that caches may use, and how batches are copied to the device (measured if it is not known)."""
     hints, ranks = hints_of(config), local_ranks(config, runtime)
     on_gpu = runtime.device.type == "cuda"
     heap = memory.heap if memory is not None and hints.on else None
@@ -140,7 +140,7 @@ def _why_hints(hints: Hints, memory: UnifiedMemory | None, on_gpu: bool) -> str:
 def transport_of(
     resources: CacheResources, folder: Path, heap: ManagedHeap | None, *, insists: bool = False, main: bool = True
 ) -> TransportChoice:
-    """By what was measured on this machine, now or before; `folder` keeps it."""
+    """Choose the transport by the speeds measured on this machine, now or earlier. `folder` keeps the measurement."""
     profile = resources.profile
     if resources.device is None or profile == "integrated":
         return choose_transport(profile, None)
@@ -150,7 +150,7 @@ def transport_of(
     if measured is None:
         try:
             measured = measure_link(resources.device, heap)
-        except (UnifiedMemoryError, RuntimeError) as error:  # torch refuses page-locked memory with no type of its own
+        except (UnifiedMemoryError, RuntimeError) as error:  # torch raises a RuntimeError if pinning memory fails
             choice = choose_transport(profile, None, insisted=insisted)
             return replace(choice, reason=f"{choice.reason}; not measured ({str(error).splitlines()[0]})")
         failed = remember(folder, key, measured) if main else None
@@ -164,9 +164,10 @@ def open_host(
     config: RunConfig, planned: PlannedRun, machine: Machine, runtime: Runtime, memory: UnifiedMemory | None,
     facts: ModelFacts,
 ) -> ExpertHost:  # fmt: skip
+    """Choose where inactive experts wait, and open the host that moves them."""
     count = len(trained_experts(config.model.experts, facts))
     profile = machine.profile.value if runtime.device.type == "cuda" else "cpu"
-    # `enable_uvm_hints: false` means none at all: parked weights would be managed memory with a home, too.
+    # `enable_uvm_hints: false` also excludes parked weights: they would be managed memory with a preferred location.
     heap = None if memory is None or config.memory.enable_uvm_hints is False else memory.heap
     choice = choose_parking(profile, park=planned.parks_experts, experts=count, managed=heap is not None)
     blocks = spec_of(facts.family).repeated_blocks
@@ -174,14 +175,14 @@ def open_host(
 
 
 def check_objective(config: RunConfig, facts: ModelFacts, trained: Sequence[ExpertName]) -> None:
-    """Noise levels and loss weights that this model cannot be trained with."""
+    """Reject noise levels and loss weights that this model does not support."""
     TrainingGoal.from_config(config.objective, facts, trained)
     Weighting.from_config(config.objective, facts.schedule)
 
 
 @dataclass(frozen=True, eq=False)
 class InitialState:
-    """A run at step 0: what `resume.restore` takes a checkpoint over into."""
+    """A run at step 0. `resume.restore` loads a checkpoint into its state."""
 
     state: TrainingState
     ramp: Ramp
@@ -192,7 +193,7 @@ class InitialState:
 def begin(
     config: RunConfig, trained_model: TrainedModel, index: DataIndex, runtime: Runtime, view: View
 ) -> InitialState:
-    """The optimizer and all else that a step changes, and how many steps there are."""
+    """Build the optimizer and all other training state, and compute the length of the run."""
     training = config.training
     ramp = checked_ramp(config, runtime.world_size)
     if runtime.is_sharded:
@@ -236,6 +237,7 @@ def assemble(
     on_epoch_end: Callable[[EpochEnd], None], memory_alarm: Callable[[], str | None],
     repair: Callable[[EntriesError], None],
 ) -> TrainingJob:  # fmt: skip
+    """Build the training job from the loaded parts."""
     training = config.training
     gradients = {name: _gradients(trained_model, name, runtime) for name in trained_model.trained}
     router = router_of(
@@ -281,12 +283,13 @@ def _replay(
     live: LiveEncoder,
     memory: UnifiedMemory | None, runtime: Runtime, view: View, router: TokenRouter | None,
 ) -> Replay | None:  # fmt: skip
-    """CUDA graphs, for runs whose step is the same every time, on the same addresses, with GPU memory to itself."""
+    """CUDA graphs, for runs whose steps run the same kernels on the same addresses, without other work on the GPU."""
     if runtime.device.type != "cuda":
         return None
     reasons = {
         "weights are spread over processes": runtime.is_sharded,
-        # Its blocks come and go with memory pressure; hints and caches in managed memory do not touch a step's memory.
+        # The arena's blocks move under memory pressure. (Hints and caches in managed memory do not affect a step's own
+        # memory.)
         "the overflow arena is in use": memory is not None and memory.has_arena,
         "samples are encoded on the GPU beside the training": live.latents is not None or is_refreshed(ready.index),
     }
@@ -299,7 +302,7 @@ def _replay(
 
 
 def why_not_captured(config: RunConfig, trained_model: TrainedModel) -> str | None:
-    """Of the model alone; None where nothing speaks against it."""
+    """Why this model is not captured in CUDA graphs; None if it can be."""
     adapter, prepared = config.adapter, trained_model.prepared.values()
     varying = config.keeps_masked_tokens
     drops = [adapter.dropout, *(options.get("dropout") for options in adapter.by_module.values())]
@@ -318,13 +321,13 @@ def why_not_captured(config: RunConfig, trained_model: TrainedModel) -> str | No
 
 def whole_model_note(dataset: str) -> str:
     return (
-        f"dataset {dataset} is regularisation data, but a full fine-tune has no base model beside it that could be "
-        "asked for its answer: it is learnt like any other, with its loss_weight"
+        f"dataset {dataset} is regularisation data, but a full fine-tune keeps no base model whose prediction "
+        "could be the target: it is trained on like any other dataset, with its loss_weight"
     )
 
 
 def reject_mixed_half_dtypes(config: RunConfig) -> None:
-    """torch's autocast computes in one 16-bit type and does not mix it with tensors of the other."""
+    """Reject bf16 autocast over fp16 weights, and the reverse: torch's autocast does not mix the two types."""
     mixed = config.training.mixed_precision
     held = {"fp8": "bf16", "int8": mixed, "auto": mixed}.get(config.model.base_precision, config.model.base_precision)
     if {held, mixed} == {"bf16", "fp16"}:
@@ -334,9 +337,9 @@ def reject_mixed_half_dtypes(config: RunConfig) -> None:
 
 
 def check_optimizer(config: RunConfig, trained: Sequence[ExpertName], device: torch.device) -> Optimizer:
-    """An optimizer that is not installed, or does not take what it is given, is an error before anything is loaded.
+    """Build the optimizer on dummy parameters: reject one that is not installed or does not accept its settings.
 
-    So is a schedule that does not fit into the run, where its length is known already. Returns one of that kind.
+    Also reject a schedule that does not fit into the run, if the number of steps is known. Returns the dummy.
     """
     optimizer = build_optimizer(
         config.optimizer,
@@ -352,7 +355,7 @@ def check_optimizer(config: RunConfig, trained: Sequence[ExpertName], device: to
 
 
 def checked_ramp(config: RunConfig, world_size: int) -> Ramp:
-    """Effective batches are shared out evenly: every process has the same number of samples in a full window."""
+    """The batch ramp. Reject a target that cannot be divided evenly among the processes."""
     ramp = ramp_of(config.training, world_size)
     target = config.training.ramp.target_effective_batch_size
     if config.training.ramp.enabled and target is not None and target % world_size:

@@ -1,4 +1,4 @@
-"""How the base weights are held: what `auto` means for a run, and what 8 bits cannot be combined with."""
+"""Checks of `model.base_precision` against the machine and the sharding."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from gracetune.train.runtime import Runtime
 
 
 def reject_eight_bits(config: RunConfig, runtime: Runtime) -> None:
-    held = config.model.base_precision
-    if held == "fp8":
+    """Reject fp8 on a device that cannot compute in it, and 8-bit weights with FSDP."""
+    precision = config.model.base_precision
+    if precision == "fp8":
         check_fp8(runtime.device)
-    if held in ("fp8", "int8") and runtime.is_sharded:
-        raise ConfigError([sharded_bits_problem(held)])
+    if precision in ("fp8", "int8") and runtime.is_sharded:
+        raise ConfigError([sharded_bits_problem(precision)])

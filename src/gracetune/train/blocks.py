@@ -1,8 +1,8 @@
-"""The denoiser's repeated blocks made ready for training: repeated in the backward pass, compiled, or both.
+"""Prepare the denoiser's repeated blocks for training: gradient checkpointing, torch.compile, or both.
 
-All blocks of a kind share one compiled graph: it is made for the first and found again by the others. Whether it is
-made for one shape or for any is decided before (`Shapes`); what the compiler may keep of the activations belongs to
-this run's graphs alone and is nobody's global setting afterwards.
+Blocks of the same class share one compiled graph: the first block compiles it and the others reuse it. `Shapes` says
+whether it is compiled for one shape or for any. The activation budget applies to this run's graphs only; torch's global
+setting is not changed.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from gracetune.models.activation_parking import ActivationParking
 from gracetune.models.token_routing import outside_of
 
 Shapes = Literal["one", "few", "several"]
-"""`one`: graphs for exactly the shape they meet; should another come all the same, torch makes one for any. `few`: for
-exactly each shape they meet. `several`: for any shape from the first; a batch of one sample has a graph of its own, as
-torch always makes it."""
+"""`one`: a graph for exactly the first shape; if another shape comes, torch compiles one for any shape. `few`: a graph
+for exactly each shape. `several`: a graph for any shape from the start. (torch always compiles a separate graph for a
+batch of one sample.)"""
 _DYNAMIC: Final = {"one": None, "few": False, "several": True}
+"""The `dynamic` argument of torch.compile."""
 GRAPHS: Final = 64
-"""Of one kind of block: beyond this torch runs it uncompiled. Training, evaluation and each way of taking an adapter
-(without, with, at a strength) have their own; torch's limit of 8 is soon reached."""
+"""Largest number of graphs for one class of blocks; beyond it torch runs the block uncompiled. Training, evaluation and
+each state of an adapter (absent, active, scaled) need their own graphs, and torch's default of 8 is soon reached."""
 Compile = Callable[[Any, Any], Any]
 
 
 @dataclass
 class CompileStats:
-    """Time is the backend's: what torch needs to trace a block comes on top, and what it defers to the first backward
-    pass."""
+    """Graphs compiled so far, and the backend's time. Tracing, and work deferred to the first backward pass, are not
+    included."""
 
     graphs: int = 0
     seconds: float = 0.0
@@ -48,7 +49,7 @@ class Preparation:
     blocks: int
     compiled: bool = False
     repeats: bool = False
-    """Blocks are computed again as a whole in the backward pass, called by Python."""
+    """Gradient checkpointing: Python runs whole blocks again in the backward pass."""
     stats: CompileStats = field(default_factory=CompileStats)
 
 
@@ -57,8 +58,11 @@ def prepare_blocks(
     shapes: Shapes = "several", backend: str = "inductor", parking: ActivationParking | None = None,
     routed: bool = False,
 ) -> Preparation:  # fmt: skip
-    """`names` are the classes of the blocks; `budget` is the part of the activations that compiled blocks may keep;
-    `parking` is where the inputs of checkpointed blocks wait, if not on the device; `routed`: tokens may skip blocks.
+    """Prepare the blocks in place.
+
+    `names` are the class names of the blocks. `budget` is the share of the activations that compiled blocks may keep.
+    `parking` holds the inputs of checkpointed blocks in host memory; without it they stay on the device. `routed` means
+    that tokens may skip blocks.
     """
     if checkpointing:
         checkpoint = None if parking is None else parking.checkpoint
@@ -67,7 +71,7 @@ def prepare_blocks(
     done = Preparation(len(blocks), compiled, checkpointing)
     if compiled:
         for child in denoiser.children():
-            if next(child.parameters(), None) is None:  # tables of positions
+            if next(child.parameters(), None) is None:  # a table of position embeddings
                 child.register_forward_hook(_without_views)
         compiler = Budgeted(backend, budget, done.stats)
         for block in blocks:
@@ -76,31 +80,34 @@ def prepare_blocks(
 
 
 def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """The same tensors with memory of their own. Of a view, graphs also remember the shape of what it is a view of:
-    a table [1, tokens, ...] put together by height and width would have a graph for square pictures and one for others.
+    """The same tensors, cloned if they are views.
+
+    A graph's guards on a view include the shape of its base. A table [1, tokens, ...] that is a view of [1, height,
+    width, ...] would need one graph for square images and another for the rest.
     """
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda one: one.clone() if one._is_view() else one, output)
 
 
 def _compile(block: nn.Module, compiler: Budgeted, shapes: Shapes) -> None:
-    # A graph for any shape would also be one for any number: an epsilon or a dropout probability becomes a CPU tensor
-    # that is read in every call, and compiling it takes a C++ compiler and up to a minute. torch has this setting for
-    # the whole process only.
+    # Without this setting a graph with dynamic shapes also takes Python floats as inputs. An epsilon or a dropout
+    # probability becomes a CPU tensor that is read in every call, and compiling that takes a C++ compiler and up to a
+    # minute. torch has the setting for the whole process only.
     torch._dynamo.config.specialize_float = True
     options: dict[str, Any] = {"backend": compiler, "dynamic": _DYNAMIC[shapes]}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:  # younger than the oldest torch we run on
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in the oldest supported torch
         options["recompile_limit"] = GRAPHS
-    else:  # one number for the process: blocks beyond it would run uncompiled, and nobody would say so
+    else:  # there it is a process-wide limit, beyond which blocks silently run uncompiled
         torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     block.compile(**options)
 
 
 @contextmanager
 def costly_work_known() -> Iterator[None]:
-    """While the compiler decides what to repeat, its list of what takes long has all of it.
+    """Complete the compiler's list of compute-intensive operations while it partitions a graph.
 
-    torch's own lacks cuDNN's attention, and cannot have ours. What is not in it counts as free, whatever its
-    multiplications: a budget would repeat just that. (Graphs that torch finds in its cache on disk are cut already.)
+    torch's list lacks cuDNN's attention and our own operations. The partitioner takes an operation that is not listed
+    as cheap, so with an activation budget it would recompute exactly these. (Graphs in torch's cache on disk are
+    partitioned already.)
     """
     from torch._functorch import partitioners
 
@@ -121,10 +128,10 @@ def costly_work_known() -> Iterator[None]:
 
 
 class Budgeted:
-    """A backend of torch.compile with an activation budget of its own.
+    """A torch.compile backend with its own activation budget.
 
-    The budget is in force only while a graph is made: that is when the compiler decides what to keep. Two with the same
-    settings are equal, so the second expert finds the graphs of the first.
+    The budget is set only while a graph is compiled, because that is when the compiler decides which activations to
+    keep. Two backends with the same settings are equal, so the second expert reuses the graphs of the first.
     """
 
     def __init__(self, backend: str, budget: float | None, stats: CompileStats) -> None:

@@ -1,7 +1,7 @@
-"""`cache_mode: refresh_each_epoch`: at every epoch's end the source of batches turns to entries drawn anew.
+"""`cache_mode: refresh_each_epoch`: at the end of every epoch, switch to cache entries encoded with new random crops.
 
-They were made in the background while the epoch was trained (`cache.refresh`), by all processes together: each begins
-somewhere else and is done when everything is there. All come to the end of an epoch at the same batch.
+All processes encode the entries of the next epoch together, in the background (`cache.refresh`). Each starts at another
+place, and is done when all entries exist. All processes reach the end of an epoch at the same batch.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class CacheRefresh:
         )  # fmt: skip
         stack.callback(self._refresher.close)
         self._held = stack.enter_context(ExitStack())
-        """The resident stores of this epoch."""
+        """Closes the resident stores of the current epoch."""
         self._refresher.prepare_next()
 
     def __call__(self, ended: EpochEnd) -> None:
-        """The job calls this between two batches."""
+        """Switch to the next epoch's entries. The job calls this between two batches."""
         caches = self._cached.caches
         if ended.epoch + 1 == self._config.training.epochs:
-            return  # that was the last one
+            return  # that was the last epoch
         before = [folder for epoch, folder in caches.folders.epochs() if epoch <= ended.epoch]
         swap = self._refresher.swap()
         elsewhere = damaged_on_other_ranks(swap.built, self._runtime)
@@ -73,21 +73,21 @@ class CacheRefresh:
             self._view.report(f"epoch {swap.epoch + 1}: training waited {swap.waited:.1f} s for its entries")
 
     def close(self) -> dict[Path, set[Key]]:
-        """End a preparation that is under way. What this process has made for epochs, by store."""
+        """Stop encoding in the background. Return the keys that this process encoded for later epochs, by store."""
         self._refresher.close()
         self._held.close()
         return self._refresher.created
 
 
 def nothing_to_refresh(ended: EpochEnd) -> None:
-    """Where all entries last for the whole run."""
+    """Used if all entries are valid for the whole run."""
 
 
 def start_refresh(
     config: RunConfig, cached: CachedData, state: TrainingState, source: BatchSource, runtime: Runtime,
     encoders: FamilyEncoders, resources: CacheResources, view: View, stack: ExitStack,
 ) -> CacheRefresh | None:  # fmt: skip
-    """None where no dataset asks for entries that are made anew for each epoch."""
+    """Start encoding the next epoch; None if no dataset asks for that."""
     if not is_refreshed(cached.index):
         return None
     return CacheRefresh(config, cached, state, source, runtime, encoders, resources, view, stack)

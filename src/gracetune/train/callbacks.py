@@ -1,4 +1,4 @@
-"""The callbacks of a run: the one list of everything that happens beside the steps, in its order."""
+"""The callbacks of a run: one ordered list of everything that happens between the steps."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from gracetune.train.view import View
 class RunCallbacks:
     every: tuple[Callback, ...]
     check_saved: Callable[[Sequence[Path]], str | None]
-    """Of the self-check, for the final files too."""
+    """The self-check of saved files (`SelfCheck.check_saved`), which also checks the final ones."""
 
 
 def callbacks_of(
     ready: Preflight, loaded: LoadedRun, telemetry: Telemetry, view: View, publishing: Publishing
 ) -> RunCallbacks:
-    """Each with what it works with. An order with reasons: the last lines of this function."""
+    """Build the callbacks. The comments at the end of this function explain their order."""
     config, machine, folder, runtime = ready.config, ready.machine, ready.folder, ready.runtime
     job, memory, cached = loaded.job, loaded.memory, loaded.cached
     model, state, control, pauses = job.evaluated, job.state, job.control, job.pauses
@@ -61,12 +61,12 @@ def callbacks_of(
         on_saved=publishing.checkpoint,
     )  # fmt: skip
     every: tuple[Callback, ...] = (
-        gradients,  # guards first: what they find is part of what the others see
+        gradients,  # the guards come first, so that the others see a stop they request
         pressure,
-        log,  # before what takes long, so that a step's line does not wait for it
-        self_check,  # before saving: its first file is checked when it is saved
+        log,  # before the slow ones, so that a step's log line does not wait for them
+        self_check,  # before saving, which checks the first saved file with it
         held_out,
         saving,
-        samples,  # last: they take long, and whatever they meet, the step's checkpoint is saved
+        samples,  # last: generating is slow, and if it fails the step's checkpoint is already saved
     )
     return RunCallbacks(every, self_check.check_saved)

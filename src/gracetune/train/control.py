@@ -1,8 +1,8 @@
-"""What others ask of a run: to stop, or to validate. Signals, files and watchdogs set it; the loop reads it.
+"""Requests to a running job: stop, or validate. Signals, files and watchdogs set them; the loop reads them.
 
-What a signal does depends on how far the run is (`Phase`): before the first step it ends the run at once, like Ctrl-C
-ends any program; while training the step is completed and saved; after the last step the files are completed. The table
-in docs/training.md lists the signals.
+The effect of a signal depends on the `Phase`. Before the first step it ends the run at once. During training the
+current step is completed and saved. After the last step the final files are completed. The table in docs/training.md
+lists the signals.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ Kind = Literal["finished", "interrupted", "failed"]
 Phase = Literal["preparing", "training", "finishing"]
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR2)
+"""Signals that stop a run. SIGUSR1 requests a validation, or also stops it (`stops_on_sigusr1`)."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,11 @@ class Stop:
 
 
 class InterruptedBySignal(KeyboardInterrupt):
-    """A signal came before the first step. What is cached stays; there is nothing to save yet."""
+    """A signal arrived before the first step. Caches are kept, and there is nothing to save yet."""
 
 
 class Control:
-    """Written from signal handlers and other threads: each entry is one assignment."""
+    """Signal handlers and other threads write to this object without a lock: each write is a single assignment."""
 
     def __init__(self, *, stops_on_sigusr1: bool = False) -> None:
         self.stop: Stop | None = None
@@ -44,7 +45,7 @@ class Control:
         self._has_been_signalled = False
 
     def ask_to_stop(self, kind: Kind, reason: str) -> None:
-        """The first reason stays."""
+        """Request a stop. Only the first request counts."""
         if self.stop is None:
             self.stop = Stop(kind, reason)
 
@@ -56,11 +57,11 @@ class Control:
             if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt
-            return  # what the first one asked for is under way
+            return  # the run is already stopping
         self._has_been_signalled = True
         name = signal.Signals(number).name
         if self.phase == "preparing":
-            # Python drops what is raised inside `__del__` or a callback of the garbage collector: the loop looks too.
+            # Python drops exceptions raised inside `__del__` or a GC callback, so the loop checks the request too.
             self.ask_to_stop("interrupted", name)
             raise InterruptedBySignal(name)
         if self.phase == "training":
@@ -72,9 +73,10 @@ class Control:
 
 @contextmanager
 def listening(control: Control) -> Iterator[Control]:
-    """Signals ask the control, as long as this lasts. Outside the main thread Python takes no handlers.
+    """Pass signals to `control` inside this context, and restore the former handlers afterwards.
 
-    SIGHUP stays ignored where it is: whoever started the run with nohup wants it to outlive the terminal.
+    Python allows signal handlers in the main thread only; in other threads this does nothing. An ignored SIGHUP stays
+    ignored: a run started with nohup must survive its terminal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield control
@@ -89,7 +91,7 @@ def listening(control: Control) -> Iterator[Control]:
         yield control
     finally:
         for number, former in before.items():
-            # None: a handler of a C library, which Python cannot put back.
+            # None means that a C library had installed the handler. Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if former is None else former)
 
 

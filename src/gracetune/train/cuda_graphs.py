@@ -1,6 +1,6 @@
 """A denoiser's forward and backward pass captured as CUDA graphs and replayed, where a step is launch-bound.
 
-    predict = Replay(spec, {denoiser: gradients}, say=view.say)    # called as `models.spec.Predict`
+    predict = Replay(spec, {denoiser: gradients}, report=view.report)    # called as `models.spec.Predict`
     answer = predict(denoiser, noisy, level, batch, facts)
     answer.sum().backward()                                        # adds to the step's gradients
 
@@ -39,7 +39,7 @@ from gracetune.units import GIB, format_bytes, format_duration
 PROBES: Final = 2
 """Passes that are checked for being launch-bound. The first pass of a shape compiles and is not counted."""
 MOST: Final = 16
-"""Captures alive at a time: each has memory of its own beside what they share."""
+"""Captures alive at a time: each has memory of its own in addition to the shared pool."""
 ROOM: Final = 1.3
 """A step is given this many times the memory kept for its backward pass, and one GiB."""
 STATES: Final = 4
@@ -59,10 +59,12 @@ class GraphCaptureError(Exception):
 
 @dataclass(eq=False)
 class SharedGraphPool:
-    """The memory pool that all captures share: only one is ever between its forward and its backward pass."""
+    """The memory pool shared by all captures. They can share it because at any time only one of them is between its
+    forward and its backward pass."""
 
     pool: Any
-    taken: int = 0
+    forwards: int = 0
+    """Forward passes replayed so far. The number identifies the pass that owns the pool's activations."""
     size: int = 0
     """Bytes."""
 
@@ -76,21 +78,21 @@ class CapturedPass:
         answer: Tensor,
         gradient: Tensor,
         graphs: tuple[Any, Any],
-        turns: SharedGraphPool,
+        pool: SharedGraphPool,
     ) -> None:
-        self._answer, self._gradient, self._turns = answer, gradient, turns
+        self._answer, self._gradient, self._pool = answer, gradient, pool
         self._inputs, (self._forward, self._backward) = inputs, graphs
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, int]:
-        """The answer, and the number of this turn."""
+        """The answer, and the number of this forward pass."""
         for buffer, given in zip(self._inputs, inputs, strict=True):
             buffer.copy_(given)
-        self._turns.taken += 1
+        self._pool.forwards += 1
         self._forward.replay()
-        return self._answer.detach(), self._turns.taken
+        return self._answer.detach(), self._pool.forwards
 
-    def backward(self, gradient: Tensor, turn: int) -> None:
-        if turn != self._turns.taken:
+    def backward(self, gradient: Tensor, number: int) -> None:
+        if number != self._pool.forwards:
             raise RuntimeError("another captured forward pass was replayed before the backward pass of this one")
         self._gradient.copy_(gradient)
         self._backward.replay()
@@ -100,14 +102,14 @@ class _ReplayedPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, captured: CapturedPass, inputs: Sequence[Tensor]) -> Tensor:
         """`anchor` requires a gradient, so that autograd calls `backward`; it gets none."""
-        answer, ctx.turn = captured.forward(inputs)
+        answer, ctx.number = captured.forward(inputs)
         ctx.captured = captured
         return answer
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.captured.backward(gradient, ctx.turn)
+        ctx.captured.backward(gradient, ctx.number)
         return None, None, None
 
 
@@ -189,23 +191,23 @@ class GraphDevice:
         return torch.cuda.graph_pool_handle()
 
     def capture(
-        self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, turns: SharedGraphPool
+        self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, shared: SharedGraphPool
     ) -> CapturedPass:
         """Computes nothing: the first replay does. Raises `GraphCaptureError`, or torch's `OutOfMemoryError`."""
         buffers = [one.clone() for one in inputs]
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with self.side_stream():
-            with self._capturing(forward, turns.pool):
+            with self._capturing(forward, shared.pool):
                 answer = run(buffers)
             gradient = torch.empty_like(answer)
             # Autocast is for forward passes; autograd never runs a backward pass in it.
             with (
-                self._capturing(backward, turns.pool),
+                self._capturing(backward, shared.pool),
                 torch.autocast(answer.device.type, enabled=False),
             ):
                 gradients.add(torch.autograd.grad((answer,), gradients.parameters, (gradient,), allow_unused=True))
-        return CapturedPass(buffers, answer.detach(), gradient, (forward, backward), turns)
+        return CapturedPass(buffers, answer.detach(), gradient, (forward, backward), shared)
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
@@ -255,7 +257,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(eq=False)
 class _Shape:
-    """What is known of one denoiser and one shape of its inputs."""
+    """The state of one denoiser and one shape of its inputs."""
 
     latents: torch.Size
     passes: int = 0
@@ -284,7 +286,7 @@ class Replay:
         self._predict, self._inputs_of, self._gradients = spec.predict, spec.recorded_inputs, gradients
         self._emit, self._gpu = report, gpu or GraphDevice()
         self._shapes: dict[Key, _Shape] = {}
-        self._turns: SharedGraphPool | None = None
+        self._shared: SharedGraphPool | None = None
         self._anchor: Tensor | None = None
         self._off = self._is_aside = False
         self._captures = self._replays = 0
@@ -332,18 +334,18 @@ class Replay:
 
     def release(self) -> None:
         """Release the captures' memory, for samples or weights that move. The next steps are captured again."""
-        if self._turns is None:
+        if self._shared is None:
             return
         self._gpu.finish()  # replays that are still queued use that memory
         for shape in self._shapes.values():
             shape.captured, shape.tensors = None, ()
-        self._turns = None
+        self._shared = None
         self._gpu.free()
 
     def _launch(self, shape: _Shape, run: Run, inputs: Sequence[Tensor]) -> Tensor:
         """Kernel by kernel, as without captures."""
         self._make_room(shape)
-        # Compiled blocks have guards on what a view is a view of: they are to meet what will be captured.
+        # Compiled blocks have guards on the base of a view. Cloning gives them the inputs that a capture will have.
         given = [one.clone() if one._is_view() else one for one in inputs]
         shape.passes += not self._is_aside
         if self._off:
@@ -364,12 +366,12 @@ class Replay:
 
     def _make_room(self, shape: _Shape) -> None:
         """Captures hold what a step keeps, and this one needs as much beside them."""
-        if self._turns is None or shape.beside == self._turns.size:
+        if self._shared is None or shape.beside == self._shared.size:
             return
         known = max(self._shapes.values(), key=lambda one: one.kept)
         expected = shape.kept or known.kept * max(1.0, shape.latents.numel() / known.latents.numel())
         if self._gpu.free() >= ROOM * expected + GIB:
-            shape.beside = self._turns.size
+            shape.beside = self._shared.size
             return
         self.release()
         if shape.rejected:  # it is never captured, and would evict the others every time
@@ -384,9 +386,9 @@ class Replay:
             self._reject(shape, f"{MOST} other shapes are captured")
             return
         began, free = time.perf_counter(), self._gpu.free()
-        turns = self._turns or SharedGraphPool(self._gpu.pool())
+        shared = self._shared or SharedGraphPool(self._gpu.pool())
         returned = sum(one.numel() * one.element_size() for one in gradients.parameters)
-        pool_bytes = turns.size if any(one.captured and one.kept >= shape.kept for one in self._shapes.values()) else 0
+        pool_bytes = shared.size if any(one.captured and one.kept >= shape.kept for one in self._shapes.values()) else 0
         states = 0 if shape.addresses else STATES * returned  # a shape captured before has its optimizer states
         needed = max(0, int(ROOM * shape.kept) + returned - pool_bytes) + states + GIB
         if free < needed:
@@ -395,7 +397,7 @@ class Replay:
         if self._anchor is None:
             self._anchor = torch.zeros((), device=inputs[0].device, requires_grad=True)
         try:
-            shape.captured = self._gpu.capture(run, inputs, gradients, turns)
+            shape.captured = self._gpu.capture(run, inputs, gradients, shared)
         except torch.OutOfMemoryError:
             torch.clear_autocast_cache()  # weights cast during the capture were never computed
             self.release()  # the captures before it share the random generator's state, which may have been replaced
@@ -407,8 +409,8 @@ class Replay:
             self._turn_off(f"a capture failed: {error}. Losses are not affected; please report this")
             return
         self._captures += 1
-        turns.size += max(0, free - self._gpu.free())
-        self._turns = turns
+        shared.size += max(0, free - self._gpu.free())
+        self._shared = shared
         shape.tensors = [*denoiser.parameters(), *denoiser.buffers()]
         shape.addresses = _addresses(shape.tensors)
         took = format_duration(time.perf_counter() - began)

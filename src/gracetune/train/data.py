@@ -1,4 +1,4 @@
-"""From folders to batches on the device: files staged, samples indexed, caches filled, a source of batches."""
+"""From folders to batches on the device: stage files, index samples, fill caches, open the source of batches."""
 
 from __future__ import annotations
 
@@ -50,18 +50,20 @@ if TYPE_CHECKING:
 
 
 def local_ranks(config: RunConfig, runtime: Runtime) -> LocalRanks | None:
-    """None for one process: then nothing is shared."""
+    """The ranks on this machine, which share host memory; None for a single process."""
     if runtime.local_world_size == 1:
         return None
     return LocalRanks(runtime.local_rank, runtime.local_world_size, f"{config.output_dir}\0{runtime.key}")
 
 
 def fetch(copies: Copies, runtime: Runtime, view: View) -> RunConfig:
-    """The config with copies in the place of addresses; what is missing of them is downloaded. One process of a machine
-    does it."""
+    """Copy remote datasets to this machine, and return the config with folders in place of URLs.
+
+    Rank 0 downloads first. The other ranks then find the files, or download them on other machines.
+    """
     if any(True for _ in copies.wanted()):
         with view.phase("copies of remote data"):
-            if not runtime.is_main:  # on other machines, and to see that everything is there
+            if not runtime.is_main:  # wait for rank 0
                 runtime.barrier()
             copies.make(report=view.report, warn=view.warn, on_fetched=view.on_download, announced=True)
             if runtime.is_main:
@@ -72,7 +74,7 @@ def fetch(copies: Copies, runtime: Runtime, view: View) -> RunConfig:
 def stage_data(
     config: RunConfig, geometry: Geometry, machine: Machine, runtime: Runtime, view: View, stack: ExitStack
 ) -> DataIndex:
-    """Every folder looked at, and what says `in_memory` staged. The backends live as long as `stack` does."""
+    """Index all datasets, and stage those of type `in_memory` in host memory. The backends are closed with `stack`."""
     pool = stack.enter_context(
         BackendPool(
             config.datasets,
@@ -84,7 +86,7 @@ def stage_data(
     for note in sharing_notes(pool.folders):
         view.report(note)
     with view.phase("looking at the data"):
-        # The scan of rank 0 is remembered on disk; the others read it instead of all of them hashing every file.
+        # Rank 0 writes its scan to disk. The other ranks read it, so that not every rank hashes every file.
         if not runtime.is_main:
             runtime.barrier()
         index = build_index(
@@ -102,7 +104,7 @@ def stage_data(
 
 
 def _about(index: DataIndex) -> Iterator[str]:
-    """What is not trained on, or otherwise than it may seem."""
+    """Notes about dropped files and about datasets that are used in an unexpected way."""
     yield from index.notes
     for found in (*index.datasets, *index.held_out):
         for reason, count in Counter(one.reason for one in found.dropped).items():
@@ -112,10 +114,10 @@ def _about(index: DataIndex) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class CachedSamples:
-    """Samples, and where their entries are: what batches are made of."""
+    """Samples and the stores with their cache entries: everything a batch is made of."""
 
     index: DataIndex
-    """Without the files that turned out to be damaged."""
+    """All samples, without damaged files."""
     keys: SampleKeys
     latents: EntrySource
     texts: EntrySource
@@ -123,16 +125,16 @@ class CachedSamples:
 
 @dataclass(frozen=True, eq=False)
 class CachedData(CachedSamples):
-    """The caches of a run, filled."""
+    """The filled caches of a run."""
 
     caches: Caches
     built: FilledCaches
     report: tuple[str, ...]
-    """Where each cache is and why, in words."""
+    """Lines that say where each cache is, and why."""
     made: CreatedEntries | None = None
-    """None where the entries are kept when the run ends."""
+    """The record of created entries, which are removed when the run ends; None if the cache is persistent."""
     inherited: Made = field(default_factory=dict)
-    """Entries that earlier processes of this run made, on rank 0."""
+    """On rank 0: entries that earlier processes of this run created."""
 
 
 def fill_caches(
@@ -140,7 +142,7 @@ def fill_caches(
     view: View,
     stack: ExitStack, *, epoch: int = 0,
 ) -> CachedData:  # fmt: skip
-    """Whatever is missing is encoded, ranks sharing the work; then what the config wants in memory is loaded."""
+    """Encode missing entries, with the work shared by all ranks, and load the caches that belong in memory."""
     made, inherited = _record(config, runtime)
     caches = stack.enter_context(
         Caches(cache_folders(config), writable=True, before_writing=None if made is None else made.note)
@@ -151,7 +153,7 @@ def fill_caches(
         if runtime.is_main:
             for line in why_missing(caches.store, missing):
                 view.report(line)
-        runtime.barrier()  # before the others encode some of it
+        runtime.barrier()  # the others wait: entries they encode would no longer be missing
 
     with view.phase("caches"):
         built = build(
@@ -174,7 +176,9 @@ def fill_caches(
     latents, texts, report = load_caches(config, built.wanted, caches, resources, stack, name=str(epoch))
     lost = [key for store in (latents, texts) if isinstance(store, ResidentStore) for key in store.report.damaged]
     if runtime.highest(len(lost)):
-        with view.phase("caches, again"):  # now, while there is room for the encoders; such entries are read from disk
+        # Entries that were damaged on disk are encoded again now, while there is memory for the encoders. They are not
+        # in the resident store, so they will be read from disk.
+        with view.phase("caches, again"):
             build(
                 config,
                 built.index,
@@ -186,20 +190,23 @@ def fill_caches(
                 on_missing=explain,
             )
             runtime.barrier()
-    # Not needed any more, and an object for every entry: a run keeps its index alone.
+    # These lists hold an object for every entry and are no longer needed. The run keeps only its index.
     built = replace(built, wanted=replace(built.wanted, texts=[], latents=[]))
     return CachedData(built.index, keys, latents, texts, caches, built, report, made, inherited)
 
 
 def missing_latents(config: RunConfig, index: DataIndex, encoders: FamilyEncoders, *, epoch: int) -> list[LatentItem]:
-    """What the caches lack, before they are filled."""
+    """Samples whose latents are not cached."""
     folders = cache_folders(config)
     with Caches(folders, writable=False) as caches:
         return missing_among(caches, needs(config, index, encoders, folders, epoch=epoch).latents)
 
 
 def _record(config: RunConfig, runtime: Runtime) -> tuple[CreatedEntries | None, Made]:
-    """Before any rank encodes anything: `fill_caches` has a barrier behind it."""
+    """Open the record of created entries, and take over that of earlier processes.
+
+    This runs before any rank encodes: `fill_caches` has a barrier after it.
+    """
     made = CreatedEntries(Path(config.output_dir).expanduser(), runtime.rank)
     if not config.cache.persistent_cache:
         return made, made.take_over() if runtime.is_main else {}
@@ -211,7 +218,7 @@ def _record(config: RunConfig, runtime: Runtime) -> tuple[CreatedEntries | None,
 def repair_of(
     config: RunConfig, cached: CachedData, loader: Loader, encoders: FamilyEncoders, runtime: Runtime, view: View
 ) -> Callable[[EntriesError], None]:
-    """Makes entries again that a batch needs and that are damaged. Each rank its own: the others wait for it."""
+    """A function that encodes damaged entries of a batch again. Each rank repairs its own; the others wait for it."""
     on_host = None
     if encoders.placement.device.type != "cpu":
         on_host = replace(encoders, placement=replace(encoders.placement, device=torch.device("cpu")))
@@ -225,7 +232,7 @@ def damaged_on_this_rank(built: FilledCaches) -> DamagedFiles:
 
 
 def damaged_on_other_ranks(built: FilledCaches, runtime: Runtime) -> DamagedFiles:
-    """Files that other ranks could not read and this one could: all ranks go on with the same samples, or with none."""
+    """Files that other ranks could not read. All ranks must leave out the same files."""
     own = damaged_on_this_rank(built)
     gathered = runtime.all_of([*own.items()] or None)
     return {file: reason for found in gathered for file, reason in found if file not in own}
@@ -234,12 +241,15 @@ def damaged_on_other_ranks(built: FilledCaches, runtime: Runtime) -> DamagedFile
 def load_caches(
     config: RunConfig, wanted: Needs, caches: Caches, resources: CacheResources, stack: ExitStack, *, name: str
 ) -> tuple[EntrySource, EntrySource, tuple[str, ...]]:
-    """`name` tells these stores from those of the run's other epochs."""
+    """Open the stores of latents and texts, in memory or on disk as the config says, and lines that describe them.
+
+    `name` distinguishes these stores from those of the run's other epochs.
+    """
     visits = visits_of(wanted.latents, _kept_in_memory(wanted.index, config.cache.vae_cache_type))
     kind = _kind(config, wanted.index)
     idle: tuple[str, ...] = ()
     if kind != "disk" and not visits:
-        # An empty store in memory would look as if it worked.
+        # An empty store in memory would look as if caching in memory worked.
         idle = (f"latents: none are kept in {kind}, because no dataset asks for it; they stay on disk",)
         kind = "disk"
     latents = _Loaded(f"latents-{name}", "latent_cache", kind, resources, stack).of(
@@ -251,14 +261,14 @@ def load_caches(
 
 
 def _kind(config: RunConfig, index: DataIndex) -> CacheType:
-    """A dataset may want its latents in memory where the run's default is the disk."""
+    """Where latents are cached. A dataset may ask for memory even if the run's default is the disk."""
     if config.cache.vae_cache_type != "disk":
         return config.cache.vae_cache_type
     return "memory" if any(one.dataset.cache_latents == "memory" for one in index.datasets) else "disk"
 
 
 def _kept_in_memory(index: DataIndex, default: CacheType) -> Callable[[str], bool]:
-    """Only the datasets whose latents belong into memory: everything else is read from disk by itself."""
+    """A predicate for datasets whose latents are kept in memory. All others are read from disk."""
 
     def in_memory(dataset: Dataset) -> bool:
         own = dataset.cache_latents
@@ -281,13 +291,13 @@ class _Loaded:
         store = load_resident(stores, visits, name=self.name, role=self.role, kind=self.kind, resources=self.resources)
         self.stack.callback(store.close)
         report = store.report
-        requested = self.resources.hints.requested  # who asks for hints hears of every cache what became of them
-        plain = self.kind == "disk" and not (requested or report.damaged or report.missing)  # as asked: nothing to say
+        requested = self.resources.hints.requested  # then every cache reports what became of its hints
+        plain = self.kind == "disk" and not (requested or report.damaged or report.missing)
         return store, () if plain else tuple(report.lines())
 
 
 class _NoEntries:
-    """Of a run whose samples are all encoded in the step."""
+    """The store of a run that caches nothing, because all samples are encoded in the step."""
 
     @property
     def stats(self) -> StoreStats:
@@ -301,7 +311,7 @@ class _NoEntries:
 
 
 def live_encoders(index: DataIndex, encoders: FamilyEncoders, keys: SampleKeys, stack: ExitStack) -> LiveEncoder:
-    """Encoders for samples that look different at every visit; none where everything is cached."""
+    """Load encoders for samples with new augmentations at every visit; none if everything is cached."""
     fresh = [one for one in index.datasets if freshness(one.dataset) == "visit"]
     if not fresh:
         return LiveEncoder()

@@ -1,8 +1,8 @@
-"""The whole job on a built-in tiny model: two noise experts, a LoKr each, in a minute on a CPU.
+"""`gracetune demo`: complete runs on a built-in tiny model with two experts and a LoKr each, in a minute on a CPU.
 
-Three runs with different seeds learn pictures staged in memory, with caches, a batch ramp and Automagic; the first is
-stopped half way and resumed. A fourth one does not learn (rate 0). What is claimed afterwards is measured: how far the
-held-out loss fell, and whether diffusers, loading what was trained by itself, answers as the trained model does.
+Three runs with different seeds train on images staged in memory, with caches, a batch ramp and Automagic. The first is
+stopped half way and resumed. A fourth run is the control, with a learning rate of 0. Two results are measured: how far
+the held-out loss fell, and whether diffusers, with the trained adapters merged, predicts what the trained model does.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from gracetune.train.view import View
 
 STEPS = 40
 CONTROL_STEPS = 2 * (SELF_CHECKED - 1)
-"""Of the run with a rate of 0, both experts together: one step more of either, and it is stopped for that."""
+"""Steps of the control run, both experts together. With one more step of either, the self-check would stop it for
+having learnt nothing."""
 SEEDS = (1, 2, 3)
 FALL = 0.20
-"""The held-out loss has to fall by at least this share."""
+"""The held-out loss has to fall by at least this fraction."""
 _SIDE = 64
+"""Width and height of the images."""
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class LossChange:
-    """What one run did to the held-out loss of an expert."""
+    """The held-out loss of one expert before and after a run."""
 
     seed: int
     stage: str
@@ -56,9 +58,10 @@ class LossChange:
 class DemoResult:
     learned: tuple[LossChange, ...]
     control: tuple[LossChange, ...]
-    """With a rate of 0."""
+    """Of the run with a learning rate of 0."""
     difference: float
-    """The largest of diffusers' answers from the trained model's, relative to what training changed."""
+    """Largest difference between the predictions of diffusers and of the trained model, relative to the change by
+    training."""
     files: tuple[Path, ...]
     report: Path
 
@@ -69,6 +72,7 @@ class DemoResult:
 
 
 def demonstrate(folder: Path, report_line: Report, view: Callable[[], View] = View) -> DemoResult:
+    """Run the demo in `folder`. `view` makes a new view for each run."""
     model = build("wan", "t2v-14b-2.2", folder / "model")
     trained, held_out = _images(folder / "pictures", 8), _images(folder / "held_out", 3, first=8)
     learned: list[LossChange] = []
@@ -149,7 +153,7 @@ def _until(config: RunConfig, steps: int) -> RunConfig:
 
 
 class DemoStoppedError(GracetuneError):
-    """Somebody or something ended one of the runs: what it learnt until then proves nothing."""
+    """One of the runs was stopped early, so its result proves nothing."""
 
 
 def _run(config: RunConfig, view: View) -> tuple[Path, ...]:
@@ -172,7 +176,7 @@ def _loss_changes(config: RunConfig, seed: int) -> list[LossChange]:
 
 @torch.no_grad()
 def diffusers_difference(model: Path, files: tuple[Path, ...], folder: Path) -> float:
-    """Each expert's adapter merged into a folder that diffusers itself loads, against our adapter on our model."""
+    """Compare diffusers' model with the merged adapter against our model with the attached adapter, for each expert."""
     from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
     from gracetune.adapters.attach import attach
@@ -184,17 +188,17 @@ def diffusers_difference(model: Path, files: tuple[Path, ...], folder: Path) -> 
         merge_into(state, model / component, folder / component)
         theirs = WanTransformer3DModel.from_pretrained(folder / component).eval()
         ours = WanTransformer3DModel.from_pretrained(model / component).eval()
-        question = _question(ours)
-        untrained = ours(**question)[0]
+        inputs = _inputs(ours)
+        untrained = ours(**inputs)[0]
         attached = attach(ours, Adapter(kind="lokr", rank=8), family="wan", expert=state.expert,
                           default_targets=tuple(state.layers), seed=0)  # fmt: skip
         attached.load(state)
-        trained, reproduced = ours(**question)[0], theirs(**question)[0]
+        trained, reproduced = ours(**inputs)[0], theirs(**inputs)[0]
         largest = max(largest, float((reproduced - trained).norm() / (trained - untrained).norm()))
     return largest
 
 
-def _question(model: Any) -> dict[str, Any]:
+def _inputs(model: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     config = model.config
     return {
@@ -206,7 +210,7 @@ def _question(model: Any) -> dict[str, Any]:
 
 
 def _images(folder: Path, count: int, first: int = 0) -> Path:
-    """Squares of many colours on a pale ground, each with its caption."""
+    """Make images of coloured squares on a pale background, each with its caption."""
     folder.mkdir(parents=True)
     for number in range(first, first + count):
         red, green, blue = (round(255 * part) for part in colorsys.hsv_to_rgb(number / 11, 0.9, 0.9))

@@ -1,7 +1,7 @@
-"""`training.deterministic`: two runs of one config on one machine give the same numbers, bit for bit, on a GPU too.
+"""`training.deterministic`: two runs of one config on one machine give the same numbers bit for bit, on a GPU too.
 
-On a CPU with one thread they do so anyway. It costs time, and an operation torch has no repeatable kernel for ends the
-run at its first batch.
+On a CPU with one thread this holds without the setting. Deterministic kernels are slower, and an operation without one
+ends the run at its first batch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.train.view import View
 
 _REPEATABLE = (":4096:8", ":16:8")
-"""The two workspaces with which cuBLAS repeats itself."""
+"""The two workspace settings with which cuBLAS is deterministic."""
 
 
 @contextmanager
 def deterministic(config: RunConfig, view: View) -> Iterator[None]:
-    """Entered before CUDA starts: cuBLAS reads its workspace then. Afterwards torch chooses as it did before."""
+    """Use deterministic kernels inside, and restore torch's settings afterwards.
+
+    Enter this before CUDA is initialized: cuBLAS reads its workspace setting then.
+    """
     if not config.training.deterministic:
         yield
         return
@@ -33,8 +36,8 @@ def deterministic(config: RunConfig, view: View) -> Iterator[None]:
         raise ConfigError([Problem("CUBLAS_WORKSPACE_CONFIG", found, f"one of {', '.join(_REPEATABLE)}", hint)])
     if started and ours:
         view.warn(
-            "training.deterministic: CUDA had started in this process before cuBLAS could be told; start the run in a "
-            f"process of its own, or with CUBLAS_WORKSPACE_CONFIG={_REPEATABLE[0]} in its environment"
+            "training.deterministic: CUDA had started in this process before cuBLAS could be configured; start the run "
+            f"in its own process, or with CUBLAS_WORKSPACE_CONFIG={_REPEATABLE[0]} in its environment"
         )
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
@@ -45,7 +48,7 @@ def deterministic(config: RunConfig, view: View) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "deterministic" not in str(error):  # torch has no type of its own for this
+        if "deterministic" not in str(error):  # torch raises a plain RuntimeError for this
             raise
         first = str(error).splitlines()[0]
         hint = "--set training.deterministic=false, or --set training.attention=math where attention is named"

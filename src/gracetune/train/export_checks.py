@@ -1,5 +1,6 @@
-"""Whether a run's adapter files will be loaded right by the programs they are for. Asked in `preflight`: what a program
-gets wrong follows from the layers' kinds and sizes, not from their values.
+"""Check that the programs an adapter file is made for will load it correctly.
+
+This runs in `preflight`: what a program misreads depends on the types and shapes of the layers, not on their values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from gracetune.errors import ConfigError, Problem
 
 
 def reject_misread_files(layout: AdapterState, checkpoints: Checkpoints) -> None:
-    """`layout` is the adapter as it is trained, with or without values."""
+    """Raise ConfigError if a program that the format is made for would misread the files.
+
+    `layout` is the adapter as it is trained, with or without values. The hints name formats and programs that work.
+    """
     program, name = checkpoints.for_program, checkpoints.format
     wrong = misread_in(_as_written(layout, name), name, program)
     if not wrong:
@@ -37,7 +41,7 @@ def reject_misread_files(layout: AdapterState, checkpoints: Checkpoints) -> None
 
 
 def about_other_programs(layout: AdapterState, checkpoints: Checkpoints) -> tuple[str, ...]:
-    """A note for files that are for one program, where others that the format is for get them wrong."""
+    """Notes for files made for one program: other programs that read the format but would misread these files."""
     if checkpoints.for_program is None:
         return ()
     wrong = misread_in(_as_written(layout, checkpoints.format), checkpoints.format)
@@ -45,8 +49,11 @@ def about_other_programs(layout: AdapterState, checkpoints: Checkpoints) -> tupl
 
 
 def _as_written(layout: AdapterState, name: FormatName) -> AdapterState:
-    """What a program has to load of it. A run measures DoRA's magnitudes against the base weights where they are for
-    ComfyUI (`output.for_format`). Layers that no program loads are for training on: a note says so."""
+    """The layers as the file stores them for other programs.
+
+    For ComfyUI, DoRA's magnitudes are relative to the base weights (`output.for_format`). A format that keeps
+    everything also stores layers that no program loads, for further training; they are left out here.
+    """
     if FORMATS[name].keeps_all:
         return loadable(layout)
     if name != "comfyui":

@@ -1,4 +1,4 @@
-"""The end of a run: the weights under their final names, read again and checked; caches removed where asked."""
+"""The end of a run: write the final weights, read them back and check them, remove caches if requested, report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def finish(
     ready: Preflight, loaded: LoadedRun, stop: Stop, telemetry: Telemetry, view: View, *, began: float,
     check_saved: Callable[[Sequence[Path]], str | None],
 ) -> tuple[Path, ...]:  # fmt: skip
-    """The final files; none where the run did not get to its end. `check_saved`: as in `Saving`."""
+    """Finish the run and return its final files; none if it stopped early. `check_saved`: see `Saving`."""
     job, folder = loaded.job, ready.folder
     if job.trained_model.parking is not None:
         view.report(job.trained_model.parking.stats.line)
@@ -58,7 +58,7 @@ def finish(
     if ready.options.report and job.runtime.is_main:
         try:
             view.report(f"report: {write_report(folder.path).html}")
-        except (TelemetryError, OSError) as error:  # all that was trained is written: what is missing is its story
+        except (TelemetryError, OSError) as error:  # the weights are written, so a missing report is only a warning
             view.warn(f"the report could not be written: {error}")
     if stop.kind == "finished":
         ready.store.end_work("finishing", *ready.store.unfinished("finishing"))
@@ -69,8 +69,10 @@ def finish(
 def report_failure(
     ready: Preflight, job: TrainingJob, telemetry: Telemetry, view: View, *, began: float
 ) -> Iterator[None]:
-    """What ends a run from outside the loop (a full disk, memory, a lost rank) is in its log and report, and told to a
-    webhook."""
+    """Log an error that ends the run from outside the loop (a full disk, memory, a lost rank), and write the report.
+
+    Sinks such as a webhook get the event too.
+    """
 
     def forced(error: LostRankError) -> None:
         _report_failure(ready, job, telemetry, view, error, began=began)
@@ -90,21 +92,21 @@ def report_failure(
 def _report_failure(
     ready: Preflight, job: TrainingJob, telemetry: Telemetry, view: View, error: BaseException, *, began: float
 ) -> None:  # fmt: skip
-    by_hand = isinstance(error, KeyboardInterrupt)
+    by_user = isinstance(error, KeyboardInterrupt)
     event = RunEnded(
         step=job.position.step,
-        outcome="interrupted" if by_hand else "failed",
-        reason="stopped at once, by a second Ctrl-C" if by_hand else str(error) or type(error).__name__,
+        outcome="interrupted" if by_user else "failed",
+        reason="stopped at once, by a second Ctrl-C" if by_user else str(error) or type(error).__name__,
         duration_s=time.monotonic() - began,
     )
     telemetry.emit(event)
-    # Where rank 0 is lost, which has the log, the first one that is left writes its end.
+    # Rank 0 writes the log. If it is lost, the lowest remaining rank writes the last event.
     takes_over = isinstance(error, LostRankError) and error.speaks and not ready.runtime.is_main
-    with suppress(GracetuneError, TelemetryError, OSError):  # the disk may be full: what went wrong first is raised
+    with suppress(GracetuneError, TelemetryError, OSError):  # the disk may be full; the caller raises the first error
         if takes_over:
             with open_telemetry(ready.config, ready.folder, view, ready.environment, main=True) as taken_over:
                 taken_over.emit(event)
-        if (ready.runtime.is_main or takes_over) and not by_hand:
+        if (ready.runtime.is_main or takes_over) and not by_user:
             write_report(ready.folder.path)
 
 
@@ -129,7 +131,7 @@ def _final_files(
 def _remove_caches(
     ready: Preflight, job: TrainingJob, cached: CachedData, cache_refresh: CacheRefresh | None, view: View
 ) -> None:
-    """What all ranks added, once nobody has the caches open any more; nothing else."""
+    """Remove the cache entries that this run's ranks added, after all ranks have closed the caches."""
     job.source.close()
     lasting = _of_all(job, cached.caches.created)
     epochs = _of_all(job, {} if cache_refresh is None else cache_refresh.close())
@@ -142,7 +144,7 @@ def _remove_caches(
 
 
 def remove_recorded_entries(config: RunConfig, view: View) -> None:
-    """What a finished run was to remove and could not: another process used the cache, say, or its disk failed."""
+    """Remove entries that a finished run could not remove, for example because another process used the cache."""
     made = CreatedEntries(RunFolder.of(config).path, 0)
     if not config.cache.persistent_cache and (recorded := made.take_over()):
         _remove_entries(config, {}, {}, recorded, made, view)
@@ -152,13 +154,15 @@ def _remove_entries(
     config: RunConfig, lasting: dict[Path, set[Key]], epochs: dict[Path, set[Key]], recorded: Made,
     made: CreatedEntries, view: View,
 ) -> None:  # fmt: skip
-    """They stay recorded until they are removed. The result is written, so a cache that cannot be changed is a
-    warning."""
+    """Remove entries; they stay recorded until that succeeds. A failure is a warning, because the weights are written.
+
+    `lasting` and `epochs` are the entries of this process, `recorded` those of earlier processes of the run.
+    """
     try:
-        # Past the first epoch, entries are in stores of their own, which are removed with their last entry.
+        # A refreshed epoch has its own store, which is removed together with its last entry.
         of_epochs = {folder for _, folder in cache_folders(config).epochs()}
         for folder, keys in recorded.items():
-            if is_cache(folder):  # an epoch's store may have been collected since
+            if is_cache(folder):  # an epoch's store may have been removed since
                 lasting.setdefault(folder, set()).update(keys)
         for folder in [*lasting.keys() & (epochs.keys() | of_epochs)]:
             epochs.setdefault(folder, set()).update(lasting.pop(folder))
@@ -174,7 +178,7 @@ def _remove_entries(
 
 
 def _of_all(job: TrainingJob, mine: Mapping[Path, Collection[Key]]) -> dict[Path, set[Key]]:
-    """What every rank has, on rank 0."""
+    """The union of all ranks' keys, on rank 0."""
     gathered = {str(folder): sorted(keys) for folder, keys in mine.items()}
     found: dict[Path, set[Key]] = {}
     for raw in job.runtime.gather(json.dumps(gathered).encode()):

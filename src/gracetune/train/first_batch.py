@@ -1,4 +1,4 @@
-"""One real batch through every trained expert before the run begins: what does not fit shows in the first minute."""
+"""Run one real batch through every trained expert before training, so that a job that does not fit fails at once."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ from gracetune.units import format_bytes
 
 
 class FirstBatchError(GracetuneError):
-    """The first batch does not go through."""
+    """The first batch failed."""
 
 
 @dataclass(frozen=True)
 class FirstBatch:
     samples: int
     first_seconds: float
-    """With whatever happens only once: compiling, choosing kernels."""
+    """Time of the first pass, including work that is done once: compiling, choosing kernels."""
     seconds: float
-    """Of one micro-batch, the slowest expert's."""
+    """Time of one micro-batch in the second pass, of the slowest expert."""
     peak_bytes: int | None
-    """torch's own counter; None without a GPU."""
+    """Peak of torch's allocated memory; None without a GPU."""
 
     @property
     def once_ms(self) -> float:
-        """What happens only once, in milliseconds."""
+        """Time of the work that is done once, in milliseconds."""
         return 1000 * max(0.0, self.first_seconds - self.seconds)
 
 
 class ReferenceBatch:
-    """The first batch, and what each expert predicted for it before the first step: kept until the self-check is done.
+    """The first batch, and each expert's prediction for it before the first step. Kept until the self-check is done.
 
-    Passes with equal weights are equal passes: noise, levels and dropout repeat. What two of them differ by comes from
-    kernels that do not repeat their results bit for bit.
+    Two passes with equal weights use the same noise, levels and dropout. If their predictions differ, the cause is
+    kernels that are not deterministic.
     """
 
     def __init__(self, batch: Batch) -> None:
-        """In memory of its own: the source reuses a batch's."""
+        """Copy the batch, because the source reuses its memory."""
         self._batch: Batch | None = Batch(batch.ref, {name: _copied(one) for name, one in batch.tensors.items()})
         self._before: dict[ExpertName, tuple[Tensor, Tensor]] = {}
 
     def ask(self, step: TrainStep, trained_model: TrainedModel, denoiser: nn.Module, expert: ExpertName) -> Tensor:
-        """The prediction for it now."""
+        """The current prediction for the batch."""
         assert self._batch is not None, "asked before it is released"
         with trained_model.strength_for(self._batch, expert), _repeatable(self._batch):
             return step.answer(denoiser, self._batch, expert)
 
     def keep(self, expert: ExpertName, one: Tensor, again: Tensor) -> None:
-        """Two predictions before the first step."""
+        """Keep two predictions made before the first step."""
         self._before[expert] = one, (one.float() - again.float()).square().sum()
 
     def before(self, expert: ExpertName) -> tuple[Tensor, Tensor]:
-        """The prediction, and the sum of the squared differences from the other one."""
+        """The prediction before the first step, and the sum of squared differences between two such predictions."""
         return self._before[expert]
 
     def release(self) -> None:
@@ -73,7 +73,10 @@ class ReferenceBatch:
 
 
 def try_first_batch(job: TrainingJob, size: int, planned: PlannedRun) -> tuple[FirstBatch, ReferenceBatch]:
-    """Forward and backward at the largest micro-batch. Nothing is learnt, and no position or generator moves."""
+    """Run forward and backward at the largest micro-batch.
+
+    Nothing is trained, and the positions of loader and random generators are restored.
+    """
     before = job.state.loader.state_dict()
     devices = [job.device] if job.device.type == "cuda" else []
     if devices:
@@ -97,14 +100,14 @@ def try_first_batch(job: TrainingJob, size: int, planned: PlannedRun) -> tuple[F
 
 
 def hours_left(job: TrainingJob, first_batch: FirstBatch, batch_size: int) -> float:
-    """The windows still to come at this pace; smaller micro-batches of a ramp take their share of the time."""
+    """Estimated time of the remaining steps. Time is proportional to samples, so a ramp's small batches count less."""
     samples = job.ramp.samples(job.position.micro_batches, job.length.steps - job.position.step)
     return samples / batch_size * first_batch.seconds / 3600
 
 
 @contextmanager
 def memory_explained(job: TrainingJob, planned: PlannedRun) -> Iterator[None]:
-    """A later batch may be larger than the first."""
+    """Explain running out of memory during training: a later batch may be larger than the first."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -115,7 +118,7 @@ def memory_explained(job: TrainingJob, planned: PlannedRun) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch has a type of its own for a GPU; for main memory there is only the allocator's name in the text."""
+    """torch has an exception type for GPU memory. For host memory only the message names the allocator."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
@@ -127,10 +130,13 @@ def _batch(job: TrainingJob, size: int) -> Batch:
 
 
 def _twice(job: TrainingJob, batch: Batch, expert: ExpertName, example: ReferenceBatch) -> tuple[float, float]:
-    """The seconds of both. What they predict is the base model's answer where the adapter has learnt nothing yet."""
-    (one, first), (again, second) = _once(job, batch, expert), _once(job, batch, expert)
+    """Run two passes, keep their predictions, and return the time of each.
+
+    The adapter of a new run changes nothing yet, so the predictions are then the base model's.
+    """
+    (one, first_seconds), (again, second_seconds) = _once(job, batch, expert), _once(job, batch, expert)
     example.keep(expert, one, again)
-    return first, second
+    return first_seconds, second_seconds
 
 
 def _once(job: TrainingJob, batch: Batch, expert: ExpertName) -> tuple[Tensor, float]:
@@ -140,7 +146,7 @@ def _once(job: TrainingJob, batch: Batch, expert: ExpertName) -> tuple[Tensor, f
     with job.trained_model.strength_for(batch, expert), _repeatable(batch):
         loss = job.step(denoiser, batch, expert)
         loss.total.backward()
-    if not bool(loss.total.isfinite()):  # the one place where a loss is waited for
+    if not bool(loss.total.isfinite()):  # synchronizes, which training steps never do
         names = ", ".join(sample.path for sample in batch.ref.samples)
         found = f"the loss of the very first batch is {loss.total.item()} ({names})"
         hint = (
@@ -152,7 +158,7 @@ def _once(job: TrainingJob, batch: Batch, expert: ExpertName) -> tuple[Tensor, f
 
 @contextmanager
 def _repeatable(batch: Batch) -> Iterator[None]:
-    """Inside, what layers draw by themselves (dropout) is the same every time; the generators are restored."""
+    """Inside, random values in layers (dropout) are the same every time. The generators are restored afterwards."""
     device = batch.tensors["latents"].device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -160,7 +166,7 @@ def _repeatable(batch: Batch) -> Iterator[None]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """With the same strides, and a view of as much if it is one: compiled blocks have guards on both."""
+    """A copy with the same strides, which is a view if `tensor` is one: compiled blocks have guards on both."""
     if not tensor._is_view() or not tensor.numel():
         return tensor.clone()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -182,6 +188,6 @@ def _out_of_memory(job: TrainingJob, size: int, planned: PlannedRun, error: Base
         key=f"out of memory after {job.position.step} steps, at a micro-batch of {size}",
         found=f"{first_line}{held}; the plan says: {plan}",
         expected="room for one micro-batch, forward and backward",
-        hint=f"{proposed}; then the same command again: it goes on from the last checkpoint",
+        hint=f"{proposed}; then the same command again: it resumes from the last checkpoint",
     )
     return FirstBatchError(str(problem))

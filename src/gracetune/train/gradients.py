@@ -1,11 +1,11 @@
-"""Gradients of a window: summed over its samples and over all ranks, scaled once, clipped, and checked.
+"""Gradients of one optimizer step: summed over its samples and all ranks, scaled once, clipped, and checked.
 
-A replica's gradients end up in one flat buffer for each expert. So a window ends with one all-reduce and a handful
-of kernels, however many small matrices an adapter has. torch's DistributedDataParallel is not used: adapters are small
-beside their model, one reduction at the window's end is all there is to overlap, and its hooks would have to be told
-about accumulation, about experts whose turn it is not, and about layers without a gradient.
+A replica keeps the gradients of an expert in one flat buffer. A step therefore ends with one all-reduce and a few
+kernels, however many small matrices an adapter has. torch's DistributedDataParallel is not used. Adapters are small, so
+there is little communication to overlap, and its hooks would need special cases for accumulation, for the inactive
+expert and for layers without a gradient.
 
-Sharded parameters (FSDP2) reduce their gradients themselves, in every backward pass.
+FSDP2 reduces the gradients of sharded parameters itself, in every backward pass.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from gracetune.adapters.layer import local
 Reduce = Callable[[Tensor], None]
 """Sums a tensor over all ranks, in place."""
 SMALL: Final = 1 << 20
-"""Elements up to which an addition is mostly the launch of its kernel."""
+"""Elements up to which adding a tensor takes hardly longer than launching the kernel."""
 
 
 Accumulation = Literal["mean", "sum"]
 
 
 def gradient_factor(accumulation: Accumulation, *, micro_batches: int, samples: int) -> float:
-    """What the sum of all samples' gradients is multiplied by, to become the mean of the samples or the sum of the
-    micro-batches' means (for micro-batches of one size)."""
+    """The factor of the sum of all samples' gradients.
+
+    `mean` gives the mean over the samples. `sum` gives the sum of the micro-batches' means, for micro-batches of equal
+    size.
+    """
     return (micro_batches if accumulation == "sum" else 1) / samples
 
 
@@ -39,31 +42,34 @@ def gradient_factor(accumulation: Accumulation, *, micro_batches: int, samples: 
 class GradientClipping:
     kind: Literal["norm", "value"] = "norm"
     limit: float | None = 1.0
-    """None: gradients are taken as they are."""
+    """None: gradients are not clipped."""
 
 
 class Gradients(Protocol):
+    """Collects one expert's gradients during an optimizer step."""
+
     def open(self) -> None:
-        """A window begins: gradients are 0."""
+        """Set all gradients to 0, at the beginning of a step."""
 
     def collect(self) -> None:
-        """A backward pass is done."""
+        """Take up the gradients of a backward pass."""
 
     def finish(self, factor: float | Tensor, clip: GradientClipping) -> Tensor:
-        """Reduce, multiply by `factor`, clip. The norm before clipping, on the device, and the same on every rank.
+        """Reduce over all ranks, multiply by `factor`, and clip.
 
-        Where that is not finite all gradients have become 0: nothing that is not a number reaches the weights.
+        Return the norm before clipping as a scalar on the device, equal on all ranks. If the norm is not finite, all
+        gradients are set to 0, so that no NaN reaches the weights.
         """
 
     def close(self) -> None:
-        """The optimizer has stepped: until the next window these parameters have no gradient at all."""
+        """Set `grad` of all parameters to None, after the optimizer step."""
 
 
 class FlatGradients:
-    """Of parameters every rank has whole.
+    """Gradients of parameters that every rank holds completely, in one flat buffer.
 
-    Autograd adds a large one's gradient in its place. Those of small ones it leaves where the backward pass put them,
-    and they are added in a few kernels for all: an adapter has hundreds.
+    Autograd adds the gradients of large parameters into the buffer itself. It leaves those of small parameters where
+    the backward pass put them, and `collect` adds all of them with a few kernels: an adapter has hundreds.
     """
 
     def __init__(
@@ -85,7 +91,7 @@ class FlatGradients:
         return [one for one, _ in self._slots]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """One for each of `parameters`, None where it has none: what a backward pass does that is no autograd's own."""
+        """Add a gradient or None for each of `parameters`. A captured backward pass calls this instead of autograd."""
         _add([(slot, one) for (_, slot), one in zip(self._slots, gradients, strict=True)])
 
     def open(self) -> None:
@@ -110,8 +116,8 @@ class FlatGradients:
         norm: Tensor = torch.linalg.vector_norm(flat) * factor
         if clip.limit is not None and clip.kind == "norm":
             factor = factor * _coefficient(norm, clip.limit)
-        # Finite ones times 0 are 0; what is left is what was infinite or no number, and times 0 is none. (torch's other
-        # ways, a product with a scalar on the device and `location`, take twice the time for so many.)
+        # If the norm is not finite, multiply by 0. Finite gradients become 0, infinite ones and NaN become NaN, which
+        # `nan_to_num_` sets to 0. (A product with a scalar on the device, or `torch.where`, takes twice as long.)
         factor = torch.where(norm.isfinite(), factor, 0.0)
         torch._foreach_mul_([flat], factor)
         flat.nan_to_num_(0.0)
@@ -125,7 +131,7 @@ class FlatGradients:
 
 
 class ShardedGradients:
-    """Of parameters that FSDP2 has spread over the ranks: each rank holds its part of the mean's gradient."""
+    """Gradients of parameters that FSDP2 has sharded: each rank holds its shard of the mean over the ranks."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], world_size: int) -> None:
         self._parameters = list(parameters.values())
@@ -135,12 +141,12 @@ class ShardedGradients:
         self.close()
 
     def collect(self) -> None:
-        """FSDP2 has added them."""
+        """Do nothing: FSDP2 has added the gradients."""
 
     def finish(self, factor: float | Tensor, clip: GradientClipping) -> Tensor:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         parts = [local(gradient) for gradient in gradients]
-        # FSDP2 takes the mean over ranks; ours are sums.
+        # FSDP2 takes the mean over the ranks; our losses are sums.
         torch._foreach_mul_(parts, factor * self._world_size)
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -159,12 +165,12 @@ class ShardedGradients:
 
 
 def _add(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    """To each place its gradient, where it has one; in a few kernels for all."""
+    """Add each gradient that exists to its slot, with a few kernels for all of them."""
     found = [(slot, one) for slot, one in pairs if one is not None]
     if found:
         torch._foreach_add_([slot for slot, _ in found], [one for _, one in found])
 
 
 def _coefficient(norm: Tensor, limit: float) -> Tensor:
-    """As torch's `clip_grad_norm_`."""
+    """The clipping factor, as in torch's `clip_grad_norm_`."""
     return (limit / (norm + 1e-6)).clamp(max=1.0)

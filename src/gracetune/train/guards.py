@@ -1,4 +1,4 @@
-"""What stops a run before it does damage: numbers that are none, and memory that runs out."""
+"""Guards that stop a run in time: non-finite gradients, and memory that runs out."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ from gracetune.units import format_bytes
 
 _SHOWN = 8
 _UNKNOWN = 1 << 62
+"""Stands for an unknown amount of free memory: no limit applies."""
 _MOST_SKIPPED = 40
-"""Windows in a row: so many halvings take fp16's loss scale to where nothing can overflow any more."""
+"""Skipped steps in a row that end an fp16 run. After so many halvings the loss scale is too small for an overflow."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Norm:
-    """On its way to the host."""
+    """A step's gradient norm that is being copied to the host."""
 
     step: int
     value: Tensor
     arrived: torch.cuda.Event | None
+    """Recorded after the copy; None on a CPU."""
     batches: tuple[BatchRef, ...]
     before: ResumePoint
-    """Where the run stood before this window."""
+    """Where the run was before this step."""
 
     @property
     def is_ready(self) -> bool:
@@ -51,55 +53,55 @@ class _Norm:
 
 
 class NanGuard(Callback):
-    """Ends a run at gradients that are not finite, and names their batch.
+    """Ends a run with non-finite gradients, and names their batch.
 
-    The host never waits for a GPU: it looks at what has arrived. The device has left out the step of that window and of
-    all after it (`TrainingState.take_step`), so the run goes back to where it stood before it, and that is saved. fp16
-    meets such gradients every now and then and lowers its scale; only many of them in a row end the run.
+    The host never waits for the GPU; it checks the norms that have arrived. The device has skipped the failed step and
+    all later ones (`TrainingState.take_step`), so the run rewinds to the position before the failed step and saves
+    that. In fp16 such gradients are ordinary and lower the loss scale; only many in a row end the run.
     """
 
     def __init__(self, state: TrainingState, control: Control) -> None:
         self._state, self._control = state, control
-        self._coming: deque[_Norm] = deque()
+        self._pending: deque[_Norm] = deque()
         self._resume_point = state.resume_point()
         self._skipped = 0
         self._failure: Stop | None = None
         self._before: ResumePoint | None = None
-        """Where the run stood before the window that failed."""
+        """Where the run was before the step that failed."""
 
     def start(self, begun: RunStarts) -> None:
         self._resume_point = self._state.resume_point()
 
     def step_ends(self, done: StepEnds) -> None:
-        self._coming.append(_sent(done, self._resume_point))
+        self._pending.append(_copy_to_host(done, self._resume_point))
         self._resume_point = self._state.resume_point()
-        while self._coming and self._coming[0].is_ready:
-            self._judge(self._coming.popleft())
+        while self._pending and self._pending[0].is_ready:
+            self._judge(self._pending.popleft())
 
     def settle(self) -> Stop | None:
-        """Wait until every window's gradients are judged. A run that has failed then stands before that window."""
-        while self._coming:
-            norm = self._coming.popleft()
+        """Wait until the gradients of all steps are checked. A failed run is rewound to before the failed step."""
+        while self._pending:
+            norm = self._pending.popleft()
             if norm.arrived is not None:
                 norm.arrived.synchronize()
             self._judge(norm)
-        if self._before is not None:  # all ranks come here at the same window, so all go back together
+        if self._before is not None:  # norms are equal on all ranks, so all of them rewind to the same step
             self._state.go_back(self._before)
         return self._failure
 
     def _judge(self, norm: _Norm) -> None:
-        """Of the windows after the one that failed nothing is to be said: they have changed nothing."""
+        """Check one step's norm. Steps after the first failure are ignored, because they changed nothing."""
         good, skips = bool(norm.value.isfinite()), self._state.scale.skips
         self._skipped = 0 if good else self._skipped + 1
         if good or self._failure is not None or (skips and self._skipped < _MOST_SKIPPED):
             return
         self._before = None if skips else norm.before
         saved = (self._before or self._state.resume_point()).position.step
-        self._failure = Stop("failed", _what_failed(norm, self._skipped, saved))
+        self._failure = Stop("failed", _failure_reason(norm, self._skipped, saved))
         self._control.ask_to_stop(self._failure.kind, self._failure.reason)
 
 
-def _what_failed(norm: _Norm, steps: int, saved: int) -> str:
+def _failure_reason(norm: _Norm, steps: int, saved: int) -> str:
     files = [f"{sample.path} of {sample.dataset}" for batch in norm.batches for sample in batch.samples]
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
     which = f"step {norm.step}" if steps == 1 else f"{steps} steps in a row, the last of them {norm.step},"
@@ -111,7 +113,8 @@ def _what_failed(norm: _Norm, steps: int, saved: int) -> str:
     )
 
 
-def _sent(done: StepEnds, before: ResumePoint) -> _Norm:
+def _copy_to_host(done: StepEnds, before: ResumePoint) -> _Norm:
+    """Start an asynchronous copy of the norm into pinned memory."""
     batches = tuple(done.batches)
     if done.norm.device.type != "cuda":
         return _Norm(done.step, done.norm, None, batches, before)
@@ -123,7 +126,7 @@ def _sent(done: StepEnds, before: ResumePoint) -> _Norm:
 
 
 def host_room(machine: Machine, memory: UnifiedMemory | None) -> Callable[[], int]:
-    """How much main memory may still be used; 0 where nobody knows."""
+    """A function that returns how much host memory may still be used; 0 if unknown."""
     sensors, reserve = _sensors(machine, memory), host_reserve(machine)
     return lambda: max(0, (sensors.vitals().host_headroom or 0) - reserve)
 
@@ -133,7 +136,7 @@ def _sensors(machine: Machine, memory: UnifiedMemory | None) -> Sensors:
 
 
 def check_memory(machine: Machine, headroom: int | None) -> None:
-    """MachineError where a run would be stopped before its first step. `headroom` is what is left of main memory."""
+    """Reject a run that the watchdog would stop before its first step. `headroom` is the free host memory."""
     floor = host_floor(machine)
     if headroom is None or headroom >= floor:
         return
@@ -146,13 +149,13 @@ def check_memory(machine: Machine, headroom: int | None) -> None:
 
 
 def memory_left(machine: Machine, memory: UnifiedMemory | None) -> int:
-    """Of main memory; very much where nobody knows."""
+    """Free host memory; a very large number if unknown."""
     headroom = _sensors(machine, memory).vitals().host_headroom
     return _UNKNOWN if headroom is None else headroom
 
 
 def watch(machine: Machine, memory: UnifiedMemory | None, view: View) -> Watchdog:
-    """Looks at main memory once a second. Half of what nobody may touch is the floor: there the run is saved."""
+    """A watchdog that checks host memory every second. Below the floor, half of the reserve, the run is saved."""
     sensors = _sensors(machine, memory)
     floors = Floors(host=host_floor(machine))
     return Watchdog(sensors.vitals, floors, report=lambda event: view.warn(f"memory watchdog: {event.text}"))
@@ -165,7 +168,7 @@ class _NoArena:
 
 
 def memory_alarm(watchdog: Watchdog) -> Callable[[], str | None]:
-    """Asked before every micro-batch: why the run has to be saved now."""
+    """A function for `TrainingJob.memory_alarm`: returns why the run has to be saved now, or None."""
 
     def alarm() -> str | None:
         stop_request = watchdog.requested()
@@ -175,10 +178,10 @@ def memory_alarm(watchdog: Watchdog) -> Callable[[], str | None]:
 
 
 class MemoryGuard(Callback):
-    """The governor after every optimizer step. (The watchdog is asked before every micro-batch: `memory_alarm`.)
+    """Runs the memory governor after every optimizer step. (`memory_alarm` asks the watchdog before every micro-batch.)
 
-    What the governor changes is an event at once, whatever the log steps are. A change of the memory stage is also a
-    line on the screen.
+    Every change by the governor is an event at once, independent of log steps. A change of the memory stage is also
+    shown as a line.
     """
 
     def __init__(

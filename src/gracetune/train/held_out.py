@@ -1,6 +1,6 @@
-"""The loss on samples that are never trained on (`dataset_type: eval`), always with the same noise at the same levels.
+"""The held-out loss: the loss on samples that are never trained on (`dataset_type: eval`).
 
-So two numbers of a run differ by what was learnt between them, and by nothing else.
+The noise and the noise levels are always the same, so two values of a run differ only by the training between them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from gracetune.train.job import EvaluatedModel, Pauses
 from gracetune.train.view import View
 
 LEVELS = 5
-"""Of each expert, evenly inside its window."""
+"""Noise levels of each expert, evenly spaced in its noise range."""
 MOST = 64
-"""Samples; a held-out loss should cost less than what it watches over."""
+"""Largest number of samples. It limits the time of one measurement."""
 
 
 def held_out_refs(index: DataIndex) -> list[SampleRef]:
+    """All held-out samples, each with a fixed crop and caption."""
     refs = []
     for dataset in index.held_out:
         for number, item in enumerate(dataset.items):
@@ -54,7 +55,7 @@ class HeldOut(Callback):
         self, config: RunConfig, cached: CachedData, model: EvaluatedModel, pauses: Pauses, telemetry: Telemetry,
         view: View, *, repair: Callable[[EntriesError], None],
     ) -> None:  # fmt: skip
-        """`repair` makes cache entries again that are damaged."""
+        """`repair` encodes damaged cache entries again."""
         self._every = config.validation.loss_every_steps
         self._latents, self._texts, self._keys = cached.latents, cached.texts, cached.keys
         self._model, self._pauses, self._telemetry, self._view = model, pauses, telemetry, view
@@ -82,8 +83,8 @@ class HeldOut(Callback):
         with self._pauses.counted():
             batches, problem = self._batches()
             gathered = self._model.runtime.all_of(problem)
-            if gathered:  # all ranks leave it out: a sharded model needs them all
-                self._view.warn(f"no held-out loss at step {step}, and training goes on: {gathered[0]}")
+            if gathered:  # all ranks skip it, because a sharded model needs all of them
+                self._view.warn(f"no held-out loss at step {step}, and training continues: {gathered[0]}")
                 return
             found = held_out_losses(self._model, batches, self._seed)
         for expert, losses in found.items():
@@ -94,7 +95,7 @@ class HeldOut(Callback):
             self._view.report(f"held-out loss at step {step}: {mean:.4f}{whose}")
 
     def _batches(self) -> tuple[list[Batch], str | None]:
-        """And why there are none, where an entry is damaged and cannot be made again."""
+        """The batches, or none and the reason, if a damaged entry cannot be encoded again."""
         try:
             return [self._batch(ref, number) for number, ref in enumerate(self._refs)], None
         except GracetuneError as error:
@@ -102,7 +103,7 @@ class HeldOut(Callback):
 
     def _batch(self, ref: SampleRef, number: int) -> Batch:
         read = partial(batch_of, ref, number, self._latents, self._texts, self._keys, self._model.device)
-        for _ in range(2):  # its latents and its text may both be damaged
+        for _ in range(2):  # the latents and the text embedding may both be damaged
             try:
                 return read()
             except EntriesError as error:
@@ -113,7 +114,7 @@ class HeldOut(Callback):
 def batch_of(
     ref: SampleRef, number: int, latents: EntrySource, texts: EntrySource, keys: SampleKeys, device: torch.device
 ) -> Batch:  # fmt: skip
-    """One sample, read from the caches as a batch of its own."""
+    """Read one sample from the caches as a batch of size 1."""
     entry: dict[str, torch.Tensor] = {}
     for store, key in ((latents, keys.of_latent(ref)), (texts, keys.of_text(ref))):
         found = store.look_up(key)
@@ -123,18 +124,18 @@ def batch_of(
 
 
 def held_out_losses(model: EvaluatedModel, batches: Sequence[Batch], seed: int) -> dict[ExpertName, dict[float, float]]:
-    """Mean loss by expert and noise level. Every rank measures all samples: a sharded model needs them all."""
+    """Mean loss by expert and noise level. Every rank measures all samples: a sharded model needs all ranks."""
     active = model.trained_model.host.active
     found: dict[ExpertName, dict[float, float]] = {}
     with model.trained_model.evaluating(), model.state.as_delivered():
         for expert in model.trained_model.trained:
             denoiser = model.trained_model.host.activate(expert)
             levels = levels_of(expert, model.trained_model.facts)
-            sums = torch.zeros(len(levels), device=model.device)
+            sums = torch.zeros(len(levels), device=model.device)  # stay on the device: no synchronization per sample
             for batch in batches:
-                for at, level in enumerate(levels):
+                for number, level in enumerate(levels):
                     noise_level = torch.full((1,), level, device=model.device)
-                    sums[at] += model.step.at(denoiser, batch, noise_level, seed, batch.ref.indexes).each.sum()
+                    sums[number] += model.step.at(denoiser, batch, noise_level, seed, batch.ref.indexes).each.sum()
             found[expert] = dict(zip(levels, (sums / len(batches)).tolist(), strict=True))
     if active is not None:
         model.trained_model.host.activate(active)

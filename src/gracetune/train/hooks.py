@@ -1,10 +1,10 @@
-"""What a callback is told, and when: one Protocol, and a typed event for each of its hooks.
+"""The hooks of the training loop: the `Callback` protocol, and a typed event for each hook.
 
-A callback is given what it works with when it is made (`callbacks.callbacks_of`), and events afterwards. It overrides
-the hooks it needs:
+A callback gets the objects it works with in its constructor (`callbacks.callbacks_of`), and events through its hooks.
+It overrides the hooks it needs:
 
     class Bell(Callback):
-        def window(self, done: WindowDone) -> None:
+        def step_ends(self, done: StepEnds) -> None:
             if done.step % 100 == 0:
                 print("\\a", end="")
 """
@@ -27,14 +27,14 @@ from gracetune.train.position import Position
 @dataclass(frozen=True)
 class RunStarts:
     position: Position
-    """Where the run begins; at step 0 unless it is resumed. A copy, as in the other events."""
+    """Where the run starts; step 0 unless it is resumed. All events hold copies of the position."""
     steps: int
-    """Of the whole run."""
+    """Length of the whole run in optimizer steps."""
 
 
 @dataclass(frozen=True)
 class StepStarts:
-    """An optimizer step begins: whose turn it is, and of how many micro-batches."""
+    """An optimizer step is about to begin."""
 
     position: Position
     expert: ExpertName
@@ -43,33 +43,34 @@ class StepStarts:
 
 @dataclass(eq=False)
 class StepEnds:
-    """One window, after its optimizer step. Tensors stay on the device: who reads one waits for it."""
+    """An optimizer step is done. Its tensors are on the device: reading one synchronizes."""
 
     step: int
-    """Windows done, this one included."""
+    """Optimizer steps done, this one included."""
     expert: ExpertName
     step_batch: StepBatch
     loss: Tensor
-    """This rank's sum over its samples."""
+    """[]: the sum over this rank's samples."""
     norm: Tensor
+    """[]: the gradient norm before clipping, equal on all ranks."""
     skipped: Tensor
-    """1 where the step was left out, because gradients were not finite."""
+    """[]: 1 if the step was skipped because its gradients were not finite."""
     samples: int = 0
-    """Over all ranks."""
+    """Samples of all ranks together."""
     batches: list[BatchRef] = field(default_factory=list)
     epochs: list[EpochEnd] = field(default_factory=list)
-    """Those that ended in this window."""
+    """Epochs that ended in this step."""
 
 
 @dataclass(frozen=True)
 class RunEnds:
     stop: Stop
     position: Position
-    """Of what is kept: before a window that has failed."""
+    """Where the run ended. If a step failed, this is the position before it."""
 
 
 class Callback(Protocol):
-    """Anything periodic. All ranks have the same ones in the same order; most do something on rank 0 only."""
+    """Work between optimizer steps. All ranks have the same callbacks in the same order; most act on rank 0 only."""
 
     def start(self, begun: RunStarts) -> None:
         """Before the first step."""
@@ -84,9 +85,9 @@ class Callback(Protocol):
         return
 
     def settle(self) -> Stop | None:
-        """When the loop has ended: wait for what is still under way. Why the run has failed, if that shows only now."""
+        """After the loop: wait for pending work. Return a `Stop` if that shows that the run has failed."""
         return None
 
     def end(self, ended: RunEnds) -> None:
-        """After the last step, whatever ended the run."""
+        """After the last step, for any reason of stopping."""
         return

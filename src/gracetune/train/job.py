@@ -1,5 +1,8 @@
-"""Everything the loop works with, put together by `assembly`. Complete when it is made; what changes while a run goes
-on are the objects it owns: the state, the control, the pauses."""
+"""`TrainingJob`: everything the training loop works with.
+
+`assembly.assemble` builds it. The job itself is frozen; only its members `state`, `control` and `pauses` change during
+a run.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,16 @@ from gracetune.train.step import TrainStep
 from gracetune.train.trained_model import TrainedModel
 from gracetune.train.training_state import TrainingState
 
-_CODES = {"finished": 1, "failed": 2, "interrupted": 3}
+_PRIORITY = {"finished": 1, "failed": 2, "interrupted": 3}
+"""If ranks stop for different reasons, the one with the highest number is reported."""
 
 
 class Pauses:
-    """Time that is no time of a step: validation, checks, saving."""
+    """Time spent between steps on validation, checks and saving. It does not count as step time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Since the run began."""
+        """In total, since the run began."""
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -51,7 +55,7 @@ class Pauses:
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedModel:
-    """What it takes to ask the trained model something between two steps."""
+    """The parts of a job that validation and checks need to run the model between two steps."""
 
     runtime: Runtime
     trained_model: TrainedModel
@@ -65,6 +69,8 @@ class EvaluatedModel:
 
 @dataclass(frozen=True, eq=False)
 class TrainingJob:
+    """A run that is ready for its next step."""
+
     runtime: Runtime
     trained_model: TrainedModel
     step: TrainStep
@@ -72,20 +78,22 @@ class TrainingJob:
     source: BatchSource
     ramp: Ramp
     switch_every: int
+    """Optimizer steps after which the other expert is trained."""
     seed: int
     gradients: Mapping[ExpertName, Gradients]
     length: Length
+    """How many optimizer steps the whole run has."""
     clip: GradientClipping
     accumulation: Accumulation
     repair: Callable[[EntriesError], None]
-    """Makes cache entries again that turned out to be damaged (`cache.repair`)."""
+    """Encodes damaged cache entries again (`cache.repair`)."""
     warn: Callable[[str], None]
     on_epoch_end: Callable[[EpochEnd], None]
-    """Called between two batches (`cache_refresh`)."""
+    """Called between two batches, on every rank (`cache_refresh`)."""
     memory_alarm: Callable[[], str | None]
-    """Asked before every micro-batch: why the run has to be saved now."""
+    """Called before every micro-batch. Returns why the run has to be saved and stopped now, or None."""
     first_step: int
-    """Where this process began."""
+    """The step at which this process started; above 0 after a resume."""
     control: Control
     pauses: Pauses = field(default_factory=Pauses)
 
@@ -101,39 +109,39 @@ class TrainingJob:
     def evaluated(self) -> EvaluatedModel:
         return EvaluatedModel(self.runtime, self.trained_model, self.step, self.state)
 
-    def coming_step(self) -> StepStarts:
-        """What the next step is: a function of the position alone."""
+    def next_step(self) -> StepStarts:
+        """The next step's expert and batch size. Both follow from the position alone."""
         position = self.position
         expert = expert_for_step(position.step, self.switch_every, self.trained_model.trained)
         return StepStarts(replace(position), expert, self.ramp.step_batch(position.micro_batches))
 
     def next_expert(self) -> ExpertName | None:
-        """The expert whose turn begins after the coming step; None where it does not change."""
+        """The expert that takes over after the next step; None if it stays the same."""
         return next_expert(self.position.step, self.switch_every, self.trained_model.trained)
 
     def seed_step(self) -> None:
-        """What a layer draws by itself (dropout) depends on the window and the rank, and on nothing before them."""
+        """Seed torch's generator from the step and the rank, so that dropout repeats after a resume."""
         torch.manual_seed(torch_seed(self.seed, "window", self.position.step, self.runtime.rank))
 
     def agreed_stop(self) -> Stop | None:
-        """The same answer on every rank, for the same window."""
+        """Why the run ends now, or None. All ranks return the same decision."""
         own = self.control.stop
         if self.position.step >= self.length.steps:
-            # The last step can show that a run has failed. Any other request comes too late to matter.
+            # The last step can reveal a failure. Any other request comes too late to matter.
             if not self.runtime.highest(int(own is not None and own.kind == "failed")):
                 return Stop("finished", f"{self.position.step} steps")
             return own if own is not None and own.kind == "failed" else Stop("failed", "another rank has failed")
-        gathered = self.runtime.all_of(None if own is None else (_CODES[own.kind], self.runtime.rank, own))
+        gathered = self.runtime.all_of(None if own is None else (_PRIORITY[own.kind], self.runtime.rank, own))
         if not gathered:
             return None
         _, rank, stop = max(gathered, key=lambda one: (one[0], -one[1]))
         return stop if self.runtime.world_size == 1 else Stop(stop.kind, f"rank {rank}: {stop.reason}")
 
-    def cannot_go_on(self) -> Stop | None:
-        """Before a micro-batch, the same on every rank: memory runs out, and a long window would come too late.
+    def stop_for_memory(self) -> Stop | None:
+        """A stop if host memory is running out on any rank. All ranks return the same decision.
 
-        A process that has done no step has failed: one that was started again because it was interrupted would do none
-        either.
+        It is checked before every micro-batch, because a step of many micro-batches may take too long. A process that
+        has not completed a step reports "failed", not "interrupted": a restart would stop at the same place.
         """
         reason = self.memory_alarm()
         kind: Kind = "interrupted" if self.position.step > self.first_step else "failed"
@@ -144,10 +152,13 @@ class TrainingJob:
         return self.control.stop or Stop(kind, "memory is running out on another rank")
 
     def next_batch(self, size: int) -> Batch | EpochEnd | Exhausted | Stop:
-        """A damaged cache entry is made again. A media file that turns out to be damaged is left out, up to its
-        dataset's limit; beyond it, or where an entry cannot be made, the run has to stop.
+        """Load this rank's part of the next batch.
 
-        By all ranks, before the same batch: those whose part of it was sound go back to before it.
+        A damaged cache entry is encoded again. A damaged media file is left out, up to its dataset's limit. Beyond that
+        limit, or if an entry cannot be encoded, the result is a `Stop`.
+
+        All ranks leave out the same files and stop at the same batch: if one rank has trouble, the others rewind their
+        loaders and load the batch again.
         """
         loader, several = self.state.loader, self.runtime.world_size > 1
         while True:
@@ -160,6 +171,7 @@ class TrainingJob:
                 loader.load_state_dict(before)
             for reason in sorted(one.reason for one in found if one.path is None):
                 return Stop("failed", reason)
+            # Here every trouble is a damaged file.
             damaged = {(one.dataset, one.path): one.reason for one in found if one.path is not None}
             try:
                 loader.exclude(by_dataset(damaged))
@@ -169,7 +181,7 @@ class TrainingJob:
                 self.warn(line)
 
     def _try_batch(self, size: int) -> Batch | EpochEnd | Exhausted | _Trouble:
-        repaired: set[str] = set()
+        repaired: set[str] = set()  # an entry that is damaged again after its repair stops the run
         while True:
             try:
                 return self.source.next(size, step=self.position.step)
@@ -192,7 +204,7 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class _Trouble:
-    """Why there is no batch: a media file, or whatever ends the run where `path` is None."""
+    """Why there is no batch: a damaged media file, or, if `path` is None, an error that ends the run."""
 
     dataset: str
     path: str | None

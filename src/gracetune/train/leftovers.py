@@ -1,7 +1,7 @@
-"""What a process of this run that was killed left behind: removed, or brought to its end, by the next one.
+"""Remove or complete what a killed process of this run left behind.
 
-Called while the run's folder is locked. Removed are files and folders that only gracetune names so (`temporary_name`),
-and files that the journal says were never completed. Everything else is somebody else's.
+This runs while the run's folder is locked. It removes files and folders with gracetune's temporary names
+(`temporary_name`) and files that the journal records as incomplete. It touches nothing else.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from gracetune.storage.os_errors import explain
 from gracetune.train.output import RunFolder
 
 _ENDED_BY_REMOVAL: Final[tuple[Work, ...]] = ("saving", "retiring")
+"""Operations whose files are removed if they were interrupted: writing a step's weights, and deleting old ones."""
 
 
 def remove_leftovers(
     config: RunConfig, folder: RunFolder, store: CheckpointStore, experts: Sequence[Expert]
 ) -> list[str]:
-    """Returns what could not be removed, in words: leftovers are no reason to stop."""
+    """Return notes about what could not be removed. Leftovers do not stop a run."""
     folders = cache_folders(config)
     for path in (folder.path, folder.samples, folders.base, scan_folder(config), *_inside(folders.lasting())):
-        with suppress(OSError):  # it is not there; or the run finds out itself what is wrong with it
+        with suppress(OSError):  # it does not exist, or the run will report the problem when it uses the folder
             sweep(path)
     try:
         for model in folder.model_folders():
@@ -52,15 +53,15 @@ def remove_leftovers(
 
 
 def _inside(stores: Iterable[Path]) -> Iterator[Path]:
-    """A finished run opens no store, which would sweep it."""
+    """The folders of these stores. Opening a store sweeps it, but a run that only finishes its files opens none."""
     for store in stores:
         yield from (store, store / SHARDS)
 
 
 def _sweep_model(folder: Path, components: Iterable[str]) -> None:
-    """A model's folder holds whole components, or is not there."""
+    """Remove incomplete components, and the folder if nothing is left in it."""
     sweep_folders(folder)
     for component in components:
-        shutil.rmtree(folder / f".{component}.tmp", ignore_errors=True)  # what earlier releases called it
+        shutil.rmtree(folder / f".{component}.tmp", ignore_errors=True)  # the temporary name in earlier releases
     if not any(folder.iterdir()):
         folder.rmdir()

@@ -1,4 +1,5 @@
-"""Load a run that may begin: memory opened, data staged and cached, the model on its device, one batch tried."""
+"""Load a run that passed preflight: open memory, stage and cache the data, load the model, restore the checkpoint, and
+try one batch."""
 
 from __future__ import annotations
 
@@ -38,30 +39,33 @@ from gracetune.train.view import View
 
 @dataclass(frozen=True, eq=False)
 class LoadedRun:
-    """Ready for its first step."""
+    """A run that is ready for its first step."""
 
     job: TrainingJob
     saved: CheckpointSource
-    """What its checkpoints hold."""
+    """What checkpoints are read from."""
     memory: UnifiedMemory | None
-    """None where the config does not ask for unified memory, or this machine has none."""
+    """None if the config does not ask for unified memory, or this machine has none."""
     cached: CachedData
     cache_refresh: CacheRefresh | None
-    """None where no dataset is encoded anew for each epoch."""
+    """None if no dataset is encoded again for each epoch."""
     watchdog: Watchdog
-    """Not started yet: of the host's memory, while steps are taken."""
+    """Watches host memory during training. It is not started yet."""
     first_batch: FirstBatch
     example: ReferenceBatch
     hours: float
-    """What is left of the run, by the first batch's time."""
+    """Estimated time that is left, from the time of the first batch."""
     notes: tuple[str, ...]
-    """What the user should know about how it was resumed."""
+    """What the user should know about the resume."""
 
 
 def load(
     ready: Preflight, control: Control, view: View, stack: ExitStack, *, on_memory: Callable[[UnifiedMemory], None]
 ) -> LoadedRun:  # fmt: skip
-    """What stays open is put on `stack`. One straight line, longer than our functions are, as `preflight` is."""
+    """Load everything and return the run. What stays open is closed with `stack`.
+
+    Like `preflight`, this is one long function on purpose: it shows the order of loading.
+    """
     config, options, runtime, machine = ready.config, ready.options, ready.runtime, ready.machine
     environment, model, planned, start = ready.environment, ready.model, ready.planned, ready.start
     memory = open_memory(
@@ -74,6 +78,7 @@ def load(
     local = fetch(Copies(config, HubAccess.of(environment)), runtime, view)
     index = stage_data(local, geometry(model.facts.family, model.facts.flavour), machine, runtime, view, stack)
     epoch = saved_epoch(start)
+    # Compare the data with the checkpoint's before hours of encoding, and again once damaged files are known.
     reject_other_data_early(
         start, index, lambda: missing_latents(config, index, model.encoders, epoch=epoch),
         allowed=options.allow_other_data,
@@ -91,7 +96,7 @@ def load(
             config, model.spec, model.source, model.facts, runtime, choices, host, model.assistant
         )
     about_files = check_format(trained_model, config)
-    if runtime.is_main:  # once more: the caches have taken their part of the disk
+    if runtime.is_main:  # preflight checked this too, but the caches have grown since
         ready.store.check_room(checkpoint_bytes(one.shape for one in trained_model.parameters().values()))
     live = live_encoders(cached.index, model.encoders, cached.keys, stack)
     beginning = begin(config, trained_model, cached.index, runtime, view)
@@ -121,7 +126,7 @@ def load(
         first_batch, example = try_first_batch(job, config.training.batch_size, planned)
     if trained_model.compiling is not None:
         view.report(trained_model.compiling)
-    # The least of all ranks', so that they go on together or not at all.
+    # The minimum over all ranks, so that all of them go on or none does.
     check_memory(machine, -runtime.highest(-memory_left(machine, memory)))
     hours = hours_left(job, first_batch, config.training.batch_size)
     return LoadedRun(job, saved, memory, cached, cache_refresh, watchdog, first_batch, example, hours, notes)

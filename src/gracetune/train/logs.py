@@ -1,8 +1,7 @@
-"""What a run reports while it trains. Losses, rates and times: at log steps. Memory: at some of them, by time. Changes:
-when they happen.
+"""The training log: losses, learning rates and times at log steps, memory at some of them, changes when they happen.
 
-Losses and norms are added up on the device; a log step reads them once. A change of expert, of the effective batch or
-of the look-ahead is something the host knows anyway: reporting it synchronizes nothing.
+Losses and norms are summed on the device, and a log step reads them once. Changes of the expert, the effective batch
+and the look-ahead are known on the host, so reporting them does not synchronize.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ from gracetune.train.view import View
 
 EVENTS = "events.jsonl"
 MEMORY_SECONDS = 30.0
-"""Between two samples of memory, where nothing happens that changes it."""
+"""Time between two memory samples if no event changes the memory."""
 _CHANGES_MEMORY = (
     EffectiveBatchChanged, MemoryStageChanged, MemoryReclaimed, OverflowArenaChanged, LookAheadChanged,
     CheckpointWritten, ValidationDone,
@@ -77,13 +76,12 @@ _NO_FAULTS = "counted by CUPTI, and only where a run has an overflow arena (memo
 
 @dataclass(frozen=True)
 class SinkEntry:
-    """A place that events go to: when a run wants it, how it is opened, and what may speak against that."""
+    """A destination of events: whether a run wants it, how to open it, and a check before the run."""
 
     wanted: Callable[[RunConfig], bool]
     open: Callable[[RunConfig, RunFolder, View], Sink]
     check: Callable[[RunConfig], object] = lambda config: None
-    """Raises an error in preflight, before hours of caching: a package that is not installed, an address that is
-    none."""
+    """Called in preflight. Raises if a package is not installed or an address is invalid, for example."""
 
 
 SINKS: tuple[SinkEntry, ...] = (
@@ -95,11 +93,11 @@ SINKS: tuple[SinkEntry, ...] = (
         lambda config: WebhookSink(config.logging.webhook or ""),
     ),
 )
-"""Those of every run, and the webhook. Trackers are found by name (`config/trackers.py`)."""
+"""The sinks of every run, and the webhook. Trackers are found by name (`config/trackers.py`)."""
 
 
 def sinks_of(config: RunConfig) -> tuple[SinkEntry, ...]:
-    """Those that this run wants."""
+    """The sinks that this run wants, trackers included."""
     trackers = (_tracker_entry(tracker(name)) for name in dict.fromkeys(config.logging.trackers))
     return (*(entry for entry in SINKS if entry.wanted(config)), *trackers)
 
@@ -115,7 +113,7 @@ def _tracker_entry(found: Tracker) -> SinkEntry:
 def open_telemetry(
     config: RunConfig, folder: RunFolder, view: View, environment: Environment, *, main: bool
 ) -> Telemetry:
-    """Rank 0 alone tells anything to anybody, and no secret of the config or the environment."""
+    """Open the sinks on rank 0; other ranks emit nothing. Secrets of the config and the environment are redacted."""
     if not main:
         return Telemetry()
     try:
@@ -127,7 +125,7 @@ def open_telemetry(
 
 
 class _Bar:
-    """Shows where the run stands."""
+    """Updates the progress bar."""
 
     name = "the progress bar"
 
@@ -143,10 +141,10 @@ class _Bar:
 
 
 class MemorySampling:
-    """At which log steps memory is sampled: a sink that listens for what changes it.
+    """Decides at which log steps memory is sampled. It is a sink, so that it sees events that change the memory.
 
-    At the first of a process, at the first after something that changes what memory holds, every `MEMORY_SECONDS`, and
-    at the end. Not at every log step: a sample is three times as long as a step's own line, and mostly says the same.
+    Memory is sampled at the first log step of a process, at the first one after a change, every `MEMORY_SECONDS`, and
+    at the end. Sampling at every log step would triple the log's size with mostly equal values.
     """
 
     name = "the sampling of memory"
@@ -155,7 +153,7 @@ class MemorySampling:
         self._changed = True
         self._seconds = 0.0
         self.step: int | None = None
-        """Of the last sample."""
+        """The step of the last sample."""
 
     def write(self, record: Record) -> None:
         self._changed = self._changed or isinstance(record.event, _CHANGES_MEMORY)
@@ -174,7 +172,7 @@ class MemorySampling:
 
 @dataclass
 class _Sums:
-    """Of one expert's windows since the last log step; tensors stay on the device."""
+    """Sums over one expert's steps since the last log step. Tensors stay on the device."""
 
     loss: Tensor
     norm: Tensor
@@ -185,6 +183,8 @@ class _Sums:
 
 @dataclass(kw_only=True)
 class TrainingLog(Callback):
+    """Emits the events of training, and updates the progress bar."""
+
     telemetry: Telemetry
     config: RunConfig
     machine: Machine
@@ -196,12 +196,12 @@ class TrainingLog(Callback):
     ramp: Ramp
     pauses: Pauses
     model: str
-    """As the user names its weights."""
+    """The weights, as the user names them."""
     trained: tuple[ExpertName, ...]
     resumed: int | None
-    """The step of the checkpoint it goes on from; None for a run that begins anew."""
+    """The step of the checkpoint that the run resumes from; None for a new run."""
     first_ms: float
-    """What the first batch took longer than the second: compiling, mostly."""
+    """How much longer the first pass took than the second, mostly for compiling."""
     clock: Callable[[], float] = time.perf_counter
     sampling: MemorySampling = field(default_factory=MemorySampling)
     _steps: int = 0
@@ -211,7 +211,7 @@ class TrainingLog(Callback):
     _paused: float = 0.0
     _expert: ExpertName | None = None
     _trained: set[ExpertName] = field(default_factory=set)
-    """Since this process began."""
+    """Experts trained since this process began."""
     _step_batch: StepBatch | None = None
 
     def start(self, begun: RunStarts) -> None:
@@ -251,7 +251,7 @@ class TrainingLog(Callback):
             self.telemetry.emit(StageSwitched(step=step, before=self._expert or "", after=expert, reason=reason))
         if step_batch != self._step_batch and self.ramp.ramp_steps:
             self._batch_changes(coming.position, self._step_batch, step_batch)
-        if expert not in self._trained:  # its optimizer state is new; a later turn of it finds everything there
+        if expert not in self._trained:  # its first step allocates its optimizer state
             self._trained.add(expert)
             self.sampling.note_change()
         self._expert, self._step_batch = expert, step_batch
@@ -289,7 +289,7 @@ class TrainingLog(Callback):
             reason=f"the batch ramp after {position.micro_batches} of {self.ramp.ramp_steps} micro-batches",
         )
         self.telemetry.emit(event)
-        if before is None:  # the run's first lines say where the ramp begins and ends
+        if before is None:  # the ramp's start and end are reported when the run begins
             return
         parts = f"micro-batch {after.micro_batch} x accumulation {after.accumulation}"
         parts += f" x {world} processes" if world > 1 else ""
@@ -305,16 +305,16 @@ class TrainingLog(Callback):
         values = torch.stack([value for sums in self._sums.values() for value in (sums.loss, sums.norm.to(sums.loss))])
         losses = values[0::2].clone()
         self.runtime.sum_(losses)
-        read = torch.stack([losses, values[1::2]]).tolist()  # the one time the host waits
+        read = torch.stack([losses, values[1::2]]).tolist()  # the only synchronization of a log step
         waited = self.source.stats.wait_ms
         spent = self.clock() - self._since - (self.pauses.seconds - self._paused)
         count = sum(sums.steps for sums in self._sums.values())
         step_ms, wait_ms = 1000 * max(0.0, spent) / count, (waited - self._waited_ms) / count
         rates = learning_rates(self.state.optimizer)
         if self.sampling.is_due(self.clock()):
-            self._sample_memory(position.step)  # first: the line of this log step shows it
+            self._sample_memory(position.step)  # before `StepDone`, so that the progress line shows it
         for (expert, sums), loss, norm in zip(self._sums.items(), *read, strict=True):
-            assert sums.last is not None, "a window was added"
+            assert sums.last is not None, "a step was added"
             self.telemetry.emit(
                 StepDone(
                     step=position.step,
@@ -334,14 +334,14 @@ class TrainingLog(Callback):
             )
             self.first_ms = 0.0
         self._sums = {}
-        self._begin()  # telling took time of its own; the next steps are measured without it
+        self._begin()  # so that the time of logging does not count as step time
 
     def _begin(self) -> None:
         self._since, self._waited_ms, self._paused = self.clock(), self.source.stats.wait_ms, self.pauses.seconds
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
-    """By group; the mean where every element has a rate of its own."""
+    """The learning rate of each parameter group; the mean if every element has its own rate."""
     kept: Optimizer | KeepsRates = optimizer
     if isinstance(kept, KeepsRates):
         return {name or "all": float(rate) for name, rate in kept.learning_rates().items()}
@@ -350,9 +350,9 @@ def learning_rates(optimizer: Optimizer) -> dict[str, float]:
 
 @dataclass(frozen=True, eq=False)
 class MemoryUsage:
-    """What torch and the kernel say now. Owners are what we know the size of; the rest is `other`.
+    """Current memory use, by tier and owner. What has no known owner is `other`.
 
-    torch counts what lies in the overflow arena as its own; here it is a tier of its own.
+    torch counts memory in the overflow arena as device memory; here the arena is a separate tier.
     """
 
     machine: Machine
@@ -395,7 +395,7 @@ class MemoryUsage:
 
 
 def _capacities(device: torch.device, machine: Machine, arena: int) -> dict[str, int]:
-    """Of every tier whose size is known."""
+    """The size of every tier, as far as it is known."""
     found: dict[str, int] = {}
     if device.type == "cuda":
         cuda = TorchCuda(device.index or 0)

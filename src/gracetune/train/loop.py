@@ -1,4 +1,4 @@
-"""The loop: windows of micro-batches, one optimizer step each, until the run is over or somebody asks it to stop."""
+"""The training loop: accumulate micro-batches, take an optimizer step, call the callbacks, until the run stops."""
 
 from __future__ import annotations
 
@@ -18,40 +18,45 @@ from gracetune.train.job import TrainingJob
 
 
 def fit(job: TrainingJob, callbacks: Sequence[Callback]) -> Stop:
-    """Until `job.length` windows are done, the data is exhausted, or a stop was asked for. All ranks end together."""
+    """Train until all steps are done, the data is exhausted or a stop is requested. All ranks stop at the same step."""
     for callback in callbacks:
         callback.start(RunStarts(replace(job.position), job.length.steps))
     while (stop := job.agreed_stop()) is None:
         for callback in callbacks:
-            callback.step_starts(job.coming_step())
+            callback.step_starts(job.next_step())
         done = run_step(job)
         if isinstance(done, Stop):
             stop = done
             break
         for callback in callbacks:
             callback.step_ends(done)
+    # The host runs ahead of the GPU: a failure of the last steps may only show now.
     failures = [callback.settle() for callback in callbacks]
     stop = next((failure for failure in failures if failure is not None), stop)
-    job.trained_model.host.settle()  # an expert that was on its way to a window that did not begin
+    job.trained_model.host.settle()  # wait for an expert that was being transferred for a step that never began
     for callback in callbacks:
         callback.end(RunEnds(stop, replace(job.position)))
     return stop
 
 
 def run_step(job: TrainingJob) -> StepEnds | Stop:
-    """A stop where no batch is left, or memory does not last until the window's end: what was begun leaves no trace."""
+    """Take one optimizer step.
+
+    Return a `Stop` if no batch is left, a batch cannot be loaded or memory runs out. The weights, the optimizer and the
+    position are then as they were before this step.
+    """
     job.seed_step()
-    turn = job.coming_step()
-    step_batch, expert = turn.step_batch, turn.expert
+    starts = job.next_step()
+    step_batch, expert = starts.step_batch, starts.expert
     denoiser = job.trained_model.host.activate(expert, at_once=False)
-    if (coming := job.next_expert()) is not None:
-        job.trained_model.host.prepare(coming)
+    if (following := job.next_expert()) is not None:
+        job.trained_model.host.prepare(following)  # its weights arrive while this step computes
     gradients = job.gradients[expert]
     gradients.open()
-    nothing = torch.zeros((), device=job.device)
-    done = StepEnds(job.position.step + 1, expert, step_batch, nothing, torch.zeros(()), job.state.skipped)
+    loss = torch.zeros((), device=job.device)
+    done = StepEnds(job.position.step + 1, expert, step_batch, loss, torch.zeros(()), job.state.skipped)
     while len(done.batches) < step_batch.accumulation:
-        if (stop := job.cannot_go_on()) is not None:
+        if (stop := job.stop_for_memory()) is not None:
             gradients.close()
             return stop
         outcome = job.next_batch(step_batch.micro_batch)
@@ -64,7 +69,8 @@ def run_step(job: TrainingJob) -> StepEnds | Stop:
             job.on_epoch_end(outcome)
             done.epochs.append(outcome)
             continue
-        _learn(job, denoiser, outcome, done, coming if len(done.batches) + 1 == step_batch.accumulation else None)
+        is_last = len(done.batches) + 1 == step_batch.accumulation
+        _forward_backward(job, denoiser, outcome, done, following if is_last else None)
     if not done.batches:
         gradients.close()
         return Stop("finished", "the data is exhausted")
@@ -77,11 +83,13 @@ def run_step(job: TrainingJob) -> StepEnds | Stop:
     return done
 
 
-def _learn(job: TrainingJob, denoiser: nn.Module, batch: Batch, done: StepEnds, coming: ExpertName | None) -> None:
-    with (
-        job.trained_model.strength_for(batch, done.expert),
-        job.trained_model.host.following(coming),
-    ):  # backward may repeat blocks
+def _forward_backward(
+    job: TrainingJob, denoiser: nn.Module, batch: Batch, done: StepEnds, following: ExpertName | None
+) -> None:
+    """Add one micro-batch's gradients. `following` replaces this expert after the step; None if none does."""
+    model = job.trained_model
+    # Both contexts span the backward pass, because checkpointed blocks run forward again in it.
+    with model.strength_for(batch, done.expert), model.host.following(following):
         loss = job.step(denoiser, batch, done.expert)
         job.state.scale.scaled(loss.total).backward()
     job.gradients[done.expert].collect()

@@ -1,4 +1,7 @@
-"""The loss scale of fp16: grows while gradients are finite, shrinks when they are not. 1 in every other precision."""
+"""The loss scale of fp16: it grows while gradients are finite and shrinks when they are not. It is 1 in bf16 and fp32.
+
+`torch.amp.GradScaler` reads whether gradients overflowed on the host. Here everything stays on the device.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 from gracetune.checkpoint.state_parts import SavedState
 
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
-"""torch's own defaults for its GradScaler, which works on lists of gradients and not on ours."""
+"""The defaults of `torch.amp.GradScaler`. The interval is in steps with finite gradients."""
 
 
 class LossScale:
@@ -23,12 +26,12 @@ class LossScale:
 
     @property
     def skips(self) -> bool:
-        """Whether a step with gradients that are not finite is left out, as an ordinary event."""
+        """Whether a step with non-finite gradients is skipped as an ordinary event."""
         return True
 
     @property
     def factor(self) -> float | Tensor:
-        """What gradients are multiplied by to take the scale out again."""
+        """What gradients are multiplied by to remove the scale."""
         return self._scale.reciprocal()
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -47,6 +50,8 @@ class LossScale:
 
 
 class NoScale:
+    """The scale of bf16 and fp32: always 1."""
+
     skips = False
     factor = 1.0
 

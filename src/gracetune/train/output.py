@@ -1,13 +1,13 @@
-"""What a run leaves behind: its folder, and the trained weights in it.
+"""The output folder of a run, and the trained weights in it.
 
 <output_dir>/
-  <name>[_<step>][_high_noise|_low_noise].safetensors    adapters; with a step while the run goes on
-  <name>[_<step>]/<component>/                           the same of a full fine-tune, in diffusers' layout
-  finished-<name>_<step>…     the result of a run that was made longer; nothing removes it
-  set-aside-<name>_<step>…    of steps after the one that a run went back to, or began anew from
-  config.yaml      the resolved configuration; a run can be started from it again
-  checkpoints/     to go on from          samples/   drawn in validation
-  logs/            events, TensorBoard    cache/     latents and embeddings, unless put elsewhere
+  <name>[_<step>][_high_noise|_low_noise].safetensors    adapters; with a step until the run is finished
+  <name>[_<step>]/<component>/                           weights of a full fine-tune, in diffusers' layout
+  finished-<name>_<step>…     the result of a run that was extended; never removed automatically
+  set-aside-<name>_<step>…    weights of steps after the one that a run was resumed or restarted from
+  config.yaml      the resolved config, from which the run can be started again
+  checkpoints/     state to resume from   samples/   generated in validation
+  logs/            events, TensorBoard    cache/     latents and embeddings, unless configured elsewhere
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CONFIG = "config.yaml"
 ADAPTER = ".safetensors"
 _ELSEWHERE = "--set output_dir=FOLDER"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
-"""Of a component in diffusers' layout."""
+"""The weights of a component in diffusers' layout."""
 _MODEL_FILES = {"config.json", MODEL_FILE}
 
 
@@ -73,9 +73,11 @@ class WrongFileError(GracetuneError):
 
 @dataclass(frozen=True)
 class RunFolder:
+    """The paths in a run's output folder, and the operations on its weights."""
+
     path: Path
     name: str
-    """Of the run: what its files are called after."""
+    """The run's name, with which its files begin."""
 
     @classmethod
     def of(cls, config: RunConfig) -> RunFolder:
@@ -94,17 +96,16 @@ class RunFolder:
         return self.path / "logs"
 
     def check(self) -> None:
-        """ConfigError where nothing can be written: said before the model is loaded, not when there is a result.
-
-        Leaves no trace: a run that is refused has made no folder.
-        """
+        """Raise ConfigError if the folder is not writable. Leaves no trace: a rejected run creates no folder."""
         with self.refusing(), temporary_folder(self.path):
             check_writable(self.path)
 
     @contextmanager
     def provisional(self) -> Iterator[None]:
-        """Inside, the folder exists if it can be made: private from its first moment, even if the process is killed.
-        Afterwards an empty one is gone, with the empty folders that were made above it."""
+        """Inside, the folder exists if it can be created. It is private from the start, even if the process is killed.
+
+        Afterwards it is removed if it is empty, and so are the empty parents that were created for it.
+        """
         missing: list[Path] = []
         with suppress(OSError):  # `check` reports it
             missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
@@ -113,16 +114,16 @@ class RunFolder:
             yield
         finally:
             for path in missing:
-                with suppress(OSError):  # it holds something now, or was not made
+                with suppress(OSError):  # it is not empty, or was not created
                     path.rmdir()
 
     def make_private(self) -> None:
-        """A new folder, or one that was made a moment ago (`storage/folders.py`)."""
+        """Make a folder that was just created accessible to its owner only (`storage/folders.py`)."""
         with self.refusing():
             make_private_folder(self.path)
 
     def make(self, config: RunConfig) -> None:
-        """The folder and the resolved configuration in it, secrets included: a run can be started from it."""
+        """Create the folder and write the resolved config, secrets included, so that a run can be started from it."""
         with self.refusing():
             for folder in (self.samples, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -131,15 +132,15 @@ class RunFolder:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Before the run has trained anything, what cannot be written is a matter of its settings."""
+        """Inside, an OSError becomes a ConfigError about `output_dir`. For use before training starts."""
         try:
             yield
         except OSError as error:
             raise ConfigError([problem_of(error, "output_dir", self.path, elsewhere=_ELSEWHERE, then="")]) from error
 
     def explained(self, what: str) -> AbstractContextManager[None]:
-        """An OSError inside becomes a FileError. `what` could not be written, renamed or removed."""
-        then = "then run the same command again: it goes on from the last checkpoint"
+        """Inside, an OSError becomes a FileError. `what` says what was not written, renamed or removed."""
+        then = "then run the same command again: it resumes from the last checkpoint"
         return explained(what, self.path, elsewhere=_ELSEWHERE, then=then)
 
     def adapter(self, expert: str, step: int | None = None) -> Path:
@@ -149,27 +150,27 @@ class RunFolder:
         return self.path / (self.name if step is None else f"{self.name}_{step:09d}")
 
     def results(self, experts: Iterable[str], step: int | None = None) -> list[Path]:
-        """All names under which a finished run leaves its weights."""
+        """All paths that the weights of a run may have, final or of a step."""
         return [*(self.adapter(expert, step) for expert in experts), self.model(step)]
 
     def steps(self) -> list[int]:
-        """Of which there is something in the folder."""
+        """The steps of which the folder holds weights."""
         of_a_step = re.compile(rf"{re.escape(self.name)}_(\d{{9,}})")
         inside = self.path.iterdir() if self.path.is_dir() else ()
         return sorted({int(found[1]) for path in inside if (found := of_a_step.match(path.name))})
 
     def final_files(self, experts: Iterable[Expert], kind: AdapterKind) -> list[Path]:
-        """Of a run that comes to its end."""
+        """The paths of the final weights."""
         whole = kind == "full_finetune"
         return [self.model() / one.component if whole else self.adapter(one.name) for one in experts]
 
     def exist(self, files: Iterable[Path]) -> bool:
-        """All of them."""
+        """Whether all of the files exist."""
         with self.refusing():
             return all(path.exists() for path in files)
 
     def reject_finished(self, experts: Iterable[str]) -> None:
-        """A run that begins anew must not find the result of another one in its way after hours."""
+        """Raise ConfigError if the folder holds the result of a finished run, which a new run would have to replace."""
         with self.refusing():
             finished = [path for path in self.results(experts) if _is_result(path)]
         if finished:
@@ -178,27 +179,27 @@ class RunFolder:
                                        "a folder without it", hint, str(self.path))])  # fmt: skip
 
     def set_aside(self, experts: Iterable[str], after: int) -> list[str]:
-        """Weights of later steps than the run begins at: it will write its own under these names."""
+        """Rename weights of steps after `after`, because the run will write its own under these names."""
         notes = []
         with self.explained("weights of later steps not renamed"):
             for path in (path for step in self.steps() if step > after for path in self.results(experts, step)):
                 if _is_result(path):
-                    kept = _kept("set-aside", path)
+                    kept = _rename("set-aside", path)
                     notes.append(f"{path.name} lies after the step this run begins at; it is now called {kept.name}")
         return notes
 
     def move_finished(self, experts: Iterable[str], step: int) -> list[str]:
-        """A finished run that goes on: its result stays a result, out of reach of `remove_step`."""
+        """Rename the result of a finished run that is extended, so that `remove_step` never removes it."""
         notes = []
         with self.explained("the result not renamed"):
             for old, new in zip(self.results(experts), self.results(experts, step), strict=True):
                 if _is_result(old):
-                    kept = _kept("finished", old, new.name)
+                    kept = _rename("finished", old, new.name)
                     notes.append(f"{old.name} was the result at step {step}: it is now called {kept.name}")
         return notes
 
     def remove_step(self, experts: Iterable[Expert], step: int | None) -> list[str]:
-        """The weights of a step, or the final ones, and nothing else. What could not be removed stays, with a note."""
+        """Remove the weights of a step, or the final ones (None). Return notes about what could not be removed."""
         experts, notes = [*experts], []
         try:
             for path in (self.adapter(one.name, step) for one in experts):
@@ -211,21 +212,21 @@ class RunFolder:
         return notes
 
     def model_folders(self) -> list[Path]:
-        """Those that this run makes or has renamed, of any step."""
+        """The folders of full fine-tunes that this run has written or renamed, of any step."""
         ours = re.compile(rf"((set-aside|finished)-(\d+-)?)?{re.escape(self.name)}(_\d{{9,}})?")
         inside = self.path.iterdir() if self.path.is_dir() else ()
         return [path for path in inside if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
 
 
 def _is_result(path: Path) -> bool:
-    """A folder that only holds what a killed process left is none, nor one with the name of a file."""
+    """Whether weights are at this path. A folder with temporary files only, or with a file's name, does not count."""
     if path.is_dir():
         return path.suffix != ADAPTER and any(not is_temporary(inside.name) for inside in path.iterdir())
     return path.is_file()
 
 
-def _kept(why: str, path: Path, name: str | None = None) -> Path:
-    """Renamed to `<why>-<name>`; a second one of that name becomes `<why>-2-<name>`."""
+def _rename(why: str, path: Path, name: str | None = None) -> Path:
+    """Rename to `<why>-<name>`, or to `<why>-2-<name>` and so on if that exists."""
     name, number = name or path.name, 1
     target = path.with_name(f"{why}-{name}")
     while target.exists() or target.is_symlink():
@@ -235,7 +236,7 @@ def _kept(why: str, path: Path, name: str | None = None) -> Path:
 
 
 def _remove_model(folder: Path, components: Iterable[str]) -> None:
-    """The components; the folder with them, unless something else is in it."""
+    """Remove the components, and then the folder if it is empty. Components with unknown files are kept."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for component in components:
@@ -249,7 +250,10 @@ def _remove_model(folder: Path, components: Iterable[str]) -> None:
 def save_weights(
     trained_model: TrainedModel, config: RunConfig, folder: RunFolder, step: int, *, final: bool, write: bool
 ) -> list[Path]:  # fmt: skip
-    """All experts' files. Every rank calls it; the one that is told to writes. A file of the same step stays."""
+    """Write the weights of all experts and return their paths. Existing files of the same step are kept.
+
+    Every rank calls this, because sharded weights are gathered; only the rank with `write` writes.
+    """
     named = None if final else step
     paths = []
     for expert in trained_model.trained:
@@ -269,9 +273,10 @@ def save_weights(
 
 @torch.no_grad()
 def for_format(trained_model: TrainedModel, expert: ExpertName, name: FormatName) -> AdapterState:
-    """An expert's adapter as that format's readers understand it. A collective where the model is shared out.
+    """An expert's adapter as readers of that format expect it. With a sharded model this is a collective.
 
-    ComfyUI measures DoRA's magnitudes against the base weights, which are at hand here (`delta.measured_by_base`).
+    ComfyUI expects DoRA's magnitudes relative to the base weights, so they are converted here, where the base weights
+    are loaded (`delta.measured_by_base`).
     """
     state = trained_model.attached[expert].state()
     if name != "comfyui" or not any(MAGNITUDE in layer.tensors for layer in state.layers.values()):
@@ -283,13 +288,13 @@ def for_format(trained_model: TrainedModel, expert: ExpertName, name: FormatName
 
 @torch.no_grad()
 def from_format(trained_model: TrainedModel, expert: ExpertName, name: FormatName, state: AdapterState) -> AdapterState:
-    """The inverse of `for_format`: what a file holds, as it is trained. A collective where the model is shared out."""
+    """The inverse of `for_format`: the adapter of a file, as it is trained. With a sharded model, a collective."""
     if name != "comfyui":
         return state
     ending, denoiser = f".{MAGNITUDE}", trained_model.host.module(expert)
     paths = [own.removesuffix(ending) for own in trained_model.attached[expert].parameters() if own.endswith(ending)]
     layers = dict(state.layers)
-    for path in paths:  # the same on every rank, whatever the file holds
+    for path in paths:  # equal on every rank, whatever the file holds, because `base_weight` is a collective
         weight = base_weight(denoiser, path)
         if path in layers:
             layers[path] = measured_by_adapted(layers[path], weight)
@@ -297,7 +302,7 @@ def from_format(trained_model: TrainedModel, expert: ExpertName, name: FormatNam
 
 
 def base_weight(denoiser: nn.Module, path: str) -> torch.Tensor:
-    """Of a layer below its adapter: modules that take a layer's place keep it as their `base_layer`."""
+    """The base weight of an adapted layer. Adapter modules that replace a layer keep it as `base_layer`."""
     layer = denoiser.get_submodule(path)
     base: Any = dict(layer.named_children()).get("base_layer", layer)
     held: torch.Tensor = base.plain_weight() if isinstance(base, HoldsWeightOtherwise) else base.weight
@@ -305,18 +310,16 @@ def base_weight(denoiser: nn.Module, path: str) -> torch.Tensor:
 
 
 def checkpoint_bytes(shapes: Iterable[Sequence[int]]) -> int:
-    """About what one checkpoint takes: the weights, two averages of an optimizer, and the file to load.
+    """Approximate size of a checkpoint with trained parameters of these shapes.
 
-    Of trained parameters with these shapes, which are all in float32 (`gradients.FlatGradients`).
+    It holds four values for each parameter: the weight, two optimizer averages and the exported weight. Each takes at
+    most four bytes, because trained parameters are in float32 (`gradients.FlatGradients`).
     """
     return 4 * 4 * sum(math.prod(shape) for shape in shapes)
 
 
 def check_format(trained_model: TrainedModel, config: RunConfig) -> tuple[str, ...]:
-    """Whether the adapters fit into their files' format: asked before the first step, not after the last.
-
-    What there is to say about such files.
-    """
+    """Check, before the first step, that the export format can hold the adapters. Return notes about the files."""
     if config.adapter.kind == "full_finetune":
         return ()
     dtype, name = DTYPES[config.checkpoints.save_dtype], config.checkpoints.format
@@ -369,7 +372,7 @@ def _component(trained_model: TrainedModel, expert: ExpertName) -> str:
 
 
 def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write: bool) -> None:
-    """A component's folder in diffusers' layout; appears whole and on disk, or not at all."""
+    """Write a component's folder in diffusers' layout, atomically."""
     tensors = {name: whole(tensor) for name, tensor in denoiser.state_dict().items()}
     if not write or folder.exists():
         return
@@ -382,7 +385,7 @@ def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write:
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     sync_folder(folder.parent.parent)
-    sweep_folders(folder.parent)  # of a process that was killed here; the run's lock keeps others out
+    sweep_folders(folder.parent)  # temporary folders of a killed process; the run's lock keeps other runs out
     with new_folder(folder) as temporary:
         cast(Any, denoiser).save_config(str(temporary))
         saved = {name: cast_to(name, tensor) for name, tensor in tensors.items()}
@@ -390,7 +393,10 @@ def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write:
 
 
 def verify_weights(trained_model: TrainedModel, config: RunConfig, paths: Iterable[Path]) -> list[str]:
-    """Read every file again as anyone would, and lay it beside the model. A line for each; a wrong one raises."""
+    """Read every file back as any program would, and compare its layers with the model's. Return a line for each file.
+
+    Raises GracetuneError if a file does not fit.
+    """
     if config.adapter.kind == "full_finetune":
         return []
     lines = []

@@ -1,5 +1,7 @@
-"""What lies at the names that a run will write to, looked at before its first step: a link that leads nowhere, or a
-folder where a file belongs, would otherwise be found when there is a result and no place for it."""
+"""Check the paths a run will write to, before its first step.
+
+A dangling link, or a folder where a file belongs, would otherwise be found only when the result is to be written.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from gracetune.train.output import CONFIG, RunFolder
 
 
 def check_output_paths(folder: RunFolder, experts: Sequence[Expert], kind: AdapterKind) -> None:
-    """ConfigError for everything that is in the way. A result of an earlier run is not: see `reject_finished`."""
+    """Raise ConfigError if something of the wrong type has one of the run's names.
+
+    Results of an earlier run are checked by `RunFolder.reject_finished`.
+    """
     folders, files = [folder.samples, folder.logs], [folder.path / CONFIG, folder.path / LOG_FILE]
     with folder.refusing():
         steps = folder.steps()
@@ -28,12 +33,12 @@ def check_output_paths(folder: RunFolder, experts: Sequence[Expert], kind: Adapt
             folders += [model, *(model / one.component for one in experts)]
         else:
             files += [folder.adapter(one.name, step) for one in experts]
-    problems = [*_of_wrong_kind(folders, "a folder"), *_of_wrong_kind(files, "a file")]
+    problems = [*_wrong_types(folders, "a folder"), *_wrong_types(files, "a file")]
     if problems:
         raise ConfigError(problems)
 
 
-def _of_wrong_kind(paths: Sequence[Path], expected: str) -> Iterator[Problem]:
+def _wrong_types(paths: Sequence[Path], expected: str) -> Iterator[Problem]:
     for path in paths:
         try:
             found = _kind(path)
@@ -48,11 +53,11 @@ def _of_wrong_kind(paths: Sequence[Path], expected: str) -> Iterator[Problem]:
 
 
 def _kind(path: Path) -> str | None:
-    """None: nothing is there."""
+    """What is at this path; None if nothing is."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        # Below what is no folder there is nothing; what that is, is said of it.
+        # Below a file there is nothing. The file itself is reported under its own path.
         return f"a link to {path.readlink()}, which does not exist" if path.is_symlink() else None
     except OSError as error:
         if error.errno != errno.ELOOP:

@@ -1,4 +1,4 @@
-"""What the memory plan says for this run, and what follows from it for how the denoisers are run."""
+"""The memory plan of a run, and the choices that follow from it: checkpointing, compilation, base precision."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ from gracetune.train.trained_model import BasePrecision, DenoiserChoices
 from gracetune.units import format_bytes
 
 _MOST_OF_MEMORY = 0.5
-"""Base weights without a plan stay in 16 bits below this part of the memory: the rest is for the step."""
+"""Without a plan, base weights stay in 16 bits if they take at most this fraction of the memory. The step needs the
+rest."""
 _SAME_MODEL = 0.05
-"""Weights whose number of parameters is further off than this are not those the footprint describes."""
+"""If the number of parameters differs by a larger fraction, the footprint does not describe these weights."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
+    """A memory plan, and whether it applies to this run's weights."""
+
     demand: Demand
     plan: Plan
     not_ours: str | None = None
-    """Why the plan says nothing about this run: its weights are not of the size the flavour's are."""
+    """Why the plan does not apply: the weights differ in size from the flavour's. None if it applies."""
     parameters: int = 0
-    """Of the run's own denoisers together."""
+    """Number of parameters of all the run's denoisers."""
 
     @property
     def parks_experts(self) -> bool:
@@ -53,14 +56,14 @@ class PlannedRun:
 
     @property
     def fp8_layouts(self) -> Fp8Layouts:
-        """Both, unless the plan had to do without the second."""
+        """Both layouts, unless the plan saves memory by keeping one."""
         one = any(change.key == "placement: fp8 layouts" for change in self.plan.changes)
         return "one" if one and self.not_ours is None else "both"
 
     @property
     def managed_bytes(self) -> int:
-        """Managed memory this process will hold besides its overflow arena: caches and, where the plan is followed,
-        experts that are parked in turn."""
+        """Managed memory that this process will hold besides its overflow arena: caches and, if the plan applies,
+        parked experts."""
         if self.not_ours is None:
             return self.plan.managed_bytes
         return sum(
@@ -69,7 +72,7 @@ class PlannedRun:
 
     @property
     def step_bytes(self) -> int:
-        """Device memory a step takes beside its denoiser's weights: nothing is brought ahead of its turn into that."""
+        """Device memory that a step needs besides its denoiser's weights. Experts are not prefetched into it."""
         if self.not_ours is not None:
             return 0
         policy = next(name for name, value in CONFIG_VALUE.items() if value == self.plan.checkpointing.value)
@@ -105,7 +108,7 @@ def processes_of(runtime: Runtime) -> Processes:
 
 
 def reject_misfit(planned: PlannedRun, *, allowed: bool) -> None:
-    """Before anything is loaded: a config that cannot run as it stands. Weights the plan is not for are left alone."""
+    """Reject a config that does not fit, before anything is loaded. Plans that do not apply reject nothing."""
     plan = planned.plan
     if planned.not_ours is not None or allowed or plan.verdict not in ("does not fit", "fits with these changes"):
         return
@@ -132,7 +135,7 @@ def _quoted(setting: str) -> str:
 
 
 def compiles(config: RunConfig, device: str) -> bool:
-    """`auto` compiles on a GPU, where it is worth its minutes."""
+    """Whether blocks are compiled. `auto` compiles on a GPU only, where it saves more time than it takes."""
     return config.training.compile == "on" or (config.training.compile == "auto" and device == "cuda")
 
 
@@ -140,7 +143,10 @@ def choose(
     config: RunConfig, planned: PlannedRun, calls: AttentionCalls, device: torch.device, dtype: torch.dtype,
     *, shapes: int | None = None,
 ) -> tuple[DenoiserChoices, tuple[str, ...]]:  # fmt: skip
-    """How the denoisers are run, and a line of reason for each choice. `shapes`: how many the samples have."""
+    """Choose how the denoisers are executed; return the choices and a line with the reason of each.
+
+    `shapes` is the number of different sample shapes; None if it is not known yet.
+    """
     attention = choose_attention(config.training.attention, attention_facts(device, dtype, calls))
     compiled = compiles(config, device.type)
     requested = config.training.gradient_checkpointing
@@ -149,9 +155,7 @@ def choose(
         recompute, why = requested == "full", "as the config says"
     elif planned.not_ours is not None:
         recompute = device.type == "cuda"
-        why = "auto, without a plan for these weights: " + (
-            "the careful choice" if recompute else "no GPU to run out of"
-        )
+        why = "auto, without a plan for these weights: " + ("the safe choice" if recompute else "no GPU to run out of")
     else:
         chosen = planned.plan.checkpointing
         recompute, why = chosen.value == "full", f"auto: {chosen.why}"
@@ -174,7 +178,7 @@ def choose(
 
 
 def choose_base(config: RunConfig, planned: PlannedRun) -> tuple[BasePrecision, str | None]:
-    """How the base weights are held, and why where that was for the plan to decide."""
+    """The precision of the base weights, and the reason if the config leaves the choice to the plan (`auto`)."""
     requested = config.model.base_precision
     if requested != "auto":
         return requested, None
@@ -188,11 +192,11 @@ def choose_base(config: RunConfig, planned: PlannedRun) -> tuple[BasePrecision, 
         return "int8", f"model.base_precision auto, and how much memory there is is not known: {planned.plan.summary}"
     if any(change.key == BASE for change in planned.plan.changes):
         return "int8", f"{plain} does not fit, as the plan shows; {summary}"
-    return plain, f"they fit, and no bits have to be saved; {summary}"
+    return plain, f"they fit; {summary}"
 
 
 def _base_without_plan(plain: BasePrecision, planned: PlannedRun) -> tuple[BasePrecision, str]:
-    """Weights that the plan is not for: what they take beside what there is."""
+    """Choose by comparing the size of the weights with the memory, because the plan does not apply to them."""
     size, budget = 2 * planned.parameters, planned.plan.tiers[0].tier.budget
     limit = "an unknown amount" if budget is None else format_bytes(budget)
     found = (
@@ -208,8 +212,12 @@ def _repeating(recompute: bool, budget: float | None) -> str:
 
 
 def _shapes(config: RunConfig, shapes: int | None, calls: AttentionCalls) -> Shapes:
-    """Blocks in a route see fewer tokens than the others; masked tokens are always kept, whatever their number. Where
-    captions differ in length, exact shapes would be one graph for each length."""
+    """For which shapes blocks are compiled. `shapes` is the number of sample shapes.
+
+    With token routing, blocks in a route see fewer tokens than the others, so several exact shapes occur. If masked
+    tokens are always kept, or attention is masked (captions differ in length), the number of tokens varies from batch
+    to batch, and exact shapes would need a graph for each number.
+    """
     if shapes != 1 or config.keeps_masked_tokens:
         return "several"
     if not config.skips_blocks:
@@ -225,10 +233,10 @@ def _compiling(config: RunConfig, shapes: int | None, calls: AttentionCalls) -> 
             "several": ", and any number of kept tokens",
         }
         return f"on: repeated blocks, for the one shape all samples have{routed[_shapes(config, shapes, calls)]}"
-    why = "their shapes are not known yet" if shapes is None else f"samples have {shapes} of them"
+    why = "their shapes are not known yet" if shapes is None else f"samples have {shapes} different shapes"
     return f"on: repeated blocks, once for any shape ({why})"
 
 
 def shapes_of(index: DataIndex) -> int:
-    """How many shapes the samples of a run have, references included."""
+    """The number of different shapes of a run's samples, references included."""
     return len({item.shape for dataset in index.datasets for item in dataset.items})

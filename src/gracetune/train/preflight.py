@@ -1,19 +1,18 @@
-"""Everything that can refuse a run before a model is loaded or data is cached: all of it at once, as one list.
+"""Check everything that can reject a run before a model is loaded or data is cached, and report all problems at once.
 
-A refused run has changed nothing: no checkpoint is moved, no result renamed; at most the digests of the weights are in
-its cache. Once something is refused, no weights are downloaded to look for more: then what depends on the model is
-checked at the next start, unless it is on the disk.
+A rejected run has changed nothing: no checkpoint is moved and no result is renamed. At most, digests of the weights are
+cached. Once a check has failed, no weights are downloaded for further checks. Checks that need the model then run only
+if the model is already on the disk.
 
-What is found only later, and why:
-- a file that cannot be parsed, or a value of the wrong kind: `config.load`, which lists all of them. Without a valid
-  config there is nothing to check here;
-- damaged, missing or changed data (`stage`, `fill_caches`, `reject_other_data`): every file has to be read for it;
-- a schedule that is longer than a number of epochs (`assemble`): their steps are counted in the data;
-- weights that are damaged (`load_trained_model`): they are read when they are loaded;
-- an adapter that its file format cannot hold (`check_format`): that depends on the values of the base model;
-- no room for a checkpoint beside the caches (`CheckpointStore.check_room`, asked here for the first time): caches grow;
-- state in a checkpoint that does not fit (`restore`): it is compared with the parameters, once these are loaded;
-- the first batch (`dry_batch`): memory that runs out, a loss that is not finite.
+Some problems can only be found elsewhere:
+- a file that cannot be parsed, or a value of the wrong type: `config.load`, before preflight, lists all of them;
+- damaged, missing or changed data (`stage_data`, `fill_caches`, `reject_other_data`): every file has to be read;
+- a schedule that is longer than the run, if its length is given in epochs (`begin`): the data has to be counted;
+- damaged weights (`load_trained_model`): weights are read when they are loaded;
+- an adapter that its file format cannot hold (`check_format`): this depends on the values of the base model;
+- no room for a checkpoint (`CheckpointStore.check_room`): checked here and again in `load`, because caches grow;
+- checkpoint state that does not fit (`restore`): it is compared with the loaded parameters;
+- a first batch that runs out of memory or has a non-finite loss (`try_first_batch`).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ _INIT_FROM = "adapter.init_from"
 
 @dataclass(frozen=True, eq=False)
 class OpenedModel:
-    """A model whose files are there; none of its weights is loaded."""
+    """A model whose files were found. No weights are loaded."""
 
     encoders: FamilyEncoders
     facts: ModelFacts
@@ -85,7 +84,7 @@ class OpenedModel:
 
     @property
     def experts(self) -> list[Expert]:
-        """Those that are trained."""
+        """The experts that are trained."""
         return [expert for expert in self.facts.experts if expert.name in self.trained]
 
     @property
@@ -99,7 +98,7 @@ class OpenedModel:
 
 @dataclass(frozen=True, eq=False)
 class Preflight:
-    """A run that nothing speaks against: what `load` needs. Its folder is taken, unless it is a dry run."""
+    """A run that passed all checks: the input of `load`. Its folder is locked, unless this is a dry run."""
 
     config: RunConfig
     options: RunOptions
@@ -113,14 +112,14 @@ class Preflight:
     identity: Mapping[str, str]
     start: ResumeStart
     rates: ImportedRates | None
-    """Of `optimizer.rates_from`; None where the run does not begin with such rates."""
+    """Learning rates read from `optimizer.rates_from`; None if the run does not start with such rates."""
     files: tuple[Path, ...]
-    """Of a run that has come to its end before, so that nothing is left to do."""
+    """The final weights, if the run is complete already and nothing is left to do; else empty."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Beginning:
-    """Where the run begins."""
+    """Where the run starts: at step 0 or at a checkpoint."""
 
     identity: Mapping[str, str]
     start: ResumeStart
@@ -132,15 +131,17 @@ def preflight(
     config: RunConfig, *, environment: Environment, options: RunOptions, view: View, stack: ExitStack,
     known: Sequence[tuple[str, Problem]] = (),
 ) -> Preflight:  # fmt: skip
-    """`known` are problems found by the caller (missing paths), by gracetune's name of the key.
+    """Check the run; raise all problems as one error, or return what `load` needs.
 
-    What stays open is put on `stack`: the process group, the lock of the checkpoint folder. One straight line, longer
-    than our functions are: the order of the checks is read here.
+    `known` are problems that the caller has found already (missing paths), each with gracetune's name of its key. The
+    process group and the lock of the checkpoint folder are closed with `stack`.
+
+    This is one long function on purpose: it shows the order of the checks.
     """
     checks = Checks(known)
     runtime = _open_runtime(config, environment, view, checks, stack)
     runtime.seed(config.training.seed)
-    # Of several processes that were never joined, how many there are and how they share the weights is not known here.
+    # If the process group was not opened, this process knows neither the world size nor the sharding.
     is_one_of_several = runtime.world_size == 1 and int(environment.get("WORLD_SIZE") or 1) > 1
     _check_settings(config, runtime, checks, is_one_of_several=is_one_of_several)
     machine = probe()
@@ -149,7 +150,7 @@ def preflight(
     if is_new and runtime.is_main:
         stack.enter_context(folder.provisional())
     checks.run(lambda: check_memory(machine, machine.host.headroom))
-    if runtime.is_main and not checks.rejected:  # before the weights, which may take longer to download
+    if runtime.is_main and not checks.rejected:  # before the weights are downloaded, which may take long
         checks.run(lambda: _plan_copies(config, environment, machine, view))
     model = CheckResult[OpenedModel]()
     on_disk = checks.run(lambda: is_on_disk(config.model)) if checks.rejected else CheckResult(True)
@@ -158,7 +159,7 @@ def preflight(
         model = checks.run(lambda: _open_model(config, runtime.device, fetch))
     trained = model.value.trained if model.is_known else ("",)
     optimizer = checks.run(lambda: check_optimizer(config, trained, runtime.device))
-    # What follows is agreed on by all processes, or each checks by itself: one that is refused takes no part any more.
+    # Rank 0 plans for all. Once a rank is rejected, each plans by itself: a rejected rank may skip the broadcast.
     share = runtime.from_main if not runtime.highest(int(checks.rejected)) else _call
     planned = CheckResult[PlannedRun]()
     if not is_one_of_several:
@@ -209,14 +210,14 @@ def preflight(
 
 
 def _has_caches_inside(config: RunConfig) -> bool:
-    """Whether filling the caches makes the run's folder."""
+    """Whether the caches are below the run's folder, so that filling them creates it."""
     return cache_folders(config).base.is_relative_to(RunFolder.of(config).path)
 
 
 def _open_runtime(
     config: RunConfig, environment: Environment, view: View, checks: Checks, stack: ExitStack
 ) -> Runtime:  # fmt: skip
-    """The process group is opened for a run that may still begin; for another one this process checks by itself."""
+    """Open the process group, or, if the run is rejected already, return a runtime for this process alone."""
     checks.run(lambda: stack.enter_context(deterministic(config, view)))
     precision = config.training.mixed_precision
     if not checks.rejected:
@@ -234,7 +235,7 @@ def _open_runtime(
 
 
 def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks, *, is_one_of_several: bool) -> None:
-    """What needs neither the model nor the run's folder."""
+    """Check settings that depend neither on the model nor on the run's folder."""
     checks.run(lambda: reject_mixed_half_dtypes(config))
     if not is_one_of_several:
         checks.run(lambda: reject_eight_bits(config, runtime))
@@ -244,7 +245,8 @@ def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks, *, is_o
 
 
 def _open_model(config: RunConfig, device: torch.device, fetch: Fetch) -> OpenedModel:
-    """The assistant adapter first: it is small, and what is wrong with it is known before the weights are there."""
+    """Find the model's files. The assistant adapter comes first: it is small, so its problems show before the large
+    download."""
     file = find_assistant(config.model, fetch)
     family = config.model.family
     assistant = None if file is None else as_assistant(file, open_adapter(file, family).state(), family)
@@ -257,7 +259,7 @@ def _open_model(config: RunConfig, device: torch.device, fetch: Fetch) -> Opened
 
 
 def _plan_copies(config: RunConfig, environment: Environment, machine: Machine, view: View) -> None:
-    """What the copies of remote datasets take; refused where they do not fit. Nothing is downloaded here."""
+    """Report the size of the copies of remote datasets, and reject copies that do not fit. Downloads nothing."""
     copies = Copies(config, HubAccess.of(environment))
     plans = copies.plans()
     for plan in plans:
@@ -281,11 +283,14 @@ def _find_beginning(
     config: RunConfig, model: OpenedModel, store: CheckpointStore, folder: RunFolder, options: RunOptions, view: View,
     *, rejected: bool,
 ) -> _Beginning:  # fmt: skip
-    """A run's identity reads all of its weights, and remembers their digests in its folder. For a run that is refused
-    already this is done only where there is a checkpoint to compare it with."""
+    """Find the checkpoint to resume from and compare the run's identity with it.
+
+    The identity takes a digest of all weights, which is slow the first time. A rejected run needs it only if there is a
+    checkpoint to compare it with.
+    """
     requested = options.resume or config.checkpoints.resume
-    needless = rejected and resolve(requested, store)[0] is None and store.latest() is None
-    identity = {} if needless else identity_of(config, model.source, model.facts, model.assistant)
+    skips_identity = rejected and resolve(requested, store)[0] is None and store.latest() is None
+    identity = {} if skips_identity else identity_of(config, model.source, model.facts, model.assistant)
     finals = folder.final_files(model.experts, config.adapter.kind)
     finishing = bool(store.unfinished("finishing"))
     start = find_start(
@@ -293,12 +298,12 @@ def _find_beginning(
         is_half_finished=finishing and not folder.exist(finals),
     )  # fmt: skip
     view.report(start.reason)
-    ended = () if finishing else nothing_left(start, config, folder, finals)
-    return _Beginning(identity, start, ended)
+    files = () if finishing else nothing_left(start, config, folder, finals)
+    return _Beginning(identity, start, files)
 
 
 def _check_folder(folder: RunFolder, store: CheckpointStore, checks: Checks, *, dry_run: bool, main: bool) -> None:
-    """Free for this run, and writable. What the first of the two finds is not said twice."""
+    """Check that no other run uses the folder and that it is writable. The second check needs the first to pass."""
     claim = CheckResult(None) if dry_run else checks.run(store.check_claim)
     if main and claim.is_known:
         checks.run(folder.check)
@@ -307,20 +312,22 @@ def _check_folder(folder: RunFolder, store: CheckpointStore, checks: Checks, *, 
 def _take_folder(
     config: RunConfig, folder: RunFolder, store: CheckpointStore, model: OpenedModel, found: _Beginning
 ) -> ResumeStart:
-    """Lock it. What a killed process left goes; checkpoints after the step that the run begins at are set aside."""
+    """Lock the folder, set aside checkpoints of later steps, and remove what a killed process left."""
     notes = store.begin(found.identity, found.start.checkpoint)
-    left = remove_leftovers(config, folder, store, model.experts) if store.is_writer else []
-    return replace(found.start, notes=(*found.start.notes, *notes, *left))
+    not_removed = remove_leftovers(config, folder, store, model.experts) if store.is_writer else []
+    return replace(found.start, notes=(*found.start.notes, *notes, *not_removed))
 
 
 def _check_attention(config: RunConfig, model: OpenedModel, planned: PlannedRun, device: torch.device) -> None:
-    """A kernel that is not installed, or does not take this model. The choice itself is made by `load`, with the data's
-    shapes."""
+    """Reject an attention kernel that is not installed or does not support this model.
+
+    `load` chooses again, with the data's shapes.
+    """
     choose(config, planned, model.spec.attention, device, model.encoders.placement.dtype)
 
 
 def _check_adapter(config: RunConfig, model: OpenedModel, *, init_from: bool) -> dict[str, tuple[int, ...]]:
-    """Without a file to begin with that is not there: its layers are checked all the same."""
+    """Check the adapter's layers. `init_from` is False if that file is missing; the other layers are still checked."""
     if not init_from:
         config = config.model_copy(update={"adapter": config.adapter.model_copy(update={"init_from": None})})
     return check_adapter(config, model.spec, model.source, model.facts, model.assistant)

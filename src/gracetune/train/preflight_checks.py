@@ -1,9 +1,9 @@
-"""Collects what speaks against a run, so that the user reads all of it at once.
+"""Collect the errors of many checks, so that the user sees all of them at once.
 
 checks = Checks()
 model = checks.run(lambda: open_model(config))
-plan = checks.run(lambda: make_plan(model.value))      # skipped where the model could not be opened
-checks.raise_all()
+plan = checks.run(lambda: make_plan(model.value))      # skipped if the model could not be opened
+checks.raise_all(runtime)
 use(model.value, plan.value)
 """
 
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class _UnknownValueError(Exception):
-    """A check asked for what an earlier one could not find. `Checks.run` catches it; nobody else sees it."""
+    """A check needs the value of an earlier check that failed. `Checks.run` catches this error."""
 
 
 class CheckResult(Generic[T]):
-    """What a check found, or nothing where it was refused or skipped."""
+    """The value of a check, or nothing if it failed or was skipped."""
 
     def __init__(self, *found: T, is_rejected: bool = False) -> None:
         self._found = found
@@ -48,8 +48,7 @@ class CheckResult(Generic[T]):
 class Checks:
     """Runs checks one after the other and keeps their errors. A check that needs the value of a failed one is skipped.
 
-    `known` are problems that somebody has found before, by the key they are about. What a check says about such a key
-    once more is not kept.
+    `known` are problems found earlier, each with its key. Further problems of the same key are dropped.
     """
 
     def __init__(self, known: Iterable[tuple[str, Problem]] = ()) -> None:
@@ -67,7 +66,7 @@ class Checks:
         return bool(self._errors)
 
     def run(self, check: Callable[[], T]) -> CheckResult[T]:
-        """Errors that are none of ours are raised at once: they are no refusals."""
+        """Run one check and keep its error. Errors of other types are bugs and are raised at once."""
         try:
             return CheckResult(check())
         except _UnknownValueError:
@@ -79,18 +78,18 @@ class Checks:
         return CheckResult()
 
     def raise_all(self, runtime: Runtime) -> None:
-        """One error is raised as it is; several become one with all of their problems. All processes leave together."""
+        """Raise the errors, if any: a single one as it is, several as one ConfigError. All ranks raise together."""
         if not runtime.highest(int(self.rejected)):
             return
         if not self._errors:
-            raise MachineError("another process of this run has refused it; its message says why")
+            raise MachineError("another process of this run rejected it; its message says why")
         if len(self._errors) == 1:
             raise self._errors[0]
         raise ConfigError(dict.fromkeys(problem for error in self._errors for problem in problems_of(error)))
 
 
 def problems_of(error: GracetuneError | TelemetryError) -> tuple[Problem, ...]:
-    """What was found, expected, and what to type."""
+    """The problems in an error, each with what was found, what is expected and what to type."""
     if isinstance(error, ConfigError):
         return error.problems
     if isinstance(error, CheckpointError | CopyError | NotImportableError | FileError):

@@ -1,6 +1,6 @@
-"""Embeddings of the validation's prompts, out of the cache that training reads its captions from.
+"""Embeddings of the validation prompts, read from the cache that also holds the captions' embeddings.
 
-With them samples are drawn without a text encoder, which is often the largest part of a pipeline beside its denoiser.
+With them, validation needs no text encoder, which is often the largest part of a pipeline after the denoiser.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
+    """Cached embeddings of all validation prompts."""
+
     entries: Mapping[str, Entry]
-    """By text; on the CPU."""
+    """Embeddings by text, on the CPU."""
     from_embeddings: FromEmbeddings
 
     @property
@@ -38,8 +40,10 @@ class Prompts:
         return f"the embeddings of {many} cached, so no text encoder is loaded for them"
 
     def given(self, request: SampleRequest, dtype: torch.dtype) -> SampleRequest:
-        """`dtype` is what the denoiser is given. Pipelines hand embeddings on as they are, and these were cached in the
-        precision of the computation, which may be another one."""
+        """The request with its embeddings, converted to `dtype`, the dtype of the denoiser's inputs.
+
+        The cache holds them in the text encoder's precision, and pipelines pass embeddings on unchanged.
+        """
         embeds, negative = (
             {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in entry.items()}
             for entry in (
@@ -51,7 +55,7 @@ class Prompts:
 
 
 def prompts_of(validation: Validation, spec: ModelSpec, facts: ModelFacts, ready: CachedSamples) -> Prompts | str:
-    """Or why samples need the text encoder, in words."""
+    """The cached embeddings, or a line that says why validation needs the text encoders."""
     from_embeddings = spec.from_embeddings
     rejection = from_embeddings if isinstance(from_embeddings, str) else from_embeddings.rejection(facts)
     if isinstance(from_embeddings, str) or rejection is not None:

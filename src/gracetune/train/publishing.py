@@ -1,4 +1,4 @@
-"""What a run uploads to the hub, and when: each checkpoint's weights where asked for, and the result."""
+"""Uploads to the hub: the final weights and, if `every_checkpoint` is set, the weights of each checkpoint."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Publishing:
             self._uploads.add(files, message=f"Trained for {step} steps")
 
     def end(self) -> None:
-        """Wait for what is under way."""
+        """Wait for uploads in progress."""
         if self._uploads is not None:
             self._uploads.drain()
 
 
 def model_card(config: RunConfig) -> str:
-    """The README of a new repository: what the weights belong to. Folders of this machine are not named."""
+    """The README of a new repository. It names the base model, but no folder of this machine."""
     base = config.model.path
     if base is None:
         known = flavours(config.model.family)
@@ -63,10 +63,8 @@ def model_card(config: RunConfig) -> str:
     }
     if base is not None and base.count("/") == 1 and not base.startswith((".", "/", "~")):
         about["base_model"] = base
-    words = dict.fromkeys(
-        word for one in config.datasets if (word := one.captions.trigger_word or one.captions.instance_prompt)
-    )
-    if words:
-        about["instance_prompt"] = next(iter(words))
-    head = yaml.safe_dump(about, sort_keys=True, allow_unicode=True)
-    return f"---\n{head}---\n\n# {config.name}\n\nTrained with gracetune.\n"
+    triggers = [one.captions.trigger_word or one.captions.instance_prompt for one in config.datasets]
+    if trigger := next((word for word in triggers if word), None):
+        about["instance_prompt"] = trigger
+    header = yaml.safe_dump(about, sort_keys=True, allow_unicode=True)
+    return f"---\n{header}---\n\n# {config.name}\n\nTrained with gracetune.\n"

@@ -1,9 +1,12 @@
-"""The other processes of a run: whether they live, what ended those that do not, and whom this one waits for.
+"""Monitor the other processes of a run: which are alive, why others ended, and for which this one waits.
 
-A collective whose peer is gone fails with a message about a socket, or (NCCL) does not return at all. So every process
-writes into the store that the launcher's processes met in: who it is, a beat every second, and why it ends. A process
-whose collective fails reads there which rank was lost (`RankMonitor.explain`). Threads read it too: if a peer is lost
-and the main thread does not come back from its collective, they end this process.
+If a peer is gone, a collective fails with a message about a socket, or (NCCL) does not return at all. Every process
+therefore writes to the launcher's `torch.distributed.Store`: its process id, a heartbeat every second, and why it ends.
+A process whose collective fails reads there which rank was lost (`RankMonitor.explain`). Background threads read it,
+too. If a peer is lost and the main thread does not return from its collective, they end this process.
+
+Keys in the store: `peer/<rank>/process`, `peer/<rank>/beat` ("<beat> <collectives begun>"), `peer/<rank>/end`, and the
+counter `peer/failures`.
 """
 
 from __future__ import annotations
@@ -27,35 +30,36 @@ from gracetune.units import format_duration
 
 BEAT_S = 1.0
 SILENT_BEATS = 300
-"""So many of our own beats without one of a peer's, and it counts as lost. Counted, not timed: a scheduler may suspend
-all processes of a job for an hour. Patient, because a thread cannot beat while another one holds Python's lock."""
+"""A peer without a heartbeat during this many of our own is lost. Beats are counted, not timed, because a scheduler may
+suspend all processes of a job for an hour. The number is large, because a thread cannot beat while another one holds
+Python's lock."""
 GRACE_S = 15.0
 """How long the main thread may take to notice a lost peer by itself."""
 SETTLED_S = 5.0
 """How long after a failed collective a dead process may still look alive."""
 REPORT_EVERY_S = {True: 60.0, False: 600.0}
-"""Waiting is said after so long, on rank 0 and on the others, and whenever it has doubled."""
+"""Waiting is reported after this time, on rank 0 (True) and on the others (False), and whenever it has doubled."""
 
 
 class LostRankError(GracetuneError):
     """Another process of the run is gone, so this one cannot go on."""
 
     def __init__(self, message: str, lost: Sequence[int], *, speaks: bool) -> None:
-        """`speaks`: this is the rank that says how to go on, and writes the end of the run into its log."""
+        """`speaks`: this rank reports how to resume, and writes the end of the run to the log."""
         super().__init__(message)
         self.lost, self.speaks = tuple(lost), speaks
 
 
 @dataclass(frozen=True)
 class _Process:
-    """Of one rank."""
+    """The process of one rank."""
 
     host: str
     machine: str
-    """The same for processes that see each other's numbers."""
+    """Host and PID namespace: equal for processes that see each other in /proc."""
     pid: int
     started: str
-    """When, as the kernel counts: numbers of processes are used again."""
+    """The kernel's start time of the process. With it, a reused pid is not taken for the same process."""
 
     @classmethod
     def this(cls) -> _Process:
@@ -74,42 +78,47 @@ class _Process:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """A letter for what it does (Z: dead, and nobody has asked how it ended), and when it was started."""
+    """The state letter (Z: zombie, X: dead) and the start time: fields 3 and 22 of /proc/<pid>/stat."""
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 @dataclass(frozen=True)
 class _End:
-    """What a rank wrote when it left because of an error."""
+    """The message that a rank leaves in the store when it ends with an error."""
 
     number: int
-    """Among the ranks that failed: the first one has the cause."""
+    """Its place in the order in which ranks failed. The first one knows the cause."""
     reason: str
     interrupted: bool
     lost: tuple[int, ...]
-    """The ranks it had lost itself."""
+    """The ranks that it found lost."""
     is_clear: bool
-    """It knows what ended it: no error of a collective, say."""
+    """Whether it knows its cause. An error of a collective is only an effect."""
 
 
 class RankMonitor:
-    """`advice` is what a message about a lost rank ends with: the last checkpoint, and the command that goes on."""
+    """Watches the other ranks from two threads, and explains errors of collectives.
+
+    `advice` returns the end of a message about a lost rank: the last checkpoint, and the command that resumes.
+    """
 
     def __init__(self, store: Any, rank: int, world_size: int, *, store_in_rank_0: bool) -> None:
-        """`store` is a `torch.distributed.Store`; every rank makes one of these, and a barrier follows. It lives in the
-        process of rank 0, or in the launcher."""
+        """`store` is a `torch.distributed.Store`, served by rank 0's process or by the launcher.
+
+        Every rank makes a monitor. A barrier must follow before `start`.
+        """
         self.rank, self.world_size = rank, world_size
         self._store_in_rank_0 = store_in_rank_0
         self.advice: Callable[[], str] = lambda: ""
         self.on_forced_end: Callable[[LostRankError], None] = lambda error: None
-        """Called before a thread ends the process: for the run's log."""
+        """Called before a thread ends the process, so that the run's log can be completed."""
         self._opened = store  # kept open until `close`, whatever becomes of the process group
         self._store, self._threads_store = store.clone(), store.clone()
         for one in (self._store, self._threads_store):
             one.set_timeout(timedelta(seconds=10))
         self._met, self._since = 0, 0.0
-        """Collectives begun; since when this process waits in one."""
+        """Number of collectives begun, and the time at which the current one began (0.0: none)."""
         self._answer: BaseException | None = None
         self._failure_number = 0
         self._this = _Process.this()
@@ -126,14 +135,14 @@ class RankMonitor:
         ]
 
     def start(self) -> None:
-        """After the barrier: everybody's entries are there."""
+        """Start the threads. Call this after the barrier, when all ranks have written their entries."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         self._processes = {rank: _Process(**json.loads(self._store.get(f"peer/{rank}/process"))) for rank in others}
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """After the process group, so that the others do not wait in it."""
+        """Stop the threads. Call this after the process group is destroyed, so that the others do not wait in it."""
         if self._answer is not None and self._store_in_rank_0 and self.rank == 0:
             self._wait_for_readers()
         self._closing.set()
@@ -141,7 +150,7 @@ class RankMonitor:
             thread.join(timeout=2 * SETTLED_S)
 
     def _wait_for_readers(self) -> None:
-        """With this process goes the store, and why it ended: the others read that first."""
+        """Wait until the others have read why this process ends: the store is lost together with this process."""
         deadline = time.monotonic() + GRACE_S + 2 * SETTLED_S
         while time.monotonic() < deadline:
             with suppress(RuntimeError):
@@ -152,7 +161,7 @@ class RankMonitor:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Around every collective that may have to wait for a peer."""
+        """Must enclose every collective that may have to wait for a peer."""
         self._met += 1
         self._since = time.monotonic()
         try:
@@ -163,12 +172,12 @@ class RankMonitor:
     # -- why a collective failed --------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error to raise in place of this one: about a lost rank, where one is lost; otherwise the same."""
-        if error is self._answer:  # on its way through another level of the run
+        """The error to raise in place of `error`: a LostRankError if a rank is lost, else the same error."""
+        if error is self._answer:  # explained already, at an inner level of the run
             return error
         self._failing.set()
         while self._answer is None:
-            with suppress(InterruptedBySignal):  # a launcher ends all processes when one of them has died: say why
+            with suppress(InterruptedBySignal):  # a launcher signals all processes when one has died; still explain it
                 found = self._explained(error)
                 self._leave(found)
                 self._answer = found
@@ -181,18 +190,18 @@ class RankMonitor:
         try:
             self._failure_number = self._store.add("peer/failures", 1)
             return error if speaks_for_itself else self._found_among_peers(error)
-        except RuntimeError:  # the store itself is out of reach
+        except RuntimeError:  # the store itself cannot be reached
             return error if speaks_for_itself else self._store_gone()
 
     def _found_among_peers(self, error: BaseException) -> BaseException:
-        """The first rank that failed finds out what has happened, the others repeat it."""
+        """Find the lost rank. The first rank that failed looks for the cause; the others repeat its result."""
         by_signal = isinstance(error, KeyboardInterrupt)
         beats = self._beats(self._store)
         patience = SETTLED_S / 4 if by_signal else SETTLED_S if self._failure_number == 1 else 2 * SETTLED_S
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             gone = [rank for rank, process in self._visible() if process.is_gone()]
-            ends = self._ends(self._store)  # read after that: a process that is gone has written its own
+            ends = self._ends(self._store)  # read after `is_gone`: a process writes its end before it exits
             if died := {rank: self._died(rank) for rank in gone if rank not in ends}:
                 return self._error(died)
             if clear := {rank: end for rank, end in ends.items() if end.is_clear or self._failure_number > 1}:
@@ -211,11 +220,11 @@ class RankMonitor:
         rank, end = min(ends.items(), key=lambda item: item[1].number)
         if end.interrupted:
             return InterruptedBySignal(f"{end.reason} (rank {rank})")
-        # It has said why. Rank 0 says it too, in the log of the run.
+        # That rank has reported its reason itself. Rank 0 repeats it in the run's log.
         return self._error({rank: f"it stopped: {end.reason}"}, speaks=self.rank == 0)
 
     def _is_store_gone(self, within_s: float = 0.0) -> bool:
-        """Asked before it is used: torch writes pages about a store that does not answer."""
+        """Whether the store's process is gone. Checked before each use, because torch logs pages about a dead store."""
         if not self._store_in_rank_0 or self.rank == 0 or 0 not in dict(self._visible()):
             return False
         deadline = time.monotonic() + within_s
@@ -235,7 +244,7 @@ class RankMonitor:
 
     def _died(self, rank: int) -> str:
         why = "killed, or crashed; its own messages and `dmesg -T` (out of memory?) may say more"
-        return f"its process ({self._processes[rank]}) has ended without a word: {why}"
+        return f"its process ({self._processes[rank]}) has ended without a message: {why}"
 
     def _silent(self, rank: int) -> str:
         return f"its process ({self._processes[rank]}) does not answer: it is stopped, or its machine is out of reach"
@@ -273,7 +282,7 @@ class RankMonitor:
     # -- the threads --------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """One thread talks to the store, which may hang with its process. The other one only looks at what it saw."""
+        """Thread 1: exchange heartbeats with the store, which may hang. Thread 2 only reads what this one saw."""
         while not self._closing.wait(BEAT_S * max(1, self.world_size // 64)):
             try:
                 if self._is_store_gone():
@@ -288,6 +297,7 @@ class RankMonitor:
         self._has_store.clear()
 
     def _watch(self) -> None:
+        """Thread 2: report long waits, and end the process if a peer is lost and the main thread does not return."""
         last_report, beat, unanswered, lost_since = 0.0, 0, 0, 0.0
         while not self._closing.wait(BEAT_S * max(1, self.world_size // 64)):
             seen = self._seen
@@ -306,7 +316,7 @@ class RankMonitor:
         return self._of_end(seen.ends) if seen.ends else self._error(dead or silent)
 
     def _report_waiting(self, last_report: float, seen: _Seen) -> float:
-        """How long a wait was when it was said last."""
+        """Report a long wait. Returns how long the wait was when it was last reported."""
         since, met = self._since, self._met
         waited = time.monotonic() - since if since else 0.0
         behind = [rank for rank, (_, theirs) in seen.beats.items() if theirs < met]
@@ -320,7 +330,7 @@ class RankMonitor:
         return waited
 
     def _end_process(self, error: BaseException) -> None:
-        """The main thread is inside a collective that does not return; no exception can reach it there."""
+        """End the process: the main thread is in a collective that does not return, where no exception reaches it."""
         self._closing.set()
         by_signal = isinstance(error, KeyboardInterrupt)
         if isinstance(error, LostRankError):
@@ -332,14 +342,14 @@ class RankMonitor:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the store said last."""
+    """The last values read from the store."""
 
     beat: int = 0
-    """Our own."""
+    """This rank's own beat."""
     beats: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Of the others: beat, and collectives begun."""
+    """By other rank: its beat, and the number of collectives it has begun."""
     missed: Mapping[int, int] = field(default_factory=dict)
-    """How many of our beats ago theirs came."""
+    """By other rank: how many of our own beats have passed since its last one."""
     ends: Mapping[int, _End] = field(default_factory=dict)
 
     def of(self, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Take a checkpoint's state over, piece by piece."""
+"""Resume: find the checkpoint, check that it fits the run, and restore its state."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def find_start(
     requested: str, store: CheckpointStore, folder: RunFolder, identity: Mapping[str, str], experts: Sequence[str],
     *, allow_other_run: bool, is_half_finished: bool,
 ) -> ResumeStart:  # fmt: skip
-    """Where the run begins. Touches nothing: `CheckpointStore.begin` takes the folder.
+    """Find where the run starts. Changes nothing: `CheckpointStore.begin` takes the folder.
 
-    `is_half_finished` where the final weights are those of a process that was killed when it wrote them.
+    `is_half_finished` means that a process was killed while it wrote the final weights; they are then not a result that
+    stands in the way.
     """
     path, _ = resolve(requested, store)
     if path is None and not is_half_finished:
@@ -50,31 +51,34 @@ def find_start(
 
 
 def resume_hint(store: CheckpointStore, environment: Environment, *, requested: str, processes: int) -> str:
-    """For a run that others have ended: what is saved, and the command that goes on from there."""
+    """The last checkpoint, and the command that resumes from it. For the message about a lost rank."""
     latest = store.latest()
     saved = "there is no checkpoint yet" if latest is None else f"the last checkpoint is {latest}"
-    words = sys.orig_argv
+    command = sys.orig_argv
     each = f"in each of the {processes} processes: "
-    if environment.get("TORCHELASTIC_RUN_ID") is not None:  # torchrun and accelerate: the parent is what was typed
+    if environment.get("TORCHELASTIC_RUN_ID") is not None:  # the user typed the parent's command (torchrun, accelerate)
         with suppress(psutil.Error):
-            words, each = psutil.Process(os.getppid()).cmdline() or words, ""
+            command, each = psutil.Process(os.getppid()).cmdline() or command, ""
     if requested != "latest":
-        words = [*_without_resume(words), "--resume", "latest"]
-    return f"{saved}; go on with\n  {each}{shlex.join(words)}"
+        command = [*_without_resume(command), "--resume", "latest"]
+    return f"{saved}; resume with\n  {each}{shlex.join(command)}"
 
 
-def _without_resume(words: Sequence[str]) -> list[str]:
-    kept = [word for before, word in zip(("", *words), words, strict=False) if before != "--resume"]
+def _without_resume(command: Sequence[str]) -> list[str]:
+    kept = [word for before, word in zip(("", *command), command, strict=False) if before != "--resume"]
     return [word for word in kept if word != "--resume" and not word.startswith("--resume=")]
 
 
 def saved_epoch(start: ResumeStart) -> int:
-    """Whose entries are wanted first, where some are drawn anew for each epoch."""
+    """The epoch at which the run starts. With `refresh_each_epoch`, its cache entries are needed first."""
     return 0 if start.checkpoint is None else int(start.checkpoint.saved("position").json["epoch"])
 
 
 def reject_other_data(start: ResumeStart, index: DataIndex, *, allowed: bool) -> None:
-    """Before a model is loaded for nothing: the loader itself asks again when it takes its state over."""
+    """Reject data that differs from the checkpoint's, before the model is loaded.
+
+    The run's own loader checks again when it restores its state.
+    """
     if start.checkpoint is not None:
         state = start.checkpoint.saved("position").json["loader"]
         Loader(index, batch_size=1).load_state_dict(state, allow_other_data=allowed)
@@ -83,10 +87,11 @@ def reject_other_data(start: ResumeStart, index: DataIndex, *, allowed: bool) ->
 def reject_other_data_early(
     start: ResumeStart, index: DataIndex, missing: Callable[[], Sequence[LatentItem]], *, allowed: bool
 ) -> None:
-    """Before anything is encoded for nothing. A file that turned out to be damaged when it was encoded is still in the
-    index here: more samples than then are refused only where these cannot all be damaged.
+    """Reject data that differs from the checkpoint's, before anything is encoded.
 
-    `missing`: of which the caches have no latents.
+    At this point the index still contains damaged files, which the checkpoint's data does not: they are found when they
+    are encoded. Additional samples are therefore rejected only if they cannot all be damaged. `missing` returns the
+    samples without cached latents; a damaged file is one of them.
     """
     if start.checkpoint is None or allowed:
         return
@@ -96,11 +101,12 @@ def reject_other_data_early(
 
 
 _WORTH_DECODING: Final = 64
-"""Samples: with more of them missing, it is the caches that are gone, and encoding finds out what is damaged."""
+"""Largest number of samples to decode in this check. If more are missing, the caches themselves are gone, and encoding
+will find the damaged files."""
 
 
 def _may_be_damaged(before: Fingerprint, index: DataIndex, missing: Callable[[], Sequence[LatentItem]]) -> bool:
-    """Whether the data may be the same without files that cannot be decoded."""
+    """Whether the data may be the same once damaged files are left out."""
     now = index.fingerprint
     if before.datasets.keys() != now.datasets.keys():
         return False
@@ -112,11 +118,11 @@ def _may_be_damaged(before: Fingerprint, index: DataIndex, missing: Callable[[],
     for item in missing():
         samples.setdefault(item.dataset.id, {}).setdefault(item.item.path, item)
     uncached = {one.id for one in others if freshness(one.dataset) == "visit"}
-    return all(id_ in uncached or _so_many_damaged(samples.get(id_, {}).values(), more[id_]) for id_ in more)
+    return all(id_ in uncached or _may_have_damaged(samples.get(id_, {}).values(), more[id_]) for id_ in more)
 
 
-def _so_many_damaged(items: Collection[LatentItem], count: int) -> bool:
-    """Whether so many of them may be."""
+def _may_have_damaged(items: Collection[LatentItem], count: int) -> bool:
+    """Whether at least `count` of the items may be damaged. Decodes items until the answer is known."""
     sound_allowed = len(items) - count
     if sound_allowed > _WORTH_DECODING:
         return True
@@ -134,7 +140,7 @@ def _so_many_damaged(items: Collection[LatentItem], count: int) -> bool:
 def reject_other_optimizer(
     start: ResumeStart, config: RunConfig, optimizer: Optimizer, folder: RunFolder, experts: Sequence[str]
 ) -> None:
-    """Before anything is staged or loaded for nothing: an optimizer cannot go on with the state of another kind."""
+    """Reject a checkpoint of another optimizer, before anything is staged or loaded."""
     if start.checkpoint is None:
         return
     if start.checkpoint.saved("optimizer").json["optimizer"] == named_state(optimizer, {}).json["optimizer"]:
@@ -145,12 +151,14 @@ def reject_other_optimizer(
     if weights:
         hint += f"; or another run from its weights: --set output_dir=FOLDER --set adapter.init_from='{weights[0]}'"
     found = f"{config.optimizer.name}, and a checkpoint with the state of {theirs}"
-    raise ConfigError([Problem("optimizer.name", found, f"{theirs}, to go on", hint, str(start.checkpoint.path))])
+    raise ConfigError([Problem("optimizer.name", found, f"{theirs}, to resume", hint, str(start.checkpoint.path))])
 
 
 def batch_change(start: ResumeStart, training: Training, world_size: int) -> str | None:
-    """For a run that goes on with another number of processes: what that does to its effective batch. A batch ramp says
-    itself what the effective batches are."""
+    """A warning if the number of processes changed and with it the effective batch size; else None.
+
+    A batch ramp sets the effective batch size itself, so it needs no warning.
+    """
     if start.checkpoint is None or start.checkpoint.manifest.world_size == world_size or training.ramp.enabled:
         return None
     before = start.checkpoint.saved("config").json["config"]["training"]
@@ -169,7 +177,8 @@ def batch_change(start: ResumeStart, training: Training, world_size: int) -> str
 
 
 def _settings_for(effective: int, batch_size: int, world_size: int) -> str:
-    """With the largest micro-batch that is no larger than the one that is known to fit."""
+    """The settings that keep the effective batch size. The micro-batch does not grow, because a larger one may not
+    fit."""
     share = max(1, round(effective / world_size))
     micro = max(size for size in range(1, min(batch_size, share) + 1) if share % size == 0)
     nearest = "" if share * world_size == effective else f", which is {share * world_size}, the nearest"
@@ -177,8 +186,7 @@ def _settings_for(effective: int, batch_size: int, world_size: int) -> str:
 
 
 def nothing_left(start: ResumeStart, config: RunConfig, folder: RunFolder, files: Sequence[Path]) -> tuple[Path, ...]:
-    """The final files of a run that has come to its end before, so that nothing is loaded for it; none where work is
-    left."""
+    """The final files if the run is complete already, so that nothing needs to be loaded; empty if work is left."""
     steps = config.training.max_steps
     if start.checkpoint is None or steps is None or start.step < steps or start.newest > start.step:
         return ()
@@ -188,7 +196,7 @@ def nothing_left(start: ResumeStart, config: RunConfig, folder: RunFolder, files
 def rates_to_start_with(
     config: RunConfig, start: ResumeStart, facts: ModelFacts, shapes: Mapping[str, tuple[int, ...]]
 ) -> ImportedRates | None:
-    """What `optimizer.rates_from` holds, read before anything is loaded. A run that goes on has its own rates."""
+    """The learning rates in `optimizer.rates_from`, read before anything is loaded. A resumed run has its own rates."""
     requested = config.optimizer
     if requested.rates_from is None or not reads_key(requested.name, "rates_from") or start.checkpoint is not None:
         return None
@@ -198,7 +206,7 @@ def rates_to_start_with(
 
 
 def _rates_beside(config: RunConfig) -> list[str]:
-    """For who starts from an ai-toolkit run's weights and may not know that its learning rates can be had too."""
+    """A hint for users who start from the weights of an ai-toolkit run: its learning rates can be imported too."""
     if config.adapter.init_from is None or not reads_key(config.optimizer.name, "rates_from"):
         return []
     beside = Path(config.adapter.init_from).expanduser().parent / "optimizer.pt"
@@ -211,7 +219,10 @@ def restore(
     run: CheckpointSource, start: ResumeStart, folder: RunFolder, rates: ImportedRates | None, runtime: Runtime, *,
     steps: int, dry_run: bool,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Returns what the user should know. `steps`: of the whole run. A dry run leaves the folder as it is."""
+    """Restore the run's state and prepare its folder. Return notes for the user.
+
+    `steps` is the length of the whole run. A dry run does not change the folder.
+    """
     optimizer, position = run.state.optimizer, run.state.position
     lines: list[str] = []
     kept: Optimizer | KeepsRates = optimizer

@@ -1,4 +1,4 @@
-"""One run, from a config to the trained weights: verbs in order. Each is a small module of this folder.
+"""Train one config: preflight, load, fit, finish. Each step is a module of this folder.
 
 result = train(config, environment=environment, options=RunOptions(), view=View())
 """
@@ -38,16 +38,21 @@ LONGER = "nothing was left to do; a larger training.max_steps (--max-steps N) ma
 
 @dataclass(frozen=True)
 class Result:
+    """The outcome of `train`."""
+
     stop: Stop | None
-    """None after a dry run."""
+    """Why the run ended; None after a dry run."""
     step: int
+    """Optimizer steps done."""
     steps: int
+    """Length of the whole run in optimizer steps."""
     files: tuple[Path, ...]
+    """The final weights; empty if the run stopped early."""
     planned: PlannedRun
     first_batch: FirstBatch | None
-    """None where nothing was left to do."""
+    """None if nothing was left to do."""
     hours: float
-    """What was left when the run began, by the first batch's time."""
+    """Estimated length of the run when it began, from the time of the first batch."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -59,15 +64,18 @@ def train(
     config: RunConfig, *, environment: Environment, options: RunOptions, view: View, control: Control | None = None,
     on_memory: Callable[[UnifiedMemory], None] = lambda memory: None, known: Sequence[tuple[str, Problem]] = (),
 ) -> Result:  # fmt: skip
-    """`on_memory` is told of the unified-memory layer once it is open. `known`: see `preflight`. `control` is one that
-    listens to signals already; without it the run listens itself."""
+    """Run `config` to its end and return the result.
+
+    `control` must already listen to signals; if it is None, the run installs its own handlers. `on_memory` is called
+    with the unified-memory layer once that is open. `known` is passed to `preflight`.
+    """
     folder = RunFolder.of(config).path
-    # For whatever has no words of its own for an error of the operating system.
+    # Operating-system errors that no inner part explains are explained here.
     with explained("this run", folder, elsewhere="--set output_dir=FOLDER"), ExitStack() as stack:
         if control is None:
             control = stack.enter_context(listening(Control(stops_on_sigusr1=environment.stops_on_sigusr1)))
         control.report = view.report
-        with rare_collections():  # it imports the family's code, and with it much of diffusers and transformers
+        with rare_collections():  # imports of diffusers and transformers create many objects; collecting them is slow
             ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
         if ready.files:
             if ready.runtime.is_main and not options.dry_run:

@@ -1,8 +1,8 @@
-"""What makes a run this run: a checkpoint made with another model or another adapter is not taken for its own.
+"""The identity of a run. A run does not resume from a checkpoint of another model or another adapter.
 
-`model` has the fingerprint of the trained denoisers' weights, `part <name>` that of each other part of the model: VAE,
-text encoders, tokenizers, scheduler, assistant adapter. Checkpoints of earlier releases have no parts: theirs are
-unknown.
+`model` holds the fingerprint of the trained denoisers' weights. `part <name>` holds the fingerprint of each other part
+of the model: VAE, text encoders, tokenizers, scheduler, assistant adapter. Checkpoints of earlier releases have no such
+parts; those of theirs count as unknown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gracetune.redaction import redact_values
 from gracetune.storage.safetensors_headers import open_weights
 
 _NOT_THE_ADAPTER = {"strength", "init_from", "dropout"}
-"""Settings that may change between two parts of a run: the saved tensors mean the same."""
+"""Adapter settings that may differ after a resume, because the saved tensors keep their meaning."""
 
 
 def identity_of(
@@ -59,7 +59,7 @@ def _weights(source: ModelSource, components: Iterable[str]) -> str:
 
 
 def metadata_of(config: RunConfig, identity: Mapping[str, str], index: DataIndex, machine: Machine) -> Metadata:
-    text = json.dumps(shareable(config), sort_keys=True)  # not of a password: a digest can be tried against a list
+    text = json.dumps(shareable(config), sort_keys=True)  # without secrets: a digest can be matched against guesses
     versions = {name: version for name, version in machine.software.libraries.items() if version is not None}
     versions |= {"torch": machine.software.torch or "unknown", "python": machine.software.python or "unknown"}
     return Metadata(identity, xxhash.xxh3_128_hexdigest(text.encode()), index.fingerprint.as_json(), versions)

@@ -1,4 +1,4 @@
-"""What is said about a run and not about its result."""
+"""Options of one invocation. Unlike the config, they do not change what is trained."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class RunOptions:
     resume: str | None = None
-    """`latest`, `none` or a checkpoint; None takes the config's."""
+    """`latest`, `none` or the path of a checkpoint; None takes the config's value."""
     dry_run: bool = False
+    """Plan, load and try one batch, but train nothing."""
     allow_other_data: bool = False
+    """Resume even if the data differs from the checkpoint's."""
     allow_other_run: bool = False
+    """Resume even if the model or the adapter differs from the checkpoint's."""
     allow_misfit: bool = False
-    """Begin although the memory plan says that it does not fit."""
+    """Start even if the memory plan says that the run does not fit."""
     force_oversubscription: bool = False
-    """Lift the cap on managed memory on a machine without a coherent link; that can hang its driver."""
+    """Lift the cap on managed memory on a machine without a coherent link. This can hang its driver."""
     report: bool = True
-    """Write the report of the whole run at its end, and say where it is."""
+    """Write `report.html` at the end of the run."""

@@ -1,8 +1,8 @@
-"""The processes of one run: who they are, what they compute on, and how they agree. Only this imports accelerate.
+"""The processes of one run: rank, device, collectives, sharding. No other module imports accelerate.
 
-Processes come from `accelerate launch` or `torchrun`; without a launcher there is one. accelerate sets up the process
-group and the device. Sharding is torch's own `fully_shard`, on any device: accelerate's `prepare` turns FSDP into plain
-replicas on a CPU without a word, and what is asked for in its configuration file has to happen.
+`accelerate launch` or `torchrun` starts the processes; without a launcher there is one. accelerate sets up the process
+group and the device. Sharding uses torch's `fully_shard` directly, because accelerate's `prepare` silently replaces
+FSDP by plain replicas on a CPU.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ON = ("1", "true", "yes", "on")
-_PATIENCE = timedelta(hours=12)
-"""How long ranks wait for one another: rank 0 may encode or sample for hours while the others have nothing to do. Long
-waits are said (`peers`)."""
-_STEP_PATIENCE = timedelta(minutes=30)
-"""The same inside a step, where all have just met and do the same work."""
-_NEVER: tuple[tuple[str, str], ...] = (
+_TIMEOUT = timedelta(hours=12)
+"""Timeout of collectives between steps: rank 0 may encode or generate for hours while the others have nothing to do.
+`RankMonitor` reports long waits."""
+_STEP_TIMEOUT = timedelta(minutes=30)
+"""Timeout of collectives within a step, where all ranks do the same work."""
+_UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
     ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
 )
@@ -44,18 +44,18 @@ _NEVER: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What the launcher's environment asks for."""
+    """The settings in the launcher's environment variables."""
 
     sharded: bool = False
     reshard: bool = True
-    """Whether a block's weights are given back between its forward and its backward pass."""
+    """Whether a block's gathered weights are freed between its forward and its backward pass (ZeRO-3)."""
     notes: tuple[str, ...] = ()
 
     @classmethod
     def from_environment(cls, environment: Environment, precision: Precision) -> LaunchEnvironment:
         problems = [
-            Problem(name, f"{what}", "replicas (MULTI_GPU) or FSDP2", "launch with config/accelerate_config_gh200.yaml")
-            for name, what in _NEVER
+            Problem(name, program, "replicas (MULTI_GPU) or FSDP2", "launch with config/accelerate_config_gh200.yaml")
+            for name, program in _UNSUPPORTED
             if _is_on(environment.get(name))
         ]
         sharded = _is_on(environment.get("ACCELERATE_USE_FSDP"))
@@ -67,7 +67,9 @@ class LaunchEnvironment:
         given = environment.get("ACCELERATE_MIXED_PRECISION")
         ours = "no" if precision == "fp32" else precision
         if given is not None and given != ours:
-            notes.append(f"mixed precision: {precision}, as training.mixed_precision says; accelerate was told {given}")
+            notes.append(
+                f"mixed precision: {precision} by training.mixed_precision; accelerate's configuration says {given}"
+            )
         reshard = environment.get("FSDP_RESHARD_AFTER_FORWARD")
         return cls(sharded, reshard is None or reshard.lower() in (*_ON, "full_shard"), tuple(notes))
 
@@ -89,7 +91,7 @@ def _is_on(value: str | None) -> bool:
 
 
 class Runtime:
-    """One process of a run. Made by `open_runtime`; every rank calls its methods in the same order."""
+    """One process of a run, made by `open_runtime`. Every rank must call its collectives in the same order."""
 
     def __init__(
         self, *, rank: int, world_size: int, local_rank: int, local_world_size: int, device: torch.device,
@@ -101,12 +103,12 @@ class Runtime:
         self.precision = precision
         self.launch = launch
         self.key = key
-        """The same text on all ranks of this launch, and on no other's."""
+        """Identifies this launch: equal on all its ranks, different in every other launch."""
         self._mesh: Any = None
-        # Words between ranks go over the CPU, so that none of them waits for a GPU.
-        self._talk: Any = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size > 1 else None
+        # Ranks exchange host values over gloo, so that these collectives do not synchronize with a GPU.
+        self._host_group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT) if world_size > 1 else None
         self.peers: RankMonitor | None = None
-        """None for one process alone."""
+        """None for a single process."""
         if world_size > 1:
             store = dist.distributed_c10d._get_default_store()
             self.peers = RankMonitor(store, rank, world_size, store_in_rank_0=store_in_rank_0)
@@ -123,7 +125,7 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=_DTYPES[self.precision])
 
     def seed(self, seed: int) -> None:
-        """The generators libraries draw from. What we draw is a function of (seed, sample) and not of these."""
+        """Seed the global generators, which libraries use. Our own random values are functions of (seed, sample)."""
         own = random_bits(seed, "process", self.rank)
         random.seed(own)
         np.random.seed(own % (1 << 32))
@@ -142,10 +144,10 @@ class Runtime:
     def barrier(self) -> None:
         if self.world_size > 1:
             with self._meeting():
-                dist.barrier(group=self._talk)
+                dist.barrier(group=self._host_group)
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on every rank; plain data. An error there is an error everywhere."""
+        """Call `make` on rank 0 and broadcast its result. An error on rank 0 is raised on every rank."""
         if self.world_size == 1:
             return make()
         box: list[Any] = [None, None]
@@ -153,10 +155,10 @@ class Runtime:
         if self.is_main:
             try:
                 box[0] = make()
-            except Exception as error:  # noqa: BLE001 - the others wait for an answer; raised again below
+            except Exception as error:  # noqa: BLE001 - the others wait for the broadcast; raised again below
                 failure, box[1] = error, str(error) or type(error).__name__
         with self._meeting():
-            dist.broadcast_object_list(box, group=self._talk)
+            dist.broadcast_object_list(box, group=self._host_group)
         if failure is not None:
             raise failure
         if box[1] is not None:
@@ -165,31 +167,34 @@ class Runtime:
         return result
 
     def highest(self, value: int) -> int:
-        """Of all ranks' numbers. A collective that no GPU takes part in, so it does not wait for one."""
+        """The maximum over all ranks. The collective runs on the CPU and does not synchronize with a GPU."""
         if self.world_size == 1:
             return value
         gathered = torch.tensor([value])
         with self._meeting():
-            dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self._talk)
+            dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self._host_group)
         return int(gathered.item())
 
     def all_of(self, mine: T | None) -> list[T]:
-        """What the ranks have to tell, on each of them, in their order; almost always nothing, and that is cheap."""
+        """All ranks' values that are not None, in the order of the ranks, on every rank.
+
+        In the common case that all are None, this costs one small reduction.
+        """
         if not self.highest(int(mine is not None)):
             return []
         boxes: list[Any] = [mine] * self.world_size
         if self.world_size > 1:
             with self._meeting():
-                dist.all_gather_object(boxes, mine, group=self._talk)
+                dist.all_gather_object(boxes, mine, group=self._host_group)
         return [one for one in boxes if one is not None]
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What every rank gave, on rank 0 (`checkpoint.ranks.Ranks`)."""
+        """All ranks' values on rank 0, and an empty list on the others (`checkpoint.ranks.Ranks`)."""
         if self.world_size == 1:
             return [mine]
         boxes: list[Any] | None = [b""] * self.world_size if self.is_main else None
         with self._meeting():
-            dist.gather_object(mine, boxes, group=self._talk)
+            dist.gather_object(mine, boxes, group=self._host_group)
         return boxes or []
 
     # -- sharding -----------------------------------------------------------------------------------------------------
@@ -199,8 +204,8 @@ class Runtime:
         return self.launch.sharded
 
     def shard(self, model: nn.Module, blocks: Iterable[str]) -> None:
-        """Spread the weights over all ranks (FSDP2): each repeated block for itself, then what is around them."""
-        self.barrier()  # one may have read the weights much faster than another
+        """Shard the weights over all ranks (FSDP2): first each repeated block, then the rest of the model."""
+        self.barrier()  # ranks may have read the weights at different speeds
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -214,7 +219,7 @@ class Runtime:
         fully_shard(model, **options)
 
     def reshard(self, model: nn.Module) -> None:
-        """Give back all weights gathered for a forward pass that no backward pass follows."""
+        """Free the weights gathered for a forward pass that has no backward pass."""
         if self.is_sharded:
             from torch.distributed.fsdp import FSDPModule
 
@@ -222,8 +227,8 @@ class Runtime:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def same_everywhere_(self, tensors: Iterable[Tensor]) -> None:
-        """Every rank takes rank 0's values."""
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite the tensors with rank 0's values."""
         if self.world_size > 1:
             self.barrier()
             with self._meeting():
@@ -233,15 +238,15 @@ class Runtime:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise in place of an error that may come from a lost rank (`RankMonitor.explain`)."""
+        """The error to raise in place of `error`, which may be the effect of a lost rank (`RankMonitor.explain`)."""
         return error if self.peers is None else self.peers.explain(error)
 
     def close(self) -> None:
         if self.world_size > 1 and dist.is_initialized():
-            # gloo's threads let go of their last work a moment after it is done, and take Python's lock for that. A
-            # group that is gone by then aborts the process.
+            # gloo's threads release their last work, under Python's lock, a moment after it is done. If the group is
+            # destroyed before that, the process aborts.
             time.sleep(0.05)
-            self._talk = None
+            self._host_group = None
             dist.destroy_process_group()
             _forget_state()
         if self.peers is not None:
@@ -253,7 +258,7 @@ class Runtime:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if error is None:
-                self.barrier()  # nobody is taken for lost who has only ended first
+                self.barrier()  # so that a rank that ends first is not taken for lost
         except RuntimeError as failed:
             error = failed
         found = None if error is None else self.explain(error)
@@ -263,19 +268,20 @@ class Runtime:
 
 
 def check_launch(environment: Environment, precision: Precision) -> LaunchEnvironment:
-    """ConfigError where the launcher asks for what a run cannot do here. Opens nothing."""
+    """Raise ConfigError if the launcher's settings are unsupported here. Opens nothing."""
     launch = LaunchEnvironment.from_environment(environment, precision)
     _check_devices(environment, cpu=not torch.cuda.is_available())
     return launch
 
 
 def open_runtime(precision: Precision, environment: Environment) -> Runtime:
+    """Open the process group and return this process's runtime."""
     from accelerate import PartialState
 
     launch = check_launch(environment, precision)
     cpu = not torch.cuda.is_available()
     several = environment.get("WORLD_SIZE") is not None and environment.get("RANK") is not None
-    state = PartialState(cpu=cpu, **({"timeout": _STEP_PATIENCE} if several else {}))
+    state = PartialState(cpu=cpu, **({"timeout": _STEP_TIMEOUT} if several else {}))
     if launch.sharded and state.num_processes == 1 and not dist.is_initialized():
         launch = LaunchEnvironment(
             False, launch.reshard, (*launch.notes, "FSDP: one process has nothing to share; not sharded")
@@ -312,7 +318,7 @@ def _check_devices(environment: Environment, *, cpu: bool) -> None:
 
 
 def _forget_state() -> None:
-    """accelerate keeps one state for the whole process; a second run of the same process begins anew."""
+    """Reset accelerate's process-wide state, so that the same process can start another run."""
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(True)

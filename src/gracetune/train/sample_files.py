@@ -1,4 +1,4 @@
-"""Samples as files people can open: PNG, MP4, WAV, and a sheet of all of them. Each appears whole or not at all."""
+"""Write generated samples as PNG, MP4 or WAV, and a contact sheet of all images. Every file is written atomically."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from gracetune.storage.atomic import replacing
 Kind = Literal["image", "video", "audio"]
 DEFAULT_FPS = 16.0
 _CELL = 384
-"""Longest side of a picture on the sheet."""
+"""Longest side of an image on the sheet, in pixels."""
 
 
 class NotWrittenError(GracetuneError):
-    """A sample has no place to go. No reason to end a run."""
+    """A sample could not be written. This does not end a run."""
 
 
 def write_sample(stem: Path, sampled: Sampled, fps: float | None = None) -> tuple[Path, Kind]:
-    """`fps` overrules the pipeline's own."""
+    """Write a sample under `stem` plus the suffix of its kind. `fps` overrides the pipeline's frame rate."""
     if sampled.audio is not None:
         rate = sampled.sample_rate or 44100
         sound = sampled.audio.detach().float().cpu().clamp(-1, 1).numpy().T
@@ -42,7 +42,7 @@ def write_sample(stem: Path, sampled: Sampled, fps: float | None = None) -> tupl
 
 
 def contact_sheet(path: Path, images: Sequence[Image.Image]) -> Path:
-    """All of them side by side, in the order of the prompts."""
+    """Write all images as one grid, in the order of the prompts."""
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     shrunk = [image.copy() for image in images]
@@ -73,7 +73,7 @@ def _write_wav(path: Path, sound: np.ndarray, rate: int) -> None:
 def _write_mp4(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
-        # The usual colour layout halves both sides, so they have to be even.
+        # yuv420p halves the resolution of colour, so both sides have to be even.
         stream.width, stream.height = (side - side % 2 for side in frames[0].size)
         stream.pix_fmt = "yuv420p"
         stream.options = {"crf": "18"}

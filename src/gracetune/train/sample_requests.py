@@ -1,4 +1,4 @@
-"""The samples a config asks for: what each of them is, and whether it can be drawn at all."""
+"""The samples that a config requests, and checks that they can be generated."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ DEFAULT_STEPS = 20
 
 @dataclass(frozen=True)
 class ValidationRequest:
-    """One sample: what is drawn, and how strongly the adapter counts."""
+    """One sample to generate."""
 
     prompt: int
-    """Its place in `validation.prompts`."""
+    """Index in `validation.prompts`."""
     request: SampleRequest
     strength: float
+    """Strength of the adapter."""
     references: tuple[str, ...]
+    """Paths of reference images."""
 
     def with_images(self) -> SampleRequest:
-        """ConfigError where one of them is no picture (any more). They are seen as those of a dataset are."""
+        """The request with its reference images, decoded like a dataset's. ConfigError if one cannot be read."""
         return replace(self.request, references=tuple(_opened(name) for name in self.references))
 
 
 def requests_of(config: RunConfig) -> list[ValidationRequest]:
-    """Every sample of one round. Pure: the reference pictures are opened when they are needed."""
+    """Every sample of one validation. Reads no files: reference images are opened when they are needed."""
     section = config.validation
     found = []
     for number, prompt in enumerate(section.prompts if section.enabled else ()):
@@ -47,19 +49,19 @@ def requests_of(config: RunConfig) -> list[ValidationRequest]:
 
 
 def check_requests(config: RunConfig, spec: ModelSpec, facts: ModelFacts, warn: Callable[[str], None]) -> None:
-    """ConfigError for samples that could not be drawn: said before the first step, not at the first validation.
+    """Check before the first step that all samples can be generated.
 
-    Where they are drawn on request alone, which may never come, it is a warning.
+    A sample that cannot is an error, or a warning if validation runs on request only.
     """
     if config.validation.guidance_rescale and not spec.rescales_guidance:
         warn(f"validation.guidance_rescale is not used: the pipeline of {spec.family} has no such option")
-    one_of_each = {request.prompt: request for request in requests_of(config)}  # the others differ in their seed alone
+    one_of_each = {request.prompt: request for request in requests_of(config)}  # others differ only in their seed
     problems = [problem for request in one_of_each.values() for problem in _problems(request, config, spec, facts)]
     section = config.validation
     if problems and (section.at_start or section.every_steps or section.every_epochs):
         raise ConfigError(dict.fromkeys(problems))
     for problem in dict.fromkeys(problems):
-        warn(f"samples cannot be drawn as they are asked for: {problem}")
+        warn(f"samples cannot be generated as requested: {problem}")
 
 
 def _problems(request: ValidationRequest, config: RunConfig, spec: ModelSpec, facts: ModelFacts) -> Iterator[Problem]:
@@ -71,7 +73,7 @@ def _problems(request: ValidationRequest, config: RunConfig, spec: ModelSpec, fa
 
 
 def _config_key(name: str, number: int, config: RunConfig) -> str:
-    """The key to change: the prompt's own, or the section's where the prompt leaves it to that."""
+    """The config key that sets this value: the prompt's own, or the section's if the prompt does not set it."""
     own = config.validation.prompts[number].model_dump()
     if name in own and own[name] is None:
         return f"validation.{name}"
@@ -101,4 +103,4 @@ def _opened(name: str) -> Image.Image:
         found = f"{name}: {error.reason}"
     except OSError as error:
         found = f"{name}: {error.strerror or error}"
-    raise ConfigError([Problem("references", found, "a picture", "name another file, or save this one as PNG")])
+    raise ConfigError([Problem("references", found, "an image", "name another file, or save this one as PNG")])

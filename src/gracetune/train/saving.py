@@ -1,4 +1,4 @@
-"""Checkpoints and, with each of them, the weights as files one can load: on time, and whenever a run ends."""
+"""Save checkpoints, each with weights that other programs can load: periodically, and when a run ends."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ class Saving(Callback):
         failure: Callable[[], Stop | None], check_saved: Callable[[Sequence[Path]], str | None],
         samples_follow: Callable[[StepEnds], bool], on_saved: Callable[[int, Sequence[Path]], None],
     ) -> None:  # fmt: skip
-        """`failure` waits until all steps are judged, and says why the run has failed, if it has. `check_saved` gets
-        the files just saved, one for each trained expert, inside `as_delivered`: why one of them is wrong.
-        `samples_follow`: whether samples of this step are drawn once it is saved. `on_saved` gets the files of each
-        step that are right."""
+        """`failure` waits until all steps are checked for non-finite gradients, and returns a `Stop` if the run failed.
+
+        `check_saved` gets the files just saved, one for each trained expert, inside `as_delivered`. It returns why one
+        of them is wrong, or None. `samples_follow` tells whether validation runs after this step. `on_saved` gets the
+        correct files of each step.
+        """
         self._saved, self._folder, self._store, self._metadata = saved, folder, store, metadata
         self._runtime, self._control, self._pauses = runtime, control, pauses
         self._telemetry, self._view = telemetry, view
@@ -43,7 +45,7 @@ class Saving(Callback):
         self._random = RandomState(runtime.device)
         self._experts = [one for one in saved.trained_model.facts.experts if one.name in saved.trained_model.trained]
         self._last = saved.state.position.step
-        """A run that has just begun or been resumed has nothing new to save."""
+        """The step of the last checkpoint. A run that has just started or resumed has nothing new to save."""
         self._wrong_file: str | None = None
 
     def step_ends(self, done: StepEnds) -> None:
@@ -51,18 +53,18 @@ class Saving(Callback):
         due = requested.every_steps is not None and done.step % requested.every_steps == 0
         if requested.every_epochs is not None:
             due = due or any((ended.epoch + 1) % requested.every_epochs == 0 for ended in done.epochs)
-        if due and self._failure() is None:  # a run that has failed is saved at its end
+        if due and self._failure() is None:  # a failed run is saved at its end, at the step before the failure
             if self._samples_follow(done):
                 self._store.begin_work("sampling", done.step)
             self._save()
         self._report()
 
     def end(self, ended: RunEnds) -> None:
-        """Always: a run that stopped can be gone on with, and a finished one made longer."""
+        """Save in any case: a stopped run can be resumed, and a finished one can be extended."""
         self._save(weights=ended.stop.kind != "finished")
         self._store.wait()
         self._report()
-        if self._wrong_file is not None and ended.stop.kind != "failed":  # found when the run was over already
+        if self._wrong_file is not None and ended.stop.kind != "failed":  # found after the loop had ended
             raise WrongFileError(self._wrong_file)
 
     def _save(self, *, weights: bool = True) -> None:
@@ -108,7 +110,7 @@ class Saving(Callback):
                     self._remove_weights(int(match[1]))
 
     def _remove_weights(self, step: int) -> None:
-        """Of a checkpoint that is not kept any more."""
+        """Remove the weights of a checkpoint that was deleted."""
         notes = self._folder.remove_step(self._experts, step)
         for note in notes:
             self._view.warn(note)

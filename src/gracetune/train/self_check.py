@@ -7,12 +7,11 @@ adapter's values have changed, so they reach the output. Layers that still chang
 first file of each expert is read back into the trained layers: every tensor must be the trained one in the file's
 precision.
 
-The output before the first step comes from the trial of the first batch (`first_batch.ReferenceBatch`). It runs twice
-anyway, so the difference between two equal passes is known. The check adds one forward pass of a training step for each
-expert, with the step's own graphs: nothing is compiled or captured for it, and it takes the memory of a step at most.
-If the effect of
-three steps is below the model's precision, one or two passes are added (`_FACTORS`). No random generator is advanced,
-and all parameters are restored bit for bit.
+The output before the first step comes from the first batch (`first_batch.ReferenceBatch`), which runs twice anyway and so
+shows the difference of two equal passes. The check adds one forward pass of a training step for each expert. It reuses
+the step's graphs, so nothing is compiled or captured for it, and it takes the memory of a step at most. If the effect
+of three steps is below the model's precision, one or two passes are added (`_FACTORS`). No random generator is
+advanced, and all parameters are restored bit for bit.
 
 A full fine-tune needs no pass: its weights must have changed, and some tensors of its file are compared.
 """
@@ -63,8 +62,9 @@ _CLOSE: Final = 2.0**-12
 """The largest relative difference of a tensor read back from the trained one, rounded to the file's precision. They are
 equal bit for bit unless a format stores them in another form, which is computed in float32."""
 _COMPARED: Final = 16
-"""Tensors of a full fine-tune that are read back."""
+"""Number of tensors of a full fine-tune that are read back."""
 _SHOWN: Final = 8
+"""Number of names that a message lists."""
 
 
 @dataclass(eq=False)
@@ -72,8 +72,9 @@ class _Expert:
     """What is known about one expert's adapter."""
 
     steps: int = 0
-    """With a learning rate above 0."""
+    """Steps with a learning rate above 0."""
     steps_without_rate: int = 0
+    """Steps with a learning rate of 0 that the config asks for."""
     look_at: int = STEPS
     """The number of steps at which the device is asked how many of them were applied."""
     applied: Tensor | None = None
@@ -83,21 +84,21 @@ class _Expert:
     """When this process began, the adapter changed nothing."""
     judged: bool = False
     effect: str = ""
-    """In words, once the adapter is checked."""
+    """A description of the adapter's effect, once it is checked."""
     file: str = ""
-    """The difference its file makes, in words, once that is checked."""
+    """The difference between the file and the trained values as text, once it is checked."""
     sums: Tensor | None = None
-    """Of a full fine-tune's tensors, when the run began."""
+    """Bit sums of a full fine-tune's tensors when the run began."""
 
 
 class SelfCheck(Callback):
-    """A callback. All ranks run the same passes and reach the same result: a sharded model needs them all."""
+    """All ranks run the same passes and reach the same result, because a sharded model needs all of them."""
 
     def __init__(
         self, config: RunConfig, folder: RunFolder, model: EvaluatedModel, example: ReferenceBatch, control: Control,
         pauses: Pauses, telemetry: Telemetry, view: View, *, steps: int,
     ) -> None:  # fmt: skip
-        """`example` is what the passes take. `steps`: of the whole run."""
+        """`example` is the input of the passes. `steps` is the length of the whole run."""
         self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
         self._model, self._example, self._control, self._pauses = model, example, control, pauses
         self._steps = steps
@@ -135,7 +136,8 @@ class SelfCheck(Callback):
                 self._judge(done, expert)
 
     def _should_wait(self, done: StepEnds) -> bool:
-        """Weights that leave the device after this step would have to come back; in the next turn they need not."""
+        """Whether to check later: if this expert leaves the device after this step, it would have to come back for the
+        check."""
         every, trained_model = self._config.model.switch_experts_every, self._model.trained_model
         return (
             trained_model.host.moves
@@ -233,7 +235,7 @@ class SelfCheck(Callback):
         try:
             denoiser: nn.Module = host.activate(name)
             found = self._example.ask(self._model.step, self._model.trained_model, denoiser, name)
-            self._model.runtime.reshard(denoiser)  # values may change before the next pass: none is to stay gathered
+            self._model.runtime.reshard(denoiser)  # values may change before the next pass, so no shard stays gathered
             return found
         finally:
             if active is not None:
@@ -259,9 +261,9 @@ class SelfCheck(Callback):
     # -- the files -----------------------------------------------------------------------------------------------------
 
     def check_saved(self, files: Sequence[Path]) -> str | None:
-        """The first file of every expert in this process. Why one of them is wrong."""
+        """Check the first file of every expert in this process. Return why one of them is wrong, or None."""
         for name, path in zip(self._model.trained_model.trained, files, strict=True):
-            # It may end between two experts, where there was no memory to check the first one's file.
+            # The check ends early if there was no memory to check the first expert's file.
             if self._is_over or self._experts[name].file:
                 continue
             try:
@@ -294,8 +296,11 @@ class SelfCheck(Callback):
         return len(attached.parameters() if self._is_full else attached.acting())
 
     def _read_back(self, name: ExpertName, path: Path) -> LayerTensors:
-        """As any program reads it. Rank 0 has the file; the others take part with their own values: where the model is
-        shared out they get rank 0's, and where it is not their answers are not counted."""
+        """Read the file as any program does.
+
+        Rank 0 reads the file. The other ranks take part with their own values: with a sharded model these are replaced
+        by rank 0's, otherwise their results are ignored (`_read`).
+        """
         trained_model = self._model.trained_model
         attached = trained_model.attached[name]
         state, why = attached.state() if self._model.runtime.world_size > 1 else None, None
@@ -332,7 +337,7 @@ class SelfCheck(Callback):
         read = _read(self._model, torch.stack(norms).double().square())
         columns = (read[column * len(own) : (column + 1) * len(own)] for column in range(4))
         squares = dict(zip(own, zip(*columns, strict=True), strict=True))
-        # Magnitudes for ComfyUI are measured by the factors as they are trained, and read with those of the file.
+        # DoRA magnitudes for ComfyUI are converted with the trained factors and read back with the file's rounded ones.
         close = {True: max(_CLOSE, torch.finfo(dtype).eps), False: _CLOSE}
         wrong = [one for one, (off, size, *_) in squares.items() if not off <= close[_is_magnitude(one)] ** 2 * size]
         if wrong:
@@ -433,7 +438,7 @@ class SelfCheck(Callback):
 
 
 def _read(model: EvaluatedModel, values: Tensor) -> list[float]:
-    """Numbers of the device, summed over ranks that have different ones. The host waits for them."""
+    """Read values from the device; this synchronizes. Values of sharded models are summed over the ranks."""
     read = values.double()
     if model.runtime.world_size > 1:
         if not model.runtime.is_sharded and not model.runtime.is_main:
@@ -443,18 +448,18 @@ def _read(model: EvaluatedModel, values: Tensor) -> list[float]:
 
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor:
-    """Of the absolute values of each, in this process's part: a few kernels for all of them."""
+    """[len(tensors)]: the largest absolute value of each tensor's local shard, with a few kernels for all of them."""
     parts = [local(one.detach()) for one in tensors]
     return torch.stack(torch._foreach_norm([one if one.numel() else one.new_zeros(1) for one in parts], math.inf))
 
 
 def _norms(tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
-    """Of each tensor, or of its difference from the other; a few kernels for all of them."""
+    """The norm of each tensor, or of its difference from the other, with a few kernels for all of them."""
     return torch._foreach_norm([*tensors] if others is None else torch._foreach_sub([*tensors], [*others]))
 
 
 def _rounded(own: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """As the file has them: in its precision, but for magnitudes."""
+    """The values rounded to the file's precision. DoRA magnitudes are not rounded."""
     chosen = [one for name, one in own.items() if not _is_magnitude(name)]
     saved, back = [torch.empty_like(one, dtype=dtype) for one in chosen], [*map(torch.empty_like, chosen)]
     torch._foreach_copy_(saved, chosen)
@@ -469,18 +474,18 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _is_magnitude(name: str) -> bool:
-    """DoRA's: in float32 in every file."""
+    """Whether this is a DoRA magnitude, which every file holds in float32."""
     return name.endswith(f".{MAGNITUDE}")
 
 
 def _bit_sums(attached: Attached) -> Tensor:
-    """A number for each tensor that changes when any of its bits does (but for sums that happen to be equal)."""
+    """[number of parameters]: a checksum of each tensor's bits."""
     parts = [local(parameter.detach()).contiguous() for parameter in attached.parameters().values()]
     return torch.stack([part.view(torch.int32).sum(dtype=torch.int64) for part in parts])
 
 
 def _rates(model: EvaluatedModel, entry: str) -> dict[ExpertName, float]:
-    """By expert: `lr` of the next step, or the `initial_lr` of the schedule."""
+    """By expert: the `lr` of the next step, or the schedule's `initial_lr`."""
     optimizer = model.state.optimizer
     groups = zip(
         model.trained_model.trained, optimizer.param_groups, strict=True

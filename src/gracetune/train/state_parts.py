@@ -1,4 +1,4 @@
-"""The pieces of a run's saved state: each belongs to one part, and all of them are read from the part itself."""
+"""The parts of a checkpoint: parameters, optimizer, schedule, position, config, EMA, loss scale."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ VERSION = 1
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor put together: a collective, so every rank calls it."""
+    """The full tensor of a sharded one. This is a collective: every rank must call it."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def spread(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor as `like` is held."""
+    """A full tensor on the device, in the dtype and with the sharding of `like`."""
     tensor = tensor.to(like.device, like.dtype)
     return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
 
 def alphas(trained_model: TrainedModel) -> dict[str, float]:
-    """By layers as the tensors name them. A run has its own; `adapters.safetensors_file` reads them with the
-    tensors."""
+    """The alpha of each layer, by the layer's name in the checkpoint's tensors. Loading a checkpoint ignores them, as
+    the run has its own; `adapters.safetensors_file` reads a checkpoint as an adapter and needs them."""
     return {
         f"{expert}/{path}" if expert else path: alpha
         for expert, attached in trained_model.attached.items()
@@ -50,31 +50,32 @@ def alphas(trained_model: TrainedModel) -> dict[str, float]:
 
 @dataclass(frozen=True, eq=False)
 class CheckpointSource:
-    """What the parts of a checkpoint are read from, and loaded into."""
+    """The objects whose state is saved to a checkpoint and restored from it."""
 
     config: RunConfig
     trained_model: TrainedModel
     state: TrainingState
     allow_other_data: bool = False
-    """Whether the run may go on with other data than the checkpoint was made with."""
+    """Whether the run may resume with data that differs from the checkpoint's."""
 
 
 Notes = tuple[str, ...]
+"""Lines for the user."""
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """One part of a checkpoint: its own files, written and read by whoever owns that state.
+    """One part of a checkpoint, with its own files.
 
-    Every rank calls `save`, so it may gather what is sharded. `load` returns what the user should know.
+    Every rank calls `save`, so it may gather sharded tensors. `load` returns notes for the user.
     """
 
     name: str
-    """Of its files: lower case letters, digits and underscores."""
+    """The name of its files: lower-case letters, digits and underscores."""
     save: Callable[[CheckpointSource], SavedState]
     load: Callable[[CheckpointSource, SavedState], Notes]
     is_kept: Callable[[CheckpointSource], bool] = lambda run: True
-    """Whether this run has such state."""
+    """Whether this run has this part."""
 
 
 # -- parameters: an adapter's tensors, or the model's own in a full fine-tune ---------------------------------------
@@ -117,7 +118,7 @@ def _load_optimizer(run: CheckpointSource, saved: SavedState) -> Notes:
     return ()
 
 
-# -- schedule: rates are a function of the step; only how many steps were taken is kept -------------------------------
+# -- schedule: learning rates are a function of the step, so only the number of steps is saved ------------------------
 
 
 def _save_schedule(run: CheckpointSource) -> SavedState:
@@ -129,7 +130,7 @@ def _load_schedule(run: CheckpointSource, saved: SavedState) -> Notes:
     return ()
 
 
-# -- position: steps (and so whose turn it is), the ramp's micro-batches, samples, epoch; and where the loader is ------
+# -- position: steps (from which the active expert follows), micro-batches, samples, epoch; the loader's position -----
 
 
 def _save_position(run: CheckpointSource) -> SavedState:
@@ -141,7 +142,7 @@ def _load_position(run: CheckpointSource, saved: SavedState) -> Notes:
     return run.state.load_position(position, saved.json["loader"], allow_other_data=run.allow_other_data)
 
 
-# -- config: for whoever looks at a checkpoint ------------------------------------------------------------------------
+# -- config: for people who inspect a checkpoint ----------------------------------------------------------------------
 
 
 def _save_config(run: CheckpointSource) -> SavedState:
@@ -149,7 +150,7 @@ def _save_config(run: CheckpointSource) -> SavedState:
 
 
 def _load_config(run: CheckpointSource, saved: SavedState) -> Notes:
-    """Nothing: the run has its own, and what may not differ is in the identity."""
+    """Load nothing: the run has its own config, and settings that must not differ are in the identity."""
     return ()
 
 
@@ -197,18 +198,18 @@ PARTS: tuple[StatePart, ...] = (
     StatePart("ema", _save_ema, _load_ema, lambda run: run.state.ema is not None),
     StatePart("loss_scale", lambda run: _scale(run).save(), _load_scale, lambda run: run.state.scale.skips),
 )
-"""Everything rank 0 writes for all: a new part is one line here. What each rank has for itself is
+"""All parts that rank 0 writes. A new part needs one line here. The state that each rank saves for itself is in
 `checkpoint.random_state`."""
 
 
 @dataclass(eq=False)
 class BoundPart:
-    """A part of this run, as `checkpoint.state_parts.CheckpointPart` has it."""
+    """A part bound to this run. Implements `checkpoint.state_parts.CheckpointPart`."""
 
     part: StatePart
     run: CheckpointSource
     notes: Notes = ()
-    """What loading had to say."""
+    """Notes from loading."""
 
     @property
     def name(self) -> str:

@@ -1,11 +1,12 @@
-"""One micro-batch's loss: noise, a level, the denoiser's answer, and how far off it is.
+"""The loss of one micro-batch: sample noise and noise levels, predict, compare with the target.
 
-    step = TrainStep(spec, facts, Goal.from_config(config.objective, facts, trained), seed=42)
+    goal = TrainingGoal.from_config(config.objective, facts, trained)
+    step = TrainStep(spec, facts, goal, seed=42)
     step(denoiser, batch, "high_noise").total.backward()
 
-Noise and levels are functions of (seed, global sample index), so a sample is asked the same question whichever rank or
-batch it is in (with `objective.stratified`, its level also depends on its place in the micro-batch). Nothing here waits
-for the device.
+Noise and levels are functions of (seed, global sample index). A sample therefore gets the same noise and level on any
+rank and in any batch. (With `objective.stratified` the level also depends on the sample's place in the micro-batch.)
+Nothing here synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from gracetune.models.token_routing import TokenRouter
 from gracetune.train.cuda_graphs import Replay
 
 LATENTS_PER_TOKEN = 4
-"""Families whose shift follows the resolution all make one token of 2 x 2 latents (`models.common.flow_shift`)."""
+"""Every family whose flow shift depends on the resolution patches latents 2 x 2 (`models.common.flow_shift`)."""
 
 
 @dataclass(frozen=True)
 class TrainingGoal:
-    """What is learnt: the config's objective, decided for one model."""
+    """The training objective, resolved for one model."""
 
     objective: Objective
     levels: Mapping[ExpertName, LevelSampler]
-    """For each trained expert, inside its own window."""
+    """For each trained expert, within its noise range."""
     weighting: Weighting
 
     @classmethod
@@ -58,16 +59,16 @@ class TrainingGoal:
 
 @dataclass(frozen=True, eq=False)
 class StepLoss:
-    """On the device, all of it."""
+    """Loss of a micro-batch of B samples. All tensors are on the device."""
 
     total: Tensor
-    """The sum over the samples, each times its own weight: what is differentiated."""
+    """[]: the weighted sum over the samples. Call `backward` on this."""
     each: Tensor
-    """[B], detached: the same before it is summed."""
+    """[B], detached: the weighted loss of each sample."""
     level: Tensor
-    """[B]"""
+    """[B]: noise levels."""
     answer: Tensor
-    """Detached: what the denoiser predicted. The next pass may overwrite it: a CUDA graph has one place for it."""
+    """[B, C, ...], detached: the denoiser's prediction. A CUDA graph overwrites it in the next pass."""
 
 
 class TrainStep:
@@ -84,8 +85,11 @@ class TrainStep:
         replay: Replay | None = None,
         router: TokenRouter | None = None,
     ) -> None:
-        """`dtype` is what the denoiser is given. `base` says of a batch that the base model's own answer is its target,
-        and makes the denoiser the base model (`TrainedModel.base_for`). `replay` asks the denoiser that is trained."""
+        """`dtype` is the dtype of the denoiser's inputs.
+
+        `base` returns a context in which the denoiser is the base model, if that model's prediction is the batch's
+        target (`TrainedModel.base_for`), else None. `replay` predicts through CUDA graphs where it can.
+        """
         self._spec, self._facts, self._goal = spec if router is None else router.spec, facts, goal
         self._replay, self._router = replay, router
         self._seed, self._dtype, self._autocast, self._base = seed, dtype, autocast, base
@@ -97,13 +101,15 @@ class TrainStep:
         return self.at(denoiser, batch, self._levels(batch, expert), self._seed, batch.ref.indexes, base)
 
     def _levels(self, batch: Batch, expert: ExpertName) -> Tensor:
-        latents = batch.tensors["latents"]
+        latents = batch.tensors["latents"]  # [B, C, (F,) H, W]
         tokens = math.prod(latents.shape[2:]) // LATENTS_PER_TOKEN
         return _on(self._goal.levels[expert].levels(self._seed, batch.ref.indexes, tokens), latents.device)
 
     def answer(self, denoiser: nn.Module, batch: Batch, expert: ExpertName) -> Tensor:
-        """What the denoiser predicts in a step with this batch. It is the same forward pass: a compiled denoiser needs
-        no graphs of its own for it, a captured one is replayed, and nothing is captured."""
+        """The denoiser's prediction for this batch, by the same forward pass as in training.
+
+        Existing compiled and CUDA graphs are reused, and no CUDA graph is captured.
+        """
         with nullcontext() if self._replay is None else self._replay.no_capture():
             return self(denoiser, batch, expert).answer.clone()
 
@@ -111,21 +117,21 @@ class TrainStep:
         self, denoiser: nn.Module, batch: Batch, level: Tensor, seed: int, indexes: Sequence[int],
         base: AbstractContextManager[None] | None = None,
     ) -> StepLoss:  # fmt: skip
-        """The loss at given noise levels [B], with the noise of other draws: what a held-out loss asks."""
+        """The loss at given noise levels [B], with the noise of `seed` and `indexes`."""
         schedule, objective = self._facts.schedule, self._goal.objective
         clean = batch.tensors["latents"].float()
         noise = sample_noise(clean, objective, seed, indexes)
-        seen = noisy(schedule, clean, noise.seen, level).to(self._dtype)
+        noisy_latents = noisy(schedule, clean, noise.seen, level).to(self._dtype)
         if base is None:
-            wanted = target(schedule, clean, noise.perturbed, level)
+            expected = target(schedule, clean, noise.perturbed, level)
         else:
             with base, torch.no_grad(), self._autocast():
-                wanted = self._spec.predict(denoiser, seen, level, batch.tensors, self._facts).float()
+                expected = self._spec.predict(denoiser, noisy_latents, level, batch.tensors, self._facts).float()
         predict = self._spec.predict if self._replay is None else self._replay
         with self._autocast():
-            answer = predict(denoiser, seen, level, batch.tensors, self._facts)
+            answer = predict(denoiser, noisy_latents, level, batch.tensors, self._facts)
         delta = huber_delta(objective, schedule, level)
-        losses = sample_losses(answer, wanted, objective, loss_mask(batch), delta)
+        losses = sample_losses(answer, expected, objective, loss_mask(batch), delta)  # [B]
         losses = losses * self._goal.weighting.weights(schedule, level)
         weights = [sample.loss_weight for sample in batch.ref.samples]
         if any(weight != 1.0 for weight in weights):
@@ -134,26 +140,26 @@ class TrainStep:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Captures and replays of CUDA graphs; nothing where the run has none."""
+        """Number of CUDA graph captures and replays; empty if the run uses no CUDA graphs."""
         return {} if self._replay is None else self._replay.counters
 
     def release(self) -> None:
-        """Give back the memory that recorded steps hold, for who needs it between two of them."""
+        """Free the memory of captured CUDA graphs, for work between two steps. They are captured again later."""
         if self._replay is not None:
             self._replay.release()
 
 
 def loss_mask(batch: Batch) -> Tensor | None:
-    """What each element's loss is multiplied by; None where the batch has no masks."""
+    """The factor of each element's loss, normalized to a mean of 1; None if the batch has no masks."""
     mask = batch.tensors.get("loss_mask")
     if mask is None or not any(sample.normalises_mask for sample in batch.ref.samples):
         return mask
     mask = mask.float()
-    # A batch that is masked all over learns nothing, and must not divide by 0.
+    # A completely masked batch has a loss of 0; without the clamp it would be 0 / 0.
     return mask / mask.mean().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _on(values: Sequence[float], device: torch.device) -> Tensor:
-    """From page-locked memory the copy is only queued; the host does not wait for it."""
+    """A copy from pinned memory is asynchronous, so the host does not wait for the device."""
     tensor = torch.tensor(values, dtype=torch.float32)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

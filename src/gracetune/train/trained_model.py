@@ -1,8 +1,8 @@
-"""The model that is trained: its denoisers loaded, made trainable, and given their places.
+"""The trained model: its denoisers, loaded and placed, with their adapters attached.
 
-trainee = load_trainee(config, source, runtime, choices)
-trainee.parameters()                     # by names that are the same in every run, expert first
-trainee.host.activate("high_noise")      # the denoiser whose turn it is
+model = load_trained_model(config, spec, source, facts, runtime, choices, host)
+model.parameters()                     # name -> parameter; names are stable across runs and begin with the expert
+model.host.activate("high_noise")      # the denoiser of this step, on the device
 """
 
 from __future__ import annotations
@@ -43,57 +43,61 @@ BasePrecision = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
 
 @dataclass(frozen=True)
 class DenoiserChoices:
-    """How the denoisers are run: decided before any is loaded, each with its reason elsewhere."""
+    """How the denoisers are executed, chosen before any of them is loaded (`planning.choose`)."""
 
     checkpointing: bool = False
     memory_budget: float | None = None
-    """Of activations kept by compiled blocks; None leaves it to torch."""
+    """Share of the activations that compiled blocks keep, from 0 to 1; None uses torch's default."""
     compiled: bool = False
     attention: str | None = None
+    """diffusers' name of the attention backend; None uses its default."""
     adapter_path: PathChoice = "auto"
-    """`library` computes adapters as peft and LyCORIS do: the reference the quick forms are held against."""
+    """`library` computes adapters as peft and LyCORIS do. It is the reference for the fast implementations."""
     base_precision: BasePrecision | None = None
-    """How the frozen weights are held; None: as the config says."""
+    """Precision of the frozen weights; None takes the config's."""
     fp8_layouts: Fp8Layouts = "both"
-    """Of base weights in fp8, where the config asks for those."""
+    """Which layouts of fp8 base weights are kept."""
     park_inputs: bool = False
-    """Inputs of checkpointed blocks wait in host memory."""
+    """Keep the inputs of checkpointed blocks in host memory until the backward pass."""
     shapes: Shapes = "several"
-    """Of the samples: compiled graphs are made for one, or for any."""
+    """For which sample shapes graphs are compiled."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
+    """The denoisers of a run with their adapters, ready to train."""
+
     spec: ModelSpec
     source: ModelSource
     facts: ModelFacts
     host: ExpertHost
     attached: Mapping[ExpertName, Attached]
-    """Of every trained expert, in the order of their turns."""
+    """Adapters by trained expert, in the order in which the experts are trained."""
     dtype: torch.dtype
-    """What a denoiser is given and computes in outside autocast."""
+    """Dtype of a denoiser's inputs, and of its computation outside autocast."""
     strengths: Mapping[str, float]
-    """Of datasets that are learnt with another than 1."""
+    """Adapter strength by dataset, where it is not 1."""
     regularised: frozenset[str] = frozenset()
-    """Datasets on which the base model's own answer is learnt (`datasets[].regularisation`)."""
+    """Datasets whose target is the base model's prediction (`datasets[].regularisation`)."""
     held: tuple[str, ...] = ()
-    """In words, where the base weights are not simply in one precision."""
+    """Lines that describe base weights held in 8 bits."""
     prepared: Mapping[ExpertName, Preparation] = field(default_factory=dict)
     parking: ActivationParking | None = None
-    """Of blocks' inputs, one for all experts: they take turns."""
+    """Host memory for blocks' inputs. One serves all experts, because only one is active at a time."""
     assistant: Assistant | None = None
+    """A fixed adapter that is active in training only, and absent from generated images."""
 
     @property
     def trained(self) -> tuple[ExpertName, ...]:
         return tuple(self.attached)
 
     def parameters(self, expert: ExpertName | None = None) -> dict[str, nn.Parameter]:
-        """Everything that is trained, or one expert's part of it."""
+        """All trained parameters by name, or those of one expert."""
         chosen = self.trained if expert is None else (expert,)
         return {name: cast(nn.Parameter, one) for name, one in parameter_names(self.groups(chosen)).items()}
 
     def groups(self, experts: Sequence[ExpertName] | None = None) -> list[ParamGroup]:
-        """As an optimizer wants them: one for each expert."""
+        """Parameter groups for the optimizer, one for each expert."""
         return [
             ParamGroup(name, cast(ExpertStage, name), self.attached[name].parameters())
             for name in (self.trained if experts is None else experts)
@@ -101,31 +105,31 @@ class TrainedModel:
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        """How weights are held and adapters computed, a line for each way; experts mostly say the same."""
+        """Lines that say how weights are held and adapters are computed, without repetitions."""
         lines = (line for one in self.attached.values() for line in one.decisions)
         assistant = () if self.assistant is None else (self.assistant.line,)
         return tuple(dict.fromkeys((*self.held, *assistant, *lines)))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Adapter options that have no effect on this model."""
+        """Lines about adapter options that have no effect on this model."""
         return tuple(dict.fromkeys(line for one in self.attached.values() for line in one.notes))
 
     @property
     def compiling(self) -> str | None:
-        """What compiling took so far; None where nothing was."""
+        """A line about the compiled graphs so far; None if there are none."""
         stats = [one.stats for one in self.prepared.values()]
         graphs, seconds = sum(one.graphs for one in stats), sum(one.seconds for one in stats)
         return f"torch.compile: {graphs} graphs in {format_duration(seconds)}, once" if graphs else None
 
     def components(self) -> dict[str, nn.Module]:
-        """For a pipeline: the denoisers by diffusers' names."""
+        """The trained denoisers by their names in a diffusers pipeline."""
         experts = {expert.name: expert for expert in self.facts.experts}
         return {experts[name].component: self.host.module(name) for name in self.trained}
 
     @contextmanager
     def strength_for(self, batch: Batch, expert: ExpertName) -> Iterator[None]:
-        """All samples of a batch are of one dataset."""
+        """Scale the adapter by the strength of the batch's dataset. All samples of a batch come from one dataset."""
         strength = self.strengths.get(batch.ref.samples[0].dataset, 1.0)
         if strength == 1.0:
             yield
@@ -134,18 +138,18 @@ class TrainedModel:
             yield
 
     def base_for(self, batch: Batch, expert: ExpertName) -> AbstractContextManager[None] | None:
-        """In here the denoiser is the base model; None where a batch is not to learn what that answers."""
+        """A context in which the denoiser is the base model, if the batch's target is that model's prediction."""
         if batch.ref.samples[0].dataset not in self.regularised:
             return None
         return self.attached[expert].disabled()
 
     def unassisted(self) -> AbstractContextManager[None]:
-        """In here the model is what the trained adapter will be used with."""
+        """A context without the assistant adapter: the model that the trained adapter will be used with."""
         return nullcontext() if self.assistant is None else self.assistant.absent()
 
     @contextmanager
     def evaluating(self, strength: float = 1.0) -> Iterator[None]:
-        """No gradients, no dropout, the adapters at this strength; afterwards as before."""
+        """A context without gradients and dropout, with all adapters at `strength`. Restores all modes afterwards."""
         modes = [(module, module.training) for name in self.trained for module in self.host.module(name).modules()]
         with ExitStack() as stack, torch.no_grad():
             if strength != 1.0:
@@ -161,15 +165,15 @@ class TrainedModel:
 
 
 def check_routes(config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts) -> None:
-    """Token routes that these weights cannot have: all denoisers of a model have as many blocks."""
+    """Reject token routes that name blocks the model does not have."""
     routes = config.training.token_routing.routes
     if routes:
-        denoiser = spec.build_denoiser(source, facts.experts[0])
+        denoiser = spec.build_denoiser(source, facts.experts[0])  # all experts have the same number of blocks
         resolve_routes(routes, sum(map(len, block_lists(denoiser, spec.family))))
 
 
 def router_of(config: RunConfig, spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module) -> TokenRouter | None:
-    """None where no token skips a block."""
+    """The router of tokens that skip blocks; None if none do."""
     blocks = sum(map(len, block_lists(denoiser, spec.family)))
     routes = resolve_routes(config.training.token_routing.routes, blocks) if config.skips_blocks else ()
     return TokenRouter(spec, routes, facts, config.training.seed) if routes else None
@@ -178,8 +182,11 @@ def router_of(config: RunConfig, spec: ModelSpec, facts: ModelFacts, denoiser: n
 def check_adapter(
     config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts, assistant: AssistantFile | None = None
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """Targets that name nothing, and a file to begin with that does not fit, are errors before anything is encoded or
-    loaded: all that will be attached is, to layers without weights. Returns the shape of every trained parameter."""
+    """Attach all adapters to denoisers on the meta device, and return the shape of every trained parameter.
+
+    This rejects targets that match no layer, an `init_from` file that does not fit, and files that other programs would
+    misread, before anything is encoded or loaded.
+    """
     starts = _starts(config, facts)
     groups = []
     for expert in facts.experts:
@@ -187,7 +194,7 @@ def check_adapter(
             denoiser = spec.build_denoiser(source, expert)
             if assistant is not None:
                 assist(denoiser, assistant, torch.device("meta"), torch.bfloat16)
-            attached = _made_trainable(config, spec, facts, denoiser, expert)
+            attached = _attach_adapter(config, spec, facts, denoiser, expert)
             if expert.name in starts:
                 attached.load(starts[expert.name])
             layout = attached.layout()
@@ -207,7 +214,10 @@ def load_trained_model(
     host: ExpertHost,
     assistant: AssistantFile | None = None,
 ) -> TrainedModel:
-    """One expert after the other: loaded, adapter attached, sharded, parked. An assistant is for a single one."""
+    """Load the denoisers one after the other: weights, adapter, prepared blocks, sharding, placement by `host`.
+
+    An assistant is supported for models with one denoiser only (`preflight` rejects others).
+    """
     placement = _placement(config, spec, runtime, choices)
     starts = _starts(config, facts)
     experts = {expert.name: expert for expert in facts.experts}
@@ -223,7 +233,7 @@ def load_trained_model(
             held.append(eight_bit_line(denoiser, placement.eight_bits.layers))
         if assistant is not None:
             assisting = assist(denoiser, assistant, runtime.device, placement.dtype)
-        attached[name] = _made_trainable(config, spec, facts, denoiser, experts[name], choices.adapter_path)
+        attached[name] = _attach_adapter(config, spec, facts, denoiser, experts[name], choices.adapter_path)
         if name in starts:
             attached[name].load(starts[name])
         denoiser.train()
@@ -236,7 +246,7 @@ def load_trained_model(
         if runtime.is_sharded:
             runtime.shard(denoiser, spec.repeated_blocks)
         else:
-            runtime.same_everywhere_(parameter.data for parameter in attached[name].parameters().values())
+            runtime.broadcast_(parameter.data for parameter in attached[name].parameters().values())
         host.add(name, denoiser)
     strengths = {one.id: one.adapter_strength for one in config.datasets if one.adapter_strength != 1.0}
     whole = config.adapter.kind == "full_finetune"
@@ -248,7 +258,10 @@ def load_trained_model(
 
 
 def _placement(config: RunConfig, spec: ModelSpec, runtime: Runtime, choices: DenoiserChoices) -> PartPlacement:
-    """Beside the layers in 8 bits everything is in 16; next to int8 in those that the run computes in."""
+    """Device and precision of the base weights.
+
+    With 8-bit layers all other weights are in 16 bits: bf16 beside fp8, the run's precision beside int8.
+    """
     precision = choices.base_precision or config.model.base_precision
     if precision == "fp8":
         held = EightBitLayers(spec.default_targets, choices.fp8_layouts)
@@ -261,7 +274,7 @@ def _placement(config: RunConfig, spec: ModelSpec, runtime: Runtime, choices: De
     return PartPlacement(runtime.device, _BASES[precision], choices.attention)
 
 
-def _made_trainable(
+def _attach_adapter(
     config: RunConfig, spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module, expert: Expert,
     adapter_path: PathChoice = "auto",
 ) -> Attached:  # fmt: skip
@@ -279,11 +292,14 @@ def _made_trainable(
 
 
 def _starts(config: RunConfig, facts: ModelFacts) -> dict[ExpertName, AdapterState]:
-    """The adapters of `init_from`, by expert: one file, or the folder or first file of a pair."""
+    """The adapters in `init_from`, by expert. The path is a file; if it is one of a pair, the other is read too.
+
+    A file without an expert's name is used for both experts.
+    """
     if config.adapter.init_from is None:
         return {}
     path = Path(config.adapter.init_from).expanduser()
-    states = [state for file in _pair(path) for state in open_adapter(file, facts.family).states()]
+    states = [state for file in _with_other_expert(path) for state in open_adapter(file, facts.family).states()]
     found: dict[ExpertName, AdapterState] = {state.expert: state for state in states}
     if "" in found and len(facts.experts) > 1:
         found = {name: replace(found[""], expert=cast(ExpertStage, name)) for name in trained_experts("both", facts)}
@@ -296,7 +312,7 @@ def _starts(config: RunConfig, facts: ModelFacts) -> dict[ExpertName, AdapterSta
     return found
 
 
-def _pair(path: Path) -> Sequence[Path]:
+def _with_other_expert(path: Path) -> Sequence[Path]:
     from gracetune.adapters.metadata import other_expert_file
 
     other = other_expert_file(path)

@@ -1,6 +1,6 @@
-"""What an optimizer step changes beside the weights: the optimizer, its schedule, averages, and how far the run is.
+"""The state that an optimizer step changes, apart from the weights: optimizer, schedule, loss scale, EMA, position.
 
-A checkpoint saves all of it (`chunks`).
+A checkpoint saves all of it (`state_parts`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gracetune.train.position import Position
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run stood between two windows: what the host counts. All else of its state is on the device."""
+    """The host's part of the state between two steps. The rest of the state is on the device."""
 
     position: Position
     loader: dict[str, object]
@@ -34,27 +34,28 @@ class ResumePoint:
 
 
 class TrainingState:
-    """One object for the whole run. Its `position` is one too: whoever holds it sees how far the run is."""
+    """One object for the whole run. Its `position` is shared, too, and changes in place."""
 
     def __init__(
         self, optimizer: Optimizer, schedule: LambdaLR, scale: LossScale | NoScale, ema: EmaWeights | None,
         loader: Loader,
         device: torch.device,
     ) -> None:  # fmt: skip
-        """`ema` is None for a run without averages."""
+        """`ema` is None if the run keeps no EMA weights."""
         self.optimizer, self.schedule, self.scale, self.ema = optimizer, schedule, scale, ema
         self.loader = loader
         self.position = Position()
         self.saved_loader = loader.state_dict()
-        """The loader's state at the last window's end: a stop inside a window goes back to there."""
+        """The loader's state after the last step. A stop within a step resumes from there."""
         self.skipped: Tensor = torch.zeros((), device=device)
-        """On the device: 1 where steps are left out (`optim.step_skipping`)."""
+        """[], on the device: 1 if optimizer steps are skipped (`optim.step_skipping`)."""
 
     def take_step(self, norm: Tensor) -> None:
-        """Gradients that are not finite change nothing: neither weights nor the optimizer's state nor averages.
+        """Take the optimizer step, unless the gradients are not finite. `norm` is their norm.
 
-        Such a window ends the run, and those that follow until the host hears of it change nothing either. In fp16 it
-        is an ordinary event, and the next one counts again.
+        A skipped step changes neither weights nor optimizer state nor EMA weights. In fp16 it is an ordinary event, and
+        the next step counts again. Otherwise it ends the run. The host learns of it later, so all steps until then
+        are skipped as well.
         """
         found = (~norm.isfinite()).float()
         self.skipped = found if self.scale.skips else torch.maximum(self.skipped, found)
@@ -76,7 +77,7 @@ class TrainingState:
         return ResumePoint(replace(self.position), self.saved_loader, self.schedule.last_epoch, averages)
 
     def go_back(self, resume_point: ResumePoint) -> None:
-        """To where the device's state still is: of the windows since then all steps were left out."""
+        """Rewind the host's state. The device's state is still that of `resume_point`: all later steps were skipped."""
         self.position.move_to(resume_point.position)
         self.saved_loader = resume_point.loader
         move_to(self.schedule, resume_point.schedule_steps)
@@ -86,7 +87,7 @@ class TrainingState:
     def load_position(
         self, position: Position, loader: dict[str, object], *, allow_other_data: bool
     ) -> tuple[str, ...]:
-        """From a checkpoint. What differs in the data, where that is allowed."""
+        """Restore position and loader from a checkpoint. Return notes about changed data, if a change is allowed."""
         notes = self.loader.load_state_dict(loader, allow_other_data=allow_other_data)
         self.position.move_to(position)
         self.saved_loader = self.loader.state_dict()
@@ -94,6 +95,6 @@ class TrainingState:
 
     @contextmanager
     def as_delivered(self) -> Iterator[None]:
-        """Inside, the model has the weights a user gets: the averages, where the run keeps some."""
+        """Inside, the model has the weights that a user gets: EMA or schedule-free averages, if the run keeps any."""
         with averaged(self.optimizer), nullcontext() if self.ema is None else self.ema.swapped():
             yield

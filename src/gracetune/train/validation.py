@@ -1,6 +1,7 @@
-"""Samples drawn while training: at the start, on time, and whenever somebody asks. Training notices nothing of it.
+"""Generate images, clips or audio during training: at the start, periodically, and on request.
 
-A request is a file `validate-now` in the run's folder (`gracetune validate-now RUN` makes it) or the signal SIGUSR1.
+A request is a file `validate-now` in the run's folder (`gracetune validate-now RUN` creates it) or the signal SIGUSR1.
+Validation does not change the training: all state it touches is restored.
 """
 
 from __future__ import annotations
@@ -39,24 +40,27 @@ class Sampling(Callback):
         self, config: RunConfig, folder: RunFolder, model: EvaluatedModel, store: CheckpointStore, control: Control,
         pauses: Pauses, telemetry: Telemetry, view: View, *, room: Callable[[], int], prompts: Prompts | str,
     ) -> None:  # fmt: skip
-        """`room` says how much main memory may still be used; `prompts` are their embeddings, or why there are none."""
+        """`room` returns how much host memory may still be used. `prompts` holds the prompts' embeddings, or says why
+        there are none."""
         self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
         self._model, self._store, self._control, self._pauses = model, store, control, pauses
         self._room, self._prompts = room, prompts
         self._warned_of_request = False
         self._kept: Any = None
-        """The pipeline of the round before; what it has beside the trained denoisers is in main memory."""
+        """The pipeline of the previous validation. Its parts other than the trained denoisers are in host memory."""
         self._requests = requests_of(config)
         section = config.validation
         timed = section.at_start or section.every_steps or section.every_epochs
         if section.enabled and timed and not self._requests:
-            view.warn("validation has no prompts: no samples are drawn; write some under validation.prompts")
+            view.warn("validation has no prompts: no samples are generated; add some under validation.prompts")
         if self._requests:
             view.report(f"samples: {prompts.reason if isinstance(prompts, Prompts) else prompts}")
 
     def start(self, begun: RunStarts) -> None:
-        """Also what a process that was killed owes: samples of the very step that the run goes on from. Tried once: it
-        may be these samples that killed it."""
+        """Generate samples at the start, and those of the checkpoint that a killed process did not finish.
+
+        The latter are tried once only, because generating them may be what killed the process.
+        """
         step = begun.position.step
         owed = self._store.unfinished("sampling")
         is_owed = bool(self._model.runtime.highest(int(step in owed)))
@@ -75,7 +79,7 @@ class Sampling(Callback):
         requested = self._requested()
         if requested or self.is_due(done):
             with self._pauses.counted():
-                # Saving may just have gone back to before a step that has failed: samples are of what is kept.
+                # Saving may just have rewound the run to before a failed step. Use the position that was kept.
                 self._generate(self._model.state.position.step, requested=requested)
             self._store.end_work("sampling", done.step)
 
@@ -83,18 +87,19 @@ class Sampling(Callback):
         self._kept = None
 
     def _requested(self) -> bool:
-        """On any rank, and then on all of them: a sharded model is sampled by all together."""
+        """Whether a validation is requested on any rank. All ranks then generate, as a sharded model needs them all."""
         runtime = self._model.runtime
         requested_here = self._control.validate or (runtime.is_main and self._take_request())
         self._control.validate = False
         if not runtime.highest(int(requested_here)):
             return False
         if not self._requests:
-            self._view.warn("a validation was asked for, but the config has no validation.prompts")
+            self._view.warn("a validation was requested, but the config has no validation.prompts")
         return True
 
     def _take_request(self) -> bool:
-        """Whether a file asks. One that cannot be removed is no request: it would be one at every step."""
+        """Whether a request file exists; removes it. A file that cannot be removed is ignored: it would request a
+        validation at every step."""
         file = self._folder.path / VALIDATE_NOW
         try:
             if not file.exists():
@@ -110,7 +115,7 @@ class Sampling(Callback):
         return True
 
     def _generate(self, step: int, *, requested: bool) -> None:
-        # Every rank draws where the model is shared out over them; otherwise the first one, and the others wait.
+        # All ranks generate with a sharded model. Otherwise rank 0 generates, and the others wait.
         runtime = self._model.runtime
         if not self._requests or not (runtime.is_main or runtime.is_sharded):
             return
@@ -119,17 +124,17 @@ class Sampling(Callback):
         files: list[SampleFile] = []
         images: list[Image.Image] = []
         phase = self._view.phase(f"samples at step {step}")
-        with self._going_on(step, "samples"), untouched(self._model), phase, self._pipeline() as pipeline:
+        with self._warn_on_failure(step, "samples"), untouched(self._model), phase, self._pipeline() as pipeline:
             for number, request in enumerate(self._requests):
                 if self._has_to_stop():
                     self._view.report(
                         f"samples at step {step}: {len(self._requests) - number} left out, the run is stopping"
                     )
                     break
-                with self._going_on(step, f"validation.prompts[{request.prompt}]"):
-                    sampled = self._sampled(pipeline, request)
+                with self._warn_on_failure(step, f"validation.prompts[{request.prompt}]"):
+                    sampled = self._sample(pipeline, request)
                     if runtime.is_main:
-                        files += self._written(step, number, request, sampled)
+                        files += self._write(step, number, request, sampled)
                         images += sampled.frames[:1]
         if not runtime.is_main:
             return
@@ -139,7 +144,10 @@ class Sampling(Callback):
         self._telemetry.emit(event)
 
     def _has_to_stop(self) -> bool:
-        """A scheduler that asks a run to stop gives it a minute or two. A sharded model is sampled by all together."""
+        """Whether the run should stop. A cluster scheduler leaves a minute or two, so the other samples are skipped.
+
+        With a sharded model all ranks decide together, because they generate together.
+        """
         should_stop, runtime = self._control.stop is not None, self._model.runtime
         return bool(runtime.highest(int(should_stop))) if runtime.is_sharded else should_stop
 
@@ -154,8 +162,8 @@ class Sampling(Callback):
             return None
         return str(path.relative_to(self._folder.path))
 
-    def _written(self, step: int, number: int, request: ValidationRequest, sampled: Sampled) -> list[SampleFile]:
-        """A sample that finds no room is said, and training goes on."""
+    def _write(self, step: int, number: int, request: ValidationRequest, sampled: Sampled) -> list[SampleFile]:
+        """Write one sample. If that fails, warn and continue training."""
         stem = self._folder.samples / f"{step:09d}_{number:02d}_seed{request.request.seed}"
         try:
             path, kind = write_sample(stem, sampled, self._config.validation.fps)
@@ -170,25 +178,25 @@ class Sampling(Callback):
         self._telemetry.emit(Warned(message=message, step=step))
 
     @contextmanager
-    def _going_on(self, step: int, what: str) -> Iterator[None]:
-        """What cannot be drawn, because a reference is gone meanwhile, is said, and training goes on.
+    def _warn_on_failure(self, step: int, what: str) -> Iterator[None]:
+        """Warn and continue training if something cannot be generated, for example because a reference image is gone.
 
-        Not where the model is shared out: the other ranks would wait for ever for the one that left off.
+        With a sharded model the error is raised: the other ranks would wait for this one for ever.
         """
         try:
             yield
         except (ConfigError, OSError) as error:
             if self._model.runtime.is_sharded:
                 raise
-            self._warn(step, f"{what}: not drawn, and training goes on: {error}")
+            self._warn(step, f"{what}: not generated, and training continues: {error}")
 
-    def _sampled(self, pipeline: Any, wanted: ValidationRequest) -> Sampled:
-        model, request = self._model, wanted.with_images()
+    def _sample(self, pipeline: Any, validation: ValidationRequest) -> Sampled:
+        model, request = self._model, validation.with_images()
         if isinstance(self._prompts, Prompts):
             request = self._prompts.given(request, model.trained_model.dtype)
         trained_model = model.trained_model
         with ExitStack() as stack:
-            stack.enter_context(trained_model.evaluating(wanted.strength))
+            stack.enter_context(trained_model.evaluating(validation.strength))
             stack.enter_context(trained_model.unassisted())
             stack.enter_context(model.state.as_delivered())
             stack.enter_context(model.runtime.autocast())
@@ -196,10 +204,10 @@ class Sampling(Callback):
 
     @contextmanager
     def _pipeline(self) -> Iterator[Any]:
-        """diffusers' own pipeline around the very denoisers that are trained.
+        """A diffusers pipeline with the trained denoisers.
 
-        Its VAE, and text encoders where the prompts' embeddings are not at hand, wait in main memory for the next round
-        where there is room for them; where there is not, they are let go and read from disk again.
+        Its other parts (the VAE, and text encoders if the prompts' embeddings are not cached) stay in host memory until
+        the next validation if there is room. If not, they are freed and read from disk again.
         """
         model = self._model
         trained_model = model.trained_model
@@ -227,6 +235,7 @@ class Sampling(Callback):
 
 
 def _other_parts(pipeline: Any, model: EvaluatedModel) -> list[nn.Module]:
+    """The pipeline's modules other than the trained denoisers."""
     ours = {id(module) for module in model.trained_model.components().values()}
     return [part for part in pipeline.components.values() if isinstance(part, nn.Module) and id(part) not in ours]
 
@@ -237,7 +246,7 @@ def _move(parts: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def _host_bytes(parts: Iterable[nn.Module], device: torch.device) -> int:
-    """What it takes more of main memory to keep them there."""
+    """Additional host memory needed to keep these parts; 0 on a CPU, where they are in host memory already."""
     if device.type == "cpu":
         return 0
     return sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.state_dict().values())
@@ -245,15 +254,15 @@ def _host_bytes(parts: Iterable[nn.Module], device: torch.device) -> int:
 
 @contextmanager
 def untouched(model: EvaluatedModel) -> Iterator[None]:
-    """Whatever happens inside: every generator, the expert whose turn it is, and the gradients are as before."""
+    """Restore all random generators and the active expert after the work inside."""
     generators = RandomState(model.device)
     before = generators.save()
     kept = {name: tensor.clone() for name, tensor in before.tensors.items()}
     host, active = model.trained_model.host, model.trained_model.host.active
     with ExitStack() as stack:
         for name in model.trained_model.trained:
-            # A pipeline calls one expert after the other; a parked one is brought when it is called.
-            hook = host.module(name).register_forward_pre_hook(lambda *_, name=name: _bring(model, name))
+            # A pipeline calls one expert after the other. A parked expert is activated when it is called.
+            hook = host.module(name).register_forward_pre_hook(lambda *_, name=name: _activate(model, name))
             stack.callback(hook.remove)
         try:
             yield
@@ -263,5 +272,5 @@ def untouched(model: EvaluatedModel) -> Iterator[None]:
             generators.load(before.json, kept)
 
 
-def _bring(model: EvaluatedModel, name: str) -> None:
+def _activate(model: EvaluatedModel, name: str) -> None:
     model.trained_model.host.activate(name)

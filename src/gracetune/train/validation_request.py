@@ -1,4 +1,4 @@
-"""Ask a running job for something, from another process."""
+"""Request a validation from a running job, from another process."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.storage.locks import lock
 
 VALIDATE_NOW = "validate-now"
-"""A file of this name in a run's folder asks for a validation; the job removes it."""
+"""A file of this name in a run's folder requests a validation. The job removes it."""
 
 
 def ask_for_validation(run_folder: Path) -> str:
-    """Returns what was done, in words."""
+    """Create the request file, and return a line for the user."""
     folder = run_folder.expanduser().absolute()
     if not (folder / "checkpoints").is_dir():
         problem = "no such folder" if not folder.is_dir() else "a folder without checkpoints/"
         raise ConfigError([Problem("RUN", problem, "the output folder of a run", "check the path", str(folder))])
     if not is_running(folder):
-        hint = "gracetune train CONFIG --set validation.at_start=true draws samples of a new run"
-        raise ConfigError([Problem("RUN", "nobody trains here now", "a run that is at work", hint, str(folder))])
+        hint = "gracetune train CONFIG --set validation.at_start=true generates samples when a run starts"
+        raise ConfigError([Problem("RUN", "no run is active here", "a running job", hint, str(folder))])
     (folder / VALIDATE_NOW).touch()
-    return f"asked: samples appear in {folder / 'samples'} after the step the run is at"
+    return f"requested: samples will appear in {folder / 'samples'} after the current step"
 
 
 def is_running(folder: Path) -> bool:
-    """A run holds a lock on its checkpoints for as long as it lives."""
+    """Whether a run uses this folder: it holds a lock on its checkpoints while its process lives."""
     try:
         descriptor = os.open(folder / "checkpoints" / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a run shows while it works. The command line draws it; without one nothing is shown."""
+"""The interface through which a run shows its progress. The command line implements it; `View` itself shows nothing."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
 
 
 class View:
-    """Does nothing: a subclass shows what it likes. Observation never steers."""
+    """Shows nothing; subclasses override what they show. A view must not influence the run."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
-        """Everything that was warned of."""
+        """All warnings so far."""
         self._recorder: Callable[[str], None] | None = None
 
     def report(self, text: str) -> None:
-        """One line the user should read."""
+        """Show one line to the user."""
 
     def warn(self, text: str) -> None:
-        """Something asked for is not done, or done otherwise. Who shows it calls this too."""
+        """Warn that a request is not done, or done in another way. A subclass that shows it calls this method too."""
         self.record(text)
 
     def record(self, text: str) -> None:
-        """A warning for the log of the run, not shown. May be called from anywhere: see `Telemetry.warn`."""
+        """Record a warning in the run's log without showing it. Thread-safe, as `Telemetry.warn` is."""
         self.warnings.append(text)
         if self._recorder is not None:
             self._recorder(text)
 
     def record_with(self, recorder: Callable[[str], None]) -> None:
-        """`recorder` gets every warning, those until now and those to come."""
+        """Pass every warning to `recorder`, past and future ones."""
         self._recorder = recorder
         for text in self.warnings:
             recorder(text)
 
     def planned(self, planned: PlannedRun, machine: Machine) -> None:
-        """The memory plan, before anything is loaded."""
+        """Show the memory plan, before anything is loaded."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -53,7 +53,7 @@ class View:
     def on_scanned(self, name: str, done: int, total: int) -> None: ...
 
     def on_download(self, name: str) -> OnFetched:
-        """Of a dataset or a model: told how many bytes are here, of how many."""
+        """A callback for the download of a dataset or a model. It gets the bytes received and the total."""
         return lambda done, total: None
 
     def on_staging(self, name: str) -> OnProgress:
@@ -66,11 +66,11 @@ class View:
     def on_step(self, step: int, steps: int) -> None: ...
 
     def on_status(self, status: RunStatus) -> None:
-        """At every log step: loss, pace, memory."""
+        """Show loss, speed and memory, at every log step."""
 
 
 class CollectingView(View):
-    """Shows nothing, and keeps what was said."""
+    """Shows nothing and keeps the reported lines."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs on base weights in fp8: what is refused, and that the trainer's own step learns on them."""
+"""Training on fp8 base weights: rejected combinations, and the trainer's own step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def runtime(*, sharded: bool) -> Runtime:
     )  # fmt: skip
 
 
-def test_weights_spread_over_processes_are_rejected(wan: RandomModel, tmp_path: Path) -> None:
+def test_sharded_8_bit_weights_are_rejected(wan: RandomModel, tmp_path: Path) -> None:
     config = config_of(JOB, wan.source.folder, tmp_path)
     reject_eight_bits(config, runtime(sharded=False))
     reject_eight_bits(config_of(replace(JOB, precision="bf16"), wan.source.folder, tmp_path), runtime(sharded=True))
@@ -54,7 +54,7 @@ def test_a_full_fine_tune_is_rejected_with_the_rest_of_the_config(wan: RandomMod
 
 
 @pytest.mark.parametrize("layouts", ["both", "one"])
-def test_the_trainers_own_step_learns_on_them(wan: RandomModel, tmp_path: Path, layouts: str) -> None:
+def test_a_training_step_learns_on_fp8_weights(wan: RandomModel, tmp_path: Path, layouts: str) -> None:
     losses = {}
     for precision in ("bf16", "fp8"):
         job = replace(JOB, precision=precision)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_the_trainers_own_step_learns_on_them(wan: RandomModel, tmp_path: Path, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("adapter", ["lora", "dora", "lokr", "loha"])
-def test_adapter_gradients_point_the_same_way(wan: RandomModel, adapter: str) -> None:
+def test_adapter_gradients_on_fp8_weights_point_the_same_way(wan: RandomModel, adapter: str) -> None:
     found = gradient_check(replace(JOB, adapter=adapter), wan, CPU)  # type: ignore[arg-type]
     assert found.cosine > 0.99
     assert found.relative_error < 0.15

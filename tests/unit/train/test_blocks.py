@@ -1,4 +1,4 @@
-"""The denoiser's blocks as they are trained: graphs, what they keep and what they compute."""
+"""The denoiser's blocks in training: compiled graphs, kept activations, gradients."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ TinyModel = Callable[[str, str], Path]
 CPU = torch.device("cpu")
 SPEC = spec_of("wan")
 BUCKETS = ((4, 4), (4, 6), (6, 4), (6, 6), (8, 4), (8, 8))
-"""Height and width of latents: square and not, two with the same number of tokens."""
+"""Height and width of latents: square and not square, two of them with the same number of tokens."""
 
 
 class Wan:
-    """A tiny Wan with a LoRA on some layers, in fp32 so that equal means equal."""
+    """A tiny Wan with a LoRA on some layers, in fp32 so that results can be compared exactly."""
 
     def __init__(
         self, folder: Path, targets: tuple[str, ...] = ("blocks.*.attn1.to_q",), attention: str | None = None,
@@ -65,7 +65,7 @@ class Wan:
     def gradients(self, **shape: int) -> list[Tensor]:
         for parameter in self.attached.parameters().values():
             parameter.grad = None
-            parameter.data = parameter.data + 0.01  # lora_B begins at 0, and nothing of A would show
+            parameter.data = parameter.data + 0.01  # lora_B starts at 0, which would hide the effect of A
         self.loss(**shape).backward()
         found = [parameter.grad for parameter in self.attached.parameters().values()]
         return [one for one in found if one is not None]
@@ -79,7 +79,7 @@ def wan_folder(tiny_model: TinyModel) -> Iterator[Path]:
 
 
 def passes(wan: Wan, batches: tuple[int, ...]) -> list[int]:
-    """Graphs after each shape."""
+    """The number of graphs after each shape."""
     graphs = []
     for height, width in BUCKETS:
         for batch in batches:
@@ -89,7 +89,7 @@ def passes(wan: Wan, batches: tuple[int, ...]) -> list[int]:
 
 
 class _Table(nn.Module):
-    """Of positions, as Wan's: put together by height and width, and handed out as a view."""
+    """A table of positions like Wan's: built by height and width, and returned as a view."""
 
     def forward(self, height: int, width: int) -> Tensor:
         rows = torch.arange(float(height)).view(height, 1, 1).expand(height, width, 4)
@@ -120,7 +120,7 @@ class _Denoiser(nn.Module):
 
 
 def test_a_kernel_set_around_attention_costs_no_graphs(wan_folder: Path) -> None:
-    """cuDNN's is set as the math kernel is here: every block then has a class of processors to be the same."""
+    """The math kernel is set in the same way as cuDNN's: all blocks then share one class of attention processors."""
     through_torch = Wan(wan_folder, attention="_native_math")
     for module in through_torch.denoiser.modules():
         if hasattr(module, "processor"):
@@ -134,7 +134,7 @@ def test_a_kernel_set_around_attention_costs_no_graphs(wan_folder: Path) -> None
     assert prepared.stats.graphs == 1
 
 
-def test_the_compilers_list_of_costly_work_is_complete_and_then_its_own_again() -> None:
+def test_the_compilers_list_of_costly_operations_is_completed_and_restored() -> None:
     from torch._functorch import partitioners
 
     attention = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -145,7 +145,7 @@ def test_the_compilers_list_of_costly_work_is_complete_and_then_its_own_again() 
 
 
 class TestMechanism:
-    """The same as below on blocks that compile in no time."""
+    """The same tests as below, on small blocks that compile quickly."""
 
     def test_four_blocks_and_six_buckets_have_two_graphs(self) -> None:
         torch._dynamo.reset()
@@ -161,8 +161,8 @@ class TestMechanism:
         second(4, 6).backward()
         assert found.stats.graphs == 0, "another expert has the same graphs"
 
-    def test_a_modules_numbers_are_constants_of_its_graph(self) -> None:
-        """Not inputs on the CPU, as torch makes them where a graph is for any shape."""
+    def test_python_floats_are_constants_of_a_graph(self) -> None:
+        """By default torch turns them into CPU inputs of a graph with dynamic shapes."""
 
         class Scaled(nn.Module):
             def __init__(self) -> None:
@@ -185,7 +185,7 @@ class TestMechanism:
         denoiser(torch.ones(3, 4))
         assert sorted(len(shape) for shape in inputs) == [1, 2], "the weight and x"
 
-    def test_a_budget_holds_while_a_graph_is_made_and_not_before_or_after(self) -> None:
+    def test_a_budget_is_set_only_while_a_graph_is_compiled(self) -> None:
         torch._dynamo.reset()
         before = torch._functorch.config.activation_memory_budget
         kept = []
@@ -206,7 +206,7 @@ class TestMechanism:
 @pytest.mark.full
 class TestGraphs:
     def test_one_for_the_first_block_and_one_for_all_others_in_every_bucket(self, wan_folder: Path) -> None:
-        """The first block's input needs no gradient."""
+        """The first block needs its own graph, because its input needs no gradient."""
         wan = Wan(wan_folder, compiled=True, shapes="several", backend="eager")
         assert passes(wan, (2,)) == [2] * len(BUCKETS)
         assert wan.prepared.blocks == 2
@@ -218,7 +218,7 @@ class TestGraphs:
         wan = Wan(wan_folder, targets, compiled=True, shapes="several", backend="eager")
         assert passes(wan, (1, 2)) == [2, *[4] * (2 * len(BUCKETS) - 1)]
 
-    def test_made_for_one_shape_others_cost_one_more_and_not_one_each(self, wan_folder: Path) -> None:
+    def test_after_the_first_shape_all_others_share_one_more_graph(self, wan_folder: Path) -> None:
         wan = Wan(wan_folder, compiled=True, shapes="one", backend="eager")
         assert passes(wan, (2,)) == [2, *[4] * (len(BUCKETS) - 1)]
 
@@ -242,7 +242,7 @@ class TestWhatIsComputed:
         assert parking.stats.parked_bytes > 0
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
-    def test_the_budget_is_kept_and_nobody_elses(self, wan_folder: Path) -> None:
+    def test_the_budget_limits_kept_activations_and_stays_local(self, wan_folder: Path) -> None:
         before = torch._functorch.config.activation_memory_budget
         kept = {}
         for budget in (None, 0.0):
@@ -261,7 +261,7 @@ class _Saved:
 
 @contextmanager
 def counted() -> Iterator[_Saved]:
-    """Of what is kept for the backward pass, parameters aside; each memory once."""
+    """Bytes kept for the backward pass, without parameters. Shared memory counts once."""
     saved, seen = _Saved(), set[int]()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ def counted() -> Iterator[_Saved]:
 
 
 class _Watch(TorchDispatchMode):
-    """Remembers every operation and the tensors it makes."""
+    """Records every operation and the tensors it creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class _Watch(TorchDispatchMode):
 
 
 class TestWansBlocks:
-    """What we rely on in diffusers' own code; if a release changes it, this tells."""
+    """Properties of diffusers' code that we rely on. These tests fail if a release changes them."""
 
     def test_positions_are_real_numbers_in_single_precision(self, wan_folder: Path) -> None:
         wan, seen = Wan(wan_folder), _Watch()

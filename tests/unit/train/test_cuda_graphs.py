@@ -1,5 +1,7 @@
-"""What is captured when, and that a replay gives the gradients autograd gives. The device here runs the captured
-functions again instead of a GPU's graphs; those are in tests/gpu."""
+"""When shapes are captured, and that replays give autograd's gradients.
+
+The device in these tests runs the captured functions again. Tests with real CUDA graphs are in tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ from unit.models.test_token_routing import TinyModel, opened
 FACTS: Any = None
 WARM_UP = 1 + PROBES
 SCARCE = int(3.2 * GIB)
-"""A recording takes one, and a step 2.3 by count: alone there is room for either, but not for both."""
+"""A capture takes 1 GiB and a step is estimated at 2.3 GiB: either of them fits alone, but not both."""
 BUSY = "CUDA graph: off for latents [{}, 6]: the step is GPU-bound"
 OFF = "CUDA graph: off, kernels are launched one by one: "
 
@@ -64,14 +66,14 @@ SPEC: Any = SimpleNamespace(predict=predict, recorded_inputs=dict)
 
 
 class Again:
-    """Does what it was given to do."""
+    """A stand-in for a CUDA graph: `replay` calls a function."""
 
     def __init__(self, run: Any) -> None:
         self.replay = run
 
 
 class Device(GraphDevice):
-    """One of this test's making: busy or waiting, with so much memory. Every forward pass keeps a GiB."""
+    """A stand-in for a GPU, launch-bound (`waits`) or not, with `free` memory. Every forward pass keeps 1 GiB."""
 
     def __init__(self, waits: bool, error: Exception | None, free: int, synchronises: bool) -> None:
         self.requested = self.recorded = self.pools = self.left = self.on_side_stream = 0
@@ -90,7 +92,7 @@ class Device(GraphDevice):
         self.left = 0
 
     def is_launch_bound(self) -> bool:
-        """Steps before this one would say that it is busy."""
+        """Unfinished work of earlier steps makes the device look GPU-bound."""
         self.requested += 1
         return self._waits and self.left == 0
 
@@ -110,9 +112,9 @@ class Device(GraphDevice):
         return object()
 
     def capture(
-        self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, turns: SharedGraphPool
+        self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, shared: SharedGraphPool
     ) -> CapturedPass:
-        """What is recorded is run again, on what all recordings share: the last forward pass's answer."""
+        """A replay runs the captured function again. All captures share the last forward pass, as they share a pool."""
         if self._error is not None:
             raise self._error
         self.recorded += 1
@@ -129,7 +131,7 @@ class Device(GraphDevice):
         def backward() -> None:
             gradients.add(torch.autograd.grad((self.live,), gradients.parameters, (gradient,), allow_unused=True))
 
-        made = CapturedPass(buffers, answer, gradient, (Again(forward), Again(backward)), turns)
+        made = CapturedPass(buffers, answer, gradient, (Again(forward), Again(backward)), shared)
         self._existing.add(made)
         return made
 
@@ -144,7 +146,7 @@ class Setup:
         self.replay = Replay(SPEC, {self.net: self.gradients}, report=self.lines.append, gpu=self.gpu)
 
     def step(self, seed: int, size: int = 3, micro_batches: int = 2, sizes: Sequence[int] = ()) -> list[Tensor]:
-        """All gradients of a window, by the replaying way; they are those of the plain one, every time."""
+        """The gradients of an optimizer step through `Replay`. Asserts that they equal those without it."""
         generator = torch.Generator().manual_seed(seed)
         plain = {name: torch.zeros_like(one) for name, one in self.net.named_parameters()}
         self.gradients.open()
@@ -168,7 +170,7 @@ class Setup:
         return found
 
 
-def test_a_window_has_the_same_gradients_before_and_after_it_is_recorded() -> None:
+def test_a_step_has_the_same_gradients_before_and_after_its_capture() -> None:
     setup = Setup()
     for seed in range(5):
         setup.step(seed)
@@ -188,7 +190,7 @@ def test_weights_that_have_changed_are_read_by_the_next_replay() -> None:
     assert setup.gpu.recorded == 1
 
 
-def test_nothing_is_recorded_where_the_gpu_has_work() -> None:
+def test_nothing_is_captured_if_the_step_is_gpu_bound() -> None:
     setup = Setup(waits=False)
     for seed in range(5):
         setup.step(seed)
@@ -197,7 +199,7 @@ def test_nothing_is_recorded_where_the_gpu_has_work() -> None:
     assert setup.lines == [BUSY.format(3)]
 
 
-def test_work_left_of_replayed_steps_says_nothing_about_another_shape() -> None:
+def test_unfinished_replays_do_not_make_another_shape_look_gpu_bound() -> None:
     setup = Setup()
     for seed in range(6):
         setup.step(seed, 3)
@@ -208,7 +210,7 @@ def test_work_left_of_replayed_steps_says_nothing_about_another_shape() -> None:
     assert len(setup.lines) == 1
 
 
-def test_each_shape_has_its_own_and_there_are_not_too_many() -> None:
+def test_each_shape_has_its_own_capture_up_to_a_limit() -> None:
     setup = Setup(free=64 * GIB)
     for _ in range(2):
         for size in range(1, MOST + 3):
@@ -218,15 +220,15 @@ def test_each_shape_has_its_own_and_there_are_not_too_many() -> None:
     assert setup.lines[1:] == [f"CUDA graph: off for latents [{MOST + 1}, 6]: {MOST} other shapes are captured"]
 
 
-def test_shapes_take_turns_within_a_window() -> None:
+def test_captures_of_several_shapes_are_used_within_one_step() -> None:
     setup = Setup()
     for seed in range(4):
         setup.step(seed, sizes=(3, 2, 3, 2))
     assert setup.gpu.recorded == 2
 
 
-def test_views_are_given_as_tensors_of_their_own_before_and_while_it_is_recorded() -> None:
-    """Compiled blocks make a new graph for a tensor that is no view any more, and that in a recording."""
+def test_views_are_cloned_before_and_during_a_capture() -> None:
+    """Otherwise compiled blocks would compile a new graph during a capture, for a tensor that is no longer a view."""
     seen: list[bool] = []
     setup = Setup()
 
@@ -244,7 +246,7 @@ def test_views_are_given_as_tensors_of_their_own_before_and_while_it_is_recorded
     assert not any(seen)
 
 
-def test_a_new_shape_gets_the_recordings_memory_where_there_is_no_room_for_both() -> None:
+def test_captures_are_released_if_a_new_shape_needs_their_memory() -> None:
     setup = Setup(free=SCARCE)
     for seed in range(3):
         setup.step(seed, 2)
@@ -255,18 +257,18 @@ def test_a_new_shape_gets_the_recordings_memory_where_there_is_no_room_for_both(
     assert len(setup.lines) == 1
 
 
-def test_where_a_shape_that_is_never_recorded_has_no_room_beside_others_none_is() -> None:
+def test_captures_are_turned_off_if_an_uncaptured_shape_has_no_room_beside_them() -> None:
     setup = Setup(free=SCARCE)
     for seed in range(3):
         setup.step(seed, 2)
-    setup.gpu._waits = False  # larger ones keep it busy
+    setup.gpu._waits = False  # with larger samples the step is GPU-bound
     for seed in range(4):
         setup.step(seed, sizes=(4, 2))
     assert setup.lines[1:] == [BUSY.format(4), OFF + "there is no room for it beside samples of other shapes"]
     setup.step(1, 2)
 
 
-def test_without_gradients_it_is_the_plain_call() -> None:
+def test_without_gradients_the_model_is_called_as_usual() -> None:
     setup = Setup()
     with torch.no_grad():
         for _ in range(6):
@@ -274,7 +276,7 @@ def test_without_gradients_it_is_the_plain_call() -> None:
     assert setup.gpu.requested == setup.gpu.recorded == 0
 
 
-def test_where_memory_ends_while_it_is_recorded_the_run_goes_on_without() -> None:
+def test_running_out_of_memory_during_a_capture_does_not_stop_the_run() -> None:
     setup = Setup(error=torch.OutOfMemoryError("CUDA out of memory"))
     for seed in range(4):
         setup.step(seed)
@@ -282,7 +284,7 @@ def test_where_memory_ends_while_it_is_recorded_the_run_goes_on_without() -> Non
     assert setup.lines == [f"CUDA graph: off for latents [3, 6]: {why}"]
 
 
-def test_a_capture_that_fails_turns_graphs_off_and_the_run_goes_on() -> None:
+def test_a_failed_capture_turns_graphs_off_and_the_run_continues() -> None:
     setup = Setup(error=GraphCaptureError("operation not permitted when stream is capturing"))
     for seed in range(4):
         setup.step(seed)
@@ -293,8 +295,8 @@ def test_a_capture_that_fails_turns_graphs_off_and_the_run_goes_on() -> None:
     assert setup.gpu.on_side_stream == launched == WARM_UP, "nothing is left on the side stream"
 
 
-def test_a_failed_capture_takes_those_before_it_along() -> None:
-    """Their graphs share the random generator's state, which a failed capture spoils."""
+def test_a_failed_capture_releases_earlier_captures() -> None:
+    """All graphs share the random generator's state, which a failed capture replaces."""
     setup = Setup()
     for seed in range(3):
         setup.step(seed)
@@ -305,7 +307,7 @@ def test_a_failed_capture_takes_those_before_it_along() -> None:
     assert setup.lines[-1].startswith(OFF + "a capture failed")
 
 
-def test_shapes_that_take_the_memory_from_each_other_are_not_recorded_for_ever() -> None:
+def test_shapes_that_evict_each_other_turn_graphs_off() -> None:
     setup = Setup(free=SCARCE)
     for size in range(2, 40):
         setup.step(size, sizes=(1, 1, 1, 1, size))
@@ -313,7 +315,7 @@ def test_shapes_that_take_the_memory_from_each_other_are_not_recorded_for_ever()
     assert setup.gpu.recorded == PROBES + 1
 
 
-def test_recordings_that_were_worth_it_make_room_for_another_shape() -> None:
+def test_captures_that_were_worth_it_make_room_for_another_shape() -> None:
     setup = Setup(free=SCARCE)
     for size in range(2, 6):
         setup.step(size, sizes=(1,) * (WORTH + 1 + WARM_UP))
@@ -322,7 +324,7 @@ def test_recordings_that_were_worth_it_make_room_for_another_shape() -> None:
     assert setup.gpu.recorded == 4
 
 
-def test_a_model_that_waits_for_the_device_is_not_recorded() -> None:
+def test_a_model_that_synchronizes_is_not_captured() -> None:
     setup = Setup(synchronises=True)
     for seed in range(4):
         setup.step(seed)
@@ -330,7 +332,7 @@ def test_a_model_that_waits_for_the_device_is_not_recorded() -> None:
     assert setup.gpu.recorded == 0
 
 
-def test_the_watch_hears_of_waiting_every_time_and_leaves_other_warnings_as_they_were(
+def test_watched_collects_every_synchronization_and_leaves_other_warnings_alone(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     modes: list[Any] = []
@@ -360,7 +362,7 @@ GRADIENTS = 4 * sum(one.numel() for one in Net().parameters())
 
 
 @pytest.mark.parametrize(("missing", "recorded"), [(0, 1), (1, 0)])
-def test_it_needs_room_for_what_a_step_keeps_and_returns(missing: int, recorded: int) -> None:
+def test_a_capture_needs_room_for_activations_and_gradients(missing: int, recorded: int) -> None:
     setup = Setup(free=int(1.3 * GIB) + (1 + STATES) * GRADIENTS + GIB - missing)
     for seed in range(4):
         setup.step(seed)
@@ -371,8 +373,8 @@ def test_it_needs_room_for_what_a_step_keeps_and_returns(missing: int, recorded:
 
 
 @pytest.mark.parametrize(("size", "recorded"), [(2, 2), (4, 1)])
-def test_what_others_have_is_enough_for_smaller_ones_only(size: int, recorded: int) -> None:
-    """A place of memory serves what is not larger than it."""
+def test_a_smaller_shape_reuses_the_memory_of_a_larger_capture(size: int, recorded: int) -> None:
+    """A capture can reuse the pool's memory if it needs no more than an earlier one."""
     setup = Setup(free=8 * GIB)
     for seed in range(3):
         setup.step(seed, 3)
@@ -383,17 +385,17 @@ def test_what_others_have_is_enough_for_smaller_ones_only(size: int, recorded: i
     assert setup.gpu.recorded == recorded
 
 
-def test_what_was_recorded_once_needs_no_room_for_states_again() -> None:
+def test_capturing_again_needs_no_room_for_optimizer_states() -> None:
     setup = Setup(free=int(1.3 * GIB) + (1 + STATES) * GRADIENTS + GIB)
     for seed in range(3):
         setup.step(seed)
     setup.replay.release()
-    setup.gpu._free -= STATES * GRADIENTS  # they are there now
+    setup.gpu._free -= STATES * GRADIENTS  # the optimizer states are allocated now
     setup.step(7)
     assert setup.gpu.recorded == 2
 
 
-def test_what_is_released_is_recorded_again() -> None:
+def test_a_released_capture_is_captured_again() -> None:
     setup = Setup()
     for seed in range(3):
         setup.step(seed)
@@ -422,7 +424,7 @@ def test_a_pass_beside_training_is_replayed_or_launched_and_never_leads_to_a_cap
     setup.step(7)
 
 
-def test_weights_that_have_moved_are_recorded_anew() -> None:
+def test_weights_that_have_moved_are_captured_again() -> None:
     setup = Setup()
     for seed in range(3):
         setup.step(seed)
@@ -463,7 +465,7 @@ def test_a_second_forward_pass_before_the_backward_pass_is_an_error(other: int) 
         ({}, {}, Preparation(2, compiled=True), True, False),
     ],
 )
-def test_what_may_be_recorded(
+def test_which_models_may_be_captured(
     adapter: dict[str, Any], strengths: dict[str, float], prepared: Preparation, moves: bool, recorded: bool
 ) -> None:
     config: Any = SimpleNamespace(adapter=Adapter.model_validate(adapter), keeps_masked_tokens=False)
@@ -475,7 +477,7 @@ def test_what_may_be_recorded(
     assert (why_not_captured(config, trained_model) is None) is recorded
 
 
-def test_a_family_that_was_never_recorded_is_not() -> None:
+def test_a_family_without_recorded_inputs_is_not_captured() -> None:
     config: Any = SimpleNamespace(adapter=Adapter(), keeps_masked_tokens=False)
     trained_model: Any = SimpleNamespace(
         spec=spec_of("stable_audio"), facts=SimpleNamespace(family="stable_audio"), strengths={},
@@ -485,7 +487,7 @@ def test_a_family_that_was_never_recorded_is_not() -> None:
 
 
 def test_a_replay_reads_which_tokens_are_kept_from_its_inputs(tiny_model: TinyModel) -> None:
-    """Every sample keeps others; one capture serves them all."""
+    """Every sample keeps different tokens; one capture serves all of them."""
     flux = opened(tiny_model, "flux", "dev")
     router = flux.router(Route(0, 2, 0.5))
     weights = {name: one for name, one in flux.denoiser.named_parameters() if name.endswith("attn.to_q.weight")}

@@ -31,7 +31,7 @@ def requested(**training: Any) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def test_torch_and_cublas_are_told_and_torch_chooses_again_afterwards() -> None:
+def test_torch_and_cublas_are_deterministic_inside_and_torch_is_restored() -> None:
     view = CollectingView()
     with deterministic(requested(deterministic=True), view):
         assert torch.are_deterministic_algorithms_enabled()
@@ -41,7 +41,7 @@ def test_torch_and_cublas_are_told_and_torch_chooses_again_afterwards() -> None:
         assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_workspace_with_which_cublas_does_not_repeat_itself_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_with_which_cublas_is_not_deterministic_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUBLAS, ":0:0")
     with (
         pytest.raises(ConfigError, match=r":0:0.*\n?.*:4096:8"),
@@ -55,7 +55,7 @@ def test_a_workspace_with_which_cublas_does_not_repeat_itself_is_rejected(monkey
     assert ":16:8" in view.lines[0]
 
 
-def test_an_operation_without_a_repeatable_kernel_is_told_without_a_traceback() -> None:
+def test_an_operation_without_a_deterministic_kernel_is_a_typed_error() -> None:
     message = pytest.raises(GracetuneError, match=r"--set training\.deterministic=false")
     with message, deterministic(requested(deterministic=True), CollectingView()):
         torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
@@ -67,7 +67,7 @@ def test_an_operation_without_a_repeatable_kernel_is_told_without_a_traceback() 
         raise RuntimeError("something else")
 
 
-def test_a_package_whose_kernels_do_not_repeat_themselves_is_rejected() -> None:
+def test_a_package_without_deterministic_kernels_is_rejected() -> None:
     assert [one.path for one in broken_rules(requested(deterministic=True, attention="flash_attn_3"))] == [
         ("training", "attention")
     ]

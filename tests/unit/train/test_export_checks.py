@@ -1,4 +1,4 @@
-"""A run whose files a program would read wrongly is rejected before anything is encoded, with what to type."""
+"""A run whose files a program would misread is rejected before anything is encoded, with a remedy."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def losses(network: nn.Module, samples: torch.Tensor) -> Any:
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), small=st.sampled_from([0, 10, 1 << 20]))
-def test_every_sample_of_a_window_weighs_the_same_whatever_its_micro_batch(sizes: list[int], small: int) -> None:
-    """A window of any micro-batches has the gradient of the mean over all its samples; none, some or all of the
+def test_every_sample_of_a_step_has_equal_weight_in_any_micro_batch(sizes: list[int], small: int) -> None:
+    """A step of any micro-batches has the gradient of the mean over all its samples. None, some or all of the
     parameters are small."""
     samples = torch.randn(sum(sizes), 5, generator=torch.Generator().manual_seed(1))
     ours, reference = model(), model()
@@ -64,10 +64,10 @@ def test_clipping_is_torchs(kind: Any) -> None:
     ids=["norm", "value", "none"],
 )
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e25], ids=str)
-def test_what_is_not_finite_becomes_nothing_and_is_told(
+def test_non_finite_gradients_become_0_and_the_norm_shows_them(
     bad: float, clip: GradientClipping, factor: float | torch.Tensor
 ) -> None:
-    """One bad gradient among good ones; of the last, only the norm is not finite."""
+    """One non-finite gradient among finite ones. In the last case only the norm is not finite."""
     network = model()
     gradients = FlatGradients(dict(network.named_parameters()))
     gradients.open()
@@ -83,7 +83,7 @@ def test_what_is_not_finite_becomes_nothing_and_is_told(
 
 
 def _twice(flat: torch.Tensor) -> None:
-    """Another rank with the same gradients."""
+    """Acts as a second rank with the same gradients."""
     flat.mul_(2)
 
 

@@ -1,4 +1,4 @@
-"""What a killed process left is removed by the next; what is anybody else's stays."""
+"""Leftovers of a killed process are removed by the next one; other files stay."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_half_a_model_never_stays(tmp_path: Path, prefix: str) -> None:
 
 
 def test_half_of_the_final_files(tmp_path: Path) -> None:
-    """Killed between the two experts: what is there is no result. With both it is one."""
+    """The process was killed between the two experts: one file is not a result, both are."""
     config = config_of(tmp_path, "full_finetune")
     folder = RunFolder.of(config)
     location(*model(folder.model(), "transformer"), folder.model() / "vae" / "config.json")
@@ -123,7 +123,7 @@ def test_half_of_the_final_files(tmp_path: Path) -> None:
     assert files(folder.model()) == both
 
 
-def test_what_somebody_put_beside_a_models_files_stays(tmp_path: Path) -> None:
+def test_foreign_files_beside_a_models_files_stay(tmp_path: Path) -> None:
     folder = RunFolder.of(config_of(tmp_path, "full_finetune"))
     mine = folder.model(3) / "transformer" / "notes.txt"
     location(*model(folder.model(3), "transformer", "transformer_2"), mine)

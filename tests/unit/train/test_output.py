@@ -1,4 +1,4 @@
-"""A run's files, read the way the programs they are for read them."""
+"""A run's files, read in the way of the programs they are made for."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_runs_own_dora_gives_comfyui_the_weights_that_were_trained(path: Any, 
     assert "ComfyUI alone" in note
 
 
-def test_what_a_run_would_write_over_is_kept_under_another_name(tmp_path: Path) -> None:
+def test_weights_that_a_run_would_overwrite_are_renamed(tmp_path: Path) -> None:
     folder, trained = RunFolder(tmp_path, "a [b]"), ("high_noise", "low_noise")
 
     def finished() -> dict[str, str]:

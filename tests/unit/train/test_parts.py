@@ -1,4 +1,4 @@
-"""Small parts of a run: its length, its signals, its samples' files, its loop's size."""
+"""Small parts of a run: its length, signals, sample files, the size of the loop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BY_EPOCH = made_up({"counts": [5, 3], "repeats": 1}, {"counts": [2, 4], "start_e
     initial=st.integers(1, 6), more=st.integers(0, 12), steps=st.integers(0, 20), micro=st.integers(1, 4),
     epochs=st.integers(1, 3), data=st.sampled_from([DATA, BY_EPOCH]),
 )  # fmt: skip
-def test_the_length_in_steps_is_what_the_loop_will_do(
+def test_the_length_in_steps_matches_the_loop(
     initial: int, more: int, steps: int, micro: int, epochs: int, data: DataIndex
 ) -> None:
     ramp = Ramp(initial, initial + more, steps, micro)
@@ -65,13 +65,13 @@ def test_the_length_in_steps_is_what_the_loop_will_do(
     assert length_of(data, ramp, batch_size=micro, max_steps=None, epochs=epochs).steps == done
 
 
-def test_a_number_of_steps_is_taken_as_it_is() -> None:
+def test_max_steps_is_the_length() -> None:
     assert length_of(DATA, Ramp(1, 1, 0, 1), batch_size=1, max_steps=7, epochs=None).steps == 7
 
 
 @pytest.fixture
 def control() -> Iterator[Control]:
-    """One that listens to signals, of a run that is training."""
+    """A control that listens to signals, in the training phase."""
     own = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which ignores it
     before = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGUSR1)}
     control, stated = Control(), []
@@ -84,7 +84,7 @@ def control() -> Iterator[Control]:
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_while_training_a_signal_asks_and_another_changes_nothing(number: int, control: Control) -> None:
+def test_a_signal_while_training_requests_a_stop_and_a_second_one_nothing(number: int, control: Control) -> None:
     os.kill(os.getpid(), number)
     assert control.stop == Stop("interrupted", signal.Signals(number).name)
     for other in set(ENDING) - {signal.SIGINT}:  # SIGXCPU comes once a second
@@ -120,8 +120,8 @@ def test_after_the_last_step_a_signal_waits(control: Control) -> None:
     assert control.stop is None
 
 
-def test_a_hangup_that_is_ignored_stays_ignored() -> None:
-    """As under nohup."""
+def test_an_ignored_sighup_stays_ignored() -> None:
+    """This is how nohup starts a process."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with listening(Control()):
         os.kill(os.getpid(), signal.SIGHUP)
@@ -187,7 +187,7 @@ def test_the_loop_reads_on_one_screen() -> None:
     assert len(Path(gracetune.train.loop.__file__).read_text().splitlines()) < 100
 
 
-def test_what_libraries_say_of_their_own_accord_is_kept_quiet_and_only_inside() -> None:
+def test_library_messages_are_silenced_inside_the_context_only() -> None:
     from transformers.utils import logging as library
 
     logger = library.get_logger()
@@ -211,7 +211,7 @@ def test_what_libraries_say_of_their_own_accord_is_kept_quiet_and_only_inside() 
     assert "`Y`" in stated
 
 
-def test_an_error_of_telemetry_is_told_like_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_telemetry_error_is_shown_like_other_errors(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(_: Session) -> int:
         raise TelemetryError("report", found="no log", expected="a log", hint="look at the folder")
 

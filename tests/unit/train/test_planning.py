@@ -19,7 +19,7 @@ from unit.planning.test_plan import config_of, demand, small_gpu
 
 @pytest.fixture
 def masks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call of torch's attention was given a mask."""
+    """For each call of torch's attention, whether it had a mask."""
     seen: list[bool] = []
     original = torch.nn.functional.scaled_dot_product_attention
 
@@ -32,7 +32,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("family", FLAVOURS)
-def test_what_a_family_says_about_its_attention_is_what_its_denoiser_does(
+def test_the_attention_facts_of_a_family_match_its_denoiser(
     family: str, tiny_model: TinyModel, masks: list[bool]
 ) -> None:
     spec = spec_of(family)
@@ -52,7 +52,7 @@ AUTO: dict[str, Any] = {"training": {"gradient_checkpointing": "full"}, "model":
 
 
 class TestAuto:
-    """`model.base_precision: auto`."""
+    """The choice made by `model.base_precision: auto`."""
 
     @pytest.mark.parametrize(("gigabytes", "held"), [(48, "bf16"), (26, "int8")])
     def test_the_plan_decides(self, gigabytes: int, held: str) -> None:
@@ -70,7 +70,7 @@ class TestAuto:
         assert choose_base(config, PlannedRun(needed, plan(needed, small_gpu(48))))[0] == "fp16"
 
     @pytest.mark.parametrize(("parameters", "held"), [(10 * 10**9, "bf16"), (20 * 10**9, "int8")])
-    def test_weights_the_plan_is_not_for_are_weighed_themselves(self, parameters: int, held: str) -> None:
+    def test_weights_without_a_plan_are_compared_with_the_memory(self, parameters: int, held: str) -> None:
         needed = demand(**AUTO)
         planned = PlannedRun(needed, plan(needed, small_gpu(48)), not_ours="others", parameters=parameters)
         found, why = choose_base(config_of(**AUTO), planned)
@@ -78,7 +78,7 @@ class TestAuto:
         assert why is not None
         assert "without a plan for these weights" in why
 
-    def test_of_an_unknown_amount_of_memory_little_is_taken(self) -> None:
+    def test_an_unknown_amount_of_memory_means_int8(self) -> None:
         needed = demand(**AUTO)
         machine = small_gpu(48)
         unknown = machine.gpus[0].model_copy(update={"memory_total": None, "memory_free": None})
@@ -95,7 +95,7 @@ class TestAuto:
             assert found == "bf16"
             assert "FSDP" in str(why)
 
-    def test_what_a_config_says_needs_no_reason(self) -> None:
+    def test_a_precision_set_in_the_config_has_no_reason(self) -> None:
         needed = demand(model={"base_precision": "int8"})
         config = config_of(model={"base_precision": "int8"})
         assert choose_base(config, PlannedRun(needed, plan(needed, small_gpu(48)))) == ("int8", None)

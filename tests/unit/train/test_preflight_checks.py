@@ -26,7 +26,7 @@ def reject(error: Exception) -> int:
     raise error
 
 
-def test_what_needs_a_rejected_value_is_skipped_and_all_else_is_said() -> None:
+def test_checks_of_a_rejected_value_are_skipped_and_all_others_reported() -> None:
     checks = Checks()
     good = checks.run(lambda: 3)
     bad = checks.run(lambda: reject(ConfigError([problem("model.path")])))
@@ -42,7 +42,7 @@ def test_what_needs_a_rejected_value_is_skipped_and_all_else_is_said() -> None:
     assert rejected.value.problems[-1].found == "no such GPU; use another"
 
 
-def test_one_error_is_raised_as_it_is_and_none_passes() -> None:
+def test_a_single_error_is_raised_unchanged_and_no_error_passes() -> None:
     checks = Checks()
     checks.raise_all(ALONE)
     error = MachineError("no such GPU; use another")
@@ -52,7 +52,7 @@ def test_one_error_is_raised_as_it_is_and_none_passes() -> None:
     assert rejected.value is error
 
 
-def test_a_key_that_is_known_to_be_wrong_is_not_said_again() -> None:
+def test_a_key_with_a_known_problem_is_not_reported_again() -> None:
     checks = Checks([("model.path", problem("pretrained_model_name_or_path"))])
     assert checks.run(lambda: reject(ConfigError([problem("model.path")]))).is_rejected
     with pytest.raises(ConfigError) as rejected:
@@ -60,12 +60,12 @@ def test_a_key_that_is_known_to_be_wrong_is_not_said_again() -> None:
     assert [one.key for one in rejected.value.problems] == ["pretrained_model_name_or_path"]
 
 
-def test_an_error_that_is_none_of_ours_is_raised_at_once() -> None:
+def test_an_error_of_another_type_is_raised_at_once() -> None:
     with pytest.raises(ZeroDivisionError):
         Checks().run(lambda: reject(ZeroDivisionError()))
 
 
-def test_asking_for_a_folder_leaves_no_trace(tmp_path: Path) -> None:
+def test_checking_a_folder_leaves_no_trace(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one" / "checkpoints"
     CheckpointStore(folder, 1).check_claim()
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""Lost ranks: real processes that meet in a real store, and are killed, stopped, or fail."""
+"""Lost ranks: real processes with a real store are killed, stopped, or fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ranks:
-    """Processes that meet in a store of this one, as those of a launcher do."""
+    """Processes that share a store served by this process, as by a launcher."""
 
     def __init__(self, *work: Callable[[RankMonitor, Report], None]) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
@@ -46,7 +46,7 @@ class Ranks:
     def _run(self, rank: int, count: int, work: Callable[[RankMonitor, Report], None], report: Report) -> None:
         store = dist.TCPStore("127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=60))
         peers = RankMonitor(store, rank, count, store_in_rank_0=False)
-        peers.advice = lambda: "go on with: the same command"
+        peers.advice = lambda: "resume with: the same command"
         store.wait([f"peer/{one}/beat" for one in range(count)])
         peers.start()
         report("ready")
@@ -77,14 +77,14 @@ def sleeping(peers: RankMonitor, report: Report) -> None:
     time.sleep(60)
 
 
-def test_a_killed_rank_is_named_by_all_and_one_says_how_to_go_on() -> None:
+def test_a_killed_rank_is_named_by_all_and_one_rank_says_how_to_resume() -> None:
     ranks = Ranks(explaining(RESET), sleeping, explaining(RESET))
     ranks.signal(1, signal.SIGKILL)
     ranks.go()
     first, other = ranks.lines(0), ranks.lines(2)
     assert first[0] == other[0] == "LostRankError"
     assert first[1].startswith(f"rank 1 of 3 is lost: its process (pid {ranks.children[1].pid} on ")
-    assert first[1].endswith("\ngo on with: the same command")
+    assert first[1].endswith("\nresume with: the same command")
     assert other[1] == first[1].partition("\n")[0]
 
 
@@ -94,7 +94,7 @@ def test_a_rank_that_stops_with_an_error_says_why_and_the_others_repeat_it() -> 
     assert ranks.lines(1) == ["MachineError", "no room; make some"]
     kind, text = ranks.lines(0)
     assert kind == "LostRankError"
-    assert text == "rank 1 of 2 is lost: it stopped: no room; make some\ngo on with: the same command"
+    assert text == "rank 1 of 2 is lost: it stopped: no room; make some\nresume with: the same command"
 
 
 def test_a_rank_that_was_interrupted_interrupts_the_others() -> None:
@@ -117,7 +117,7 @@ def test_an_error_while_all_peers_live_is_raised_as_it_is() -> None:
 
 
 def test_a_stopped_rank_ends_those_that_wait_for_it(tmp_path: Path) -> None:
-    """The main thread is in a collective that does not return. The wait is said first."""
+    """The main thread is in a collective that does not return. The wait is reported before the process ends."""
 
     def stuck(peers: RankMonitor, report: Report) -> None:
         os.dup2(os.open(tmp_path / "stderr", os.O_WRONLY | os.O_CREAT), 2)
@@ -140,12 +140,12 @@ def test_a_stopped_rank_ends_those_that_wait_for_it(tmp_path: Path) -> None:
     assert "for rank 1, which" in last_report
     assert "error rank 1 of 2 is lost: " in last_report
     assert "does not answer" in last_report
-    assert last_report.endswith("go on with: the same command\n")
+    assert last_report.endswith("resume with: the same command\n")
     ranks.children[1].kill()
 
 
 def test_the_process_that_holds_the_store_is_named_when_it_is_killed() -> None:
-    """Without a launcher that is rank 0."""
+    """Without a launcher, rank 0 serves the store."""
     reading, writing = os.pipe()
 
     def first(report: Report) -> None:
@@ -182,6 +182,6 @@ def test_settings_that_keep_an_effective_batch(effective: int, batch_size: int, 
     assert abs(kept - effective) <= world_size if effective >= world_size else kept == world_size
 
 
-def test_the_command_that_goes_on_asks_for_the_latest_checkpoint() -> None:
+def test_the_resume_command_names_the_latest_checkpoint() -> None:
     words = ["train", "c.yaml", "--resume", "none", "--json", "--resume=none", "--max-steps", "3"]
     assert _without_resume(words) == ["train", "c.yaml", "--json", "--max-steps", "3"]

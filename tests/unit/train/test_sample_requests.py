@@ -1,4 +1,4 @@
-"""Samples that cannot be drawn are refused before a run begins, by the key that has to be changed."""
+"""Samples that cannot be generated are rejected before a run starts. The error names the config key to change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rejected(family: str, flavour: str, tiny_model: TinyModel, validation: dict[
     return list(error.value.problems)
 
 
-def test_all_that_is_wrong_is_said_at_once_by_the_key_it_comes_from(tiny_model: TinyModel) -> None:
+def test_all_problems_are_reported_at_once_with_their_keys(tiny_model: TinyModel) -> None:
     prompts = [{"prompt": "a"}, {"prompt": "b", "width": 90, "num_frames": 8}, {"prompt": "c", "width": 64}]
     found = rejected(
         "wan", "t2v-14b-2.2", tiny_model,
@@ -60,14 +60,14 @@ def test_all_that_is_wrong_is_said_at_once_by_the_key_it_comes_from(tiny_model: 
         ("sdxl", "base-1.0", {"prompts": [{"prompt": "a", "height": 30}]}, "validation.prompts[0].height"),
     ],
 )
-def test_every_family_judges_its_own(
+def test_every_family_checks_its_own_samples(
     family: str, flavour: str, validation: dict[str, Any], key: str, tiny_model: TinyModel
 ) -> None:
     assert [problem.key for problem in rejected(family, flavour, tiny_model, validation)] == [key]
 
 
-def test_references_that_are_no_images(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Also one that only its pixels give away: it is decoded, not merely opened."""
+def test_references_that_are_not_images(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """This includes a file with a valid header and broken pixels: images are decoded, not only opened."""
     Image.effect_noise((64, 64), 50).save(tmp_path / "whole.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:1000])
     (tmp_path / "text.png").write_text("no picture")
@@ -81,7 +81,7 @@ def test_references_that_are_no_images(tiny_model: TinyModel, tmp_path: Path) ->
     assert "No such file" in found[2].found
 
 
-def test_what_is_not_drawn_is_not_judged(tiny_model: TinyModel) -> None:
+def test_samples_that_are_not_generated_are_not_checked(tiny_model: TinyModel) -> None:
     spec = spec_of("wan")
     facts = spec.inspect(ModelSource("tiny", tiny_model("wan", "t2v-14b-2.2")))
     prompts = [{"prompt": "a", "width": 90}]
@@ -90,7 +90,7 @@ def test_what_is_not_drawn_is_not_judged(tiny_model: TinyModel) -> None:
     assert warned == []
     check_requests(requested("wan", {"prompts": prompts}), spec, facts, warned.append)  # on request alone
     assert warned
-    assert all("samples cannot be drawn as they are asked for" in line for line in warned)
+    assert all("samples cannot be generated as requested" in line for line in warned)
     outside = replace(spec, check_sample=type(spec).check_sample)  # a family that says nothing about its requests
     check_requests(requested("wan", {"every_steps": 1, "prompts": prompts}), outside, facts, warned.append)
 
@@ -107,7 +107,7 @@ def test_a_generator_takes_every_seed_a_config_may_have() -> None:
 
 
 @pytest.mark.parametrize(("family", "flavour", "message"), [("sdxl", "base-1.0", []), ("flux", "dev", ["flux"])])
-def test_a_rescaled_guidance_is_used_or_said_to_be_unused(
+def test_guidance_rescale_is_used_or_reported_as_unused(
     tiny_model: TinyModel, family: str, flavour: str, message: list[str]
 ) -> None:
     config, spec = requested(family, {"guidance_rescale": 0.5, "prompts": [{"prompt": "a"}]}), spec_of(family)

@@ -23,7 +23,7 @@ TinyModel = Callable[[str, str], Path]
 
 
 def batch_of(indexes: tuple[int, ...], *, weights: tuple[float, ...] | None = None, mask: bool = False) -> Batch:
-    """Samples that depend on their index alone."""
+    """A batch whose samples depend on their index alone."""
     generated = [torch.Generator().manual_seed(index) for index in indexes]
     tensors = {
         "latents": torch.stack([torch.randn(16, 1, 8, 8, generator=one) for one in generated]),
@@ -71,7 +71,7 @@ def test_the_kept_first_batch_has_memory_of_its_own_and_the_strides_that_blocks_
     assert torch.equal(kept.tensors["prompt_embeds"], before[:, :6])
 
 
-def test_levels_stay_in_the_experts_own_window(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
+def test_levels_stay_in_the_experts_noise_range(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
     spec, facts, denoiser = wan
     goal = TrainingGoal.from_config(Objective(timesteps="uniform"), facts, ["high_noise", "low_noise"])
     step = TrainStep(spec, facts, goal, seed=1)
@@ -90,7 +90,7 @@ def test_weights_and_masks_count(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -
     torch.testing.assert_close(masked, plain / 2)
 
 
-def test_another_seed_asks_other_questions(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
+def test_another_seed_gives_other_noise(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
     spec, facts, denoiser = wan
     goal = TrainingGoal.from_config(Objective(), replace(facts), ["low_noise"])
     one, two = (TrainStep(spec, facts, goal, seed=seed)(denoiser, batch_of((0,)), "low_noise") for seed in (1, 2))
@@ -98,10 +98,10 @@ def test_another_seed_asks_other_questions(wan: tuple[ModelSpec, ModelFacts, nn.
 
 
 @pytest.mark.parametrize("kind", ["lora", "lokr"])
-def test_regularisation_data_asks_for_the_base_models_own_answer(
+def test_the_target_of_regularisation_data_is_the_base_models_prediction(
     kind: str, wan: tuple[ModelSpec, ModelFacts, nn.Module]
 ) -> None:
-    """A new adapter answers as its base does: nothing is to be learnt. A trained one is drawn back to it."""
+    """A new adapter predicts what its base does, so the loss is 0. A trained one is pulled back to the base."""
     spec, facts, denoiser = wan
     adapter = Adapter.model_validate({"kind": kind, "rank": 2})
     attached = attach(denoiser, adapter, family="wan", default_targets=spec.default_targets, seed=0)

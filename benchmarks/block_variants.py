@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gracetune.adapters.attach import attach
 from gracetune.adapters.fast.modules import LokrLinear, LoraLinear
-from gracetune.adapters.fast.products import as_given
+from gracetune.adapters.fast.products import in_own_precision
 from gracetune.bench.results import result_of, write_result
 from gracetune.bench.row import BenchRow
 from gracetune.bench.step.clock import free, measure
@@ -233,7 +233,7 @@ class _Widened(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, wide: Tensor, bias: Tensor, scale: float, *ups: Tensor) -> Tensor:
         ctx.scale, ctx.shapes = scale, [(up.shape[0], up.shape[1]) for up in ups]
-        with as_given(x):
+        with in_own_precision(x):
             both = torch.cat([x, F.linear(x, down)], dim=1)
             ctx.save_for_backward(both, down, wide)
             return F.linear(both, wide, bias)
@@ -242,7 +242,7 @@ class _Widened(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         both, down, wide = ctx.saved_tensors
         inputs = down.shape[1]
-        with as_given(gradient):
+        with in_own_precision(gradient):
             back = gradient.mm(wide)
             narrow = back[:, inputs:]
             dx = torch.addmm(back[:, :inputs], narrow, down)
@@ -274,13 +274,13 @@ class _BySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         ctx.save_for_backward(x, w1, w2)
-        with as_given(x):
+        with in_own_precision(x):
             return _by_sum(w1, F.linear(x, w2))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, w1, w2 = ctx.saved_tensors
-        with as_given(x):
+        with in_own_precision(x):
             wide = gradient.matmul(w2)
             dx = _by_sum(w1.t(), wide) if ctx.needs_input_grad[0] else None
             dw1 = torch.bmm(wide, x.transpose(1, 2)).sum(0, dtype=torch.float32).to(w1.dtype)

@@ -7,7 +7,7 @@ adapter's values have changed, so they reach the output. Layers that still chang
 first file of each expert is read back into the trained layers: every tensor must be the trained one in the file's
 precision.
 
-The output before the first step comes from the first batch (`first_batch.ReferenceBatch`), which runs twice anyway and so
+The output before the first step comes from the first batch (`first_batch.ReferenceBatch`). It runs twice anyway, which
 shows the difference of two equal passes. The check adds one forward pass of a training step for each expert. It reuses
 the step's graphs, so nothing is compiled or captured for it, and it takes the memory of a step at most. If the effect
 of three steps is below the model's precision, one or two passes are added (`_FACTORS`). No random generator is

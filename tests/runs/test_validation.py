@@ -191,11 +191,11 @@ def test_a_reference_that_is_gone_meanwhile_is_said_and_the_run_goes_on(tiny_mod
     assert run(config, view).step == 2
     generated = events(config, ValidationDone)
     assert [[file.prompt for file in one.files] for one in generated] == [["two"], ["two"]]
-    message = [text for text in view.warnings if "not drawn" in text]
+    message = [text for text in view.warnings if "not generated" in text]
     assert len(message) == 2
     assert message[0].startswith("validation.prompts[0]: not generated, and training continues: references")
     assert str(goes) in message[0]
-    assert [one.message for one in events(config, Warned) if "not drawn" in one.message] == message
+    assert [one.message for one in events(config, Warned) if "not generated" in one.message] == message
     assert losses(config) == losses(plain)
 
 

@@ -43,7 +43,7 @@ BasePrecision = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
 
 @dataclass(frozen=True)
 class DenoiserChoices:
-    """How the denoisers are executed, chosen before any of them is loaded (`planning.choose`)."""
+    """How the denoisers are executed, chosen before any of them is loaded (`gracetune.train.planning.choose`)."""
 
     checkpointing: bool = False
     memory_budget: float | None = None

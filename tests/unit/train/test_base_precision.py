@@ -49,7 +49,7 @@ def test_a_full_fine_tune_is_rejected_with_the_rest_of_the_config(wan: RandomMod
     whole = config.model_copy(update={"adapter": config.adapter.model_copy(update={"kind": "full_finetune"})})
     broken = [one for one in broken_rules(whole) if one.path == ("model", "base_precision")]
     assert len(broken) == 1
-    assert "stay as they are" in broken[0].expected
+    assert "is for frozen weights" in broken[0].expected
     assert not any(one.path == ("model", "base_precision") for one in broken_rules(config))
 
 

@@ -31,12 +31,12 @@ def forget_damaged(
     found = 0
     plans: list[tuple[DiskStore, LocatedEntries]] = []
     for folder, some in by_folder(items).items():
-        store, keys = store_of(folder), [item.key for item in some]
+        store, keys = store_of(folder), tuple(dict.fromkeys(item.key for item in some))
         before = len(store.find(keys).present)
         leave_out_damaged(store)
-        present = store.find(keys).present
-        found += before - len(present)
-        plans.append((store, store.locate(present)))
+        plan, _ = store.locate_present(keys)
+        found += before - len(plan.keys)
+        plans.append((store, plan))
     total, done = sum(plan.total for _, plan in plans), 0
     for store, plan in plans:
         for chunk, size in _chunks(plan):
@@ -60,7 +60,8 @@ def recheck_suspects(store: DiskStore) -> bool:
             store.refresh()  # reads its header again, or notices that it is damaged or gone
         with suppress(DamagedFileError, OSError):
             keys = [entry.key for entry in read_shard(store.shards_folder / name).entries()]
-            for chunk, _ in _chunks(store.locate(store.find(keys).present)):
+            plan, _ = store.locate_present(keys)
+            for chunk, _ in _chunks(plan):
                 lost += _damaged_among(store, chunk)
     store.take_suspects()
     # The index tells the next opening about the loss. Without an index that opening reads all headers, so it finds a
@@ -85,11 +86,14 @@ def _chunks(plan: LocatedEntries) -> Iterator[tuple[tuple[Key, ...], int]]:
 def _damaged_among(store: DiskStore, keys: tuple[Key, ...]) -> int:
     import torch
 
-    plan = store.locate(keys)
+    # The look-ahead reads at the same time: it may have found some of them damaged meanwhile.
+    plan, missing = store.locate_present(keys)
+    if not plan.keys:
+        return len(missing)
     ends = np.cumsum(plan.sizes)
     buffer = torch.empty(int(ends[-1]), dtype=torch.uint8)
     try:
         store.read_into(plan, buffer, ends - plan.sizes)
     except CorruptEntryError as error:
-        return len(error.keys)
-    return 0
+        return len(missing) + len(error.keys)
+    return len(missing)

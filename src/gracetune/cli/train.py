@@ -147,6 +147,17 @@ def _train(request: TrainRequest, started: Session, control: Control) -> int:
     environment = started.environment
     resolved = started.load(request.config, request.overrides, allow_unsupported=request.allow_unsupported)
     first = (environment.get("RANK") or "0") == "0"
+    view: TerminalView | QuietView | None = None
+    early: list[str] = []
+
+    def report_lost(text: str) -> None:
+        """Record what was lost of the console; keep it until there is a view."""
+        if view is None:
+            early.append(text)
+        else:
+            view.record(text)
+
+    started.streams.serve_a_run(report_lost)  # before the first line: a reader that reads nothing must not block it
     if first and not request.json:  # the imports below take seconds
         config = resolved.config
         what = f"{request.config}: {config.model.family}, {config.adapter.kind}, into {config.output_dir}"
@@ -169,7 +180,8 @@ def _train(request: TrainRequest, started: Session, control: Control) -> int:
             force_oversubscription=request.force_oversubscription,
         )
         view = TerminalView() if first and not request.json else QuietView(first=first)
-        started.streams.serve_a_run(view.record)
+        for text in early:
+            view.record(text)
         for note in resolved.notes:
             view.warn(note)
         with view, libraries_quiet(view.warn):

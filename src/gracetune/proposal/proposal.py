@@ -208,7 +208,7 @@ def _fit_to_files(dataset: Values, comments: Comments, contents: FolderContents,
     side, wanted = contents.side, dataset["resolution"]
     unit = max(64, shape.side_multiple)
     if side < wanted:
-        dataset["resolution"] = float(max(unit, int(side) // unit * unit))
+        dataset["resolution"] = max(unit, int(side) // unit * unit)
         comments["datasets", 0, "resolution"] = f"typical files are about {side:.0f} pixels square; usual is {wanted:g}"
     if contents.clips:
         video = dataset.setdefault("video", {})

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.full
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 QUICK = (
     "import gracetune.train.rank_monitor as p; "
-    "p.BEAT_S, p.SILENT_BEATS, p.GRACE_S, p.SAID_S = 0.2, 20, 1.0, {True: 1.0, False: 2.0}"
+    "p.BEAT_S, p.SILENT_BEATS, p.GRACE_S, p.REPORT_EVERY_S = 0.2, 20, 1.0, {True: 1.0, False: 2.0}"
 )
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],

@@ -31,12 +31,12 @@ def forget_damaged(
     found = 0
     plans: list[tuple[DiskStore, LocatedEntries]] = []
     for folder, some in by_folder(items).items():
-        store, keys = store_of(folder), tuple(dict.fromkeys(item.key for item in some))
+        store, keys = store_of(folder), [item.key for item in some]
         before = len(store.find(keys).present)
         leave_out_damaged(store)
-        plan, _ = store.locate_present(keys)
-        found += before - len(plan.keys)
-        plans.append((store, plan))
+        present = store.find(keys).present
+        found += before - len(present)
+        plans.append((store, store.locate(present)))
     total, done = sum(plan.total for _, plan in plans), 0
     for store, plan in plans:
         for chunk, size in _chunks(plan):

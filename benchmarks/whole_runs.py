@@ -205,7 +205,7 @@ def prepare(requested: Preparation, facts: Facts) -> list[Any]:
     if requested.park and torch.cuda.is_available():
         choice = experts.ParkingChoice("pinned_copy", "pinned copy: asked for by this benchmark")
         assembly.choose_parking = lambda *_, **__: choice
-        experts.device_room = lambda device: lambda *, both, away: 0
+        experts.device_room = lambda device: lambda *, on_device, elsewhere: 0
     return hosts
 
 

@@ -186,7 +186,7 @@ def run_prepared(preparation: Preparation, arguments: list[str], file: Path) -> 
 
 def prepare(requested: Preparation, facts: Facts) -> list[Any]:
     """The experts' hosts of the run end up in the list that is given back."""
-    names = ("models.experts", "train.assembly", "train.loop", "train.replay", "train.load")
+    names = ("models.experts", "train.assembly", "train.loop", "train.cuda_graphs", "train.load")
     modules: list[Any] = [import_module(f"gracetune.{name}") for name in names]
     experts, assembly, loop, replay, load = modules
     hosts: list[Any] = []

@@ -201,7 +201,7 @@ def prepare(requested: Preparation, facts: Facts) -> list[Any]:
     _count_graphs(facts)
     _count_staging(facts)
     if not requested.graphs:
-        replay.Gpu.is_launch_bound = lambda self: False
+        replay.GraphDevice.is_launch_bound = lambda self: False
     if requested.park and torch.cuda.is_available():
         choice = experts.ParkingChoice("pinned_copy", "pinned copy: asked for by this benchmark")
         assembly.choose_parking = lambda *_, **__: choice

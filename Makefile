@@ -44,7 +44,7 @@ test-gpu-long: environment ## the long ones: every adapter's form, compiled
 
 # Where .venv borrows the machine's packages, one of these tools may be on the machine's PATH instead of in .venv/bin.
 in_venv := PATH="$(CURDIR)/.venv/bin:$$PATH"
-lint: environment ## ruff, mypy --strict (all but the CPU tests), import layers, reachable symbols, words, shellcheck
+lint: environment ## ruff, mypy --strict (all but the CPU tests), import layers, reachable symbols, words, the docs site, shellcheck
 	$(in_venv) ruff check .
 	$(in_venv) ruff format --check .
 	$(in_venv) mypy --strict src overlays/simpletuner/src
@@ -54,6 +54,7 @@ lint: environment ## ruff, mypy --strict (all but the CPU tests), import layers,
 	$(in_venv) lint-imports
 	.venv/bin/python scripts/check_reachable.py
 	.venv/bin/python scripts/check_words.py
+	NO_MKDOCS_2_WARNING=1 $(in_venv) mkdocs build --strict
 	$(in_venv) shellcheck scripts/*.sh .ci/run
 
 clean: ## remove .venv and everything else these targets create

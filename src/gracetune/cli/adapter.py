@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from gracetune.cli.command_groups import CommandGroup
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import out, print_error, print_json
 from gracetune.cli.streams import ignore_lost_stdout
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # torch and diffusers are loaded by the command that needs th
     from gracetune.cli.adapter_view import Converted
 
 _LARGEST_ALPHA = 1e6
-app = typer.Typer(help="Look into adapter files, check them, convert them.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, help="Look into adapter files, check them, convert them.", no_args_is_help=True)
 
 
 if TYPE_CHECKING:

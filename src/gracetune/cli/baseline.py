@@ -12,6 +12,7 @@ import typer
 
 from gracetune.baselines.baseline import MOST_STEPS, read_baseline
 from gracetune.bench.results import git_commit
+from gracetune.cli.command_groups import CommandGroup
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import mark, out, print_json, session, shown
 from gracetune.cli.library_output import libraries_quiet
@@ -22,7 +23,9 @@ from gracetune.errors import ConfigError
 DEFAULT_STEPS = 60
 DEFAULT_TOLERANCE = "5%"
 
-app = typer.Typer(help="Measure what a config costs here, and compare it later.", no_args_is_help=True)
+app = typer.Typer(
+    cls=CommandGroup, help="Measure what a config costs here, and compare it later.", no_args_is_help=True
+)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gracetune.cli.command_groups import CommandGroup
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.library_output import libraries_quiet
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # torch and the models' code are loaded by the command that n
     from gracetune.cli.cache_view import Cleared, ProgressBars
     from gracetune.data.index import DataIndex
 
-app = typer.Typer(help="Build, check and clear the caches of a run.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, help="Build, check and clear the caches of a run.", no_args_is_help=True)
 
 Config = Annotated[Path, typer.Argument(readable=False, metavar="CONFIG", help="A configuration file of any dialect.")]
 TakeOver = Annotated[

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from gracetune.cli.command_groups import CommandGroup
 from gracetune.cli.console import mark, out, print_json, print_problems, problem_json, session, shown
 from gracetune.config import Environment, Resolved, UnresolvedError, load, native
 from gracetune.config.machine_checks import limits_memory, path_problems, size_warnings
@@ -17,7 +18,7 @@ from gracetune.config.pydantic_errors import schema as config_schema
 from gracetune.errors import ConfigError, Problem, visible
 from gracetune.hardware import probe
 
-app = typer.Typer(help="Check, resolve and describe configuration files.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, help="Check, resolve and describe configuration files.", no_args_is_help=True)
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value; repeatable.")

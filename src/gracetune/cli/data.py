@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gracetune.cli.command_groups import CommandGroup
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.config import Resolved
@@ -25,7 +26,7 @@ if TYPE_CHECKING:  # numpy, Pillow and FFmpeg are loaded by the command that nee
     from gracetune.data.index_builder import OnDataset
     from gracetune.data.sampler import Order, SampleGroup
 
-app = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, help="Look at the data of a run.", no_args_is_help=True)
 
 SHEET_SAMPLES = 12
 ALL_SAMPLES = 300

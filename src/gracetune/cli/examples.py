@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import gracetune
+from gracetune.cli.command_groups import CommandGroup
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import mark, out, print_json, shown
 from gracetune.config.path_status import inspect_path
@@ -18,7 +19,7 @@ from gracetune.errors import ConfigError, MachineError, Problem
 from gracetune.storage.atomic import write_file
 
 INDEX = "index.json"
-app = typer.Typer(help="List the examples, and copy one to start from.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, help="List the examples, and copy one to start from.", no_args_is_help=True)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer._click.exceptions import UsageError  # base class of `typer.BadParameter`
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 from typer.main import get_command
 from typer.rich_utils import rich_abort_error, rich_format_error
 
 from gracetune import __version__
+from gracetune.cli.command_groups import CommandGroup, without_switch_types
 from gracetune.cli.console import Session, print_json, start, start_bare
 
 
@@ -177,10 +180,10 @@ def _command(name: str, loaded: typer.Typer | Callable[..., None]) -> Any:
         alone.command(name)(loaded)
         command = get_command(alone)
     command.name = name
-    return command
+    return without_switch_types(command)
 
 
-class Commands(TyperGroup):
+class Commands(CommandGroup):
     """The commands of `ENTRIES`. The list needs only their names and help; a command is imported when it is called."""
 
     def __init__(self, **options: Any) -> None:
@@ -198,17 +201,30 @@ class Commands(TyperGroup):
         name = args[0]
         if name in ENTRIES:
             return name, self.commands[name], args[1:]
-        if not name.startswith("-"):
-            from gracetune.config.spelling import nearest
-
-            meant = MEANT.get(name.lower()) or nearest(name, ENTRIES)
-            ctx.fail(f"No such command {name!r}. " + (f"Try: gracetune {meant}" if meant else "Try: gracetune --help"))
         return super().resolve_command(ctx, args)
+
+    def intended(self, name: str, names: Iterable[str]) -> str | None:
+        return MEANT.get(name.lower()) or super().intended(name, names) or _for_path(name)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters = super().get_params(ctx)
+        for switch in parameters:
+            switch.metavar = ""
+        return parameters
+
+
+def _for_path(name: str) -> str | None:
+    """The command for a file or folder that was given without one."""
+    path = Path(name)
+    if path.is_dir():
+        return f"init {shlex.quote(name)}"
+    return f"train {shlex.quote(name)}" if path.is_file() else None
 
 
 app = typer.Typer(
     cls=Commands,
     help="Fine-tune diffusion models on machines whose CPU and GPU memory work as one.",
+    epilog="Exit codes: 0 success, 1 an error, 2 wrong usage, 3 interrupted (a run is saved), 141 a closed pipe.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

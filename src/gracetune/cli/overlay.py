@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from gracetune.cli.command_groups import CommandGroup
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import mark, out, print_json, session, shown
 from gracetune.cli.streams import ignore_lost_stdout
@@ -21,7 +22,9 @@ from gracetune.integrations.survey import survey
 from gracetune.integrations.trees import opened
 from gracetune.integrations.upstreams import UPSTREAMS
 
-app = typer.Typer(help="Run SimpleTuner or ai-toolkit with features of gracetune.", no_args_is_help=True)
+app = typer.Typer(
+    cls=CommandGroup, help="Run SimpleTuner or ai-toolkit with features of gracetune.", no_args_is_help=True
+)
 
 
 class OverlayName(StrEnum):

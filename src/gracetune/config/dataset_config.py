@@ -312,7 +312,7 @@ class Dataset(Section):
     """Folder of this dataset's latent cache; unset means `cache.vae_cache_dir`, or one below the run's cache folder."""
     cache_latents: Literal["disk", "memory", "none"] | None = None
     """Overrides `cache.vae_cache_type` for this dataset."""
-    corrupt_threshold: Fraction = 0.01
+    corrupt_threshold: Fraction = 0.05
     """Largest share of unreadable files. Up to this share they are listed and left out; more stop the run."""
 
     _clean_path = model_validator(mode="before")(staticmethod(without_url_credentials))

@@ -60,11 +60,20 @@ def _problem(path: Path, error: ErrorDetails, draft: Draft) -> Problem:
         return _unknown_key(path, key, error["input"], draft)
     expected = expectation(path)
     if error["type"] == "missing" and draft.get(path) is None:
-        return Problem(key, "nothing", expected, f"add `{dotted(path)}`", file)
+        return Problem(key, "nothing", expected, _addition(path), file)
     found = draft.get(path) if error["type"] == "missing" else error["input"]
     origin = draft.origin(path)
     by_flag = origin is not None and origin.kind == "flag"
     return problem_with(key, found, expected, suggestion(path, found, key, by_flag=by_flag), file)
+
+
+def _addition(path: Path) -> str:
+    """Return what to add for a required key that is missing."""
+    node = schema_at(path)
+    example = _example([node, *_options(node)]) if node is not None else None
+    if example is None or not isinstance(path[-1], str):
+        return f"add `{dotted(path)}`"
+    return f"add `{path[-1]}: {example}`, for example" + (f", to `{dotted(path[:-1])}`" if path[:-1] else "")
 
 
 def _is_secret(path: Path) -> bool:
@@ -285,6 +294,8 @@ def _within(number: float, options: list[Mapping[str, Any]]) -> bool:
 def _example(options: list[Mapping[str, Any]]) -> str | None:
     """Return an example of an allowed value, if the value found gives no clue."""
     for option in options:
+        if option.get("examples"):
+            return str(option["examples"][0])
         if choices := _allowed(option):
             return str(choices[0])
         if "prefixItems" in option:

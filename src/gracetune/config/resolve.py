@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gracetune.config import native
 from gracetune.config.dialects import DIALECTS
 from gracetune.config.dialects.table import Dialect
 from gracetune.config.draft import Draft, Origin, Path, UnquotedText, dotted, parse_path, too_many_problems
@@ -144,11 +145,18 @@ def _recognise(document: Document) -> Dialect:
                 "(file)",
                 found,
                 "a SimpleTuner config (model_family, ...), an ai-toolkit job (job, config) or our own (gracetune: 1)",
-                "start from a file in examples/",
+                _how_to_begin(document.data),
                 document.name,
             )
         ]
     )
+
+
+def _how_to_begin(data: Any) -> str:
+    """A hint for a file of no known dialect. A file with our sections only lacks its first line."""
+    if isinstance(data, Mapping) and any(key in RunConfig.model_fields for key in data):
+        return f"write `{native.VERSION_KEY}: {native.VERSION}` as the first key"
+    return "for a folder of images: gracetune init FOLDER; else: gracetune examples list"
 
 
 def _read_environment(draft: Draft, environment: Environment) -> None:

@@ -328,11 +328,12 @@ class Logging(Section):
 class RunConfig(Section):
     """The complete configuration of one training run. It is frozen."""
 
-    name: FileName
+    name: Annotated[FileName, Field(examples=["my-run"])]
     """Name of the run and of the result's files."""
-    output_dir: Name
+    output_dir: Annotated[Name, Field(examples=["output/my-run"])]
     model: Model
-    datasets: tuple[Dataset, ...]
+    datasets: Annotated[tuple[Dataset, ...], Field(examples=["photos"])]
+    """A folder, a list of folders, or a list of sections."""
     adapter: Adapter = Adapter()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -47,6 +48,23 @@ def test_an_unknown_command_suggests_the_intended_one(
     assert f"Try: gracetune {meant}" in " ".join(capsys.readouterr().err.replace("│", "").split())
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("config chek", "config check"), ("adapter nothing", "adapter --help")])
+def test_a_group_suggests_its_own_commands(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gracetune(*typed.split()) == 2
+    assert f"Try: gracetune {meant}" in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
+def test_a_path_without_a_command_suggests_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my photos").mkdir()
+    (tmp_path / "run.yaml").touch()
+    for typed, meant in (("my photos", "init 'my photos'"), ("run.yaml", "train run.yaml")):
+        assert gracetune(typed) == 2
+        assert f"Try: gracetune {meant}" in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_every_option_whole_at_80_columns(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -56,6 +74,7 @@ def test_help_shows_every_option_whole_at_80_columns(
     assert gracetune(*command.split(), "--help") == 0
     shown = capsys.readouterr().out
     assert "…" not in shown
+    assert "<bool>" not in shown
     assert COMMANDS[command] <= set(re.findall(r"--[a-z-]+", shown))
 
 

@@ -343,13 +343,22 @@ def test_overrides_reach_into_lists_but_leave_no_holes(tmp_path: Path) -> None:
     assert "--set datasets[9].repeats" in problems(tmp_path, overrides=["datasets[9].repeats=3"])
 
 
-@pytest.mark.parametrize("text", ["", "- 1\n", "just text", "a: 1\n"])
-def test_files_of_no_known_kind(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("", "gracetune init FOLDER"),
+        ("- 1\n", "gracetune init FOLDER"),
+        ("just text", "gracetune init FOLDER"),
+        ("a: 1\n", "gracetune init FOLDER"),
+        ("model: ./sdxl\ndatasets: photos\n", "write `gracetune: 1` as the first key"),
+    ],
+)
+def test_files_of_no_known_kind(tmp_path: Path, text: str, hint: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load(path, environment=EMPTY)
-    assert "examples/" in caught.value.problems[0].hint
+    assert hint in caught.value.problems[0].hint
 
 
 def test_what_is_not_on_this_machine(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class GH200InMemoryBackend(InMemoryBackend):
         num_workers: int | None = None,
         memory_limit_gb: float | None = None,
         file_extensions: Iterable[str] | None = None,
-        corrupt_threshold: float = 0.01,
+        corrupt_threshold: float = 0.05,
         machine: Machine | None = None,
         on_progress: OnProgress = unwatched,
     ) -> None:

@@ -1,0 +1,43 @@
+"""Groups of commands: the suggestion for an unknown command, and help texts without the type of a switch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from typer._click.core import Command, Context
+from typer.core import TyperGroup, TyperOption
+
+
+class CommandGroup(TyperGroup):
+    """A group that suggests the intended command for an unknown one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, names = args[0], self.list_commands(ctx)
+        if name not in names and not name.startswith("-"):
+            meant = self.intended(name, names)
+            ctx.fail(f"No such command {name!r}. Try: gracetune {self._prefix(ctx)}{meant or '--help'}")
+        return super().resolve_command(ctx, args)
+
+    def intended(self, name: str, names: Iterable[str]) -> str | None:
+        """The command that an unknown name probably stands for."""
+        from gracetune.config.spelling import nearest
+
+        return nearest(name, names)
+
+    def _prefix(self, ctx: Any) -> str:
+        return "" if ctx.parent is None else f"{ctx.info_name} "
+
+
+def without_switch_types(command: Command) -> Command:
+    """Remove `<bool>` from the help of a command's switches, and of the commands of a group."""
+    context = Context(command)
+    for parameter in command.get_params(context):
+        if isinstance(parameter, TyperOption) and parameter.is_flag:
+            parameter.metavar = ""
+    if isinstance(command, TyperGroup):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            if inner is not None:
+                without_switch_types(inner)
+    return command

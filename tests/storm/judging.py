@@ -120,8 +120,8 @@ def _events(root: Path, twin: Path, starts: Sequence[Start]) -> Iterator[str]:
     ends = [record.event.outcome for record in log.merged() if isinstance(record.event, RunEnded)]
     if ends != ["finished"]:
         yield f"the log's history ends with {ends}"
-    if any(_LOG in call for start in starts for call in start.met):
-        return  # it was the log that could not be written
+    if any(_lost_its_log(start) for start in starts):
+        return
     if log.unreadable:
         yield f"lines of the log are no events: {log.unreadable}"
     if _losses(root) != _losses(twin):
@@ -129,6 +129,12 @@ def _events(root: Path, twin: Path, starts: Sequence[Start]) -> Iterator[str]:
     began, ended = (sum(isinstance(one.event, kind) for one in log.records) for kind in (RunStarted, RunEnded))
     if began - ended > sum(start.was_killed for start in starts):
         yield f"{began} starts and {ended} ends in the log"
+
+
+def _lost_its_log(start: Start) -> bool:
+    """Events are kept in memory while the log cannot be written; if that lasts, the process ends without it."""
+    fault = None if start.disturbance is None else start.disturbance.fault
+    return fault is not None and not fault.times and any(_LOG in call for call in start.met)
 
 
 def _secrets(root: Path) -> Iterator[str]:

@@ -58,6 +58,9 @@ FOUND = {
     "entries of a killed process that nobody wants to keep": (
         Case("kill", "native-lokr", 0), [Fault("out/run/checkpoints/checkpoint-2", "rename", "kill")]
     ),
+    "a history that one failed write ended": (
+        Case("write", "native-full", 0), [Fault("out/run/logs/events.jsonl", "write", errno.EDQUOT, after=4, times=1)]
+    ),
     "entries that the finished run could not remove": (
         Case("open", "native-lokr", 0), [Fault("out/run/cache/latents/upkeep.lock", "open", errno.ESTALE)]
     ),

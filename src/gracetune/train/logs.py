@@ -85,7 +85,7 @@ class SinkEntry:
 
 
 SINKS: tuple[SinkEntry, ...] = (
-    SinkEntry(lambda config: True, lambda config, folder, view: JsonlSink(folder.logs / EVENTS)),
+    SinkEntry(lambda config: True, lambda config, folder, view: JsonlSink(folder.logs / EVENTS, view.warn)),
     SinkEntry(lambda config: True, lambda config, folder, view: _Bar(view)),
     SinkEntry(
         lambda config: config.logging.webhook is not None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,10 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gracetune.storage.line_file import LineFile
 from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import EVENTS, Event, Record, RunEnded, RunStarted, StepDone, Warned, step_of
 from gracetune.telemetry.schema import NotAnEventError, document, from_json, from_line, json_schema, to_json, to_line
+from gracetune.telemetry.sinks import jsonl
 from gracetune.telemetry.sinks.jsonl import JsonlSink, LogReader, merge, read_log
 from unit.cache.processes import Child, mount_tmpfs, own_mounts
 from unit.telemetry.sample_events import any_event, end, memory, start, step, whole_run, write_log
@@ -341,22 +344,71 @@ class TestTelemetry:
         assert log.unreadable == ()
         assert [one.time_s for one in log.records] == sorted(one.time_s for one in log.records)
 
-    def test_a_full_disk_stops_the_log_and_not_the_run(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("recovers", [True, False])
+    def test_events_of_a_full_disk_are_written_when_there_is_room(self, recovers: bool, tmp_path: Path) -> None:
         def work(report: Callable[[str], None]) -> None:
             own_mounts()
             mount_tmpfs(tmp_path / "small", 64 << 10)
-            reports: list[str] = []
+            ballast, path = tmp_path / "small" / "ballast", tmp_path / "small" / "events.jsonl"
+            ballast.write_bytes(bytes(40 << 10))
+            reports, warnings = list[str](), list[str]()
             other = Failing("other", -1, OSError())
-            path = tmp_path / "small" / "events.jsonl"
-            with Telemetry([JsonlSink(path), other], report=reports.append) as telemetry:
-                for number in range(1, 1001):
+            with Telemetry([JsonlSink(path, warnings.append), other], report=reports.append) as telemetry:
+                for number in range(1, 121):
                     telemetry.emit(step(number))
-            assert len(reports) == 1
-            assert "No space left on device" in reports[0]
-            assert len(other.got) == 1001
-            log = read_log(path)
-            assert [one.event for one in log.records] == [step(n) for n in range(1, len(log.records) + 1)]
-            assert len(log.records) > 50
+                written = len(read_log(path).records)
+                assert 20 < written < 100
+                assert "kept in memory" in warnings[0]
+                assert "No space left on device" in warnings[0]
+                if recovers:
+                    ballast.unlink()
+                telemetry.emit(end(step=120))
+                expected = [*(step(number) for number in range(1, 121)), end(step=120)][: None if recovers else written]
+                log = read_log(path)  # before it is closed: the report is made from it
+                assert [one.event for one in log.records] == expected
+                assert log.unreadable == ()
+            assert reports == []
+            assert len(other.got) == 121
+            lost = [f"{121 - written} events are not in {path}: it could not be written "
+                    "(No space left on device)"]  # fmt: skip
+            assert warnings[1:] == ([] if recovers else lost)
+
+        Child(work).join()
+
+    def test_a_line_that_cannot_be_written_whole_is_removed(self, tmp_path: Path) -> None:
+        def work(report: Callable[[str], None]) -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            file = LineFile(path := tmp_path / "lines")
+            file.write(b"first\n")
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+            with pytest.raises(OSError, match="File too large"):
+                file.write(b"second\n")
+            assert path.read_bytes() == b"first\n"
+
+        Child(work).join()
+
+    def test_memory_for_events_that_cannot_be_written_is_bounded(self, tmp_path: Path) -> None:
+        path, rare = tmp_path / "events.jsonl", [start(), Warned(message="odd", step=500)]
+
+        def work(report: Callable[[str], None]) -> None:
+            jsonl._KEPT_BYTES = 50_000  # type: ignore[misc]
+            warnings: list[str] = []
+            sink = JsonlSink(path, warnings.append)
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+            for event in [rare[0], *(step(n) for n in range(500)), rare[1], *(memory(n) for n in range(1000))]:
+                sink.write(Record(0.0, event))
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            sink.close()
+            written = [record.event for record in read_log(path).records]
+            assert [event for event in written if isinstance(event, RunStarted | Warned)] == rare
+            steps = [event.step for event in written if isinstance(event, StepDone)]
+            assert steps == sorted(steps)
+            assert 10 < len(steps) < 100
+            assert path.stat().st_size <= 50_000
+            assert f"{1502 - len(written):,} events are not in {path}" in warnings[-1]
 
         Child(work).join()
 

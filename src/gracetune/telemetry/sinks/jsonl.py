@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from gracetune.storage.line_file import LineFile
 from gracetune.telemetry.errors import TelemetryError
-from gracetune.telemetry.events import Record, RunEnded, RunStarted, step_of
+from gracetune.telemetry.events import Event, Record, RunEnded, RunStarted, step_of
 from gracetune.telemetry.schema import NotAnEventError, from_line, to_line
+
+_KEPT_BYTES = 32 << 20
+"""Memory for events that cannot be written."""
 
 
 class JsonlSink:
-    """Appends events to the log, which may exist from an earlier process of the same run."""
+    """Appends events to the log, which may exist from an earlier process of the same run.
 
-    def __init__(self, path: Path) -> None:
+    If the log cannot be written (a full disk, a file server that is gone), events are kept in memory and written in
+    order once it can be. An attempt may block for long, so attempts take at most a tenth of the time. `close` warns of
+    events that never were written.
+    """
+
+    def __init__(
+        self, path: Path, warn: Callable[[str], None] = lambda text: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`warn` takes a message for the user."""
         self.name = f"the event log {path}"
+        self._path, self._warn, self._clock = path, warn, clock
+        self._waiting = _WaitingLines()
+        self._why = ""  # of the last failed attempt
+        self._next_attempt = 0.0
         try:
-            self._file = LineFile(path)
+            self._file: LineFile | None = LineFile(path)
         except OSError as error:
             raise TelemetryError(
                 self.name,
@@ -30,10 +48,71 @@ class JsonlSink:
             ) from None
 
     def write(self, record: Record) -> None:
-        self._file.write(to_line(record))
+        self._waiting.add(type(record.event), to_line(record))
+        # The report follows `RunEnded` and reads the log.
+        if self._clock() >= self._next_attempt or isinstance(record.event, RunEnded):
+            self._write_waiting()
 
     def close(self) -> None:
-        self._file.close()
+        self._write_waiting()
+        if lost := self._waiting.dropped + len(self._waiting.lines):
+            self._warn(f"{lost:,} events are not in {self._path}: it could not be written ({self._why})")
+        if self._file is not None:
+            self._file.close()
+
+    def _write_waiting(self) -> None:
+        began = self._clock()
+        try:
+            if self._file is None:  # a file server that comes back gives new descriptors only
+                self._file = LineFile(self._path)
+            while self._waiting.lines:
+                self._file.write(self._waiting.lines[0][1])
+                self._waiting.remove_first()
+        except OSError as error:
+            self._postpone(error)
+            ended = self._clock()
+            self._next_attempt = ended + 9 * (ended - began)
+
+    def _postpone(self, error: OSError) -> None:
+        is_first, self._why = not self._why, error.strerror or str(error)
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+        if is_first:
+            self._warn(
+                f"{self.name} cannot be written ({self._why}): events are kept in memory and written when it can be; "
+                f"look at `df -h {self._path.parent}`"
+            )
+
+
+class _WaitingLines:
+    """Lines that are not written yet, in order. Where they need too much memory, frequent kinds of events are thinned
+    out."""
+
+    def __init__(self) -> None:
+        self.lines: deque[tuple[type[Event], bytes]] = deque()
+        self.dropped = 0
+        self._size = 0
+
+    def add(self, kind: type[Event], line: bytes) -> None:
+        self.lines.append((kind, line))
+        self._size += len(line)
+        if self._size > _KEPT_BYTES:
+            self._thin_out()
+
+    def remove_first(self) -> None:
+        self._size -= len(self.lines.popleft()[1])
+
+    def _thin_out(self) -> None:
+        """Drop every second event of the kind that needs the most memory."""
+        sizes: Counter[type[Event]] = Counter()
+        for kind, line in self.lines:
+            sizes[kind] += len(line)
+        largest, number = max(sizes, key=sizes.__getitem__), count()
+        kept = [one for one in self.lines if one[0] is not largest or next(number) % 2 == 0]
+        self.dropped += len(self.lines) - len(kept)
+        self.lines, self._size = deque(kept), sum(len(line) for _, line in kept)
 
 
 class LogLine(NamedTuple):

@@ -260,8 +260,8 @@ of the event.
 - Non-finite numbers, which JSON cannot represent, are written as the strings "NaN", "Infinity" and "-Infinity".
 - A process that is killed may leave an incomplete last line; the next process begins a new line. Readers skip
   incomplete lines.
-- While the log cannot be written (a full disk, for example), events are kept in memory, at most 32 MiB; they are written
-  in order once it can be.
+- While the log cannot be written (a full disk, for example), events are kept in memory, at most 32 MiB; they are
+  written in order once it can be.
 - A resumed run appends to the log, beginning with a `RunStarted`. It repeats the steps after its `resumed_step`: events
   that earlier processes wrote for these steps are void. If `resumed_step` is null, all earlier events are void.
 - New fields may appear within a version; readers ignore fields they do not know. Any other change raises the version.

@@ -34,9 +34,11 @@ class InMemory(Section):
     """How a dataset of type `in_memory` is copied into host memory."""
 
     compression: Literal["none", "lz4", "zlib", "snappy", "zstd"] = "none"
+    """Compression of the files in memory. Files that do not shrink are kept as they are."""
     num_workers: Annotated[int, Strict(), Field(ge=1, le=1024)] | None = None
     """Staging threads; unset means min(72, CPUs)."""
     memory_limit_gb: Annotated[float, Strict(), Field(gt=0, le=1e6)] | None = None
+    """Stop before or during staging if the copy needs more than this."""
     file_extensions: tuple[Name, ...] | None = None
     """Extensions of the files to stage; unset means every format the dataset type can read."""
 
@@ -56,11 +58,15 @@ class StorageAccess(Section):
     endpoint_url: Name | None = None
     """URL of S3-compatible storage or of a hub; unset means the library's own."""
     region: Name | None = None
+    """Region of S3-compatible storage; unset means the library's own."""
     anonymous: Flag = False
     """Send no credentials, as public buckets require."""
     access_key_id: Secret = None
+    """Access key of S3-compatible storage; better set as AWS_ACCESS_KEY_ID."""
     secret_access_key: Secret = None
+    """Secret key of `access_key_id`; better set as AWS_SECRET_ACCESS_KEY."""
     session_token: Secret = None
+    """Token of temporary S3 credentials; better set as AWS_SESSION_TOKEN."""
     token: Secret = None
     """Token for the hub; unset means HF_TOKEN or what `hf auth login` stored."""
     user: Name | None = None
@@ -79,12 +85,14 @@ class RowFilter(Section):
     minimum: Number | None = None
     """A row without a number in this column counts as 0."""
     one_of: tuple[Text, ...] = ()
+    """Keep rows with one of these values."""
 
 
 class Tile(Section):
     """For image files that hold several images side by side: which of them is trained on."""
 
     count: Annotated[int, Strict(), Field(ge=2, le=64)]
+    """Number of images side by side in a file."""
     index: WholeNumber = 0
     """Position of the image, counted from 0 at the left."""
 
@@ -106,33 +114,46 @@ class LocalCopy(Section):
     index: Name | None = None
     """Folder or URL of the archives' index files (`SHARD.json`, captions by member); unset means next to them."""
     filter: tuple[RowFilter, ...] = ()
+    """Keep only the rows of a table that pass every filter."""
     tile: Tile | None = None
+    """Which one of several images in a file is trained on; unset means the whole file."""
 
 
 class CaptionTable(Section):
     """One Parquet, CSV or JSONL file with the captions (and sizes) of a dataset."""
 
     path: Name
+    """The table: a path below the dataset's folder, or any other path."""
     filename_column: Name = "filename"
+    """Column with the names of the media files."""
     caption_column: Name | Annotated[tuple[Name, ...], Field(min_length=1)] = "caption"
     """Several columns give a sample several captions. `a.b` is the value `b` inside column `a`."""
     fallback_caption_column: Name | None = None
+    """Column to use for a row whose `caption_column` is empty."""
     width_column: Name | None = None
+    """Column with the width of the file. A note names files of another size."""
     height_column: Name | None = None
+    """Column with the height of the file."""
     identifier_includes_extension: Flag = True
+    """False: names in `filename_column` have no extension."""
 
 
 class Captions(Section):
     """Where captions come from and how they are changed."""
 
     strategy: Literal["textfile", "filename", "instanceprompt", "parquet", "csv", "jsonl", "json"] = "textfile"
+    """`textfile`: a text file beside each media file. `filename`: the file's name. `instanceprompt`: `instance_prompt`
+    for all files. The others: a table of this format, named in `table`."""
     extension: Name = "txt"
+    """Extension of caption files."""
     default: Text | None = None
     """Caption of files that have none of their own."""
     default_for_empty: Flag = False
     """Use `default` for empty captions too."""
     instance_prompt: Text | None = None
+    """Caption of all files with `strategy: instanceprompt`, or the text for `prepend_instance_prompt`."""
     prepend_instance_prompt: Flag = False
+    """Put `instance_prompt` in front of every caption."""
     trigger_word: Text | None = None
     """Replaces `[trigger]`, and is prepended to captions that do not contain it."""
     add_trigger: Flag = True
@@ -140,9 +161,11 @@ class Captions(Section):
     split_lines: Flag = True
     """Treat each line of a text file as a separate caption."""
     dropout: Fraction = 0.0
+    """Share of visits whose caption is replaced by `dropped_caption`."""
     dropped_caption: Text = ""
     """Caption that replaces a dropped one."""
     shuffle_tags: Flag = False
+    """Shuffle the tags of captions. Each order is cached as a separate caption."""
     keep_tags: WholeNumber = 0
     """Number of leading tags that keep their place when the rest is shuffled."""
     shuffle_variants: Annotated[int, Strict(), Field(ge=1, le=1000)] | Literal["visits"] = 1
@@ -153,14 +176,23 @@ class Captions(Section):
     shuffle_trigger: Flag = False
     """Shuffle the trigger word along with the first tag; otherwise it stays at the start of the caption."""
     tag_separator: Text = ","
+    """Text between two tags."""
     table: CaptionTable | None = None
+    """The table of captions."""
 
 
 class Crop(Section):
     enabled: Flag = False
+    """Crop images to the aspect ratio that `aspect` chooses. Without it, an image keeps its shape up to the rounding of
+    its bucket."""
     style: Literal["random", "center", "corner", "face"] = "random"
+    """Position of the crop: random, in the center, or at the top left (`corner`). `face` is rejected: faces are not
+    detected."""
     aspect: Literal["square", "preserve", "closest", "random"] = "square"
+    """Aspect ratio of the crop. `square`: 1. `preserve`: the image's own. `closest`: the one of `aspect_buckets` that
+    cuts off least. `random`: a random one of them, chosen once per file."""
     aspect_buckets: tuple[Annotated[float, Strict(), Field(ge=1 / 16, le=16)], ...] = ()
+    """Ratios of width to height for `aspect: closest` and `aspect: random`."""
 
 
 class Buckets(Section):
@@ -181,9 +213,16 @@ class Augmentation(Section):
     """Random changes between two visits of the same sample, and how the latent cache handles them."""
 
     flip_x: Flag = False
+    """Mirror samples left to right in half of their visits."""
     flip_y: Flag = False
+    """Mirror samples top to bottom in half of their visits."""
     transforms: tuple[Options, ...] = ()
+    """Random changes with the names and options of albumentations, for example `{method: ColorJitter, hue: 0.1, p:
+    0.5}`."""
     cache_mode: Literal["disable_cache", "static", "refresh_each_epoch"] = "disable_cache"
+    """What becomes of cached latents of a dataset with random changes. `disable_cache`: datasets with `transforms` are
+    encoded anew at every visit. `static`: changes are sampled once per file. `refresh_each_epoch`: once per epoch,
+    encoded in the background."""
 
 
 class Video(Section):
@@ -192,8 +231,11 @@ class Video(Section):
     fps: FrameRate | None = None
     """Resample to this frame rate; unset keeps every frame."""
     min_frames: PositiveInt | None = None
+    """Leave out files with fewer frames."""
     max_frames: PositiveInt | None = None
+    """Leave out files with more frames."""
     clip: Literal["head", "uniform", "random"] = "head"
+    """Position of the clip in the file: `head`, `random`, or `uniform`, consecutive clips, one per visit."""
     whole_clip: Flag = False
     """Spread `num_frames` over the whole file instead of cutting out a clip."""
     from_length: Flag = False
@@ -207,26 +249,38 @@ class Video(Section):
     allow_shorter: Flag = False
     """Train on files with fewer than `num_frames` frames, but at least `min_frames`, with the frames they have."""
     image_to_video: Flag = False
+    """Keep the first frame free of noise, so that the model learns to continue an image. For Wan weights with an
+    image-to-video mode."""
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = "aspect_ratio"
+    """`resolution_frames` without `num_frames` takes as many frames as each file has, like `from_length`."""
     frame_interval: PositiveInt | None = None
+    """With a length taken from the file: round the number of frames down to a multiple of this."""
 
 
 class Audio(Section):
     sample_rate: Annotated[int, Strict(), Field(ge=1, le=1_000_000)] | None = None
     """Unset means the family's own rate."""
     channels: Annotated[int, Strict(), Field(ge=1, le=64)] | None = None
+    """Channels to mix the audio to; unset means the family's own."""
     duration_interval: Annotated[float, Strict(), Field(ge=0.01, le=86_400)] = 3.0
+    """Clips are cut to a multiple of this many seconds. Shorter files are padded with silence."""
     max_duration_seconds: Annotated[float, Strict(), Field(gt=0, le=86_400)] | None = None
+    """Leave out longer files."""
     truncation: Literal["beginning", "end", "random"] = "beginning"
+    """Which part of a file is kept when it is cut."""
 
 
 class Mask(Section):
     """Masked loss: white areas have weight 1, black ones `min_weight`."""
 
     path: Name | None = None
+    """Folder of mask images with the names of the media files."""
     from_alpha: Flag = False
+    """Use the images' own alpha channel as the mask."""
     min_weight: Fraction = 0.0
+    """Weight of black areas."""
     invert: Flag = False
+    """Exchange white and black."""
     normalise: Flag = False
     """Divide the weights by their mean over the batch, so that masked samples count as much as others."""
 
@@ -244,11 +298,19 @@ class Dataset(Section):
     """One source of samples."""
 
     id: Name
+    """Name of the dataset. Other keys, messages and `--set 'datasets[ID].key=value'` use it."""
     path: Name
+    """Folder of the files, or a URL: `hf://datasets/OWNER/NAME`, `s3://bucket/folder`, `https://...`."""
     type: BackendName = "local"
+    """How files are read. `local`: from a folder, or from a local copy of a URL. `in_memory`: copied into host memory
+    first. `url`: over the network at every access. Other names are backends of installed packages."""
     dataset_type: Literal["image", "video", "audio", "conditioning", "eval"] = "image"
+    """What the files are. `conditioning`: references or masks of another dataset. `eval`: never trained on; the
+    held-out loss is measured on them."""
     disabled: Flag = False
+    """Leave the dataset out of the run."""
     in_memory: InMemory = InMemory()
+    """Options of `type: in_memory`."""
     storage: StorageAccess | None = None
     """Access options of a `path` that is a URL."""
     local_copy: LocalCopy | None = None
@@ -258,36 +320,57 @@ class Dataset(Section):
     resolution: Resolution = 1024
     """In pixels, or in megapixels with `resolution_type: area`."""
     resolution_type: Literal["pixel", "pixel_area", "area"] = "pixel_area"
+    """Unit of `resolution`. `pixel_area`: the side of a square with the same area. `pixel`: the shorter side. `area`:
+    megapixels."""
     buckets: Buckets = Buckets()
+    """How the sizes of training images are chosen."""
     minimum_size: NonNegativeFloat = 0
+    """Leave out images smaller than this, in the unit of `resolution_type`."""
     minimum_edge: NonNegativeFloat = 0
     """Leave out images with a side shorter than this, in pixels for every `resolution_type`."""
     maximum_size: PositiveFloat | None = None
+    """With `downsample_to`: only images above this size, in the unit of `resolution_type`, are scaled down."""
     downsample_to: Resolution | None = None
     """Scale images to this before cropping: all of them or, with `maximum_size`, the ones above that size."""
     minimum_aspect_ratio: AspectRatio | None = None
+    """Leave out images with a smaller ratio of width to height."""
     maximum_aspect_ratio: AspectRatio | None = None
+    """Leave out images with a larger ratio of width to height."""
     crop: Crop = Crop()
+    """How images are cropped."""
     captions: Captions = Captions()
+    """Where captions come from and how they are changed."""
     augmentation: Augmentation = Augmentation()
+    """Flips and other random changes of the images."""
     video: Video = Video()
+    """Options of clips."""
     audio: Audio = Audio()
+    """Options of audio files."""
     mask: Mask = Mask()
+    """Masks that weight the loss by area."""
 
     repeats: Annotated[int, Strict(), Field(ge=0, le=1_000_000)] = 0
     """Extra visits per epoch: 0 visits each sample once, 1 twice."""
     kohya_folders: Flag = True
     """Read folder names as kohya's scripts do: `10_sks dog` means ten visits, and a caption for files without one."""
     probability: PositiveFloat = 1.0
+    """Weight in the random choice of each batch's dataset. A higher value brings the dataset earlier in an epoch, not
+    more often."""
     batch_size: BatchSize | None = None
+    """Batch size of this dataset; unset means `training.batch_size`."""
     max_samples: PositiveInt | None = None
+    """Use at most this many samples, chosen by their content: the same ones in every run."""
     held_out: WholeNumber = 0
     """Number of files that are never trained on; `validation.loss_every_steps` measures the loss on them. They are
     chosen by their content: every run holds out the same ones, and mostly still does after files are added."""
     start_epoch: PositiveInt = 1
+    """First epoch, counted from 1, in which the dataset is used."""
     end_epoch: PositiveInt | None = None
+    """Last epoch in which the dataset is used; unset means no end."""
     start_step: WholeNumber = 0
+    """First optimizer step, counted from 0, at which the dataset is used."""
     end_step: PositiveInt | None = None
+    """Optimizer step from which on the dataset is no longer used; unset means no end."""
     even_steps: Flag = False
     """Every second optimizer step takes its batches only from datasets with this flag, the other steps from the other
     datasets. These are steps 2, 4, 6 and so on, counted from 0, except multiples of `checkpoints.every_steps` and of
@@ -301,11 +384,16 @@ class Dataset(Section):
     loss_weight: Annotated[float, Strict(), Field(ge=0, le=1e300)] = 1.0
     """A weight that makes the loss non-finite stops the run at the first such batch, before the optimizer step."""
     adapter_strength: Number = 1.0
+    """Factor of the adapter's output while it is trained on this dataset."""
 
     conditioning: tuple[Name, ...] = ()
     """Ids of the datasets with this one's edit sources or references. Files are matched by stem."""
     conditioning_type: Literal["reference_strict", "reference_loose", "mask"] | None = None
+    """Role of a dataset of type `conditioning`. `reference_strict`: scaled and cropped exactly as its target.
+    `reference_loose`: keeps its own shape and has its own `resolution`. `mask`: weights of the loss. Unset means
+    `reference_loose`."""
     source_dataset_id: Name | None = None
+    """Id of the dataset that this one has the references or masks for: `conditioning`, written on the other side."""
     canny_reference: CannyReference | None = None
     """Use the edges of each image as one more reference, scaled and cropped like the image. `{}` is enough."""
     cache_dir: Name | None = None
@@ -353,5 +441,8 @@ if not TYPE_CHECKING and BACKEND_SECTIONS:
         __base__=Dataset,
         __doc__=Dataset.__doc__,
         __module__=__name__,
-        **{name: (Options, Field(default_factory=dict)) for name in BACKEND_SECTIONS},
+        **{
+            name: (Options, Field(default_factory=dict, description=f"Options of the installed backend {name}."))
+            for name in BACKEND_SECTIONS
+        },
     )

@@ -27,3 +27,18 @@ def options(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def test_the_options_are_those_of_the_list() -> None:
     """A new one belongs into tests/golden/options.txt, beside the reason for it in the commit."""
     assert [*options(RunConfig)] == LISTED.read_text().splitlines()
+
+
+def sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield section
+    for field in section.model_fields.values():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from sections(kind)
+
+
+def test_every_option_is_described() -> None:
+    fields = [(section, name) for section in sections(RunConfig) for name in section.model_fields]
+    assert [
+        f"{section.__name__}.{name}" for section, name in fields if not section.model_fields[name].description
+    ] == []

@@ -1,0 +1,29 @@
+"""The reference pages that scripts/reference_pages.py makes are up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+
+from unit.docs.targets import ROOT, text_of
+
+SCRIPT = ROOT / "scripts" / "reference_pages.py"
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference_pages", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_options_is_up_to_date(pages: ModuleType) -> None:
+    hint = "python scripts/reference_pages.py"
+    assert text_of("options.md") == pages.options_page(), hint

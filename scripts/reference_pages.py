@@ -20,9 +20,9 @@ from gracetune.config.run_config import RunConfig
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OPTIONS = """# Options
 
-Every option of gracetune's own dialect, with its default; – means that the option is unset. `--set`, dialects and what is
-rejected: [configuration](configuration.md). `gracetune config show FILE` prints the values of a file and where each comes
-from; `gracetune config schema` prints this page as a JSON Schema, for editors.
+Every option of gracetune's own dialect, with its default; – means that the option is unset. Dialects, `--set` and what
+is rejected: [configuration](configuration.md). `gracetune config show FILE` prints the values of a file and where each
+comes from; `gracetune config schema` prints this page as a JSON Schema, for editors.
 
 Generated from the config schema by `scripts/reference_pages.py`; a test compares them.
 """

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
+import typer.main
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from gracetune.cli.main import app
 from gracetune.config.dataset_config import BACKEND_SECTIONS
 from gracetune.config.pydantic_errors import expectation
 from gracetune.config.run_config import RunConfig
@@ -25,6 +27,18 @@ is rejected: [configuration](configuration.md). `gracetune config show FILE` pri
 comes from; `gracetune config schema` prints this page as a JSON Schema, for editors.
 
 Generated from the config schema by `scripts/reference_pages.py`; a test compares them.
+"""
+COMMANDS = """# Commands
+
+Every command with its arguments and options, as `--help` prints them. Exit codes: 0 success, 1 an error, 2 wrong usage,
+3 interrupted (a run is saved; the same command resumes it), 141 a closed pipe. With `--json` a command prints one JSON
+object on stdout and nothing else there; an error is one object too, with `ok`, `error` and `problems`.
+
+`accelerate launch train.py --config CONFIG` and `torchrun train.py --config CONFIG` start a run with several processes
+([training](training.md)). `python gh200_diagnostic.py` is `gracetune doctor`, and `python validate_uvm.py` tests what
+the memory layer relies on.
+
+Generated from the commands by `scripts/reference_pages.py`; a test compares them.
 """
 
 
@@ -88,7 +102,55 @@ def _cell(text: str) -> str:
     return _one_line(text).replace("|", r"\|")
 
 
+def commands_page() -> str:
+    group = typer.main.get_command(app)
+    lines = [COMMANDS, "| command | |", "|---|---|"]
+    found = [*_commands(group, ("gracetune",))]
+    lines += [f"| [`{' '.join(names)}`](#{'-'.join(names)}) | {_cell(_help(one))} |" for names, one in found]
+    before: dict[str, tuple[str, ...]] = {}
+    for names, one in found:
+        arguments = [parameter for parameter in one.params if not parameter.opts[0].startswith("-")]
+        written = [_argument(argument) for argument in arguments]
+        lines += ["", f"## {' '.join(names)}", "", _one_line(_help(one))]
+        listed = [f"- {name}: {_one_line(about.help)}" for name, about in zip(written, arguments, strict=True)]
+        lines += ["", *listed] if listed else []
+        rows = [_option(option) for option in one.params if option not in arguments]
+        same = next((name for name, others in before.items() if others == tuple(rows) and len(rows) > 3), None)
+        if same is not None:
+            lines += ["", f"The options are those of `{same}`."]
+        elif rows:
+            lines += ["", "| option | default | |", "|---|---|---|", *rows]
+        before.setdefault(" ".join(names), tuple(rows))
+    return "\n".join(lines) + "\n"
+
+
+def _commands(command: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "commands"):
+        yield names, command
+        return
+    for name in command.list_commands(None):
+        yield from _commands(command.commands[name], (*names, name))
+
+
+def _help(command: Any) -> str:
+    return str(command.help or "")
+
+
+def _argument(argument: Any) -> str:
+    name = argument.metavar or argument.name.upper()
+    return f"`{name}`" if argument.required or name.startswith("[") else f"`[{name}]`"
+
+
+def _option(option: Any) -> str:
+    value = default = ""
+    if not option.is_flag:
+        value = " " + (option.metavar or r"\|".join(get_args(option.type_descriptor.annotation)))
+        default = "" if option.default is None else f"`{option.default}`"
+    return f"| `{', '.join(option.opts)}{value}` | {default} | {_cell(option.help or '')} |"
+
+
 def main() -> None:
+    (DOCS / "commands.md").write_text(commands_page())
     (DOCS / "options.md").write_text(options_page())
 
 

@@ -24,6 +24,12 @@ def pages() -> ModuleType:
     return module
 
 
+HINT = "run: python scripts/reference_pages.py"
+
+
 def test_the_page_of_options_is_up_to_date(pages: ModuleType) -> None:
-    hint = "python scripts/reference_pages.py"
-    assert text_of("options.md") == pages.options_page(), hint
+    assert text_of("options.md") == pages.options_page(), HINT
+
+
+def test_the_page_of_commands_is_up_to_date(pages: ModuleType) -> None:
+    assert text_of("commands.md") == pages.commands_page(), HINT

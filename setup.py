@@ -3,8 +3,8 @@
 Puts the examples, and what else the guides' command lines name, into the wheel: `gracetune/checkout` has them under the
 paths they have here (`examples/index.json` lists them). Everything else is in pyproject.toml.
 
-Without a C compiler the install goes on: the package works, unified memory says that it is not available, and a small
-text file left where the library belongs tells why.
+Without a C compiler the install goes on: the package works, unified memory is reported as not available, and a small
+text file in place of the library gives the reason.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def measure(model: RandomModel, job: StepJob, machine: Machine, runtime: Runtime
         both = timed(model, job, config, machine, runtime, turns, lambda module: NoParking())
         yield BenchRow(
             "resident", 100 * both.share, "% of a turn",
-            detail=f"both experts on the device: {both.step_ms:.1f} ms a step, {both.turn_ms:.1f} a turn of {TURN}",
+            detail=f"both experts on the device: {both.step_ms:.1f} ms/step, {both.turn_ms:.1f} a turn of {TURN}",
         )  # fmt: skip
         gc.collect()
         moved = timed(model, job, config, machine, runtime, turns, parking_on(model, runtime.device))

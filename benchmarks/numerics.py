@@ -5,7 +5,7 @@ python benchmarks/numerics.py --output benchmarks/results/numerics-NAME.json
 For every model and adapter: the adapter's gradients as a run computes them, against fp32 with the libraries' layers.
 Then whole curves: the same run with both ways of computing the adapter, for several seeds. On a GPU ours is compiled
 and has our kernels, the other has torch's own and the libraries' layers. Two ways that are one in exact arithmetic part
-in the last digits of bf16 and stay together if the difference is noise; what a difference is worth is said by how far
+in the last digits of bf16 and stay together if the difference is noise; the weight of a difference is how far
 runs of other seeds are apart.
 """
 

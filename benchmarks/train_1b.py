@@ -248,7 +248,7 @@ def _resumed(folder: Path, size: Size, model: Path, images: Path, device: torch.
     """cuDNN's attention has no deterministic backward pass; torch's flash kernel has one."""
     attention = "flash" if device.type == "cuda" else "sdpa"
     torch.use_deterministic_algorithms(True)
-    # That fills memory nobody has written yet, to show programs that read it; here it would only be time.
+    # That fills memory that is not written yet, to show programs that read it; here it would only be time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         whole, parted = (
@@ -326,7 +326,7 @@ def _timed_run(config: RunConfig, device: torch.device) -> Pace:
 
 
 class PlainLoop:
-    """What somebody writes who has diffusers and peft: nothing but the step, and all data on the device."""
+    """What a user of diffusers and peft writes: nothing but the step, and all data on the device."""
 
     def __init__(self, model: Path, size: Size, device: torch.device, *, compiled: bool) -> None:
         self._size, self._device = size, device

@@ -203,7 +203,7 @@ def prepare(requested: Preparation, facts: Facts) -> list[Any]:
     if not requested.graphs:
         replay.GraphDevice.is_launch_bound = lambda self: False
     if requested.park and torch.cuda.is_available():
-        choice = experts.ParkingChoice("pinned_copy", "pinned copy: asked for by this benchmark")
+        choice = experts.ParkingChoice("pinned_copy", "pinned copy: requested by this benchmark")
         assembly.choose_parking = lambda *_, **__: choice
         experts.device_room = lambda device: lambda *, on_device, elsewhere: 0
     return hosts

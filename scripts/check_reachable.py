@@ -553,7 +553,7 @@ class Reach:
         return self.reached
 
     def _methods(self) -> bool:
-        """Methods of reached classes that somebody calls."""
+        """Methods of reached classes that are called."""
         before = len(self.reached)
         for name, symbol in self.package.symbols.items():
             if symbol.owner is None or symbol.owner not in self.reached or name in self.reached:
@@ -585,7 +585,7 @@ class Reach:
             self.read(symbol.module, [symbol.node], symbol.owner)
 
     def _registers(self, module: str, decorator: ast.expr) -> bool:
-        """Whether a decorator hands the function to somebody who calls it, as `@app.command()` does."""
+        """Whether a decorator hands the function to a caller, as `@app.command()` does."""
         head = ast.unparse(decorator).split("(")[0].split(".")
         found = self.package.resolve(module, head[0])
         if found is None:

@@ -1,11 +1,10 @@
-"""Fail for identifiers that docs/glossary.md rules out, and for public classes of gracetune with the same name.
+"""Fail for words that docs/glossary.md rules out, and for public classes of gracetune with the same name.
 
-    python scripts/check_words.py                        identifiers and class names; part of `make lint`
-    python scripts/check_words.py --phrases [PATH ...]   phrases of comments, docstrings, messages and docs;
-                                                         with paths: every line, and exit code 1 if there is one
+    python scripts/check_words.py [PATH ...]     part of `make lint`; with paths, only what is below them
 
-The first table of the glossary is the standard. An identifier that may stay is listed in scripts/words_allowed.txt
-with its reason. Words of an interface stay there: configuration keys, event fields, options of commands.
+The first table of the glossary is the standard, for identifiers and for the phrases of comments, docstrings, messages
+and docs. What may stay is listed in scripts/words_allowed.txt with its reason. Words of an interface stay there:
+configuration keys, event fields, options of commands.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,7 +135,10 @@ def check_classes(sources: dict[str, str]) -> Iterator[Finding]:
 
 
 def prose_of(file: str, text: str) -> Iterator[tuple[int, str]]:
-    """Lines of comments, docstrings and messages, or of a page without its code."""
+    """Lines of comments, docstrings and messages, or of a page without its code.
+
+    Other strings of a test are data: captions, file contents, what a library prints.
+    """
     if file.endswith(".md"):
         fenced = False
         for number, line in enumerate(text.splitlines(), 1):
@@ -146,18 +147,34 @@ def prose_of(file: str, text: str) -> Iterator[tuple[int, str]]:
             elif not fenced:
                 yield number, line
         return
+    only_docstrings = docstring_lines(text) if file.startswith("tests/") else None
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string):
+        is_read = only_docstrings is None or token.start[0] in only_docstrings
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string and is_read):
             for number, line in enumerate(token.string.splitlines()):
                 yield token.start[0] + number, line
 
 
+def docstring_lines(text: str) -> set[int]:
+    """Where strings stand alone: docstrings, and descriptions below an attribute."""
+    return {
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+
+
 def check_phrases(file: str, text: str, glossary: Glossary) -> Iterator[Finding]:
-    either = "|".join(re.escape(phrase) for phrase in sorted(glossary.phrases, key=len, reverse=True))
-    pattern = re.compile(rf"(?<![\w-])({either})(?![\w-])", re.IGNORECASE)
+    if not glossary.phrases:
+        return
+    # Not "Windows" where "windows" is meant by accident of case: a phrase is written small or begins a sentence.
+    spellings = {spelling for phrase in glossary.phrases for spelling in (phrase, phrase[0].upper() + phrase[1:])}
+    either = "|".join(re.escape(phrase) for phrase in sorted(spellings, key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\w-])({either})(?![\w-])")
     for line, prose in prose_of(file, text):
         for match in pattern.finditer(re.sub(r"`[^`]*`", "`", prose)):
-            yield Finding(file, line, f'"{match[1]}"', glossary.phrases[match[1].lower()])
+            phrase = match[1].lower()
+            yield Finding(file, line, f'"{match[1]}"', glossary.phrases[phrase], f'"{phrase}"')
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -176,58 +193,44 @@ def tracked(root: Path, *endings: str) -> dict[str, str]:
 
 
 def allowed(text: str) -> list[tuple[str, str]]:
-    """`path pattern  identifier  reason` in each line."""
+    """`path pattern  identifier or "phrase"  reason` in each line."""
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.startswith("#"):
-            pattern, name, *reason = line.split(maxsplit=2)
-            if not reason:
+            row = re.fullmatch(r'(\S+)\s+("[^"]+"|\S+)\s+\S.*', line)
+            if row is None:
                 raise SystemExit(f"{ALLOWED}:{number}: found no reason, expected `path identifier reason`")
-            rows.append((pattern, name))
+            rows.append((row[1], row[2]))
     return rows
 
 
-def check(root: Path) -> list[str]:
-    """What `make lint` reports, one line each."""
+def check(root: Path) -> list[Finding]:
+    """What may not stay, in the order of the checks."""
     glossary = read_glossary((root / GLOSSARY).read_text(encoding="utf-8"))
     sources = tracked(root, ".py")
     found = [one for file, text in sources.items() for one in check_identifiers(file, text, glossary)]
     found += check_classes(sources)
+    found += [one for file, text in tracked(root, ".py", ".md").items() for one in check_phrases(file, text, glossary)]
     rows = allowed((root / ALLOWED).read_text(encoding="utf-8")) if (root / ALLOWED).is_file() else []
     used: set[tuple[str, str]] = set()
-    lines = []
+    kept = []
     for one in found:
         permits = [row for row in rows if row[1] == one.name and fnmatch.fnmatchcase(one.file, row[0])]
         used.update(permits)
         if not permits:
-            lines.append(str(one))
-    lines += [f"{ALLOWED}: found `{' '.join(row)}`, expected a line that is needed" for row in rows if row not in used]
-    return lines
+            kept.append(one)
+    unused = [row for row in rows if row not in used]
+    return kept + [Finding(ALLOWED, 0, f"`{' '.join(row)}`", "a line that is needed") for row in unused]
 
 
-def main(arguments: Iterable[str]) -> int:
-    options = list(arguments)
-    if "--phrases" not in options:
-        lines = check(ROOT)
-        for line in lines:
-            print(line)
-        if lines:
-            print(f"{len(lines)} names do not follow {GLOSSARY}: rename them, or list them in {ALLOWED} with a reason")
-        return 1 if lines else 0
-    glossary = read_glossary((ROOT / GLOSSARY).read_text(encoding="utf-8"))
-    paths = [option.rstrip("/") for option in options if option != "--phrases"]
-    folders: Counter[str] = Counter()
-    for file, text in tracked(ROOT, ".py", ".md").items():
-        if not paths or any(file == path or file.startswith(f"{path}/") for path in paths):
-            for one in check_phrases(file, text, glossary):
-                if paths:
-                    print(one)
-                parts = Path(file).parent.parts
-                folders["/".join(parts[:3]) or "."] += 1
-    for folder, count in sorted(folders.items()):
-        print(f"{count:6} {folder}")
-    print(f"{sum(folders.values()):6} phrases")
-    return 1 if paths and folders else 0
+def main(paths: list[str]) -> int:
+    below = [path.rstrip("/") for path in paths]
+    found = [one for one in check(ROOT) if not below or any(f"{one.file}/".startswith(f"{path}/") for path in below)]
+    for one in found:
+        print(one)
+    if found:
+        print(f"{len(found)} words do not follow {GLOSSARY}: change them, or list them in {ALLOWED} with a reason")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def images(folder: Path) -> dict[str, Any]:
     for number in range(6):
         pixels = np.random.default_rng(number).integers(0, 255, (8, 8, 3), dtype=np.uint8)
         Image.fromarray(pixels).resize((64, 64)).save(folder / f"{number}.png")
-        (folder / f"{number}.txt").write_text(f"picture number {number}")
+        (folder / f"{number}.txt").write_text(f"image number {number}")
     return {"id": "pictures", "path": str(folder), "type": "in_memory", "resolution": 64.0}
 
 
@@ -134,7 +134,7 @@ def verify(config: RunConfig) -> int:
         for name in end.outputs:
             state = open_adapter(Path(config.output_dir) / name, config.model.family).state()
             if not norms(state).largest > 0:
-                wrong.append(f"{name}: nothing was learnt")
+                wrong.append(f"{name}: nothing was learned")
     return messages(wrong)
 
 
@@ -144,7 +144,7 @@ def events_of(config: RunConfig) -> list[Event]:
 
 
 def ramp_wrong(config: RunConfig, events: list[Event]) -> list[str]:
-    """Every window as long as the ramp says, whatever happened between them."""
+    """Every step as long as the ramp says, whatever happened between them."""
     done = [event for event in events if isinstance(event, StepDone)]
     planned = ramp_of(config.training, 1).step_batches()
     wrong = []
@@ -153,11 +153,11 @@ def ramp_wrong(config: RunConfig, events: list[Event]) -> list[str]:
         if found != (step.micro_batch, step.accumulation):
             wrong.append(f"step {event.step}: {found} samples x micro-batches, the ramp says {step}")
     lengths = {event.micro_batch * event.accumulation for event in done}
-    return wrong if len(lengths) > 1 else [*wrong, f"no ramp: every window holds {lengths} samples"]
+    return wrong if len(lengths) > 1 else [*wrong, f"no ramp: every step holds {lengths} samples"]
 
 
 def caches_wrong(config: RunConfig, events: list[Event]) -> list[str]:
-    """Everything trained on comes from memory; what samples are drawn with is read from disk, once."""
+    """Everything trained on comes from memory; what samples are generated with is read from disk, once."""
     counters = [event.counters for event in events if isinstance(event, MemorySampled)][-1]
     most_reads = {"latents": 0, "texts": 2 * len(config.validation.prompts)}
     wrong = []
@@ -185,7 +185,7 @@ LONG_RAMP = (
 
 
 def ask(file: Path) -> int:
-    """`gracetune validate-now` while the ramp is at work: samples appear, and no window is another one for it."""
+    """`gracetune validate-now` while the ramp is at work: samples appear, and every step stays as it was."""
     config = load(file, environment=Environment({}), overrides=LONG_RAMP).config
     settings = [word for setting in LONG_RAMP for word in ("--set", setting)]
     running = subprocess.Popen([*COMMAND, "train", str(file), *settings])
@@ -203,7 +203,7 @@ def ask(file: Path) -> int:
     wrong += [f"{path} is not there" for path in files if not path.is_file()] or ([] if files else ["no samples"])
     ended = ramp_of(config.training, 1).target
     if largest_step(config) >= ended:
-        wrong.append(f"the ramp was over ({ended} samples in a window) before anybody asked")
+        wrong.append(f"the ramp was over ({ended} samples in a step) before the request")
     return messages([*wrong, *ramp_wrong(config, events_of(config))])
 
 

@@ -3,7 +3,7 @@
 #
 #   source "$(dirname "${BASH_SOURCE[0]}")/feature_tests.sh"
 #   ft_begin "what this script tests" "attention audio ..." "$@"   # reads the flags; enters the repository's folder
-#   ft_check LEVEL FEATURE "name" COMMAND...      # runs it if its level and feature are asked for
+#   ft_check LEVEL FEATURE "name" COMMAND...      # runs it if its level and feature are requested
 #   ft_skip  LEVEL FEATURE "name" "why"           # says that it is not run, and why
 #   ft_end                                        # the table; leaves with the exit code
 #
@@ -114,7 +114,7 @@ ft_begin() {
     trap 'exit 143' TERM
     export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false # nothing here is fetched
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"       # tiny models gain nothing from threads, and a busy machine starves them
-    for level in $FT_LEVELS; do ft_wants "$level" || ft_note "$level" "not asked for (--level$ft_level)"; done
+    for level in $FT_LEVELS; do ft_wants "$level" || ft_note "$level" "not requested (--level$ft_level)"; done
 }
 
 ft_note() { printf '%-12s %s\n' "$1" "$2"; }
@@ -185,13 +185,13 @@ ft_make_job() {
     [ -f "$folder/config.yaml" ] || { rm -rf "$folder" && ft_job make "$folder" "$@"; }
 }
 
-ft_train_job() { # NAME FAMILY [flags]: a whole run with every feature on, and whether it did what was asked for
+ft_train_job() { # NAME FAMILY [flags]: a whole run with every feature on, and whether it did what was requested
     ft_make_job "$@"
     ft_gracetune train "$ft_work/$1/config.yaml" --resume none --set name="$1"
     ft_job verify "$ft_work/$1/config.yaml"
 }
 
-ft_ask_job() { # NAME FAMILY [flags]: a run that is asked for a validation by hand
+ft_ask_job() { # NAME FAMILY [flags]: a run with a validation requested by hand
     ft_make_job "$@"
     ft_job ask "$ft_work/$1/config.yaml"
 }

@@ -57,7 +57,7 @@ done
 
 ft_check system staging "two experts: staging, caches, ramp" ft_train_job dual wan
 ft_check system caches "one denoiser: staging, caches, ramp" ft_train_job single flux
-ft_check system manual-validation "a validation asked for by hand" ft_ask_job asked flux
+ft_check system manual-validation "a validation requested by hand" ft_ask_job asked flux
 ft_check system audio "sound staged in memory" ft_train_job sound stable_audio
 
 ft_check performance ramp "baseline: capture and compare" ft_capture_and_compare pace flux

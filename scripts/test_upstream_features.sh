@@ -88,7 +88,7 @@ check_points() { # the same list, found without importing anything
     ft_gracetune overlay check simpletuner --source "$(source_of_upstream)"
 }
 
-if [ "$install" = yes ]; then install_upstream; fi # whatever is asked for: every check below would skip without it
+if [ "$install" = yes ]; then install_upstream; fi # for every choice of checks: each below would skip without it
 
 ft_check unit overlay "the overlay on stand-ins" ft_pytest tests/unit/overlays/simpletuner
 ft_check unit overlay "every wrapped name is there" with_upstream hooks
@@ -102,7 +102,7 @@ ft_check integration audio "a staged sound, gone from disk" with_upstream audio
 ft_check integration diagnostic "gracetune doctor" ft_gracetune doctor --skip-allocation
 
 ft_check system ramp "the ramp in upstream's loop" with_upstream ramp
-ft_check system manual-validation "a validation asked for by hand" with_upstream manual-validation
+ft_check system manual-validation "a validation requested by hand" with_upstream manual-validation
 
 ft_check performance overlay "seconds, plain and with the overlay" with_upstream performance
 ft_end

@@ -1,4 +1,4 @@
-"""The two halves of check_aarch64.sh that are easier in Python.
+"""The two parts of check_aarch64.sh that are easier in Python.
 
 wheel_table.py requirements     what `make demo` asks for on an aarch64 machine, one a line
 wheel_table.py table REPORT     pip's installation report as a table; exits 1 if an entry would not run there

@@ -42,7 +42,7 @@ for _name in [*os.environ]:
         del os.environ[_name]
 
 
-# Taken out of the environment: a process that a test starts runs all it is asked to.
+# Taken out of the environment: a process that a test starts runs everything in its arguments.
 _HALF = os.environ.pop("TEST_HALF", "")
 
 
@@ -94,7 +94,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A hub on this machine, and an environment that leads to it. Nobody is logged in."""
+    """A hub on this machine, and an environment that leads to it. No user is logged in."""
     from huggingface_hub import constants
 
     from servers.hub import hub_server

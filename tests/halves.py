@@ -1,4 +1,4 @@
-"""The test files in two halves that take about equally long. `make test` runs one process for each.
+"""The test files in two parts that take about equally long. `make test` runs one process for each.
 
 `seconds.txt` holds the seconds of each file that takes more than half a second. To write it anew:
 

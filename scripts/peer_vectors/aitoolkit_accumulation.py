@@ -17,7 +17,7 @@ GRADIENTS = [[0.1, 0.2], [0.3, -0.1], [-0.2, 0.05], [0.1, 0.4], [1.0, 0.5], [0.2
 
 
 def steps(train: dict[str, Any]) -> dict[str, Any]:
-    """The trainer's own loop body (`hook_train_loop`), which is told by its caller when to step the optimizer."""
+    """The trainer's own loop body (`hook_train_loop`), whose caller decides when to step the optimizer."""
     from accelerate import Accelerator
     from extensions_built_in.sd_trainer.SDTrainer import SDTrainer
     from toolkit.config_modules import TrainConfig

@@ -47,7 +47,7 @@ def model(divisibility: int) -> Any:
 def dataset(
     folder: Path, divisibility: int = 16, batch_size: int = 1, sd: dict[str, Any] | None = None, **options: Any
 ) -> Any:
-    """ai-toolkit's own dataset of a folder, quietly. `sd` adds to what the model is asked."""
+    """ai-toolkit's own dataset of a folder, quietly. `sd` adds to what the model has to answer."""
     from toolkit.config_modules import DatasetConfig
     from toolkit.data_loader import AiToolkitDataset
 

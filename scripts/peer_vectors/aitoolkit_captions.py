@@ -1,4 +1,4 @@
-"""Captions that ai-toolkit trains with: its dataset is asked for the same image again and again.
+"""Captions that ai-toolkit trains with: the same image is read from its dataset again and again.
 
 A case is a caption file, options of the dataset and a trigger word of the job. Recorded is how often each text came;
 of shuffled tags, how often each tag came first and how many texts differed. Several spaces are written as one, because

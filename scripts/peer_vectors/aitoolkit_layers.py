@@ -106,7 +106,7 @@ def network_on(model: Any, network: dict[str, Any]) -> Any:
         kind = LycorisSpecialNetwork
     elif hasattr(model, "target_lora_modules"):
         options["target_lin_modules"] = model.target_lora_modules
-    else:  # the default list grows each time convolutions are asked for, and a run has one network
+    else:  # the default list grows each time convolutions are requested, and a run has one network
         options["target_lin_modules"] = list(LoRANetwork.UNET_TARGET_REPLACE_MODULE)
     names = model.model_config
     return kind(

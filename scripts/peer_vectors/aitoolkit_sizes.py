@@ -1,4 +1,4 @@
-"""What ai-toolkit tells SDXL about an image's size, and the weights its mask loss multiplies by.
+"""Image sizes as ai-toolkit gives them to SDXL, and the weights its mask loss multiplies by.
 
 Time ids are asked of its model class, by the shape of the latents. Masks are read by its dataset; the statement that
 makes weights of them is taken out of its trainer and run.

@@ -32,7 +32,7 @@ class BatchOf:
     """What the trainer reads of a batch: latents, and that nothing else is in it."""
 
     def __init__(self, latents: torch.Tensor, count: int | None = None) -> None:
-        """`count`: as if there were so many samples, where latents are only asked for their size."""
+        """`count`: as if there were so many samples, where only the size of latents is read."""
         count = count or len(latents)
         self.latents = latents
         self.file_items = [None] * count

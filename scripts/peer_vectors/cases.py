@@ -9,7 +9,7 @@ SIZES = [
     (1344, 768), (768, 1344), (900, 1600), (500, 375), (375, 500), (400, 711), (1111, 777), (777, 1111),
     (1500, 500), (500, 1500), (2560, 1080), (1600, 400), (1020, 1000), (1000, 1020), (517, 389), (2731, 1999),
 ]  # fmt: skip
-"""Width and height: common ones, odd ones, smaller and larger than the resolutions asked for."""
+"""Width and height: common ones, odd ones, smaller and larger than the requested resolutions."""
 
 CAPTIONS = {
     "tags": "red hat, blue coat, tall, old, smiling",

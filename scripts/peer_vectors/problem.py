@@ -1,6 +1,6 @@
 """The small problem that optimizers are followed on: a matrix and a vector, gradients that are mostly noise.
 
-The same for peers and for us: everything is drawn from a seed, and gradients do not depend on the parameters (so that a
+The same for peers and for us: a seed gives everything, and gradients do not depend on the parameters (so that a
 rounding difference stays one).
 """
 

@@ -10,7 +10,7 @@ The classes, as `tests/unit/fidelity/test_published_examples.py` checks them:
 
 - acts: sets the native options in `sets`; where `sets` is empty, the config cannot be read the same without it
 - note: a note of `config check` names it; `note` is a part of that note
-- refused: a problem of `config check` names it, or the key in `note` through which alone it acts
+- rejected: a problem of `config check` names it, or the key in `note` through which alone it acts
 - off: at this value, beside the other keys, it asks for nothing, in the peer too: without it the config is the same
 
 Two examples of SimpleTuner name a file of datasets that it does not publish. The rows of such a file are our own.

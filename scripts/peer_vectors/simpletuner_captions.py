@@ -1,4 +1,4 @@
-"""Captions that SimpleTuner trains with: its sampler is asked for the same image again and again.
+"""Captions that SimpleTuner trains with: the same image is read from its sampler again and again.
 
 A case is a caption file and the keys of a dataset. Recorded is how often each text came; of shuffled tags also how many
 variants there are and how often the caption as written came. Caption dropout is a statement of its collate function.

@@ -1,6 +1,6 @@
 """SimpleTuner's Canny edges, as its generator of reference images makes them.
 
-It needs the package `trainingsample`, which finds the edges (0.3.2 was recorded). Pictures and edges are written as
+It needs the package `trainingsample`, which finds the edges (0.3.2 was recorded). Images and edges are written as
 hexadecimal bytes, the edges with one bit for each pixel.
 """
 

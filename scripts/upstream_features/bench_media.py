@@ -1,4 +1,4 @@
-"""Generated pictures and sounds, the same ones every time, and what upstream needs to decode them."""
+"""Generated images and sounds, the same ones every time, and what upstream needs to decode them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IMAGES = 12
 
 
 def paint(folder: Path) -> None:
-    """Small pictures of two shapes, each with a caption; the same ones every time."""
+    """Small images of two shapes, each with a caption; the same ones every time."""
     import numpy as np
     from PIL import Image
 
@@ -21,7 +21,7 @@ def paint(folder: Path) -> None:
         coarse = np.clip(random.normal(128, 40, (8, 8, 3)), 0, 255).astype("uint8")
         shape = (96, 96) if number % 3 else (128, 96)
         Image.fromarray(coarse).resize(shape, Image.Resampling.BICUBIC).save(folder / f"p{number:02}.png")
-        (folder / f"p{number:02}.txt").write_text(f"a picture number {number}")
+        (folder / f"p{number:02}.txt").write_text(f"a image number {number}")
 
 
 def sing(file: Path) -> None:

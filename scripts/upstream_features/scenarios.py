@@ -76,7 +76,7 @@ class Run:
 
 
 class Bench:
-    """A folder with a tiny model, generated pictures, and one folder for every run."""
+    """A folder with a tiny model, generated images, and one folder for every run."""
 
     def __init__(self, work: Path) -> None:
         self.work = work.absolute()
@@ -196,7 +196,7 @@ STAGED = {"type": "in_memory", "in_memory": {"compression": "lz4", "num_workers"
 
 
 def proof(bench: Bench, result: Path | None) -> None:
-    """Plain, off, with nothing asked for, and with everything on: the same losses; and then no file is opened."""
+    """Plain, off, with nothing requested, and with everything on: the same losses; and then no file is opened."""
     plain = bench.run("plain")
     off = bench.run("off", mode="off")
     idle = bench.run("idle", mode="overlay")
@@ -213,9 +213,7 @@ def proof(bench: Bench, result: Path | None) -> None:
 
     media = bench.run("media", config={"vae_cache_disable": True})
     staged = bench.run("media-staged", mode="overlay", config={"vae_cache_disable": True} | UNIFIED, dataset=STAGED)
-    _check(
-        media.opened_in_training["media"] > 0, "without a VAE cache no picture was opened: the recorder does not work"
-    )
+    _check(media.opened_in_training["media"] > 0, "without a VAE cache no image was opened: the recorder does not work")
     _check(staged.losses == media.losses, f"{staged.losses}\n  expected {media.losses}")
     _check(not any(staged.opened_in_training.values()), f"opened: {staged.opens} {staged.files.get('training')}")
     if result is not None:
@@ -223,7 +221,7 @@ def proof(bench: Bench, result: Path | None) -> None:
 
 
 def ramp(bench: Bench) -> None:
-    """A ramp that does not grow is upstream's own accumulation; one that grows has the windows it should have."""
+    """A ramp that does not grow is upstream's own accumulation; one that grows has the steps it should have."""
 
     def options(first: int, last: int) -> dict[str, Any]:
         sizes = {"initial_effective_batch_size": first, "target_effective_batch_size": last, "batch_rampup_steps": 8}
@@ -234,9 +232,9 @@ def ramp(bench: Bench) -> None:
     _check(level.losses == plain.losses, f"{level.losses}\n  expected {plain.losses}")
     grown = bench.run("ramp-grown", mode="overlay", steps=6, config=options(2, 8))
     lengths = [line["accumulation"] for line in grown.messages if line["event"] == "ramp"]
-    _check(lengths == [1, 2, 3], f"windows grew to {lengths}")
+    _check(lengths == [1, 2, 3], f"steps grew to {lengths}")
     counts = grown.counts("ramp")
-    _check((counts["windows"], counts["micro_batches"]) == (6, 9), f"{counts}, expected 6 windows of 9 micro-batches")
+    _check((counts["windows"], counts["micro_batches"]) == (6, 9), f"{counts}, expected 6 steps of 9 micro-batches")
     _check(len(grown.losses) == 9, f"{len(grown.losses)} backward passes, expected 9")
 
 
@@ -256,12 +254,12 @@ def attention(bench: Bench, name: str) -> None:
 
 
 def manual_validation(bench: Bench) -> None:
-    """A validation asked for by hand, in the middle of a ramp: it happens, and the windows are as without it."""
+    """A validation requested by hand, in the middle of a ramp: it happens, and the steps are as without it."""
     signal = bench.work / "signal.json"
     signal.write_text(json.dumps({"manual_validation": 1}))
     requested = {
         "validation_disable": False,
-        "validation_prompt": "a picture number 3",
+        "validation_prompt": "a image number 3",
         "validation_resolution": "64x64",
         "validation_num_inference_steps": 2,
         "validation_step_interval": 1000,
@@ -277,9 +275,9 @@ def manual_validation(bench: Bench) -> None:
     variables = {"SIMPLETUNER_ACCELERATE_SIGNAL_FILE": str(signal)}
     run = bench.run("manual-validation", mode="overlay", steps=4, config=requested | UNIFIED, variables=variables)
     images = list((run.folder / "output" / "validation_images").rglob("*.png"))
-    _check(bool(images), "no picture of the validation")
+    _check(bool(images), "no image of the validation")
     lengths = [line["accumulation"] for line in run.messages if line["event"] == "ramp"]
-    _check(lengths == sorted(lengths), f"windows {lengths}")
+    _check(lengths == sorted(lengths), f"steps {lengths}")
     _check(run.counts("ramp")["micro_batches"] == len(run.losses), "a micro-batch was counted twice")
 
 

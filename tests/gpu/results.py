@@ -45,7 +45,7 @@ def this_machine() -> Circumstances:
 
     machine = probe()
     driver = machine.host.nvidia_kernel_driver or machine.driver.cuda_version or "unknown"
-    commit = git_commit() or os.environ.get("COMMIT")  # a copy of the checkout without .git is told its commit
+    commit = git_commit() or os.environ.get("COMMIT")  # a copy of the checkout without .git gets its commit here
     return Circumstances(commit, torch.__version__, str(driver), torch.cuda.get_device_name(0))
 
 

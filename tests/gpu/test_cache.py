@@ -61,7 +61,7 @@ def on_gpu(
         visits = latent_visits(index, LATENT) if role == "latent_cache" else text_visits(index, TEXT)
         return load_resident(
             [disk], visits, name=role, role=role, kind="unified_memory", resources=resources, budget=budget,
-            residence=Residence(place, "asked for by the test"),
+            residence=Residence(place, "requested by the test"),
         )  # fmt: skip
 
     return load("latent_cache"), load("text_cache")

@@ -71,7 +71,7 @@ def free_bytes() -> int:
 
 
 def take_turns(host: ExpertHost) -> None:
-    """Every weight the same, every answer the same, whoever was away in between."""
+    """Every weight the same, every answer the same, whichever expert was away in between."""
     inputs = torch.randn(4, WIDTH, device=CUDA, dtype=torch.bfloat16)
     adapters = {name: [p.data_ptr() for p in host.module(name).adapter.parameters()] for name in (HIGH, LOW)}  # type: ignore[union-attr]
     weights, answers = {}, {}
@@ -140,7 +140,7 @@ def test_managed_parking_sends_the_pages_away_and_their_room_counts_as_room(heap
         assert abs(free - WEIGHTS - room(on_device=WEIGHTS, elsewhere=0)) < 0.1 * WEIGHTS
         assert read_ms(module) < 3
         parking.park()
-        # The driver keeps the room until somebody needs it, and does not call it free: never more than once, though.
+        # The driver keeps the room until it is needed, and does not call it free: never more than once, though.
         assert free - free_bytes() < 1.1 * WEIGHTS
         assert abs(free - room(on_device=0, elsewhere=WEIGHTS)) < 0.1 * WEIGHTS
         assert read_ms(module) > 5

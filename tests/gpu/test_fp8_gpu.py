@@ -35,7 +35,7 @@ def both_ways(layer: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) ->
 def test_the_gpu_computes_what_the_cpu_does(layouts: Fp8Layouts, tokens: int, inputs: int, outputs: int) -> None:
     device = torch.device("cuda", 0)
     check_fp8(device)
-    torch._dynamo.reset()  # each shape its own graph: torch makes few for one function, and then refuses
+    torch._dynamo.reset()  # each shape its own graph: torch makes few for one function, and then stops
     torch.manual_seed(0)
     plain = nn.Linear(inputs, outputs).bfloat16().requires_grad_(False)
     x, gradient = torch.randn(tokens, inputs).bfloat16(), torch.randn(tokens, outputs).bfloat16()

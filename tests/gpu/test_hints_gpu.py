@@ -135,7 +135,7 @@ def test_the_way_is_measured_once_and_said(uvm: Uvm, tiny_model: TinyModel, tmp_
     assert (tmp_path / "cache" / "gracetune" / FILE).is_file()
     assert "measured before" in way("second")
     requested = way("asked", cache=UNIFIED, memory={"enable_uvm_hints": True})
-    assert requested.startswith("batches: managed_gather, managed memory was asked for")
+    assert requested.startswith("batches: managed_gather, managed memory was requested")
     assert "measured in " in requested, "managed memory was not measured before"
 
 

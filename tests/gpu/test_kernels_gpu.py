@@ -37,7 +37,7 @@ Function = Callable[..., Any]
 
 
 def run_as(function: Function, compiled: bool) -> Function:
-    torch._dynamo.reset()  # each shape its own graph: torch makes few for one function, and then refuses
+    torch._dynamo.reset()  # each shape its own graph: torch makes few for one function, and then stops
 
     def called(*given: Any) -> Any:  # an op is no function the compiler could start from
         return function(*given)
@@ -61,7 +61,7 @@ def both_ways(function: Function, gradient: Tensor, x: Tensor, *others: Any) -> 
     return answer.detach(), to_x
 
 
-# -- normed and turned ------------------------------------------------------------------------------------------------
+# -- fused norm and RoPE ----------------------------------------------------------------------------------------------
 
 
 def plainly_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def test_both_passes_of_kronecker_on_it(w1_first: bool, compiled: bool) -> None:
     assert max(error(one, two) for one, two in zip(found, wanted, strict=True)) <= 2 * ROUNDING  # rounded in between
 
 
-# -- added and normed -------------------------------------------------------------------------------------------------
+# -- fused add and norm ------------------------------------------------------------------------------------------------
 
 norms = pytest.mark.parametrize(("batch", "tokens", "width"), [(2, 2048, 5120), (3, 77, 1536)])
 

@@ -142,7 +142,7 @@ def test_look_ahead_hands_over_the_right_bytes(heap: ManagedHeap, managed: bool)
     seen = []
     ahead = LookAhead([{"x": source} for source in sources], RingMover(CUDA), depth=2)
     for batch in ahead:
-        torch.cuda._sleep(1_000_000)  # a step that is still running when the next batch is asked for
+        torch.cuda._sleep(1_000_000)  # a step that is still running when the next batch is requested
         seen.append(batch["x"].long().sum())
         batch["x"].zero_()  # the ring is the step's to write; the source must not change
     assert [int(total) for total in seen] == expected

@@ -38,10 +38,10 @@ def runtime() -> Iterator[Runtime]:
 
 
 class Watched(GraphDevice):
-    """Waits, or not, as it is told."""
+    """Waits or not, as configured."""
 
     def __init__(self, waits: bool | None) -> None:
-        """None: it is asked."""
+        """None: it is measured."""
         super().__init__()
         self.recorded, self._waits = 0, waits
 
@@ -56,7 +56,7 @@ class Watched(GraphDevice):
 def trained(
     bench: str, waits: bool, folder: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[float], Tensor, int]:  # fmt: skip
-    """Losses of a run whose GPU is said to wait, or not, how far its weights moved, and how often it was recorded."""
+    """Losses of a run declared launch-bound or not, how far its weights moved, and how often it was captured."""
     torch.manual_seed(0)
     watched = Watched(waits)
     with monkeypatch.context() as patch:

@@ -202,7 +202,7 @@ def test_the_host_never_waits_inside_a_window(
     original = gracetune.train.loop.run_step
 
     def watched(job: Any) -> Any:
-        if job.position.step < 2:  # what both experts make once, with their first windows
+        if job.position.step < 2:  # what both experts make once, in their first steps
             return original(job)
         torch.cuda.set_sync_debug_mode("error")
         try:

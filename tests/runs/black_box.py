@@ -393,7 +393,7 @@ def tools(work: Work) -> Group:
     found["data show, sheets"] = work.run(
         "data", "show", "config/examples/minimal.json", "--output", "sheets", "--json"
     )
-    found["bench, a name nobody knows"] = work.run("bench", "wan15b", "--json")
+    found["bench, an unknown name"] = work.run("bench", "wan15b", "--json")
     found["train, no such file"] = work.run("train", "missing.yaml", "--json")
     small = "config/examples/minimal.json"
     found["train, no such folder"] = work.run("train", small, "--set", "datasets[0].path=nowhere/at/all", "--json")

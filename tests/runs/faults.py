@@ -1,4 +1,4 @@
-"""A run in its own process that meets a real fault: a full disk, or refused memory."""
+"""A run in its own process that meets a real fault: a full disk, or rejected memory."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_folder_of_another_run_is_not_taken(finished: RunConfig, tiny_model: T
     view = CollectingView()
     assert run(longer, view, allow_other_data=True).step == 2
     assert any("4 samples then, 5 now" in line for line in view.lines)
-    shutil.rmtree(tmp_path / "pictures")  # another optimizer is refused before the data is looked at
+    shutil.rmtree(tmp_path / "pictures")  # another optimizer is rejected before the data is looked at
     with pytest.raises(ConfigError) as rejected:
         run(changed(changed(finished, "training", max_steps=3), "optimizer", name="lion"))
     problem = rejected.value.problems[0]
@@ -167,7 +167,7 @@ def test_a_batch_without_finite_gradients_is_named_and_the_state_before_it_saved
 def assert_same_states(one: RunConfig, two: RunConfig, step: int) -> None:
     ours, theirs = states(one, step), states(two, step)
     assert ours.keys() == theirs.keys()
-    for file in ours.keys() - {"random.rank-00000.safetensors"}:  # libraries' own generators; windows seed themselves
+    for file in ours.keys() - {"random.rank-00000.safetensors"}:  # libraries' own generators; steps seed themselves
         assert not [name for name in ours[file] if not torch.equal(ours[file][name], theirs[file][name])], file
 
 
@@ -253,7 +253,7 @@ def test_what_is_in_the_place_of_a_result_is_said_before_the_first_step(
     config = config_for("flux", tiny_model, tmp_path, adapter={"kind": kind}, training={"max_steps": 1})
     (tmp_path / "out").mkdir()
     place(tmp_path / "out" / name)
-    shutil.rmtree(tmp_path / "pictures")  # nobody has looked at the data yet
+    shutil.rmtree(tmp_path / "pictures")  # the data has not been read yet
     with pytest.raises(ConfigError) as rejected:
         run(config)
     (problem,) = rejected.value.problems
@@ -373,7 +373,7 @@ def test_a_webhooks_address_is_in_nothing_that_is_shared(tiny_model: TinyModel, 
 
 
 @pytest.mark.full
-def test_regularisation_data_of_a_full_fine_tune_is_learnt_like_any_other_and_that_is_said(
+def test_regularisation_data_of_a_full_fine_tune_is_learned_like_any_other_and_that_is_said(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     data = {"id": "cats", "path": str(images(tmp_path / "p")), "resolution": 64.0, "regularisation": True}
@@ -382,7 +382,7 @@ def test_regularisation_data_of_a_full_fine_tune_is_learnt_like_any_other_and_th
     assert any("cats is regularisation data" in text for text in view.warnings)
 
 
-def test_samples_that_are_not_learnt_are_said(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_samples_that_are_not_learned_are_said(tiny_model: TinyModel, tmp_path: Path) -> None:
     """A run reports them as well, not only `data show` and `cache build`."""
     folder = images(tmp_path / "p", 5)
     (folder / "01.txt").unlink()

@@ -38,7 +38,7 @@ def gracetune(*arguments: str) -> int:
 def test_a_capture_keeps_what_a_run_cost_and_leaves_its_output_alone(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a warm-up longer than the capture, samples to draw, a webhook nobody may call, and a stand-in nvidia-smi."""
+    """With a warm-up longer than the capture, samples, a webhook that must not be called, and a stand-in nvidia-smi."""
     monkeypatch.setenv("PATH", f"{_nvidia_smi(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}")
     config = config_for(
         "flux", tiny_model, tmp_path, schedule={"name": "cosine", "warmup_steps": 4},

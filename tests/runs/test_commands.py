@@ -93,7 +93,7 @@ def test_a_dry_run_trains_nothing_and_tells_hours_and_cost(
     captured = capsys.readouterr()
     assert re.search(r"s/it x 1000 steps = \S+ hours", captured.out)
     assert "at 3.5 an hour" in captured.out
-    heard = " ".join(captured.err.split())  # what was asked for and is not done: said, wherever lines break
+    heard = " ".join(captured.err.split())  # what was requested and is not done is reported, wherever lines break
     assert "adapter.full_rank: no effect, because adapter.kind is lora" in heard
     assert "memory.enable_uvm_hints: not available" in heard or torch.cuda.is_available()
     assert "residency hints: off, this run has no GPU" in heard or torch.cuda.is_available()
@@ -197,7 +197,7 @@ def test_the_demo_learns_and_says_so(tmp_path: Path) -> None:
     process = start(command_line("demo", "--output", str(tmp_path / "demo")), COLUMNS="200")
     out, errors = process.communicate(timeout=280)
     assert process.returncode == 0, out + errors
-    assert "the control did not learn, and diffusers reproduces what was learnt" in out
+    assert "the control did not learn, and diffusers reproduces what was learned" in out
     assert (tmp_path / "demo" / "run_1" / "demo_low_noise.safetensors").is_file()
 
 

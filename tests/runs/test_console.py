@@ -89,7 +89,7 @@ def test_a_log_file_on_a_full_disk(undisturbed: RunConfig, tmp_path: Path) -> No
 
 
 def test_a_terminal_that_is_closed(undisturbed: RunConfig, tmp_path: Path) -> None:
-    """Progress bars are drawn by a thread. SIGHUP is ignored, as under nohup."""
+    """A thread renders progress bars. SIGHUP is ignored, as under nohup."""
     config = disturbed(undisturbed, tmp_path)
     master, terminal = pty.openpty()
 

@@ -1,4 +1,4 @@
-"""The published examples through the real trainer, each made small: other weights, pictures and sizes, all else as it
+"""The published examples through the real trainer, each made small: other weights, images and sizes, all else as it
 stands in the file."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXAMPLES = [
     ("gh200_in_memory.json", "flux", "dev", {}),
     ("gh200_caches_and_ramp.json", "qwen_image", "edit-2509", {}),
     ("gh200_large_batch.json", None, None, {"model.vae_path": None}),
-    # bitsandbytes works on GPUs alone, and a run on a CPU says so.
+    # bitsandbytes works on GPUs alone, and a run on a CPU reports it.
     ("qwen_image_edit_2509.yaml", "qwen_image", "edit-2509", {"optimizer.name": "adamw"}),
     ("wan22_dual_expert_lokr.yaml", "wan", "t2v-14b-2.2", {}),
 ]

@@ -54,7 +54,7 @@ def test_a_family_is_trained_and_its_adapter_fits(
     states = [open_adapter(path, family).state() for path in result.files]
     assert [state.expert for state in states] == experts
     for state in states:
-        assert norms(state).largest > 0, "something was learnt"
+        assert norms(state).largest > 0, "something was learned"
     assert (Path(config.output_dir) / "report.html").is_file()
     assert (Path(config.output_dir) / "samples").is_dir()
 

@@ -114,7 +114,7 @@ def test_memory_that_runs_out_inside_a_window_stops_the_run_before_the_next_micr
 
     def counted(self: TrainStep, *args: Any) -> Any:
         nonlocal micro_batches
-        micro_batches += 1  # the first two are the dry batch's
+        micro_batches += 1  # the first two are the first batch's
         while micro_batches == 8 and dog.requested() is None:
             time.sleep(0.005)
         return original(self, *args)

@@ -52,7 +52,7 @@ def test_no_number_is_read_in_a_window(
     reading, original = Reading(), gracetune.train.loop.run_step
 
     def watched(job: Any) -> Any:
-        # What is made once, with the first window, may be looked at.
+        # What is made once, with the first step, may be looked at.
         if job.position.step == 0:
             return original(job)
         with reading:

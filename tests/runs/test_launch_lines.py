@@ -1,4 +1,4 @@
-"""Every command line of the five documents that asked for this program, word for word, from a checkout.
+"""Every command line of the five seed documents, word for word, from a checkout.
 
 Published weights are tiny ones here, in the folder a download would have put them into; nothing else is replaced. Lines
 that cannot exist here are in docs/seed-map.md with the reason.

@@ -118,7 +118,7 @@ def test_under_a_launcher_the_command_that_was_typed_is_named(
 
 
 def test_a_process_that_fails_is_named_with_its_reason(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The kernel refuses it memory."""
+    """The kernel gives it no memory."""
     config = endless(tiny_model, tmp_path)
     ranks = start_ranks(2, ["-c", COMMAND, "train", str(write_config(config, tmp_path / "c.yaml"))])
     wait_for_step(config, 5, ranks)

@@ -60,12 +60,12 @@ def test_from_a_hub_to_a_hub(
     config = native(tmp_path, checkpoints={"push_to_hub": push, "keep_last": 1})
     assert gracetune("config", "check", str(config)) == 0
     assert gracetune("config", "show", str(config)) == 0
-    assert hub.requests == []  # neither of them asks anybody
+    assert hub.requests == []  # neither of them sends a request
     capsys.readouterr()
     code = gracetune("train", str(config))
     captured = capsys.readouterr()
     assert code == 0, captured.err
-    # What it takes is said before anything is fetched.
+    # The sizes are reported before anything is fetched.
     lines = captured.err.splitlines()
     planned = next(number for number, line in enumerate(lines) if "about 3 samples (parquet)" in line)
     model = next(number for number, line in enumerate(lines) if line.startswith("model owner/tiny-sdxl"))

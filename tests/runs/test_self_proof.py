@@ -99,7 +99,7 @@ def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
     assert_same_end(proven, plain, 8)
 
 
-def test_an_adapter_that_has_learnt_before_is_compared_with_what_it_was(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_an_adapter_that_has_learned_before_is_compared_with_what_it_was(tiny_model: TinyModel, tmp_path: Path) -> None:
     """After a resume and with `init_from`. Dropout must repeat, or it would look like an effect of training."""
     adapter = {"kind": "lora", "rank": 4, "dropout": 0.5}
     first = config_for("flux", tiny_model, tmp_path, adapter=adapter, training={"max_steps": 3})
@@ -238,7 +238,7 @@ def test_layers_that_no_gradient_reaches_are_named(
     view = CollectingView()
     assert run(config, view).step == 3
     (warning,) = [text for text in view.warnings if "self-check" in text]
-    assert "have learnt nothing after 3 steps" in warning
+    assert "have learned nothing after 3 steps" in warning
     assert "attn.to_add_out" in warning
     assert len(events(config, SelfChecked)[0].idle) == warning.count("transformer_blocks.")
     assert lines(view), "and the run is proven all the same"

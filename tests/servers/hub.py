@@ -196,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(status, json.dumps({"error": message or code}).encode(), headers)
 
     def content(self, data: bytes, headers: Mapping[str, str]) -> None:
-        """With ranges, and with the faults that were asked for."""
+        """With ranges, and with the requested faults."""
         status = self.hub.take(self.hub.faults.statuses)
         if status is not None:
             self.note()
@@ -232,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Content(_Handler):
-    """The content network: objects by their digest, for whoever has a signed address."""
+    """The content network: objects by their digest, for clients with a signed address."""
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)

@@ -150,7 +150,7 @@ def test_no_secret_is_left_in_values(secret: str) -> None:
 
 @settings(deadline=None)
 @given(st.booleans().flatmap(lambda plain: st.tuples(SECRET if plain else AWKWARD, st.just(plain))), st.data())
-def test_what_was_learnt_is_hidden_wherever_it_turns_up(values: tuple[str, bool], data: st.DataObject) -> None:
+def test_what_was_learned_is_hidden_wherever_it_turns_up(values: tuple[str, bool], data: st.DataObject) -> None:
     secret, is_plain = values
     carrier = data.draw(st.sampled_from(values_with(secret) + (texts_with(secret) if is_plain else [])))
     before, after = data.draw(st.text(max_size=20)), data.draw(st.text(max_size=20))
@@ -187,7 +187,7 @@ def test_json_stays_json(values: dict[str, str]) -> None:
     json.loads(redact(text))
 
 
-def test_words_of_a_prompt_are_not_learnt() -> None:
+def test_words_of_a_prompt_are_not_learned() -> None:
     prompt = "a secret: garden, with the mark token: butterfly"
     assert Redactor({"prompt": prompt}).redact(f"butterfly.png: {prompt}") == f"butterfly.png: {prompt}"
 

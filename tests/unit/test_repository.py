@@ -1,4 +1,4 @@
-"""The promises of the repository itself: what it requires, how it is layered, what its tools refuse."""
+"""The promises of the repository itself: what it requires, how it is layered, what its tools reject."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_shuffled_is_a_permutation(seed: int, count: int) -> None:
 
 
 def test_draws_are_even() -> None:
-    """Chi-squared of 10,000 draws over 16 bins stays below the 99.9 % quantile (37.7 at 15 degrees)."""
+    """Chi-squared of 10,000 values over 16 bins stays below the 99.9 % quantile (37.7 at 15 degrees)."""
     for name in ("left", "top"):
         counts = [0] * 16
         for number in range(10_000):

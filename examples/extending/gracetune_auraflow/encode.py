@@ -1,4 +1,4 @@
-"""Pictures and captions as AuraFlow's transformer takes them."""
+"""Encode images and captions for AuraFlow's transformer."""
 
 from __future__ import annotations
 

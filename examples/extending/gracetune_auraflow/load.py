@@ -46,7 +46,7 @@ _PARTS = {
 
 
 def inspect(source: ModelSource) -> ModelFacts:
-    """Refuses a folder of another family, or one that lacks a part, before any weight is read."""
+    """Reject a folder of another family, or one that lacks a part, before any weight is read."""
     pipeline_name(source, FAMILY, _PIPELINES)
     require_parts(source, _PARTS)
     shift, _ = read_shift(read_config(source, "scheduler", SCHEDULER))

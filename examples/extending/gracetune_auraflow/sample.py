@@ -1,4 +1,4 @@
-"""Pictures from AuraFlow's pipeline."""
+"""Generate images with AuraFlow's pipeline."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def batch_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_predict_is_what_the_pipeline_asks_and_gets(folder: Path) -> None:
-    """The denoiser is watched while diffusers' own pipeline draws; the same state is then given to `predict`."""
+    """Record the denoiser's calls in diffusers' own pipeline, then give the same state to `predict`."""
     pipeline: Any = AuraFlowPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     seen: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor]] = []
@@ -168,7 +168,7 @@ def test_a_lora_is_trained_by_the_trainer_itself(folder: Path, tmp_path: Path) -
     data.mkdir()
     for seed in range(4):
         image(seed).resize((64, 64)).save(data / f"{seed}.png")
-        (data / f"{seed}.txt").write_text(f"picture number {seed}")
+        (data / f"{seed}.txt").write_text(f"image number {seed}")
     config = RunConfig.model_validate(
         {
             "name": "aura",
@@ -183,7 +183,7 @@ def test_a_lora_is_trained_by_the_trainer_itself(folder: Path, tmp_path: Path) -
     result = train(config, environment=Environment({}), options=RunOptions(), view=View())
     assert result.step == 3
     (file,) = result.files
-    assert adapter_norms(open_adapter(file).state()).largest > 0, "something was learnt"
+    assert adapter_norms(open_adapter(file).state()).largest > 0, "something was learned"
     pipeline: Any = AuraFlowPipeline.from_pretrained(folder)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     generated = SPEC.sample(pipeline, SampleRequest("a cat", width=WIDTH, height=HEIGHT, steps=2))

@@ -130,7 +130,7 @@ def grouped(params: Iterable[Any], start: float, trained: Trained, location: str
             group.members.append((name or f"group{number}.{index}", parameter))
         groups += by_expert.values()
     if lost:
-        found = f"{lost[0]}{f' and {len(lost) - 1} more' if lost[1:] else ''}, which tells no expert"
+        found = f"{lost[0]}{f' and {len(lost) - 1} more' if lost[1:] else ''}, which belongs to no expert"
         hint = "write `automagic: false` in `gracetune:`, and tell us about this version"
         raise ConfigError(
             [Problem(f"{location}.train.optimizer", found, "layers of transformer_1 or transformer_2", hint)]

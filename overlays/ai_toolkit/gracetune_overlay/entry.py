@@ -42,7 +42,7 @@ def open_entry() -> None:
     try:
         (ran,) = find_all((RUN,))
     except UpstreamChangedError as error:
-        report(f"the overlay is OFF and a job with a `{KEY}:` block is refused, {unknown}:\n{error}")
+        report(f"the overlay is OFF and a job with a `{KEY}:` block is rejected, {unknown}:\n{error}")
         return
     wrap(ran, _on_run)
 

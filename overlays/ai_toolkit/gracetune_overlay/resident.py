@@ -162,7 +162,7 @@ class ResidentFiles:
         try:
             return ManagedSlab(heap, size, "host" if residence.kind == "managed_host" else "device")
         except UnifiedMemoryError as error:
-            self._note(f"{self.role}: unified memory was refused, plain main memory instead: {error}")
+            self._note(f"{self.role}: unified memory is not available, plain main memory is used instead: {error}")
             return None
 
     def _hint(self, slab: ManagedSlab) -> None:

@@ -167,7 +167,7 @@ def attach(
     spatial = any(_spatial(denoiser.get_submodule(path)) for path in chosen.paths)
     notes = () if spatial else unused_conv_options(adapter)
     computations = {
-        path: choice(module, options) if adapter_path == "auto" else reference(module, options, "asked for")
+        path: choice(module, options) if adapter_path == "auto" else reference(module, options, "requested")
         for path, options in plan.items()
         for module in [denoiser.get_submodule(path)]
     }

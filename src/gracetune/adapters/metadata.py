@@ -1,4 +1,4 @@
-"""The header of an adapter file, which tells other programs what the file is.
+"""The header of an adapter file, which identifies the file to other programs.
 
 ss_*         kohya's fields, which ComfyUI and the web interfaces show
 sshs_*       kohya's hashes of the file's tensors

@@ -43,7 +43,7 @@ def _times(baseline: Baseline) -> Iterator[str]:
         f"{number(spread[-1])} ms"
     )
     yield f"  throughput {number(baseline.throughput_samples_per_s)} samples/s"
-    yield f"  data       {number(sum(steps.data_wait_ms) / len(steps.data_wait_ms))} ms a step waited for"
+    yield f"  data       {number(sum(steps.data_wait_ms) / len(steps.data_wait_ms))} ms/step waited for"
     yield f"  once       {duration(baseline.compile_s)} in the first batch (compiling, choosing kernels)"
     yield f"  all steps  {duration(baseline.duration_s)}"
     yield f"  probe      {number(baseline.gemm_ms)} ms: {baseline.probe.what}"

@@ -143,7 +143,7 @@ def _waited(
         share,
         loss,
         detail,
-        f"loop {median(loops):.2f} ms a step, {median(alone):.2f} the steps alone, {ROUNDS} rounds in turns; "
+        f"loop {median(loops):.2f} ms/step, {median(alone):.2f} the steps alone, {ROUNDS} rounds in turns; "
         f"starting a step takes the host {started:.2f} ms",
     )
 

@@ -55,7 +55,7 @@ def _make(folder: Path, content: Callable[[int], bytes]) -> None:
     """Image files with captions. They are synced to disk, so that the page cache can be dropped."""
     folder.mkdir()
     for number in range(FILES):
-        for name, data in ((f"{number:04}.bmp", content(number)), (f"{number:04}.txt", b"a generated picture")):
+        for name, data in ((f"{number:04}.bmp", content(number)), (f"{number:04}.txt", b"a generated image")):
             write_file(folder / name, data)
 
 

@@ -81,7 +81,7 @@ def make_images(folder: Path) -> None:
     for number in range(IMAGES):
         noise = generator.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
         Image.fromarray(noise).save(folder / f"{number:04}.bmp")
-        (folder / f"{number:04}.txt").write_text("a generated picture")
+        (folder / f"{number:04}.txt").write_text("a generated image")
 
 
 def run_epoch(index: DataIndex) -> Epoch:

@@ -78,7 +78,7 @@ def _look_ahead_rows(heap: ManagedHeap, choice: TransportChoice, speeds: LinkSpe
         yield _hidden(speed.rate, sources, heap.device)
         del rows, sources
     faults = _fault_rate(heap)
-    yield BenchRow("page_faults_h2d", faults, "GB/s", detail="the GPU reads managed pages nobody mapped or prefetched")
+    yield BenchRow("page_faults_h2d", faults, "GB/s", detail="reads of managed pages, neither mapped nor prefetched")
     yield BenchRow("look_ahead_over_faults", speed.rate / faults, "ratio", ">= 4", speed.rate / faults >= 4)
 
 

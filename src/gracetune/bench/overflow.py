@@ -90,7 +90,7 @@ def spill_rows(machine: Machine, device: int) -> Iterator[BenchRow]:
     counted = seen == [1, 2, 1] and (stats.transitions, stats.light_reclamations) == (2, 1)
     yield BenchRow("stages", stats.transitions, "transitions", "1 -> 2 -> 1", counted, detail)
     peak = stats.arena_peak_bytes
-    yield BenchRow("arena_peak", peak / MIB, "MiB", "> 0", peak > 0, f"{stats.refused} allocations refused")
+    yield BenchRow("arena_peak", peak / MIB, "MiB", "> 0", peak > 0, f"{stats.refused} allocations rejected")
     yield BenchRow("leaked", leaked / MIB, "MiB", "0", leaked == 0)
 
 

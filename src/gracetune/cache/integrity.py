@@ -64,7 +64,7 @@ def recheck_suspects(store: DiskStore) -> bool:
             for chunk, _ in _chunks(plan):
                 lost += _damaged_among(store, chunk)
     store.take_suspects()
-    # The index tells the next opening about the loss. Without an index that opening reads all headers, so it finds a
+    # The index records the loss for the next opening. Without an index that opening reads all headers, so it finds a
     # damaged header by itself, but it cannot see damaged data.
     if lost or (suspects and store.has_index):
         store.save_index()

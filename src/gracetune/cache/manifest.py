@@ -247,7 +247,7 @@ class Catalogue:
         return found
 
     def rows(self, keys: Sequence[Key]) -> tuple[EntryTable, NDArray[np.bool_]]:
-        """One copy of each key that is present, and a mask over `keys` that tells which ones are."""
+        """One copy of each key that is present, and a mask over `keys` of those that are."""
         high, low = split_keys(keys)
         order = by_key(high, low)  # sorted queries access each table from start to end, which caches well
         high, low = high[order], low[order]

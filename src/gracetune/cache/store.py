@@ -449,7 +449,7 @@ def _mark_in_use(folder: Path, *, writable: bool) -> int | None:
     except OSError:
         if writable:
             raise
-        return None  # no writer has opened this cache, or it is read-only: either way nobody removes entries
+        return None  # no writer has opened this cache, or it is read-only: either way no entry is removed
     lock(descriptor, exclusive=False, wait=True)
     return descriptor
 

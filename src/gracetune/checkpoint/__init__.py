@@ -1,1 +1,1 @@
-"""Checkpoints: state pieces, the atomic store, resuming. The files are described in `checkpoint.manifest`."""
+"""Checkpoints: state parts, the atomic store, resuming. The files are described in `checkpoint.manifest`."""

@@ -55,7 +55,7 @@ def _train(console: Console, folder: Path) -> bool:
     console.print(
         f"{mark(console, ok=least >= FALL)} held-out loss fell by {least:.0%} or more for every seed and expert"
     )
-    console.print(f"{mark(console, ok=done.ok)} the control did not learn, and diffusers reproduces what was learnt")
+    console.print(f"{mark(console, ok=done.ok)} the control did not learn, and diffusers reproduces what was learned")
     for path in (*done.files, done.report):
         console.print(f"  {shown(str(path))}")
     return done.ok

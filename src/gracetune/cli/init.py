@@ -179,7 +179,7 @@ class _Questions:
         return replace(answers, trigger=None if trigger.strip() in ("", "-") else trigger.strip(), steps=steps)
 
     def _reject_silence(self, contents: FolderContents) -> None:
-        """Where nobody can be asked, flags have to say everything."""
+        """Without a terminal to ask at, flags have to give every answer."""
         request = self.request
         if request.yes or self.on_terminal:
             return

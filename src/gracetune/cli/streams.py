@@ -89,7 +89,7 @@ class GuardedOutput(io.RawIOBase):
     def leave_out_when_stuck(self) -> None:
         """From now on, leave out lines if the reader of a pipe or terminal reads nothing for `PATIENCE_S`.
 
-        Otherwise a pager that nobody scrolls, or a terminal behind a dead connection, would block the writer.
+        Otherwise a pager that is not scrolled, or a terminal behind a dead connection, would block the writer.
         """
         mode = os.fstat(self._descriptor).st_mode
         if self._nonblocking is None and (stat.S_ISFIFO(mode) or os.isatty(self._descriptor)):

@@ -204,7 +204,7 @@ def print_result(console: Console, result: Result, config: RunConfig, price: flo
     good = result.stop.kind == "finished"
     saved = ", and saved" if result.step else ", with nothing to save"
     outcomes = {"finished": "finished", "interrupted": f"interrupted{saved}", "failed": f"stopped{saved}"}
-    end = f"of {result.steps}" if result.step <= result.steps else f"already, past the {result.steps} asked for"
+    end = f"of {result.steps}" if result.step <= result.steps else f"already, past the configured {result.steps}"
     console.print(f"{mark(console, ok=good)} [bold]{outcomes[result.stop.kind]}[/] at step {result.step} {end}")
     if result.first_batch is None:
         console.print(f"    {shown(result.stop.reason)}")

@@ -1,7 +1,7 @@
 """Notes on options without effect, because the switch they belong to is off.
 
 They are not errors: people keep such keys next to a switch that they turn off and on again, and the peers' files have
-many of them. But somebody who forgot the switch would train something else than intended, so each option that the
+many of them. But a user who forgot the switch would train something else than intended, so each option that the
 user set is named in a note. Defaults are not.
 """
 

@@ -341,7 +341,7 @@ def _ranks(config: RunConfig) -> Iterator[BrokenRule]:
     for path, kind, rank in ranks:
         if kind in limited and isinstance(rank, int | float) and rank > LARGEST_RANK:
             yield BrokenRule(path, str(rank), f"at most {LARGEST_RANK:,} for {kind}",
-                         "write 16, for example; whole matrices are learnt by full_delta, or by lokr with "
+                         "write 16, for example; whole matrices are learned by full_delta, or by lokr with "
                          "`full_rank: true`", (("adapter", "kind"),))  # fmt: skip
 
 

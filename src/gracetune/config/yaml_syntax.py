@@ -94,7 +94,7 @@ def _as_text(loader: _Loader, node: yaml.Node) -> str:
 
 
 def _as_number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """Reject the base-60 numbers of YAML 1.1 (`!!int 16:9`), which nobody means."""
+    """Reject the base-60 numbers of YAML 1.1 (`!!int 16:9`), which are never intended."""
     if isinstance(node.value, str) and ":" in node.value:
         raise yaml.constructor.ConstructorError(None, None, "expected a number", node.start_mark)
     whole = node.tag == _INT

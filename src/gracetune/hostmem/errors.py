@@ -10,7 +10,7 @@ class StagingError(GracetuneError):
 
 
 class HostMemoryError(GracetuneError):
-    """The kernel refuses an allocation, or the memory of another process cannot be used."""
+    """The kernel rejects an allocation, or the memory of another process cannot be used."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))

@@ -167,7 +167,7 @@ class ArenaWriter:
         try:
             self._file.truncate(size)
             fcntl.fcntl(self._file.fileno(), fcntl.F_ADD_SEALS, SEALS)
-            # Open it again read-only: older kernels refuse to map a write-sealed file through a writable descriptor.
+            # Open it again read-only: older kernels do not map a write-sealed file through a writable descriptor.
             reader = io.FileIO(os.open(f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             raise StagingError(f"staged memory cannot be sealed: {error}") from error

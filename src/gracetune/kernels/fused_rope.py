@@ -29,7 +29,7 @@ _MOST_WARPS: Final = 8
 @triton.jit
 @no_type_check
 def read_tile(row, at, WIDTH: tl.constexpr, TILE: tl.constexpr, POLICY: tl.constexpr):
-    """Load a tile of a row. POLICY tells the cache to keep data that all rows read, and to drop the rest."""
+    """Load a tile of a row. POLICY makes the cache keep data that all rows read and drop the rest."""
     if WIDTH % TILE == 0:
         values = tl.load(row + at, eviction_policy=POLICY)
     else:

@@ -43,7 +43,7 @@ class ManagedCapError(UnifiedMemoryError):
     def __init__(self, *, requested: int, live: int, cap: int) -> None:
         self.requested, self.live, self.cap = requested, live, cap
         super().__init__(
-            f"{format_bytes(requested)} of managed memory refused: {format_bytes(live)} of the cap of "
+            f"{format_bytes(requested)} of managed memory rejected: {format_bytes(live)} of the cap of "
             f"{format_bytes(cap)} "
             "are in use\n  try  free managed buffers, or raise the cap; on a machine without coherent memory that "
             "requires --force-oversubscription"

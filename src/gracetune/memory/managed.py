@@ -301,7 +301,7 @@ class ManagedBuffer:
             set_home(self._heap.uvm, block.span, home)
         except (DriverError, DriverTooOldError) as error:
             counters.refused += 1
-            return not_applied(f"the driver refused: {str(error).splitlines()[0]}")
+            return not_applied(f"the driver rejected it: {str(error).splitlines()[0]}")
         counters.bytes += block.span.bytes
         self.home = home
         return Hint(True, block.span.bytes, f"prefers the {home}")

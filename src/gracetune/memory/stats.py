@@ -24,7 +24,7 @@ class UvmStats:
     arena_active_bytes: int = 0
     arena_peak_bytes: int = 0
     refused: int = 0
-    """Allocations of managed memory that the cap or the driver refused."""
+    """Allocations of managed memory that the cap or the driver rejected."""
     hinted_bytes: int = 0
     """Bytes of buffers whose preferred location was set: caches, parked weights, `managed_empty`."""
     hints_refused: int = 0

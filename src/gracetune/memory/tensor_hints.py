@@ -51,7 +51,7 @@ def prefetch(
 
 
 def _rejected(error: DriverError | DriverTooOldError) -> Hint:
-    return not_applied(f"the driver refused: {str(error).splitlines()[0]}")
+    return not_applied(f"the driver rejected it: {str(error).splitlines()[0]}")
 
 
 def _managed_range(uvm: Uvm, tensor: torch.Tensor) -> ByteRange | Hint:

@@ -101,7 +101,7 @@ def choose_transport(
         return TransportChoice("pinned_copy", "hidden behind the step wherever it was measured; not measured here")
     pinned = speeds.pinned_copy
     if speeds.managed is None:
-        return TransportChoice("pinned_copy", f"pinned copies reach {pinned}; no managed memory was asked for", speeds)
+        return TransportChoice("pinned_copy", f"pinned copies reach {pinned}; no managed memory was requested", speeds)
     gather = speeds.managed.gather
     comparison = f"{gather}, against {pinned} for pinned copies"
     if profile == "superchip" and gather.rate >= 0.85 * pinned.rate and gather.hidden >= HIDES_ENOUGH:

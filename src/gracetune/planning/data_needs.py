@@ -216,7 +216,7 @@ def _staged(datasets: list[Dataset], facts: Mapping[str, DatasetFacts]) -> Need:
     size = max(facts[one.id].file_bytes for one in datasets)
     why = "as large as the files: media do not compress"
     if limit is not None and size > limit * 1e9:
-        why += f"; MORE THAN memory_limit_gb {limit:g}: staging will refuse"
+        why += f"; MORE THAN memory_limit_gb {limit:g}: staging will fail"
     phases: tuple[Phase, ...] = ("encode text", *_LATER)
     return Need(f"files of {', '.join(one.id for one in datasets)}", "staged data", size, phases, why, home="host")
 

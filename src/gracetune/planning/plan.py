@@ -224,9 +224,7 @@ def _parking_words(demand: Demand, machine: Machine, choice: PlanChoice) -> str:
     size = min(load.batch, choice.batch_cap) * load.under(choice.policy).parkable
     rate = link_rate(machine)
     duration = "the link's speed is not known" if rate is None else f"{size / rate:.2f} s at the link's declared speed"
-    return (
-        f"{format_bytes(size)} each way in every step, beside the blocks' work ({duration}); the run tells its waiting"
-    )
+    return f"{format_bytes(size)} each way in every step, beside the blocks' work ({duration}); the run reports waits"
 
 
 def link_rate(machine: Machine) -> float | None:

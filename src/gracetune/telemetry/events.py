@@ -202,7 +202,7 @@ class SelfChecked(Event):
     step: Annotated[int, "optimizer steps done"]
     expert: Annotated[str, "expert checked; empty if the model has one denoiser"] = ""
     layers: Annotated[int, "number of adapted layers; for a full fine-tune: of trained tensors"] = 0
-    idle: Annotated[tuple[str, ...], "layers that have learnt nothing"] = ()
+    idle: Annotated[tuple[str, ...], "layers that have learned nothing"] = ()
     change: Annotated[
         float | None,
         "change of the denoiser's output by the adapter, relative to the base model's output; null: a file, or a full "

@@ -144,7 +144,7 @@ def transport_of(
     profile = resources.profile
     if resources.device is None or profile == "integrated":
         return choose_transport(profile, None)
-    insisted = "managed memory was asked for (memory.enable_uvm_hints is true)" if insists else None
+    insisted = "managed memory was requested (memory.enable_uvm_hints is true)" if insists else None
     key = machine_key(resources.machine, resources.device)
     measured, when = recall(folder, key, with_managed=heap is not None), f"measured before ({folder / FILE})"
     if measured is None:

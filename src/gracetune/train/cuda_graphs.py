@@ -141,7 +141,7 @@ class GraphDevice:
             caller.wait_stream(self.stream)
 
     def accumulators(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
-        """The parameters' AccumulateGrad nodes, created on the side stream. They keep it while somebody holds them."""
+        """The parameters' AccumulateGrad nodes, created on the side stream. They keep it while they are referenced."""
         with torch.cuda.stream(self.stream):
             return [get_gradient_edge(parameter).node for parameter in parameters]
 
@@ -353,7 +353,7 @@ class Replay:
         if shape.rejected or shape.passes <= 1 or self._is_aside:
             with self._gpu.side_stream():
                 return run(given)
-        self._gpu.finish()  # the work of earlier steps tells nothing about this one
+        self._gpu.finish()  # the work of earlier steps says nothing about this one
         before = self._gpu.held()
         with self._gpu.watched() as waited, self._gpu.side_stream():
             answer = run(given)

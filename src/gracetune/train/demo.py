@@ -31,7 +31,7 @@ from gracetune.train.view import View
 STEPS = 40
 CONTROL_STEPS = 2 * (SELF_CHECKED - 1)
 """Steps of the control run, both experts together. With one more step of either, the self-check would stop it for
-having learnt nothing."""
+having learned nothing."""
 SEEDS = (1, 2, 3)
 FALL = 0.20
 """The held-out loss has to fall by at least this fraction."""

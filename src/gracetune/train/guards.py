@@ -105,7 +105,7 @@ def _failure_reason(norm: _Norm, steps: int, saved: int) -> str:
     files = [f"{sample.path} of {sample.dataset}" for batch in norm.batches for sample in batch.samples]
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
     which = f"step {norm.step}" if steps == 1 else f"{steps} steps in a row, the last of them {norm.step},"
-    kept = f", and saved at step {saved}" if saved else "; nothing was learnt yet, so nothing is saved"
+    kept = f", and saved at step {saved}" if saved else "; nothing was learned yet, so nothing is saved"
     return (
         f"the gradients of {which} are not finite; its batch: {', '.join(files[:_SHOWN])}{more}. Weights and optimizer "
         f"are as they were before{kept}. Look at these files; a lower optimizer.lr or "

@@ -33,7 +33,7 @@ class Saving(Callback):
         """`failure` waits until all steps are checked for non-finite gradients, and returns a `Stop` if the run failed.
 
         `check_saved` gets the files just saved, one for each trained expert, inside `as_delivered`. It returns why one
-        of them is wrong, or None. `samples_follow` tells whether validation runs after this step. `on_saved` gets the
+        of them is wrong, or None. `samples_follow`: whether validation runs after this step. `on_saved` gets the
         correct files of each step.
         """
         self._saved, self._folder, self._store, self._metadata = saved, folder, store, metadata

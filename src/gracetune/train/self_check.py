@@ -2,7 +2,7 @@
 
 An expert is checked after its first three applied steps: its denoiser's output for the first batch must differ from
 what it was before the first step. A new adapter is the identity, so that was the base model's output, and the
-difference is the adapter's effect. After a resume or with `init_from` it is what was learnt since. Either way only the
+difference is the adapter's effect. After a resume or with `init_from` it is what was learned since. Either way only the
 adapter's values have changed, so they reach the output. Layers that still change nothing are named in a warning. The
 first file of each expert is read back into the trained layers: every tensor must be the trained one in the file's
 precision.
@@ -76,10 +76,10 @@ class _Expert:
     steps_without_rate: int = 0
     """Steps with a learning rate of 0 that the config asks for."""
     look_at: int = STEPS
-    """The number of steps at which the device is asked how many of them were applied."""
+    """The number of steps at which the device is read to see how many of them were applied."""
     applied: Tensor | None = None
     """On the device: steps that were not skipped and had a loss. A loss of 0 teaches nothing: all of the samples are
-    masked, or regularisation data asks an adapter that has learnt nothing for the base model's answer."""
+    masked, or regularisation data asks an adapter that has learned nothing for the base model's answer."""
     begins_as_base: bool = True
     """When this process began, the adapter changed nothing."""
     judged: bool = False
@@ -149,7 +149,7 @@ class SelfCheck(Callback):
         """A warm-up begins at 0 and rises; a rate that is 0 in the config stays 0."""
         expert.steps_without_rate += _rates(self._model, "initial_lr")[name] == 0
         if expert.steps_without_rate == STEPS:
-            expected = "a rate above 0: at 0 nothing is learnt, and the saved files change nothing"
+            expected = "a rate above 0: at 0 nothing is learned, and the saved files change nothing"
             self._stop(Problem(f"optimizer.lr{_of(name)}", "0", expected, "--set optimizer.lr=1e-4"))
 
     def _stop(self, problem: Problem) -> None:
@@ -170,8 +170,8 @@ class SelfCheck(Callback):
             return
         if event.idle:
             self._warn(
-                f"self-check: {len(event.idle)} of {event.layers:,} layers{_of(done.expert)} have learnt nothing after "
-                f"{STEPS} steps, no gradient reaches them: {_listed(event.idle)}. "
+                f"self-check: {len(event.idle)} of {event.layers:,} layers{_of(done.expert)} have learned nothing "
+                f"after {STEPS} steps, no gradient reaches them: {_listed(event.idle)}. "
                 "--set 'adapter.exclude=[...]' omits them",
             )
         self._telemetry.emit(event)
@@ -351,7 +351,7 @@ class SelfCheck(Callback):
         if lost:
             self._warn(
                 f"self-check: {path.name} holds the trained values as {self._config.checkpoints.save_dtype}, in which "
-                f"much of what is learnt so far is lost in {_listed(lost)}: --set checkpoints.save_dtype=fp32",
+                f"much of what is learned so far is lost in {_listed(lost)}: --set checkpoints.save_dtype=fp32",
             )
 
     def _compare_tensors(self, name: ExpertName, path: Path) -> float:

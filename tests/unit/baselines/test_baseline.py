@@ -1,4 +1,4 @@
-"""The file of a baseline: what is written is read back, and what is none is said to be none."""
+"""The file of a baseline: what is written is read back, and a file of another kind is rejected."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_embeddings_are_taken_over(tmp_path: Path) -> None:
     assert all(torch.allclose(found[name], ours[name], atol=0.05) for name in ours)
 
 
-# -- refused
+# -- rejected
 
 
 JITTER = AppliedAugmentation(seed=1, transforms=(Transform("ToGray", 0.5),))

@@ -117,7 +117,7 @@ class TestFamilies:
         run = Run.of(tmp_path, "qwen_image", tiny_model("qwen_image", "edit-2509"), found)
         built(run)
         embedded = [entry["prompt_embeds"] for entry in contents(run.folders.text()).values()]
-        assert len(embedded) == 3  # one caption, three pictures
+        assert len(embedded) == 3  # one caption, three images
         assert not torch.equal(embedded[0], embedded[1])
 
 

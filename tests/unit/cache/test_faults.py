@@ -245,7 +245,7 @@ def test_a_flipped_byte_of_the_data_takes_out_its_entry_alone(tmp_path: Path) ->
     (path,) = shards(tmp_path)
     whole, end = path.read_bytes(), header_end(path)
     size = (len(whole) - end) // 3
-    for place in (0, size // 2, size - 1):  # the last is padding: nobody's tensor, and no longer what was written
+    for place in (0, size // 2, size - 1):  # the last is padding: part of no tensor, and no longer what was written
         spoiled(path, end + size + place)
         with DiskStore.open(tmp_path, writable=False) as store:
             assert [is_entry(store.read(key(number)), number, side=SIDE) for number in (0, 2)] == [True, True]

@@ -100,7 +100,7 @@ def test_what_decides_the_latents_decides_their_key(what: str) -> None:
 
 def test_no_two_of_those_changes_give_the_same_key() -> None:
     keys = {latent_key(changed_ref, VAE) for changed_ref in RELEVANT.values()}
-    assert len(keys) == len(RELEVANT) - 1  # without a seed and without transforms: nothing is drawn either way
+    assert len(keys) == len(RELEVANT) - 1  # without a seed and without transforms: nothing is random either way
 
 
 @pytest.mark.parametrize("what", IRRELEVANT)

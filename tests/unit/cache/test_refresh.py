@@ -60,7 +60,7 @@ class TestSwap:
             swap = encode.swap()
             assert (swap.epoch, encode.current) == (1, 1)
             assert contents(store_of(run, 1)).keys() == entries_of(run, 1)
-            # Somebody still reads epoch 0: it stays, and the next time it goes.
+            # Epoch 0 is still being read: it stays, and is removed the next time.
             assert encode.collect().in_use == (store_of(run, 0),)
             assert all(reader.read(key) for key in entries_of(run, 0))
         collected = encode.collect()

@@ -246,7 +246,7 @@ def test_where_a_cache_lives_and_why(
     assert found.kind == memory_kind
     assert found.reason
     assert note in "".join(found.notes)
-    assert bool(found.notes) == bool(note), "nothing asked for is silently not done"
+    assert bool(found.notes) == bool(note), "nothing requested is silently not done"
 
 
 def test_a_small_text_cache_lives_on_the_device_of_a_superchip() -> None:

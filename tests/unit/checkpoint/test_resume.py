@@ -42,7 +42,7 @@ class TestBeginning:
         (tmp_path / "checkpoint-4" / "manifest.json").unlink()
         with pytest.raises(DamagedCheckpointError, match=f"--resume {tmp_path / 'checkpoint-3'}"):
             begin("latest", store, IDENTITY)
-        # And what was told to type works, with the damaged one out of the way, still there.
+        # And the command in the message works, with the damaged one out of the way, still there.
         with CheckpointStore(tmp_path, 5) as again:
             start = begin(str(tmp_path / "checkpoint-3"), again, IDENTITY)
             assert start.step == 3

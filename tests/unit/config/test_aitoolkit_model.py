@@ -177,7 +177,7 @@ def test_the_plan_decides_what_few_bits_become(tmp_path: Path, qtype: str) -> No
     assert (resolved.config.model.base_precision, resolved.config.training.mixed_precision) == ("auto", "bf16")
     (stated,) = [text for text in resolved.notes if "model.quantize" in text]
     kind, _, recovery = qtype.partition("|")
-    assert f"{kind} is asked for; decided by the memory plan" in stated
+    assert f"{kind} is requested; decided by the memory plan" in stated
     assert ("owner/adapter.safetensors" in stated and "is not loaded" in stated) == bool(recovery)
 
 

@@ -1,7 +1,7 @@
-"""Every key of the peers' files acts: another value gives another `RunConfig`, a note, or a refusal.
+"""Every key of the peers' files acts: another value gives another `RunConfig`, a note, or a rejection.
 
-A key that is read has to give two different configs that are accepted; one that is refused or only named has to be
-refused or named. What the configs' own options do is the business of tests/runs/test_every_option.py.
+A key that is read has to give two different configs that are accepted; one that is rejected or only named has to be
+rejected or named. What the configs' own options do is the business of tests/runs/test_every_option.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ JOBS = [
     job(train={"reg_weight": 0.25}, datasets=dataset(is_reg=True, augmentations=[{"method": "Blur"}])),
     job(model={**WAN, "model_kwargs": {}}, datasets=dataset(num_frames=41), network=None),
     job(model=FLUX, datasets=dataset(buckets=False)),
-    job(model={**SDXL, "arch": None}),  # refused: Stable Diffusion 1.5
+    job(model={**SDXL, "arch": None}),  # rejected: Stable Diffusion 1.5
 ]  # fmt: skip
 SPECIAL: dict[tuple[str, str], list[Any]] = {
     ("train", "optimizer_params"): [{"weight_decay": 0.5}],
@@ -109,7 +109,7 @@ ONLY_REJECTED = {
     "save": ("save_format",),
     "process": ("type", "network", "save", "datasets", "dataset", "train", "model", "sample", "logging"),
 }
-"""Keys that are read, and whose other values are refused or are blocks of keys of their own."""
+"""Keys that are read, and whose other values are rejected or are blocks of keys of their own."""
 
 
 def place(document: dict[str, Any], block: str) -> Any:
@@ -264,7 +264,7 @@ GIVEN: dict[str, list[Any]] = {
     "validation_input": [[{"path": "a.png", "prompt": "b"}]],
 }
 NOT_ALONE = frozenset(["model_family", "num_train_epochs", "maximum_image_size"])
-"""Options whose other values are refused beside the rest of these files: the flavour, a number of steps, and a size to
+"""Options whose other values are rejected beside the rest of these files: the flavour, a number of steps, and a size to
 scale images to."""
 
 
@@ -383,7 +383,7 @@ DATASET_VALUES: dict[str, list[Any]] = {
     "bucket_strategy": ["aspect_ratio", "resolution_frames"],
 }
 ONLY_ONE_WAY = {"id": "conditioning refers to it", "maximum_image_size": "it has to be there, and that is all"}
-"""Keys of datasets that are read, and whose other values are refused."""
+"""Keys of datasets that are read, and whose other values are rejected."""
 
 
 @pytest.mark.parametrize("block", DATASET_TABLES)

@@ -1,4 +1,4 @@
-"""Families of other installed packages: found by name, imported when asked for, refused in words."""
+"""Families of other installed packages: found by name, imported on request, rejected with a message."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_mapping_lists_all_and_imports_only_what_is_asked_for(package: str) ->
 
 
 def test_a_familys_name_is_known_to_configs_as_soon_as_it_is_installed(tmp_path: Path) -> None:
-    """A distribution on the path, whose package does not even exist: its name counts, and nobody else is stopped."""
+    """A distribution on the path, whose package does not even exist: its name counts, and other packages still work."""
     metadata = tmp_path / "outside-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")

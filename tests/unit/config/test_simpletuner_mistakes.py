@@ -1,4 +1,4 @@
-"""What goes wrong in SimpleTuner's dialect is said once, in the file's own words, and nothing false is said with it."""
+"""Mistakes in SimpleTuner's dialect give one message, in the file's own words, and no misleading message beside it."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_the_plan_decides_what_few_bits_become(tmp_path: Path, value: str) -> No
     resolved = resolve(tmp_path, {"base_model_precision": value})
     assert resolved.config.model.base_precision == "auto"
     (note,) = [note for note in resolved.notes if note.startswith("base_model_precision")]
-    assert f"{value} is asked for; decided by the memory plan when the run starts" in note
+    assert f"{value} is requested; decided by the memory plan when the run starts" in note
 
 
 @pytest.mark.parametrize(("value", "hint"), [(8, "no_change"), ("int8-quantoo", "int8-quanto")])

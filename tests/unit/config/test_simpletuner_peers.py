@@ -1,4 +1,4 @@
-"""The configs SimpleTuner publishes for our families: each is accepted, or refused for the keys recorded here.
+"""The configs SimpleTuner publishes for our families: each is accepted, or rejected for the keys recorded here.
 
 Recorded from release 4.10.1 with its texts replaced by our own; key names, numbers and choices are as published.
 Nearly all of them train on datasets of a hub; each is also tried with a folder instead.

@@ -17,7 +17,7 @@ def config(folder: Path, changes: dict[str, Any] | None = None, **options: Any) 
     return resolve(folder, changes, **options).config
 
 
-def test_defaults_that_change_what_is_learnt_are_simpletuners(tmp_path: Path) -> None:
+def test_defaults_that_change_what_is_learned_are_simpletuners(tmp_path: Path) -> None:
     resolved = resolve(tmp_path)
     found = resolved.config
     assert (found.training.batch_size, found.training.max_grad_norm, found.training.grad_clip) == (4, 2.0, "value")

@@ -33,7 +33,7 @@ def image(width: int = 64, height: int = 64, seed: int = 0, kind: str = "PNG", *
 
 
 def images(count: int, *, captions: bool = True) -> dict[str, bytes | str]:
-    """Different pictures of four shapes, each with a caption."""
+    """Different images of four shapes, each with a caption."""
     files: dict[str, bytes | str] = {}
     for number in range(count):
         files[f"{number:03}.png"] = image(*SIZES[number % len(SIZES)], seed=number)

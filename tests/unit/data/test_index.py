@@ -58,7 +58,7 @@ class TestHowLongARandomChoiceLasts:
         first, second = visits(index, 2)
         within = [lefts([s for s in first if s.path == f"{n}.png"]) for n in range(4)]
         assert all(one == other for one, other in within) == (lasts != "visit")
-        # In the order of visits the crops of two epochs agree only where they were drawn once for all.
+        # In the order of visits the crops of two epochs agree only where they were sampled once for all.
         assert (sorted(lefts(first)) == sorted(lefts(second))) == (lasts == "once")
 
     def test_transforms_have_the_seed_and_the_variant(self, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ class TestWhatACacheHasToHold:
             assert set(held.values()) == {1}
             assert {latent(sample) for sample in samples if sample.dataset != "d2"} <= set(held)
             assert not [key for key in held if key[0] == "d2"]
-            # Three pictures flipped or not, four clips of the video flipped or not.
+            # Three images flipped or not, four clips of the video flipped or not.
             assert len(held) == 3 * 2 + 4 * 2
 
 

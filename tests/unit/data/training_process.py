@@ -46,7 +46,7 @@ def written(outcome: object) -> dict[str, Any]:
 
 
 def decode(index: DataIndex, ref: SampleRef) -> None:
-    """A picture without a tensor: these processes need not wait for torch."""
+    """An image without a tensor: these processes need not wait for torch."""
     assert ref.fit is not None
     try:
         decode_image(index.backend_of(ref.dataset).read(ref.path), ref.path, ref.fit, ref.bucket)

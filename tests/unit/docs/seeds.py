@@ -1,4 +1,4 @@
-"""What the five documents that asked for this program name in code, and which sections they have."""
+"""What the five seed documents name in code, and which sections they have."""
 
 from __future__ import annotations
 

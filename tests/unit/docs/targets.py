@@ -223,7 +223,7 @@ def _sources() -> dict[Path, str]:
 
 @cache
 def _literals(path: Path) -> tuple[str, ...]:
-    """Every text of a file but its documentation. What is filled in when it is said stands as `…`."""
+    """Every text of a file but its documentation. Placeholders stand as `…`."""
     found: list[str] = []
     documentation: set[int] = set()
     for node in ast.walk(ast.parse(path.read_text())):  # a statement comes before the text in it

@@ -30,7 +30,7 @@ REJECTED = {
     "sdxl.peft-controlnet-lora": "controlnet",
     "wan2.1-t2v-1.3b-480p-141g.peft-lora+anyflow": "distillation_method",
 }
-"""Examples of what is not implemented, and the key that says so."""
+"""Examples of what is not implemented, and the key that requires it."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Captions: what configs of the peers train with over many draws, against what their own code gave.
+"""Captions: what configs of the peers train with over many visits, against what their own code gave.
 
 Spaces are compared as one: ai-toolkit puts a second one behind every comma and keeps those at the ends.
 """
@@ -29,7 +29,7 @@ def texts(resolved: Resolved, draws: int) -> list[str]:
 
 
 def enough(case: dict[str, Any]) -> int:
-    """Draws: a caption that is always the same needs few."""
+    """Visits: a caption that is always the same needs few."""
     return 200 if len(case["texts"]) > 1 else 5
 
 
@@ -113,7 +113,7 @@ def test_simpletuner_s_captions(tmp_path: Path, case: dict[str, Any]) -> None:
     "case", SIMPLETUNER["shuffled"], ids=lambda case: f"{case['caption'][:6]}-{case['entry']['caption_shuffle']}"
 )
 def test_simpletuner_s_shuffled_tags(tmp_path: Path, case: dict[str, Any]) -> None:
-    """As many variants as asked for, all equally likely. SimpleTuner has fewer where its shuffles repeat each other."""
+    """As many variants as requested, all equally likely. SimpleTuner has fewer where its shuffles repeat each other."""
     options = case["entry"]["caption_shuffle"]
     found = Counter(simpletuner_texts(tmp_path, case, 600))
     written = options.get("include_original", True)

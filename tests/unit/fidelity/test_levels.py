@@ -1,4 +1,4 @@
-"""A peer's config learns at the peer's noise levels: quantiles of 20,000 draws of its own code against ours."""
+"""A peer's config learns at the peer's noise levels: quantiles of 20,000 samples of its own code against ours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unit.fidelity.peers import (
 
 LIMIT = 0.02
 NOT_DONE = ("shift-min", "shift-content_or_style=content-min", "shift-content_or_style=style-min")
-"""Of Flux: a part of the denoising steps with a shift that depends on the image's size is refused."""
+"""Of Flux: a part of the denoising steps with a shift that depends on the image's size is rejected."""
 
 AITOOLKIT = [case for case in recorded("aitoolkit", "levels") if not any(one in case_name(case) for one in NOT_DONE)]
 SIMPLETUNER = [case for case in recorded("simpletuner", "levels") if "quantiles" in case]
@@ -71,7 +71,7 @@ def test_samples_of_an_sdxl_batch_share_the_timesteps_out(
 @pytest.mark.parametrize("train", ["timestep_type=shift-content_or_style=style",
                                    "timestep_type=sigmoid-content_or_style=content"])  # fmt: skip
 def test_draws_are_the_quantiles_that_are_compared(train: str, tmp_path: Path, tiny_model: TinyModel) -> None:
-    """20,000 levels as a run draws them, of settings that go through most functions: bias, expert, shift or list."""
+    """20,000 levels as a run samples them, of settings that go through most functions: bias, expert, shift or list."""
     case = next(case for case in AITOOLKIT if case_name(case) == f"wan22_14b-1-5x60x104-{train}")
     goal, _ = goal_of(aitoolkit_config(tmp_path, case["train"], case["arch"]), tiny_model)
     values = sorted(goal.levels["low_noise"].levels(7, range(20_000), tokens_of(case["size"])))

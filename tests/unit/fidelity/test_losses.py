@@ -14,11 +14,11 @@ from unit.fidelity.peers import TinyModel, aitoolkit_config, case_name, goal_of,
 
 UNCLIPPED = "snr_gamma=5.0"
 AITOOLKIT = [case for case in recorded("aitoolkit", "losses") if not case_name(case).endswith(f"ddpm-{UNCLIPPED}")]
-"""All but the unclipped gamma / SNR weight, which is refused."""
+"""All but the unclipped gamma / SNR weight, which is rejected."""
 
 
 def pair() -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scripts/peer_vectors` draws it."""
+    """As `scripts/peer_vectors` generates it."""
     generator = torch.Generator().manual_seed(7)
     return torch.randn(1, 4, 8, 8, generator=generator), torch.randn(1, 4, 8, 8, generator=generator)
 

@@ -1,4 +1,4 @@
-"""What SDXL is told about an image's size, and the weights of masks: configs of the peers, against their own code."""
+"""Image sizes as SDXL gets them, and the weights of masks: configs of the peers, against their own code."""
 
 from __future__ import annotations
 

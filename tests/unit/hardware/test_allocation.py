@@ -110,7 +110,7 @@ def test_no_plan_is_dangerous(gpu: Gpu | None, host: Host, scale: float, force: 
     assert headroom is not None
     spare = headroom - host_reserve(machine)
     assert spare > 0
-    # Whatever is asked for: what is really there, and main memory keeps its reserve.
+    # Whatever is requested: what is really there, and main memory keeps its reserve.
     own = 0 if gpu.attributes.integrated else gpu.memory_free or 0
     assert plan.size <= own + spare
     coherent = machine.gpus[0].coherent_link is True and not gpu.attributes.integrated

@@ -96,7 +96,7 @@ def _coherent(**facts: object) -> Gpu:
         (Host(), _coherent(is_numa_node=False), "coherent CDMM"),
         (Host(coherent_memory_parameter="driver"), _coherent(), "coherent CDMM"),
         (Host(coherent_memory_parameter="numa", user_numa_management=1), _coherent(), "coherent NUMA"),
-        # Driver 615 and later: CDMM without anyone having asked for it.
+        # Driver 615 and later: CDMM without any request for it.
         (Host(coherent_memory_parameter="", user_numa_management=0), _coherent(), "coherent CDMM"),
         (Host(coherent_memory_parameter="", user_numa_management=1), _coherent(), "unknown"),
         (Host(), _coherent(), "unknown"),

@@ -133,7 +133,7 @@ def test_on_adds_our_module_and_hands_the_exit_code_on(started: Any) -> None:
 
 @pytest.mark.parametrize("shell", ["", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"], ids=["", "&"])
 def test_being_terminated_ends_upstream_too(tmp_path: Path, shell: str) -> None:
-    """In the way upstream answers to, so that its training does not go on without anybody."""
+    """In the way upstream answers to, so that its training does not go on unattended."""
     (tmp_path / "simpletuner").mkdir()
     (tmp_path / "simpletuner" / "__init__.py").touch()
     (tmp_path / "simpletuner" / "__main__.py").write_text(

@@ -39,7 +39,7 @@ class Logged:
     late: set[str] = field(default_factory=set)
     arrivals: dict[str, Clocked] = field(default_factory=dict)
     awaited: set[str] = field(default_factory=set)
-    """Batches whose step has ended before the next one is asked for."""
+    """Batches whose step has ended before the next one is requested."""
     kept: int = 99
 
     def keep(self, slots: int) -> None:
@@ -213,7 +213,7 @@ def test_what_is_discarded_is_released_and_others_come_instead() -> None:
     ahead.discard()
     assert mover.log[-2:] == ["release b1", "release b2"]
     assert list(next(ahead)) == ["b3"]
-    assert mover.log.count("release b0") == 1, "the batch in use is released when the next is asked for"
+    assert mover.log.count("release b0") == 1, "the batch in use is released when the next is requested"
 
 
 def test_closing_forgets_the_batches_under_way_and_closes_the_mover() -> None:

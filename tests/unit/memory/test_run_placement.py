@@ -387,7 +387,7 @@ def test_a_machine_is_measured_once(heap: ManagedHeap, tmp_path: Path, monkeypat
     assert f"measured before ({tmp_path / FILE})" in second.reason
     plain = transport_of(chip, tmp_path, None)
     assert (plain.transport, requested) == ("pinned_copy", [True]), "what is known already is not measured again"
-    assert "no managed memory was asked for" in plain.reason
+    assert "no managed memory was requested" in plain.reason
     assert transport_of(card, tmp_path, None).transport == "pinned_copy"
     insisted = transport_of(card, tmp_path, heap, insists=True)
     assert insisted.transport == "managed_gather", "as asked, whatever is faster"

@@ -130,7 +130,7 @@ class TestReading:
     def test_at_most_one_group_is_in_memory_unquantized(
         self, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Every weight of the blocks that is not fp8 yet, counted whenever memory is asked for."""
+        """Every weight of the blocks that is not fp8 yet, counted whenever memory is requested."""
         monkeypatch.setattr(eight_bits, "AT_ONCE", 1)
         folder = tiny_model("wan", "t2v-14b-2.2")
         whole = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")

@@ -118,7 +118,7 @@ def test_tiling_of_an_earlier_run_is_remembered(tiny_model: TinyModel, tmp_path:
     )
     assert first.latent_id() == first.load_latents().id == tiled.latent_id()
     assert tiled.tiling_note() is None  # its config asks for them
-    loaded = encoders_of(requested, CPU).load_latents()  # before anybody asked for the id
+    loaded = encoders_of(requested, CPU).load_latents()  # before the id is requested
     assert loaded.id == tiled.latent_id()
     again = encoders_of(requested, CPU)
     assert again.latent_id() == tiled.latent_id()

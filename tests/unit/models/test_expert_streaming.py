@@ -251,7 +251,7 @@ def test_parked_expert_and_deleted_modules_hold_no_memory() -> None:
     made = ExpertHost(parked, "in a test", room=lambda *, on_device, elsewhere: 0)
     experts = [Expert(seed) for seed in range(2)]
     for block in experts[0].blocks[:3]:
-        block.requires_grad_(False)  # nobody hears when a gradient arrives here
+        block.requires_grad_(False)  # no hook runs when a gradient arrives here
     for name, expert in zip(("high", "low"), experts, strict=True):
         made.add(name, expert)
     made.activate("high")

@@ -92,7 +92,7 @@ def test_stable_audios_projection_and_weights_made_of_two(tiny_model: TinyModel)
     norm_output = [module for module in vae.modules() if hasattr(module, "weight_g")]
     assert norm_output
     assert {module.weight.device.type for module in norm_output} == {"cpu"}
-    copy.deepcopy(vae)  # torch refuses that while a computed weight hangs on a graph
+    copy.deepcopy(vae)  # torch rejects that while a computed weight hangs on a graph
 
 
 def test_wan_keeps_its_float32_layers(tiny_model: TinyModel) -> None:

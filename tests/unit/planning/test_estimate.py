@@ -274,7 +274,7 @@ class TestCaches:
         datasets = [{"id": "data", "path": "/nowhere", "type": "in_memory", "in_memory": {"memory_limit_gb": 0.1}}]
         staged = need(demand_of(run_config(datasets=datasets), samples=260), "files of data")
         assert staged.bytes == 260 * MIB
-        assert "staging will refuse" in staged.why
+        assert "staging will fail" in staged.why
 
     def test_a_folder_that_two_datasets_share_is_staged_once(self) -> None:
         def files(**second: Any) -> dict[str, int]:

@@ -75,14 +75,14 @@ def test_this_repository_follows_its_glossary() -> None:
 def test_a_wrong_name_is_found_on_its_line(tmp_path: Path, code: str, line: int, found: str) -> None:
     root = repository(tmp_path, {"src/gracetune/a.py": code})
     (one,) = WORDS.check(root)
-    assert one.startswith(f"src/gracetune/a.py:{line}: found {found}, expected ")
+    assert str(one).startswith(f"src/gracetune/a.py:{line}: found {found}, expected ")
 
 
 @pytest.mark.parametrize("file", ["src/gracetune/picture.py", "scripts/old_pictures.py"])
 def test_a_wrong_module_name_is_found(tmp_path: Path, file: str) -> None:
     (one,) = WORDS.check(repository(tmp_path, {file: ""}))
-    assert one.startswith(f"{file}:1: found module `")
-    assert one.endswith("expected image")
+    assert str(one).startswith(f"{file}:1: found module `")
+    assert str(one).endswith("expected image")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_other_names_stay(tmp_path: Path, code: str) -> None:
 def test_two_public_classes_of_one_name_are_found(tmp_path: Path) -> None:
     code = "class Job: ...\nclass _Part: ...\n"
     root = repository(tmp_path, {"src/gracetune/a.py": code, "src/gracetune/b.py": code, "tests/c.py": code})
-    assert WORDS.check(root) == [
+    assert [str(one) for one in WORDS.check(root)] == [
         "src/gracetune/b.py:1: found class `Job`, expected a name of its own: src/gracetune/a.py:1 has this one"
     ]
 
@@ -115,13 +115,19 @@ class TestAllowed:
         row = "src/gracetune/*.py  picture  a key of the file format\n"
         assert WORDS.check(repository(tmp_path, self.CODE, allowed=row)) == []
 
+    def test_a_phrase_stays_too(self, tmp_path: Path) -> None:
+        files = {"src/gracetune/a.py": "# the two halves of a tensor\n"}
+        (one,) = WORDS.check(repository(tmp_path, files))
+        assert str(one) == 'src/gracetune/a.py:1: found "two halves", expected mixed half precisions'
+        assert WORDS.check(repository(tmp_path, files, allowed='src/*/a.py  "two halves"  of a tensor\n')) == []
+
     def test_without_a_reason_the_check_ends(self, tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match=r"words_allowed\.txt:2: found no reason"):
             WORDS.check(repository(tmp_path, self.CODE, allowed="# rows\nsrc/gracetune/a.py picture\n"))
 
     def test_a_row_that_is_not_needed_fails(self, tmp_path: Path) -> None:
         (one,) = WORDS.check(repository(tmp_path, {}, allowed="src/a.py  picture  gone\n"))
-        assert "src/a.py picture" in one
+        assert "src/a.py picture" in str(one)
 
 
 class TestPhrases:
@@ -135,6 +141,12 @@ class TestPhrases:
             ("a.py", 'def f() -> str:\n    """x\n\n    Its Picture.\n    """\n    return "no picture here"\n', [4, 6]),
             ("a.md", "One picture.\n```\npicture\n```\n`picture` or a-picture\n", [1]),
             ("a.py", 'key = "picture"\n', []),
+            ("a.py", "# a PICTURE of another program\n", []),
+            (
+                "tests/a.py",
+                'def f() -> str:\n    """A picture."""\n    return "no picture here"  # a picture\n',
+                [2, 3],
+            ),
             ("a.py", "x = 1  # the `picture` key\n", []),
         ],
     )

@@ -44,7 +44,7 @@ def test_demo_works_at_once_and_again_in_seconds(clone: Path, login: dict[str, s
 
     first, _ = make("demo")
     assert first.returncode == 0, first.stdout + first.stderr
-    environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}  # whoever calls pip now fails
+    environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}  # any call of pip now fails
     second, _ = make("demo")
     assert second.returncode == 0, second.stdout + second.stderr
     assert "bootstrap:" not in second.stdout

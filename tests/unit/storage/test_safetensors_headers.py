@@ -217,7 +217,7 @@ class TestAgreementWithTheLibrary:
         good = write(tmp_path / "a", {"a": FOUR_FLOATS, "__metadata__": {"x": "y"}}).read_bytes()
         path = tmp_path / "b"
         path.write_bytes(good[:position] + bytes([value]) + good[position + 1 :])
-        # Never the other way round: we also refuse what the format forbids and the library lets pass.
+        # Never the other way round: we also reject what the format forbids and the library lets pass.
         assert library_accepts(path) or not accepts(path)
 
 

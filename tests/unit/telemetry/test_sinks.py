@@ -97,7 +97,7 @@ class TestTensorBoard:
     def test_a_file_that_cannot_be_written_is_one_warning_and_no_traceback(
         self, fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """The disk fills up, or somebody removes the folder. What was written before stays readable."""
+        """The disk fills up, or the folder is removed. What was written before stays readable."""
 
         def work(report: Callable[[str], None]) -> None:
             reports: list[str] = []

@@ -75,7 +75,7 @@ def test_step_files_go_only_where_the_journal_says_so(tmp_path: Path) -> None:
         location(*(folder.adapter(one.name, step) for one in EXPERTS))
     location(folder.path / "a [b]_000000004_other.safetensors")
     before = files(folder.path)
-    # Checkpoint 1 was retired, the process was killed when it saved step 4; somebody removed checkpoint 2 by hand.
+    # Checkpoint 1 was retired, the process was killed when it saved step 4; checkpoint 2 was removed by hand.
     assert tidied(config, '{"saving": [4], "retiring": [1]}', (3,)) == []
     gone = {folder.adapter(one.name, step).name for one in EXPERTS for step in (1, 4)}
     assert {name for name in files(folder.path) if "checkpoint" not in name} == before - gone
@@ -116,7 +116,7 @@ def test_half_of_the_final_files(tmp_path: Path) -> None:
     folder = RunFolder.of(config)
     location(*model(folder.model(), "transformer"), folder.model() / "vae" / "config.json")
     assert tidied(config, '{"finishing": [5]}', (5,)) == []
-    assert files(folder.model()) == {"vae", "vae/config.json"}, "which somebody put there"
+    assert files(folder.model()) == {"vae", "vae/config.json"}, "which a user put there"
     location(*model(folder.model(), "transformer", "transformer_2"))
     both = files(folder.model())
     assert tidied(config, '{"finishing": [5]}') == []

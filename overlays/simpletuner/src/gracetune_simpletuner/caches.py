@@ -119,8 +119,8 @@ def _why_not_local(backend: Any) -> str | None:
 def _look_ahead(config: Any) -> dict[str, Any]:
     if config.dataloader_prefetch:
         depth = config.dataloader_prefetch_qlen
-        return {"available": True, "reason": f"dataloader_prefetch: upstream draws up to {depth} batches ahead"}
-    reason = "not knowable: upstream draws a batch when the step asks for it; dataloader_prefetch draws ahead"
+        return {"available": True, "reason": f"dataloader_prefetch: upstream prefetches up to {depth} batches"}
+    reason = "not knowable: upstream loads a batch when the step requests it; dataloader_prefetch loads ahead"
     return {"available": False, "reason": reason}
 
 

@@ -22,7 +22,7 @@ class Layer:
     def __init__(self, overlay: Overlay) -> None:
         self.overlay = overlay
         self.device: int | None = None
-        self.why_not = "the memory layer was not asked for"
+        self.why_not = "the memory layer was not requested"
         self._opened: UnifiedMemory | None = None
         self._checked_trainer = False
 

@@ -267,7 +267,7 @@ class Residents:
                 # Upstream collates batches on the CPU, so the pages are placed in host memory.
                 return ManagedSlab(self._resources.heap, size, "host")
             except UnifiedMemoryError as error:
-                message = f"unified_memory was requested and refused: {str(error).splitlines()[0]}"
+                message = f"unified_memory was requested but is not available: {str(error).splitlines()[0]}"
                 chosen.residence = chosen.residence.instead("pinned_host", "page-locked main memory", message)
         slab = MemorySlab.own(size, self._resources.device)
         self.notes += [f"{format_bytes(size)}: {note}" for note in slab.notes]

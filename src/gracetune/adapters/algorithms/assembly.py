@@ -37,7 +37,7 @@ class Convention:
 
     without_alpha: AlphaRule = "rank"
     lora_is_locon: bool = False
-    """LyCORIS' LoCon and LoRA have the same tensors; only the file's kind or header tells them apart."""
+    """LyCORIS' LoCon and LoRA have the same tensors; they differ only in the file's kind or header."""
     dora_by_base: bool = False
     """Row magnitudes refer to the norms of the base weight. The header marks such files, which are for ComfyUI."""
 

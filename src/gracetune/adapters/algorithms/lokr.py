@@ -264,7 +264,7 @@ class Lokr(Algorithm):
         if format != "comfyui":
             return super().rejection(format, tensors)
         if "lokr_t2" in tensors:
-            return "torch.kron refuses what ComfyUI builds of LoKr's Tucker form, and ComfyUI then leaves the layer out"
+            return "torch.kron rejects what ComfyUI builds of LoKr's Tucker form, and ComfyUI then leaves the layer out"
         second = tensors.get("lokr_w2")
         if second is not None and second.ndim not in (2, 4):
             return "ComfyUI multiplies Kronecker factors of matrices and 2-d convolutions only"

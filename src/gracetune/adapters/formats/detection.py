@@ -53,7 +53,7 @@ def detect(
     if family is None:
         family, why = _family(tuple(tensors), stems, metadata)
     else:
-        why = f"family: {family}, as asked for"
+        why = f"family: {family}, as requested"
     keys = KEY_MAPS[family]
     located = list(_located(stems, keys))
     evidence = _expert_evidence(located, metadata, name) if keys.experts else {}
@@ -90,7 +90,7 @@ def _family(keys: tuple[str, ...], stems: Mapping[str, int], metadata: Mapping[s
     if len(best) > 1:
         claimed = [family for family in _claimed_families(metadata) if family in best]
         if claimed:
-            best, why = claimed[:1], f"{why}, and the header says so"
+            best, why = claimed[:1], f"{why}, confirmed by the header"
     if len(best) > 1:
         within_depth = [
             family for family in best if not any(_too_deep(found, KEY_MAPS[family]) for found in known[family])

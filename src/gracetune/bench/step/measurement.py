@@ -109,7 +109,7 @@ class Bench:
             self.report(f"{trained / 1e6:.1f} M trained parameters; first step")
             with counting() as repeated:
                 ours = measure(run.step, self.device, job.steps)
-            self.report(f"{ours.ms:.1f} ms a step, {ours.once_s:.1f} s once")
+            self.report(f"{ours.ms:.1f} ms/step, {ours.once_s:.1f} s once")
             reasons += run.lines
             for prepared in run.trained_model.prepared.values():
                 reject_many_graphs(prepared)
@@ -227,7 +227,7 @@ class Bench:
         key = ("baseline", job.bench, job.scale, job.adapter, job.batch, job.shape)
         pace: Pace = self._once(key, timed)
         self._free_memory("the baseline")
-        self.report(f"baseline: {pace.ms:.1f} ms a step")
+        self.report(f"baseline: {pace.ms:.1f} ms/step")
         return pace
 
     # -- memory -------------------------------------------------------------------------------------------------------

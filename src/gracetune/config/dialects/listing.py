@@ -15,8 +15,8 @@ from gracetune.config.draft import dotted
 _INTRODUCTION = """# Keys of ai-toolkit and SimpleTuner
 
 Made from the tables in `src/gracetune/config/dialects` (`python -m gracetune.config.dialects.listing`). Each key of a
-file does one of three things. It becomes part of the config; or it does not change what is learnt, and is listed in a
-note; or it would change what is learnt, and is rejected unless its value has no effect (`--allow-unsupported` ignores
+file does one of three things. It becomes part of the config; or it does not change what is learned, and is listed in a
+note; or it would change what is learned, and is rejected unless its value has no effect (`--allow-unsupported` ignores
 it). An unknown key is an error that suggests the nearest name.
 """
 

@@ -15,4 +15,4 @@ def hold_in_few_bits(block: PeerBlock, name: str, requested: str, rest: str = ""
     The result is at least as precise as requested, so nothing has to compensate for lost precision.
     """
     block.assign(("model", "base_precision"), "auto", name)
-    block.note(f"{block.key(name)}: {requested} is asked for; {PLAN_DECIDES}, at least as exact as asked{rest}")
+    block.note(f"{block.key(name)}: {requested} is requested; {PLAN_DECIDES}, at least as exact as requested{rest}")

@@ -27,8 +27,8 @@ C = TypeVar("C")
 
 class Effect(StrEnum):
     ACTS = "becomes part of the config"
-    NOTED = "changes nothing about what is learnt: named in a note"
-    REJECTED = "would change what is learnt, and is not done here"
+    NOTED = "changes nothing about what is learned: named in a note"
+    REJECTED = "would change what is learned, and is not done here"
 
 
 class Unless(ABC):
@@ -91,7 +91,7 @@ class Key:
     """The heading of the note that lists it, or why it is rejected."""
     effect: Effect = Effect.ACTS
     default: Any = UNSET
-    """The peer's default, if it differs from ours and changes what is learnt."""
+    """The peer's default, if it differs from ours and changes what is learned."""
     inherits: bool = False
     """Whether a missing key is read from the mapping around this one."""
 

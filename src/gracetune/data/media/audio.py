@@ -1,10 +1,10 @@
-"""Decoding audio: a window of a file at the sample rate and with the channels of the model.
+"""Decoding audio: a section of a file at the sample rate and with the channels of the model.
 
 libsndfile reads wav, flac, ogg and mp3. FFmpeg reads everything else (m4a, opus in webm, the audio track of a video).
-libswresample resamples with noise below -100 dB. Some audio around the window is resampled with it, so that the window
+libswresample resamples with noise below -100 dB. Audio around the section is resampled with it, so that the section
 equals the same part of the whole file resampled.
 
-Padding is explicit: audio that ends before its window is an error unless the clip sets `pad`. Only a gap of up to one
+Padding is explicit: audio that ends before its section is an error unless the clip sets `pad`. Only a gap of up to one
 codec frame (`SLACK`) is always filled with silence, because containers round lengths to whole frames.
 """
 
@@ -35,7 +35,7 @@ Sound = NDArray[np.float32]
 SLACK = 0.05
 """Seconds that may be missing at the end: more than a frame of AAC (1024 samples) or mp3 (1152) at 32 kHz."""
 _PREROLL = 0.2
-"""Seconds decoded before a window, because the frames of lossy codecs overlap."""
+"""Seconds decoded before a section, because the frames of lossy codecs overlap."""
 _JITTER = 0.002
 """In seconds. Matroska rounds times to milliseconds, so a frame this close to the end of the previous one follows it
 directly."""

@@ -33,7 +33,7 @@ Marked = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def canny_edges(image: Image.Image, thresholds: Canny) -> Image.Image:
-    """White edges on black, in RGB and of the picture's size."""
+    """White edges on black, in RGB and of the image's size."""
     pixels = np.asarray(image.convert("RGB"))
     weak, strong = np.zeros(pixels.shape[:2], np.bool_), np.zeros(pixels.shape[:2], np.bool_)
     for top in range(0, len(pixels), BAND):
@@ -103,7 +103,7 @@ def _connected(weak: Marked, strong: Marked) -> Marked:
     steps = np.array([dy * width + dx for dy, dx in _FOLLOWED])
     candidates, reached = weak.ravel(), strong.ravel().copy()
     latest = np.flatnonzero(reached)
-    while latest.size:  # no weak pixel is on the border, so no step leaves the picture
+    while latest.size:  # no weak pixel is on the border, so no step leaves the image
         around = (latest[:, None] + steps).ravel()
         latest = np.unique(around[candidates[around] & ~reached[around]])
         reached[latest] = True

@@ -87,7 +87,7 @@ def _end_of_segment(stream: BinaryIO) -> int | None:
 def _number(stream: BinaryIO, offset: int) -> tuple[int | None, int]:
     """Read an EBML number. Returns its value, None for the reserved "unknown", and the offset after it.
 
-    The number of leading zero bits in the first byte tells the width in bytes. After the first one bit, 7 bits per byte
+    The number of leading zero bits in the first byte gives the width in bytes. After the first one bit, 7 bits per byte
     are the value. All ones mean "unknown".
     """
     data = _at(stream, offset, 8)

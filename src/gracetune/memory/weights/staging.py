@@ -116,7 +116,7 @@ def too_large_for(source: Tensor, target: torch.dtype) -> float | None:
         return None
     wide = source.float() if source.dtype.itemsize == 1 else source
     lowest, highest = (float(value) for value in torch.aminmax(wide)) if wide.numel() else (0.0, 0.0)
-    if not (math.isfinite(lowest) and math.isfinite(highest)):  # rare, so only this case pays for a copy
+    if not (math.isfinite(lowest) and math.isfinite(highest)):  # rare, so only this case makes a copy
         finite = torch.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0)
         lowest, highest = (float(value) for value in torch.aminmax(finite))
     worst = max(-lowest, highest)

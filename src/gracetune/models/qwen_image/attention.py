@@ -85,7 +85,7 @@ def _by_heads(x: Tensor, attn: Any) -> Tensor:
 
 
 def _norm_and_rope(x: Tensor, norm: nn.Module, attn: Any, angles: Tensor) -> Tensor:
-    """`x` by heads, normed and rotated by `angles` [tokens, pairs, 2] or [B, tokens, pairs, 2]."""
+    """`x` by heads, normalized and rotated by `angles` [tokens, pairs, 2] or [B, tokens, pairs, 2]."""
     cos, sin = angles.unsqueeze(-3).unbind(-1)
     return apply_rope(norm(_by_heads(x, attn)), cos, sin)
 

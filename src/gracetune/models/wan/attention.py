@@ -54,7 +54,7 @@ class WanPairwiseAttention(WanAttnProcessor):
 
 
 def _norm_and_rope(x: Tensor, norm: nn.RMSNorm, heads: int, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-    """[B, tokens, width] -> [B, tokens, heads, head size], normed and rotated. Cross-attention has no RoPE."""
+    """[B, tokens, width] -> [B, tokens, heads, head size], normalized and rotated. Cross-attention has no RoPE."""
     if kernels.pay(x) and not norm.weight.requires_grad:
         from gracetune.kernels.fused_rope import norm_rope  # triton is only installed with CUDA builds of torch
 

@@ -223,7 +223,7 @@ def _self_checks(history: RunHistory) -> str:
     rows = []
     for one in history.self_checks:
         what = one.file or f"after the first steps, {one.layers:,} layers"
-        found = f"{len(one.idle)} layers have learnt nothing" if one.idle else "every layer has learnt something"
+        found = f"{len(one.idle)} layers have learned nothing" if one.idle else "every layer has learned something"
         if one.change is not None:
             times = f" at {one.amplified:,.0f} times its strength" if one.amplified != 1 else ""
             found = f"the adapter changes the output by {one.change:.1e}{times}; {found}"

@@ -55,7 +55,7 @@ class TestChoice:
     @pytest.mark.parametrize("case", CASES)
     def test_the_reference_can_be_asked_for(self, case: str) -> None:
         model = net()
-        assert adapt(model, CASES[case], "library").decisions == ("adapter path: library (asked for; 4 layers)",)
+        assert adapt(model, CASES[case], "library").decisions == ("adapter path: library (requested; 4 layers)",)
         assert not any(isinstance(module, AdaptedLinear) for module in model.modules())
         assert any(isinstance(module, LoraLayer | Factors) for module in model.modules())
 

@@ -47,7 +47,7 @@ def cell(format, state, shapes) -> str:
         reasons = {problem.found.partition(": ")[2] for problem in error.problems}
         (note,) = {note for reason in reasons for text, note in NOTES.items() if text in reason}
         if note != "a":
-            return f"refused ({note})"
+            return f"rejected ({note})"
         outcome = cell(format, measured(state, shapes), shapes)
         return "with `--model` (a)" if outcome == "tested" else outcome
     again = FORMATS[format].read(tensors, header, state.family).checked().states[""]

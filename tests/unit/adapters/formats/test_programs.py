@@ -99,7 +99,7 @@ def is_writable(state: AdapterState, format: str) -> bool:
     ],
 )
 def test_lycoris_loads_what_the_table_calls_right(family, algorithm, options, tiny_model) -> None:
-    """LyCORIS also fails where the table says so."""
+    """LyCORIS also fails where the table expects it."""
     model = making.denoiser(family, tiny_model(family, making.FLAVOURS[family]))
     state, rejected = held(
         family, model, algorithm, options, lambda alone: misread_by(alone, "lycoris", "lycoris") is None

@@ -1,4 +1,4 @@
-"""The parts of a measured step on tiny models: drawn weights, counted products, the trainer's step, the plain loop."""
+"""The parts of a measured step on tiny models: random weights, counted products, the trainer's step, the plain loop."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_gradients_are_held_against_exact_ones(wan: RandomModel) -> None:
 @pytest.mark.full
 def test_on_a_gpu_they_are_those_of_compiled_blocks(wan: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics, "_compiles", lambda device: True)
-    # inductor imports setuptools, which refuses a process that has imported distutils before.
+    # inductor imports setuptools, which rejects a process that has imported distutils before.
     monkeypatch.setattr(numerics, "prepare_blocks", partial(prepare_blocks, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -60,7 +60,7 @@ print(repeated.share)
 
 @pytest.mark.full
 def test_the_compiler_asks_for_it() -> None:
-    """In a process of its own: setuptools, which inductor imports, refuses one that has imported distutils before."""
+    """In a process of its own: setuptools, which inductor imports, rejects one that has imported distutils before."""
     done = subprocess.run(
         [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=240, check=False,
         env={**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},  # a graph found again is not cut again

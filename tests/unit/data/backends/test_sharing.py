@@ -192,7 +192,7 @@ class TestRanks:
         began = time.monotonic()
         offer.reject("no", linger=0.2)
         assert time.monotonic() - began < 5
-        again = Offer(LocalRanks(0, 2, key), "pets")  # would be refused if the name were taken
+        again = Offer(LocalRanks(0, 2, key), "pets")  # would be rejected if the name were taken
         stated: list[str] = []
 
         def ask() -> None:

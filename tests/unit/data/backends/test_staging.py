@@ -222,7 +222,7 @@ class TestLimits:
 
     def test_main_memory_is_watched_while_staging(self, tmp_path: Path) -> None:
         fill(tmp_path, {f"{number}.png": os.urandom(MIB) for number in range(8)})
-        answers = iter([GIB, 500, 99])  # somebody else takes it
+        answers = iter([GIB, 500, 99])  # another process takes it
         guard = StagingMemoryGuard("pets", limit=None, headroom=lambda: next(answers), reserve=100, ask_every=2 * MIB)
         before = held()
         with pytest.raises(MemoryLimitError, match=r"4\.19 MB staged, with more to come"):
@@ -420,7 +420,7 @@ class TestUnreadableFiles:
 
 
 class Meddling(LocalBackend):
-    """Lets somebody act on the folder whenever a file is about to be opened; `count` says for the how-manieth time."""
+    """Call a function on the folder whenever a file is about to be opened; `count` is the number of the call."""
 
     def __init__(self, folder: Path, act: Callable[[str, int], object]) -> None:
         super().__init__(folder)

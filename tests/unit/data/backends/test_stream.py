@@ -57,5 +57,5 @@ def test_closing_lets_go_of_the_memory() -> None:
     memory = bytearray(DATA)
     with stream_over(memoryview(memory)) as stream:
         assert stream.read(3) == DATA[:3]
-    memory.clear()  # would raise while anybody still looked at it
+    memory.clear()  # would raise while a view of it exists
     assert stream.closed

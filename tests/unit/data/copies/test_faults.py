@@ -168,7 +168,7 @@ def test_damaged_rows_count(hub: HubServer, tmp_path: Path) -> None:
     found = copies(config(tmp_path, {"path": PETS, "corrupt_threshold": 0.5}))
     found.make(warn=warned.append)
     assert any("1 sample left out of the copy" in text for text in warned)
-    # What only looks like a picture is left to the scan, as in any folder.
+    # What only looks like an image is left to the scan, as in any folder.
     assert len(captions(found.localized())["d0"]) == 3
 
 
@@ -245,7 +245,7 @@ def test_a_killed_process_leaves_no_partial_file_and_is_resumed(hub: HubServer, 
     assert plan.to_fetch < len(data) + len(tar(shard(2))) - MIB // 4
     before = hub.sent
     assert len(fetched(run)["d0"]) == 3
-    under_way = transfer.AHEAD * 65536  # what the killed process had asked for may still have been sent
+    under_way = transfer.AHEAD * 65536  # what the killed process had requested may still have been sent
     assert hub.sent - before <= plan.to_fetch + under_way
 
 

@@ -250,7 +250,7 @@ def test_several_captions_and_values_inside_columns(hub: HubServer, tmp_path: Pa
     assert of("empty", fallback_caption_column="text") == ("caption 0",)
 
 
-# -- what is refused, before anything is downloaded -------------------------------------------------------------------
+# -- what is rejected, before anything is downloaded -------------------------------------------------------------------
 
 
 def test_a_missing_column(hub: HubServer, tmp_path: Path) -> None:

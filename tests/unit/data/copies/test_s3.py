@@ -110,7 +110,7 @@ def test_tables_and_archives_of_a_bucket(
     found = fetched(config(tmp_path, {"path": "s3://pets/t", "captions": text}, {"path": "s3://pets/w/0.tar"}))
     assert sorted(found["d0"].values()) == [("caption 0",), ("caption 1",), ("caption 2",)]
     assert len(found["d1"]) == 2
-    # Folders of a bucket are no splits, unless a split is asked for.
+    # Folders of a bucket are no splits, unless a split is requested.
     assert [*fetched(config(tmp_path, {"path": "s3://pets", "local_copy": {"format": "files"}}))["d0"]] == [
         "test/x.png"
     ]
@@ -157,7 +157,7 @@ def test_expired_keys(bucket: Any, endpoint: str, tmp_path: Path, monkeypatch: p
     put(bucket, **{"a.png": encoded_image(1)})
     run = config(tmp_path, {"path": "s3://pets", "storage": {"endpoint_url": endpoint, **KEYS}})
     with monkeypatch.context() as checked:
-        # From now on the server checks keys, and nobody has made these.
+        # From now on the server checks keys, and these are not valid.
         checked.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0.0)
         checked.setattr("moto.core.responses.ActionAuthenticatorMixin.request_count", 1)
         with pytest.raises(CopyError) as rejected:

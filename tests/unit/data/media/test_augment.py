@@ -169,7 +169,7 @@ def test_other_seeds_epochs_and_digests_give_other_values() -> None:
         for epoch in range(4)
         for digest in "abcd"
     }
-    # Half of a half draws nothing at all; the others all differ.
+    # Half of a half samples nothing at all; the others all differ.
     assert 40 < len(draws) < 60
 
 
@@ -196,7 +196,7 @@ def test_a_mask_moves_with_its_image_and_keeps_its_values(epoch: int) -> None:
     augmentation = AppliedAugmentation(flip_y=True, seed=5, epoch=epoch, transforms=read_transforms(entries, LOCATION))
     mask = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16))
     moved = np.asarray(augmented_mask(mask, augmentation, "d"))
-    # Of the eight ways a square can lie, the mask lies as its picture does: the brightest corner says which.
+    # Of the eight ways a square can lie, the mask lies as its image does: the brightest corner says which.
     colours = np.zeros((16, 16, 3), np.uint8)
     colours[12:, 12:], colours[12:, :12] = 255, 128
     image = augmented([Image.fromarray(colours)], augmentation, "d")[0]

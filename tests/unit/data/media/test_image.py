@@ -39,7 +39,7 @@ def test_exif_orientation_is_applied(kind: str, orientation: int) -> None:
     stored = generated_image(24, 16)
     lossless = {"lossless": True} if kind == "WEBP" else {"quality": 95, "subsampling": 0} if kind == "JPEG" else {}
     data = image_bytes(stored, kind, exif=exif, **lossless)
-    # What the orientation means, from the other side: Pillow's own transposition of the picture without EXIF.
+    # What the orientation means, from the other side: Pillow's own transposition of the image without EXIF.
     tagged = generated_image(24, 16)
     tagged.getexif()[274] = orientation
     expected = np.asarray(ImageOps.exif_transpose(tagged)).astype(int)

@@ -90,7 +90,7 @@ def test_predict_equals_the_pipelines_call(flavour: str, tiny_model: Callable[[s
     folder = tiny_model("qwen_image", flavour)
     facts = SPEC.inspect(source(folder))
     pipeline = loaded.pipeline(SPEC.family, folder)
-    # Only the first pipeline takes several captions at once whose pictures differ.
+    # Only the first pipeline takes several captions at once whose images differ.
     captions = [SHORT, LONG] if flavour == "t2i" else [LONG]
     with watched(pipeline.transformer) as theirs:
         pipeline(prompt=captions, num_inference_steps=3, output_type="latent", **arguments(flavour))

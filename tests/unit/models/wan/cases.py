@@ -65,7 +65,7 @@ def image(size: tuple[int, int], seed: int = 0) -> Image.Image:
 
 
 def clip(size: tuple[int, int], frames: int = 5, seed: int = 0, mask: Tensor | None = None) -> Sample:
-    """A clip whose first frame is `image(size, seed)`; frames=1 gives a picture."""
+    """A clip whose first frame is `image(size, seed)`; frames=1 gives an image."""
     pixels = to_pixels([image(size, seed + 100 * number) for number in range(frames)])
     ref = SampleRef(
         dataset="clips",
@@ -111,7 +111,7 @@ def record(pipeline: Any) -> list[Call]:
 
 
 def texts_of(pipeline: Any) -> WanPipeline:
-    """diffusers' pipeline for pictures cleans no text unless ftfy is installed; the one for text does, the same way."""
+    """diffusers' pipeline for images cleans no text unless ftfy is installed; the one for text does, the same way."""
     if isinstance(pipeline, WanPipeline):
         return pipeline
     parts = {name: part for name, part in pipeline.components.items() if not name.startswith("image_")}

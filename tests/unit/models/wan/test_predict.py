@@ -80,7 +80,7 @@ def test_first_frame_reaches_the_denoiser_as_in_the_pipeline(tiny_model: TinyMod
     denoiser, requested = SPEC.load_denoiser(source, facts.experts[0], CPU), {}
     denoiser.register_forward_pre_hook(lambda _module, _args, given: requested.update(given), with_kwargs=True)
     channels = pipeline.vae.config.z_dim
-    # The pipeline's own noise in frame 0 of the 5B is covered by the picture: anything may be there.
+    # The pipeline's own noise in frame 0 of the 5B is covered by the image: anything may be there.
     states = torch.cat(
         [torch.zeros_like(batch["latents"][:, :, :1]), calls[0].requested["hidden_states"][:, :channels, 1:]], 2
     )

@@ -31,7 +31,7 @@ class Checkout:
         return importlib.import_module(f"extensions.{NAME}.{name}")
 
     def process(self, block: Any = None, **changes: Any) -> dict[str, Any]:
-        """One process of a job: two experts, three pictures, everything cached on disk."""
+        """One process of a job: two experts, three images, everything cached on disk."""
         images = self.root / "pictures"
         if not images.exists():
             images.mkdir()

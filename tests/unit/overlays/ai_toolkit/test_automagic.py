@@ -95,7 +95,7 @@ class TestRejections:
         automagic = checkout.ours("automagic")
         parameter = torch.nn.Parameter(torch.zeros(2, 2))
         trained = automagic.Trained(("high_noise", "low_noise"), {id(parameter): "transformer.blocks.0.ffn.w"})
-        with pytest.raises(ConfigError, match=r"transformer\.blocks\.0\.ffn\.w, which tells no expert"):
+        with pytest.raises(ConfigError, match=r"transformer\.blocks\.0\.ffn\.w, which belongs to no expert"):
             automagic.build([parameter], 1e-5, {}, trained, "config.process[0]")
 
 

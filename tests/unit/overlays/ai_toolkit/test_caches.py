@@ -69,7 +69,7 @@ class TestTraining:
         checkout.run(BLOCK)
         found = report(checkout)
         assert (found["latents"]["files"], found["latents"]["hits"], found["latents"]["disk_reads"]) == (3, 6, 0)
-        # A caption and a dropped caption for each picture.
+        # A caption and a dropped caption for each image.
         assert (found["text"]["files"], found["text"]["hits"], found["text"]["disk_reads"]) == (6, 6, 0)
 
     def test_reads_of_loader_processes_are_not_claimed_to_be_counted(self, checkout: Checkout) -> None:
@@ -192,7 +192,9 @@ class TestResidentFiles:
         )
         files.add([str(tmp_path / "x.safetensors")])
         assert files.find(str(tmp_path / "x.safetensors"), forbidden)["latent"].tolist() == [1, 1, 1, 1]
-        assert stated[0] == "latent_cache: unified memory was refused, plain main memory instead: none left"
+        assert (
+            stated[0] == "latent_cache: unified memory is not available, plain main memory is used instead: none left"
+        )
         assert files.notes == stated[:1]
 
     def test_without_the_memory_layer_unified_memory_says_why_not(self, checkout: Checkout, tmp_path: Path) -> None:

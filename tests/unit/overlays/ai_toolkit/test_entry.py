@@ -163,7 +163,7 @@ class TestAnotherVersion:
         trainer.run, trainer.begin = property(lambda self: self.begin), trainer.run
         process = checkout.run()
         assert len(process.losses) == 6
-        assert "the overlay is OFF and a job with a `gracetune:` block is refused" in capsys.readouterr().err
+        assert "the overlay is OFF and a job with a `gracetune:` block is rejected" in capsys.readouterr().err
         with pytest.raises(ConfigError, match=r"BaseSDTrainProcess\.run"):
             checkout.run(ALL, train=AUTOMAGIC)
 

@@ -50,7 +50,7 @@ def _plenty(sensor: HostSensor) -> HostReading:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as upstream is started in: four pictures with captions, and a config that asks for nothing."""
+    """A folder as upstream is started in: four images with captions, and a config that asks for nothing."""
     monkeypatch.chdir(tmp_path)
     images = tmp_path / "pictures"
     images.mkdir()

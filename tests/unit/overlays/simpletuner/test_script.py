@@ -61,7 +61,7 @@ def test_a_run_that_never_ends_is_ended_with_all_it_started(tmp_path: Path, monk
     with os.fdopen(read) as pipe:
         with os.fdopen(write, "w") as log:
             assert scenarios._ended([sys.executable, "-c", code], tmp_path, dict(os.environ), log) is None
-        assert pipe.read() == ""  # ends only when nobody runs any more
+        assert pipe.read() == ""  # ends only when no process runs any more
     with (tmp_path / "log.txt").open("w") as log:
         monkeypatch.setattr(scenarios, "LONGEST_RUN_S", 600)
         assert scenarios._ended([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, {}, log) == 3

@@ -79,7 +79,7 @@ def test_with_everything_asked_for_it_sees_the_same_from_memory(job: Path, train
     counts = lines[-1]["counts"]
     assert counts["caches"]["hits"] == 16
     assert "reads_from_disk" not in counts["caches"]
-    assert counts["in_memory"]["reads_from_memory"] == 4 + 4 + 8  # pictures once, captions of three passes
+    assert counts["in_memory"]["reads_from_memory"] == 4 + 4 + 8  # images once, captions of three passes
     assert counts["placement"]["batches"] == 8
     assert sum(counts["placement"]["refused"]["batches"].values()) == 8
     assert {"attached", "memory", "staged", "resident", "finished"} <= {line["event"] for line in lines}

@@ -17,7 +17,7 @@ _REJECTED: dict[str, tuple[Any, str]] = {
     "train_unet": (True, "true: the denoiser is what is trained here"),
     "train_text_encoder": (False, "false: text encoders are not trained here"),
     "train_turbo": (False, "false: no turbo training here"),
-    "learnable_snr_gos": (False, "false: the loss weights are not learnt"),
+    "learnable_snr_gos": (False, "false: the loss weights are not learned"),
     "weight_jitter": (0, "0: nothing is added to the weights"),
     "merge_network_on_save": (False, "false: the adapter is a file of its own"),
     "start_step": (None, "nothing: a run starts at 0 or resumes from its checkpoint"),

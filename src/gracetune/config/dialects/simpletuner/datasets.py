@@ -77,7 +77,7 @@ def _differences(options: PeerBlock, family: str) -> Iterator[str]:
     yield "an image's own shape decides its bucket (there the first image of an aspect ratio decides)"
     styles = [options.draft.get(("datasets", at, "crop", "style")) for at in range(len(_read_datasets(options)))]
     if names_of(family).explicit_sizes and any(style in (None, "random") for style in styles):
-        yield "the model is told where a random crop is (there the middle, wherever it is)"
+        yield "the model gets the position of a random crop (there always the middle)"
 
 
 def _ask_for_datasets(options: PeerBlock) -> None:

@@ -386,4 +386,4 @@ TRAINING: KeyTable[str] = KeyTable(
     KeyRule(_token_routing, "tread_config"),
     KeyRule(_push, "push_to_hub push_checkpoints_to_hub hub_model_id model_card_private"),
 )
-"""Each `default` is SimpleTuner's, given if it differs from ours and changes what is learnt."""
+"""Each `default` is SimpleTuner's, given if it differs from ours and changes what is learned."""

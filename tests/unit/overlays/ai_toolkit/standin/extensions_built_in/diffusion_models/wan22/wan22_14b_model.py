@@ -20,7 +20,7 @@ class Wan2214bModel:
         return [f"transformer.{expert}blocks.{block}.attn1.to_q" for expert in experts for block in (0, 1)]
 
     def save_lora(self, state_dict: Any, output_path: Any, metadata: Any = None) -> None:
-        """Both experts in one file, whatever was asked for: only the overlay parts them here."""
+        """Both experts in one file, whatever was requested: only the overlay parts them here."""
         save_file(state_dict, output_path, metadata=metadata)
 
     def load_lora(self, file: Any) -> Any:

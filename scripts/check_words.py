@@ -172,7 +172,7 @@ def check_phrases(file: str, text: str, glossary: Glossary) -> Iterator[Finding]
     either = "|".join(re.escape(phrase) for phrase in sorted(spellings, key=len, reverse=True))
     pattern = re.compile(rf"(?<![\w-])({either})(?![\w-])")
     for line, prose in prose_of(file, text):
-        for match in pattern.finditer(re.sub(r"`[^`]*`", "`", prose)):
+        for match in pattern.finditer(re.sub(r"`[^`]*`|\{[^{}]*\}", "`", prose)):
             phrase = match[1].lower()
             yield Finding(file, line, f'"{match[1]}"', glossary.phrases[phrase], f'"{phrase}"')
 

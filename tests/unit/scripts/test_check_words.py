@@ -148,6 +148,7 @@ class TestPhrases:
                 [2, 3],
             ),
             ("a.py", "x = 1  # the `picture` key\n", []),
+            ("a.py", 'x = f"{picture.size} of it"\n', []),
         ],
     )
     def test_are_found_in_text_and_not_in_code(self, file: str, text: str, lines: list[int]) -> None:

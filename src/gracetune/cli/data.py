@@ -1,4 +1,4 @@
-"""`gracetune data show`: show what a run will train on, before it starts."""
+"""`gracetune data`: show what a run will train on, before it starts, and caption images."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gracetune.cli.caption import caption
 from gracetune.cli.command_groups import CommandGroup
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
@@ -26,7 +27,8 @@ if TYPE_CHECKING:  # numpy, Pillow and FFmpeg are loaded by the command that nee
     from gracetune.data.index_builder import OnDataset
     from gracetune.data.sampler import Order, SampleGroup
 
-app = typer.Typer(cls=CommandGroup, help="Look at the data of a run.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, help="Look at the data of a run, and caption images.", no_args_is_help=True)
+app.command()(caption)
 
 SHEET_SAMPLES = 12
 ALL_SAMPLES = 300
@@ -35,7 +37,7 @@ ALL_SAMPLES = 300
 
 @app.callback()
 def data() -> None:
-    """Look at the data of a run."""
+    """Look at the data of a run, and caption images."""
 
 
 @app.command()

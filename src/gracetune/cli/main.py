@@ -130,7 +130,7 @@ ENTRIES = {
     ),
     "estimate": Entry("Plan the memory of a run before anything is loaded.", _estimate),
     "config": Entry("Check, resolve and describe configuration files.", _config),
-    "data": Entry("Look at the data of a run.", _data),
+    "data": Entry("Look at the data of a run, and caption images.", _data),
     "cache": Entry("Build, check and clear the caches of a run.", _cache),
     "adapter": Entry("Look into adapter files, check them, convert them.", _adapter),
     "baseline": Entry("Measure what a config costs here, and compare it later.", _baseline),
@@ -143,7 +143,7 @@ MEANT = {
     "new": "init", "configure": "init", "setup": "init", "create": "init", "quickstart": "init",
     "sample": "validate-now", "validate": "validate-now", "check": "config check", "show": "config show",
     "plan": "estimate", "memory": "estimate", "convert": "adapter convert", "inspect": "adapter inspect",
-    "example": "examples", "diagnose": "doctor", "benchmark": "bench",
+    "example": "examples", "caption": "data caption", "diagnose": "doctor", "benchmark": "bench",
 }  # fmt: skip
 """Names from other programs, and the command of ours that they stand for. Used for suggestions."""
 

@@ -117,7 +117,7 @@ def open_caption_model(
     report: Callable[[str], None] = lambda text: None,
     on_fetched: Callable[[str], OnFetched] = lambda name: lambda done, total: None,
 ) -> CaptionModel:
-    """Open a model. The style is checked before anything is downloaded, if the name tells the kind."""
+    """Open a model. The style is checked before anything is downloaded, if the kind is known from the name."""
     known = next((kind for kind in KINDS if kind.name == name.lower()), None)
     if known is not None:
         _check_style(known, style)

@@ -1,4 +1,4 @@
-"""The kinds of captioning models: one record each, with its prompts and the way it is asked.
+"""The kinds of captioning models: one record each, with its prompts and how it receives them.
 
 Imports neither torch nor transformers, because the command's help reads the table.
 """

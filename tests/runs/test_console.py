@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -106,6 +110,39 @@ def test_a_terminal_that_is_closed(undisturbed: RunConfig, tmp_path: Path) -> No
     os.close(master)
     assert child.join() == ["0"]
     assert_undisturbed(config, undisturbed, "stderr cannot be written (Input/output error)")
+
+
+def test_a_terminal_of_80_columns(undisturbed: RunConfig, tmp_path: Path) -> None:
+    """It says at all times what the run does, and keeps a line for each step of so short a run."""
+    config = disturbed(undisturbed, tmp_path)
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+
+    def connect() -> None:
+        os.environ["TERM"] = "xterm"
+        os.environ.pop("COLUMNS", None)
+        both_to(terminal)()
+
+    child = trained(config, tmp_path, connect)
+    os.close(terminal)
+    read = b""
+    with contextlib.suppress(OSError):  # a terminal whose last process has ended
+        while data := os.read(master, 65536):
+            read += data
+    os.close(master)
+    assert child.join() == ["0"]
+    frames = [line.rstrip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", read.decode()))]
+    assert frames[0].endswith(f"c.yaml: flux, lora, into {config.output_dir}")
+    progress = [line for line in frames if line[:1] in "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"]
+    assert max(map(len, progress)) <= 80
+    for what in ("loading PyTorch", "checking the config", "loading the model", "first batch", r"training \d/6 loss "):
+        assert any(re.search(what, line) for line in progress), what
+    kept = [line for line in frames if re.match(r"step \d/6 · loss", line)]
+    assert [line[:8] for line in kept] == [f"step {step}/6" for step in range(1, STEPS + 1)]
+    assert all(re.search(r" · \S+ (m?s/it|measuring).* · host \d", line) for line in kept[1:])
+    assert all(" · ETA " in line for line in kept[1:])
+    at = frames.index("    copy to ComfyUI/models/loras")
+    assert frames[at - 1].endswith("out/tiny.safetensors")
 
 
 @pytest.mark.full

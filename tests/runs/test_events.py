@@ -216,7 +216,7 @@ def test_the_screen_shows_the_ramp_and_the_memory_stage(collected: CollectedEven
     assert "step 3: memory stage 1 -> 2: the overflow arena holds 10.0 GiB" in collected.screen
     shown = [line for line in collected.screen if line.startswith(("step 5/", "step 10/"))]
     memory_stages = [next(part for part in line.split(" · ") if part.startswith("memory stage")) for line in shown]
-    assert memory_stages == ["memory stage 2"] * 2 + ["memory stage 1"] * 2
+    assert memory_stages == ["memory stage 2", "memory stage 1"]
 
 
 def test_memory_is_sampled_where_it_changes(collected: CollectedEvents) -> None:
@@ -225,7 +225,7 @@ def test_memory_is_sampled_where_it_changes(collected: CollectedEvents) -> None:
 
 
 def test_memory_is_not_sampled_at_every_log_step(tmp_path: Path, tiny_model: TinyModel) -> None:
-    """It is sampled at the first and last log step, and by time in between. The progress line shows the last sample."""
+    """It is sampled at the first and last log step, and by time in between. The progress line always shows it."""
     screen: list[str] = []
 
     class Lines(View):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
+from rich.spinner import Spinner
 
 from gracetune.cli.streams import CLOSED_PIPE, OutputLostError, StandardStreams, open_streams
 from gracetune.errors import ConfigError, GracetuneError, Problem, short, visible
@@ -128,6 +130,24 @@ def session(context: typer.Context) -> Session:
 
 def out() -> Console:
     return Console(highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def spinner(what: str, *, visible: bool = True) -> Iterator[None]:
+    """Say on stderr what a command waits for: with a spinner on a terminal, elsewhere as one line.
+
+    It leaves `sys.stderr` as it is, because libraries that are imported meanwhile keep a reference to it.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not visible:
+        yield
+    elif not console.is_terminal:
+        print(f"{what} ...", file=sys.stderr)
+        yield
+    else:
+        status = Spinner("dots", text=f"{what} ...")
+        with Live(status, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
+            yield
 
 
 def print_json(value: Any, *, is_schema: bool = False) -> None:

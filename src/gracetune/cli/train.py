@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
-from gracetune.cli.console import Session, out, print_json, session
+from gracetune.cli.console import Session, out, print_json, session, spinner
 from gracetune.cli.library_output import libraries_quiet
 from gracetune.cli.log_level import LogLevel, logging_at
 from gracetune.cli.streams import ignore_lost_stdout
@@ -158,14 +158,16 @@ def _train(request: TrainRequest, started: Session, control: Control) -> int:
             view.record(text)
 
     started.streams.serve_a_run(report_lost)  # before the first line: a reader that reads nothing must not block it
-    if first and not request.json:  # the imports below take seconds
+    shows = first and not request.json
+    if shows:
         config = resolved.config
         what = f"{request.config}: {config.model.family}, {config.adapter.kind}, into {config.output_dir}"
-        print(f"{visible(redact(what))}; loading PyTorch and diffusers", file=sys.stderr)
+        print(visible(redact(what)), file=sys.stderr)
     # Libraries print to stdout, which is reserved for results.
     level = request.log_level if first else LogLevel.WARNING  # only the first process prints log lines
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), logging_at(level):
-        with rare_collections():  # importing torch and diffusers creates half a million objects; collecting is slow
+        # Importing torch and diffusers takes seconds and creates half a million objects; collecting them is slow.
+        with rare_collections(), spinner("loading PyTorch and diffusers", visible=shows):
             from gracetune import gh200
             from gracetune.cli.train_view import QuietView, TerminalView
             from gracetune.train.run import RunOptions
@@ -179,7 +181,7 @@ def _train(request: TrainRequest, started: Session, control: Control) -> int:
             allow_misfit=request.allow_misfit,
             force_oversubscription=request.force_oversubscription,
         )
-        view = TerminalView() if first and not request.json else QuietView(first=first)
+        view = TerminalView() if shows else QuietView(first=first)
         for text in early:
             view.record(text)
         for note in resolved.notes:

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+)
+from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
 
+from gracetune.adapters.formats.registry import FORMATS
 from gracetune.cache.pass_worker import PassProgress as PassProgress
 from gracetune.cli.console import mark, shown
 from gracetune.cli.estimate_view import print_plan
 from gracetune.config.run_config import RunConfig
 from gracetune.data.staging.progress import OnProgress, StagingProgress
+from gracetune.errors import visible
 from gracetune.hardware import Machine
+from gracetune.redaction import redact
 from gracetune.storage.transfer import OnFetched
-from gracetune.telemetry.progress import RunStatus
+from gracetune.telemetry.progress import SEPARATOR, RunStatus
 from gracetune.train.first_batch import FirstBatch
 from gracetune.train.output import RunFolder
 from gracetune.train.planning import PlannedRun
@@ -31,7 +46,10 @@ from gracetune.train.view import View
 from gracetune.units import MIB, format_bytes, format_duration
 
 _LINE_EVERY = 30.0
-"""Seconds between lines about a download, if there is no progress bar."""
+"""Seconds between lines about a download or the training, if there is no progress bar."""
+_TRAINING = "training"
+_NARROW = 90
+"""Columns of a terminal that has no room for the bar beside the numbers."""
 
 
 class QuietView(View):
@@ -53,11 +71,13 @@ class QuietView(View):
 
 
 def bars(console: Console) -> Progress:
-    """A progress bar. A narrow terminal cuts off the text at its end, never the counts."""
+    """Progress bars and spinners. In a narrow terminal a line loses its last parts, never its counts."""
+    room = (console.width - _NARROW) // 3
     return Progress(
+        SpinnerColumn(table_column=Column(no_wrap=True)),
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=max(1, (console.width - 60) // 4), table_column=Column(no_wrap=True)),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        *([_Bar(bar_width=room, table_column=Column(no_wrap=True))] if room > 0 else []),
+        _Count(table_column=Column(no_wrap=True)),
         _More(),
         console=console,
         transient=True,
@@ -65,26 +85,73 @@ def bars(console: Console) -> Progress:
     )
 
 
-class _More(ProgressColumn):
+class _Bar(BarColumn):
+    def render(self, task: Task) -> ProgressBar | Text:  # type: ignore[override]
+        return Text() if task.total is None else super().render(task)
+
+
+class _Count(MofNCompleteColumn):
     def render(self, task: Task) -> Text:
-        return Text(task.fields["more"], no_wrap=True, overflow="ellipsis")
+        return Text() if task.total is None else super().render(task)
+
+
+class _More(ProgressColumn):
+    def render(self, task: Task) -> _Fitting:
+        if task.total is None:  # a spinner
+            elapsed = task.elapsed or 0.0
+            return _Fitting(f"{elapsed:.0f} s" if elapsed >= 1 else "")
+        return _Fitting(task.fields["more"])
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """Text of parts, of which as many are shown as there is room for."""
+
+    text: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(1, len(self.text)), len(self.text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown_parts, *others = self.text.split(SEPARATOR)
+        for part in others:
+            if len(shown_parts) + len(SEPARATOR) + len(part) > options.max_width:
+                break
+            shown_parts += SEPARATOR + part
+        yield Text(shown_parts, no_wrap=True, overflow="ellipsis")
 
 
 class TerminalView(View):
-    """The view for people: lines and one progress bar on stderr. If stderr is not a terminal, lines only."""
+    """The view for people, on stderr. A terminal has bars, spinners and lines that stay. Elsewhere there are lines."""
 
     def __init__(self) -> None:
         super().__init__()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._progress = bars(self._console)
         self._tasks: dict[str, TaskID] = {}
+        self._waits: list[TaskID] = []
+        """The spinners of `waiting` and `phase`, the innermost last. Only that one is shown, and only without a bar."""
+        self._last_line = -_LINE_EVERY
 
     def report(self, text: str) -> None:
-        self._console.print(shown(text))
+        self._print(text)
 
     def warn(self, text: str) -> None:
         super().warn(text)
-        self._console.print(f"[yellow]warning[/] {shown(text)}")
+        self._print(f"warning {text}", yellow=len("warning"))
+
+    def _print(self, text: str, *, style: str = "", yellow: int = 0) -> None:
+        """Print a line. On a terminal it is wrapped between words, never inside one; elsewhere it stays one line."""
+        text = visible(redact(text))
+        if self._console.is_terminal:
+            text = "\n".join(
+                textwrap.wrap(
+                    text, self._console.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+                )
+            )
+        line = Text(text, style)
+        line.stylize("yellow", 0, yellow)
+        self._console.print(line)
 
     def planned(self, planned: PlannedRun, machine: Machine) -> None:
         if planned.not_ours is not None:
@@ -94,11 +161,28 @@ class TerminalView(View):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self._console.print(f"[bold]{shown(name)}[/]")
-        yield
-        for task in self._tasks.values():
-            self._progress.remove_task(task)
-        self._tasks.clear()
+        self._print(name, style="bold")
+        with self.waiting(name):
+            yield
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        before = {*self._tasks}
+        self._waits.append(self._progress.add_task(what, total=None, more=""))
+        self._show_spinner()
+        try:
+            yield
+        finally:
+            for name in [name for name in self._tasks if name not in before]:
+                self._progress.remove_task(self._tasks.pop(name))
+            self._progress.remove_task(self._waits.pop())
+            self._show_spinner()
+
+    def _show_spinner(self) -> None:
+        """Show the innermost spinner, unless a bar shows what is going on."""
+        busy = bool({*self._tasks} - {_TRAINING}) or (_TRAINING in self._tasks and len(self._waits) == 1)
+        for number, task in enumerate(self._waits, start=1):
+            self._progress.update(task, visible=number == len(self._waits) and not busy)
 
     def on_scanned(self, name: str, done: int, total: int) -> None:
         self._bar(f"looking at {name}", done, total)
@@ -137,22 +221,33 @@ class TerminalView(View):
         self._bar(what, progress.done, progress.total, left)
 
     def on_step(self, step: int, steps: int) -> None:
-        task = self._tasks.get("training")
-        if task is None:
-            self._tasks["training"] = self._progress.add_task("training", total=steps, completed=step, more="")
+        if _TRAINING in self._tasks:
+            self._progress.update(self._tasks[_TRAINING], completed=step)
         else:
-            self._progress.update(task, completed=step)
+            self._tasks[_TRAINING] = self._progress.add_task(_TRAINING, total=steps, completed=step, more="")
+            self._show_spinner()
 
     def on_status(self, status: RunStatus) -> None:
-        line = status.line()
-        if self._progress.disable:
-            self._console.print(shown(line))
-        elif "training" in self._tasks:
-            self._progress.update(self._tasks["training"], more=line.partition(" · ")[2])
+        if not self._progress.disable:
+            self._refresh(status)
+        elif time.monotonic() - self._last_line > _LINE_EVERY:
+            self.on_summary(status)
+
+    def on_summary(self, status: RunStatus) -> None:
+        self._last_line = time.monotonic()
+        self._print(status.line())
+        if not self._progress.disable:
+            self._refresh(status)
+
+    def _refresh(self, status: RunStatus) -> None:
+        if status.total_steps is not None:
+            self.on_step(status.step, status.total_steps)
+            self._progress.update(self._tasks[_TRAINING], more=SEPARATOR.join(status.parts()))
 
     def _bar(self, what: str, done: int, total: int, more: str = "") -> None:
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total, more=more)
+            self._show_spinner()
         self._progress.update(self._tasks[what], completed=done, total=total, more=more)
 
     def __enter__(self) -> TerminalView:
@@ -214,6 +309,18 @@ def print_result(console: Console, result: Result, config: RunConfig, price: flo
             console.print("    run the same command again to resume from here")
     for path in result.files:
         console.print(f"    {shown(str(path))}")
+    if result.files and _is_for_comfyui(config):
+        console.print("    copy to ComfyUI/models/loras")
+
+
+def _is_for_comfyui(config: RunConfig) -> bool:
+    """Whether the run's files are adapters that ComfyUI loads as they were trained. Preflight has checked the format's
+    programs, or the one that the config names."""
+    if config.adapter.kind == "full_finetune":
+        return False
+    saved = config.checkpoints
+    made_for = FORMATS[saved.format].made_for if saved.for_program is None else (saved.for_program,)
+    return "comfyui" in made_for
 
 
 def _print_dry_run(console: Console, result: Result, first_batch: FirstBatch, price: float | None) -> None:

@@ -13,6 +13,7 @@ from gracetune.telemetry.events import Event, MemorySampled, MemoryStageChanged,
 
 WARM_UP_STEPS = 3
 """First steps of each process that do not count: compilation, allocation and first reads make them slow."""
+SEPARATOR = " · "
 RECENT = 50
 """Number of events whose median is the pace. A median, so that a validation or a slow disk does not change it."""
 
@@ -42,16 +43,20 @@ class RunStatus:
     def line(self) -> str:
         """`step 120/1,000 · loss 0.1234 · 1.52 s/it · ETA 22m 17s · memory stage 1 · device 61.2 GiB`"""
         total = "" if self.total_steps is None else f"/{self.total_steps:,}"
-        parts = [f"step {self.step:,}{total}"]
+        return SEPARATOR.join([f"step {self.step:,}{total}", *self.parts()])
+
+    def parts(self) -> list[str]:
+        """The parts of the line without the step, the most important first: a narrow terminal leaves out the last."""
+        parts = []
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}" + (f" ({self.stage})" if self.stage else ""))
         parts.append(number_format.pace(self.seconds_per_step))
-        if self.eta_s is not None:
+        if self.eta_s:
             parts.append(f"ETA {number_format.duration(self.eta_s)}")
-        if self.memory_stage is not None:  # before the sizes: a narrow terminal cuts off the end
+        if self.memory_stage is not None:
             parts.append(f"memory stage {self.memory_stage}")
         parts += [f"{tier} {number_format.size(used)}" for tier, used in self.memory.items()]
-        return " · ".join(parts)
+        return parts
 
 
 class ProgressTracker:

@@ -48,11 +48,11 @@ from gracetune.telemetry.events import (
     StepDone,
     ValidationDone,
 )
-from gracetune.telemetry.progress import ProgressTracker
 from gracetune.telemetry.sinks.jsonl import JsonlSink
 from gracetune.telemetry.sinks.webhook import WebhookSink
 from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepEnds, StepStarts
 from gracetune.train.job import Pauses
+from gracetune.train.live_progress import LiveProgress
 from gracetune.train.output import RunFolder
 from gracetune.train.position import Position
 from gracetune.train.runtime import Runtime
@@ -86,14 +86,13 @@ class SinkEntry:
 
 SINKS: tuple[SinkEntry, ...] = (
     SinkEntry(lambda config: True, lambda config, folder, view: JsonlSink(folder.logs / EVENTS, view.warn)),
-    SinkEntry(lambda config: True, lambda config, folder, view: _Bar(view)),
     SinkEntry(
         lambda config: config.logging.webhook is not None,
         lambda config, folder, view: WebhookSink(config.logging.webhook or ""),
         lambda config: WebhookSink(config.logging.webhook or ""),
     ),
 )
-"""The sinks of every run, and the webhook. Trackers are found by name (`config/trackers.py`)."""
+"""The event log of every run, and the webhook. Trackers are found by name (`config/trackers.py`)."""
 
 
 def sinks_of(config: RunConfig) -> tuple[SinkEntry, ...]:
@@ -122,22 +121,6 @@ def open_telemetry(
         raise GracetuneError(str(error)) from error
     redactor = Redactor(config.model_dump(mode="json"), environment.variables)
     return Telemetry(sinks, report=view.warn, redactor=redactor)
-
-
-class _Bar:
-    """Updates the progress bar."""
-
-    name = "the progress bar"
-
-    def __init__(self, view: View) -> None:
-        self._view, self._progress = view, ProgressTracker()
-
-    def write(self, record: Record) -> None:
-        self._progress.observe(record.event)
-        if isinstance(record.event, StepDone | RunStarted | MemoryStageChanged):
-            self._view.on_status(self._progress.status())
-
-    def close(self) -> None: ...
 
 
 class MemorySampling:
@@ -183,7 +166,7 @@ class _Sums:
 
 @dataclass(kw_only=True)
 class TrainingLog(Callback):
-    """Emits the events of training, and updates the progress bar."""
+    """Emits the events of training, and updates the progress line."""
 
     telemetry: Telemetry
     config: RunConfig
@@ -213,11 +196,16 @@ class TrainingLog(Callback):
     _trained: set[ExpertName] = field(default_factory=set)
     """Experts trained since this process began."""
     _step_batch: StepBatch | None = None
+    _live: LiveProgress | None = None
+    """None on ranks that show nothing."""
 
     def start(self, begun: RunStarts) -> None:
         self._steps = begun.steps
         software = self.machine.software
         versions = {name: version for name, version in software.libraries.items() if version is not None}
+        if self.runtime.is_main:
+            self._live = LiveProgress(self.view, self.usage.totals, self.pauses, self.clock)
+            self.telemetry.add(self._live)
         self.telemetry.emit(
             RunStarted(
                 run=self.config.name,
@@ -264,8 +252,14 @@ class TrainingLog(Callback):
         sums.norm += done.norm
         sums.steps, sums.samples, sums.last = sums.steps + 1, sums.samples + done.samples, done
         self.view.on_step(done.step, self._steps)
-        if done.step % self.config.logging.every_steps == 0:
+        logged = done.step % self.config.logging.every_steps == 0
+        if logged:
             self._show(self.state.position)
+        if self._live is not None:
+            ranks = self.runtime.world_size  # the loss is of one rank, the samples are of all
+            self._live.step_ends(
+                done.step, done.expert, lambda: ranks * sums.loss.detach() / sums.samples, logged=logged
+            )
 
     def end(self, ended: RunEnds) -> None:
         self.sampling.note_change()
@@ -273,6 +267,8 @@ class TrainingLog(Callback):
             self._show(ended.position)
         elif self.sampling.step not in (None, ended.position.step):
             self._sample_memory(ended.position.step)
+        if self._live is not None:
+            self._live.end(ended.position.step)
 
     def _sample_memory(self, step: int) -> None:
         self.telemetry.emit(self.usage.event(step))
@@ -361,6 +357,11 @@ class MemoryUsage:
     optimizer: Optimizer
     source: BatchSource
     train_step: TrainStep
+
+    def totals(self) -> dict[str, int]:
+        """Bytes of this process in host memory, and on its GPU by torch's counters. Does not synchronize."""
+        used = {} if self.device.type != "cuda" else {"device": torch.cuda.memory_allocated(self.device)}
+        return {**used, "host": psutil.Process().memory_info().rss}
 
     def event(self, step: int) -> MemorySampled:
         host = self.trained_model.host

@@ -141,6 +141,8 @@ def preflight(
     checks = Checks(known)
     runtime = _open_runtime(config, environment, view, checks, stack)
     runtime.seed(config.training.seed)
+    if runtime.world_size > 1:
+        view.report(runtime.processes_in_words)
     # If the process group was not opened, this process knows neither the world size nor the sharding.
     is_one_of_several = runtime.world_size == 1 and int(environment.get("WORLD_SIZE") or 1) > 1
     _check_settings(config, runtime, checks, is_one_of_several=is_one_of_several)

@@ -75,14 +75,16 @@ def train(
         if control is None:
             control = stack.enter_context(listening(Control(stops_on_sigusr1=environment.stops_on_sigusr1)))
         control.report = view.report
-        with rare_collections():  # imports of diffusers and transformers create many objects; collecting them is slow
+        # Imports of diffusers and transformers create many objects; collecting them is slow.
+        with rare_collections(), view.waiting("checking the config, the model's files and the machine"):
             ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
         if ready.files:
             if ready.runtime.is_main and not options.dry_run:
                 remove_recorded_entries(config, view)
             step = ready.start.step
             return Result(Stop("finished", LONGER), step, step, ready.files, ready.planned, None, 0.0)
-        loaded = load(ready, control, view, stack, on_memory=on_memory)
+        with view.waiting("preparing the run"):
+            loaded = load(ready, control, view, stack, on_memory=on_memory)
         job, first_batch = loaded.job, loaded.first_batch
         stop: Stop | None = None
         files: tuple[Path, ...] = ()
@@ -97,14 +99,15 @@ def train(
             began = time.monotonic()
             control.phase = "training"
             failure_report = report_failure(ready, job, telemetry, view, began=began)
-            with failure_report, memory_explained(job, ready.planned):
+            with failure_report, memory_explained(job, ready.planned), view.waiting("training"):
                 stop = fit(job, callbacks.every)
             control.phase = "finishing"
-            files = finish(
-                ready, loaded, stop, telemetry, view, began=began, check_saved=callbacks.check_saved
-            )  # fmt: skip
-            publishing.result(job.position.step, files)
-            publishing.end()
+            with view.waiting("writing and checking the files of the run"):
+                files = finish(
+                    ready, loaded, stop, telemetry, view, began=began, check_saved=callbacks.check_saved
+                )  # fmt: skip
+                publishing.result(job.position.step, files)
+                publishing.end()
         return Result(
             stop, job.position.step, job.length.steps, files, ready.planned, first_batch, loaded.hours, loaded.notes
         )  # fmt: skip

@@ -116,6 +116,13 @@ class Runtime:
             self.peers.start()
 
     @property
+    def processes_in_words(self) -> str:
+        """`2 processes on 1 node`"""
+        nodes = -(-self.world_size // self.local_world_size)
+        counts = ((self.world_size, "process", "processes"), (nodes, "node", "nodes"))
+        return " on ".join(f"{count} {one if count == 1 else several}" for count, one, several in counts)
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 

@@ -50,6 +50,11 @@ class View:
     def phase(self, name: str) -> Iterator[None]:
         yield
 
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Show what the run waits for, until something else shows progress."""
+        yield
+
     def on_scanned(self, name: str, done: int, total: int) -> None: ...
 
     def on_download(self, name: str) -> OnFetched:
@@ -66,7 +71,10 @@ class View:
     def on_step(self, step: int, steps: int) -> None: ...
 
     def on_status(self, status: RunStatus) -> None:
-        """Show loss, speed and memory, at every log step."""
+        """Show loss, pace and memory. Called every few seconds and at log steps."""
+
+    def on_summary(self, status: RunStatus) -> None:
+        """Show a line that stays. Called about every 5 % of the run, and at its end."""
 
 
 class CollectingView(View):

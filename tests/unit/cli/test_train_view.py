@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,8 +13,15 @@ from rich.console import Console
 
 from gracetune.cli.library_output import libraries_quiet
 from gracetune.cli.log_level import LogLevel, logging_at
-from gracetune.cli.train_view import bars
+from gracetune.cli.train_view import TerminalView, bars
 from gracetune.telemetry.progress import RunStatus
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> TerminalView:
+    """A view for a terminal of 80 columns."""
+    for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    return TerminalView()
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
@@ -22,13 +30,54 @@ def test_a_narrow_terminal_shows_how_far_the_run_is(width: int) -> None:
     written = io.StringIO()
     console = Console(file=written, width=width, force_terminal=True, color_system=None)
     shown = bars(console)
-    shown.add_task("training", total=20000, completed=1234, more=status.line().partition(" · ")[2])
+    shown.add_task("training", total=20000, completed=1234, more=" · ".join(status.parts()))
     console.print(shown.get_renderable())
     line = written.getvalue().rstrip("\n")
     assert "\n" not in line
     assert "training" in line
-    assert "1234/20000 loss 0.1234" in line
-    assert ("ETA 7h 55m" in line) == (width >= 80)
+    assert "1234/20000" in line
+    assert len(line) <= width
+    assert ("loss 0.1234 (high_noise)" in line, "ETA 7h 55m" in line) == (width >= 80, width >= 80)
+    assert ("device 65.0 GiB" in line) == (width >= 120)
+    assert "…" not in line or width < 80
+
+
+def test_what_a_run_waits_for_is_shown_until_a_bar_shows_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an error that the run survives, such as a sample that cannot be generated."""
+    view, status = terminal(monkeypatch), RunStatus(1, 9, 0.5)
+
+    def spinning() -> list[str]:
+        return [task.description for task in view._progress.tasks if task.visible]
+
+    with view.waiting("preparing the run"):
+        assert spinning() == ["preparing the run"]
+        with view.phase("caches"):
+            assert spinning() == ["caches"]
+            view.on_scanned("photos", 1, 2)
+            assert spinning() == ["looking at photos"]
+        assert spinning() == ["preparing the run"]
+    with view.waiting("training"):
+        assert spinning() == ["training"]
+        view.on_status(status)
+        assert [task.total for task in view._progress.tasks if task.visible] == [9]
+        with suppress(ValueError), view.phase("samples at step 1"):
+            assert sorted(spinning()) == ["samples at step 1", "training"]
+            raise ValueError
+        assert spinning() == ["training"]
+    assert spinning() == []
+
+
+def test_lines_are_wrapped_between_words_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"{'word ' * 20}{'/folder' * 20}"
+    terminal(monkeypatch).report(text)
+    lines = capsys.readouterr().err.splitlines()
+    assert [len(line) <= 80 for line in lines] == [True, True, False]
+    assert " ".join(" ".join(lines).split()) == text
+    monkeypatch.delenv("FORCE_COLOR")
+    TerminalView().report(text)
+    assert capsys.readouterr().err == f"{text}\n"
 
 
 def test_warnings_without_a_remedy_are_hidden() -> None:

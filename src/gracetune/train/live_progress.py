@@ -1,0 +1,127 @@
+"""What the screen shows while a run trains: loss, pace, time left and memory.
+
+The line is refreshed by time and not at log steps, and about every 5 % of the run a line of it stays. The loss of a
+refresh is copied to the host while the device works on, and is read at a later step, once it has arrived. So nothing
+waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gracetune.telemetry.events import MemoryStageChanged, Record, RunStarted, StepDone
+from gracetune.telemetry.progress import ProgressTracker, RunStatus
+from gracetune.train.job import Pauses
+from gracetune.train.view import View
+
+REFRESH_S = 2.0
+"""Seconds between two refreshes."""
+SUMMARIES = 20
+"""Number of lines that stay, in a whole run."""
+RECENT = 50
+"""Steps whose mean duration is the pace."""
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A loss on its way to the host."""
+
+    step: int
+    expert: str
+    stays: bool
+    loss: Tensor
+    arrived: torch.cuda.Event | None
+    """None if the loss is in host memory already."""
+
+    def is_ready(self) -> bool:
+        return self.arrived is None or self.arrived.query()
+
+
+class LiveProgress:
+    """Shows the status of a run. As a sink it sees the events, which have the exact values of log steps."""
+
+    name = "the progress line"
+
+    def __init__(
+        self, view: View, memory: Callable[[], Mapping[str, int]], pauses: Pauses, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """`memory` returns the bytes in use by tier, without synchronizing."""
+        self._view, self._memory, self._pauses, self._clock = view, memory, pauses, clock
+        self._tracker = ProgressTracker()
+        self._every = 1
+        self._ends: deque[tuple[float, int]] = deque(maxlen=RECENT)
+        """When the last steps ended, without pauses, and which they were. The first one includes warming up."""
+        self._readings: deque[_Reading] = deque()
+        self._refreshed = -REFRESH_S
+        self._summarised: int | None = None
+
+    def write(self, record: Record) -> None:
+        event = record.event
+        self._tracker.observe(event)
+        if isinstance(event, RunStarted):
+            self._every = max(1, round((event.total_steps or 0) / SUMMARIES))
+        if isinstance(event, RunStarted | MemoryStageChanged | StepDone):
+            self._view.on_status(self._status())
+
+    def close(self) -> None: ...
+
+    def step_ends(self, step: int, expert: str, mean_loss: Callable[[], Tensor], *, logged: bool) -> None:
+        """Refresh the line if it is time. `mean_loss` is over the steps since the last log step; `logged` says that
+        this is a log step, whose loss is known already."""
+        now = self._clock()
+        self._ends.append((now - self._pauses.seconds, step))
+        self._show_arrived()
+        stays = step % self._every == 0
+        if logged:
+            self._refreshed = now
+            if stays:
+                self._summarise(self._status())
+        elif stays or (not self._readings and now - self._refreshed >= REFRESH_S):
+            self._refreshed = now
+            self._readings.append(_begin_reading(step, expert, mean_loss(), stays=stays))
+            self._show_arrived()
+
+    def end(self, step: int) -> None:
+        """Keep a line about the last step, after its log line."""
+        self._readings.clear()
+        if self._ends and self._summarised != step:
+            self._summarise(replace(self._status(), step=step))
+
+    def _show_arrived(self) -> None:
+        while self._readings and self._readings[0].is_ready():
+            reading = self._readings.popleft()
+            status = replace(self._status(), step=reading.step, loss=reading.loss.item(), stage=reading.expert)
+            if reading.stays:
+                self._summarise(status)
+            else:
+                self._view.on_status(status)
+
+    def _summarise(self, status: RunStatus) -> None:
+        self._summarised = status.step
+        self._view.on_summary(status)
+
+    def _status(self) -> RunStatus:
+        status = self._tracker.status()
+        pace = status.seconds_per_step
+        if len(self._ends) > 1:
+            (began, first), (ended, last) = self._ends[0], self._ends[-1]
+            pace = max(0.0, ended - began) / (last - first)
+        used = dict(self._memory())
+        if "device" in used:  # torch counts the overflow arena as device memory
+            used["device"] = max(0, used["device"] - status.memory.get("arena", 0))
+        return replace(status, seconds_per_step=pace, memory={**status.memory, **used})
+
+
+def _begin_reading(step: int, expert: str, loss: Tensor, *, stays: bool) -> _Reading:
+    if loss.device.type != "cuda":
+        return _Reading(step, expert, stays, loss, None)
+    on_host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+    on_host.copy_(loss, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(loss.device))
+    return _Reading(step, expert, stays, on_host, arrived)

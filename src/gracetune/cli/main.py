@@ -98,6 +98,12 @@ def _validate_now() -> Callable[..., None]:
     return validate_now
 
 
+def _report() -> Callable[..., None]:
+    from gracetune.cli.report import report
+
+    return report
+
+
 def _doctor() -> Callable[..., None]:
     from gracetune.cli.doctor import doctor
 
@@ -123,6 +129,7 @@ ENTRIES = {
         _train,
     ),
     "validate-now": Entry("Request a validation from a running job.", _validate_now),
+    "report": Entry("Write the report of a run: finished, still running, or crashed.", _report),
     "doctor": Entry("Examine this machine: GPU, driver, memory mode, limits, versions.", _doctor),
     "demo": Entry(
         "Examine this machine, check the examples, and train a tiny model from start to end.",

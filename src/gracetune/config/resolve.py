@@ -16,7 +16,7 @@ from gracetune.config.dialects import DIALECTS
 from gracetune.config.dialects.table import Dialect
 from gracetune.config.draft import Draft, Origin, Path, UnquotedText, dotted, parse_path, too_many_problems
 from gracetune.config.environment import Environment, memory_settings
-from gracetune.config.families import FAMILIES
+from gracetune.config.families import FAMILIES, names_of
 from gracetune.config.ineffective_options import loaded_by_no_program, without_effect
 from gracetune.config.input_paths import find_beside
 from gracetune.config.limits import DEEPEST, LONGEST_TEXT, MOST_PROBLEMS, NotPlainError
@@ -101,6 +101,7 @@ def _load(
     _overrule_hints_variable(draft)
     for settle in dialect.settle:
         settle(draft)
+    _choose_format(draft)
     return _build(draft, dialect.name, path, allow_unsupported)
 
 
@@ -266,6 +267,25 @@ def _overrule_hints_variable(draft: Draft) -> None:
                 "to switch hints off set memory.enable_uvm_hints to false"
             )
             return
+
+
+def _choose_format(draft: Draft) -> None:
+    """Set the family's default of `checkpoints.format` for a LoRA.
+
+    Not for layers that the user chose, because the format may have no names for them.
+    """
+    family, kind = draft.get(("model", "family")), draft.get(("adapter", "kind"))
+    if family not in FAMILIES or kind not in (None, "lora", "locon"):
+        return
+    try:
+        names = names_of(family)
+    except ConfigError:  # a broken package; `_validate` reports it
+        return
+    within = draft.get(("adapter", "within")) or []
+    in_blocks = [*names.aitoolkit.blocks, *names.aitoolkit.conv_blocks]
+    in_blocks_only = isinstance(within, list | tuple) and all(name in in_blocks for name in within)
+    if in_blocks_only and not (draft.get(("adapter", "targets")) or draft.get(("adapter", "by_module"))):
+        draft.default(("checkpoints", "format"), names.lora_format, family)
 
 
 def _build(draft: Draft, dialect: str, file: FilePath, allow_unsupported: bool) -> Resolved:

@@ -102,6 +102,8 @@ class KeyMap:
     """Whether files of a high-noise and a low-noise expert exist."""
     depths: tuple[tuple[str, int], ...] = ()
     """(list of blocks, most blocks any published model has). Distinguishes families with equal layer names."""
+    pipeline_loads_lora: bool = True
+    """Whether the pipeline of diffusers has `load_lora_weights`."""
     comfyui_takes_ours: bool = False
     """Whether ComfyUI loads `<component>.<diffusers path>` for this family. True if the original layout is fused."""
     architecture: str = ""

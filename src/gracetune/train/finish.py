@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from gracetune.adapters.loading_steps import loading_steps
 from gracetune.cache.created_entries import CreatedEntries, Made
 from gracetune.cache.errors import CacheBusyError, CacheError
 from gracetune.cache.folder_layout import cache_folders
@@ -57,7 +58,7 @@ def finish(
     )
     if ready.options.report and job.runtime.is_main:
         try:
-            view.report(f"report: {write_report(folder.path).html}")
+            view.report(f"report: {write_report(folder.path, loading_steps).html}")
         except (TelemetryError, OSError) as error:  # the weights are written, so a missing report is only a warning
             view.warn(f"the report could not be written: {error}")
     if stop.kind == "finished":
@@ -107,7 +108,7 @@ def _report_failure(
             with open_telemetry(ready.config, ready.folder, view, ready.environment, main=True) as taken_over:
                 taken_over.emit(event)
         if (ready.runtime.is_main or takes_over) and not by_user:
-            write_report(ready.folder.path)
+            write_report(ready.folder.path, loading_steps)
 
 
 def _final_files(

@@ -35,10 +35,14 @@ OF_A_RUN = (
     "planning", "storage", "telemetry", "train",
 )  # fmt: skip
 _CONVERT = "shown by `adapter convert` alone"
+_IN_A_COMMAND = "part of a line that begins with `gracetune adapter convert`"
 NOT_IN_A_RUN: Mapping[tuple[str, str], str] = {
     ("adapters/base_model.py", "--model"): _CONVERT,
     ("adapters/base_model.py", "--merge-into"): _CONVERT,
     ("adapters/adapter_files.py", "--alpha"): _CONVERT,
+    ("adapters/loading_steps.py", "--for"): _IN_A_COMMAND,
+    ("adapters/loading_steps.py", "--lora-rank"): _IN_A_COMMAND,
+    ("adapters/loading_steps.py", "--model"): _IN_A_COMMAND,
     ("adapters/svd.py", "--merge-into"): _CONVERT,
     ("adapters/svd.py", "--to"): _CONVERT,
     ("adapters/svd.py", "--lora-rank"): _CONVERT,
@@ -53,9 +57,6 @@ NOT_IN_A_RUN: Mapping[tuple[str, str], str] = {
     ("config/machine_checks.py", "--no-paths"): "`train` and `cache` take it out",
     ("memory/validate.py", "--device"): "an option of validate_uvm.py",
     ("models/published.py", "--flavour"): "shown by `adapter verify` alone",
-    ("telemetry/report/loading_steps.py", "--model"): "part of a line that begins with `gracetune adapter convert`",
-    ("telemetry/report/loading_steps.py", "--merge-into"): "below a line that begins with `gracetune adapter convert`",
-    ("telemetry/report/loading_steps.py", "--output"): "below a line that begins with `gracetune adapter convert`",
     ("train/runtime.py", "--num_processes"): "an option of `accelerate launch`, which the hint names",
 }
 

@@ -19,11 +19,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from gracetune.adapters.loading_steps import loading_steps
 from gracetune.telemetry import number_format
 from gracetune.telemetry.errors import TelemetryError
-from gracetune.telemetry.events import Event, MemoryStageChanged, SampleFile, StageSwitched, StepDone, ValidationDone
+from gracetune.telemetry.events import Event, MemoryStageChanged, RunStarted, SampleFile, StageSwitched, ValidationDone
 from gracetune.telemetry.report import write_report
-from gracetune.telemetry.report.loading_steps import how_to_load
+from gracetune.telemetry.report.plots import LEFT, RIGHT, TEXT_SIZE, WIDTH
 from gracetune.telemetry.report.sample_images import grid, link_to
 from unit.telemetry.sample_events import NASTY, any_event, end, memory, start, step, whole_run, write_log
 
@@ -91,7 +92,7 @@ class Page(HTMLParser):
 
 def made(folder: Path, *events: Event) -> tuple[Page, dict[str, object]]:
     write_log(folder, events)
-    report = write_report(folder)
+    report = write_report(folder, loading_steps)
     assert (report.html, report.json) == (folder / "report.html", folder / "report.json")
     return Page(report.html.read_text(encoding="utf-8")), json.loads(report.json.read_text())
 
@@ -120,9 +121,9 @@ class TestWholeRun:
     def test_its_structure(self, run: tuple[Page, dict[str, object]]) -> None:
         page, _ = run
         assert page.headings == [
-            "Loss", "Speed", "Learning rate and batch", "Memory", "Transitions", "Samples through time",
-            "Prefetch and cache statistics", "Self-check", "Checkpoints", "Warnings", "How to load the result",
-            "Versions", "Configuration",
+            "Samples through time", "How to load the result", "Loss", "Speed", "Learning rate and batch", "Memory",
+            "Transitions", "Prefetch and cache statistics", "Self-check", "Checkpoints", "Warnings", "Versions",
+            "Configuration",
         ]  # fmt: skip
         titles = [label.split(" by step.")[0] for label in page.labels]
         assert titles == [
@@ -165,13 +166,6 @@ class TestWholeRun:
         with Image.open(io.BytesIO(base64.b64decode(first.split(",")[1]))) as image:
             assert image.size == (192, 128)
 
-    def test_loading_instructions_name_both_experts(self, run: tuple[Page, dict[str, object]]) -> None:
-        page, facts = run
-        assert "cats_high_noise.safetensors and cats_low_noise.safetensors into ComfyUI" in page.text
-        assert "weight_name='cats_low_noise.safetensors', load_into_transformer_2=True)" in page.text
-        assert "weight_name='cats_high_noise.safetensors')" in page.text
-        assert [*facts["how_to_load"]] == ["ComfyUI", "diffusers"]  # type: ignore[misc]
-
     def test_the_json_has_every_event_exactly(self, run: tuple[Page, dict[str, object]]) -> None:
         _, facts = run
         assert (facts["format"], facts["version"], facts["outcome"]) == ("gracetune-report", 2, "finished")
@@ -199,10 +193,10 @@ class TestOtherRuns:
         check_contained(page)
 
     def test_a_crashed_run_shows_the_adapters_it_left(self, tmp_path: Path) -> None:
-        (tmp_path / "cats_20.safetensors").write_bytes(b"x")
-        page, _ = made(tmp_path, start(), step(1))
-        assert "./cats_20.safetensors" in page.addresses
-        assert "load_lora_weights" in page.text
+        (tmp_path / "cats_000000020.safetensors").write_bytes(b"x")
+        page, _ = made(tmp_path, RunStarted(run="cats", adapter="lora"), step(1))
+        assert "./cats_000000020.safetensors" in page.addresses
+        assert "The file cannot be read" in page.text
 
     def test_a_failed_run_shows_the_reason(self, tmp_path: Path) -> None:
         page, _ = made(tmp_path, start(), step(1), end(step=1, outcome="failed", reason=f"NaN {NASTY}"))
@@ -219,7 +213,7 @@ class TestOtherRuns:
 
     def test_no_log(self, tmp_path: Path) -> None:
         with pytest.raises(TelemetryError, match="name the run's folder"):
-            write_report(tmp_path)
+            write_report(tmp_path, loading_steps)
         assert not (tmp_path / "report.html").exists()
 
     def test_a_resumed_run_is_one_curve(self, tmp_path: Path) -> None:
@@ -251,6 +245,27 @@ class TestOtherRuns:
         done = [ValidationDone(step=5, files=(), sheet="sheet 5.png"), ValidationDone(step=6, files=(), sheet="gone")]
         page, _ = made(tmp_path, start(), *done)
         assert page.addresses == ["#content", "./sheet%205.png"]
+
+    def test_one_step_is_drawn_as_points(self, tmp_path: Path) -> None:
+        """Stacked plots too. A path with one point would be invisible."""
+        page, _ = made(tmp_path, start(), step(3), memory(3))
+        text = (tmp_path / "report.html").read_text()
+        assert page.elements.count("circle") == 11
+        assert "path" not in page.elements
+        points = {float(x) for x in re.findall(r'<circle [^>]*cx="([0-9.]*)"', text)}
+        assert points == {LEFT + (WIDTH - LEFT - RIGHT) / 2}, "in the middle, where nothing is cut off"
+
+    def test_it_can_be_read_on_a_phone(self, tmp_path: Path) -> None:
+        """At 390 px: labels of at least 11 px, and headers in one piece."""
+        made(tmp_path, *whole_run(tmp_path))
+        text = (tmp_path / "report.html").read_text()
+        margins = 2 * 16
+        assert f"svg text {{ fill: var(--soft); font-size: {TEXT_SIZE}px; }}" in text
+        assert TEXT_SIZE * (390 - margins) / WIDTH >= 11
+        assert set(re.findall(r'viewBox="0 0 ([0-9]+) ', text)) == {str(WIDTH)}
+        assert all(float(size) * 16 >= 11 for size in re.findall(r"font-size: ([0-9.]*)rem", text))
+        assert "th { white-space: nowrap; }" in text
+        assert "pre-wrap" in text, "code breaks at the edge and can be pasted all the same"
 
     def test_one_spike_does_not_flatten_the_rest(self, tmp_path: Path) -> None:
         steps = [step(n, loss=500.0 if n == 60 else 0.5 + n / 1000, stage="") for n in range(1, 101)]
@@ -288,7 +303,7 @@ class TestOtherRuns:
         write_log(tmp_path, (start(), *(step(number) for number in range(1, 160_001)), end(step=160_000)))
         program = (
             "import re, sys; from pathlib import Path; from gracetune.telemetry.report import write_report; "
-            "write_report(Path(sys.argv[1])); "
+            "write_report(Path(sys.argv[1]), lambda start, files: {}); "
             "print(int(re.search(r'VmHWM:\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1]) >> 10)"
         )
         done = subprocess.run(
@@ -341,25 +356,6 @@ class TestImages:
         assert found.notes[1].startswith("24 of 30 samples")
 
 
-class TestLoading:
-    def test_a_lycoris_adapter_needs_a_conversion_for_diffusers(self, tmp_path: Path) -> None:
-        run = start()
-        lokr = type(run)(run="x", adapter="lokr", model="org/wan")
-        instructions = how_to_load(lokr, ["a b_high_noise.safetensors", "a b_low_noise.safetensors"], tmp_path)
-        line = f"gracetune adapter convert '{tmp_path / 'a b_low_noise.safetensors'}' --to diffusers --lora-rank 64"
-        assert f"{line} --model org/wan" in instructions["diffusers"]
-
-    def test_instructions_name_the_newest_file(self, tmp_path: Path) -> None:
-        instructions = how_to_load(start(), ["cats_10.safetensors", "cats_20.safetensors"], tmp_path)
-        assert "cats_20.safetensors" in instructions["ComfyUI"]
-        assert "cats_10" not in instructions["ComfyUI"] + instructions["diffusers"]
-
-    def test_a_full_model_and_an_empty_run_have_no_instructions(self, tmp_path: Path) -> None:
-        assert how_to_load(start(), [], tmp_path) == {}
-        whole = type(start())(run="x", adapter="full_finetune")
-        assert how_to_load(whole, ["model.safetensors"], tmp_path) == {}
-
-    def test_instructions_of_the_run_itself_come_first(self, tmp_path: Path) -> None:
-        page, _ = made(tmp_path, start(), end(how_to_load={"Krita": "open it"}))
-        assert "Krita" in page.text
-        assert isinstance(step(1), StepDone)
+def test_loading_instructions_of_the_run_itself_come_first(tmp_path: Path) -> None:
+    page, _ = made(tmp_path, start(), end(how_to_load={"Krita": "open it"}))
+    assert "Krita" in page.text

@@ -37,6 +37,7 @@ NAMES = FamilyNames(
     pipelines=("StableDiffusionXLPipeline",),
     objective="ddpm",
     explicit_sizes=True,
+    lora_format="kohya",  # ComfyUI and diffusers both load it
     simpletuner=_SIMPLETUNER,
     aitoolkit=AiToolkitNames(
         archs={"sdxl": Arch(("base-1.0",), switch="is_xl", bucket_step=16)},

@@ -12,6 +12,7 @@ _OURS, _THEIRS = "transformer_blocks.{}", "transformer.layers.{}"
 KEYS = KeyMap(
     family="stable_audio",
     component="transformer",
+    pipeline_loads_lora=False,
     rules=(
         *(
             KeyMapRule(f"{ours}.{number}", f"{original}.{number}")

@@ -27,17 +27,17 @@ def page(
 ) -> str:
     name = history.start.run or "a run without a name"
     sections = [
+        ("Samples through time", _samples(images)),
+        ("How to load the result", _loading(how_to_load, outputs, folder)),
         ("Loss", _plots(_loss_plots(history), 0) + _held_out(history)),
         ("Speed", _plots(_speed_plots(history), 100)),
         ("Learning rate and batch", _plots(_rate_plots(history), 200)),
         ("Memory", _memory(history)),
         ("Transitions", _transitions(history)),
-        ("Samples through time", _samples(images)),
         ("Prefetch and cache statistics", _counters(history)),
         ("Self-check", _self_checks(history)),
         ("Checkpoints", _checkpoints(history)),
         ("Warnings", _warnings(history)),
-        ("How to load the result", _loading(how_to_load, outputs, folder)),
         ("Versions", _mapping(history.start.versions, "package", "version")),
         ("Configuration", _configuration(history.start.config)),
     ]
@@ -100,7 +100,8 @@ def _source(history: RunHistory) -> str:
 
 
 def _plots(plots: Iterable[Plot], first: int) -> str:
-    return "".join(figure(plot, first + number) for number, plot in enumerate(plots))
+    figures = "".join(figure(plot, first + number) for number, plot in enumerate(plots))
+    return f'<div class="plots">{figures}</div>' if figures else ""
 
 
 def _loss_plots(history: RunHistory) -> list[Plot]:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from gracetune.telemetry import number_format
 from gracetune.telemetry.curves import Point, Series, evenly, finite, thinned, ticks
 
-WIDTH, HEIGHT = 760, 260
-LEFT, RIGHT, TOP, BOTTOM = 76, 14, 14, 36
+WIDTH, HEIGHT = 380, 220
+"""In the units of `TEXT_SIZE`. A phone shows a plot at about this width, so its text stays readable there."""
+TEXT_SIZE = 13
+LEFT, RIGHT, TOP, BOTTOM = 74, 22, 12, 42
 COLOURS = 6
 TABLE_ROWS = 200
 _MOST_MARKERS = 40
@@ -87,8 +89,8 @@ def _frame(plot: Plot, curves: Sequence[Sequence[Point]]) -> tuple[_Frame, str]:
         high = 2 * usual
     margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     x0, x1 = min(xs), max(xs)
-    if x1 == x0:
-        x1 = max(x0 + 1, math.nextafter(x0, math.inf))  # from 2**53 on, adding 1 to a float has no effect
+    if x1 == x0:  # one step, in the middle; from 2**53 on, adding 0.5 to a float has no effect
+        x0, x1 = min(x0 - 0.5, math.nextafter(x0, -math.inf)), max(x0 + 0.5, math.nextafter(x0, math.inf))
     return _Frame(x0, x1, low if plot.stacked else low - margin, high + margin), above
 
 
@@ -119,6 +121,8 @@ class _Curve:
 
 def _curve(curve: _Curve, frame: _Frame) -> list[str]:
     css = f"c{curve.colour}" + (" faint" if curve.series.faint else "")
+    if len(curve.upper) == 1:
+        return _points(curve.upper, css, frame)
     if curve.lower:
         edge = [*thinned(curve.upper), *reversed(thinned(curve.lower))]
         return [f'<path class="area {css}" d="{_path(edge, frame)}Z"/>']
@@ -128,11 +132,14 @@ def _curve(curve: _Curve, frame: _Frame) -> list[str]:
         if not finite_run:
             continue
         if len(points) == 1:
-            x, y = points[0]
-            parts.append(f'<circle class="{css}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3"/>')
+            parts += _points(points, css, frame)
             continue
         parts.append(f'<path class="line {css}" d="{_path(_as_stairs(points) if curve.stairs else points, frame)}"/>')
     return parts
+
+
+def _points(points: Sequence[Point], css: str, frame: _Frame) -> list[str]:
+    return [f'<circle class="{css}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4"/>' for x, y in finite(points)]
 
 
 def _as_stairs(points: Sequence[Point]) -> list[Point]:
@@ -155,12 +162,12 @@ def _axes(plot: Plot, frame: _Frame) -> list[str]:
         y = f"{frame.y(value):.1f}"
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y}" dy="0.32em">{_escape(plot.unit(value))}</text>')
-    for value in ticks(frame.x0, frame.x1, 8):
+    for value in ticks(frame.x0, frame.x1, 4):
         if value != int(value):
             continue
         x = f"{frame.x(value):.1f}"
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')
-        parts.append(f'<text class="tick middle" x="{x}" y="{bottom + 16}">{int(value):,}</text>')
+        parts.append(f'<text class="tick middle" x="{x}" y="{bottom + 18}">{int(value):,}</text>')
     parts.append(f'<text class="tick end" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}">step</text>')
     return parts
 

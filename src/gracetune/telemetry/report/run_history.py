@@ -35,7 +35,8 @@ from gracetune.telemetry.sinks.jsonl import LogReader
 REPORT_FORMAT, REPORT_VERSION = "gracetune-report", 2
 MOST_LISTED: Final = 2000
 """Maximum number of events of each other kind in report.json; evenly spaced ones are listed if there are more."""
-NO_END = "the log ends without an end of the run: it was killed, or is still running"
+NO_END = "the log ends without an end of the run: its process was killed, or is still running"
+STILL_RUNNING = "this report shows the run up to its last event"
 
 Kind = TypeVar("Kind", bound=Event)
 
@@ -70,6 +71,8 @@ class RunHistory:
     seconds_per_step: float | None
     """Median without the warm-up steps."""
     unreadable: tuple[tuple[int, str], ...]
+    running: bool = False
+    """Whether a process still trains in the run's folder."""
 
     @property
     def start(self) -> RunStarted:
@@ -77,11 +80,15 @@ class RunHistory:
 
     @property
     def outcome(self) -> str:
-        return "unknown" if self.end is None else self.end.outcome
+        if self.end is None:
+            return "running" if self.running else "unknown"
+        return self.end.outcome
 
     @property
     def reason(self) -> str:
-        return NO_END if self.end is None else self.end.reason
+        if self.end is None:
+            return STILL_RUNNING if self.running else NO_END
+        return self.end.reason
 
     @property
     def step(self) -> int:
@@ -164,7 +171,7 @@ class _Gathered:
         return self._active + (0.0 if self._process is None else self._process[1] - self._process[0])
 
 
-def read_history(log: LogReader) -> RunHistory:
+def read_history(log: LogReader, *, running: bool = False) -> RunHistory:
     found, unreadable = _Gathered(), []
     for line in log.lines():
         if line.record is None:
@@ -197,6 +204,7 @@ def read_history(log: LogReader) -> RunHistory:
         active_s=found.active_s,
         seconds_per_step=found.pace.status().seconds_per_step,
         unreadable=tuple(unreadable),
+        running=running,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gracetune.telemetry.report.plots import TEXT_SIZE, WIDTH
+
 _LIGHT = ("#0b62a4", "#b3450a", "#177245", "#8a3ffc", "#9f1853", "#5f6b00")
 _DARK = ("#78b6f0", "#ff9d5c", "#6fd39b", "#c4a2ff", "#ff8ab5", "#d3db6b")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3", "4 2", "1 3")
@@ -47,10 +49,12 @@ a {{ color: var(--link); }}
 .tiles div {{ background: var(--card); border-radius: .5rem; padding: .6rem .8rem; }}
 .tiles dt {{ color: var(--soft); font-size: .85rem; }}
 .tiles dd {{ margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }}
-figure {{ margin: 0 0 1.75rem; }}
+.plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, {WIDTH}px), 1fr)); gap: 1.75rem; }}
+figure {{ margin: 0 0 1.75rem; min-width: 0; }}
+figure.plot {{ max-width: {1.25 * WIDTH:.0f}px; margin: 0; }}
 figcaption {{ font-weight: 600; }}
-svg {{ width: 100%; height: auto; display: block; }}
-svg text {{ fill: var(--soft); font-size: 12px; }}
+svg {{ width: 100%; height: auto; display: block; overflow: visible; }}
+svg text {{ fill: var(--soft); font-size: {TEXT_SIZE}px; }}
 .end {{ text-anchor: end; }}
 .middle {{ text-anchor: middle; }}
 .grid {{ stroke: var(--rule); }}
@@ -68,11 +72,13 @@ circle {{ fill: var(--c); }}
 table {{ border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }}
 caption {{ text-align: left; }}
 th, td {{ text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--rule); vertical-align: top;
-  overflow-wrap: anywhere; }}
-td.number {{ text-align: right; white-space: nowrap; }}
+  overflow-wrap: break-word; }}
+th {{ white-space: nowrap; }}
+td:last-child {{ min-width: 9rem; }}
 .samples {{ display: flex; gap: .6rem; overflow-x: auto; padding: 0 0 .5rem; margin: 0; list-style: none; }}
 .samples li {{ flex: none; max-width: 12rem; font-size: .85rem; color: var(--soft); }}
 .samples img {{ display: block; border-radius: .3rem; }}
-pre {{ background: var(--card); padding: .8rem; border-radius: .5rem; overflow-x: auto; font-size: .85rem; }}
+pre {{ background: var(--card); padding: .8rem; border-radius: .5rem; overflow-x: auto; font-size: .85rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; }}
 @media print {{ .scroll {{ max-height: none; }} }}
 """.strip()

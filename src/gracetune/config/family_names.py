@@ -206,8 +206,8 @@ class FamilyNames:
     """Whether its tokenizer distinguishes one space from two; other tokenizers collapse them."""
     explicit_sizes: bool = False
     """Whether the denoiser is conditioned on an image's size and crop (`model.size_conditioning`)."""
-    lora_format: str = "comfyui"
-    """The default of `checkpoints.format` for a LoRA on the family's default layers."""
+    lora_format: str | None = None
+    """The default of `checkpoints.format` for a LoRA on the family's default layers, if it is not `comfyui`."""
     routed_blocks: tuple[str, ...] = ()
     """The denoiser's lists of blocks that tokens can skip, in the order in which `training.token_routing` numbers them.
     `ModelSpec.token_routing` does the skipping. Empty means that token routing is rejected."""

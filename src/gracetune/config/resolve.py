@@ -281,6 +281,8 @@ def _choose_format(draft: Draft) -> None:
         names = names_of(family)
     except ConfigError:  # a broken package; `_validate` reports it
         return
+    if names.lora_format is None:
+        return
     within = draft.get(("adapter", "within")) or []
     in_blocks = [*names.aitoolkit.blocks, *names.aitoolkit.conv_blocks]
     in_blocks_only = isinstance(within, list | tuple) and all(name in in_blocks for name in within)

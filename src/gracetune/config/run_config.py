@@ -418,7 +418,7 @@ class Checkpoints(Section):
     save_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision of the result's files."""
     format: FormatName = "comfyui"
-    """Key names and layout of the adapter files."""
+    """Key names and layout of the adapter files. The default for a LoRA on SDXL's default layers is `kohya`."""
     for_program: Program | None = None
     """The program that has to load the files as they were trained; unset means every program that `format` is for."""
     push_to_hub: PushToHub | None = None

@@ -491,7 +491,7 @@ def config_of(work: Work, family: str, name: str, **sections: Any) -> str:
         "cache": {"cache_dir": f"caches/{family}"},
         "training": {"max_steps": 2, "mixed_precision": "fp32", "seed": 3},
         "optimizer": {"lr": 1e-3},
-        "checkpoints": {"every_steps": None},
+        "checkpoints": {"every_steps": None, "format": "comfyui"},
         "logging": {"every_steps": 1},
     }  # fmt: skip
     for section, changes in sections.items():

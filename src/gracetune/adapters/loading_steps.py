@@ -55,12 +55,18 @@ def loading_steps(start: RunStarted, files: Sequence[Path]) -> dict[str, str]:
 
 def newest_files(run: str, files: Sequence[Path]) -> list[Path]:
     """The final file of the run, or the one of its last step. For a model with two experts, both files."""
+    found = files_by_step(run, files)
+    return found[max(found)] if found else []
+
+
+def files_by_step(run: str, files: Sequence[Path]) -> dict[float, list[Path]]:
+    """The run's adapter files by the step in their names; infinity is the final one. Two experts have two files."""
     named = re.compile(rf"{re.escape(run)}(?:_(\d{{9,}}))?(?:_high_noise|_low_noise)?\.safetensors")
-    by_step: dict[float, list[Path]] = {}
-    for path in files:
+    found: dict[float, list[Path]] = {}
+    for path in sorted(files):
         if (match := named.fullmatch(path.name)) is not None:
-            by_step.setdefault(float(match[1] or "inf"), []).append(path)
-    return sorted(by_step[max(by_step)]) if by_step else []
+            found.setdefault(float(match[1] or "inf"), []).append(path)
+    return dict(sorted(found.items()))
 
 
 def _reasons(opened: Sequence[OpenedAdapter]) -> dict[str, str | None]:

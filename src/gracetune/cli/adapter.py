@@ -1,10 +1,11 @@
-"""`gracetune adapter inspect | convert | verify`: look into adapter files, convert them, check them against a model."""
+"""`gracetune adapter inspect | convert | verify | pick`: look into adapter files, convert, check and compare them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # torch and diffusers are loaded by the command that needs th
     import torch
 
     from gracetune.adapters.adapter_files import OpenedAdapter
-    from gracetune.adapters.base_model import Base
+    from gracetune.adapters.base_model import Base, Weight
     from gracetune.adapters.state import AdapterState, ExpertStage
     from gracetune.cli.adapter_view import Converted
 
@@ -203,6 +204,48 @@ def verify(
     raise typer.Exit(0 if all(report.ok for report in reports) else 1)
 
 
+@app.command()
+def pick(
+    run_folder: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="The run's output folder.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The base model, to measure the drift; unset: the one of the run."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the checkpoints of a run, and recommend one with the reason.
+
+    Shows held-out loss, drift from the base model (the size of the change relative to the weights), and samples side by
+    side in the report. Without a held-out loss there is no recommendation.
+    """
+    from gracetune.adapters.checkpoint_choice import compare_checkpoints
+    from gracetune.adapters.loading_steps import loading_steps
+    from gracetune.cli.pick_view import as_section, choice_json, print_choice
+    from gracetune.telemetry.report import write_report
+    from gracetune.telemetry.report.run_history import read_history
+    from gracetune.telemetry.report.sections import write_section
+    from gracetune.telemetry.report.write import LOG_FILE
+    from gracetune.telemetry.sinks.jsonl import LogReader
+    from gracetune.train.validation_request import is_running
+
+    folder = run_folder.expanduser().absolute()
+    history = read_history(LogReader(folder / LOG_FILE))
+    base, without_base = _base_weight(history.start.family, model, history.start.model)
+    choice = compare_checkpoints(history, folder, base, without_base=without_base)
+    if not choice.candidates:
+        kind = history.start.adapter or "an unknown kind"
+        expected = f"adapter files of the run {history.start.run}"
+        hint = "a lower checkpoints.every_steps saves more files; `gracetune report` shows what the run left"
+        found = "; ".join(choice.notes) or f"none ({kind})"
+        raise ConfigError([Problem("RUN", found, expected, hint, str(folder))])
+    write_section(folder, "checkpoints", as_section(choice))
+    report = write_report(folder, loading_steps, running=is_running(folder)).html
+    if as_json:
+        print_json(choice_json(choice, report))
+    else:
+        print_choice(choice, report, out())
+
+
 # -- parts of convert -------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +359,27 @@ def _base(family: str, model: str) -> Base:
     from gracetune.adapters.base_model import Base
 
     return Base(family, model)
+
+
+def _base_weight(family: str, given: str | None, of_run: str) -> tuple[Callable[[ExpertStage], Weight] | None, str]:
+    """A function that reads the base model's weights, or None and the reason. Nothing is downloaded."""
+    from gracetune.config.run_config import Model
+    from gracetune.models.source import is_on_disk
+
+    name = given or of_run
+    try:
+        if not name or not is_on_disk(Model(family=family, path=name)):
+            found = f"{name or 'the base model'} is not a folder on this machine"
+            if given:
+                raise ConfigError([Problem("--model", found, "a folder in diffusers' layout", "--model FOLDER")])
+            return None, f"{found}; give one with --model FOLDER"
+        base = _base(family, name)
+        base.folder(cast("ExpertStage", base.experts[0].name))
+    except ConfigError as error:
+        if given:
+            raise
+        return None, f"the base model cannot be read: {error.problems[0].found}"
+    return cache(base.weight), ""
 
 
 def _target(file: Path, state: AdapterState, to: str, output: Path | None, *, several: bool) -> Path:

@@ -13,7 +13,8 @@ from gracetune.telemetry.curves import Series, evenly, smoothed
 from gracetune.telemetry.events import MemorySampled
 from gracetune.telemetry.report.plots import TABLE_ROWS, Plot, figure
 from gracetune.telemetry.report.run_history import RunHistory, loss_facts, moment
-from gracetune.telemetry.report.sample_images import SampleCell, SampleGrid, link_to
+from gracetune.telemetry.report.sample_images import SampleCell, SampleGrid, link_to, thumbnail
+from gracetune.telemetry.report.sections import ReportSection
 from gracetune.telemetry.report.style import STYLE
 from gracetune.telemetry.schema import plain
 
@@ -23,12 +24,19 @@ _MEMORY_UNITS = ("_bytes",)
 
 
 def page(
-    history: RunHistory, *, images: SampleGrid, how_to_load: Mapping[str, str], outputs: Sequence[str], folder: Path
+    history: RunHistory,
+    *,
+    images: SampleGrid,
+    how_to_load: Mapping[str, str],
+    outputs: Sequence[str],
+    folder: Path,
+    added: Iterable[ReportSection] = (),
 ) -> str:
     name = history.start.run or "a run without a name"
     sections = [
         ("Samples through time", _samples(images)),
         ("How to load the result", _loading(how_to_load, outputs, folder)),
+        *((section.title, _added(section, folder)) for section in added),
         ("Loss", _plots(_loss_plots(history), 0) + _held_out(history)),
         ("Speed", _plots(_speed_plots(history), 100)),
         ("Learning rate and batch", _plots(_rate_plots(history), 200)),
@@ -318,6 +326,26 @@ def _cell(cell: SampleCell) -> str:
         description = _text(f"{cell.file.prompt or 'sample'}, {label}")
         content = f'<img src="{_text(cell.image)}" alt="{description}" loading="lazy">{_text(label)}'
     return f'<li><a href="{_text(cell.link)}">{content}</a></li>'
+
+
+def _added(section: ReportSection, folder: Path) -> str:
+    """A section that a command has added."""
+    parts = [f"<p>{_text(note)}</p>" for note in section.notes]
+    for card in section.cards:
+        cells = "".join(_image(path, label, folder) for path, label in card.images)
+        parts.append(f"<h3>{_text(card.title)}</h3>")
+        parts += [f"<p>{_text(card.text)}</p>"] if card.text else []
+        parts += [f'<ul class="samples">{cells}</ul>'] if cells else []
+    return "".join(parts)
+
+
+def _image(path: str, label: str, folder: Path) -> str:
+    link = link_to(path, folder)
+    if link is None:
+        return f"<li>{_text(f'{label}: {path} is not in the run')}</li>"
+    image = thumbnail(folder / path)
+    content = "" if image is None else f'<img src="{_text(image)}" alt="{_text(label or path)}" loading="lazy">'
+    return f'<li><a href="{_text(link)}">{content}{_text(label)}</a></li>'
 
 
 def _loading(how_to_load: Mapping[str, str], outputs: Sequence[str], folder: Path) -> str:

@@ -12,6 +12,7 @@ from gracetune.telemetry.events import RunStarted
 from gracetune.telemetry.report.page import page
 from gracetune.telemetry.report.run_history import read_history, summary
 from gracetune.telemetry.report.sample_images import grid, link_to
+from gracetune.telemetry.report.sections import read_sections
 from gracetune.telemetry.sinks.jsonl import LogReader
 
 LOG_FILE = Path("logs") / "events.jsonl"
@@ -44,6 +45,7 @@ def write_report(run_folder: Path, loading_steps: LoadingSteps, *, running: bool
         how_to_load=loading,
         outputs=outputs,
         folder=run_folder,
+        added=read_sections(run_folder),
     )
     facts = json.dumps(summary(history, loading, outputs), ensure_ascii=True, allow_nan=False, default=str)
     report = WrittenReport(run_folder / "report.html", run_folder / "report.json")

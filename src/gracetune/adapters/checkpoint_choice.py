@@ -1,8 +1,8 @@
 """Compare the checkpoints of a run: held-out loss, drift from the base model, samples. Recommend one, with the reason.
 
 The held-out loss is the only value that can show which checkpoint is best, so a run without it gets no recommendation.
-Drift is the norm of the adapter's change relative to the norm of the weights it changes. It is the distance of a checkpoint
-from the base model, not a measure of its quality.
+Drift is the norm of the adapter's change relative to the norm of the weights it changes. It is a distance from the base
+model, not a measure of quality.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ Every command with its arguments and options, as `--help` prints them. Exit code
 3 interrupted (a run is saved; the same command resumes it), 141 a closed pipe. With `--json` a command prints one JSON
 object on stdout and nothing else there; an error is one object too, with `ok`, `error` and `problems`.
 
-`accelerate launch train.py --config CONFIG` and `torchrun train.py --config CONFIG` start a run with several processes
-([training](training.md)). `python gh200_diagnostic.py` is `gracetune doctor`, and `python validate_uvm.py` tests what
-the memory layer relies on.
+`torchrun` and `accelerate launch` start a run with several processes: [several GPUs and clusters](cluster.md).
+`python train.py --config CONFIG` is `gracetune train CONFIG` and takes SimpleTuner's flags too,
+`python gh200_diagnostic.py` is `gracetune doctor`, and `python validate_uvm.py` tests what the memory layer relies on.
 
 Generated from the commands by `scripts/reference_pages.py`; a test compares them.
 """

@@ -7,7 +7,6 @@ import re
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -98,28 +97,6 @@ def test_a_name_that_is_not_there_is_noticed() -> None:
     assert _problem("choose_a_tension", line) is not None
     assert _problem("models/attentive.py", line) is not None
     assert _problem("models/<family>/nams.py", line) is not None
-
-
-class TestTreeOfTheReadme:
-    README = (ROOT / "README.md").read_text()
-    TREE = re.findall(r"^## The tree\n.*?^```\n(.*?)^```$", README, re.M | re.S)[0].splitlines()
-    OURS: ClassVar = [re.findall(r"^  ((?:[\w.]+/? )+) ", line)[0].split() for line in TREE if line.startswith("  ")]
-    OUTSIDE: ClassVar = [line for line in TREE if not line.startswith("  ")]
-
-    def test_every_folder_has_its_line_in_the_order_of_the_layers(self) -> None:
-        listed = [sorted(Path(name).stem for name in names) for names in self.OURS]
-        assert listed == [sorted(layer) for layer in LAYERS if layer != ["__main__"]]
-
-    def test_what_it_names_is_there(self) -> None:
-        names = [name for names in self.OURS for name in names]
-        assert [name for name in names if not (PACKAGE / name).exists()] == []
-        outside = [name for line in self.OUTSIDE for name in re.findall(r"(?<![\w(])[\w./]+(?:/|\.py)|tests/\w+", line)]
-        assert len(outside) > 10
-        assert [name for name in outside if not (ROOT / name).exists()] == []
-
-    def test_readers_of_the_code_are_sent_to_the_architecture_first(self) -> None:
-        links = re.findall(r"\]\((docs/[\w-]+\.md)\)", self.README.partition("\n## The tree\n")[2])
-        assert links[0] == "docs/architecture.md"
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:

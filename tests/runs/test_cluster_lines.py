@@ -1,6 +1,6 @@
 """Every launch line and script of docs/cluster.md, as it is written there, with local processes on a CPU.
 
-`srun` and `scontrol` are stand-ins that start local processes and record what they are told. The numbers of processes
+`srun` and `scontrol` are stand-ins that start local processes and record their arguments. The numbers of processes
 are smaller, and ports are free ones.
 """
 

@@ -122,6 +122,12 @@ def _estimate() -> Callable[..., None]:
     return estimate
 
 
+def _completion() -> Callable[..., None]:
+    from gracetune.cli.completion import completion
+
+    return completion
+
+
 ENTRIES = {
     "init": Entry("Write a config for a folder of images, clips or sounds.", _init),
     "train": Entry(
@@ -144,6 +150,7 @@ ENTRIES = {
     "overlay": Entry("Run SimpleTuner or ai-toolkit with features of gracetune.", _overlay),
     "examples": Entry("List the examples, and copy one to start from.", _examples),
     "bench": Entry("Measure a part of gracetune on this machine. Exit 1 if a bar is missed.", _bench),
+    "completion": Entry("Print a completion script for bash, zsh or fish.", _completion),
 }
 MEANT = {
     "start": "train", "run": "train", "finetune": "train", "fine-tune": "train", "launch": "train", "resume": "train",

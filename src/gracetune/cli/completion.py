@@ -180,12 +180,12 @@ def _fish(found: list[CompletedCommand]) -> str:
         "end",
     ]
     for command in found:
-        where = f"complete -c gracetune -n \"__gracetune_at '{command.path}'\""
-        lines += [f"{where} -f -a {name} -d '{text}'" for name, text in command.commands]
+        prefix = f"complete -c gracetune -n \"__gracetune_at '{command.path}'\""
+        lines += [f"{prefix} -f -a {name} -d '{text}'" for name, text in command.commands]
         for option in command.options:
             names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.names)
             value = f" -x -a '{' '.join(option.choices)}'" if option.choices else " -r" if option.takes_value else ""
-            lines.append(f"{where} {names}{value} -d '{option.help}'")
+            lines.append(f"{prefix} {names}{value} -d '{option.help}'")
     return "\n".join(lines)
 
 

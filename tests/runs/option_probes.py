@@ -27,7 +27,7 @@ from gracetune.adapters.attach import attach
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.safetensors_file import write as write_tensors
 from gracetune.cache.batches import Batch
-from gracetune.cache.folder_layout import cache_folders
+from gracetune.cache.folders import cache_folders
 from gracetune.cache.session import needs
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.in_memory import InMemoryBackend

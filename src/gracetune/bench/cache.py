@@ -22,7 +22,7 @@ import numpy as np
 from gracetune.bench.row import BenchRow
 from gracetune.cache.batches import BatchSource, SampleKeys
 from gracetune.cache.encoder import EncoderId
-from gracetune.cache.folder_layout import CacheFolders
+from gracetune.cache.folders import CacheFolders
 from gracetune.cache.keys import EntryOrigin, Key, latent_origin, text_key, text_origin
 from gracetune.cache.required_entries import visits_of, wanted_latents, wanted_texts
 from gracetune.cache.residence import CacheResources, CacheRole, CacheType, Visits

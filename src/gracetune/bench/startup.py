@@ -23,7 +23,7 @@ from PIL import Image
 from gracetune.bench.cache import KEYS
 from gracetune.bench.row import BenchRow
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
-from gracetune.cache.folder_layout import cache_folders
+from gracetune.cache.folders import cache_folders
 from gracetune.cache.residence import CacheResources
 from gracetune.cache.session import Caches, build, needs
 from gracetune.config.run_config import RunConfig, Validation

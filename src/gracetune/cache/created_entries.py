@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from gracetune.cache.cache_folder import FORMAT_FILE
 from gracetune.cache.errors import CacheError
+from gracetune.cache.folders import FORMAT_FILE
 from gracetune.cache.keys import Key
 from gracetune.cache.store import DiskStore
 from gracetune.storage.line_file import LineFile

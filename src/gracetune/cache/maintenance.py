@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gracetune.cache.cache_folder import FORMAT_FILE, INDEX_FILE, SHARDS
 from gracetune.cache.errors import CacheBusyError, ReadOnlyCacheError, unreadable, unwritable
+from gracetune.cache.folders import FORMAT_FILE, INDEX_FILE, SHARDS
 from gracetune.cache.keys import Key
 from gracetune.cache.manifest import EntryCopy
 from gracetune.cache.shards import DamagedFileError, Packed, StoredEntry, read_shard

@@ -9,7 +9,7 @@
     refresher.prepare_next()
 
 The entries of the `current` epoch are always complete: `swap` waits for all of them. Each epoch has its own stores (see
-places.py). They are removed when no process has them open. With several ranks, the last one to leave an epoch removes
+folders.py). They are removed when no process has them open. With several ranks, the last one to leave an epoch removes
 its stores; stores in use are left for the next call. A killed run loses nothing: the next start finds the entries made
 for this epoch and the next, and removes older ones.
 """
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from gracetune.cache.created_entries import CreatedEntries
 from gracetune.cache.encode_passes import PassOptions
 from gracetune.cache.errors import CacheBusyError
-from gracetune.cache.folder_layout import CacheFolders
+from gracetune.cache.folders import CacheFolders
 from gracetune.cache.keys import Key
 from gracetune.cache.maintenance import EntryRemoval, remove, remove_if_empty, sweep_removed
 from gracetune.cache.required_entries import LatentItem, TextItem, is_refreshed

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 from gracetune.cache.audit import RequiredEntry
 from gracetune.cache.encoder import EncoderId
-from gracetune.cache.folder_layout import CacheFolders
+from gracetune.cache.folders import CacheFolders
 from gracetune.cache.keys import EntryOrigin, Key, latent_key, latent_origin, text_key, text_origin
 from gracetune.cache.residence import Visits
 from gracetune.config.run_config import Validation

@@ -32,7 +32,7 @@ from gracetune.cache.encode_passes import (
 )
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
 from gracetune.cache.errors import CacheError, unreadable
-from gracetune.cache.folder_layout import CacheFolders
+from gracetune.cache.folders import CacheFolders
 from gracetune.cache.integrity import OnChecked, forget_damaged
 from gracetune.cache.keys import Key
 from gracetune.cache.maintenance import EntryRemoval, compact, remove

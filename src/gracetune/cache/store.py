@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from gracetune.cache.cache_folder import INDEX_FILE, SHARDS, prepare, require
 from gracetune.cache.errors import (
     CacheError,
     CacheFullError,
@@ -43,6 +42,7 @@ from gracetune.cache.errors import (
     unreadable,
     unwritable,
 )
+from gracetune.cache.folders import INDEX_FILE, SHARDS, prepare, require
 from gracetune.cache.keys import Key
 from gracetune.cache.manifest import Catalogue, EntryCopy
 from gracetune.cache.reading import EntryRead, LocatedEntries, OpenFiles, PageCache, ReadJob, read_entry_copy, stretches

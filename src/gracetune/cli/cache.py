@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch and the models' code are loaded by the command that n
     import torch
 
     from gracetune.cache.audit import Audit
-    from gracetune.cache.folder_layout import CacheFolders
+    from gracetune.cache.folders import CacheFolders
     from gracetune.cache.session import Caches, Encoders, Needs
     from gracetune.cli.cache_view import Cleared, ProgressBars
     from gracetune.data.index import DataIndex
@@ -178,7 +178,7 @@ def _open(
     *,
     allow_unsupported: bool,
 ) -> CacheCommand:
-    from gracetune.cache.folder_layout import cache_folders
+    from gracetune.cache.folders import cache_folders
     from gracetune.cache.session import current_epoch
     from gracetune.data.copies.local import Copies
     from gracetune.data.index_builder import build_index, scan_folder

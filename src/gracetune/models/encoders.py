@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
-from gracetune.cache.folder_layout import cache_folders
+from gracetune.cache.folders import cache_folders
 from gracetune.cache.required_entries import validation_texts
 from gracetune.cache.tiling import TilingNotes
 from gracetune.config.run_config import RunConfig, Validation

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gracetune.adapters.state import ExpertStage
 from gracetune.cache.batches import BatchSource, LiveEncoder
 from gracetune.cache.errors import EntriesError
-from gracetune.cache.folder_layout import cache_folders
+from gracetune.cache.folders import cache_folders
 from gracetune.cache.required_entries import is_refreshed
 from gracetune.cache.residence import CacheResources
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment

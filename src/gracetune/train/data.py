@@ -15,7 +15,7 @@ from gracetune.cache.batches import BatchSource, EntrySource, LiveEncoder, Sampl
 from gracetune.cache.created_entries import CreatedEntries, Made
 from gracetune.cache.encode_passes import PassOptions, Share
 from gracetune.cache.errors import EntriesError, MissingEntryError
-from gracetune.cache.folder_layout import cache_folders
+from gracetune.cache.folders import cache_folders
 from gracetune.cache.keys import Key
 from gracetune.cache.miss_reasons import why_missing
 from gracetune.cache.repair import EntryRepair

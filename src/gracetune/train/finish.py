@@ -11,7 +11,7 @@ from pathlib import Path
 from gracetune.adapters.loading_steps import loading_steps
 from gracetune.cache.created_entries import CreatedEntries, Made
 from gracetune.cache.errors import CacheBusyError, CacheError
-from gracetune.cache.folder_layout import cache_folders
+from gracetune.cache.folders import cache_folders
 from gracetune.cache.keys import Key
 from gracetune.cache.refresh import remove_epochs
 from gracetune.cache.session import is_cache, remove_entries

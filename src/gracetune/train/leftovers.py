@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from gracetune.cache.cache_folder import SHARDS
-from gracetune.cache.folder_layout import cache_folders
+from gracetune.cache.folders import SHARDS, cache_folders
 from gracetune.checkpoint.journal import Work
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.run_config import RunConfig

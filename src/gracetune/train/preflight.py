@@ -28,7 +28,7 @@ import torch
 
 from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.assistant import AssistantFile, as_assistant
-from gracetune.cache.folder_layout import cache_folders
+from gracetune.cache.folders import cache_folders
 from gracetune.checkpoint.resume import ResumeStart, resolve
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracetune.cache.batches import BatchSource, SampleKeys
 from gracetune.cache.encoder import EncoderId
-from gracetune.cache.folder_layout import CacheFolders
+from gracetune.cache.folders import CacheFolders
 from gracetune.cache.keys import Key, latent_origin, text_origin
 from gracetune.cache.manifest import EntryCopy
 from gracetune.cache.reading import LocatedEntries

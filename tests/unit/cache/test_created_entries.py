@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gracetune.cache.created_entries import CreatedEntries
-from gracetune.cache.folder_layout import CacheFolders
+from gracetune.cache.folders import CacheFolders
 from gracetune.cache.keys import Key
 from gracetune.cache.session import Caches
 from unit.cache.samples import entry, key, origin

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gracetune.cache.folder_layout import CacheFolders, cache_folders
+from gracetune.cache.folders import CacheFolders, cache_folders
 from gracetune.cache.required_entries import (
     by_folder,
     is_refreshed,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gracetune.cache.encoder import EncoderId, LatentEncoder, Prompt, TextEncoder
-from gracetune.cache.folder_layout import CacheFolders, cache_folders
+from gracetune.cache.folders import CacheFolders, cache_folders
 from gracetune.cache.keys import Key
 from gracetune.cache.session import Caches, needs
 from gracetune.config.run_config import RunConfig, Validation

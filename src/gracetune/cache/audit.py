@@ -17,21 +17,13 @@ from typing import Any
 from gracetune.cache.keys import EntryOrigin, Key
 from gracetune.cache.maintenance import EntryRemoval, leave_out_damaged, remove
 from gracetune.cache.manifest import EntryCopy
+from gracetune.cache.required_entries import RequiredEntry
 from gracetune.cache.shards import StoredEntry
 from gracetune.cache.store import DamagedShard, DiskStore
 
 _EXAMPLES = 20
 _ATTEMPTS = 5
 """How often to start again if other processes merge shards during an audit."""
-
-
-@dataclass(frozen=True)
-class RequiredEntry:
-    """An entry that the configuration needs."""
-
-    origin: EntryOrigin
-    what: str
-    """A description for users: the file, or the beginning of the caption."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from gracetune.cache.audit import RequiredEntry
 from gracetune.cache.encoder import EncoderId
 from gracetune.cache.folders import CacheFolders
 from gracetune.cache.keys import EntryOrigin, Key, latent_key, latent_origin, text_key, text_origin
@@ -267,6 +266,15 @@ def by_folder(items: Iterable[CacheItem]) -> dict[Path, list[CacheItem]]:
     for item in items:
         found.setdefault(item.folder, []).append(item)
     return found
+
+
+@dataclass(frozen=True)
+class RequiredEntry:
+    """An entry that the configuration needs."""
+
+    origin: EntryOrigin
+    what: str
+    """A description for users: the file, or the beginning of the caption."""
 
 
 def for_audit(items: Iterable[LatentItem | TextItem]) -> list[RequiredEntry]:

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from gracetune.cache.ai_toolkit_files import ImportReport
-from gracetune.cache.audit import Audit, EntryGroup, RequiredEntry
+from gracetune.cache.audit import Audit, EntryGroup
 from gracetune.cache.encode_passes import PassOutcome
 from gracetune.cache.pass_worker import PassProgress as PassProgress
+from gracetune.cache.required_entries import RequiredEntry
 from gracetune.cache.session import Caches, FilledCaches, Needs
 from gracetune.cache.store import DamagedShard
 from gracetune.cli.console import mark, shown

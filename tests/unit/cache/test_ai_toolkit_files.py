@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from gracetune.cache.ai_toolkit_files import ImportReport, LatentRequest, TextRequest, import_latents, import_text
-from gracetune.cache.audit import RequiredEntry, audit
+from gracetune.cache.audit import audit
 from gracetune.cache.keys import latent_origin, text_origin
+from gracetune.cache.required_entries import RequiredEntry
 from gracetune.cache.store import DiskStore
 from gracetune.data.refs import AppliedAugmentation, Bucket, Clip, Fit, MaskRef, SampleRef, Transform
 from unit.cache.samples import TEXT, VAE, ref

@@ -4,9 +4,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from gracetune.cache.audit import OriginDifference, RequiredEntry, audit, clear
+from gracetune.cache.audit import OriginDifference, audit, clear
 from gracetune.cache.keys import EntryOrigin, latent_origin, text_origin
 from gracetune.cache.maintenance import compact
+from gracetune.cache.required_entries import RequiredEntry
 from gracetune.cache.store import DiskStore
 from gracetune.cache.writer import Flush
 from gracetune.data.refs import Bucket

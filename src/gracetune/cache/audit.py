@@ -5,21 +5,26 @@ missing    wanted but not stored
 corrupt    stored, but the bytes do not match the checksum; unusable shards are listed by name
 stale      not wanted, but made from the same content or text as a wanted entry: another encoder, size, ...
 orphaned   not wanted, and no wanted entry has the same content; another configuration may use it
+
+`why_missing` says why entries must be encoded: new content, changed settings, another encoder, damaged bytes.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from gracetune.cache.keys import EntryOrigin, Key
 from gracetune.cache.maintenance import EntryRemoval, leave_out_damaged, remove
 from gracetune.cache.manifest import EntryCopy
-from gracetune.cache.required_entries import RequiredEntry
+from gracetune.cache.required_entries import LatentItem, RequiredEntry, TextItem, by_folder
 from gracetune.cache.shards import StoredEntry
 from gracetune.cache.store import DamagedShard, DiskStore
+from gracetune.data.text_format import counted
 
 _EXAMPLES = 20
 _ATTEMPTS = 5
@@ -230,3 +235,111 @@ def differences(stored: EntryOrigin, wanted: EntryOrigin) -> tuple[OriginDiffere
     return tuple(
         OriginDifference(name, before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)
     )
+
+
+# -- why entries are missing -------------------------------------------------------------------------------------------
+
+
+MOST_ENTRIES: Final = 300_000
+"""Largest store that is examined. Examining an entry takes 11 µs."""
+MOST_COMPARED: Final = 64
+"""Stored entries per content that are compared. A content may be stored for several encoders, sizes and flips."""
+
+_ENCODERS: Final = {"latent": "the VAE", "text": "the text encoder"}
+_PARTS: Final = {
+    "bucket": "their size",
+    "fit": "their crop",
+    "clip": "the section of the clip",
+    "augmentation": "their augmentation",
+    "mask": "their masks",
+    "conditioning": "their references",
+    "pictures": "their references",
+}
+_SETTING: Final = "encoder.settings."
+
+
+def why_missing(store_of: Callable[[Path], DiskStore], missing: Sequence[LatentItem | TextItem]) -> list[str]:
+    """One line per reason, the most frequent first."""
+    reasons: Counter[str] = Counter()
+    new: list[LatentItem | TextItem] = []
+    damaged = 0
+    for folder, items in by_folder(missing).items():
+        store = store_of(folder)
+        if len(store.keys()) > MOST_ENTRIES:
+            reasons["; the cache is too large to determine the reason"] += len(items)
+            continue
+        nearest = _nearest(store, items)
+        kind = items[0].origin.kind
+        reasons.update(_reason(kind, nearest[item.key]) for item in items if item.key in nearest)
+        new += [item for item in items if item.key not in nearest]
+        damaged += len(store.damaged)
+    kind = missing[0].origin.kind if missing else "latent"
+    lines = [f"{_count_of_kind(kind, count)} encoded{why}" for why, count in reasons.most_common()]
+    if new:
+        or_lost = f", or lost in {counted(damaged, 'damaged cache file')}" if damaged else ""
+        lines.append(f"{_count_of_kind(kind, len(new))} encoded: {_new_content(new)}{or_lost}")
+    return lines
+
+
+def _nearest(store: DiskStore, items: Sequence[LatentItem | TextItem]) -> dict[str, frozenset[str]]:
+    """For each wanted key, the parts in which the most similar stored entry of the same content differs.
+
+    Keys without a stored entry of the same content are absent.
+    """
+    wanted: dict[tuple[str, ...], list[tuple[str, EntryOrigin]]] = {}
+    for item in items:
+        origin = item.origin
+        wanted.setdefault(_content_of(origin), []).append((item.key, origin))
+    found: dict[str, frozenset[str]] = {}
+    compared: Counter[tuple[str, ...]] = Counter()
+    for _, entry in store.stored():
+        content = _content_of(entry.origin)
+        if content not in wanted or compared[content] >= MOST_COMPARED:
+            continue
+        compared[content] += 1
+        for key, origin in wanted[content]:
+            parts = frozenset(one.part for one in differences(entry.origin, origin))
+            if key not in found or len(parts) < len(found[key]):
+                found[key] = parts
+    return found
+
+
+def _content_of(origin: EntryOrigin) -> tuple[str, ...]:
+    """The source content of an entry, regardless of how it was encoded.
+
+    The references count as content, because thousands of edit pairs often have the same instruction.
+    """
+    images = next((value for name, value in origin.parts if name == "pictures"), "[]")
+    if images == "[]":
+        return (origin.kind, origin.source)
+    try:
+        digests = [str(one["digest"]) for one in json.loads(images)]
+    except (ValueError, TypeError, KeyError):  # written by another release
+        digests = [images]
+    return (origin.kind, origin.source, *digests)
+
+
+def _reason(kind: str, parts: frozenset[str]) -> str:
+    if not parts:
+        return " again: they were damaged on the disk; check the disk (`dmesg`, `smartctl -a`)"
+    if "encoder.weights" in parts:
+        return f" again: {_ENCODERS[kind]} changed since they were cached"
+    settings = [f"the encoder's {part.removeprefix(_SETTING)}" for part in parts if part.startswith(_SETTING)]
+    own = [_PARTS.get(part, part) for part in parts if not part.startswith(_SETTING)]
+    return f" again: {' and '.join(sorted({*settings, *own}))} changed since they were cached"
+
+
+def _count_of_kind(kind: str, count: int) -> str:
+    return counted(count, "latent" if kind == "latent" else "text embedding")
+
+
+def _new_content(new: Sequence[LatentItem | TextItem]) -> str:
+    files = {(item.ref.dataset, item.ref.path): item.ref.bucket for item in new if isinstance(item, LatentItem)}
+    if any(isinstance(item, TextItem) and item.images for item in new):
+        return "new captions or references"
+    if not files:
+        return counted(len({item.text for item in new if isinstance(item, TextItem)}), "new caption")
+    media = Counter(
+        "sound" if bucket.audio_samples else "clip" if bucket.frames > 1 else "image" for bucket in files.values()
+    )
+    return " and ".join(counted(count, f"new {medium}") for medium, count in media.most_common())

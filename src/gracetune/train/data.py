@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gracetune.cache.audit import why_missing
 from gracetune.cache.batches import BatchSource, EntrySource, LiveEncoder, SampleKeys
 from gracetune.cache.created_entries import CreatedEntries, Made
 from gracetune.cache.encode_passes import PassOptions, Share
 from gracetune.cache.errors import EntriesError, MissingEntryError
 from gracetune.cache.folders import cache_folders
 from gracetune.cache.keys import Key
-from gracetune.cache.miss_reasons import why_missing
 from gracetune.cache.repair import EntryRepair
 from gracetune.cache.required_entries import LatentItem, TextItem, visits_of
 from gracetune.cache.residence import CacheResources, CacheRole, CacheType, Visits

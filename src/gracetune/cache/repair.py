@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from gracetune.cache.encode_passes import EncodeMemoryError, PassOptions, Share
 from gracetune.cache.errors import EntriesError
-from gracetune.cache.integrity import recheck_suspects
 from gracetune.cache.keys import Key
+from gracetune.cache.maintenance import recheck_suspects
 from gracetune.cache.session import Caches, Encoders, FilledCaches, build
 from gracetune.config.run_config import RunConfig
 from gracetune.data.errors import UnreadableMediaError

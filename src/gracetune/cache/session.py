@@ -33,9 +33,8 @@ from gracetune.cache.encode_passes import (
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
 from gracetune.cache.errors import CacheError, unreadable
 from gracetune.cache.folders import CacheFolders
-from gracetune.cache.integrity import OnChecked, forget_damaged
 from gracetune.cache.keys import Key
-from gracetune.cache.maintenance import EntryRemoval, compact, remove
+from gracetune.cache.maintenance import EntryRemoval, OnChecked, compact, forget_damaged, remove
 from gracetune.cache.required_entries import (
     CacheItem,
     LatentItem,

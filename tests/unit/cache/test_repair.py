@@ -9,7 +9,7 @@ import pytest
 
 from gracetune.cache.encode_passes import Flush
 from gracetune.cache.errors import CorruptEntryError
-from gracetune.cache.integrity import recheck_suspects
+from gracetune.cache.maintenance import recheck_suspects
 from gracetune.cache.session import build
 from gracetune.cache.store import DiskStore
 from runs.made_runs import images

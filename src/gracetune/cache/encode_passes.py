@@ -5,7 +5,7 @@
     outcome = encode_latents(latent_encoder, wanted.latents, outcome.index, caches.store, wanted_anew, how=How())
 
 After a pass, all entries for `outcome.encoder` exist. Other processes may have made some of them: ranks divide the work
-by claiming entries (see claims.py) and wait for each other at the end. A pass can be interrupted at any moment by
+by claiming entries (see pass_worker.py) and wait for each other at the end. A pass can be interrupted at any moment by
 Ctrl-C, an error or kill -9. The next pass continues where it stopped.
 
 The id of a latent encoder may change during a pass. To save memory, the encoder may switch to tiling, which gives

@@ -17,9 +17,9 @@ import torch
 
 from gracetune.cache.encode_passes import EncodeMemoryError, PassOptions, PassProgress, Share
 from gracetune.cache.encoder import Prompt
-from gracetune.cache.entry_locks import Claims
 from gracetune.cache.errors import CacheBusyError, CacheError, CacheFullError
 from gracetune.cache.keys import Key
+from gracetune.cache.pass_worker import Claims
 from gracetune.cache.required_entries import by_folder
 from gracetune.cache.session import Caches, FilledCaches, build, needs, remove_entries
 from gracetune.cache.store import DiskStore

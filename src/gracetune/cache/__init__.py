@@ -2,8 +2,9 @@
 
 The modules by subject. Start with the first one of each line:
 
-contents  encoder (the contract with the models), keys, wanted, missing, places
-on disk   store, folder, shards, manifest, reading, writer, upkeep, checking, audit, errors
-filling   session, passes, pass_work, claims, refresh, repair, made, tiling, takeover, imports
+contents  encoder (the contract with the models), keys, required_entries
+on disk   store, folders, shards, manifest, reading, writer, maintenance, audit, errors
+filling   session, encode_passes, pass_worker, refresh, repair, created_entries, tiling,
+          ai_toolkit_import, ai_toolkit_files
 reading   batches, resident, residence, loading, collate, stats
 """

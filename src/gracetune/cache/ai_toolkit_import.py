@@ -1,7 +1,7 @@
 """`cache build --import-ai-toolkit`: import entries that ai-toolkit cached beside the data, before encoding the rest.
 
-This module pairs missing entries with media files. imports.py finds ai-toolkit's files for them and decides which ones
-are valid.
+This module pairs missing entries with media files. `ai_toolkit_files` finds ai-toolkit's files for them and decides
+which ones are valid.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ if TYPE_CHECKING:
     from gracetune.optim.record import per_element as per_element
     from gracetune.storage.atomic import sync_folder as sync_folder
     from gracetune.storage.atomic import write_file as write_file
-    from gracetune.storage.errors import WeightFileError as WeightFileError
+    from gracetune.storage.safetensors_headers import WeightFileError as WeightFileError
     from gracetune.storage.safetensors_headers import open_weights as open_weights
     from gracetune.telemetry.dispatcher import Sink as Sink
     from gracetune.telemetry.dispatcher import TrackedRun as TrackedRun
@@ -235,7 +235,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "Problem": "gracetune.errors:Problem",
     "sync_folder": "gracetune.storage.atomic:sync_folder",
     "write_file": "gracetune.storage.atomic:write_file",
-    "WeightFileError": "gracetune.storage.errors:WeightFileError",
+    "WeightFileError": "gracetune.storage.safetensors_headers:WeightFileError",
     "open_weights": "gracetune.storage.safetensors_headers:open_weights",
     "format_bytes": "gracetune.units:format_bytes",
     "GIB": "gracetune.units:GIB",

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gracetune.memory.weights import loading
 from gracetune.memory.weights.loading import load_into, open_weights
-from gracetune.storage.errors import WeightFileError
 from gracetune.storage.safetensors_files import TORCH_DTYPES
+from gracetune.storage.safetensors_headers import WeightFileError
 from gracetune.units import MIB
 
 pytestmark = pytest.mark.gpu

@@ -19,7 +19,6 @@ from torch import Tensor
 from gracetune.adapters.algorithms.assembly import LayerError, checked_alpha
 from gracetune.adapters.errors import UnreadableAdapterError
 from gracetune.errors import ConfigError, Problem, short
-from gracetune.storage.errors import WeightFileError
 from gracetune.storage.os_errors import FileError, problem_of
 from gracetune.storage.regular_files import open_regular, read_small_file
 from gracetune.storage.safetensors_files import (
@@ -30,7 +29,7 @@ from gracetune.storage.safetensors_files import (
     tensor_bytes,
     write_tensors,
 )
-from gracetune.storage.safetensors_headers import WeightFiles, open_weights
+from gracetune.storage.safetensors_headers import WeightFileError, WeightFiles, open_weights
 from gracetune.units import format_bytes
 
 SUFFIX = ".safetensors"

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from gracetune.cache.keys import EntryOrigin
 from gracetune.cache.writer import Writer
 from gracetune.data.refs import SampleRef
-from gracetune.storage.errors import WeightFileError
-from gracetune.storage.safetensors_headers import WeightFiles, open_weights
+from gracetune.storage.safetensors_headers import WeightFileError, WeightFiles, open_weights
 
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry

@@ -21,9 +21,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gracetune.storage.atomic import write_file
-from gracetune.storage.errors import WeightFileError
 from gracetune.storage.regular_files import open_regular
-from gracetune.storage.safetensors_headers import FileIdentity, TensorEntry, read_fully, unreadable
+from gracetune.storage.safetensors_headers import FileIdentity, TensorEntry, WeightFileError, read_fully, unreadable
 from gracetune.units import MIB
 
 VERSION: Final = 2

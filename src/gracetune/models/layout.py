@@ -15,8 +15,7 @@ from typing import Any
 from gracetune.errors import ConfigError, Problem
 from gracetune.models import single_file
 from gracetune.models.source import INDEX, PICKLES, ModelSource, read_json
-from gracetune.storage.errors import WeightFileError
-from gracetune.storage.safetensors_headers import TensorEntry, open_weights
+from gracetune.storage.safetensors_headers import TensorEntry, WeightFileError, open_weights
 
 CONFIG, TOKENIZER, SCHEDULER = "config.json", "tokenizer_config.json", "scheduler_config.json"
 """The file that identifies a part of each kind."""

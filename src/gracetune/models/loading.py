@@ -32,8 +32,7 @@ from gracetune.models.layout import CONFIG, part_config, read_config, weight_fil
 from gracetune.models.progress_bars import without_bars
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EightBitLayers, PartPlacement
-from gracetune.storage.errors import WeightFileError
-from gracetune.storage.safetensors_headers import WeightFiles, open_weights
+from gracetune.storage.safetensors_headers import WeightFileError, WeightFiles, open_weights
 
 RandomFill = Callable[[nn.Module, Mapping[str, Tensor]], None]
 """Initializes tensors of a model in place, by name, with values that come from no file."""

@@ -21,8 +21,8 @@ from gracetune.models.fingerprint import fingerprint
 from gracetune.models.layout import CONFIG, SCHEDULER, part_tensors, read_config, read_index
 from gracetune.models.source import INDEX, ModelSource
 from gracetune.models.spec import ModelFacts
-from gracetune.storage.errors import WeightFileError
 from gracetune.storage.os_errors import explained
+from gracetune.storage.safetensors_headers import WeightFileError
 
 
 def part_fingerprints(source: ModelSource, facts: ModelFacts) -> dict[str, str]:

@@ -18,8 +18,7 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.memory.weights.staging import too_large_for
 from gracetune.models.eight_bit_layers import Put
 from gracetune.models.source import ModelSource
-from gracetune.storage.errors import WeightFileError
-from gracetune.storage.safetensors_headers import TensorEntry, open_weights, shortened
+from gracetune.storage.safetensors_headers import TensorEntry, WeightFileError, open_weights, shortened
 
 _DENOISERS = ("transformer", "unet")
 _PREFIXES: Mapping[str, tuple[str, ...]] = {

@@ -15,16 +15,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gracetune.errors import Problem, short
-from gracetune.storage.errors import WeightFileError
+from gracetune.errors import GracetuneError, Problem, short
 from gracetune.storage.os_errors import problem_of
 from gracetune.storage.regular_files import open_regular, read_small_file
 from gracetune.units import format_bytes
+
+
+class WeightFileError(GracetuneError):
+    """A weight file cannot be read, or does not fit the model. Carries all problems, not only the first."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        if not self.problems:
+            raise ValueError("a WeightFileError needs at least one problem to report")
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
 
 MAX_HEADER = 100_000_000
 """The safetensors library's own limit."""

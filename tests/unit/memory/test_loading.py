@@ -24,9 +24,8 @@ from torch import Tensor
 from gracetune.memory.weights import loading
 from gracetune.memory.weights.loading import WeightLoadReport, load_into, torch_dtype
 from gracetune.memory.weights.staging import HostStaging, bytes_of, too_large_for
-from gracetune.storage.errors import WeightFileError
 from gracetune.storage.safetensors_files import TORCH_DTYPES
-from gracetune.storage.safetensors_headers import BITS, open_weights, read_fully
+from gracetune.storage.safetensors_headers import BITS, WeightFileError, open_weights, read_fully
 from gracetune.units import GIB, KIB, MIB
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -24,7 +24,7 @@ from gracetune.models.published import build_published
 from gracetune.models.registry import FOOTPRINTS, spec_of
 from gracetune.models.source import ModelSource, open_source
 from gracetune.models.spec import EightBitLayers, PartPlacement
-from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import WeightFileError
 from unit.models import original_names as original
 from unit.models.model_inputs import answer
 

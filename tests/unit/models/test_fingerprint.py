@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gracetune.models import fingerprint as module
 from gracetune.models.fingerprint import fingerprint
-from gracetune.storage.errors import WeightFileError
-from gracetune.storage.safetensors_headers import open_weights
+from gracetune.storage.safetensors_headers import WeightFileError, open_weights
 
 ANY_TIME = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -20,7 +20,7 @@ from gracetune.models.layout import part_tensors, read_config, read_index, weigh
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import PartPlacement
-from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import WeightFileError
 from unit.models.model_inputs import answer
 
 CPU = torch.device("cpu")

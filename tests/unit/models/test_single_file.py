@@ -20,7 +20,7 @@ from gracetune.models.loading import load_component, load_text_model
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, open_source
 from gracetune.models.spec import EncodeOptions, PartPlacement
-from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import WeightFileError
 from unit.models import original_names as original
 
 CPU = torch.device("cpu")

@@ -13,10 +13,9 @@ from gracetune.checkpoint.manifest import MANIFEST, read_manifest
 from gracetune.errors import ConfigError
 from gracetune.models.source import read_json
 from gracetune.storage.checksums import Fact, difference
-from gracetune.storage.errors import WeightFileError
 from gracetune.storage.regular_files import check_regular, open_regular, read_small_file
 from gracetune.storage.safetensors_files import open_tensors, read_tensors
-from gracetune.storage.safetensors_headers import open_weights
+from gracetune.storage.safetensors_headers import WeightFileError, open_weights
 
 
 @pytest.fixture(params=["pipe", "socket", "device", "folder"])

@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from gracetune.storage.errors import WeightFileError
-from gracetune.storage.safetensors_headers import BITS, TensorEntry, open_weights
+from gracetune.storage.safetensors_headers import BITS, TensorEntry, WeightFileError, open_weights
 
 FOUR_FLOATS = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 ENTRY_TEXT = json.dumps(FOUR_FLOATS).encode()

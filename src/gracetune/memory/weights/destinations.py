@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import Problem
-from gracetune.storage.errors import WeightFileError
 from gracetune.storage.safetensors_files import TORCH_DTYPES
-from gracetune.storage.safetensors_headers import TensorEntry, WeightFiles, shortened
+from gracetune.storage.safetensors_headers import TensorEntry, WeightFileError, WeightFiles, shortened
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:

@@ -29,12 +29,12 @@ from torch import Tensor
 from gracetune.errors import Problem
 from gracetune.memory.weights.destinations import find_problems, torch_dtype
 from gracetune.memory.weights.staging import CudaStaging, HostStaging, Staging, bytes_of
-from gracetune.storage.errors import WeightFileError
 from gracetune.storage.regular_files import open_regular
 from gracetune.storage.safetensors_files import TORCH_DTYPES
 from gracetune.storage.safetensors_headers import (
     FileIdentity,
     TensorEntry,
+    WeightFileError,
     WeightFiles,
     open_weights,
     read_fully,

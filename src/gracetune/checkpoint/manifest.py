@@ -20,16 +20,18 @@ renamed, and the parent folder is synced.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from gracetune.storage.checksums import Fact
-from gracetune.storage.regular_files import read_small_file
+from gracetune.storage.atomic import write_new
+from gracetune.storage.regular_files import open_regular, read_small_file
+from gracetune.units import MIB
 
 FORMAT = "gracetune-checkpoint"
 VERSION = 1
@@ -179,3 +181,50 @@ def _value_text(value: str | None) -> str:
 
 def _item_text(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "not set"
+
+
+# -- files and their checksums -----------------------------------------------------------------------------------------
+
+
+_CHUNK = 16 * MIB
+
+
+@dataclass(frozen=True)
+class Fact:
+    """The recorded size and checksum of a file."""
+
+    size: int
+    checksum: str
+    """xxh3-128 of the whole content, in hexadecimal."""
+
+
+def write_checksummed(path: Path, parts: Iterable[memoryview]) -> Fact:
+    """Create a file, flush it and return its size and checksum. Every OSError raised carries the path."""
+    digest, size = xxhash.xxh3_128(), 0
+
+    def hashed_chunks() -> Iterator[memoryview]:
+        nonlocal size
+        for part in parts:
+            for begin in range(0, len(part), _CHUNK):
+                chunk = part[begin : begin + _CHUNK]
+                digest.update(chunk)
+                size += len(chunk)
+                yield chunk
+
+    write_new(path, hashed_chunks())
+    return Fact(size, digest.hexdigest())
+
+
+def difference(path: Path, expected: Fact) -> str | None:
+    """Describe how the file differs from `expected`, or return None. Raises OSError if the file cannot be read."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return "it is missing"
+    if size != expected.size:
+        return f"{size:,} bytes instead of {expected.size:,}"
+    digest = xxhash.xxh3_128()
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return None if digest.hexdigest() == expected.checksum else "its bytes do not match their checksum"

@@ -14,13 +14,13 @@ from gracetune.checkpoint.manifest import (
     BadManifestError,
     CheckpointManifest,
     NewerFormatError,
+    difference,
     file_stem,
     identity_differences,
     read_manifest,
 )
 from gracetune.checkpoint.state_parts import CheckpointPart, SavedState
 from gracetune.errors import Problem
-from gracetune.storage.checksums import difference
 from gracetune.storage.safetensors_files import read_tensors
 
 

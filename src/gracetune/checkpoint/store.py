@@ -28,12 +28,14 @@ from gracetune.checkpoint.manifest import (
     MANIFEST,
     BadManifestError,
     CheckpointManifest,
+    Fact,
     Metadata,
     file_stem,
     folder_name,
     identity_differences,
     read_manifest,
     step_of,
+    write_checksummed,
 )
 from gracetune.checkpoint.ranks import OneProcess, Ranks
 from gracetune.checkpoint.reading import Checkpoint, Damage, other_run, verify
@@ -47,7 +49,6 @@ from gracetune.checkpoint.state_parts import (
 )
 from gracetune.errors import Problem
 from gracetune.storage.atomic import left_bytes, new_folder, sweep_folders
-from gracetune.storage.checksums import Fact, write_checksummed
 from gracetune.storage.safetensors_files import file_chunks
 from gracetune.units import MIB
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.checkpoint.manifest import MANIFEST, read_manifest
+from gracetune.checkpoint.manifest import MANIFEST, Fact, difference, read_manifest
 from gracetune.errors import ConfigError
 from gracetune.models.source import read_json
-from gracetune.storage.checksums import Fact, difference
 from gracetune.storage.regular_files import check_regular, open_regular, read_small_file
 from gracetune.storage.safetensors_files import open_tensors, read_tensors
 from gracetune.storage.safetensors_headers import WeightFileError, open_weights

@@ -17,7 +17,7 @@ from gracetune.cache.errors import CacheError
 from gracetune.cache.folders import FORMAT_FILE
 from gracetune.cache.keys import Key
 from gracetune.cache.store import DiskStore
-from gracetune.storage.line_file import LineFile
+from gracetune.storage.atomic import LineFile
 
 _NAME = re.compile(r"\.gracetune-made-\d+\.jsonl")
 _KEY = re.compile(r"[0-9a-f]{32}")

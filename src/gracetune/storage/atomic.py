@@ -4,6 +4,8 @@ Data is written to a temporary name in the target folder, flushed with fsync and
 flushed, because a rename is durable only once its folder is. The writing process holds a file lock on its temporary
 file, so `sweep` can tell files in use from those a killed process left. The kernel releases the lock when the process
 ends, however it ends. Process ids and clocks are not used: they can be reused, wrong, or those of another machine.
+
+`LineFile` appends lines. Each line goes to the kernel in one write, so even `kill -9` loses no completed line.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gracetune.storage.locks import is_at, lock
@@ -262,3 +264,44 @@ def _remove_if_abandoned(path: Path) -> bool:
         return False
     finally:
         os.close(descriptor)
+
+
+# -- appended lines ----------------------------------------------------------------------------------------------------
+
+
+class LineFile:
+    """A file opened for appending, which may exist from an earlier process. `close` flushes it to disk."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                # A killed process can leave half a line. End it, so that the next line stays readable.
+                os.write(self._descriptor, b"\n")
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def write(self, line: bytes) -> None:
+        """Append one line, which must end with a newline. A line that cannot be written whole is removed."""
+        rest = line
+        try:
+            while rest:  # usually one call; the kernel writes less on a disk that is nearly full
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            if len(rest) < len(line):
+                with suppress(OSError):
+                    size = os.fstat(self._descriptor).st_size
+                    os.ftruncate(self._descriptor, size - (len(line) - len(rest)))
+            raise
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # pipes and devices have no fsync
+                raise
+        finally:
+            os.close(self._descriptor)

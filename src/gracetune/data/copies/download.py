@@ -28,8 +28,7 @@ from gracetune.data.copies.tables import METADATA_TABLES, FolderRows, check_tabl
 from gracetune.data.copies.url_lists import fetch_addresses
 from gracetune.data.media import kind_of
 from gracetune.data.text_format import counted
-from gracetune.storage.atomic import publish_folder, sync_folder, temporary_name, write_file
-from gracetune.storage.line_file import LineFile
+from gracetune.storage.atomic import LineFile, publish_folder, sync_folder, temporary_name, write_file
 from gracetune.storage.transfer import OnFetched, RetryPolicy, TransferError, transfer
 
 REQUESTS: Final = 8

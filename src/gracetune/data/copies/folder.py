@@ -28,8 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gracetune.config.dataset_config import Dataset, LocalCopy
 from gracetune.data.copies.layout import CopyFormat, Part, kind_for
 from gracetune.data.copies.rows import METADATA
-from gracetune.storage.atomic import sweep_folders, write_file
-from gracetune.storage.line_file import LineFile
+from gracetune.storage.atomic import LineFile, sweep_folders, write_file
 from gracetune.storage.locks import lock, open_lock_file
 
 VERSION: Final = 1

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from gracetune.config.dataset_config import RowFilter, Tile
 from gracetune.data.caption_tables import value_at
 from gracetune.data.media import Kind, extension_of, kind_of
-from gracetune.storage.line_file import LineFile
+from gracetune.storage.atomic import LineFile
 
 ROWS: Final = ".rows.jsonl"
 METADATA: Final = "metadata.jsonl"

@@ -17,8 +17,7 @@ from gracetune.data.copies.sources import open_file
 from gracetune.data.copies.tables import Address, read_addresses
 from gracetune.data.media import Kind
 from gracetune.redaction import redact
-from gracetune.storage.atomic import write_file
-from gracetune.storage.line_file import LineFile
+from gracetune.storage.atomic import LineFile, write_file
 
 if TYPE_CHECKING:
     from gracetune.data.copies.plan import CopyPlan

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from gracetune.storage.line_file import LineFile
+from gracetune.storage.atomic import LineFile
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Event, Record, RunEnded, RunStarted, step_of
 from gracetune.telemetry.schema import NotAnEventError, from_line, to_line

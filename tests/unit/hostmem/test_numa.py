@@ -10,8 +10,7 @@ import pytest
 
 from gracetune.hostmem import numa
 from gracetune.hostmem.numa import NodeChoice, bind, choose_nodes
-from gracetune.hostmem.segment import Segment
-from gracetune.hostmem.segment_writer import ArenaWriter, SegmentEntry
+from gracetune.hostmem.segment import ArenaWriter, Segment, SegmentEntry
 from unit.hardware.machines import NAMES, load
 
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}

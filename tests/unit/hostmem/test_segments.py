@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from gracetune.hostmem.errors import StagingError
 from gracetune.hostmem.numa import NodeChoice
-from gracetune.hostmem.segment import Segment
-from gracetune.hostmem.segment_writer import ALIGNMENT, DATA_AT, RECORD, ArenaWriter, SegmentEntry
+from gracetune.hostmem.segment import ALIGNMENT, DATA_AT, RECORD, ArenaWriter, Segment, SegmentEntry
 from unit.data.backends.helpers import held
 
 ANYWHERE = NodeChoice((), "anywhere")

@@ -22,8 +22,7 @@ from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.staging.report import StagingReport
 from gracetune.hostmem.errors import StagingError
-from gracetune.hostmem.segment import Segment, SegmentHandle
-from gracetune.hostmem.segment_writer import SegmentEntry
+from gracetune.hostmem.segment import Segment, SegmentEntry, SegmentHandle
 from gracetune.hostmem.sharing import LocalRanks, fetch
 
 

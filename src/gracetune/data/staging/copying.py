@@ -35,8 +35,7 @@ from gracetune.data.staging.report import StagingReport
 from gracetune.hostmem.compression import CHUNK, CHUNK_OVERHEAD, RAW, Compression, CompressionCodec, codec_for, shrinks
 from gracetune.hostmem.hint import together
 from gracetune.hostmem.numa import NodeChoice
-from gracetune.hostmem.segment import Segment
-from gracetune.hostmem.segment_writer import UNREADABLE, ArenaWriter, SegmentEntry, capacity_for
+from gracetune.hostmem.segment import UNREADABLE, ArenaWriter, Segment, SegmentEntry, capacity_for
 from gracetune.units import MIB
 
 MOST_THREADS: Final = 72

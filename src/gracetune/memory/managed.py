@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from gracetune.hostmem.hint import Hint, not_applied
-from gracetune.hostmem.pages import HINT_PAGE, round_up
+from gracetune.hostmem.hint import HINT_PAGE, Hint, not_applied, round_up
 from gracetune.memory.errors import DriverError, DriverTooOldError, UnifiedMemoryError
 from gracetune.memory.native import HOST, Advice, ManagedSpan, RangeState, Uvm
 from gracetune.memory.slab import FreeSpace

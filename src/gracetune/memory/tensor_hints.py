@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gracetune.hostmem.hint import Hint, not_applied
-from gracetune.hostmem.pages import HINT_PAGE, ByteRange, whole_pages
+from gracetune.hostmem.hint import HINT_PAGE, ByteRange, Hint, not_applied, whole_pages
 from gracetune.memory.errors import DriverError, DriverTooOldError
 from gracetune.memory.managed import Home, set_home
 from gracetune.memory.native import HOST, ManagedSpan, Uvm

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gracetune.hostmem.pages import round_up
+from gracetune.hostmem.hint import round_up
 from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.managed import ManagedBuffer, ManagedHeap
 

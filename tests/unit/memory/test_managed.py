@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.hostmem.pages import HINT_PAGE, ByteRange, whole_pages
+from gracetune.hostmem.hint import HINT_PAGE, ByteRange, whole_pages
 from gracetune.memory.errors import DriverError, ManagedCapError, UnifiedMemoryError
 from gracetune.memory.managed import ALIGNMENT, ManagedBuffer, ManagedHeap
 from gracetune.memory.native import HOST

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.hostmem.hint import Hint, both, not_applied, together
-from gracetune.hostmem.pages import HINT_PAGE
+from gracetune.hostmem.hint import HINT_PAGE, Hint, both, not_applied, together
 from gracetune.memory.batch_hints import KEY_HINTS, tensors_with_hints
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import HOST

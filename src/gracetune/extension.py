@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from gracetune.memory.errors import MemoryPressure as MemoryPressure
     from gracetune.memory.errors import UnifiedMemoryError as UnifiedMemoryError
     from gracetune.memory.managed import ManagedHeap as ManagedHeap
-    from gracetune.memory.managed_slab import ManagedSlab as ManagedSlab
+    from gracetune.memory.managed import ManagedSlab as ManagedSlab
     from gracetune.memory.native import Unavailable as Unavailable
     from gracetune.memory.unified_memory import UnifiedMemory as UnifiedMemory
     from gracetune.models.common.encoding import encoder_id as encoder_id
@@ -286,7 +286,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "UnifiedMemoryError": "gracetune.memory.errors:UnifiedMemoryError",
     "UnifiedMemory": "gracetune.memory.unified_memory:UnifiedMemory",
     "ManagedHeap": "gracetune.memory.managed:ManagedHeap",
-    "ManagedSlab": "gracetune.memory.managed_slab:ManagedSlab",
+    "ManagedSlab": "gracetune.memory.managed:ManagedSlab",
     "Unavailable": "gracetune.memory.native:Unavailable",
     # data and caches
     "Entry": "gracetune.cache.encoder:Entry",

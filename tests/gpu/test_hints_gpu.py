@@ -24,8 +24,7 @@ from gracetune.hardware.machine import Profile
 from gracetune.hostmem.slab import MemorySlab
 from gracetune.memory.link_file import FILE
 from gracetune.memory.lookahead import LookAhead, RingMover
-from gracetune.memory.managed import ManagedHeap
-from gracetune.memory.managed_slab import ManagedSlab
+from gracetune.memory.managed import ManagedHeap, ManagedSlab
 from gracetune.memory.native import HOST, RangeState, Uvm
 from gracetune.memory.placement import Hints
 from gracetune.memory.stacked import Stacked

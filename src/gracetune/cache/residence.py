@@ -1,6 +1,6 @@
 """The choice of the memory that holds a resident cache, with its reason.
 
-The slabs themselves are in `hostmem.slab` and `memory.managed_slab`.
+The slabs themselves are in `hostmem.slab` and `memory.managed`.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from gracetune.hostmem.sensors import HostSensor
 from gracetune.hostmem.sharing import LocalRanks, Offer, fetch
 from gracetune.hostmem.slab import MemorySlab, Slab
 from gracetune.memory.errors import UnifiedMemoryError
-from gracetune.memory.managed_slab import ManagedSlab
+from gracetune.memory.managed import ManagedSlab
 from gracetune.memory.placement import TEXT_ON_DEVICE_SHARE
 from gracetune.units import format_bytes
 

@@ -2,7 +2,7 @@
 
 Memory shared by several local ranks is a memfd, a file that exists only in memory, mapped by each of them. A single
 process uses anonymous memory, which the kernel can back with huge pages. If there is a GPU, either kind is page-locked
-(registered with the CUDA driver) in one piece, so that copies from it are asynchronous. `memory.managed_slab`
+(registered with the CUDA driver) in one piece, so that copies from it are asynchronous. `memory.managed`
 implements the same protocol with managed memory.
 """
 

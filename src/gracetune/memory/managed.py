@@ -2,6 +2,8 @@
 
 A `ManagedHeap` allocates buffers from slabs. All buffers of a slab have the same preferred location ("home"). Buffers
 of a page or more do not share pages, so a hint never affects another buffer.
+
+`ManagedSlab` is the counterpart of `hostmem.slab`: one buffer for a whole cache.
 """
 
 from __future__ import annotations
@@ -12,17 +14,18 @@ import os
 import threading
 import time
 import weakref
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gracetune.hostmem.hint import HINT_PAGE, Hint, not_applied, round_up
 from gracetune.memory.errors import DriverError, DriverTooOldError, UnifiedMemoryError
 from gracetune.memory.native import HOST, Advice, ManagedSpan, RangeState, Uvm
-from gracetune.memory.slab import FreeSpace
 from gracetune.units import MIB
 
 if TYPE_CHECKING:
@@ -316,3 +319,90 @@ class ManagedBuffer:
     def state(self) -> RangeState:
         """The hints that the driver has for these bytes."""
         return self._heap.uvm.range_state(self._block.span)
+
+
+# -- parts of a slab ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FreeSpace:
+    """The free ranges of a slab. `ranges` holds (address, bytes), sorted, without adjacent or overlapping ranges."""
+
+    start: int
+    capacity: int
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ranges = [(self.start, self.capacity)]
+
+    def take(self, size: int, alignment: int) -> int | None:
+        """Allocate by first fit. Returns the address, or None if no range is large enough."""
+        for index, (address, length) in enumerate(self.ranges):
+            start = -(-address // alignment) * alignment
+            if start + size <= address + length:
+                rest = [(address, start - address), (start + size, address + length - start - size)]
+                self.ranges[index : index + 1] = [free for free in rest if free[1]]
+                return start
+        return None
+
+    def give_back(self, address: int, size: int) -> None:
+        """Free a range and merge it with adjacent free ranges."""
+        insort(self.ranges, (address, size))
+        if any(first[0] + first[1] > second[0] for first, second in pairwise(self.ranges)):
+            self.ranges.remove((address, size))
+            raise ValueError(f"bytes {address}..{address + size} are already free")
+        merged: list[tuple[int, int]] = []
+        for start, length in self.ranges:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self.ranges = merged
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(length for _, length in self.ranges)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is allocated."""
+        return self.free_bytes == self.capacity
+
+
+# -- a slab for a cache ------------------------------------------------------------------------------------------------
+
+
+class ManagedSlab:
+    """A slab that CPU and GPU can both access, wherever its pages are."""
+
+    def __init__(self, heap: ManagedHeap, size: int, home: Home) -> None:
+        import torch
+
+        self._buffer: ManagedBuffer = heap.empty((max(size, 1),), torch.uint8, home)
+        self.home = home
+        self.host = self._buffer.cpu()
+        self.view = self._buffer.cuda()
+        self.notes: tuple[str, ...] = ()
+
+    def settle(self) -> None:
+        """Move pages to the device if they belong there. The CPU has written them, so they are in host memory."""
+        import torch
+
+        if self.home == "device":
+            stream = torch.cuda.current_stream(self._buffer.device)
+            self._buffer.prefetch("device", stream.cuda_stream)
+            stream.synchronize()
+
+    def move(self, home: Home, stream: int) -> Hint:
+        """Change the preferred location and start the migration on a CUDA stream. Reads stay correct meanwhile."""
+        hint = self._buffer.rehome(home)
+        if hint:
+            self._buffer.prefetch(home, stream)
+            self.home = home
+        return hint
+
+    def close(self) -> None:
+        import torch
+
+        self.host = self.view = torch.empty(0, dtype=torch.uint8)
+        self._buffer.close()

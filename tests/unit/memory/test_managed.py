@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from gracetune.hostmem.hint import HINT_PAGE, ByteRange, whole_pages
 from gracetune.memory.errors import DriverError, ManagedCapError, UnifiedMemoryError
-from gracetune.memory.managed import ALIGNMENT, ManagedBuffer, ManagedHeap
+from gracetune.memory.managed import ALIGNMENT, FreeSpace, ManagedBuffer, ManagedHeap
 from gracetune.memory.native import HOST
-from gracetune.memory.slab import FreeSpace
 from gracetune.memory.tensor_hints import prefer
 from gracetune.units import MIB
 

@@ -25,8 +25,7 @@ from gracetune.hostmem.slab import MemorySlab
 from gracetune.memory.errors import CacheWrittenError, DriverError
 from gracetune.memory.link_file import FILE, machine_key, recall, remember
 from gracetune.memory.lookahead import LookAhead, LookAheadStats
-from gracetune.memory.managed import ManagedBuffer, ManagedHeap
-from gracetune.memory.managed_slab import ManagedSlab
+from gracetune.memory.managed import ManagedBuffer, ManagedHeap, ManagedSlab
 from gracetune.memory.native import HOST
 from gracetune.memory.placement import FOLLOW_CACHES, Hints, StepWaits, hints_of, rehome
 from gracetune.memory.transport import (

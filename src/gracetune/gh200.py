@@ -27,9 +27,8 @@ from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.experiment_tools import synchronize
 from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
 from gracetune.memory.native import Unavailable, Uvm, load
-from gracetune.memory.stats import UvmStats, merged
 from gracetune.memory.tensor_hints import prefer, prefetch
-from gracetune.memory.unified_memory import UnifiedMemory
+from gracetune.memory.unified_memory import UnifiedMemory, UvmStats, merged
 from gracetune.optim.batch_ramp import Ramp as GH200GradientRamp
 
 if TYPE_CHECKING:

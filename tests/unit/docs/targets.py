@@ -208,7 +208,7 @@ def variable(name: str) -> str | None:
 def statistic(name: str) -> str | None:
     """One of those `gh200.memory_stats()` adds."""
     from gracetune.memory.native import Migrations
-    from gracetune.memory.stats import UvmStats, merged
+    from gracetune.memory.unified_memory import UvmStats, merged
 
     known = merged({}, UvmStats(migrations=Migrations(0, 0, 0, 0)))
     return None if name in known else f"{name}: not among {', '.join(known)}"

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gracetune.config.environment import Environment
 from gracetune.config.memory_options import MemoryOptions
@@ -19,7 +22,8 @@ from gracetune.hardware.recording import load_recording
 from gracetune.memory import unified_memory as layer
 from gracetune.memory.arena_size import ArenaRoom, arena_size
 from gracetune.memory.errors import ManagedCapError
-from gracetune.memory.unified_memory import UnifiedMemory
+from gracetune.memory.native import Migrations
+from gracetune.memory.unified_memory import UnifiedMemory, UvmStats, merged
 from gracetune.train.assembly import open_memory
 from gracetune.train.runtime import LaunchEnvironment, Runtime
 from gracetune.train.view import CollectingView
@@ -146,3 +150,59 @@ def test_a_profiler_that_takes_cupti_over_ends_the_counting_and_not_the_run(rese
         bench.fake.fail("cuptiActivityFlushAll", 33)
         assert requested() is None
         assert found.uncounted
+
+
+STATISTICS = {
+    "uvm.stage",
+    "uvm.transitions",
+    "uvm.light_reclamations",
+    "uvm.hard_reclamations",
+    "uvm.arena_reserved_bytes",
+    "uvm.arena_active_bytes",
+    "uvm.arena_peak_bytes",
+    "uvm.refused",
+    "uvm.hinted_bytes",
+    "uvm.hints_refused",
+    "uvm.prefetched_bytes",
+    "uvm.prefetch_wait_ms",
+}
+
+
+@given(st.dictionaries(st.text(), st.integers()))
+def test_torchs_own_come_through_and_its_dictionary_stays_as_it_was(torch_stats: dict[str, int]) -> None:
+    before = dict(torch_stats)
+    found = merged(MappingProxyType(torch_stats), UvmStats())
+    assert torch_stats == before
+    assert {key: value for key, value in found.items() if key not in STATISTICS} == {
+        key: value for key, value in before.items() if key not in STATISTICS
+    }
+    assert found.keys() == before.keys() | STATISTICS
+
+
+def test_every_value_stands_under_its_own_name() -> None:
+    stats = UvmStats(
+        stage=2,
+        transitions=3,
+        light_reclamations=4,
+        hard_reclamations=5,
+        arena_reserved_bytes=6,
+        arena_active_bytes=7,
+        arena_peak_bytes=8,
+        refused=9,
+        hinted_bytes=12,
+        hints_refused=13,
+        prefetched_bytes=10,
+        prefetch_wait_ms=11.5,
+    )
+    assert list(merged({}, stats).values()) == [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 10, 11.5]
+    assert list(merged({}, stats)) == [f"uvm.{name}" for name in vars(stats) if name != "migrations"]
+
+
+def test_page_faults_and_migrations_stand_there_where_they_are_counted() -> None:
+    found = merged({}, UvmStats(migrations=Migrations(1, 2, 3, 4)))
+    assert {name: value for name, value in found.items() if name not in STATISTICS} == {
+        "uvm.migrated_to_device_bytes": 1,
+        "uvm.migrated_to_host_bytes": 2,
+        "uvm.cpu_page_faults": 3,
+        "uvm.gpu_page_faults": 4,
+    }

@@ -22,13 +22,12 @@ from gracetune.data.loader import Loader
 from gracetune.hardware import probe
 from gracetune.hardware.machine import Profile
 from gracetune.hostmem.slab import MemorySlab
-from gracetune.memory.link_file import FILE
 from gracetune.memory.lookahead import LookAhead, RingMover
 from gracetune.memory.managed import ManagedHeap, ManagedSlab
 from gracetune.memory.native import HOST, RangeState, Uvm
 from gracetune.memory.placement import Hints
 from gracetune.memory.stacked import Stacked
-from gracetune.memory.transport import choose_transport, measure_link, mover_for
+from gracetune.memory.transport import FILE, choose_transport, measure_link, mover_for
 from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.telemetry.events import MemorySampled
 from gracetune.telemetry.sinks.jsonl import read_log

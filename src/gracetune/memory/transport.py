@@ -1,4 +1,13 @@
-"""The transport of batches to the GPU: measure the link once per machine, then choose, with a reason."""
+"""The transport of batches to the GPU: measure the link once per machine, then choose, with a reason.
+
+The measured speeds are kept in a file, so that only the first run measures:
+
+    <user's cache folder>/gracetune/link-speeds.json
+    {"format": "gracetune-link-speeds", "version": 1,
+     "machines": {"<GPU, driver, torch, profile>": {"seconds": .., "pinned_copy": .., ..}}}
+
+The file is a cache. If it cannot be read or written, the next run measures again. It may be deleted at any time.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +15,17 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final, Literal
 
-from gracetune.hardware.machine import ProfileName
+from pydantic import TypeAdapter, ValidationError
+
+from gracetune.hardware.machine import Machine, ProfileName
 from gracetune.memory.experiment_tools import timed_ms
 from gracetune.memory.lookahead import InPlace, Mover, RingMover, copies_on
 from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
+from gracetune.storage.atomic import write_file
 from gracetune.units import MIB
 
 if TYPE_CHECKING:
@@ -222,3 +235,60 @@ def matmul_step(milliseconds: float, device: int, side: int = 3072) -> Callable[
     products(50)
     count = math.ceil(milliseconds / (timed_ms(lambda: products(200), device) / 200))
     return lambda: products(count)
+
+
+# -- the file of measured speeds ---------------------------------------------------------------------------------------
+
+
+FILE: Final = "link-speeds.json"
+
+
+@dataclass(frozen=True)
+class _SpeedsFile:
+    format: Literal["gracetune-link-speeds"]
+    version: Literal[1]
+    machines: dict[str, MeasuredTransport]
+
+
+_SPEEDS_FILE: Final = TypeAdapter(_SpeedsFile)
+
+
+def machine_key(machine: Machine, device: int) -> str:
+    """A description of everything that the speeds depend on. If any of it changes, a run measures again."""
+    gpu = next((gpu for gpu in machine.gpus if gpu.index == device), None)
+    software, host = machine.software, machine.host
+    parts = {
+        "GPU": gpu.name if gpu else None,
+        "PCI": gpu.pci_address if gpu else None,
+        "driver": host.nvidia_kernel_driver,
+        "CUDA": machine.driver.cuda_version,
+        "torch": software.torch,
+        "host": f"{host.cpu_model or host.architecture} {host.mem_total}",
+        "profile": f"{machine.profile.value}, {machine.memory_mode.value}",
+    }
+    return "; ".join(f"{name} {value}" for name, value in parts.items())
+
+
+def recall(folder: Path, key: str, *, with_managed: bool) -> MeasuredTransport | None:
+    """The stored measurement; None if there is none or if it lacks a required measurement of managed memory."""
+    found = _read_speeds(folder).get(key)
+    return None if found is None or (with_managed and found.speeds.managed is None) else found
+
+
+def remember(folder: Path, key: str, measured: MeasuredTransport) -> str | None:
+    """Store a measurement. Returns the reason if that failed, else None."""
+    content = _SpeedsFile("gracetune-link-speeds", 1, {**_read_speeds(folder), key: measured})
+    target = folder / FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(target, _SPEEDS_FILE.dump_json(content, indent=1))
+    except OSError as error:
+        return f"{target}: {error.strerror}"
+    return None
+
+
+def _read_speeds(folder: Path) -> dict[str, MeasuredTransport]:
+    try:
+        return _SPEEDS_FILE.validate_json((folder / FILE).read_bytes()).machines
+    except (OSError, ValidationError):
+        return {}

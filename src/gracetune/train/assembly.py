@@ -28,11 +28,18 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
 from gracetune.memory.arena_size import ArenaRoom
 from gracetune.memory.errors import UnifiedMemoryError
-from gracetune.memory.link_file import FILE, machine_key, recall, remember
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Unavailable
 from gracetune.memory.placement import Hints, hints_of
-from gracetune.memory.transport import TransportChoice, choose_transport, measure_link
+from gracetune.memory.transport import (
+    FILE,
+    TransportChoice,
+    choose_transport,
+    machine_key,
+    measure_link,
+    recall,
+    remember,
+)
 from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
 from gracetune.models.fact_overrides import guidance_note

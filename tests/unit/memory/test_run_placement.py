@@ -23,18 +23,21 @@ from gracetune.hardware import Machine
 from gracetune.hardware.recording import load_recording
 from gracetune.hostmem.slab import MemorySlab
 from gracetune.memory.errors import CacheWrittenError, DriverError
-from gracetune.memory.link_file import FILE, machine_key, recall, remember
 from gracetune.memory.lookahead import LookAhead, LookAheadStats
 from gracetune.memory.managed import ManagedBuffer, ManagedHeap, ManagedSlab
 from gracetune.memory.native import HOST
 from gracetune.memory.placement import FOLLOW_CACHES, Hints, StepWaits, hints_of, rehome
 from gracetune.memory.transport import (
+    FILE,
     LinkSpeeds,
     ManagedSpeeds,
     MeasuredTransport,
     TransportPath,
     choose_transport,
+    machine_key,
     mover_for,
+    recall,
+    remember,
 )
 from gracetune.train.assembly import transport_of
 from gracetune.train.view import CollectingView

@@ -22,12 +22,11 @@ from gracetune.hardware import probe
 from gracetune.hardware.allocation import CAREFUL_CAP
 from gracetune.hostmem.hint import Hint, both, not_applied, together
 from gracetune.memory.arena_size import ArenaRoom
-from gracetune.memory.batch_hints import tensors_with_hints
 from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.experiment_tools import synchronize
 from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
 from gracetune.memory.native import Unavailable, Uvm, load
-from gracetune.memory.tensor_hints import prefer, prefetch
+from gracetune.memory.tensor_hints import prefer, prefetch, tensors_with_hints
 from gracetune.memory.unified_memory import UnifiedMemory, UvmStats, merged
 from gracetune.optim.batch_ramp import Ramp as GH200GradientRamp
 

@@ -26,7 +26,7 @@ from gracetune.cache.residence import Residence, Visits
 from gracetune.cache.shards import ALIGNMENT, EntryLayout, layout_as_json, layout_from_json
 from gracetune.cache.store import DiskStore
 from gracetune.errors import Problem
-from gracetune.memory.batch_hints import hint_of
+from gracetune.memory.tensor_hints import hint_of
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _copy_ranges(
 
 
 def choose_small(contents: Contents, limit: int) -> SmallTensors | None:
-    """Choose the smallest of the tensors that belong on the GPU (`memory.batch_hints`), up to `limit` bytes in total.
+    """Choose the smallest of the tensors that belong on the GPU (`memory.tensor_hints`), up to `limit` bytes in total.
 
     A tensor name is chosen for all entries or for none.
     """

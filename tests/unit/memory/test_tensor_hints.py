@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.hostmem.hint import HINT_PAGE, Hint, both, not_applied, together
-from gracetune.memory.batch_hints import KEY_HINTS, tensors_with_hints
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import HOST
-from gracetune.memory.tensor_hints import is_dense, prefer, prefetch
+from gracetune.memory.tensor_hints import KEY_HINTS, is_dense, prefer, prefetch, tensors_with_hints
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from gracetune.adapters.delta import apply, bias_delta
 from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, GracetuneError, Problem
-from gracetune.memory.weights.destinations import torch_dtype
+from gracetune.memory.weights.loading import torch_dtype
 from gracetune.storage.atomic import new_folder, write_new
 from gracetune.storage.regular_files import open_regular, read_small_file
 from gracetune.storage.safetensors_files import tensor_bytes

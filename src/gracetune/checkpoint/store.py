@@ -15,15 +15,17 @@ from types import TracebackType
 from gracetune.checkpoint.errors import CheckpointError, DamagedCheckpointError, full, unwritable
 from gracetune.checkpoint.folder import (
     LOCK_FILE,
+    Journal,
+    Work,
     check_lock,
     checkpoints,
     manifest_if_ours,
+    read_journal,
     remove_superfluous,
     set_aside,
     take_lock,
     temporary_folder,
 )
-from gracetune.checkpoint.journal import Journal, Work, read_journal
 from gracetune.checkpoint.manifest import (
     MANIFEST,
     BadManifestError,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from gracetune.cache.folders import SHARDS, cache_folders
-from gracetune.checkpoint.journal import Work
+from gracetune.checkpoint.folder import Work
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index_builder import scan_folder

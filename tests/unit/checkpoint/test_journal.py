@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.checkpoint.journal import Journal, Work, read_journal
+from gracetune.checkpoint.folder import Journal, Work, read_journal
 from gracetune.checkpoint.resume import begin
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.storage.locks import open_lock_file

@@ -39,10 +39,11 @@ from gracetune.checkpoint.manifest import (
     step_of,
     write_checksummed,
 )
-from gracetune.checkpoint.ranks import OneProcess, Ranks
 from gracetune.checkpoint.reading import Checkpoint, Damage, other_run, verify
 from gracetune.checkpoint.state_parts import (
     CheckpointPart,
+    OneProcess,
+    Ranks,
     SavedState,
     StateSnapshot,
     check_names,

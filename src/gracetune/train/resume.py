@@ -15,8 +15,8 @@ import psutil
 from torch.optim import Optimizer
 
 from gracetune.cache.required_entries import LatentItem
-from gracetune.checkpoint.random_state import RandomState
 from gracetune.checkpoint.resume import ResumeStart, begin, resolve
+from gracetune.checkpoint.state_parts import RandomState
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
 from gracetune.config.optimizers import reads_key

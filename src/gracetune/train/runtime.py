@@ -196,7 +196,7 @@ class Runtime:
         return [one for one in boxes if one is not None]
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """All ranks' values on rank 0, and an empty list on the others (`checkpoint.ranks.Ranks`)."""
+        """All ranks' values on rank 0, and an empty list on the others (`checkpoint.state_parts.Ranks`)."""
         if self.world_size == 1:
             return [mine]
         boxes: list[Any] | None = [b""] * self.world_size if self.is_main else None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gracetune.checkpoint.manifest import Metadata
-from gracetune.checkpoint.random_state import RandomState
+from gracetune.checkpoint.state_parts import RandomState
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import CheckpointWritten

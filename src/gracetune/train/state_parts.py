@@ -199,7 +199,7 @@ PARTS: tuple[StatePart, ...] = (
     StatePart("loss_scale", lambda run: _scale(run).save(), _load_scale, lambda run: run.state.scale.skips),
 )
 """All parts that rank 0 writes. A new part needs one line here. The state that each rank saves for itself is in
-`checkpoint.random_state`."""
+`checkpoint.state_parts`."""
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from gracetune.checkpoint.random_state import RandomState
+from gracetune.checkpoint.state_parts import RandomState
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gracetune.checkpoint.errors import CheckpointError, DamagedCheckpointError, OtherRunError, ResumeError
-from gracetune.checkpoint.random_state import RandomState
 from gracetune.checkpoint.resume import begin, resolve
+from gracetune.checkpoint.state_parts import RandomState
 from gracetune.checkpoint.store import CheckpointStore
 from unit.checkpoint.states import IDENTITY, METADATA, check, filled, names, write
 

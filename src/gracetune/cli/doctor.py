@@ -26,7 +26,7 @@ from gracetune.hardware.allocation import (
     run_allocation,
     skipped,
 )
-from gracetune.hardware.check import Examination, UvmReport
+from gracetune.hardware.checks import Examination, UvmReport
 from gracetune.hardware.doctor import Diagnosis, diagnose
 from gracetune.hardware.machine import Machine
 from gracetune.hardware.managed import CudaManagedDriver

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from gracetune.hardware.check import Check
+from gracetune.hardware.checks import Check
 from gracetune.hardware.doctor import Diagnosis
 from gracetune.hardware.machine import Gpu, Host, Machine, NumaNode
 from gracetune.units import KIB, format_bytes

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from gracetune.cli.console import out, print_json
 from gracetune.cli.doctor import allocate_beyond
 from gracetune.cli.doctor_view import print_check
-from gracetune.hardware import host_checks, probe
-from gracetune.hardware.check import Examination
+from gracetune.hardware import checks as doctor_checks
+from gracetune.hardware import probe
+from gracetune.hardware.checks import Examination
 from gracetune.memory.validate import validate
 
 
@@ -17,7 +18,7 @@ def run_validation(device: int, *, scale: float, force: bool, as_json: bool) -> 
     machine = probe(free_memory=True)
     checks = list(validate(device, one_pool=machine.profile.value == "integrated"))
     allocation = allocate_beyond(machine, scale, force=force)
-    checks += [check for check in [host_checks.allocation(Examination(machine, allocation))] if check is not None]
+    checks += [check for check in [doctor_checks.allocation(Examination(machine, allocation))] if check is not None]
     if as_json:
         print_json({"checks": [asdict(check) for check in checks], "uvm_allocation_test": allocation.to_json()})
     else:

@@ -6,34 +6,34 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gracetune.hardware import gpu_checks, host_checks
-from gracetune.hardware.check import Check, Examination, UvmReport
+from gracetune.hardware import checks
+from gracetune.hardware.checks import Check, Examination, UvmReport
 from gracetune.hardware.machine import Machine
 from gracetune.units import GIB
 
 REPORT_FORMAT = 1
 
 CHECKS: tuple[Callable[[Examination], Check | None], ...] = (
-    gpu_checks.gpu,
-    gpu_checks.driver,
-    gpu_checks.driver_cuda,
-    host_checks.torch,
-    host_checks.libraries,
-    gpu_checks.memory_mode,
-    gpu_checks.managed_memory,
-    gpu_checks.mixed_gpus,
-    gpu_checks.gpu_memory,
-    gpu_checks.link,
-    host_checks.host_memory,
-    host_checks.cgroup,
-    host_checks.pinned_memory,
-    host_checks.swap,
-    host_checks.numa_balancing,
-    host_checks.page_size,
-    host_checks.huge_pages,
-    host_checks.uvm,
-    host_checks.uvm_policy,
-    host_checks.allocation,
+    checks.gpu,
+    checks.driver,
+    checks.driver_cuda,
+    checks.torch,
+    checks.libraries,
+    checks.memory_mode,
+    checks.managed_memory,
+    checks.mixed_gpus,
+    checks.gpu_memory,
+    checks.link,
+    checks.host_memory,
+    checks.cgroup,
+    checks.pinned_memory,
+    checks.swap,
+    checks.numa_balancing,
+    checks.page_size,
+    checks.huge_pages,
+    checks.uvm,
+    checks.uvm_policy,
+    checks.allocation,
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from gracetune.hardware.check import Check
+from gracetune.hardware.checks import Check
 from gracetune.memory.arena import OverflowArena
 from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.experiment_tools import small_gpu, synchronize

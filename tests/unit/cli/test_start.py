@@ -20,9 +20,9 @@ import yaml
 from gracetune.cli.console import Session, start
 from gracetune.cli.main import app, main
 from gracetune.errors import MachineError
-from gracetune.hardware import gpu_checks
+from gracetune.hardware import checks
 from gracetune.hardware.allocation import skipped
-from gracetune.hardware.check import Examination
+from gracetune.hardware.checks import Examination
 from gracetune.hardware.recording import load_recording
 
 ROOT = Path(__file__).parents[3]
@@ -209,7 +209,7 @@ def test_only_commands_that_exist_are_said_to_work_here() -> None:
     group = typer.main.get_command(app)
     known = set(group.list_commands(typer.Context(group)))  # type: ignore[attr-defined]
     machine = load_recording(MACHINES / "cpu-only")
-    finding = gpu_checks.gpu(Examination(machine, skipped(1.5, "not here"))).finding
+    finding = checks.gpu(Examination(machine, skipped(1.5, "not here"))).finding
     works = re.findall(r"Available: ([^.]*)\.", finding)[0].partition(" and ")[0]
     assert {word.strip() for word in works.split(",") if word.strip()} <= known
 

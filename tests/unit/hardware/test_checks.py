@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -8,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.errors import Problem
-from gracetune.hardware import gpu_checks, host_checks
+from gracetune.hardware import checks
 from gracetune.hardware.allocation import AllocationResult, skipped
-from gracetune.hardware.check import Check, Examination, UvmReport
+from gracetune.hardware.checks import Check, Examination, UvmReport
 from gracetune.hardware.doctor import CHECKS, diagnose
 from gracetune.hardware.machine import Cgroup, Gpu, GpuAttributes, Machine
 from gracetune.units import GIB, KIB, MIB
@@ -50,16 +51,16 @@ def run(check: Callable[[Examination], Check | None], examination: Examination) 
 
 
 def test_a_machine_without_a_gpu_is_told_what_works() -> None:
-    result = run(gpu_checks.gpu, exam("cpu-only"))
+    result = run(checks.gpu, exam("cpu-only"))
     assert result.status == "warn"
     assert "Available:" in result.finding
     assert "Not available:" in result.finding
-    assert run(gpu_checks.gpu, exam("cpu-only", require_gpu=True)).status == "fail"
-    assert run(gpu_checks.gpu, exam("gb200", require_gpu=True)).status == "ok"
+    assert run(checks.gpu, exam("cpu-only", require_gpu=True)).status == "fail"
+    assert run(checks.gpu, exam("gb200", require_gpu=True)).status == "ok"
 
 
 def test_a_gpu_nobody_drives_is_mentioned() -> None:
-    result = run(gpu_checks.gpu, exam(changed("cpu-only", "host", nvidia_pci_devices=2)))
+    result = run(checks.gpu, exam(changed("cpu-only", "host", nvidia_pci_devices=2)))
     assert "2 NVIDIA device(s) on the PCI bus" in result.finding
     assert "driver" in result.remedy
 
@@ -84,16 +85,16 @@ def test_a_driver_that_fails_is_a_finding(
 ) -> None:
     machine = changed("cpu-only", "driver", status="failed", detail=f"cuInit: X ({code})", error_code=code)
     host = machine.host.model_copy(update={"nvidia_pci_devices": pci, "nvidia_kernel_driver": module})
-    result = run(gpu_checks.driver, exam(machine.model_copy(update={"host": host}), visible_devices=visible))
+    result = run(checks.driver, exam(machine.model_copy(update={"host": host}), visible_devices=visible))
     assert result.status == status
     assert words in result.remedy
 
 
 def test_a_kernel_module_without_libcuda_is_a_container_started_without_the_gpu() -> None:
-    result = run(gpu_checks.driver, exam(changed("cpu-only", "host", nvidia_kernel_driver="580.1")))
+    result = run(checks.driver, exam(changed("cpu-only", "host", nvidia_kernel_driver="580.1")))
     assert result.status == "warn"
     assert "--gpus all" in result.remedy
-    assert run(gpu_checks.driver, exam("cpu-only")).status == "ok"
+    assert run(checks.driver, exam("cpu-only")).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -110,25 +111,25 @@ def test_a_kernel_module_without_libcuda_is_a_container_started_without_the_gpu(
 def test_driver_against_torch(driver: str | None, torch: str, status: str) -> None:
     machine = changed("gh200-numa", "driver", cuda_version=driver)
     software = machine.software.model_copy(update={"torch_cuda": torch})
-    assert run(gpu_checks.driver_cuda, exam(machine.model_copy(update={"software": software}))).status == status
+    assert run(checks.driver_cuda, exam(machine.model_copy(update={"software": software}))).status == status
 
 
 def test_there_is_nothing_to_compare_without_gpu_or_cuda_torch() -> None:
-    assert gpu_checks.driver_cuda(exam("cpu-only")) is None
-    assert gpu_checks.driver_cuda(exam(changed("gh200-numa", "software", torch_cuda=None))) is None
+    assert checks.driver_cuda(exam("cpu-only")) is None
+    assert checks.driver_cuda(exam(changed("gh200-numa", "software", torch_cuda=None))) is None
 
 
 def test_a_gpu_that_cannot_be_opened_fails() -> None:
-    result = run(gpu_checks.gpu_memory, exam(with_gpu("x86-h200", context_error="X (46)", memory_free=None)))
+    result = run(checks.gpu_memory, exam(with_gpu("x86-h200", context_error="X (46)", memory_free=None)))
     assert result.status == "fail"
     assert "GPU 0 cannot be opened: X (46)" in result.finding
 
 
 def test_an_occupied_gpu_is_a_warning() -> None:
-    result = run(gpu_checks.gpu_memory, exam(with_gpu("x86-h200", memory_free=20 * GIB)))
+    result = run(checks.gpu_memory, exam(with_gpu("x86-h200", memory_free=20 * GIB)))
     assert (result.status, "20.0 GiB" in result.finding) == ("warn", True)
-    assert run(gpu_checks.gpu_memory, exam("x86-h200")).status == "ok"
-    assert gpu_checks.gpu_memory(exam("gb10")) is None  # no number there means anything
+    assert run(checks.gpu_memory, exam("x86-h200")).status == "ok"
+    assert checks.gpu_memory(exam("gb10")) is None  # no number there means anything
 
 
 def test_page_cache_in_gpu_memory_is_named_as_such() -> None:
@@ -138,19 +139,19 @@ def test_page_cache_in_gpu_memory_is_named_as_such() -> None:
         for node in machine.host.numa_nodes
     )
     host = machine.host.model_copy(update={"numa_nodes": nodes})
-    result = run(gpu_checks.gpu_memory, exam(machine.model_copy(update={"host": host})))
+    result = run(checks.gpu_memory, exam(machine.model_copy(update={"host": host})))
     assert "page cache" in result.finding
     assert "drop_caches" in result.remedy
 
 
 def test_memory_modes_are_explained() -> None:
     for name in NAMES:
-        result = gpu_checks.memory_mode(exam(name))
+        result = checks.memory_mode(exam(name))
         assert (result is None) == (name == "cpu-only")
         assert result is None or result.status == "ok"
     unknown = load("gh200-numa")
     unknown = unknown.model_copy(update={"memory_mode": unknown.memory_mode.model_copy(update={"value": "unknown"})})
-    assert run(gpu_checks.memory_mode, exam(unknown)).status == "warn"
+    assert run(checks.memory_mode, exam(unknown)).status == "warn"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_memory_modes_are_explained() -> None:
 def test_managed_memory(managed: bool | None, concurrent: bool | None, uvm: bool, status: str) -> None:
     attributes = GpuAttributes(managed_memory=managed, concurrent_managed_access=concurrent)
     machine = with_gpu("x86-h200", attributes=attributes)
-    result = run(gpu_checks.managed_memory, exam(machine, uvm=UvmReport(enabled=uvm)))
+    result = run(checks.managed_memory, exam(machine, uvm=UvmReport(enabled=uvm)))
     assert result.status == status
     if managed is None:
         assert "does not report" in result.finding
@@ -176,20 +177,20 @@ def test_managed_memory(managed: bool | None, concurrent: bool | None, uvm: bool
 def test_gpus_of_different_kinds_are_a_warning() -> None:
     machine = load("gb200")
     other = Gpu(index=1, coherent_link=False, attributes=GpuAttributes(integrated=False))
-    assert gpu_checks.mixed_gpus(exam(machine)) is None
+    assert checks.mixed_gpus(exam(machine)) is None
     mixed = machine.model_copy(update={"gpus": (machine.gpus[0], other)})
-    assert run(gpu_checks.mixed_gpus, exam(mixed)).status == "warn"
+    assert run(checks.mixed_gpus, exam(mixed)).status == "warn"
 
 
 def test_a_narrow_slot_is_a_warning_and_only_on_discrete_gpus() -> None:
     pcie = load("x86-h200").gpus[0].pcie
     assert pcie is not None
     narrow = pcie.model_copy(update={"width": 8})
-    result = run(gpu_checks.link, exam(with_gpu("x86-h200", pcie=narrow)))
+    result = run(checks.link, exam(with_gpu("x86-h200", pcie=narrow)))
     assert (result.status, "8 of 16" in result.finding) == ("warn", True)
-    assert run(gpu_checks.link, exam("x86-h200")).status == "ok"
-    assert gpu_checks.link(exam("gh200-numa")) is None
-    assert gpu_checks.link(exam(with_gpu("x86-h200", pcie=None))) is None
+    assert run(checks.link, exam("x86-h200")).status == "ok"
+    assert checks.link(exam("gh200-numa")) is None
+    assert checks.link(exam(with_gpu("x86-h200", pcie=None))) is None
 
 
 # --- software and host ------------------------------------------------------------------------------------------------
@@ -209,15 +210,15 @@ def test_a_narrow_slot_is_a_warning_and_only_on_discrete_gpus() -> None:
 )
 def test_torch(machine: str, torch: str | None, cuda: str | None, status: str) -> None:
     found = changed(machine, "software", torch=torch, torch_cuda=cuda)
-    assert run(host_checks.torch, exam(found)).status == status
+    assert run(checks.torch, exam(found)).status == status
 
 
 def test_libraries() -> None:
     wanted = {"torch": "2.11", "diffusers": "0.42", "peft": "0.21", "unasked": "1"}
-    assert run(host_checks.libraries, exam("gh200-numa", minimums=wanted)).status == "ok"
-    assert run(host_checks.libraries, exam("gh200-numa")).status == "ok"
+    assert run(checks.libraries, exam("gh200-numa", minimums=wanted)).status == "ok"
+    assert run(checks.libraries, exam("gh200-numa")).status == "ok"
     broken = changed("gh200-numa", "software", libraries={"diffusers": "0.35.1", "peft": None})
-    result = run(host_checks.libraries, exam(broken, minimums=wanted))
+    result = run(checks.libraries, exam(broken, minimums=wanted))
     assert result == Check(
         "libraries",
         "fail",
@@ -231,13 +232,13 @@ def test_libraries() -> None:
 )
 def test_host_memory(available: int | None, status: str) -> None:
     machine = changed("gh200-cdmm", "host", cpu_mem_available=available)
-    assert run(host_checks.host_memory, exam(machine)).status == status
+    assert run(checks.host_memory, exam(machine)).status == status
 
 
 def test_host_memory_says_when_the_kernels_number_includes_hbm() -> None:
-    assert "include GPU memory" in run(host_checks.host_memory, exam("gh200-numa")).finding
-    assert "include GPU memory" not in run(host_checks.host_memory, exam("gh200-cdmm")).finding
-    assert "122 GiB of 128 GiB" in run(host_checks.host_memory, exam("x86-h200-cgroup")).finding
+    assert "include GPU memory" in run(checks.host_memory, exam("gh200-numa")).finding
+    assert "include GPU memory" not in run(checks.host_memory, exam("gh200-cdmm")).finding
+    assert "122 GiB of 128 GiB" in run(checks.host_memory, exam("x86-h200-cgroup")).finding
 
 
 @pytest.mark.parametrize(
@@ -252,14 +253,14 @@ def test_host_memory_says_when_the_kernels_number_includes_hbm() -> None:
     ],
 )
 def test_cgroup(cgroup: Cgroup | None, status: str) -> None:
-    assert run(host_checks.cgroup, exam(changed("gh200-cdmm", "host", cgroup=cgroup))).status == status
+    assert run(checks.cgroup, exam(changed("gh200-cdmm", "host", cgroup=cgroup))).status == status
 
 
 def test_pinned_memory() -> None:
-    assert host_checks.pinned_memory(exam("cpu-only")) is None
-    assert run(host_checks.pinned_memory, exam("x86-h200")).status == "ok"
-    assert run(host_checks.pinned_memory, exam("gb200")).status == "ok"
-    assert run(host_checks.pinned_memory, exam(changed("gb200", "host", memlock_limit=8 * MIB))).status == "warn"
+    assert checks.pinned_memory(exam("cpu-only")) is None
+    assert run(checks.pinned_memory, exam("x86-h200")).status == "ok"
+    assert run(checks.pinned_memory, exam("gb200")).status == "ok"
+    assert run(checks.pinned_memory, exam(changed("gb200", "host", memlock_limit=8 * MIB))).status == "warn"
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ def test_pinned_memory() -> None:
     [("gb10", 0, "ok"), ("gb10", GIB, "warn"), ("gb10", None, None), ("x86-h200", GIB, None)],
 )
 def test_swap_matters_on_one_pool(name: str, swap: int | None, status: str | None) -> None:
-    result = host_checks.swap(exam(changed(name, "host", swap_total=swap)))
+    result = checks.swap(exam(changed(name, "host", swap_total=swap)))
     assert (result.status if result else None) == status
 
 
@@ -284,7 +285,7 @@ def test_swap_matters_on_one_pool(name: str, swap: int | None, status: str | Non
     ],
 )
 def test_numa_balancing_matters_on_superchips(name: str, value: int | None, status: str | None) -> None:
-    result = host_checks.numa_balancing(exam(changed(name, "host", numa_balancing=value)))
+    result = checks.numa_balancing(exam(changed(name, "host", numa_balancing=value)))
     assert (result.status if result else None) == status
 
 
@@ -302,10 +303,10 @@ def test_numa_balancing_matters_on_superchips(name: str, value: int | None, stat
 )
 def test_pages_on_superchips(size: int | None, mode: str | None, page: str | None, huge: str | None) -> None:
     machine = changed("gh200-numa", "host", page_size=size, transparent_huge_pages=mode)
-    results = host_checks.page_size(exam(machine)), host_checks.huge_pages(exam(machine))
+    results = checks.page_size(exam(machine)), checks.huge_pages(exam(machine))
     assert tuple(result.status if result else None for result in results) == (page, huge)
-    assert host_checks.page_size(exam("gb10")) is None
-    assert host_checks.huge_pages(exam("cpu-only")) is None
+    assert checks.page_size(exam("gb10")) is None
+    assert checks.huge_pages(exam("cpu-only")) is None
 
 
 @pytest.mark.parametrize(
@@ -321,35 +322,35 @@ def test_pages_on_superchips(size: int | None, mode: str | None, page: str | Non
     ],
 )
 def test_uvm_settings(name: str, uvm: UvmReport, status: str) -> None:
-    assert run(host_checks.uvm, exam(name, uvm=uvm)).status == status
+    assert run(checks.uvm, exam(name, uvm=uvm)).status == status
 
 
 def test_what_to_type_is_the_remedy() -> None:
-    result = run(host_checks.uvm, exam("gh200-numa", uvm=UvmReport(enabled=True, problems=(RATIO,))))
+    result = run(checks.uvm, exam("gh200-numa", uvm=UvmReport(enabled=True, problems=(RATIO,))))
     assert result.remedy == RATIO.hint
     assert "5.0x" in result.finding
 
 
 def test_the_worst_policy_is_named() -> None:
-    assert host_checks.uvm_policy(exam("gh200-numa", uvm=UvmReport(access_pattern="cpu_first"))) is None
-    result = run(host_checks.uvm_policy, exam("gh200-numa", uvm=UvmReport(access_pattern="gpu_first")))
+    assert checks.uvm_policy(exam("gh200-numa", uvm=UvmReport(access_pattern="cpu_first"))) is None
+    result = run(checks.uvm_policy, exam("gh200-numa", uvm=UvmReport(access_pattern="gpu_first")))
     assert result.status == "warn"
     assert "cpu_first" in result.remedy
 
 
 def test_nobody_looked_is_not_the_same_as_nothing_found() -> None:
-    assert host_checks.uvm(exam("gh200-numa")) is None
-    assert host_checks.uvm_policy(exam("gh200-numa")) is None
+    assert checks.uvm(exam("gh200-numa")) is None
+    assert checks.uvm_policy(exam("gh200-numa")) is None
 
 
 def test_allocation_results() -> None:
     done = AllocationResult(1.5, "reduced", "why", allocated=4 * GIB, allocation_seconds=0.1, fill_seconds=2.0)
-    result = run(host_checks.allocation, exam("x86-h200", allocation=done))
+    result = run(checks.allocation, exam("x86-h200", allocation=done))
     assert (result.status, "2.0 GiB/s" in result.finding, "why" in result.finding) == ("ok", True, True)
     failed = AllocationResult(1.5, "failed", "", error="cuMemAllocManaged: X (2)")
-    result = run(host_checks.allocation, exam("x86-h200", allocation=failed))
+    result = run(checks.allocation, exam("x86-h200", allocation=failed))
     assert (result.status, "cuMemAllocManaged: X (2)" in result.finding) == ("fail", True)
-    assert run(host_checks.allocation, exam("x86-h200")).finding == "skipped: not here"
+    assert run(checks.allocation, exam("x86-h200")).finding == "skipped: not here"
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -405,8 +406,7 @@ def test_the_doctors_list_is_complete() -> None:
     """A check that is not in the list never runs."""
     defined = {
         function
-        for module in (gpu_checks, host_checks)
-        for name, function in vars(module).items()
-        if callable(function) and not name.startswith("_") and getattr(function, "__module__", "") == module.__name__
+        for name, function in vars(checks).items()
+        if isinstance(function, FunctionType) and not name.startswith("_") and function.__module__ == checks.__name__
     }
     assert defined == set(CHECKS)

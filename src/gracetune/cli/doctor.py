@@ -20,6 +20,7 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.hardware.allocation import (
     DEFAULT_SCALE,
     AllocationResult,
+    CudaManagedDriver,
     check_scale,
     host_reserve,
     plan_allocation,
@@ -29,7 +30,6 @@ from gracetune.hardware.allocation import (
 from gracetune.hardware.checks import Examination, UvmReport
 from gracetune.hardware.doctor import Diagnosis, diagnose
 from gracetune.hardware.machine import Machine
-from gracetune.hardware.managed import CudaManagedDriver
 from gracetune.hardware.probe import probe, read_host_memory
 from gracetune.hardware.recording import load_recording, record
 from gracetune.hardware.software import minimum_versions

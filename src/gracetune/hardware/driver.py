@@ -1,7 +1,7 @@
 """Queries of the CUDA driver through ctypes on libcuda, without torch, whose import takes seconds.
 
 A `Driver` has one method, `facts()`, which returns plain data. A recording can therefore stand in for a real driver.
-Functions that allocate memory are in `managed.py`.
+Functions that allocate memory are in `allocation.py`.
 """
 
 from __future__ import annotations

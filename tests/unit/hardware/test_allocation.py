@@ -15,6 +15,8 @@ from gracetune.hardware.allocation import (
     GRANULE,
     AllocationPlan,
     AllocationResult,
+    CudaManagedDriver,
+    ManagedMemory,
     host_floor,
     host_reserve,
     plan_allocation,
@@ -32,7 +34,6 @@ from gracetune.hardware.machine import (
     Profile,
     Software,
 )
-from gracetune.hardware.managed import CudaManagedDriver, ManagedMemory
 from gracetune.hardware.profile import choose_memory_mode, choose_profile, coherent_link
 from gracetune.units import GIB, MIB
 from unit.hardware.machines import NAMES, FakeCuda, load

@@ -5,8 +5,8 @@ import ctypes.util
 
 import pytest
 
+from gracetune.hardware.allocation import CudaManagedDriver
 from gracetune.hardware.driver import Attribute, CudaDriver, CudaLibrary, DriverCallError
-from gracetune.hardware.managed import CudaManagedDriver
 from gracetune.units import GIB
 from unit.hardware.machines import FakeCuda
 

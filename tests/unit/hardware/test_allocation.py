@@ -34,7 +34,7 @@ from gracetune.hardware.machine import (
     Profile,
     Software,
 )
-from gracetune.hardware.profile import choose_memory_mode, choose_profile, coherent_link
+from gracetune.hardware.probe import choose_memory_mode, choose_profile, coherent_link
 from gracetune.units import GIB, MIB
 from unit.hardware.machines import NAMES, FakeCuda, load
 

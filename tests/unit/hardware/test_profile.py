@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.hardware.machine import Gpu, GpuAttributes, Host
-from gracetune.hardware.profile import choose_memory_mode, choose_profile, coherent_link
+from gracetune.hardware.probe import choose_memory_mode, choose_profile, coherent_link
 
 MAYBE = (True, False, None)
 _maybe = st.sampled_from(MAYBE)

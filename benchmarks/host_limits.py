@@ -87,7 +87,7 @@ def report_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
 def text_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
     """Both encode the same captions in this process; loading the encoders is not part of it."""
     from gracetune.cache.encode_passes import PassOptions, encode_texts
-    from gracetune.cache.folder_layout import cache_folders
+    from gracetune.cache.folders import cache_folders
     from gracetune.cache.session import Caches, needs
     from gracetune.config.run_config import RunConfig
     from gracetune.data.index_builder import build_index

@@ -118,9 +118,10 @@ def _losses(root: Path) -> list[Any]:
 def _events(root: Path, twin: Path, starts: Sequence[Start]) -> Iterator[str]:
     log = read_log(root / "out/run/logs/events.jsonl")
     ends = [record.event.outcome for record in log.merged() if isinstance(record.event, RunEnded)]
-    if ends != ["finished"]:
+    lost = any(_lost_its_log(start) for start in starts)
+    if ends != ["finished"] and (ends or not lost):
         yield f"the log's history ends with {ends}"
-    if any(_lost_its_log(start) for start in starts):
+    if lost:
         return
     if log.unreadable:
         yield f"lines of the log are no events: {log.unreadable}"

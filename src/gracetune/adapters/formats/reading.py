@@ -112,7 +112,7 @@ class AdapterContents:
 
 
 def _altered_problem(file: str | None) -> Problem:
-    found = "the tensors are not those that gracetune wrote: their hash is another than sshs_model_hash"
+    found = "the tensors are not those that gracetune wrote: their hash differs from sshs_model_hash"
     hint = (
         "copy or download it again; if you changed it yourself, gracetune adapter convert FILE --to comfyui "
         "--ignore-hash writes it anew"

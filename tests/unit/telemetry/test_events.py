@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -372,6 +373,24 @@ class TestTelemetry:
             lost = [f"{121 - written} events are not in {path}: it could not be written "
                     "(No space left on device)"]  # fmt: skip
             assert warnings[1:] == ([] if recovers else lost)
+
+        Child(work).join()
+
+    def test_attempts_to_write_take_at_most_a_tenth_of_the_time(self, tmp_path: Path) -> None:
+        """A server that is gone may block each call for a minute. This clock advances by a second per reading."""
+
+        def work(report: Callable[[str], None]) -> None:
+            sink = JsonlSink(tmp_path / "events.jsonl", clock=itertools.count(1.0).__next__)
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+            sink.write(Record(0.0, step(1)))  # takes a second, so the next attempt is nine seconds later
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            written = []
+            for number in range(2, 12):
+                sink.write(Record(0.0, step(number)))
+                written.append(len(read_log(tmp_path / "events.jsonl").records))
+            assert written == [0] * 8 + [10, 11]
 
         Child(work).join()
 

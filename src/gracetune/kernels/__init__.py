@@ -1,7 +1,7 @@
 """Triton kernels, and the choice of when they are used: in compiled graphs on GPUs.
 
 triton is only installed with CUDA builds of torch. The modules that import it are therefore imported inside the
-functions that use them. `fused_products` and `e4m3` do not import it.
+functions that use them. `fused_products` does not import it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from torch import Tensor
 HAS_TRITON: Final = find_spec("triton") is not None
 """Whether triton is installed, which only torch's builds for GPUs do."""
 HALF_DTYPES: Final = (torch.bfloat16, torch.float16)
+E4M3: Final = torch.float8_e4m3fn
+"""The 8-bit floating-point format of fp8 weights and activations."""
+E4M3_MAX: Final = 448.0
+"""The largest finite e4m3 value."""
+E4M3_SMALLEST_ROW: Final = 2.0**-100
+"""Rows whose largest absolute value is below this become zeros. `E4M3_MAX` divided by it is still finite in fp32."""
 
 
 def pay(x: Tensor) -> bool:

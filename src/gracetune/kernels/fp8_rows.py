@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from gracetune.kernels.e4m3 import E4M3, MOST, SMALLEST
+from gracetune.kernels import E4M3, E4M3_MAX, E4M3_SMALLEST_ROW
 
 _WARPS: Final = 8
 """Warps per row."""
@@ -74,7 +74,7 @@ def rounded_rows(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     sizes, warps = _sizes(k, columns is not None)
     kernel: Any = wrap_triton(_round_rows)
     kernel[(n,)](
-        x, factors, out, scales, **sizes, HAS_COLUMNS=columns is not None, SMALLEST=SMALLEST, MOST=MOST,
+        x, factors, out, scales, **sizes, HAS_COLUMNS=columns is not None, SMALLEST=E4M3_SMALLEST_ROW, MOST=E4M3_MAX,
         num_warps=warps,
     )  # fmt: skip
     return out, scales

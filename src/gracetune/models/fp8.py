@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gracetune import kernels
 from gracetune.errors import ConfigError, Problem
-from gracetune.kernels.e4m3 import E4M3, MOST, SMALLEST
+from gracetune.kernels import E4M3, E4M3_MAX, E4M3_SMALLEST_ROW
 from gracetune.models.eight_bit_linear import EightBitLinear, compute_dtype
 from gracetune.models.footprint import FP8_CAPABILITY
 from gracetune.models.spec import Fp8Layouts
@@ -71,9 +71,9 @@ class Fp8Linear(EightBitLinear):
 def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize [n, k] to e4m3 values and fp32 scales [n, 1]. A NaN makes its whole row NaN."""
     wide = x.float()
-    most = wide.abs().amax(dim=1, keepdim=True).clamp_min(SMALLEST)
-    values = (wide * (MOST / most)).clamp(-MOST, MOST).to(E4M3)
-    return values, most / MOST
+    most = wide.abs().amax(dim=1, keepdim=True).clamp_min(E4M3_SMALLEST_ROW)
+    values = (wide * (E4M3_MAX / most)).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    return values, most / E4M3_MAX
 
 
 def _rounded(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import json
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
 from gracetune.cache.folders import cache_folders
 from gracetune.cache.required_entries import validation_texts
-from gracetune.cache.tiling import TilingNotes
 from gracetune.config.run_config import RunConfig, Validation
 from gracetune.errors import ConfigError, Problem
 from gracetune.models import hub_download as hub
@@ -17,6 +21,7 @@ from gracetune.models.hub_download import Fetch
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, open_source
 from gracetune.models.spec import EncodeOptions, ModelSpec, PartPlacement
+from gracetune.storage.atomic import write_file
 
 if TYPE_CHECKING:
     import torch
@@ -147,3 +152,68 @@ def _image_to_video(config: RunConfig) -> bool:
         expected = "the same for all clips of a run"
         raise ConfigError([Problem("video.image_to_video", found, expected, f"--set '{first}=true'")])
     return any(values.values())
+
+
+# -- encoders that need tiling -----------------------------------------------------------------------------------------
+
+
+TILING_FILE = "gracetune-tiling.json"
+_FORMAT, _VERSION = "gracetune-tiling", 1
+
+
+class _TilingFile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: str = _FORMAT
+    version: int = _VERSION
+    encoders: dict[str, str]
+
+
+class TilingNotes:
+    """A record, beside the caches, of latent encoders that had to use tiling.
+
+    Tiling is part of an encoder's id. A pass that has to switch to tiling makes all latents again under the new id. The
+    next start must know that id in advance: to find, audit and clear the entries, and to skip an attempt that would run
+    out of memory.
+
+        {"format": "gracetune-tiling", "version": 1, "encoders": {"<BLAKE2b-128 of the untiled id>": "<reason>"}}
+
+    After the file is removed, for example by `gracetune cache clear`, the next build tries without tiles again.
+
+    I/O errors are ignored: the next build then finds out again. A foreign file is left unchanged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / TILING_FILE
+
+    def why(self, untiled: EncoderId) -> str | None:
+        """The reason why this encoder uses tiling, or None if it does not."""
+        return self._read().get(_name_of(untiled))
+
+    def remember(self, untiled: EncoderId, why: str) -> None:
+        self._write({**self._read(), _name_of(untiled): why})
+
+    def forget(self, untiled: EncoderId) -> None:
+        known = self._read()
+        if known.pop(_name_of(untiled), None) is not None:
+            self._write(known)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            found = _TilingFile.model_validate_json(self.file.read_bytes())
+        except (OSError, ValidationError):
+            return {}
+        return {**found.encoders} if (found.format, found.version) == (_FORMAT, _VERSION) else {}
+
+    def _write(self, encoders: dict[str, str]) -> None:
+        try:
+            if self.file.exists() and not self._read():
+                return  # not our file: do not overwrite it
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(self.file, _TilingFile(encoders=encoders).model_dump_json().encode())
+        except OSError:
+            return
+
+
+def _name_of(encoder: EncoderId) -> str:
+    return blake2b(json.dumps(asdict(encoder), sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""What commands make of a run's folder: `report` at any time, and `adapter pick`."""
+"""What commands make of a run's folder: `report` at any time, `adapter pick` and `data judge`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from gracetune.adapters.checkpoint_choice import Candidate, recommend
 from gracetune.config import load
@@ -35,11 +36,16 @@ class Reporting(View):
 def finished(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Reporting:
     """A run with samples, held-out losses and checkpoints. Its config is as a user writes it, without a format."""
     folder = tmp_path_factory.mktemp("finished")
+    photos = images(folder / "images", 8)
+    shutil.copy(photos / "00.png", photos / "copy.png")
+    (photos / "copy.txt").write_text("another caption")
+    Image.new("RGB", (40, 40), (200, 30, 90)).save(photos / "small.png")
+    (photos / "small.txt").write_text("a small square")
     written = {
         "gracetune": 1, "name": "tiny", "output_dir": str(folder / "out"),
         "model": {"family": "sdxl", "path": str(tiny_model("sdxl", "base-1.0"))},
         "datasets": [
-            {"id": "a", "path": str(images(folder / "images")), "resolution": 64},
+            {"id": "a", "path": str(photos), "resolution": 64},
             {"id": "held out", "path": str(images(folder / "held_out", 2)), "resolution": 64, "dataset_type": "eval"},
         ],
         "adapter": {"rank": 4}, "training": {"max_steps": 6}, "logging": {"every_steps": 1},
@@ -115,6 +121,35 @@ def test_a_checkpoint_is_picked(finished: Reporting, tmp_path: Path, capsys: pyt
         file.unlink()
     assert gracetune("adapter", "pick", str(unmeasured)) == 1
     assert "adapter files of the run tiny" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_images_are_judged(finished: Reporting, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(path for path in finished.folder.rglob("*") if path.parts[len(finished.folder.parts)] != "report")
+    assert gracetune("data", "judge", str(finished.folder), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 6
+    assert {one["path"] for one in found["images"]} == {*(f"{n:02}.png" for n in range(8)), "copy.png", "small.png"}
+    events = [json.loads(line) for line in (finished.folder / "logs" / "events.jsonl").read_text().splitlines()]
+    losses = {one["step"]: one["mean"] for one in events if one["kind"] == "HeldOutLoss"}
+    assert found["held_out_loss"]["first"] == pytest.approx(losses[0], rel=1e-3), "the run's own weights and noise"
+    assert found["held_out_loss"]["last"] == pytest.approx(losses[6], rel=1e-3)
+    assert losses[0] != pytest.approx(losses[6], rel=3e-3)
+    findings = {one["kind"]: one for one in found["findings"]}
+    assert findings["duplicate"]["images"] == ["00.png", "copy.png"]
+    assert findings["duplicate"]["reason"] == "2 times the same file, with 2 different captions"
+    assert findings["too small"]["images"] == ["small.png"]
+    page = Path(found["report"]).read_text()
+    assert "Data: what the losses of single images show" in page
+    assert 'alt="small.png: scaled up 1.6 times"' in page
+    after = sorted(path for path in finished.folder.rglob("*") if path.parts[len(finished.folder.parts)] != "report")
+    assert after == before, "nothing else in the folder changed"
+
+    assert gracetune("data", "judge", str(finished.folder), "--most", "3") == 0
+    shown = capsys.readouterr().out
+    assert "3 of 10 images are judged, evenly chosen; --most N judges more" in shown
+    assert gracetune("data", "judge", str(finished.folder / "samples")) == 1
+    assert "no config.yaml in it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,9 @@ def pick(
     if not choice.candidates:
         kind = history.start.adapter or "an unknown kind"
         expected = f"adapter files of the run {history.start.run}"
-        hint = "a lower checkpoints.every_steps saves more files; `gracetune report` shows what the run left"
+        hint = "a lower checkpoints.every_steps saves more files"
+        if history.start.adapter == "full_finetune":
+            hint = "full fine-tunes are not compared: look at the samples in the report"
         found = "; ".join(choice.notes) or f"none ({kind})"
         raise ConfigError([Problem("RUN", found, expected, hint, str(folder))])
     write_section(folder, "checkpoints", as_section(choice))

@@ -16,6 +16,7 @@ from gracetune.cli.caption import caption
 from gracetune.cli.command_groups import CommandGroup
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
+from gracetune.cli.judge import judge
 from gracetune.config import Resolved
 from gracetune.config.machine_checks import path_problems
 from gracetune.config.run_config import RunConfig, Validation
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # numpy, Pillow and FFmpeg are loaded by the command that nee
 
 app = typer.Typer(cls=CommandGroup, help="Look at the data of a run, and caption images.", no_args_is_help=True)
 app.command()(caption)
+app.command()(judge)
 
 SHEET_SAMPLES = 12
 ALL_SAMPLES = 300

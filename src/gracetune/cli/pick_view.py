@@ -81,7 +81,7 @@ def _losses(one: Candidate) -> str:
 
 
 def _drift(one: Candidate) -> str:
-    return _by_expert({name: f"{value:.2%}" for name, value in one.drift.items()}) or UNKNOWN
+    return _by_expert({name: f"{100 * value:.3g} %" for name, value in one.drift.items()}) or UNKNOWN
 
 
 def _by_expert(values: Mapping[str, str]) -> str:

@@ -6,10 +6,11 @@ The noise and the noise levels are always the same, so two values of a run diffe
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from gracetune.cache.batches import Batch, EntrySource, SampleKeys
 from gracetune.cache.collate import collate
@@ -17,6 +18,7 @@ from gracetune.cache.errors import EntriesError
 from gracetune.config.run_config import RunConfig
 from gracetune.data.captions import variant_ref
 from gracetune.data.index import DataIndex, Turn
+from gracetune.data.items import DatasetIndex
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.errors import GracetuneError
 from gracetune.models.experts import noise_range_of
@@ -37,8 +39,13 @@ MOST = 64
 
 def held_out_refs(index: DataIndex) -> list[SampleRef]:
     """All held-out samples, each with a fixed crop and caption."""
+    return fixed_refs(index, index.held_out)
+
+
+def fixed_refs(index: DataIndex, datasets: Iterable[DatasetIndex]) -> list[SampleRef]:
+    """All samples of these datasets, each with a fixed crop and caption."""
     refs = []
-    for dataset in index.held_out:
+    for dataset in datasets:
         for number, item in enumerate(dataset.items):
             caption = variant_ref(item.captions, dataset.dataset.captions, index.seed, number, visit=0)
             refs.append(index.describe(dataset, item, Turn(0, 0), caption))
@@ -125,18 +132,28 @@ def batch_of(
 
 def held_out_losses(model: EvaluatedModel, batches: Sequence[Batch], seed: int) -> dict[ExpertName, dict[float, float]]:
     """Mean loss by expert and noise level. Every rank measures all samples: a sharded model needs all ranks."""
-    active = model.trained_model.host.active
     found: dict[ExpertName, dict[float, float]] = {}
+    for expert, losses in losses_by_sample(model, batches, seed).items():
+        levels = levels_of(expert, model.trained_model.facts)
+        found[expert] = dict(zip(levels, losses.mean(0).tolist(), strict=True))
+    return found
+
+
+def losses_by_sample(model: EvaluatedModel, batches: Iterable[Batch], seed: int) -> dict[ExpertName, Tensor]:
+    """The loss of each batch of one sample at each noise level, by expert: [samples, levels]. Iterates once for each
+    expert."""
+    active = model.trained_model.host.active
+    found: dict[ExpertName, Tensor] = {}
     with model.trained_model.evaluating(), model.state.as_delivered():
         for expert in model.trained_model.trained:
             denoiser = model.trained_model.host.activate(expert)
             levels = levels_of(expert, model.trained_model.facts)
-            sums = torch.zeros(len(levels), device=model.device)  # stay on the device: no synchronization per sample
+            losses = []  # stay on the device: no synchronization per sample
             for batch in batches:
-                for number, level in enumerate(levels):
+                for level in levels:
                     noise_level = torch.full((1,), level, device=model.device)
-                    sums[number] += model.step.at(denoiser, batch, noise_level, seed, batch.ref.indexes).each.sum()
-            found[expert] = dict(zip(levels, (sums / len(batches)).tolist(), strict=True))
+                    losses.append(model.step.at(denoiser, batch, noise_level, seed, batch.ref.indexes).each.sum())
+            found[expert] = torch.stack(losses).reshape(-1, len(levels))
     if active is not None:
         model.trained_model.host.activate(active)
     return found

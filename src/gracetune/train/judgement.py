@@ -1,0 +1,161 @@
+"""What the losses of single images show: images that are likely mislabelled or memorised, duplicates, small images.
+
+Everything here is a pure function of measured values. `judging` measures them.
+
+An image is compared with the other images of the run, by the distance from the median in robust standard deviations
+(1.4826 times the median absolute deviation). A dataset in which all images behave alike has no findings.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+FindingKind = Literal["mislabelled", "memorised", "duplicate", "too small"]
+TITLES: dict[FindingKind, str] = {
+    "mislabelled": "Likely mislabelled",
+    "memorised": "Likely memorised",
+    "duplicate": "Duplicates",
+    "too small": "Too small",
+}
+UNUSUAL = 3.0
+"""Distance from the median, in robust standard deviations, from which an image is reported."""
+FEWEST = 8
+"""With fewer images there is no usual behaviour to compare with."""
+ALIKE = 0.95
+"""Cosine similarity of two images' reduced latents from which they are reported as duplicates."""
+SCALED_UP = 1.2
+"""Factor of enlargement from which an image is reported as too small."""
+
+
+@dataclass(frozen=True)
+class JudgedSample:
+    """The losses of one image at fixed noise and noise levels, each a mean over the levels and the experts."""
+
+    dataset: str
+    path: str
+    digest: str
+    caption: str
+    first: float
+    """With the weights that the run began with."""
+    last: float
+    """With those of the last checkpoint."""
+    other_caption: float | None = None
+    """With those of the last checkpoint, and the caption of another image. None if there is no other caption."""
+    enlarged: float | None = None
+    """Factor by which it was scaled up; below 1, it was scaled down. None for audio."""
+
+    @property
+    def improvement(self) -> float:
+        """The share of the loss that training removed."""
+        return (self.first - self.last) / self.first if self.first else 0.0
+
+    @property
+    def caption_gain(self) -> float | None:
+        """How much lower the loss is with its own caption than with another, as a share of it."""
+        return None if self.other_caption is None or not self.last else (self.other_caption - self.last) / self.last
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: FindingKind
+    samples: tuple[int, ...]
+    """Numbers of the images: one, or all of a group of duplicates."""
+    reason: str
+    severity: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    step: int
+    """The step of the last checkpoint."""
+    samples: tuple[JudgedSample, ...]
+    findings: tuple[Finding, ...]
+    """By kind, the most severe first."""
+    held_out: tuple[float, float] | None
+    """Mean loss of held-out images, before and after; None if the run has none."""
+    notes: tuple[str, ...]
+
+    @property
+    def mean(self) -> tuple[float, float]:
+        """Mean loss of the images, before and after."""
+        return statistics.fmean(one.first for one in self.samples), statistics.fmean(one.last for one in self.samples)
+
+
+def find_all(samples: Sequence[JudgedSample], looks: Sequence[Tensor]) -> tuple[Finding, ...]:
+    """All findings. `looks` has a vector of length 1 for each image, by which images are compared."""
+    found = [*_mislabelled(samples), *_memorised(samples), *_duplicates(samples, looks), *_too_small(samples)]
+    order = [*TITLES]
+    return tuple(sorted(found, key=lambda one: (order.index(one.kind), -one.severity)))
+
+
+def unusual(values: Sequence[float]) -> list[float]:
+    """The distance of each value from the median, in robust standard deviations. All 0 if there are too few values, or
+    if at least half of them are equal."""
+    middle = statistics.median(values) if values else 0.0
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values) if values else 0.0
+    if len(values) < FEWEST or spread == 0:
+        return [0.0] * len(values)
+    return [(value - middle) / spread for value in values]
+
+
+def _mislabelled(samples: Sequence[JudgedSample]) -> Iterator[Finding]:
+    """Images whose own caption does not help, and images that were learned far less than the others."""
+    gains = {number: one.caption_gain for number, one in enumerate(samples) if one.caption_gain is not None}
+    reported = set()
+    for (number, gain), distance in zip(gains.items(), unusual([*gains.values()]), strict=True):
+        if gain < 0 and distance < -UNUSUAL:
+            reported.add(number)
+            reason = f"its loss is {-gain:.1%} lower with the caption of another image"
+            yield Finding("mislabelled", (number,), reason, -distance)
+    improvements = [one.improvement for one in samples]
+    for number, distance in enumerate(unusual(improvements)):
+        if distance < -UNUSUAL and number not in reported:
+            usual = statistics.median(improvements)
+            own, others = -improvements[number], -usual
+            reason = f"training changed its loss by {own:+.1%}, and a usual image's by {others:+.1%}"
+            yield Finding("mislabelled", (number,), reason, -distance)
+
+
+def _memorised(samples: Sequence[JudgedSample]) -> Iterator[Finding]:
+    improvements = [one.improvement for one in samples]
+    for number, distance in enumerate(unusual(improvements)):
+        if distance > UNUSUAL and improvements[number] > 0:
+            usual = statistics.median(improvements)
+            reason = f"training removed {improvements[number]:.1%} of its loss, and {usual:.1%} of a usual image's"
+            yield Finding("memorised", (number,), reason, distance)
+
+
+def _duplicates(samples: Sequence[JudgedSample], looks: Sequence[Tensor]) -> Iterator[Finding]:
+    """Groups of images with the same content, or with nearly the same look."""
+    groups: dict[int, set[int]] = {}
+    for first, second in _alike(looks):
+        joined = groups.get(first, {first}) | groups.get(second, {second})
+        groups.update(dict.fromkeys(joined, joined))
+    for group in {id(one): one for one in groups.values()}.values():
+        numbers = tuple(sorted(group))
+        same = len({samples[number].digest for number in numbers}) == 1
+        what = "the same file" if same else "nearly the same image"
+        captions = len({samples[number].caption for number in numbers})
+        reason = f"{len(numbers)} times {what}" + (f", with {captions} different captions" if captions > 1 else "")
+        yield Finding("duplicate", numbers, reason, len(numbers))
+
+
+def _alike(looks: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Pairs of images that look alike. The same file gives the same vector."""
+    if not looks:
+        return []
+    stacked = torch.stack([*looks])
+    first, second = torch.nonzero(torch.triu(stacked @ stacked.T >= ALIKE, diagonal=1), as_tuple=True)
+    return [*zip(first.tolist(), second.tolist(), strict=True)]
+
+
+def _too_small(samples: Sequence[JudgedSample]) -> Iterator[Finding]:
+    for number, one in enumerate(samples):
+        if one.enlarged is not None and one.enlarged >= SCALED_UP:
+            yield Finding("too small", (number,), f"scaled up {one.enlarged:.1f} times", one.enlarged)

@@ -15,7 +15,7 @@ from gracetune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from gracetune.telemetry.report.sections import ReportSection
-    from gracetune.train.judgement import Finding, Judgement
+    from gracetune.train.judgement import DataFinding, Judgement
 
 _LISTED = 12
 """Findings of each kind that are printed. `--json` lists all."""
@@ -135,7 +135,7 @@ def as_section(judgement: Judgement, images: dict[int, str]) -> ReportSection:
     return ReportSection("Data: what the losses of single images show", notes, tuple(cards))
 
 
-def _cells(finding: Finding, judgement: Judgement, images: dict[int, str]) -> list[tuple[str, str]]:
+def _cells(finding: DataFinding, judgement: Judgement, images: dict[int, str]) -> list[tuple[str, str]]:
     return [
         (images[number], f"{judgement.samples[number].path}: {finding.reason}")
         for number in finding.samples

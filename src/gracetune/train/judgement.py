@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-FindingKind = Literal["mislabelled", "memorised", "duplicate", "too small"]
-TITLES: dict[FindingKind, str] = {
+DataFindingKind = Literal["mislabelled", "memorised", "duplicate", "too small"]
+TITLES: dict[DataFindingKind, str] = {
     "mislabelled": "Likely mislabelled",
     "memorised": "Likely memorised",
     "duplicate": "Duplicates",
@@ -62,8 +62,8 @@ class JudgedSample:
 
 
 @dataclass(frozen=True)
-class Finding:
-    kind: FindingKind
+class DataFinding:
+    kind: DataFindingKind
     samples: tuple[int, ...]
     """Numbers of the images: one, or all of a group of duplicates."""
     reason: str
@@ -75,7 +75,7 @@ class Judgement:
     step: int
     """The step of the last checkpoint."""
     samples: tuple[JudgedSample, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[DataFinding, ...]
     """By kind, the most severe first."""
     held_out: tuple[float, float] | None
     """Mean loss of held-out images, before and after; None if the run has none."""
@@ -87,7 +87,7 @@ class Judgement:
         return statistics.fmean(one.first for one in self.samples), statistics.fmean(one.last for one in self.samples)
 
 
-def find_all(samples: Sequence[JudgedSample], looks: Sequence[Tensor]) -> tuple[Finding, ...]:
+def find_all(samples: Sequence[JudgedSample], looks: Sequence[Tensor]) -> tuple[DataFinding, ...]:
     """All findings. `looks` has a vector of length 1 for each image, by which images are compared."""
     found = [*_mislabelled(samples), *_memorised(samples), *_duplicates(samples, looks), *_too_small(samples)]
     order = [*TITLES]
@@ -104,7 +104,7 @@ def unusual(values: Sequence[float]) -> list[float]:
     return [(value - middle) / spread for value in values]
 
 
-def _mislabelled(samples: Sequence[JudgedSample]) -> Iterator[Finding]:
+def _mislabelled(samples: Sequence[JudgedSample]) -> Iterator[DataFinding]:
     """Images whose own caption does not help, and images that were learned far less than the others."""
     gains = {number: one.caption_gain for number, one in enumerate(samples) if one.caption_gain is not None}
     reported = set()
@@ -112,26 +112,26 @@ def _mislabelled(samples: Sequence[JudgedSample]) -> Iterator[Finding]:
         if gain < 0 and distance < -UNUSUAL:
             reported.add(number)
             reason = f"its loss is {-gain:.1%} lower with the caption of another image"
-            yield Finding("mislabelled", (number,), reason, -distance)
+            yield DataFinding("mislabelled", (number,), reason, -distance)
     improvements = [one.improvement for one in samples]
     for number, distance in enumerate(unusual(improvements)):
         if distance < -UNUSUAL and number not in reported:
             usual = statistics.median(improvements)
             own, others = -improvements[number], -usual
             reason = f"training changed its loss by {own:+.1%}, and a usual image's by {others:+.1%}"
-            yield Finding("mislabelled", (number,), reason, -distance)
+            yield DataFinding("mislabelled", (number,), reason, -distance)
 
 
-def _memorised(samples: Sequence[JudgedSample]) -> Iterator[Finding]:
+def _memorised(samples: Sequence[JudgedSample]) -> Iterator[DataFinding]:
     improvements = [one.improvement for one in samples]
     for number, distance in enumerate(unusual(improvements)):
         if distance > UNUSUAL and improvements[number] > 0:
             usual = statistics.median(improvements)
             reason = f"training removed {improvements[number]:.1%} of its loss, and {usual:.1%} of a usual image's"
-            yield Finding("memorised", (number,), reason, distance)
+            yield DataFinding("memorised", (number,), reason, distance)
 
 
-def _duplicates(samples: Sequence[JudgedSample], looks: Sequence[Tensor]) -> Iterator[Finding]:
+def _duplicates(samples: Sequence[JudgedSample], looks: Sequence[Tensor]) -> Iterator[DataFinding]:
     """Groups of images with the same content, or with nearly the same look."""
     groups: dict[int, set[int]] = {}
     for first, second in _alike(looks):
@@ -143,7 +143,7 @@ def _duplicates(samples: Sequence[JudgedSample], looks: Sequence[Tensor]) -> Ite
         what = "the same file" if same else "nearly the same image"
         captions = len({samples[number].caption for number in numbers})
         reason = f"{len(numbers)} times {what}" + (f", with {captions} different captions" if captions > 1 else "")
-        yield Finding("duplicate", numbers, reason, len(numbers))
+        yield DataFinding("duplicate", numbers, reason, len(numbers))
 
 
 def _alike(looks: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -155,7 +155,7 @@ def _alike(looks: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [*zip(first.tolist(), second.tolist(), strict=True)]
 
 
-def _too_small(samples: Sequence[JudgedSample]) -> Iterator[Finding]:
+def _too_small(samples: Sequence[JudgedSample]) -> Iterator[DataFinding]:
     for number, one in enumerate(samples):
         if one.enlarged is not None and one.enlarged >= SCALED_UP:
-            yield Finding("too small", (number,), f"scaled up {one.enlarged:.1f} times", one.enlarged)
+            yield DataFinding("too small", (number,), f"scaled up {one.enlarged:.1f} times", one.enlarged)

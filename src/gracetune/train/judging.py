@@ -33,7 +33,7 @@ from gracetune.train.data import CachedData, fetch, fill_caches, stage_data
 from gracetune.train.finish import remove_recorded_entries
 from gracetune.train.held_out import MOST, batch_of, fixed_refs, held_out_refs, losses_by_sample
 from gracetune.train.job import EvaluatedModel
-from gracetune.train.judgement import Finding, JudgedSample, Judgement, find_all
+from gracetune.train.judgement import DataFinding, JudgedSample, Judgement, find_all
 from gracetune.train.planning import choose, shapes_of
 from gracetune.train.preflight import Preflight, preflight
 from gracetune.train.resume import restore, saved_epoch
@@ -218,7 +218,7 @@ def _enlarged(ref: SampleRef) -> float | None:
 
 
 def _write_thumbnails(
-    index: DataIndex, refs: Sequence[SampleRef], findings: Sequence[Finding], folder: Path
+    index: DataIndex, refs: Sequence[SampleRef], findings: Sequence[DataFinding], folder: Path
 ) -> dict[int, str]:
     """Write a thumbnail of the first findings of each kind. Returns the file names by the number of the image."""
     shown: dict[int, None] = {}

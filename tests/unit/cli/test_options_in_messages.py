@@ -57,6 +57,7 @@ NOT_IN_A_RUN: Mapping[tuple[str, str], str] = {
     ("config/machine_checks.py", "--no-paths"): "`train` and `cache` take it out",
     ("memory/validate.py", "--device"): "an option of validate_uvm.py",
     ("models/published.py", "--flavour"): "shown by `adapter verify` alone",
+    ("train/judging.py", "--most"): "shown by `data judge` alone",
     ("train/runtime.py", "--num_processes"): "an option of `accelerate launch`, which the hint names",
 }
 

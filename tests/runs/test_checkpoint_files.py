@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.errors import BrokenLayerError
+from gracetune.checkpoint.manifest import MANIFEST, _checksum
 from gracetune.cli.main import main
-from gracetune.errors import ConfigError
-from runs.made_runs import TinyModel, config_for, run
+from gracetune.errors import ConfigError, GracetuneError
+from runs.made_runs import TinyModel, changed, config_for, run
 
 SECTIONS: dict[str, Any] = {
     "training": {"max_steps": 2},
@@ -73,3 +77,58 @@ def test_a_checkpoints_tensors_alone_are_rejected(
     next_run = {"kind": "lora", "rank": 4, "init_from": str(alone)}
     with pytest.raises(ConfigError, match="nothing says how this adapter is scaled"):
         run(config_for("flux", tiny_model, tmp_path / "next", **SECTIONS, adapter=next_run))
+
+
+def of_version(folder: Path, part: str, version: int) -> None:
+    """Change the version of a state part in a checkpoint, as a release that writes that version would."""
+    file = folder / f"{part}.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": version}))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["checksum"]
+    data = file.read_bytes()
+    manifest["files"][file.name] = {"size": len(data), "checksum": xxhash.xxh3_128_hexdigest(data)}
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_folder_of_another_release_is_rejected_by_name_and_stays_as_it_is(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    config = config_for("sdxl", tiny_model, tmp_path, **SECTIONS)
+    run(config)
+    out, whole = Path(config.output_dir), tmp_path / "whole"
+    shutil.copytree(out, whole)
+    longer = changed(config, "training", max_steps=3)
+    checkpoint, cache = out / "checkpoints" / "checkpoint-2", out / "cache" / "latents" / "gracetune-cache.json"
+    mark = '{"format": "gracetune-cache", "version": 2}'
+    cases: dict[str, Callable[[], object]] = {
+        r"the checkpoint's optimizer has version 2; this release reads version 1\. Resume with": lambda: of_version(
+            checkpoint, "optimizer", 2
+        ),
+        "the checkpoint's position has version 0; this release reads version 1": lambda: of_version(
+            checkpoint, "position", 0
+        ),
+        "(?s)cache format 2, written by a newer gracetune.*cache format 1.*update gracetune": lambda: cache.write_text(
+            mark
+        ),
+    }
+    for message, change in cases.items():
+        shutil.rmtree(out)
+        shutil.copytree(whole, out)
+        change()
+        before = contents(out / "checkpoints") | contents(out / "cache")
+        with pytest.raises(GracetuneError, match=message):
+            run(longer)
+        assert contents(out / "checkpoints") | contents(out / "cache") == before
+        assert (out / "tiny.safetensors").is_file()
+    shutil.rmtree(out)
+    shutil.copytree(whole, out)
+    log = out / "logs" / "events.jsonl"
+    log.write_text(log.read_text().replace('"v":2', '"v":1'))  # a log of the first version is read and continued
+    run(longer)
+    report = json.loads((out / "report.json").read_text())
+    assert report["unreadable_lines"] == []
+    assert report["outcome"] == "finished"

@@ -46,8 +46,8 @@ class BadManifestError(Exception):
     """A manifest is not usable. Internal to this package, which turns it into an error with a remedy."""
 
 
-class NewerFormatError(BadManifestError):
-    """A newer release wrote the manifest."""
+class OtherFormatError(BadManifestError):
+    """A release with another format wrote the manifest."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,9 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise BadManifestError(f"its format is not {FORMAT!r}")
     version = value.get("version")
-    if isinstance(version, int) and version > VERSION:
-        raise NewerFormatError(f"format version {version}; this release reads version {VERSION}")
+    if version != VERSION or isinstance(version, bool):
+        newer = isinstance(version, int) and version > VERSION
+        raise OtherFormatError(f"format version {version}{', written by a newer release' if newer else ''}")
     found = value.pop("checksum", None)
     if found != _checksum(value):
         raise BadManifestError("its content does not match its checksum")

@@ -11,9 +11,10 @@ from typing import Any
 from gracetune.checkpoint.errors import CheckpointError, MissingStateError, OtherRunError, listed, unreadable
 from gracetune.checkpoint.manifest import (
     MANIFEST,
+    VERSION,
     BadManifestError,
     CheckpointManifest,
-    NewerFormatError,
+    OtherFormatError,
     difference,
     file_stem,
     identity_differences,
@@ -143,17 +144,16 @@ def other_run(path: Path, different: Sequence[str]) -> OtherRunError:
 
 
 def verify(path: Path) -> Checkpoint | Damage:
-    """Verify every byte of a checkpoint. Raises CheckpointError if it cannot be read or is of a newer release."""
+    """Verify every byte of a checkpoint. Raises CheckpointError if it cannot be read or has another format."""
     try:
         manifest = read_manifest(path)
         for name, fact in manifest.files.items():
             found = difference(path / name, fact)
             if found is not None:
                 return Damage(name, found)
-    except NewerFormatError as error:
-        hint = "resume with the release that wrote it, or start from step 0 with --resume none"
-        expected = "a checkpoint that this release can read"
-        problem = Problem("a checkpoint of a newer release", str(error), expected, hint, str(path))
+    except OtherFormatError as error:
+        hint = "resume with the release that wrote it, or start from step 0 with --resume none; nothing was changed"
+        problem = Problem("a checkpoint of another release", str(error), f"format version {VERSION}", hint, str(path))
         raise CheckpointError(problem) from None
     except BadManifestError as error:
         return Damage(MANIFEST, str(error))

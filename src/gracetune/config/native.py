@@ -54,7 +54,9 @@ def _sections(data: Mapping[Any, Any], draft: Draft, prefix: str, file: str) -> 
     version = data.get(VERSION_KEY, VERSION)
     if version != VERSION or isinstance(version, bool):
         key = f"{prefix}{VERSION_KEY}"
-        draft.problem(key, version, f"format version {VERSION}", f"write `{VERSION_KEY}: {VERSION}`", file)
+        newer = isinstance(version, int) and not isinstance(version, bool) and version > VERSION
+        hint = f"write `{VERSION_KEY}: {VERSION}`" + ", or update gracetune if a newer release wrote it" * newer
+        draft.problem(key, version, f"format version {VERSION}", hint, file)
     for key, value in data.items():
         if key != VERSION_KEY:
             kept = _without_retired(value, draft) if key == "cache" and isinstance(value, Mapping) else value

@@ -75,7 +75,7 @@ def from_json(value: Any) -> Record:
         raise NotAnEventError("no event")
     if value.get("v") not in READ_VERSIONS:
         supported = " and ".join(map(str, READ_VERSIONS))
-        raise NotAnEventError(f"an event of version {value.get('v')}; this release reads versions {supported}")
+        raise NotAnEventError(f"an event of version {value.get('v')} (versions {supported} are read): update gracetune")
     kind = _KINDS.get(value["kind"])
     if kind is None:
         raise NotAnEventError(f"an event of an unknown kind, {value['kind']}")

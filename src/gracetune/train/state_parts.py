@@ -219,6 +219,12 @@ class BoundPart:
         return self.part.save(self.run)
 
     def load(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        found = json.get("version")
+        if found != VERSION or isinstance(found, bool):
+            raise GracetuneError(
+                f"the checkpoint's {self.name} has version {found}; this release reads version {VERSION}. "
+                "Resume with the release that saved it, or start from step 0 with --resume none"
+            )
         self.notes = self.part.load(self.run, SavedState(json, tensors))
 
 

@@ -303,11 +303,16 @@ class TestDamage:
             path.write_bytes(whole)
         check(store.open(folder), 1, 10)
 
-    def test_a_newer_format_is_not_called_damaged(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("version", "found"),
+        [(2, "format version 2, written by a newer release"), (0, "format version 0"), (None, "format version None"),
+         (True, "format version True")],
+    )  # fmt: skip
+    def test_another_format_is_not_called_damaged(self, version: object, found: str, tmp_path: Path) -> None:
         store = filled(tmp_path, 1)
         path = tmp_path / "checkpoint-1" / "manifest.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
-        with pytest.raises(CheckpointError, match="newer release") as caught:
+        path.write_text(json.dumps({**json.loads(path.read_text()), "version": version}))
+        with pytest.raises(CheckpointError, match=rf"(?s){found}\n.*format version 1\n.*nothing was changed") as caught:
             store.open(tmp_path / "checkpoint-1")
         assert not isinstance(caught.value, DamagedCheckpointError)
 

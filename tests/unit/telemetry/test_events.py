@@ -75,7 +75,7 @@ class TestSchema:
         ("change", "match"),
         [
             ({"kind": "Other"}, "unknown kind, Other"),
-            ({"v": 3}, "version 3; this release reads versions 1 and 2"),
+            ({"v": 3}, r"version 3 \(versions 1 and 2 are read\): update gracetune"),
             ({"step": "7"}, "step is '7'"),
             ({"step": 7.5}, "step is 7.5"),
             ({"step": True}, "step is True"),

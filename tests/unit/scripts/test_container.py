@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
+
+import pytest
 
 from gracetune.cli.main import ENTRIES
 
@@ -39,6 +44,28 @@ def test_what_is_copied_is_tracked_and_enough_to_build_the_wheel() -> None:
     index = json.loads((ROOT / "examples" / "index.json").read_text())
     needed += [file for example in index.values() for file in example["files"]]
     assert [one for one in needed if not any(one == given or one.startswith(f"{given}/") for given in copied)] == []
+
+
+@pytest.mark.full
+def test_the_copied_files_build_the_wheel_with_its_native_library(tmp_path: Path) -> None:
+    for name, words in instructions():
+        if name == "COPY":
+            *sources, target = words.split()
+            for one in sources:
+                place = tmp_path / target.lstrip("/")
+                if (ROOT / one).is_dir():
+                    shutil.copytree(
+                        ROOT / one, place, ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
+                    )
+                else:
+                    place = place / Path(one).name if target.endswith("/") else place
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(ROOT / one, place)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*build, "-w", tmp_path, tmp_path / "build"], check=True)
+    (wheel,) = tmp_path.glob("gracetune-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"gracetune/memory/native/_uvm.so", "gracetune/checkout/train.py"} <= names
 
 
 def test_shell_lines_parse_and_install_an_extra_that_exists() -> None:

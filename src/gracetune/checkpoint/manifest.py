@@ -46,7 +46,7 @@ class BadManifestError(Exception):
     """A manifest is not usable. Internal to this package, which turns it into an error with a remedy."""
 
 
-class OtherFormatError(BadManifestError):
+class OtherManifestError(BadManifestError):
     """A release with another format wrote the manifest."""
 
 
@@ -115,7 +115,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     version = value.get("version")
     if version != VERSION or isinstance(version, bool):
         newer = isinstance(version, int) and version > VERSION
-        raise OtherFormatError(f"format version {version}{', written by a newer release' if newer else ''}")
+        raise OtherManifestError(f"format version {version}{', written by a newer release' if newer else ''}")
     found = value.pop("checksum", None)
     if found != _checksum(value):
         raise BadManifestError("its content does not match its checksum")

@@ -14,7 +14,7 @@ from gracetune.checkpoint.manifest import (
     VERSION,
     BadManifestError,
     CheckpointManifest,
-    OtherFormatError,
+    OtherManifestError,
     difference,
     file_stem,
     identity_differences,
@@ -151,7 +151,7 @@ def verify(path: Path) -> Checkpoint | Damage:
             found = difference(path / name, fact)
             if found is not None:
                 return Damage(name, found)
-    except OtherFormatError as error:
+    except OtherManifestError as error:
         hint = "resume with the release that wrote it, or start from step 0 with --resume none; nothing was changed"
         problem = Problem("a checkpoint of another release", str(error), f"format version {VERSION}", hint, str(path))
         raise CheckpointError(problem) from None

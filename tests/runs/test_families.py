@@ -59,6 +59,20 @@ def test_a_family_is_trained_and_its_adapter_fits(
     assert (Path(config.output_dir) / "samples").is_dir()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["wan", "qwen_image", "stable_audio"])
+def test_a_full_finetune_of_the_other_families_is_saved_as_it_was_trained(
+    family: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {"training": {"max_steps": 4}, "checkpoints": {"save_dtype": "fp32"}}
+    config = config_for(family, tiny_model, tmp_path, adapter={"kind": "full_finetune"}, **sections)
+    view = CollectingView()
+    folders = run(config, view).files
+    assert len(folders) == (2 if family == "wan" else 1)
+    assert [line for line in view.lines if "tensors read back from the saved file" in line]
+    assert all(load_file(folder / "diffusion_pytorch_model.safetensors") for folder in folders)
+
+
 def test_a_full_finetune_leaves_a_model_folder_diffusers_can_load(tiny_model: TinyModel, tmp_path: Path) -> None:
     from diffusers import FluxTransformer2DModel
 

@@ -17,7 +17,7 @@ from gracetune.models.experts import ParkingChoice, Way
 from gracetune.telemetry.events import HeldOutLoss, MemorySampled
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.blocks import Preparation, prepare_blocks
-from gracetune.train.demo import demo_config
+from gracetune.train.demo_wan import demo_config
 from gracetune.train.view import CollectingView
 from runs.made_runs import TinyModel, config_for, images, run
 from runs.test_bad_input import assert_same_states

@@ -1,4 +1,4 @@
-"""`gracetune demo`: a complete run on a built-in tiny model and generated images, with a check of its results."""
+"""`gracetune demo`: a complete run on a tiny model and generated images, with a check of its results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def demo(
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder for the runs; unset: a temporary folder.")
     ] = None,
+    wan: Annotated[
+        bool, typer.Option("--wan", help="Train a tiny Wan 2.2 with two experts instead, stop it and resume it.")
+    ] = False,
 ) -> None:
-    """Examine this machine, check the examples, and train a tiny model from start to end."""
+    """Examine this machine, check the examples, and teach a tiny model a new shape."""
     ignore_lost_stdout()
     console = out()
     environment = session(context).environment
@@ -38,19 +41,53 @@ def demo(
     console.rule("examples")
     examples_ok = _check_examples(console, checkout() / "examples", environment)
     console.rule("training")
-    training_ok = _train(console, folder)
+    training_ok = (_train_experts if wan else _teach_star)(console, folder)
     raise typer.Exit(0 if examples_ok and training_ok and machine_code == 0 else 1)
 
 
-def _train(console: Console, folder: Path) -> bool:
+def _teach_star(console: Console, folder: Path) -> bool:
+    console.print(f"a tiny SDXL that draws circles, squares and triangles learns stars, in {shown(str(folder))}")
+    with contextlib.redirect_stdout(sys.stderr), libraries_quiet():  # libraries print to stdout
+        from gracetune.cli.train_view import TerminalView
+        from gracetune.train.demo import demonstrate
+        from gracetune.train.demo_shapes import CONCEPT
+
+        with TerminalView() as view:
+            done = demonstrate(folder, view)
+    taught, control, known = done.taught, done.control, done.known
+    checks = (
+        (
+            done.learned,
+            f"with the adapter, {taught.stars} of {len(taught)} images show a {CONCEPT}, "
+            f"{taught.right_colors} the colours of their captions",
+        ),
+        (done.control_holds, f"without it (same captions, same seeds), {control.stars} of {len(control)} do"),
+        (
+            done.keeps_the_rest,
+            f"captions without the word {CONCEPT}: {known.right_shapes} of {len(known)} show their shape",
+        ),
+    )
+    for ok, text in checks:
+        console.print(f"{mark(console, ok=ok)} {text}")
+    for name, path in (
+        ("samples", done.grid),
+        ("adapter", done.file),
+        ("report", done.report),
+        ("config", done.config),
+    ):
+        console.print(f"  {name:<8} {shown(str(path))}")
+    return done.ok
+
+
+def _train_experts(console: Console, folder: Path) -> bool:
     def show(text: str) -> None:
         console.print(f"  {shown(text)}")
 
     console.print(f"a tiny Wan 2.2 with two experts, a LoKr each, in {shown(str(folder))}")
     with contextlib.redirect_stdout(sys.stderr):  # libraries print to stdout while they are imported
-        from gracetune.train.demo import FALL, demonstrate
+        from gracetune.train.demo_wan import FALL, demonstrate_experts
     with libraries_quiet():
-        done = demonstrate(folder, show)
+        done = demonstrate_experts(folder, show)
     least = min(one.fall for one in done.learned)
     console.print(
         f"{mark(console, ok=least >= FALL)} held-out loss fell by {least:.0%} or more for every seed and expert"

@@ -138,7 +138,7 @@ ENTRIES = {
     "report": Entry("Write the report of a run: finished, still running, or crashed.", _report),
     "doctor": Entry("Examine this machine: GPU, driver, memory mode, limits, versions.", _doctor),
     "demo": Entry(
-        "Examine this machine, check the examples, and train a tiny model from start to end.",
+        "Examine this machine, check the examples, and teach a tiny model a new shape.",
         _demo,
     ),
     "estimate": Entry("Plan the memory of a run before anything is loaded.", _estimate),

@@ -1,162 +1,147 @@
-"""`gracetune demo`: complete runs on a built-in tiny model with two experts and a LoKr each, in a minute on a CPU.
+"""`gracetune demo`: a LoRA teaches a tiny SDXL a shape that it has never seen, in about two minutes on two cores.
 
-Three runs with different seeds train on images staged in memory, with caches, a batch ramp and Automagic. The first is
-stopped half way and resumed. A fourth run is the control, with a learning rate of 0. Two results are measured: how far
-the held-out loss fell, and whether diffusers, with the trained adapters merged, predicts what the trained model does.
+The base in `demo_base/` draws circles, squares and triangles in the colours of a caption. The LoRA is trained on images
+of stars, and on some of the known shapes. Afterwards diffusers loads the adapter's file and generates images, and the
+shape in each one is recognized: stars with the adapter, none without it (the control), and still the known shapes for
+captions without the new word.
 """
 
 from __future__ import annotations
 
-import colorsys
-from collections.abc import Callable
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from PIL import Image, ImageDraw
+import yaml
+from diffusers import StableDiffusionXLPipeline
+from diffusers.utils import logging
+from PIL import Image, ImageDraw, ImageFont
 
-from gracetune.adapters.adapter_files import open_adapter
-from gracetune.adapters.merge import merge_into
+import gracetune
 from gracetune.config.environment import Environment
+from gracetune.config.resolve import load
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
-from gracetune.models.tiny import build
-from gracetune.telemetry.events import HeldOutLoss
+from gracetune.models.progress_bars import without_bars
+from gracetune.storage.atomic import write_file
+from gracetune.telemetry.events import ValidationDone
 from gracetune.telemetry.sinks.jsonl import read_log
+from gracetune.train.demo_shapes import (
+    BASE_SHAPES,
+    CONCEPT,
+    SIDE,
+    SeenShape,
+    ShapeImage,
+    caption,
+    random_shape,
+    recognize,
+)
 from gracetune.train.run import RunOptions, train
-from gracetune.train.self_check import STEPS as SELF_CHECKED
 from gracetune.train.view import View
 
-STEPS = 40
-CONTROL_STEPS = 2 * (SELF_CHECKED - 1)
-"""Steps of the control run, both experts together. With one more step of either, the self-check would stop it for
-having learned nothing."""
-SEEDS = (1, 2, 3)
-FALL = 0.20
-"""The held-out loss has to fall by at least this fraction."""
-_SIDE = 64
-"""Width and height of the images."""
-Report = Callable[[str], None]
+BASE = Path(gracetune.__file__).parent / "demo_base"
+STEPS, ROUNDS = 400, 5
+"""Optimizer steps, and rounds of samples after the one before the first step."""
+SAMPLING = {"steps": 20, "guidance": 2.5}
+IMAGES, HELD_OUT, OTHERS = 32, 4, 24
+"""Images of stars, how many of them the run holds back to measure the loss on, and images of the known shapes. Without
+the latter, every shape would turn into a star."""
+LEARNED, UNLEARNED = 0.75, 0.1
+"""Stars among the images: at least this share with the adapter, and at most this share without it."""
+KEPT = 0.5
+"""Share of the images of known shapes that still have to show them."""
+SHOWN = (
+    ("star", "yellow", "blue"),
+    ("star", "red", "white"),
+    ("star", "green", "pink"),
+    ("star", "white", "purple"),
+    ("circle", "red", "yellow"),
+    ("triangle", "green", "black"),
+)
+"""Captions of the sample grid. The LoRA is trained on none of them."""
+_COUNTED = 16
+"""Images that each share is measured on."""
 
 
 @dataclass(frozen=True)
-class LossChange:
-    """The held-out loss of one expert before and after a run."""
+class ShapeCount:
+    """What captions ask for, and what the images generated from them show."""
 
-    seed: int
-    stage: str
-    before: float
-    after: float
+    wanted: tuple[ShapeImage, ...]
+    seen: tuple[SeenShape, ...]
 
     @property
-    def fall(self) -> float:
-        return 1 - self.after / self.before
+    def stars(self) -> int:
+        return sum(seen.shape == CONCEPT for seen in self.seen)
+
+    @property
+    def right_shapes(self) -> int:
+        return sum(seen.shape == wanted.shape for seen, wanted in zip(self.seen, self.wanted, strict=True))
+
+    @property
+    def right_colors(self) -> int:
+        """Images with the caption's two colours."""
+        return sum(
+            (seen.color, seen.background) == (wanted.color, wanted.background)
+            for seen, wanted in zip(self.seen, self.wanted, strict=True)
+        )
+
+    def __len__(self) -> int:
+        return len(self.seen)
 
 
 @dataclass(frozen=True)
-class DemoResult:
-    learned: tuple[LossChange, ...]
-    control: tuple[LossChange, ...]
-    """Of the run with a learning rate of 0."""
-    difference: float
-    """Largest difference between the predictions of diffusers and of the trained model, relative to the change by
-    training."""
-    files: tuple[Path, ...]
+class StarDemo:
+    """The result of the demo."""
+
+    taught: ShapeCount
+    """Captions with the new word, with the adapter."""
+    control: ShapeCount
+    """The same captions and seeds, without the adapter."""
+    known: ShapeCount
+    """Captions of known shapes, with the adapter."""
+    grid: Path
+    config: Path
+    file: Path
     report: Path
 
     @property
+    def learned(self) -> bool:
+        return self.taught.stars >= LEARNED * len(self.taught)
+
+    @property
+    def control_holds(self) -> bool:
+        return self.control.stars <= UNLEARNED * len(self.control)
+
+    @property
+    def keeps_the_rest(self) -> bool:
+        return self.known.right_shapes >= KEPT * len(self.known)
+
+    @property
     def ok(self) -> bool:
-        learns = all(one.fall >= FALL for one in self.learned)
-        return learns and all(one.fall == 0 for one in self.control) and self.difference < 1e-3
-
-
-def demonstrate(folder: Path, report_line: Report, view: Callable[[], View] = View) -> DemoResult:
-    """Run the demo in `folder`. `view` makes a new view for each run."""
-    model = build("wan", "t2v-14b-2.2", folder / "model")
-    trained, held_out = _images(folder / "pictures", 8), _images(folder / "held_out", 3, first=8)
-    learned: list[LossChange] = []
-    files: tuple[Path, ...] = ()
-    for seed in SEEDS:
-        config = demo_config(folder / f"run_{seed}", model, trained, held_out, seed=seed)
-        if seed == SEEDS[0]:
-            report_line(f"seed {seed}: trained to step {STEPS // 2}, stopped, and resumed")
-            _run(_until(config, STEPS // 2), view())
-        result = _run(config, view())
-        files = files or result
-        learned += _loss_changes(config, seed)
-        for one in learned[-2:]:
-            report_line(
-                f"seed {seed}, {one.stage}: held-out loss {one.before:.3f} -> {one.after:.3f}, {one.fall:.0%} less"
-            )
-    control = demo_config(folder / "control", model, trained, held_out, seed=SEEDS[0], learns=False)
-    _run(_until(control, CONTROL_STEPS), view())
-    unlearnt = _loss_changes(control, SEEDS[0])
-    report_line(f"control with a rate of 0: {', '.join(f'{one.after - one.before:+.3g}' for one in unlearnt)}")
-    difference = diffusers_difference(model, files, folder / "merged")
-    report_line(
-        f"diffusers, with the adapters merged, answers as the trained model: largest difference {difference:.1e}"
-    )
-    report = folder / f"run_{SEEDS[0]}" / "report.html"
-    return DemoResult(tuple(learned), tuple(unlearnt), difference, files, report)
-
-
-def demo_config(
-    folder: Path, model: Path, trained: Path, held_out: Path, *, seed: int, learns: bool = True
-) -> RunConfig:  # fmt: skip
-    limits = {"lr_bump": 0.01, "min_lr": 1e-4, "max_lr": 0.1}
-    optimizer: dict[str, Any] = {"name": "automagic", "lr": 0.01, "limits": limits}
-    images = {"type": "in_memory", "resolution": float(_SIDE), "in_memory": {"compression": "lz4"}}
-    return RunConfig.model_validate(
-        {
-            "name": "demo",
-            "output_dir": str(folder),
-            "model": {"family": "wan", "flavour": "t2v-14b-2.2", "path": str(model), "base_precision": "fp32"},
-            "adapter": {"kind": "lokr", "rank": 8},
-            "datasets": [
-                {"id": "pictures", "path": str(trained), **images},
-                {"id": "held_out", "path": str(held_out), "dataset_type": "eval", **images},
-            ],
-            "cache": {"vae_cache_type": "memory", "text_cache_type": "memory"},
-            "training": {
-                "max_steps": STEPS,
-                "batch_size": 4,
-                "mixed_precision": "fp32",
-                "seed": seed,
-                "ramp": {
-                    "enabled": True,
-                    "initial_effective_batch_size": 2,
-                    "target_effective_batch_size": 4,
-                    "batch_rampup_steps": 10,
-                },
-            },
-            "optimizer": optimizer if learns else {"name": "adamw", "lr": 0.0},
-            "validation": {
-                "every_steps": STEPS,
-                "at_start": True,
-                "loss_every_steps": STEPS // 4 if learns else CONTROL_STEPS,
-                "steps": 2,
-                "width": _SIDE,
-                "height": _SIDE,
-                "num_frames": 5,
-                "prompts": [{"prompt": "a red square"}] if learns else [],
-                "enabled": learns,
-            },
-            "checkpoints": {"every_steps": None, "save_dtype": "fp32"},
-            "logging": {"every_steps": 5},
-        }
-    )
-
-
-def _until(config: RunConfig, steps: int) -> RunConfig:
-    return config.model_copy(update={"training": config.training.model_copy(update={"max_steps": steps})})
+        return self.learned and self.control_holds and self.keeps_the_rest
 
 
 class DemoStoppedError(GracetuneError):
     """One of the runs was stopped early, so its result proves nothing."""
 
 
-def _run(config: RunConfig, view: View) -> tuple[Path, ...]:
+def demonstrate(folder: Path, view: View) -> StarDemo:
+    """Run the demo in `folder`."""
+    written = write_config(folder)
+    config = load(written, environment=Environment({})).config
+    (file,) = run_to_end(config, view)
+    grid = _grid(Path(config.output_dir), folder / "grid.png")
+    taught, control, known = _count_shapes(file)
+    return StarDemo(taught, control, known, grid, written, file, Path(config.output_dir) / "report.html")
+
+
+def run_to_end(config: RunConfig, view: View) -> tuple[Path, ...]:
+    """Train, and return the result's files. DemoStoppedError if the run did not finish."""
     result = train(config, environment=Environment({}), options=RunOptions(), view=view)
     if result.stop is None or result.stop.kind != "finished":
         why = result.stop.reason if result.stop else "a dry run"
@@ -164,59 +149,113 @@ def _run(config: RunConfig, view: View) -> tuple[Path, ...]:
     return result.files
 
 
-def _loss_changes(config: RunConfig, seed: int) -> list[LossChange]:
-    log = read_log(Path(config.output_dir) / "logs" / "events.jsonl")
-    events = [record.event for record in log.merged() if isinstance(record.event, HeldOutLoss)]
-    found = []
-    for expert in dict.fromkeys(event.stage for event in events):
-        means = [event.mean for event in events if event.stage == expert]
-        found.append(LossChange(seed, expert, means[0], means[-1]))
-    return found
+# -- data and config --------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def diffusers_difference(model: Path, files: tuple[Path, ...], folder: Path) -> float:
-    """Compare diffusers' model with the merged adapter against our model with the attached adapter, for each expert."""
-    from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-
-    from gracetune.adapters.attach import attach
-    from gracetune.config.run_config import Adapter
-
-    largest = 0.0
-    for component, file in zip(("transformer", "transformer_2"), files, strict=True):
-        state = open_adapter(file, "wan").state()
-        merge_into(state, model / component, folder / component)
-        theirs = WanTransformer3DModel.from_pretrained(folder / component).eval()
-        ours = WanTransformer3DModel.from_pretrained(model / component).eval()
-        inputs = _inputs(ours)
-        untrained = ours(**inputs)[0]
-        attached = attach(ours, Adapter(kind="lokr", rank=8), family="wan", expert=state.expert,
-                          default_targets=tuple(state.layers), seed=0)  # fmt: skip
-        attached.load(state)
-        trained, reproduced = ours(**inputs)[0], theirs(**inputs)[0]
-        largest = max(largest, float((reproduced - trained).norm() / (trained - untrained).norm()))
-    return largest
+def write_config(folder: Path) -> Path:
+    """Write the images of stars with their captions, and a config that a user could have written."""
+    _write_images(folder / "stars", (CONCEPT,), IMAGES, sizes=(0.38, 0.44))
+    _write_images(folder / "others", BASE_SHAPES, OTHERS, sizes=(0.3, 0.4))
+    path = folder / "star.yaml"
+    text = yaml.safe_dump(star_config(folder), sort_keys=False, width=120)
+    write_file(path, f"# Train again: gracetune train {path.name}\n{text}".encode())
+    return path
 
 
-def _inputs(model: Any) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    config = model.config
+def star_config(folder: Path) -> dict[str, Any]:
+    prompts = [{"prompt": caption(*one), "seed": number} for number, one in enumerate(SHOWN)]
     return {
-        "hidden_states": torch.randn(1, config.in_channels, 2, 8, 8, generator=generator),
-        "timestep": torch.tensor([500.0]),
-        "encoder_hidden_states": torch.randn(1, 16, config.text_dim, generator=generator),
-        "return_dict": False,
+        "gracetune": 1,
+        "name": "star",
+        "output_dir": str(folder / "run"),
+        "model": {"family": "sdxl", "path": str(BASE), "base_precision": "fp32"},
+        "adapter": {"kind": "lora", "rank": 16, "conv_rank": 16},
+        "datasets": [
+            {"id": "stars", "path": str(folder / "stars"), "resolution": float(SIDE), "held_out": HELD_OUT},
+            {"id": "others", "path": str(folder / "others"), "resolution": float(SIDE)},
+        ],
+        "cache": {"vae_cache_type": "memory", "text_cache_type": "memory"},
+        "training": {"max_steps": STEPS, "batch_size": 16, "mixed_precision": "fp32", "seed": 1},
+        "optimizer": {"name": "adamw", "lr": 2e-3},
+        "schedule": {"name": "cosine", "warmup_steps": 10},
+        "objective": {"timesteps": "uniform"},
+        "validation": {
+            "at_start": True,
+            "every_steps": STEPS // ROUNDS,
+            "loss_every_steps": STEPS // ROUNDS,
+            "width": SIDE,
+            "height": SIDE,
+            **SAMPLING,
+            "prompts": prompts,
+        },
+        "checkpoints": {"every_steps": None, "save_dtype": "fp32", "format": "diffusers"},
+        "logging": {"every_steps": 10},
     }
 
 
-def _images(folder: Path, count: int, first: int = 0) -> Path:
-    """Make images of coloured squares on a pale background, each with its caption."""
+def _write_images(folder: Path, shapes: Sequence[str], count: int, sizes: tuple[float, float]) -> None:
+    """Images with captions, none of which is sampled."""
     folder.mkdir(parents=True)
-    for number in range(first, first + count):
-        red, green, blue = (round(255 * part) for part in colorsys.hsv_to_rgb(number / 11, 0.9, 0.9))
-        image = Image.new("RGB", (_SIDE, _SIDE), "ivory")
-        edge = 8 + number % 4 * 4
-        ImageDraw.Draw(image).rectangle((edge, edge, _SIDE - edge, _SIDE - edge), fill=(red, green, blue))
-        image.save(folder / f"square_{number:02}.png")
-        (folder / f"square_{number:02}.txt").write_text(f"a square of the colour {red} {green} {blue}")
-    return folder
+    generator, sampled = np.random.default_rng(1), {caption(*one) for one in SHOWN}
+    images = (random_shape(generator, shapes, sizes) for _ in itertools.count())
+    unsampled = (image for image in images if image.caption not in sampled)
+    for number, image in enumerate(itertools.islice(unsampled, count)):
+        image.draw().save(folder / f"{number:02}_{image.shape}.png")
+        (folder / f"{number:02}_{image.shape}.txt").write_text(image.caption, encoding="utf-8")
+
+
+# -- what was learned -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _count_shapes(file: Path) -> tuple[ShapeCount, ShapeCount, ShapeCount]:
+    """Generate with diffusers, which knows nothing of us: with the adapter's file, and without."""
+    with without_bars(logging):
+        pipeline: Any = StableDiffusionXLPipeline.from_pretrained(str(BASE), local_files_only=True).to(torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    stars, known = _wanted((CONCEPT,), seed=2), _wanted(BASE_SHAPES, seed=3)
+    control = _generated(pipeline, stars)
+    pipeline.load_lora_weights(file.parent, weight_name=file.name)
+    return _generated(pipeline, stars), control, _generated(pipeline, known)
+
+
+def _wanted(shapes: Sequence[str], seed: int) -> list[ShapeImage]:
+    generator = np.random.default_rng(seed)
+    return [random_shape(generator, (shapes[number % len(shapes)],)) for number in range(_COUNTED)]
+
+
+def _generated(pipeline: Any, wanted: Sequence[ShapeImage]) -> ShapeCount:
+    output = pipeline(
+        prompt=[one.caption for one in wanted],
+        width=SIDE,
+        height=SIDE,
+        num_inference_steps=SAMPLING["steps"],
+        guidance_scale=SAMPLING["guidance"],
+        generator=[torch.Generator().manual_seed(number) for number in range(len(wanted))],
+    )
+    return ShapeCount(tuple(wanted), tuple(recognize(image) for image in output.images))
+
+
+# -- the grid ---------------------------------------------------------------------------------------------------------
+
+
+def _grid(run: Path, path: Path) -> Path:
+    """Write the run's samples as one image: a row per prompt, a column per round."""
+    records = read_log(run / "logs" / "events.jsonl").merged()
+    rounds = [record.event for record in records if isinstance(record.event, ValidationDone)]
+    large, gap, left, top = 2 * SIDE, 8, 270, 34
+    size = (left + len(rounds) * (large + gap), top + len(SHOWN) * (large + gap))
+    grid = Image.new("RGB", size, "white")
+    draw, font = ImageDraw.Draw(grid), ImageFont.load_default(14)
+    for column, done in enumerate(rounds):
+        x = left + column * (large + gap)
+        title = {0: "before", len(rounds) - 1: f"after {done.step} steps"}.get(column, f"step {done.step}")
+        draw.text((x + large / 2, top / 2), title, "black", font, anchor="mm")
+        for row, file in enumerate(done.files):
+            y = top + row * (large + gap)
+            with Image.open(run / file.path) as image:
+                grid.paste(image.convert("RGB").resize((large, large), Image.Resampling.LANCZOS), (x, y))
+            if column == 0:
+                draw.text((gap, y + large / 2), file.prompt, "black", font, anchor="lm")
+    grid.save(path)
+    return path

@@ -19,6 +19,7 @@ ALLOWED = {
     "config/dialects/aitoolkit/model.py": "stands in for an unknown arch, so that the other keys are still checked",
     "data/copies/splits.py": "`dev` is a name of a split as well",
     "train/demo.py": "what the demo trains",
+    "train/demo_wan.py": "what the demo trains with --wan",
 }
 """Files that name a family, with the reason. Benches may as well: they say what they measure."""
 

@@ -1,4 +1,4 @@
-"""Train the base model of `gracetune demo` from nothing: a tiny SDXL that draws circles, squares and triangles.
+"""Train the base model of `gracetune demo` from nothing: a tiny SDXL that knows circles, squares and triangles.
 
     python scripts/train_demo_base.py OUTPUT [--seed 0]
 
@@ -77,11 +77,11 @@ def tokenizer(pad_token: str) -> Any:
     vocabulary = dict.fromkeys([*alphabet, *(f"{letter}</w>" for letter in alphabet)])
     merges: dict[tuple[str, str], None] = {}
     for word in WORDS:
-        pieces = [*word[:-1], f"{word[-1]}</w>"]
-        while len(pieces) > 1:  # from the right: the merged piece occurs at the end of a word only
-            merges[pieces[-2], pieces[-1]] = None
-            pieces[-2:] = ["".join(pieces[-2:])]
-            vocabulary[pieces[-1]] = None
+        characters = [*word[:-1], f"{word[-1]}</w>"]
+        while len(characters) > 1:  # from the right: the merged piece occurs at the end of a word only
+            merges[characters[-2], characters[-1]] = None
+            characters[-2:] = ["".join(characters[-2:])]
+            vocabulary[characters[-1]] = None
     tokens = [*vocabulary, "<|startoftext|>", "<|endoftext|>"]
     numbers = {token: number for number, token in enumerate(tokens)}
     options = {"pad_token": pad_token, "model_max_length": TOKENS}

@@ -74,7 +74,7 @@ def test_examples_and_the_guides_scripts(installed: Path, tmp_path: Path) -> Non
 
 
 def test_the_demo(installed: Path, tmp_path: Path) -> None:
-    """It exits with 1 unless the adapter draws stars and the base does not."""
+    """It exits with 1 unless stars appear with the adapter, and none without it."""
     out = run(installed, tmp_path, "-m", "gracetune", "demo", "--output", "demo")
     assert "without it (same captions, same seeds), 0 of 16 do" in out
     assert (tmp_path / "demo" / "grid.png").is_file()

@@ -46,7 +46,7 @@ def demo(
 
 
 def _teach_star(console: Console, folder: Path) -> bool:
-    console.print(f"a tiny SDXL that draws circles, squares and triangles learns stars, in {shown(str(folder))}")
+    console.print(f"a tiny SDXL that knows circles, squares and triangles learns stars, in {shown(str(folder))}")
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet():  # libraries print to stdout
         from gracetune.cli.train_view import TerminalView
         from gracetune.train.demo import demonstrate

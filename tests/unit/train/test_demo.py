@@ -21,9 +21,9 @@ from gracetune.train.demo_shapes import BASE_SHAPES, CONCEPT, SIDE, ShapeImage, 
 def test_shapes_are_recognized(shape: str) -> None:
     generator = np.random.default_rng(0)
     for _ in range(20):
-        drawn = random_shape(generator, (shape,))
-        seen = recognize(drawn.draw().filter(ImageFilter.GaussianBlur(1)))
-        assert (seen.shape, seen.color, seen.background) == (shape, drawn.color, drawn.background)
+        expected = random_shape(generator, (shape,))
+        seen = recognize(expected.draw().filter(ImageFilter.GaussianBlur(1)))
+        assert (seen.shape, seen.color, seen.background) == (shape, expected.color, expected.background)
 
 
 def test_nothing_is_recognized_where_no_shape_is() -> None:

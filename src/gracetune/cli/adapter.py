@@ -13,7 +13,7 @@ import typer
 
 from gracetune.cli.command_groups import CommandGroup
 from gracetune.cli.config import AsJson
-from gracetune.cli.console import out, print_error, print_json
+from gracetune.cli.console import out, print_error, print_json, spinner
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config.export_formats import FORMAT_NAMES, PROGRAMS
 from gracetune.config.families import FAMILIES, flavours
@@ -230,8 +230,9 @@ def pick(
 
     folder = run_folder.expanduser().absolute()
     history = read_history(LogReader(folder / LOG_FILE))
-    base, without_base = _base_weight(history.start.family, model, history.start.model)
-    choice = compare_checkpoints(history, folder, base, without_base=without_base)
+    with spinner("reading the checkpoints and the base model", visible=not as_json):
+        base, without_base = _base_weight(history.start.family, model, history.start.model)
+        choice = compare_checkpoints(history, folder, base, without_base=without_base)
     if not choice.candidates:
         kind = history.start.adapter or "an unknown kind"
         expected = f"adapter files of the run {history.start.run}"

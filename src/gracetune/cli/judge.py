@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gracetune.cli.config import AsJson
-from gracetune.cli.console import out, print_json, session, shown
+from gracetune.cli.console import out, print_json, session, shown, spinner
 from gracetune.config.path_status import inspect_path
 from gracetune.errors import ConfigError, Problem
 
@@ -38,31 +38,35 @@ def judge(
     import contextlib
     import sys
 
-    from gracetune.cli.library_output import libraries_quiet
-    from gracetune.cli.train_view import QuietView, TerminalView
+    from gracetune.train.validation_request import is_running
 
     folder = run_folder.expanduser().absolute()
     file = folder / "config.yaml"
     if inspect_path(file).kind != "file":
         found = "no config.yaml in it" if folder.is_dir() else "no such folder"
         raise ConfigError([Problem("RUN", found, "the output folder of a run", "check the path", str(folder))])
+    if is_running(folder):
+        hint = "wait until it ends; `gracetune report` shows a running one"
+        raise ConfigError([Problem("RUN", "a run that is still active", "a run that has ended", hint, str(folder))])
     started = session(context)
     config = started.load(file, [f"output_dir={json.dumps(str(folder))}"]).config
-    with contextlib.redirect_stdout(sys.stderr), libraries_quiet():
+    with contextlib.redirect_stdout(sys.stderr), spinner("loading PyTorch and diffusers", visible=not as_json):
         from gracetune.adapters.loading_steps import loading_steps
+        from gracetune.cli.library_output import libraries_quiet
+        from gracetune.cli.train_view import QuietView, TerminalView
         from gracetune.telemetry.report import write_report
         from gracetune.telemetry.report.sections import FOLDER, write_section
         from gracetune.train.judging import judge_run
-        from gracetune.train.validation_request import is_running
 
-        thumbnails = Path(FOLDER) / "judged"
-        with QuietView(first=True) if as_json else TerminalView() as view:
-            judgement, names = judge_run(
-                config, environment=started.environment, view=view, most=most, thumbnail_folder=folder / thumbnails
-            )
+    thumbnails = Path(FOLDER) / "judged"
+    shows = QuietView(first=True) if as_json else TerminalView()
+    with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), shows as view:
+        judgement, names = judge_run(
+            config, environment=started.environment, view=view, most=most, thumbnail_folder=folder / thumbnails
+        )
     images = {number: str(thumbnails / name) for number, name in names.items()}
     write_section(folder, "judgement", as_section(judgement, images))
-    report = write_report(folder, loading_steps, running=is_running(folder)).html
+    report = write_report(folder, loading_steps).html
     if as_json:
         print_json({**judgement_json(judgement), "report": str(report)})
     else:

@@ -235,7 +235,7 @@ class RunEnded(Event):
     duration_s: Annotated[float, "duration of this process, from its RunStarted"] = 0.0
     outputs: Annotated[tuple[str, ...], "resulting files, relative to the run's folder"] = ()
     how_to_load: Annotated[
-        Mapping[str, str], "program -> how to load the result; empty: readers use the file names"
+        Mapping[str, str], "program -> how to load the result; empty: the report reads the files"
     ] = field(default_factory=dict)
 
 

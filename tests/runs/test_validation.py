@@ -20,6 +20,7 @@ from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.validation_request import ask_for_validation
 from gracetune.train.view import CollectingView
 from runs.made_runs import TinyModel, config_for, images, run
+from runs.test_commands import gracetune
 from runs.test_resume import DUAL_EXPERT, assert_same_end, losses, states
 
 PROMPTS: dict[str, Any] = {
@@ -129,6 +130,34 @@ def test_prompts_that_are_missing_are_said(tiny_model: TinyModel, tmp_path: Path
     config = config_for("flux", tiny_model, tmp_path, validation={"every_steps": 1}, training={"max_steps": 1})
     run(config, view)
     assert any("no prompts" in text for text in view.warnings)
+
+
+def test_a_config_without_prompts_samples_captions(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a user starts it. Prompts of the config stay, and --no-samples generates none."""
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        f"gracetune: 1\nname: own\noutput_dir: {tmp_path}/out\n"
+        f"model: {{family: sdxl, path: {tiny_model('sdxl', 'base-1.0')}, base_precision: fp32}}\n"
+        f"datasets: [{{id: photos, path: {images(tmp_path / 'photos', 2)}, resolution: 64}}]\n"
+        "adapter: {kind: lora, targets: [to_q]}\ntraining: {max_steps: 2, mixed_precision: fp32}\n"
+        "validation: {every_steps: 2, at_start: true, steps: 1}\n"
+    )
+    assert gracetune("train", str(file)) == 0
+    assert "samples at the start and every 2 steps of 2 captions of photos" in capsys.readouterr().err
+    found = [record.event for record in read_log(tmp_path / "out" / "logs" / "events.jsonl").records]
+    rounds = [event for event in found if isinstance(event, ValidationDone)]
+    assert [one.step for one in rounds] == [0, 2]
+    for one in rounds:
+        assert [sample.prompt for sample in one.files] == ["picture number 0", "picture number 1"]
+        assert {Image.open(tmp_path / "out" / sample.path).size for sample in one.files} == {(64, 64)}
+    other = ["--set", f"output_dir={tmp_path}/other"]
+    assert gracetune("train", str(file), *other, "--set", "validation.prompts=[{prompt: a}]", "--dry-run") == 0
+    assert "samples at" not in capsys.readouterr().err
+    assert gracetune("train", str(file), *other, "--no-samples") == 0
+    assert "samples at" not in capsys.readouterr().err
+    assert not any((tmp_path / "other" / "samples").iterdir())
 
 
 @pytest.mark.full

@@ -66,6 +66,10 @@ def train(
         float | None,
         typer.Option(metavar="PRICE", min=0, help="With --dry-run: price of an hour, to estimate the cost."),
     ] = None,
+    no_samples: Annotated[
+        bool,
+        typer.Option("--no-samples", help="Generate no samples. Without prompts, captions of the dataset are used."),
+    ] = False,
     allow_unsupported: AllowUnsupported = False,
     allow_other_data: Annotated[
         bool, typer.Option("--allow-other-data", help="Resume although the data has changed.")
@@ -95,7 +99,7 @@ def train(
         config_file = _config_for(config_file, session(context))
     request = TrainRequest(
         config_file,
-        (*(overrides or ()), *steps_override(max_steps)),
+        (*(overrides or ()), *steps_override(max_steps), *samples_override(no_samples=no_samples)),
         resume,
         dry_run=dry_run,
         allow_unsupported=allow_unsupported,
@@ -129,6 +133,16 @@ def _config_for(folder: Path, started: Session) -> Path:
 def steps_override(max_steps: int | None) -> list[str]:
     """Overrides that set the number of steps and unset the number of epochs."""
     return [] if max_steps is None else [f"training.max_steps={max_steps}", "training.epochs=null"]
+
+
+def samples_override(*, no_samples: bool) -> list[str]:
+    return ["validation.enabled=false"] if no_samples else []
+
+
+def _has_no_prompts(resolved: Resolved) -> bool:
+    """Whether a file of our own dialect leaves `validation.prompts` out. An empty list asks for no samples."""
+    given = (path for path, origin in resolved.origins.items() if origin.kind != "default")
+    return resolved.dialect == "native" and not any(path[:2] == ("validation", "prompts") for path in given)
 
 
 def run_training(request: TrainRequest, started: Session) -> int:
@@ -180,6 +194,7 @@ def _train(request: TrainRequest, started: Session, control: Control) -> int:
             allow_other_run=request.allow_other_run,
             allow_misfit=request.allow_misfit,
             force_oversubscription=request.force_oversubscription,
+            default_samples=_has_no_prompts(resolved),
         )
         view = TerminalView() if shows else QuietView(first=first)
         for text in early:

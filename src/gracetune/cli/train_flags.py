@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gracetune.cli.console import Session, start
 from gracetune.cli.log_level import LogLevel
-from gracetune.cli.train import TrainRequest, run_training
+from gracetune.cli.train import TrainRequest, run_training, samples_override
 from gracetune.config.dialects.simpletuner.keys import ALIASES
 from gracetune.config.dialects.simpletuner.training import TRAINING
 from gracetune.config.dialects.values import as_number, not_zero
@@ -42,7 +42,7 @@ its own value only."""
 _ALWAYS = {"enable_manual_validation": "a run takes requests at any time: gracetune validate-now RUN"}
 _SWITCHES = (
     "dry-run", "allow-unsupported", "allow-other-data", "allow-other-run", "allow-misfit", "force-oversubscription",
-    "json",
+    "no-samples", "json",
 )  # fmt: skip
 _VALUES = ("config", "set", "resume", "max-steps", "price-per-hour", "log-level")
 
@@ -94,6 +94,7 @@ def read_arguments(arguments: Sequence[str]) -> LaunchLine:
     level = _log_level(ours.get("log-level", LogLevel.WARNING), problems)
     if "max-steps" in ours:
         sets += [f"training.max_steps={ours['max-steps']}", "training.epochs=null"]
+    sets += samples_override(no_samples="no-samples" in ours)
     if problems:
         raise ConfigError(problems)
     config, elsewhere = find_config(Path(ours["config"]))

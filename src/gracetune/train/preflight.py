@@ -47,6 +47,7 @@ from gracetune.models.spec import Expert, ExpertName, ModelFacts, ModelSpec
 from gracetune.optim.aitoolkit_rates import ImportedRates
 from gracetune.train.assembly import check_objective, check_optimizer, checked_ramp, reject_mixed_half_dtypes
 from gracetune.train.base_precision import reject_eight_bits
+from gracetune.train.default_samples import DefaultSamples, default_samples
 from gracetune.train.determinism import deterministic
 from gracetune.train.guards import check_memory
 from gracetune.train.leftovers import remove_leftovers
@@ -163,6 +164,9 @@ def preflight(
     optimizer = checks.run(lambda: check_optimizer(config, trained, runtime.device))
     # Rank 0 plans for all. Once a rank is rejected, each plans by itself: a rejected rank may skip the broadcast.
     share = runtime.from_main if not runtime.highest(int(checks.rejected)) else _call
+    if options.default_samples and not is_one_of_several and not checks.rejected:
+        chosen = checks.run(lambda: share(lambda: default_samples(config, model.value.spec, model.value.facts)))
+        config = _with_samples(config, chosen, view)
     planned = CheckResult[PlannedRun]()
     if not is_one_of_several:
         planned = checks.run(lambda: share(lambda: _plan(config, machine, model.value, runtime, options)))
@@ -209,6 +213,14 @@ def preflight(
         start=found.start if options.dry_run else _take_folder(config, folder, store, model.value, found),
         rates=rates.value, files=found.files,
     )  # fmt: skip
+
+
+def _with_samples(config: RunConfig, chosen: CheckResult[DefaultSamples], view: View) -> RunConfig:
+    if not chosen.is_known:
+        return config
+    if chosen.value.line:
+        view.report(chosen.value.line)
+    return config.model_copy(update={"validation": chosen.value.validation})
 
 
 def _has_caches_inside(config: RunConfig) -> bool:

@@ -19,5 +19,7 @@ class RunOptions:
     """Start even if the memory plan says that the run does not fit."""
     force_oversubscription: bool = False
     """Lift the cap on managed memory on a machine without a coherent link. This can hang its driver."""
+    default_samples: bool = False
+    """Generate samples of captions if the config has no prompts (`train.default_samples`)."""
     report: bool = True
     """Write `report.html` at the end of the run."""

@@ -55,6 +55,11 @@ class Sampling(Callback):
             view.warn("validation has no prompts: no samples are generated; add some under validation.prompts")
         if self._requests:
             view.report(f"samples: {prompts.reason if isinstance(prompts, Prompts) else prompts}")
+            if not timed:
+                view.report(
+                    "validation.prompts without an interval: samples are generated on request only (gracetune "
+                    "validate-now RUN); for more, set validation.every_steps"
+                )
 
     def start(self, begun: RunStarts) -> None:
         """Generate samples at the start, and those of the checkpoint that a killed process did not finish.

@@ -20,7 +20,7 @@ from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.validation_request import ask_for_validation
 from gracetune.train.view import CollectingView
 from runs.made_runs import TinyModel, config_for, images, run
-from runs.test_commands import gracetune
+from runs.test_commands import gracetune as command
 from runs.test_resume import DUAL_EXPERT, assert_same_end, losses, states
 
 PROMPTS: dict[str, Any] = {
@@ -144,7 +144,7 @@ def test_a_config_without_prompts_samples_captions(
         "adapter: {kind: lora, targets: [to_q]}\ntraining: {max_steps: 2, mixed_precision: fp32}\n"
         "validation: {every_steps: 2, at_start: true, steps: 1}\n"
     )
-    assert gracetune("train", str(file)) == 0
+    assert command("train", str(file)) == 0
     assert "samples at the start and every 2 steps of 2 captions of photos" in capsys.readouterr().err
     found = [record.event for record in read_log(tmp_path / "out" / "logs" / "events.jsonl").records]
     rounds = [event for event in found if isinstance(event, ValidationDone)]
@@ -153,9 +153,9 @@ def test_a_config_without_prompts_samples_captions(
         assert [sample.prompt for sample in one.files] == ["picture number 0", "picture number 1"]
         assert {Image.open(tmp_path / "out" / sample.path).size for sample in one.files} == {(64, 64)}
     other = ["--set", f"output_dir={tmp_path}/other"]
-    assert gracetune("train", str(file), *other, "--set", "validation.prompts=[{prompt: a}]", "--dry-run") == 0
+    assert command("train", str(file), *other, "--set", "validation.prompts=[{prompt: a}]", "--dry-run") == 0
     assert "samples at" not in capsys.readouterr().err
-    assert gracetune("train", str(file), *other, "--no-samples") == 0
+    assert command("train", str(file), *other, "--no-samples") == 0
     assert "samples at" not in capsys.readouterr().err
     assert not any((tmp_path / "other" / "samples").iterdir())
 

@@ -517,8 +517,8 @@ class TestTorchOnTheCpu:
 
 
 def test_deciding_and_watching_need_no_torch() -> None:
-    modules = [f"memory.{name}" for name in ("arena_size", "governor", "reclaim", "sensors", "stats", "watchdog")]
-    modules += ["storage.safetensors_headers", "hostmem.sensors", "hostmem.slab"]
+    names = ("arena_size", "governor", "reclaim", "sensors", "unified_memory", "watchdog")
+    modules = [*(f"memory.{name}" for name in names), "storage.safetensors_headers", "hostmem.sensors", "hostmem.slab"]
     imports = "".join(f"import gracetune.{module}; " for module in modules)
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; {imports}sys.exit('torch' in sys.modules)"],

@@ -14,12 +14,16 @@ _OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)")
 _ITEM = re.compile(r"(?:[-*]|\d+\.) ")
 
 
+PAGES = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md"}
+"""Pages of the site that are not in `docs/`, and their names there."""
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """README.md becomes the home page. A file outside `docs/` that a page links to becomes part of the site."""
-    readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
-    files.append(File.generated(config, "index.md", content=readme))
-    pages = [readme.replace("](", "](../"), *((page.content_string) for page in files.documentation_pages())]
-    for path in sorted({found[1] for text in pages for found in _OUTSIDE.finditer(text)}):
+    """Add README.md as the home page, the changelog, and files outside `docs/` that a page links to."""
+    for name, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text().replace("](docs/", "](")))
+    links = {found[1] for page in files.documentation_pages() for found in _OUTSIDE.finditer(page.content_string)}
+    for path in sorted(links):
         if (ROOT / path).is_file() and files.get_file_from_path(path) is None:
             files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files

@@ -23,7 +23,10 @@ from unit.hardware.machines import MACHINES
 GROUPS = ("adapter", "baseline", "cache", "config", "data", "examples", "overlay")
 THIS_FILE = "tests/unit/docs/test_command_blocks.py"
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "LOG.md")]
-OTHERS = "python|accelerate|torchrun|make|pip|bash|srun|tensorboard|wandb|tail|cp|git|scripts/\\S+\\.sh|source|hf|mkdir|docker|curl"
+OTHERS = (
+    "python|accelerate|torchrun|make|pip|bash|srun|tensorboard|wandb|tail|cp|git|source|hf|mkdir|docker|curl|"
+    r"scripts/\S+\.sh"
+)
 _COMMAND = re.compile(rf"^ *(?:\$ )?(?:[A-Z_]+=\S* )*(?:gracetune|{OTHERS}) ", re.M)
 _BLOCK = re.compile(
     r"(?:<!-- (?P<mark>[^\n]*) -->\n\n?)?"

@@ -26,6 +26,7 @@ from gracetune.telemetry.events import Event, MemoryStageChanged, RunStarted, Sa
 from gracetune.telemetry.report import write_report
 from gracetune.telemetry.report.plots import LEFT, RIGHT, TEXT_SIZE, WIDTH
 from gracetune.telemetry.report.sample_images import grid, link_to
+from gracetune.telemetry.report.sections import ReportCard, ReportSection, write_section
 from unit.telemetry.sample_events import NASTY, any_event, end, memory, start, step, whole_run, write_log
 
 _VOID = {"meta", "img", "link", "br", "line", "circle", "rect", "path"}
@@ -354,6 +355,23 @@ class TestImages:
         assert [cell.step for cell in found.rows[0].cells][:: len(found.rows[0].cells) - 1] == [0, 49]
         assert found.notes[0].startswith("12 of 50 validations")
         assert found.notes[1].startswith("24 of 30 samples")
+
+
+def test_sections_of_commands_are_shown_while_they_hold(tmp_path: Path) -> None:
+    image = ReportCard(f"Step 5 {NASTY}", "a text", (("samples/cat 5.png", "a cat"), ("../outside.png", "gone")))
+    write_section(tmp_path, "a", ReportSection("Which checkpoint?", ("a note",), (image,)))
+    (tmp_path / "report" / "b.json").write_text('{"format": "something else"}')
+    events = [event for event in whole_run(tmp_path) if not isinstance(event, RunStarted)]
+    write_log(tmp_path, [])
+    page, _ = made(tmp_path)
+    assert {"Which checkpoint?", "a note", "a text", f"Step 5 {NASTY}"} <= set(page.texts)
+    assert "./samples/cat%205.png" in page.addresses
+    assert "gone: ../outside.png is not in the run" in page.text
+    assert "report/b.json cannot be read: KeyError" in page.text
+    check_contained(page)
+    page, _ = made(tmp_path, start(), *events)  # of 2027
+    assert "The run went on after this was made" in page.text
+    assert "a note" not in page.texts
 
 
 def test_loading_instructions_of_the_run_itself_come_first(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ class RunHistory:
     end: RunEnded | None
     began_s: float | None
     ended_s: float | None
+    process_began_s: float
+    """When the last process began; 0 if no process has."""
     active_s: float
     """Running time of all processes in sequence, including work that was lost."""
     seconds_per_step: float | None
@@ -166,6 +168,10 @@ class _Gathered:
             self.others.setdefault(type(event), []).append(event)
 
     @property
+    def process_began_s(self) -> float:
+        return 0.0 if self._process is None else self._process[0]
+
+    @property
     def active_s(self) -> float:
         """The time from each process's first event to its last, added up."""
         return self._active + (0.0 if self._process is None else self._process[1] - self._process[0])
@@ -201,6 +207,7 @@ def read_history(log: LogReader, *, running: bool = False) -> RunHistory:
         end=ends[-1] if ends else None,
         began_s=found.began_s,
         ended_s=found.ended_s,
+        process_began_s=found.process_began_s,
         active_s=found.active_s,
         seconds_per_step=found.pace.status().seconds_per_step,
         unreadable=tuple(unreadable),

@@ -45,7 +45,7 @@ def write_report(run_folder: Path, loading_steps: LoadingSteps, *, running: bool
         how_to_load=loading,
         outputs=outputs,
         folder=run_folder,
-        added=read_sections(run_folder),
+        added=read_sections(run_folder, since_s=history.process_began_s),
     )
     facts = json.dumps(summary(history, loading, outputs), ensure_ascii=True, allow_nan=False, default=str)
     report = WrittenReport(run_folder / "report.html", run_folder / "report.json")

@@ -141,14 +141,14 @@ def test_a_config_without_prompts_samples_captions(
         f"gracetune: 1\nname: own\noutput_dir: {tmp_path}/out\n"
         f"model: {{family: sdxl, path: {tiny_model('sdxl', 'base-1.0')}, base_precision: fp32}}\n"
         f"datasets: [{{id: photos, path: {images(tmp_path / 'photos', 2)}, resolution: 64}}]\n"
-        "adapter: {kind: lora, targets: [to_q]}\ntraining: {max_steps: 2, mixed_precision: fp32}\n"
-        "validation: {every_steps: 2, at_start: true, steps: 1}\n"
+        "adapter: {kind: lora, targets: [to_q]}\ntraining: {epochs: 2, mixed_precision: fp32}\n"
+        "validation: {every_epochs: 1, at_start: true, steps: 1}\n"
     )
     assert command("train", str(file)) == 0
-    assert "samples at the start and every 2 steps of 2 captions of photos" in capsys.readouterr().err
+    assert "samples at the start and every epoch of 2 captions of photos" in capsys.readouterr().err
     found = [record.event for record in read_log(tmp_path / "out" / "logs" / "events.jsonl").records]
     rounds = [event for event in found if isinstance(event, ValidationDone)]
-    assert [one.step for one in rounds] == [0, 2]
+    assert [one.step for one in rounds] == [0, 3, 4], "the end of an epoch shows at the next step, except the last"
     for one in rounds:
         assert [sample.prompt for sample in one.files] == ["picture number 0", "picture number 1"]
         assert {Image.open(tmp_path / "out" / sample.path).size for sample in one.files} == {(64, 64)}

@@ -118,6 +118,6 @@ def _prompt(caption: str, bucket: Bucket, section: Validation) -> ValidationProm
 
 
 def _interval(section: Validation) -> str:
-    every = [f"every {section.every_steps} steps"] if section.every_steps else []
-    every += [f"every {section.every_epochs} epochs"] if section.every_epochs else []
+    counts = ((section.every_steps, "step"), (section.every_epochs, "epoch"))
+    every = [f"every {noun}" if count == 1 else f"every {count} {noun}s" for count, noun in counts if count is not None]
     return " and ".join([*(["at the start"] if section.at_start else []), *every])

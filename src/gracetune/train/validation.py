@@ -46,6 +46,8 @@ class Sampling(Callback):
         self._model, self._store, self._control, self._pauses = model, store, control, pauses
         self._room, self._prompts = room, prompts
         self._warned_of_request = False
+        self._generated: int | None = None
+        """The step of the last validation in this process."""
         self._kept: Any = None
         """The pipeline of the previous validation. Its parts other than the trained denoisers are in host memory."""
         self._requests = requests_of(config)
@@ -89,6 +91,11 @@ class Sampling(Callback):
             self._store.end_work("sampling", done.step)
 
     def end(self, ended: RunEnds) -> None:
+        """Generate the samples of the last epoch: the loop ends before the loader reports that epoch's end."""
+        every, epochs = self._config.validation.every_epochs, self._config.training.epochs
+        is_due = every is not None and epochs is not None and epochs % every == 0
+        if is_due and ended.stop.kind == "finished" and self._generated != ended.position.step:
+            self._generate(ended.position.step, requested=False)
         self._kept = None
 
     def _requested(self) -> bool:
@@ -124,6 +131,7 @@ class Sampling(Callback):
         runtime = self._model.runtime
         if not self._requests or not (runtime.is_main or runtime.is_sharded):
             return
+        self._generated = step
         began = time.monotonic()
         self._model.step.release()
         files: list[SampleFile] = []

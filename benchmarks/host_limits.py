@@ -223,12 +223,13 @@ _TASK: Final = "task:"
 
 def _measure(task: str, folder: Path) -> None:
     from gracetune.adapters.adapter_files import open_adapter
+    from gracetune.adapters.loading_steps import loading_steps
     from gracetune.cli.adapter_view import inspected
     from gracetune.telemetry.report.write import write_report
 
     before, began = _peak_mib(), time.perf_counter()
     if task == "report":
-        write_report(folder)
+        write_report(folder, loading_steps)
     else:
         inspected(open_adapter(folder / "a.safetensors"))
     print(json.dumps([time.perf_counter() - began, _peak_mib() - before]))

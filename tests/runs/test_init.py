@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -73,20 +72,3 @@ def test_captions_of_a_model_are_trained(
     assert gracetune("data", "show", "photos.yaml", "--no-sheets", "--json") == 0
     (shown,) = json.loads(capsys.readouterr().out)["datasets"]
     assert shown["captions"]["origins"] == {"own": shown["samples"]}
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_twenty_five_images_with_all_defaults(
-    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """2,000 steps with ten validations and held-out losses."""
-    monkeypatch.chdir(tmp_path)
-    began = time.process_time()
-    file = adapter_of(tiny_model, tmp_path, 25, 128, capsys)
-    assert time.process_time() - began < 300  # of the CPU: under five minutes on a machine that does nothing else
-    assert len([*file.parent.glob("samples/*_seed42.png")]) == 11
-    events = [json.loads(line) for line in (file.parent / "logs" / "events.jsonl").read_text().splitlines()]
-    held_out = [one["mean"] for one in events if one["kind"] == "HeldOutLoss"]
-    assert len(held_out) == 11
-    assert held_out[-1] < held_out[0]

@@ -25,7 +25,7 @@ from gracetune.bench.step.numerics import gradient_check
 from gracetune.bench.step.random_model import make_model
 from gracetune.models.common.gelu import SigmoidGelu, gelu_by_sigmoid, use_sigmoid
 from gracetune.models.footprint import FP8_CAPABILITY
-from gracetune.models.fp8 import by_rows
+from gracetune.models.fp8 import quantize_rows
 from gracetune.models.wan.block import FusedBlock, use_fused_blocks
 
 pytestmark = pytest.mark.gpu
@@ -167,7 +167,7 @@ def test_rows_are_rounded_as_in_plain_torch(
         x[3, k // 2], x[4, 0], x[5, -1] = float("nan"), float("inf"), -float("inf")
     columns = torch.rand(1, k, device="cuda") + 0.01 if with_columns else None
     values, scales = run_as(rounded_rows, compiled)(x, columns)
-    wanted, wanted_scales = by_rows(x if columns is None else x.float() * columns)
+    wanted, wanted_scales = quantize_rows(x if columns is None else x.float() * columns)
     assert (values.dtype, scales.dtype) == (wanted.dtype, wanted_scales.dtype)
     torch.testing.assert_close(scales, wanted_scales, rtol=1e-6, atol=0, equal_nan=True)
     missing = wanted.float().isnan()

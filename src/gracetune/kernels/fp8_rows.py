@@ -1,4 +1,4 @@
-"""Rounding rows to e4m3 on a GPU: `models.fp8.by_rows` in one pass that reads its input once.
+"""Rounding rows to e4m3 on a GPU: `models.fp8.quantize_rows` in one pass that reads its input once.
 
 A row's scale is known only after the whole row was read. A program therefore holds the row in registers, tile by tile,
 so that it need not be read again. The maximum is taken over the absolute values' bit patterns as integers: they sort
@@ -66,7 +66,7 @@ def _sizes(k: int, has_columns: bool) -> tuple[dict[str, int], int]:
 
 @triton_op("gracetune::rounded_rows", mutates_args={})
 def rounded_rows(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`by_rows` of x [n, k] times columns [1, k] in fp32: e4m3 values [n, k], and scales [n, 1]."""
+    """`quantize_rows` of x [n, k] times columns [1, k] in fp32: e4m3 values [n, k], and scales [n, 1]."""
     n, k = x.shape
     x = x.contiguous()
     factors = x if columns is None else columns.contiguous()  # the kernel needs a pointer; it does not read it then

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gracetune.errors import ConfigError, Problem
 from gracetune.memory.weights.loading import Progress, load_into
 from gracetune.models.eight_bit_linear import EightBitLinear
-from gracetune.models.fp8 import SIDE, Fp8Linear
+from gracetune.models.fp8 import FP8_SIDE, Fp8Linear
 from gracetune.models.int8 import Int8Linear
 from gracetune.models.spec import EightBitLayers
 from gracetune.storage.safetensors_files import TORCH_DTYPES
@@ -47,7 +47,7 @@ def eight_bit_weights(model: nn.Module, held: EightBitLayers, exact: Collection[
         and set(exact).isdisjoint(path.split("."))
     )
     if not names:
-        sides = "" if held.kind == "int8" else f" with sides that are multiples of {SIDE}"
+        sides = "" if held.kind == "int8" else f" with sides that are multiples of {FP8_SIDE}"
         expected = f"linear layers named {', '.join(held.layers[:3])}{sides}"
         hint = "--set model.base_precision=bf16"
         found = f"{held.kind}, for a model without any layer it applies to"
@@ -73,7 +73,7 @@ def _matches(parts: list[str], pattern: list[str]) -> bool:
 
 def fits(layer: nn.Linear) -> bool:
     """Whether fp8 products support the layer's sides."""
-    return layer.in_features % SIDE == 0 and layer.out_features % SIDE == 0
+    return layer.in_features % FP8_SIDE == 0 and layer.out_features % FP8_SIDE == 0
 
 
 def putting(model: nn.Module, held: EightBitLayers, device: torch.device) -> Put:
@@ -150,7 +150,7 @@ def eight_bit_line(model: nn.Module, patterns: Collection[str]) -> str:
     layouts = "in both layouts: no transpose in a step" if both else "in one layout, transposed in the backward pass"
     left = len(layers) - len(held)
     rest = (
-        f"; {left} are not quantized: their sides are not multiples of {SIDE}, or two layers share a weight"
+        f"; {left} are not quantized: their sides are not multiples of {FP8_SIDE}, or two layers share a weight"
         if left
         else ""
     )

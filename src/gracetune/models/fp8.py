@@ -26,7 +26,7 @@ from gracetune.models.eight_bit_linear import EightBitLinear, compute_dtype
 from gracetune.models.footprint import FP8_CAPABILITY
 from gracetune.models.spec import Fp8Layouts
 
-SIDE: Final = 16
+FP8_SIDE: Final = 16
 """Both sides of a matrix must be a multiple of this; the matrix units support nothing else."""
 _PROBED: Final = 256
 """Side of the matrices `check_fp8` multiplies. As large as real layers: a library may reject the smallest size only."""
@@ -46,7 +46,7 @@ class Fp8Linear(EightBitLinear):
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, layouts: Fp8Layouts = "both") -> None:
         super().__init__(weight, bias)
-        values, scales = by_rows(weight.detach())
+        values, scales = quantize_rows(weight.detach())
         self.register_buffer("fp8_values", values)
         self.register_buffer("fp8_scales", scales.t().contiguous())
         self.register_buffer("fp8_transposed", values.t().contiguous() if layouts == "both" else None)
@@ -68,7 +68,7 @@ class Fp8Linear(EightBitLinear):
         return f"{super().extra_repr()}, e4m3 in {layouts}"
 
 
-def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize [n, k] to e4m3 values and fp32 scales [n, 1]. A NaN makes its whole row NaN."""
     wide = x.float()
     most = wide.abs().amax(dim=1, keepdim=True).clamp_min(E4M3_SMALLEST_ROW)
@@ -77,7 +77,7 @@ def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`by_rows` of x, multiplied by `columns` if given.
+    """`quantize_rows` of x, multiplied by `columns` if given.
 
     torch's compiler fuses the rounding into the preceding kernel and then computes all of that twice, once for the
     scale and once for the values. Our kernel reads each row once.
@@ -87,20 +87,20 @@ def _rounded(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
 
         rounded: tuple[Tensor, Tensor] = rounded_rows(x, columns)
         return rounded
-    return by_rows(x if columns is None else x.float() * columns)
+    return quantize_rows(x if columns is None else x.float() * columns)
 
 
-def product(left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, bias: Tensor | None) -> Tensor:
+def fp8_product(left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, bias: Tensor | None) -> Tensor:
     """left [n, k] times right [k, m], row-major and column-major, with scales [n, 1] and [1, m]; in bf16."""
     if left.device.type == "cuda":
         return torch._scaled_mm(
             left, right, scale_a=left_scales, scale_b=right_scales, bias=None if bias is None else bias.bfloat16(),
             out_dtype=torch.bfloat16, use_fast_accum=True,
         )  # fmt: skip
-    return _plain_product(left, right, left_scales, right_scales, bias)
+    return _plain_fp8_product(left, right, left_scales, right_scales, bias)
 
 
-def _plain_product(
+def _plain_fp8_product(
     left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, bias: Tensor | None
 ) -> Tensor:  # fmt: skip
     """The same result on devices without such a product: summed in fp32, rounded once."""
@@ -120,7 +120,7 @@ class _Frozen(torch.autograd.Function):
         ctx.dtype = x.dtype
         ctx.save_for_backward(values if columns is None else columns, scales, ones)
         rounded, own = _rounded(x, None)
-        return product(rounded, values.t(), own, scales, bias)
+        return fp8_product(rounded, values.t(), own, scales, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -129,7 +129,7 @@ class _Frozen(torch.autograd.Function):
         held, scales, ones = ctx.saved_tensors
         by_columns = held.t() if ctx.has_both else held.t().contiguous().t()
         rounded, own = _rounded(gradient, scales)
-        return product(rounded, by_columns, own, ones, None).to(ctx.dtype), None, None, None, None, None
+        return fp8_product(rounded, by_columns, own, ones, None).to(ctx.dtype), None, None, None, None, None
 
 
 # -- device support ----------------------------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ def check_fp8(device: torch.device) -> None:
         found = f"fp8, on a GPU of compute capability {capability[0]}.{capability[1]}"
         raise ConfigError([_problem(found, f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or later (Hopper)")])
     try:
-        values, scales = by_rows(torch.ones(_PROBED, _PROBED, device=device))
-        product(values, values.t(), scales, scales.t(), None)
+        values, scales = quantize_rows(torch.ones(_PROBED, _PROBED, device=device))
+        fp8_product(values, values.t(), scales, scales.t(), None)
     except RuntimeError as error:
         found = f"fp8, which torch does not support here: {str(error).strip().splitlines()[0]}"
         raise ConfigError([_problem(found, "a product of e4m3 matrices with a scale for each row")]) from error

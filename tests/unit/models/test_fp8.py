@@ -16,6 +16,8 @@ from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError
 from gracetune.kernels import E4M3, E4M3_MAX
 from gracetune.models.fp8 import Fp8Linear, by_rows, product
+from gracetune.kernels.e4m3 import E4M3, MOST
+from gracetune.models.fp8 import Fp8Linear, quantize_rows, fp8_product
 from gracetune.models.parking import CopyParking, InlineLane
 from gracetune.models.spec import Fp8Layouts
 
@@ -52,7 +54,7 @@ class TestRounding:
     @given(st.integers(-30, 30), st.integers(0, 1000))
     def test_rounding_error_is_at_most_half_an_e4m3_step(self, exponent: int, seed: int) -> None:
         x = rows(4, 64, seed=seed).float() * 2.0**exponent
-        values, scales = by_rows(x)
+        values, scales = quantize_rows(x)
         assert values.dtype == E4M3
         back = values.float() * scales
         # 3 bits of mantissa: half a step is 1/16; below the smallest normal number the step is that number's.
@@ -63,7 +65,7 @@ class TestRounding:
     def test_zeros_stay_zeros_and_nan_propagates(self) -> None:
         x = torch.zeros(4, 32)
         x[1, 3], x[2, 3], x[3, 3] = torch.inf, torch.nan, 1e-35
-        values, scales = by_rows(x)
+        values, scales = quantize_rows(x)
         back = values.float() * scales
         assert (back[0] == 0).all()
         assert back[1].isnan().any()
@@ -71,10 +73,10 @@ class TestRounding:
         assert back[3].isfinite().all()
 
     def test_torchs_product_accepts_the_layouts_and_agrees(self) -> None:
-        values, scales = by_rows(rows(24, 96))
-        weight, by_output = by_rows(rows(64, 96, seed=2))
+        values, scales = quantize_rows(rows(24, 96))
+        weight, by_output = quantize_rows(rows(64, 96, seed=2))
         bias = rows(64, seed=3)
-        ours = product(values, weight.t(), scales, by_output.t().contiguous(), bias)
+        ours = fp8_product(values, weight.t(), scales, by_output.t().contiguous(), bias)
         try:
             theirs = torch._scaled_mm(
                 values, weight.t(), scale_a=scales, scale_b=by_output.t().contiguous(), bias=bias,
@@ -95,11 +97,11 @@ class TestLayer:
         ours, x, gradient = rounded(layer, layouts), rows(2, 5, 96), rows(2, 5, 160, seed=2)
         answer, dx = both_ways(ours, x, gradient)
         weight = ours.fp8_values.float() * ours.fp8_scales.t()
-        seen = _back(by_rows(x.reshape(-1, 96)))
+        seen = _back(quantize_rows(x.reshape(-1, 96)))
         exact = F.linear(seen, weight, None if layer.bias is None else layer.bias.float()).reshape(2, 5, 160)
         assert answer.dtype == torch.bfloat16
         assert distance(answer, exact) < 4e-3  # the last rounding to bf16
-        scaled = _back(by_rows(gradient.reshape(-1, 160).float() * ours.fp8_scales))
+        scaled = _back(quantize_rows(gradient.reshape(-1, 160).float() * ours.fp8_scales))
         assert distance(dx.reshape(-1, 96), scaled @ ours.fp8_values.float()) < 4e-3
 
     def test_both_layouts_give_the_same_bits(self) -> None:

@@ -43,7 +43,7 @@ from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.config.run_config import Adapter
 from gracetune.hardware import probe
-from gracetune.models.fp8 import Fp8Linear
+from gracetune.models.eight_bit_linear import Fp8Linear
 from gracetune.models.registry import spec_of
 from gracetune.models.wan.load import with_fewer_passes
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gracetune.models.eight_bit_linear import Fp8Linear, check_fp8
 from gracetune.models.footprint import FP8_CAPABILITY
-from gracetune.models.fp8 import Fp8Linear, check_fp8
 from gracetune.models.spec import Fp8Layouts
 
 pytestmark = [

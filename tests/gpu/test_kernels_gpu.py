@@ -24,8 +24,8 @@ from gracetune.bench.step.job import PRESETS, AdapterKind, StepJob
 from gracetune.bench.step.numerics import gradient_check
 from gracetune.bench.step.random_model import make_model
 from gracetune.models.common.gelu import SigmoidGelu, gelu_by_sigmoid, use_sigmoid
+from gracetune.models.eight_bit_linear import quantize_rows
 from gracetune.models.footprint import FP8_CAPABILITY
-from gracetune.models.fp8 import quantize_rows
 from gracetune.models.wan.block import FusedBlock, use_fused_blocks
 
 pytestmark = pytest.mark.gpu

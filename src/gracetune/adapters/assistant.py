@@ -27,8 +27,7 @@ from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.fp8 import Fp8Linear
-from gracetune.models.int8 import Int8Linear
+from gracetune.models.eight_bit_linear import Fp8Linear, Int8Linear
 from gracetune.models.source import ASSISTANT_KEY
 
 _SHOWN: Final = 8

@@ -1,4 +1,4 @@
-"""Rounding rows to e4m3 on a GPU: `models.fp8.quantize_rows` in one pass that reads its input once.
+"""Rounding rows to e4m3 on a GPU: `models.eight_bit_linear.quantize_rows` in one pass that reads its input once.
 
 A row's scale is known only after the whole row was read. A program therefore holds the row in registers, tile by tile,
 so that it need not be read again. The maximum is taken over the absolute values' bit patterns as integers: they sort

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from gracetune.errors import ConfigError, Problem
 from gracetune.memory.weights.loading import Progress, load_into
-from gracetune.models.eight_bit_linear import EightBitLinear
-from gracetune.models.fp8 import FP8_SIDE, Fp8Linear
-from gracetune.models.int8 import Int8Linear
+from gracetune.models.eight_bit_linear import FP8_SIDE, EightBitLinear, Fp8Linear, Int8Linear
 from gracetune.models.spec import EightBitLayers
 from gracetune.storage.safetensors_files import TORCH_DTYPES
 from gracetune.storage.safetensors_headers import WeightFiles

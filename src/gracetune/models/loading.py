@@ -27,7 +27,7 @@ from gracetune.models import eight_bit_layers as eight_bits
 from gracetune.models import single_file
 from gracetune.models.attention import apply_attention
 from gracetune.models.eight_bit_layers import Put, eight_bit_weights, putting
-from gracetune.models.fp8 import check_fp8
+from gracetune.models.eight_bit_linear import check_fp8
 from gracetune.models.layout import CONFIG, part_config, read_config, weight_file
 from gracetune.models.progress_bars import without_bars
 from gracetune.models.source import ModelSource

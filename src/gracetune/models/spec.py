@@ -59,7 +59,7 @@ Fp8Layouts = Literal["both", "one"]
 
 @dataclass(frozen=True)
 class EightBitLayers:
-    """The layers whose frozen weights are stored in 8 bits (`models.fp8`, `models.int8`)."""
+    """The layers whose frozen weights are stored in 8 bits (`models.eight_bit_linear`)."""
 
     layers: tuple[str, ...]
     """Patterns; `*` matches within one part of a path. `ModelSpec.default_targets` names a family's large matrices."""

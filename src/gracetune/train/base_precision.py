@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
-from gracetune.models.fp8 import check_fp8
+from gracetune.models.eight_bit_linear import check_fp8
 from gracetune.planning.processes import sharded_bits_problem
 from gracetune.train.runtime import Runtime
 

@@ -15,8 +15,7 @@ from gracetune.adapters.merge import merge_module
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError
-from gracetune.models.fp8 import Fp8Linear
-from gracetune.models.int8 import Int8Linear
+from gracetune.models.eight_bit_linear import Fp8Linear, Int8Linear
 
 CPU = torch.device("cpu")
 WIDTH = 32

@@ -15,10 +15,8 @@ from gracetune.config.run_config import Model
 from gracetune.errors import ConfigError
 from gracetune.models import eight_bit_layers as eight_bits
 from gracetune.models.eight_bit_layers import eight_bit_line, eight_bit_weights, groups
-from gracetune.models.eight_bit_linear import EightBitLinear
+from gracetune.models.eight_bit_linear import EightBitLinear, Fp8Linear, Int8Linear, check_fp8
 from gracetune.models.footprint import Footprint
-from gracetune.models.fp8 import Fp8Linear, check_fp8
-from gracetune.models.int8 import Int8Linear
 from gracetune.models.loading import load_component
 from gracetune.models.published import build_published
 from gracetune.models.registry import FOOTPRINTS, spec_of

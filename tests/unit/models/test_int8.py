@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gracetune.adapters.attach import attach
 from gracetune.config.run_config import Adapter
-from gracetune.models.int8 import Int8Linear
+from gracetune.models.eight_bit_linear import Int8Linear
 from unit.models.test_fp8 import both_ways, distance, plain, rows
 
 

@@ -22,7 +22,7 @@ import torch
 from aitoolkit_trainer import model_class
 from common import record
 
-from gracetune.models.published import build_published
+from gracetune.models.registry import build_published
 
 LORA = {"type": "lora", "linear": 1}
 FLUX, QWEN, SDXL, WAN = ("flux", "dev"), ("qwen_image", "t2i"), ("sdxl", "base-1.0"), ("wan22_14b", "t2v-14b-2.2")

@@ -21,7 +21,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import OtherDataError
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.hardware import Machine
-from gracetune.models.published import build_published
+from gracetune.models.registry import build_published
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import RunEnded
 from gracetune.telemetry.sinks.jsonl import read_log

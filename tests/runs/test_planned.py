@@ -10,8 +10,7 @@ import pytest
 
 from gracetune.errors import GracetuneError
 from gracetune.hardware.recording import load_recording
-from gracetune.models.published import build_published
-from gracetune.models.registry import footprint_of
+from gracetune.models.registry import build_published, footprint_of
 from gracetune.train import load as loading
 from gracetune.train import preflight as checking
 from runs.launched import write_config

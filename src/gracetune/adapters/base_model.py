@@ -14,8 +14,7 @@ from gracetune.config.families import Family
 from gracetune.config.run_config import Model
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.layout import weight_file
-from gracetune.models.published import build_published
-from gracetune.models.registry import spec_of
+from gracetune.models.registry import build_published, spec_of
 from gracetune.models.source import ModelSource, open_source
 from gracetune.models.spec import Expert
 from gracetune.storage.safetensors_files import open_tensors

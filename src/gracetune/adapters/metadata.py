@@ -23,7 +23,7 @@ from gracetune.adapters.formats.layers import algorithms, common_alpha, common_r
 from gracetune.adapters.formats.writing import DORA_ENTRY
 from gracetune.adapters.safetensors_file import PEFT_CONFIG, SUFFIX, data_hash, legacy_hash
 from gracetune.adapters.state import AdapterState, ExpertStage
-from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import KEY_MAPS
 
 SPECIFICATION = "1.0.1"
 _ARCHITECTURE = "modelspec.architecture"

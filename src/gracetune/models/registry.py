@@ -1,20 +1,51 @@
-"""The parts of every family, by the family's name."""
+"""The parts of every model family, by the family's name: ours, and those of installed packages.
+
+A part is one attribute of one module of the family's package, imported on first access.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
-from gracetune.config.families import FAMILIES, flavours, reject_another_name
+from gracetune.config.families import FAMILIES, PACKAGES, FamilyPackages, find_flavour, flavours, reject_another_name
 from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.data.geometry import Geometry
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.family_parts import FamilyParts
 from gracetune.models.footprint import Footprint
+from gracetune.models.keys import KeyMap
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from gracetune.models.spec import ModelSpec
+
+
+Part = TypeVar("Part")
+
+
+class FamilyParts(Mapping[str, Part]):
+    """A mapping from family to the attribute `name` of its submodule `module`, in the order of `config.families`."""
+
+    def __init__(self, module: str, name: str, packages: FamilyPackages = PACKAGES) -> None:
+        self._module, self._name, self._packages = module, name, packages
+
+    def __getitem__(self, family: str) -> Part:
+        if family not in self:
+            raise KeyError(family)
+        part: Part = self._packages.part(family, self._module, self._name)
+        return part
+
+    def __contains__(self, family: object) -> bool:
+        return family in self._packages.names
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._packages.names
+
+    def __len__(self) -> int:
+        return len(self._packages.names)
+
 
 FOOTPRINTS: FamilyParts[tuple[Footprint, ...]] = FamilyParts("footprint", "FOOTPRINTS")
 """Family -> the footprints of its flavours, in the order of `config.families`."""
@@ -59,3 +90,18 @@ def spec_of(family: str) -> ModelSpec:
     spec = _SPECS[family]
     reject_another_name(family, "SPEC.keys", spec.keys)
     return spec
+
+
+KEY_MAPS: FamilyParts[KeyMap] = FamilyParts("keys", "KEYS")
+"""Family -> its key map, in the order of `config.families`."""
+
+
+_PUBLISHED: FamilyParts[Callable[[str], nn.Module]] = FamilyParts("published", "build_published")
+
+
+def build_published(family: str, flavour: str) -> nn.Module:
+    """The denoiser of one flavour. Both experts of a two-expert model have the same shape."""
+    if find_flavour(family, flavour) is None:
+        names = [supported.name for supported in flavours(family)]
+        raise ConfigError([Problem("--flavour", flavour, ", ".join(names), nearest(flavour, names) or names[0])])
+    return _PUBLISHED[family](flavour)

@@ -25,8 +25,7 @@ from gracetune.adapters.trainable import select, trainable
 from gracetune.config.adapter_kinds import ALGORITHM_NAMES, ALGORITHMS
 from gracetune.config.run_config import Adapter
 from gracetune.models.footprint import Footprint, FootprintBlock, FootprintLinear
-from gracetune.models.key_maps import KEY_MAPS
-from gracetune.models.registry import FOOTPRINTS, spec_of
+from gracetune.models.registry import FOOTPRINTS, KEY_MAPS, spec_of
 from unit.adapters.denoisers import TinyModel
 from unit.adapters.formats.making import CLASSES, FLAVOURS
 from unit.docs.targets import text_of

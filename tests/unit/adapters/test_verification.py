@@ -10,8 +10,7 @@ from gracetune.adapters.shapes import flat_shape, misfit
 from gracetune.adapters.state import Layer
 from gracetune.adapters.verification import verify
 from gracetune.config.families import FAMILIES, flavours
-from gracetune.models.published import build_published
-from gracetune.models.registry import FOOTPRINTS
+from gracetune.models.registry import FOOTPRINTS, build_published
 from unit.adapters.formats import making
 
 OPTIONS = ((), ("tucker",), ("decomposed",), ("both",), ("dora",), ("rescale",), ("bias",), ("on_input",))

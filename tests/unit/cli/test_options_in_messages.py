@@ -56,7 +56,7 @@ NOT_IN_A_RUN: Mapping[tuple[str, str], str] = {
     ("adapters/formats/detection.py", "--family"): "a run knows the family",
     ("config/machine_checks.py", "--no-paths"): "`train` and `cache` take it out",
     ("memory/validate.py", "--device"): "an option of validate_uvm.py",
-    ("models/published.py", "--flavour"): "shown by `adapter verify` alone",
+    ("models/registry.py", "--flavour"): "shown by `adapter verify` alone",
     ("train/judging.py", "--most"): "shown by `data judge` alone",
     ("train/runtime.py", "--num_processes"): "an option of `accelerate launch`, which the hint names",
 }

@@ -15,7 +15,7 @@ import pytest
 
 from gracetune.config.families import FAMILIES, GROUP, FamilyPackages
 from gracetune.errors import ConfigError
-from gracetune.models.family_parts import FamilyParts
+from gracetune.models.registry import FamilyParts
 from unit.config.aitoolkit_jobs import job
 from unit.config.simpletuner_files import GOOD, IMAGES
 

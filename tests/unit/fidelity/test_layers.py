@@ -18,8 +18,7 @@ from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.state import AdapterState
 from gracetune.adapters.trainable import select
 from gracetune.config.run_config import RunConfig
-from gracetune.models.published import build_published
-from gracetune.models.registry import FOOTPRINTS, spec_of
+from gracetune.models.registry import FOOTPRINTS, build_published, spec_of
 from unit.adapters.formats import making
 from unit.config import aitoolkit_jobs
 from unit.fidelity.peers import ARCHS, recorded

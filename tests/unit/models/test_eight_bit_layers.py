@@ -18,8 +18,7 @@ from gracetune.models.eight_bit_layers import eight_bit_line, eight_bit_weights,
 from gracetune.models.eight_bit_linear import EightBitLinear, Fp8Linear, Int8Linear, check_fp8
 from gracetune.models.footprint import Footprint
 from gracetune.models.loading import load_component
-from gracetune.models.published import build_published
-from gracetune.models.registry import FOOTPRINTS, spec_of
+from gracetune.models.registry import FOOTPRINTS, build_published, spec_of
 from gracetune.models.source import ModelSource, open_source
 from gracetune.models.spec import EightBitLayers, PartPlacement
 from gracetune.storage.safetensors_headers import WeightFileError

@@ -12,8 +12,8 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from torch import nn
 
 from gracetune.config.families import FAMILIES
-from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import Fused, KeyMap, KeyMapRule, MappedLayers
+from gracetune.models.registry import KEY_MAPS
 from unit.models.original_names import sdxl_unet
 from unit.models.published import FLUX, QWEN, WAN, denoiser
 

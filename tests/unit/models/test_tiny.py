@@ -282,7 +282,7 @@ def test_nonempty_folder_is_rejected(tmp_path: Path) -> None:
 
 def test_every_family_is_listed_without_loading_torch() -> None:
     program = "import sys, gracetune.models.tiny, gracetune.testing.tiny_models\n"
-    program += "from gracetune.models.key_maps import KEY_MAPS\n"
+    program += "from gracetune.models.registry import KEY_MAPS\n"
     program += "from gracetune.models.registry import FOOTPRINTS, GEOMETRIES\n"
     program += "assert all(len([*parts.values()]) == len(parts) for parts in (FOOTPRINTS, GEOMETRIES, KEY_MAPS))\n"
     program += "print(sorted({'torch', 'diffusers', 'transformers', 'tokenizers'} & {*sys.modules}))"

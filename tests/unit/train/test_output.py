@@ -15,8 +15,7 @@ from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.config.run_config import Adapter, Model, RunConfig
 from gracetune.models.experts import ExpertHost, choose_parking
-from gracetune.models.key_maps import KEY_MAPS
-from gracetune.models.registry import spec_of
+from gracetune.models.registry import KEY_MAPS, spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import Expert, PartPlacement
 from gracetune.train.output import RunFolder, base_weight, check_format, for_format

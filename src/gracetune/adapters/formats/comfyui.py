@@ -35,8 +35,8 @@ from gracetune.adapters.formats.writing import (
 )
 from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState, Layer
-from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
+from gracetune.models.registry import KEY_MAPS
 
 CONVENTION = Convention(without_alpha="rank")
 

@@ -18,8 +18,8 @@ from gracetune.adapters.state import ExpertStage
 from gracetune.config.adapter_kinds import ALGORITHMS
 from gracetune.config.export_formats import FormatName
 from gracetune.errors import Problem, short
-from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
+from gracetune.models.registry import KEY_MAPS
 
 Spelled = FormatName | Literal["other"]
 

@@ -33,8 +33,8 @@ from gracetune.adapters.formats.writing import (
 from gracetune.adapters.safetensors_file import PEFT_CONFIG
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import short
-from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
+from gracetune.models.registry import KEY_MAPS
 
 HEADER_ENTRY = "lora_adapter_metadata"
 _REPEATS, _NESTED = re.compile(r"[*+{]|(?<!\()\?"), re.compile(r"\)[*+{?]")

@@ -25,7 +25,7 @@ from gracetune.adapters.formats.record import Format, Reader
 from gracetune.adapters.formats.writing import Fault, Spelling, Written, alpha_in, original_rejection, original_stems
 from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState, Layer
-from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import KEY_MAPS
 
 CONVENTION = Convention(without_alpha="rank")  # sd-scripts' rule: a missing alpha means alpha = rank
 

@@ -19,7 +19,7 @@ from gracetune.adapters.formats.writing import Fault
 from gracetune.adapters.state import AdapterState
 from gracetune.config.export_formats import EXPORT_FORMATS, PROGRAMS, FormatName, Program
 from gracetune.errors import Problem
-from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import KEY_MAPS
 
 
 @dataclass(frozen=True)

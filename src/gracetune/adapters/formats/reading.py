@@ -26,8 +26,8 @@ from gracetune.adapters.formats.names import LocatedKey, is_of_text_encoder, loc
 from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swap_row_halves
 from gracetune.adapters.state import AdapterState, ExpertStage, Layer
 from gracetune.errors import Problem, short
-from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
+from gracetune.models.registry import KEY_MAPS
 
 Scale = Callable[[str, int | None], float]
 """Returns a layer's alpha by path and rank. With a rank of None, it returns the scale of an undecomposed change."""

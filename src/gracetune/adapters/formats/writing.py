@@ -22,8 +22,8 @@ from gracetune.adapters.state import AdapterState, Layer
 from gracetune.config.adapter_kinds import ALGORITHMS
 from gracetune.config.export_formats import FormatName
 from gracetune.errors import Problem
-from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
+from gracetune.models.registry import KEY_MAPS
 
 Written = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors by key, and the header entries that the format needs."""

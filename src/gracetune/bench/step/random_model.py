@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from gracetune.bench.step.job import Preset, Scale
 from gracetune.models.loading import RandomFill, load_component
-from gracetune.models.published import build_published
-from gracetune.models.registry import spec_of
+from gracetune.models.registry import build_published, spec_of
 from gracetune.models.source import ModelSource, read_json
 from gracetune.models.spec import Expert, ModelFacts, ModelSpec, PartPlacement
 from gracetune.models.tiny import build

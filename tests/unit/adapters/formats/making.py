@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gracetune.adapters.state import AdapterState, ExpertStage, Layer
 from gracetune.adapters.verification import shapes_of
-from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import KEY_MAPS
 
 ALGORITHMS: tuple[str, ...] = ("lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta")
 FLAVOURS = {"wan": "t2v-14b-2.2", "qwen_image": "t2i", "flux": "dev", "sdxl": "base-1.0", "stable_audio": "open-1.0"}

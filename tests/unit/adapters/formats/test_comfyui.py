@@ -11,7 +11,7 @@ from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats import comfyui
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.state import AdapterState
-from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import KEY_MAPS
 from unit.adapters.formats import comfyui_reader, making
 
 KNOWN_TO_COMFYUI = {

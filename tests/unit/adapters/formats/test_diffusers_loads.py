@@ -23,7 +23,7 @@ from gracetune.adapters.attach import attach
 from gracetune.adapters.merge import merge_module
 from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.config.run_config import Adapter
-from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import KEY_MAPS
 from unit.adapters.formats import making
 from unit.adapters.formats.predicting import predict
 

@@ -24,7 +24,7 @@ from gracetune.adapters.formats.programs import misread_by
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.merge import merge_module
 from gracetune.adapters.state import AdapterState
-from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import KEY_MAPS
 from unit.adapters.formats import making
 from unit.adapters.formats.predicting import predict
 from unit.adapters.formats.test_diffusers_loads import denoiser_of, pipeline_of

@@ -15,7 +15,7 @@ from gracetune.adapters.errors import BrokenLayerError, MixedExpertsError
 from gracetune.adapters.formats.names import locate, split
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.state import AdapterState
-from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import KEY_MAPS
 from unit.adapters.formats import making
 
 PATH = "blocks.3.attn1.to_q"

@@ -10,7 +10,7 @@ import torch
 
 from gracetune.adapters.formats.names import locate, split
 from gracetune.errors import ConfigError
-from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import KEY_MAPS
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.named_state import StateMismatchError
 from unit.overlays.ai_toolkit.checkouts import Checkout

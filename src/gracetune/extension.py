@@ -137,7 +137,7 @@ if TYPE_CHECKING:
     from gracetune.models.footprint import FootprintStream as _FootprintStream
     from gracetune.models.footprint import FootprintText as _FootprintText
     from gracetune.models.footprint import PixelLatents as PixelLatents
-    from gracetune.models.geometry import geometry_from as geometry_from
+    from gracetune.models.footprint import geometry_from as geometry_from
     from gracetune.models.keys import KeyMap as KeyMap
     from gracetune.models.keys import KeyMapRule as _KeyMapRule
     from gracetune.models.layout import CONFIG as _CONFIG_FILE
@@ -340,7 +340,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "FootprintStream": "gracetune.models.footprint:FootprintStream",
     "FootprintText": "gracetune.models.footprint:FootprintText",
     "PixelLatents": "gracetune.models.footprint:PixelLatents",
-    "geometry_from": "gracetune.models.geometry:geometry_from",
+    "geometry_from": "gracetune.models.footprint:geometry_from",
     "KeyMap": "gracetune.models.keys:KeyMap",
     "KeyMapRule": "gracetune.models.keys:KeyMapRule",
     "CONFIG_FILE": "gracetune.models.layout:CONFIG",

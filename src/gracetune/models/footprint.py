@@ -2,7 +2,8 @@
 
 Plain data, filled by `models/<family>/footprint.py`. Sizes are given per token of one sample, so one declaration covers
 every resolution, clip length and batch size. `planning.activations`, `adapters.trainable` and `planning.estimate` turn
-the numbers into bytes; docs/estimate.md has the formulas.
+the numbers into bytes; docs/estimate.md has the formulas. `geometry_from` derives a family's data requirements from the
+same declaration, so that no number is written twice.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
+
+from gracetune.config.families import find_flavour
+from gracetune.data.geometry import Geometry
 
 FootprintStream = Literal["image", "text", "joint", "vision", "sample"]
 """The sequence a tensor has one row per token of: the latents, the caption, both joined, or an image encoder's output.
@@ -268,3 +272,36 @@ class Footprint:
             "joint": image + self.text.tokens,
             "vision": self.vision_tokens,
         }
+
+
+# -- data requirements -------------------------------------------------------------------------------------------------
+
+
+def geometry_from(
+    footprint: Footprint, *, halved: int = 1, fps: float | None = None, channels: int | None = None
+) -> Geometry:
+    """What the data pipeline must deliver for a footprint's latents.
+
+    `halved` is the factor by which a U-Net downsamples its latents, `fps` the frame rate of the weights, `channels` the
+    number of audio channels.
+    """
+    flavour = find_flavour(footprint.family, footprint.flavour)
+    if flavour is None:
+        raise ValueError(f"{footprint.family} has no flavour {footprint.flavour}")
+    latents = footprint.latents
+    if isinstance(latents, AudioLatents):
+        return Geometry(
+            makes=flavour.makes,
+            sample_rate=latents.sample_rate,
+            channels=channels,
+            audio_multiple=latents.hop,
+            max_audio_seconds=latents.longest_seconds,
+        )
+    return Geometry(
+        makes=flavour.makes,
+        side_multiple=latents.spatial * latents.patch * halved,
+        least_multiple=latents.spatial * latents.patch,
+        frame_step=latents.temporal,
+        default_frames=latents.default_frames,
+        default_fps=fps,
+    )

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from gracetune.models.flux.footprint import FOOTPRINTS
-from gracetune.models.geometry import geometry_from
+from gracetune.models.footprint import geometry_from
 
 GEOMETRIES = {footprint.flavour: geometry_from(footprint) for footprint in FOOTPRINTS}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gracetune.models.geometry import geometry_from
+from gracetune.models.footprint import geometry_from
 from gracetune.models.qwen_image.footprint import FOOTPRINTS
 
 GEOMETRIES = {footprint.flavour: geometry_from(footprint) for footprint in FOOTPRINTS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gracetune.models.geometry import geometry_from
+from gracetune.models.footprint import geometry_from
 from gracetune.models.sdxl.footprint import BOTTOM, FOOTPRINTS, TOP
 
 _HALVED = math.isqrt(int(TOP / BOTTOM))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gracetune.models.geometry import geometry_from
+from gracetune.models.footprint import geometry_from
 from gracetune.models.stable_audio.footprint import FOOTPRINTS
 
 _STEREO = 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gracetune.models.geometry import geometry_from
+from gracetune.models.footprint import geometry_from
 from gracetune.models.wan.footprint import FOOTPRINTS
 
 _FPS = {"ti2v-5b-2.2": 24.0}

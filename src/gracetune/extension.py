@@ -112,7 +112,6 @@ if TYPE_CHECKING:
     from gracetune.memory.native import Unavailable as Unavailable
     from gracetune.memory.unified_memory import UnifiedMemory as UnifiedMemory
     from gracetune.models.common.encoding import encoder_id as encoder_id
-    from gracetune.models.common.encoding import files_digest as files_digest
     from gracetune.models.common.flow_shift import read_shift as read_shift
     from gracetune.models.common.image_latents import ImageCodec as _ImageCodec
     from gracetune.models.common.image_latents import ImageLatents as ImageLatents
@@ -128,6 +127,7 @@ if TYPE_CHECKING:
     from gracetune.models.common.tiny_parts import t5_tokenizer as t5_tokenizer
     from gracetune.models.common.tokens import TruncatedTexts as TruncatedTexts
     from gracetune.models.common.tokens import padded_tokens as padded_tokens
+    from gracetune.models.fingerprint import files_digest as files_digest
     from gracetune.models.footprint import Footprint as Footprint
     from gracetune.models.footprint import FootprintBlock as _FootprintBlock
     from gracetune.models.footprint import FootprintCodec as _FootprintCodec

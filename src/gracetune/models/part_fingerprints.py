@@ -10,19 +10,23 @@ generated samples, and reading its 28 GB would delay every first start.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from gracetune.models.common.encoding import files_digest, without_writers
 from gracetune.models.fingerprint import fingerprint
 from gracetune.models.layout import CONFIG, SCHEDULER, part_tensors, read_config, read_index
 from gracetune.models.source import INDEX, ModelSource
 from gracetune.models.spec import ModelFacts
 from gracetune.storage.os_errors import explained
 from gracetune.storage.safetensors_headers import WeightFileError
+
+_WRITERS = ("_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures")
+"""Keys of a config file that record which program wrote it, not what the part does."""
 
 
 def part_fingerprints(source: ModelSource, facts: ModelFacts) -> dict[str, str]:
@@ -62,3 +66,24 @@ def _weights(source: ModelSource, component: str) -> str:
 
 def _text(config: Mapping[str, Any]) -> str:
     return json.dumps(without_writers(config), sort_keys=True)
+
+
+def without_writers(value: Any) -> Any:
+    """A configuration without the keys that record its writer. Nested models (as in Qwen2.5-VL) have nested
+    configurations with such keys of their own."""
+    if not isinstance(value, dict):
+        return value
+    return {key: without_writers(one) for key, one in value.items() if key not in _WRITERS}
+
+
+def files_digest(folder: Path) -> str:
+    """A digest of the names and content of a folder's files, for small ones such as a tokenizer's or a processor's.
+
+    Hidden files are skipped: they belong to file browsers or git.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +13,10 @@ from torch import Tensor, nn
 
 from gracetune.cache.encoder import EncoderId
 from gracetune.data.media.load import Sample
-from gracetune.models.fingerprint import fingerprint
+from gracetune.models.fingerprint import fingerprint, without_writers
 from gracetune.models.layout import part_tensors, read_config
 from gracetune.models.source import ModelSource
 from gracetune.seeded_random import normals_for_content
-
-_WRITERS = ("_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures")
-"""Keys of a config file that record which program wrote it, not what the part does."""
 
 
 class Posterior(Protocol):
@@ -43,27 +38,6 @@ def encoder_id(
 
 def _config(source: ModelSource, component: str) -> str:
     return json.dumps(without_writers(read_config(source, component)), sort_keys=True)
-
-
-def without_writers(value: Any) -> Any:
-    """A configuration without the keys that record its writer. Nested models (as in Qwen2.5-VL) have nested
-    configurations with such keys of their own."""
-    if not isinstance(value, dict):
-        return value
-    return {key: without_writers(one) for key, one in value.items() if key not in _WRITERS}
-
-
-def files_digest(folder: Path) -> str:
-    """A digest of the names and content of a folder's files, for small ones such as a tokenizer's or a processor's.
-
-    Hidden files are skipped: they belong to file browsers or git.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
-        content = path.read_bytes()
-        digest.update(f"{path.name}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
 
 
 def sample_posterior(posterior: Posterior, samples: Sequence[Sample], mode: str) -> Tensor:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import weight_norm
 
-from gracetune.models.common.encoding import files_digest, latent_mask, release
+from gracetune.models.common.encoding import latent_mask, release
+from gracetune.models.fingerprint import files_digest
 
 
 def test_release_frees_every_tensor() -> None:

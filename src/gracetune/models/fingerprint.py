@@ -1,4 +1,5 @@
-"""A digest of a set of weights. Caches and checkpoints store it, so that those made with other weights are rejected.
+"""Digests of weights and of all other parts of a model. Caches and checkpoints store them, so that those made with others
+are rejected.
 
 Format version 2: xxh3-128 over the version and one line per tensor, sorted. A line has the xxh3-128 of the tensor's
 bytes, its dtype, its shape and its name. File names, folders, sharding and metadata do not count; every byte of the
@@ -7,20 +8,33 @@ weights does. A text encoder with a single replaced row in its embedding table h
 Reading an 11 GB text encoder takes seconds from the page cache and a minute from a slow disk, before every run. The
 digests of tensors can therefore be remembered in a file. They are reused while the weight file's path, device, inode,
 size and modification time are unchanged. The remembered file can be deleted at any time.
+
+Two runs match only if all parts besides the trained weights match (`part_fingerprints`). A part with weights is
+fingerprinted by every byte of them and its configuration; a tokenizer or processor by all its files. Plain
+configurations (the scheduler, the denoisers' shape, the pipeline's settings) are kept as values, so that a message can
+name the one that changed. Keys that only record which program wrote a file are ignored. For a denoiser only the
+configuration is fingerprinted, even one that is not trained: such a denoiser only affects generated samples, and
+reading its 28 GB would delay every first start.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from gracetune.models.layout import CONFIG, SCHEDULER, part_tensors, read_config, read_index
+from gracetune.models.source import INDEX, ModelSource
+from gracetune.models.spec import ModelFacts
 from gracetune.storage.atomic import write_file
+from gracetune.storage.os_errors import explained
 from gracetune.storage.regular_files import open_regular
 from gracetune.storage.safetensors_headers import FileIdentity, TensorEntry, WeightFileError, read_fully, unreadable
 from gracetune.units import MIB
@@ -142,3 +156,70 @@ class _Memory:
             write_file(self._file, content)
         except OSError:
             return
+
+
+# -- all parts of a model ----------------------------------------------------------------------------------------------
+
+
+_WRITERS = ("_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures")
+"""Keys of a config file that record which program wrote it, not what the part does."""
+
+
+def part_fingerprints(source: ModelSource, facts: ModelFacts) -> dict[str, str]:
+    """Fingerprint by part name, as in model_index.json. That file's own settings are under its file name."""
+    index = read_index(source)
+    denoisers = {expert.component for expert in facts.experts}
+    parts = [name for name, value in index.items() if isinstance(value, list) and value[-1] is not None]
+    settings = {name: value for name, value in index.items() if not name.startswith("_") and name not in parts}
+    found = {name: _denoiser(source, name) if name in denoisers else _part(source, name) for name in sorted(parts)}
+    return {**found, INDEX: _text({name: value for name, value in settings.items() if not isinstance(value, list)})}
+
+
+def _denoiser(source: ModelSource, component: str) -> str:
+    return _text(read_config(source, component))
+
+
+def _part(source: ModelSource, component: str) -> str:
+    folder = source.part(component)
+    with explained("model.path", folder, access="read", elsewhere="set model.path to another copy"):
+        if not folder.is_dir():
+            return "not there"
+        if (folder / SCHEDULER).is_file():
+            return _text(read_config(source, component, SCHEDULER))
+        if not (folder / CONFIG).is_file():
+            return files_digest(folder)
+    texts = [_text(read_config(source, component)), _weights(source, component)]
+    return xxhash.xxh3_128_hexdigest("\n".join(texts).encode())
+
+
+def _weights(source: ModelSource, component: str) -> str:
+    try:
+        tensors = part_tensors(source, component)
+    except WeightFileError:  # reported by the code that loads this part
+        return "not there"
+    return fingerprint(tensors, source.fingerprints) if tensors else "none"
+
+
+def _text(config: Mapping[str, Any]) -> str:
+    return json.dumps(without_writers(config), sort_keys=True)
+
+
+def without_writers(value: Any) -> Any:
+    """A configuration without the keys that record its writer. Nested models (as in Qwen2.5-VL) have nested
+    configurations with such keys of their own."""
+    if not isinstance(value, dict):
+        return value
+    return {key: without_writers(one) for key, one in value.items() if key not in _WRITERS}
+
+
+def files_digest(folder: Path) -> str:
+    """A digest of the names and content of a folder's files, for small ones such as a tokenizer's or a processor's.
+
+    Hidden files are skipped: they belong to file browsers or git.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()

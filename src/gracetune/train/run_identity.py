@@ -20,9 +20,8 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.hardware import Machine
 from gracetune.models.experts import trained_experts
-from gracetune.models.fingerprint import fingerprint
+from gracetune.models.fingerprint import fingerprint, part_fingerprints
 from gracetune.models.layout import part_tensors
-from gracetune.models.part_fingerprints import part_fingerprints
 from gracetune.models.source import ASSISTANT_KEY, ModelSource
 from gracetune.models.spec import ModelFacts
 from gracetune.redaction import redact_values

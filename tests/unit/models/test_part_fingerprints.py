@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gracetune.config.run_config import Model
-from gracetune.models.part_fingerprints import part_fingerprints
+from gracetune.models.fingerprint import part_fingerprints
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
 from runs.made_runs import FLAVOURS

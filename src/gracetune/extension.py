@@ -111,7 +111,9 @@ if TYPE_CHECKING:
     from gracetune.memory.managed import ManagedSlab as ManagedSlab
     from gracetune.memory.native import Unavailable as Unavailable
     from gracetune.memory.unified_memory import UnifiedMemory as UnifiedMemory
+    from gracetune.models.common.encoding import TruncatedTexts as TruncatedTexts
     from gracetune.models.common.encoding import encoder_id as encoder_id
+    from gracetune.models.common.encoding import padded_tokens as padded_tokens
     from gracetune.models.common.flow_shift import read_shift as read_shift
     from gracetune.models.common.image_latents import ImageCodec as _ImageCodec
     from gracetune.models.common.image_latents import ImageLatents as ImageLatents
@@ -125,8 +127,6 @@ if TYPE_CHECKING:
     from gracetune.models.common.tiny_parts import save as _save_tiny
     from gracetune.models.common.tiny_parts import t5_options as t5_options
     from gracetune.models.common.tiny_parts import t5_tokenizer as t5_tokenizer
-    from gracetune.models.common.tokens import TruncatedTexts as TruncatedTexts
-    from gracetune.models.common.tokens import padded_tokens as padded_tokens
     from gracetune.models.fingerprint import files_digest as files_digest
     from gracetune.models.footprint import Footprint as Footprint
     from gracetune.models.footprint import FootprintBlock as _FootprintBlock
@@ -321,8 +321,8 @@ _HOMES: Final[Mapping[str, str]] = {
     "ImageLatents": "gracetune.models.common.image_latents:ImageLatents",
     "assemble_pipeline": "gracetune.models.common.pipelines:assemble",
     "PipelineText": "gracetune.models.common.pipelines:PipelineText",
-    "TruncatedTexts": "gracetune.models.common.tokens:TruncatedTexts",
-    "padded_tokens": "gracetune.models.common.tokens:padded_tokens",
+    "TruncatedTexts": "gracetune.models.common.encoding:TruncatedTexts",
+    "padded_tokens": "gracetune.models.common.encoding:padded_tokens",
     "checked_size": "gracetune.models.common.sample_checks:checked_size",
     "reject_references": "gracetune.models.common.sample_checks:reject_references",
     "build_part": "gracetune.models.common.tiny_parts:made",

@@ -1,11 +1,15 @@
-"""Shared by the encoders of all families: their identity, sampling from a posterior, masks, and freeing memory."""
+"""Shared by the encoders of all families: their identity, sampling from a posterior, masks, captions as tokens, slicing and
+tiling of the VAE, and freeing memory.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +20,7 @@ from gracetune.data.media.load import Sample
 from gracetune.models.fingerprint import fingerprint, without_writers
 from gracetune.models.layout import part_tensors, read_config
 from gracetune.models.source import ModelSource
+from gracetune.models.spec import EncodeOptions
 from gracetune.seeded_random import normals_for_content
 
 
@@ -71,3 +76,83 @@ def _drop_plain_tensors(module: nn.Module) -> None:
         for name, value in [*vars(part).items()]:
             if isinstance(value, Tensor):
                 delattr(part, name)
+
+
+# -- captions ----------------------------------------------------------------------------------------------------------
+
+
+class TruncatedTexts:
+    """Texts of which the text encoder read only the beginning, without duplicates, by limit (`77 tokens`)."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[str, None]] = {}
+
+    def add(self, limit: str, texts: Iterable[str]) -> None:
+        for text in texts:
+            self._found.setdefault(limit, {})[text] = None
+
+    @property
+    def by_limit(self) -> Mapping[str, Sequence[str]]:
+        return {limit: tuple(texts) for limit, texts in self._found.items()}
+
+
+def padded_tokens(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[Any, list[int]]:
+    """Token ids and attention mask, [B, length] each, and the indices of the texts that were truncated.
+
+    Always padded to the full length, because an embedding must not depend on the other captions of its batch, not even
+    in its last bits. Truncation is detected without tokenizing twice: fast tokenizers return the rest as further rows.
+    """
+    tokens = tokenizer(
+        [*texts],
+        padding="max_length",
+        max_length=length,
+        truncation=True,
+        return_overflowing_tokens=tokenizer.is_fast,  # slow tokenizers return it in another form
+        return_tensors="pt",
+    )
+    owners = tokens.pop("overflow_to_sample_mapping", None)
+    if owners is None or len(owners) == len(texts):
+        return tokens, []
+    rows = owners.tolist()
+    first = [rows.index(number) for number in range(len(texts))]
+    for name in [*tokens]:
+        tokens[name] = tokens[name][first]
+    return tokens, [number for number, count in Counter(rows).items() if count > 1]
+
+
+# -- latent encoders ---------------------------------------------------------------------------------------------------
+
+
+class VaeEncoder:
+    """The part of a `cache.encoder.LatentEncoder` that is the same for images, clips and audio."""
+
+    def __init__(self, vae: Any, identity: EncoderId, options: EncodeOptions, others: Sequence[nn.Module] = ()) -> None:
+        """`vae` is a diffusers autoencoder. `identity` excludes tiling, which can be switched on later.
+
+        `others` are further models that are freed with the encoder.
+        """
+        self._vae, self._options = vae, options
+        self._identity, self._others = identity, others
+        if options.slicing:
+            vae.enable_slicing()
+        if options.tiling:
+            vae.enable_tiling()
+
+    @property
+    def id(self) -> EncoderId:
+        """Includes tiling: overlapping tiles are blended, which is close to the untiled result but not equal."""
+        tiling = ("tiling", "yes" if self._vae.use_tiling else "no")
+        return replace(self._identity, settings=tuple(sorted((*self._identity.settings, tiling))))
+
+    def save_memory(self) -> bool:
+        """Enable slicing (one sample at a time, same values), then tiling (changes the id). False if both are on."""
+        if not self._vae.use_slicing:
+            self._vae.enable_slicing()
+            return True
+        if not self._vae.use_tiling:
+            self._vae.enable_tiling()
+            return True
+        return False
+
+    def close(self) -> None:
+        release([self._vae, *self._others])

@@ -14,8 +14,7 @@ from gracetune.cache.encoder import EncoderId
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import SampleRef
-from gracetune.models.common.encoding import latent_mask, sample_posterior
-from gracetune.models.common.vae_encoder import VaeEncoder
+from gracetune.models.common.encoding import VaeEncoder, latent_mask, sample_posterior
 from gracetune.models.spec import EncodeOptions
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 
 from gracetune.cache.encoder import EncoderId, Prompt
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.common.encoding import release
-from gracetune.models.common.tokens import TruncatedTexts
+from gracetune.models.common.encoding import TruncatedTexts, release
 from gracetune.models.layout import TOKENIZER, read_config
 from gracetune.models.progress_bars import without_bars
 from gracetune.models.source import ModelSource, read_json

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
-from gracetune.models.common.encoding import encoder_id
+from gracetune.models.common.encoding import TruncatedTexts, encoder_id, padded_tokens
 from gracetune.models.common.image_latents import ImageCodec, ImageLatents
 from gracetune.models.common.pipelines import PipelineText
-from gracetune.models.common.tokens import TruncatedTexts, padded_tokens
 from gracetune.models.fingerprint import files_digest
 from gracetune.models.flux.load import TRANSFORMER, around, inspect, load_vae, text_parts
 from gracetune.models.source import ModelSource

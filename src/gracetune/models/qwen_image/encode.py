@@ -18,10 +18,9 @@ from torch import Tensor
 from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
-from gracetune.models.common.encoding import encoder_id
+from gracetune.models.common.encoding import TruncatedTexts, encoder_id
 from gracetune.models.common.image_latents import ImageCodec, ImageLatents, to_image
 from gracetune.models.common.pipelines import PipelineText
-from gracetune.models.common.tokens import TruncatedTexts
 from gracetune.models.fingerprint import files_digest
 from gracetune.models.qwen_image.load import TRANSFORMER, around, inspect, load_vae, text_parts
 from gracetune.models.source import ModelSource

@@ -13,10 +13,9 @@ from gracetune.config.run_config import Model
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import SampleRef
-from gracetune.models.common.encoding import encoder_id
+from gracetune.models.common.encoding import TruncatedTexts, encoder_id, padded_tokens
 from gracetune.models.common.image_latents import ImageCodec, ImageLatents
 from gracetune.models.common.pipelines import PipelineText
-from gracetune.models.common.tokens import TruncatedTexts, padded_tokens
 from gracetune.models.fingerprint import files_digest
 from gracetune.models.sdxl.load import UNET, around, encoding_dtype, load_vae, text_parts
 from gracetune.models.source import ModelSource

@@ -21,10 +21,15 @@ from torch import Tensor, nn
 from gracetune.cache.encoder import EncoderId, Prompt
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
-from gracetune.models.common.encoding import encoder_id, release, sample_posterior
+from gracetune.models.common.encoding import (
+    TruncatedTexts,
+    VaeEncoder,
+    encoder_id,
+    padded_tokens,
+    release,
+    sample_posterior,
+)
 from gracetune.models.common.pipelines import load_tokenizer
-from gracetune.models.common.tokens import TruncatedTexts, padded_tokens
-from gracetune.models.common.vae_encoder import VaeEncoder
 from gracetune.models.fingerprint import files_digest
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EncodeOptions, PartPlacement

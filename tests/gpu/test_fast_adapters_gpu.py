@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gracetune.adapters.attach import Attached
 from gracetune.adapters.fast.modules import LoraLinear
-from gracetune.models.common.shared_inputs import answers
+from gracetune.models.common.attention import answers
 from unit.adapters.fast.nets import CASES, WIDTH, adapt, distance, net
 
 pytestmark = pytest.mark.gpu

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast import products
 from gracetune.adapters.layer import parameter_name
-from gracetune.models.common.shared_inputs import SharesInput
+from gracetune.models.common.attention import SharesInput
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 from torch import Tensor, nn
 
-from gracetune.models.common.rope import apply_rope
+from gracetune.models.common.attention import apply_rope
 
 
 def use_own_processors(denoiser: nn.Module) -> None:

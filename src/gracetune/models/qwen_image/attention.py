@@ -18,8 +18,7 @@ from diffusers.models.transformers.transformer_qwenimage import (
 )
 from torch import Tensor, nn
 
-from gracetune.models.common.rope import apply_rope
-from gracetune.models.common.shared_inputs import answers
+from gracetune.models.common.attention import answers, apply_rope
 
 
 def turn_by_pairs(denoiser: nn.Module) -> None:

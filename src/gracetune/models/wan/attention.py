@@ -14,8 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import Tensor, nn
 
 from gracetune import kernels
-from gracetune.models.common.rope import apply_rope
-from gracetune.models.common.shared_inputs import answers
+from gracetune.models.common.attention import answers, apply_rope
 
 
 def turn_by_pairs(denoiser: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast import products
 from gracetune.adapters.fast.modules import AdaptedLinear, LohaLinear, LokrLinear, LoraLinear
-from gracetune.models.common.shared_inputs import answers
+from gracetune.models.common.attention import answers
 
 WIDTH, ROWS, RANK = 48, 40, 4
 MODE = Computation("low rank", "")

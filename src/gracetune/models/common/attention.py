@@ -1,10 +1,19 @@
-"""Calling several layers on the same input, so that adapters can compute their outputs together."""
+"""Shared by the families' attention processors: RoPE, and linear layers with a common input."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (a, b) of x [..., channels] to (a cos - b sin, b cos + a sin). The tables are [..., pairs]."""
+    pairs = x.unflatten(-1, (-1, 2))
+    sign = 2 * torch.arange(2, device=x.device) - 1
+    result = pairs * cos[..., None] + pairs.flip(-1) * (sin[..., None] * sign)
+    return result.flatten(-2).to(x.dtype)  # type: ignore[no-any-return]
 
 
 class SharesInput(nn.Module):

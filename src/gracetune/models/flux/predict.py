@@ -1,14 +1,19 @@
-"""The inputs and the prediction of FLUX.1's transformer."""
+"""The inputs and the prediction of FLUX.1's transformer, in training and in generated images."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from diffusers import FluxKontextPipeline
 from torch import Tensor, nn
 
 from gracetune.models.common.latent_packing import PATCH, pack, references_of, unpack
-from gracetune.models.spec import ModelFacts
+from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
+from gracetune.models.spec import BlockRouting, ModelFacts, Sampled, SampleRequest
+from gracetune.models.token_routing import rows_of
 
 
 def predict(
@@ -41,3 +46,65 @@ def _positions(latents: Tensor, plane: int) -> Tensor:
     rows, columns = (torch.arange(side // PATCH, device=latents.device) for side in latents.shape[-2:])
     planes = torch.full((1,), plane, device=latents.device)
     return torch.cartesian_prod(planes, rows, columns).float()
+
+
+# -- token routing -----------------------------------------------------------------------------------------------------
+
+
+def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
+    """`image_rotary_emb`: cosine and sine [caption and image tokens, channels]. With several samples, [B, ...]."""
+    caption = given["encoder_hidden_states"].shape[1]
+
+    def own(table: Tensor) -> Tensor:
+        shared = table[None, :caption].expand(len(kept), -1, -1)
+        tables = torch.cat([shared, rows_of(table[None, caption:], kept)], dim=1)
+        return tables if len(kept) > 1 else tables[0]
+
+    return {"image_rotary_emb": tuple(own(table) for table in given["image_rotary_emb"])}
+
+
+ROUTING = BlockRouting((PATCH, PATCH), _select, answer=1, references=references_of)
+
+
+# -- generated images --------------------------------------------------------------------------------------------------
+
+
+_SHORT = 256
+"""Caption tokens of schnell, the weights without a guidance input."""
+
+
+def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
+    edits = facts.details["pipeline"] == FluxKontextPipeline.__name__
+    _check(request, facts.details["side_multiple"], edits=edits)
+
+
+def _check(request: SampleRequest, multiple: int, *, edits: bool) -> None:
+    model, references = ("FLUX.1 Kontext", 1) if edits else ("FLUX.1", 0)
+    sides = side_problems(*size_of(request), multiple)
+    reject([*sides, *reference_problems(request, model, least=references, most=references)])
+
+
+def sample(pipeline: Any, request: SampleRequest) -> Sampled:
+    edits = isinstance(pipeline, FluxKontextPipeline)
+    _check(request, PATCH * pipeline.vae_scale_factor, edits=edits)
+    width, height = size_of(request)
+    options: dict[str, Any] = {} if request.guidance is None else {"guidance_scale": request.guidance}
+    if request.negative_prompt:
+        warnings.warn("negative_prompt: no effect, FLUX.1 does not support negative prompts", stacklevel=2)
+    if edits:
+        # The pipeline scales the image to `max_area` pixels, whatever size is requested.
+        options |= {"image": request.references[0], "max_area": width * height}
+    if not pipeline.transformer.config.guidance_embeds:
+        options["max_sequence_length"] = _SHORT
+    if request.embeds is None:
+        options["prompt"] = request.prompt
+    else:
+        options |= batched(pipeline, request.embeds)
+    output = pipeline(
+        width=width,
+        height=height,
+        num_inference_steps=request.steps,
+        generator=torch.Generator().manual_seed(request.seed),
+        **options,
+    )
+    return Sampled(frames=tuple(output.images))

@@ -7,9 +7,7 @@ from functools import partial
 from gracetune.models.flux.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.flux.keys import KEYS
 from gracetune.models.flux.load import build_denoiser, inspect, load_denoiser, load_pipeline, made_ready
-from gracetune.models.flux.predict import predict
-from gracetune.models.flux.routing import ROUTING
-from gracetune.models.flux.sample import check_sample, sample
+from gracetune.models.flux.predict import ROUTING, check_sample, predict, sample
 from gracetune.models.flux.tiny import build_tiny
 from gracetune.models.spec import FromEmbeddings, ModelSpec
 

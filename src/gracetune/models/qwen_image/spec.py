@@ -9,9 +9,7 @@ from diffusers import QwenImagePipeline
 from gracetune.models.qwen_image.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.qwen_image.keys import KEYS
 from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline, with_fewer_passes
-from gracetune.models.qwen_image.predict import predict
-from gracetune.models.qwen_image.routing import ROUTING
-from gracetune.models.qwen_image.sample import DEFAULT_NEGATIVE, check_sample, sample
+from gracetune.models.qwen_image.predict import DEFAULT_NEGATIVE, ROUTING, check_sample, predict, sample
 from gracetune.models.qwen_image.tiny import build_tiny
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelFacts, ModelSpec
 

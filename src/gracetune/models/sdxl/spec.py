@@ -7,8 +7,7 @@ from functools import partial
 from gracetune.models.sdxl.encode import load_latent_encoder, load_text_encoder, sizes_per_use
 from gracetune.models.sdxl.keys import KEYS
 from gracetune.models.sdxl.load import build_denoiser, inspect, load_denoiser, load_pipeline
-from gracetune.models.sdxl.predict import predict
-from gracetune.models.sdxl.sample import check_sample, sample
+from gracetune.models.sdxl.predict import check_sample, predict, sample
 from gracetune.models.sdxl.tiny import build_tiny
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelSpec
 

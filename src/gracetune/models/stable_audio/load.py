@@ -28,7 +28,7 @@ from gracetune.models.layout import (
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, PartPlacement
-from gracetune.models.stable_audio.solver import solver_from
+from gracetune.models.stable_audio.predict import solver_from
 
 PIPELINE = "StableAudioPipeline"
 _MOST_TOKENS = 4096

@@ -6,8 +6,7 @@ from gracetune.models.spec import AttentionCalls, ModelSpec
 from gracetune.models.stable_audio.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.stable_audio.keys import KEYS
 from gracetune.models.stable_audio.load import build_denoiser, inspect, load_denoiser, load_pipeline
-from gracetune.models.stable_audio.predict import predict
-from gracetune.models.stable_audio.sample import check_sample, sample
+from gracetune.models.stable_audio.predict import check_sample, predict, sample
 from gracetune.models.stable_audio.tiny import build_tiny
 
 _LAYERS = (

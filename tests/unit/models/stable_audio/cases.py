@@ -18,7 +18,7 @@ from gracetune.data.refs import Bucket, CaptionRef, Clip, SampleRef
 from gracetune.models.layout import SCHEDULER, read_config
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import PartPlacement
-from gracetune.models.stable_audio.solver import solver_from
+from gracetune.models.stable_audio.predict import solver_from
 from unit.models.loaded import latent_encoder, text_encoder
 
 CPU = PartPlacement(torch.device("cpu"), torch.float32)

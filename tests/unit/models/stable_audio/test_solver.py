@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gracetune.diffusion.schedule import Cosine, noisy, target
-from gracetune.models.stable_audio.solver import CosineSolver, solver_from
+from gracetune.models.stable_audio.predict import CosineSolver, solver_from
 
 PUBLISHED = {
     "_class_name": "CosineDPMSolverMultistepScheduler",

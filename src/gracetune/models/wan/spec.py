@@ -8,9 +8,7 @@ from gracetune.models.spec import FromEmbeddings, ModelSpec
 from gracetune.models.wan.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.wan.keys import KEYS
 from gracetune.models.wan.load import build_denoiser, inspect, load_denoiser, load_pipeline, with_fewer_passes
-from gracetune.models.wan.predict import predict, recorded_inputs
-from gracetune.models.wan.routing import ROUTING
-from gracetune.models.wan.sample import check_sample, sample
+from gracetune.models.wan.predict import ROUTING, check_sample, predict, recorded_inputs, sample
 from gracetune.models.wan.tiny import build_tiny
 
 _LAYERS = (

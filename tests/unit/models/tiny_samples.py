@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from gracetune.config.families import flavours
-from gracetune.models.qwen_image.processor import ImageProcessor
+from gracetune.models.qwen_image.load import ImageProcessor
 from gracetune.models.registry import geometry
 
 PROMPT = "a red cat, 猫 🐈"

@@ -1,4 +1,4 @@
-"""Loading Qwen-Image from its folder: its flavour, its parts, and the pipeline for samples."""
+"""Checking a Qwen-Image folder by its configuration files, and loading its parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImag
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch import nn
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration, Qwen2VLProcessor
 
 from gracetune.diffusion.schedule import Flow
 from gracetune.models.common.flow_shift import read_shift
@@ -28,9 +28,20 @@ from gracetune.models.layout import (
 )
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.qwen_image.attention import turn_by_pairs
-from gracetune.models.qwen_image.processor import ImageProcessor
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, PartPlacement
+
+
+class ImageProcessor(Qwen2VLProcessor):
+    """Reads the folder of a `Qwen2VLProcessor`, and replaces it in diffusers' pipelines."""
+
+    # transformers derives a processor's parts from the names of these parameters.
+    def __init__(
+        self, image_processor: Any = None, tokenizer: PreTrainedTokenizerFast | None = None, **others: Any
+    ) -> None:
+        initialise: Any = super().__init__  # transformers does not annotate it
+        initialise(image_processor, tokenizer, chat_template=others.get("chat_template"))
+
 
 PIPELINES: Mapping[str, Any] = {
     pipeline.__name__: pipeline for pipeline in (QwenImagePipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline)

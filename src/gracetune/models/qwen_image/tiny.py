@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, made, save
-from gracetune.models.qwen_image.processor import ImageProcessor
+from gracetune.models.qwen_image.load import ImageProcessor
 
 _HEAD = WIDTH // 2
 _PIXELS_PER_TOKEN = 28

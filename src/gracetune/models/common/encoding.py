@@ -1,5 +1,5 @@
-"""Shared by the encoders of all families: their identity, sampling from a posterior, masks, captions as tokens, slicing and
-tiling of the VAE, and freeing memory.
+"""Shared by the encoders of all families: their identity, sampling from a posterior, masks, captions as tokens, slicing
+and tiling of the VAE, and freeing memory.
 """
 
 from __future__ import annotations

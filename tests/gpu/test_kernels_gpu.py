@@ -26,7 +26,7 @@ from gracetune.bench.step.random_model import make_model
 from gracetune.models.common.gelu import SigmoidGelu, gelu_by_sigmoid, use_sigmoid
 from gracetune.models.eight_bit_linear import quantize_rows
 from gracetune.models.footprint import FP8_CAPABILITY
-from gracetune.models.wan.block import FusedBlock, use_fused_blocks
+from gracetune.models.wan.blocks import FusedBlock, use_fused_blocks
 
 pytestmark = pytest.mark.gpu
 compiled_or_not = pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])

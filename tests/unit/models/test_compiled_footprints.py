@@ -24,8 +24,8 @@ from gracetune.config.run_config import Adapter
 from gracetune.models.footprint import FootprintBlock
 from gracetune.models.qwen_image.attention import QwenPairwiseAttention
 from gracetune.models.registry import FOOTPRINTS
-from gracetune.models.wan import attention as wan_attention
-from gracetune.models.wan.attention import turn_by_pairs
+from gracetune.models.wan import blocks as wan_attention
+from gracetune.models.wan.blocks import turn_by_pairs
 from gracetune.planning.activations import BUDGETS, Method, Policy, activations
 from gracetune.train.blocks import costly_work_known
 from unit.models.compiled_memory import FLASH, kept_by_compiler, split_by_compiler, use_flash_attention

@@ -30,8 +30,7 @@ from gracetune.models.layout import (
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import INDEX, ModelSource
 from gracetune.models.spec import Expert, ModelFacts, PartPlacement
-from gracetune.models.wan.attention import turn_by_pairs
-from gracetune.models.wan.block import use_fused_blocks
+from gracetune.models.wan.blocks import turn_by_pairs, use_fused_blocks
 
 FROM_TEXT, FROM_IMAGE = "WanPipeline", "WanImageToVideoPipeline"
 TEXT_TOKENS = 512

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from gracetune import kernels
-from gracetune.models.wan.block import FusedBlock, gated, use_fused_blocks
+from gracetune.models.wan.blocks import FusedBlock, gated, use_fused_blocks
 
 WIDTH, HEADS, TOKENS = 48, 2, 12
 BF16 = torch.bfloat16

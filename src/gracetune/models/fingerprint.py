@@ -1,4 +1,4 @@
-"""Digests of weights and of a model's other parts. Caches and checkpoints store them, and reject those made with others.
+"""Digests of weights and of a model's other parts. Caches and checkpoints made with other weights are rejected.
 
 Format version 2: xxh3-128 over the version and one line per tensor, sorted. A line has the xxh3-128 of the tensor's
 bytes, its dtype, its shape and its name. File names, folders, sharding and metadata do not count; every byte of the

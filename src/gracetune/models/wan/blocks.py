@@ -1,6 +1,6 @@
-"""Wan's block with fewer passes over memory on a GPU: each residual is fused with the norm after it.
+"""Wan's blocks and their attention with fewer passes over memory than diffusers', and the same results.
 
-Wan's attention with fewer passes over memory than diffusers', and the same results.
+On a GPU, a block fuses each residual with the norm after it.
 
 For RoPE, diffusers writes the two halves of each rotated pair into an empty tensor, one after the other. Compiled, that
 reads and writes everything twice, and three times in the backward pass. Here each pair is rotated in one expression. On

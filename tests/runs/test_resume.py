@@ -183,7 +183,7 @@ PARTS: dict[str, tuple[str, Any]] = {
 
 
 def test_a_run_goes_on_only_with_the_model_it_began_with(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """`unit.models.test_part_fingerprints` covers every part. The switch for another transformer allows these too."""
+    """`unit.models.test_fingerprint` covers every part. The switch for another transformer allows these too."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model("flux", "dev"), model)
     change_a_setting(model / "scheduler/scheduler_config.json", shift=3.0)

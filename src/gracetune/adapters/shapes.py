@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.algorithms.record import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.state import Layer
 

@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import nn
 
-from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.algorithms.record import algorithm
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.layer import AttachedLayer, parameter_name
 from gracetune.adapters.options import LayerOptions

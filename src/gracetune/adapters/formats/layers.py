@@ -17,9 +17,8 @@ from gracetune.adapters.algorithms.assembly import (
     sides,
 )
 from gracetune.adapters.algorithms.low_rank import LowRank
-from gracetune.adapters.algorithms.record import Algorithm
-from gracetune.adapters.algorithms.registry import algorithm
-from gracetune.adapters.algorithms.registry import algorithms as records
+from gracetune.adapters.algorithms.record import Algorithm, algorithm
+from gracetune.adapters.algorithms.record import algorithms as records
 from gracetune.adapters.delta import MAGNITUDE
 from gracetune.adapters.shapes import columns, outputs
 from gracetune.adapters.state import AdapterState, Layer

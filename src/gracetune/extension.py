@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gracetune.adapters.algorithms.record import Tensors as _AdapterTensors
     from gracetune.adapters.algorithms.record import WeightShape as WeightShape
     from gracetune.adapters.computation import Computation as _AdapterComputation
+    from gracetune.adapters.formats.record import FORMATS as FORMATS
     from gracetune.adapters.formats.record import Format as _ExportFormat
-    from gracetune.adapters.formats.registry import FORMATS as FORMATS
     from gracetune.adapters.options import LayerOptions as LayerOptions
     from gracetune.adapters.safetensors_file import write as _write_adapter_tensors
     from gracetune.adapters.state import AdapterState as AdapterState
@@ -372,7 +372,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "AdapterComputation": "gracetune.adapters.computation:Computation",
     "write_adapter_tensors": "gracetune.adapters.safetensors_file:write",
     "ExportFormat": "gracetune.adapters.formats.record:Format",
-    "FORMATS": "gracetune.adapters.formats.registry:FORMATS",
+    "FORMATS": "gracetune.adapters.formats.record:FORMATS",
     "open_adapter": "gracetune.adapters.adapter_files:open_adapter",
     "save_adapter": "gracetune.adapters.adapter_files:save",
     "LayerOptions": "gracetune.adapters.options:LayerOptions",

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gracetune.adapters.attach import attach
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.safetensors_file import write as write_tensors
 from gracetune.cache.batches import Batch
 from gracetune.cache.folders import cache_folders

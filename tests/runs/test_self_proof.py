@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gracetune.adapters.fast.modules import AdaptedLinear
-from gracetune.adapters.formats.registry import FORMATS, Format
+from gracetune.adapters.formats.record import FORMATS, Format
 from gracetune.adapters.formats.writing import Written
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.config.run_config import RunConfig

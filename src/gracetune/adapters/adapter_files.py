@@ -24,7 +24,7 @@ from gracetune.adapters.formats.detection import Detected, detect
 from gracetune.adapters.formats.names import is_of_text_encoder, split
 from gracetune.adapters.formats.programs import readable
 from gracetune.adapters.formats.reading import AdapterContents, dtype_of
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.config.export_formats import PROGRAMS, FormatName, Program
 from gracetune.errors import ConfigError, Problem, short

@@ -31,7 +31,7 @@ from gracetune.adapters.adapter_files import open_adapter, save
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, measured_by_adapted, measured_by_base
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.fast.modules import HoldsWeightOtherwise
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.metadata import About, file_name
 from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.adapters.verification import shapes_of, verify

@@ -16,7 +16,7 @@ import torch
 
 from gracetune.adapters.adapter_files import save
 from gracetune.adapters.errors import CannotHoldError
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from unit.adapters.formats import making
 
 SHAPES: dict[str, making.Shapes] = {

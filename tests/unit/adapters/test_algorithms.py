@@ -17,7 +17,7 @@ from gracetune.adapters import algorithms as package
 from gracetune.adapters.algorithms.record import Algorithm, algorithm, algorithms
 from gracetune.adapters.attach import attach, describe
 from gracetune.adapters.formats.detection import detect
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.targets import ADAPTABLE
 from gracetune.adapters.targets import select as select_modules
 from gracetune.adapters.trainable import select, trainable

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.attach import Attached, attach
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.statistics import norms
 from gracetune.adapters.verification import verify
 from gracetune.cli import adapter as commands

@@ -13,7 +13,7 @@ import torch
 from gracetune.adapters import metadata
 from gracetune.adapters import safetensors_file as files
 from gracetune.adapters.adapter_files import open_adapter, save
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.svd import state_to_lora
 from unit.adapters.formats import making
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.shapes import flat_shape, misfit
 from gracetune.adapters.state import Layer
 from gracetune.adapters.verification import verify

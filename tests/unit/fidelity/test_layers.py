@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gracetune.adapters.attach import Attached, attach
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.state import AdapterState
 from gracetune.adapters.trainable import select
 from gracetune.config.run_config import RunConfig

@@ -12,7 +12,7 @@ import torch
 from gracetune.adapters import delta
 from gracetune.adapters.attach import attach
 from gracetune.adapters.errors import CannotHoldError
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.config.run_config import Adapter, Model, RunConfig
 from gracetune.models.experts import ExpertHost, choose_parking
 from gracetune.models.registry import KEY_MAPS, spec_of

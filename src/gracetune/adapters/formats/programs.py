@@ -14,7 +14,7 @@ from gracetune.adapters.algorithms.record import is_loadable
 from gracetune.adapters.delta import BASE_MAGNITUDE
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.layers import algorithms
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.formats.writing import Fault
 from gracetune.adapters.state import AdapterState
 from gracetune.config.export_formats import EXPORT_FORMATS, PROGRAMS, FormatName, Program

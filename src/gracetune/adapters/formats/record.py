@@ -3,12 +3,15 @@
 A record also lists the programs that read such files and the layers that each of them loads wrongly. `programs.py` uses
 this for `gracetune adapter convert`, `inspect` and `verify`, for the export of a run, and for the table in
 docs/adapters.md.
+
+The export formats by name. Each is imported on first use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,7 +19,7 @@ from torch import Tensor
 from gracetune.adapters.formats.reading import AdapterContents
 from gracetune.adapters.formats.writing import Fault, Written
 from gracetune.adapters.state import AdapterState
-from gracetune.config.export_formats import Program
+from gracetune.config.export_formats import EXPORT_FORMATS, FORMAT_NAMES, Program
 
 Reader = Callable[[AdapterState], Iterable[Fault]]
 """The layers of a state that a program would load wrongly, or not at all, from a file of the format."""
@@ -39,3 +42,17 @@ class Format:
     """Whether adapters that no program loads may be saved in this format, to train on from them or to merge them."""
     alpha_is_optional: bool = False
     """Whether its programs load a layer without alpha with a scale of 1."""
+
+
+class _Formats(Mapping[str, Format]):
+    def __getitem__(self, name: str) -> Format:
+        return EXPORT_FORMATS.load_as(name, Format)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FORMAT_NAMES)
+
+    def __len__(self) -> int:
+        return len(FORMAT_NAMES)
+
+
+FORMATS: Final[Mapping[str, Format]] = _Formats()

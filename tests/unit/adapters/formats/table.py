@@ -11,7 +11,7 @@ import torch
 from gracetune.adapters.delta import measured_by_base
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.programs import misread_by
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.config.export_formats import PROGRAMS
 from unit.adapters.formats import making
 

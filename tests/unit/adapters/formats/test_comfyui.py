@@ -9,7 +9,7 @@ from torch import Tensor
 from gracetune.adapters import delta
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats import comfyui
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.state import AdapterState
 from gracetune.models.registry import KEY_MAPS
 from unit.adapters.formats import comfyui_reader, making

@@ -7,7 +7,7 @@ import torch
 
 from gracetune.adapters.errors import CannotHoldError, UnclearFamilyError
 from gracetune.adapters.formats.detection import detect
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from unit.adapters.formats import making
 
 

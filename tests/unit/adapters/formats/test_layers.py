@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gracetune.adapters import delta
 from gracetune.adapters.errors import BrokenLayerError, CannotHoldError, NotFiniteError, UnknownKeysError
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import AdapterState
 from gracetune.adapters.statistics import norms

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gracetune.adapters.adapter_files import save
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.programs import misread_by
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.merge import merge_module
 from gracetune.adapters.state import AdapterState
 from gracetune.models.registry import KEY_MAPS

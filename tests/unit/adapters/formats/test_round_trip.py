@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gracetune.adapters import delta
 from gracetune.adapters.adapter_files import open_adapter, save
 from gracetune.adapters.errors import CannotHoldError
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.state import AdapterState, ExpertStage
 from unit.adapters.formats import making
 

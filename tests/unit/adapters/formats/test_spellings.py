@@ -13,7 +13,7 @@ from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.delta import delta
 from gracetune.adapters.errors import BrokenLayerError, MixedExpertsError
 from gracetune.adapters.formats.names import locate, split
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.state import AdapterState
 from gracetune.models.registry import KEY_MAPS
 from unit.adapters.formats import making

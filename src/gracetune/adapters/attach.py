@@ -28,8 +28,7 @@ from gracetune.adapters import full
 from gracetune.adapters.algorithms.record import algorithm
 from gracetune.adapters.assistant import Assisted
 from gracetune.adapters.computation import LIBRARY, Computation
-from gracetune.adapters.fast.layer import FastLayer, choice, reference
-from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
+from gracetune.adapters.fast.modules import AdaptedLinear, FastLayer, HoldsWeightOtherwise, choice, reference
 from gracetune.adapters.layer import AttachedLayer, local
 from gracetune.adapters.load_checks import fit_to_layers
 from gracetune.adapters.lycoris import Factors

@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # torch and diffusers are loaded by the command that needs th
     import torch
 
     from gracetune.adapters.adapter_files import OpenedAdapter
-    from gracetune.adapters.base_model import Base, Weight
     from gracetune.adapters.state import AdapterState, ExpertStage
+    from gracetune.adapters.verification import Base, Weight
     from gracetune.cli.adapter_view import Converted
 
 _LARGEST_ALPHA = 1e6
@@ -180,7 +180,7 @@ def verify(
 ) -> None:
     """Check that an adapter fits a model: list missing, unexpected and mismatched layers. Exit 1 on any mismatch."""
     from gracetune.adapters.adapter_files import open_adapter
-    from gracetune.adapters.base_model import Base, published_shapes
+    from gracetune.adapters.verification import Base, published_shapes
     from gracetune.adapters.verification import verify as verify_reading
     from gracetune.cli.adapter_view import print_verified, verified_json
 
@@ -359,7 +359,7 @@ def _merge(states: list[AdapterState], model: str, output: Path) -> list[Convert
 
 
 def _base(family: str, model: str) -> Base:
-    from gracetune.adapters.base_model import Base
+    from gracetune.adapters.verification import Base
 
     return Base(family, model)
 

@@ -37,8 +37,8 @@ OF_A_RUN = (
 _CONVERT = "shown by `adapter convert` alone"
 _IN_A_COMMAND = "part of a line that begins with `gracetune adapter convert`"
 NOT_IN_A_RUN: Mapping[tuple[str, str], str] = {
-    ("adapters/base_model.py", "--model"): _CONVERT,
-    ("adapters/base_model.py", "--merge-into"): _CONVERT,
+    ("adapters/verification.py", "--model"): _CONVERT,
+    ("adapters/verification.py", "--merge-into"): _CONVERT,
     ("adapters/adapter_files.py", "--alpha"): _CONVERT,
     ("adapters/loading_steps.py", "--for"): _IN_A_COMMAND,
     ("adapters/loading_steps.py", "--lora-rank"): _IN_A_COMMAND,

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gracetune.adapters.algorithms.record import algorithm
-from gracetune.adapters.shapes import misfit
+from gracetune.adapters.delta import misfit
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.eight_bit_linear import Fp8Linear, Int8Linear

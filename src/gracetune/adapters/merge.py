@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gracetune.adapters.delta import apply, bias_delta
-from gracetune.adapters.shapes import misfit
+from gracetune.adapters.delta import apply, bias_delta, misfit
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.memory.weights.loading import torch_dtype

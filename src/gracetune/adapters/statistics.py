@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.matrices import ROWS, is_finite
 from gracetune.adapters.algorithms.record import algorithm, algorithms
-from gracetune.adapters.delta import delta, needs_weight
-from gracetune.adapters.shapes import columns, outputs
+from gracetune.adapters.delta import columns, delta, needs_weight, outputs
 from gracetune.adapters.state import AdapterState, Layer
 
 _LARGEST_BUILT = 1 << 28

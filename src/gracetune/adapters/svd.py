@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from gracetune.adapters.algorithms.record import algorithm
-from gracetune.adapters.delta import apply, bias_delta, delta, needs_weight
-from gracetune.adapters.shapes import misfit
+from gracetune.adapters.delta import apply, bias_delta, delta, misfit, needs_weight
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, Problem
 from gracetune.hostmem.sensors import HostSensor

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from gracetune.adapters.delta import misfit
 from gracetune.adapters.formats.reading import AdapterContents
-from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import ExpertStage
 from gracetune.config.families import Family
 from gracetune.config.run_config import Model

@@ -309,8 +309,7 @@ def _convert(
 
 
 def _as_lora(state: AdapterState, rank: int, base: Base | None) -> tuple[AdapterState, float]:
-    from gracetune.adapters.delta import needs_weight
-    from gracetune.adapters.shapes import flat_shape
+    from gracetune.adapters.delta import flat_shape, needs_weight
     from gracetune.adapters.svd import state_to_lora
 
     if base is not None:
@@ -331,8 +330,7 @@ def _has_magnitudes(state: AdapterState) -> bool:
 
 
 def _measured_by_base(state: AdapterState, base: Base) -> AdapterState:
-    from gracetune.adapters.delta import measured_by_base
-    from gracetune.adapters.shapes import misfit
+    from gracetune.adapters.delta import measured_by_base, misfit
 
     weight, layers = base.weight(state.expert), {}
     for path, layer in state.layers.items():

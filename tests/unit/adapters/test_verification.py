@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gracetune.adapters.delta import flat_shape, misfit
 from gracetune.adapters.formats.record import FORMATS
-from gracetune.adapters.shapes import flat_shape, misfit
 from gracetune.adapters.state import Layer
 from gracetune.adapters.verification import verify
 from gracetune.config.families import FAMILIES, flavours

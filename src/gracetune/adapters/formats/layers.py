@@ -19,8 +19,7 @@ from gracetune.adapters.algorithms.assembly import (
 from gracetune.adapters.algorithms.low_rank import LowRank
 from gracetune.adapters.algorithms.record import Algorithm, algorithm
 from gracetune.adapters.algorithms.record import algorithms as records
-from gracetune.adapters.delta import MAGNITUDE
-from gracetune.adapters.shapes import columns, outputs
+from gracetune.adapters.delta import MAGNITUDE, columns, outputs
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import short
 

@@ -13,11 +13,10 @@ from gracetune.adapters.algorithms.assembly import LayerError, is_by_input
 from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES
 from gracetune.adapters.algorithms.record import algorithm
 from gracetune.adapters.algorithms.record import algorithms as records
-from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
+from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, outputs
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats import fused_layers
 from gracetune.adapters.formats.layers import algorithms
-from gracetune.adapters.shapes import outputs
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.config.adapter_kinds import ALGORITHMS
 from gracetune.config.export_formats import FormatName

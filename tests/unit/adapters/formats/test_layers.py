@@ -15,9 +15,9 @@ from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from gracetune.adapters import delta
+from gracetune.adapters.delta import misfit
 from gracetune.adapters.errors import BrokenLayerError, CannotHoldError, NotFiniteError, UnknownKeysError
 from gracetune.adapters.formats.record import FORMATS
-from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import AdapterState
 from gracetune.adapters.statistics import norms
 from gracetune.adapters.verification import verify

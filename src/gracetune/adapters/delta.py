@@ -10,7 +10,7 @@ The reference path of training uses these functions (`change`), and tests compar
 multiplies the merged weights of LoKr and LoHa by the scale twice, rounds the delta of its forward pass to the precision
 of a 16-bit base weight, and rotates or scales the bias in some paths only.
 
-The weight shape that a layer's tensors imply, and whether it fits a given weight.
+A layer's tensors also imply the shape of the weight that they change (`outputs`, `columns`, `misfit`).
 """
 
 from __future__ import annotations

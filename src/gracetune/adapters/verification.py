@@ -3,7 +3,7 @@
 An adapter does not have to cover every layer. A layer without an adapter is reported only if the same layer of other
 blocks has one, and this does not count as a mismatch.
 
-The base model of an adapter, as `gracetune adapter` needs it: layer shapes, single weights, weight folders.
+`Base` is the base model of an adapter, as `gracetune adapter` needs it: layer shapes, single weights, weight folders.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A layer's tensors have the names of the algorithm's paper and files, without a p
 the tensors, not one of them. The scale of a change is alpha / rank. If nothing is decomposed (whole LoKr, (IA)3, OFT,
 full differences), the scale is 1 and alpha is 1.0.
 
-The records of all adapter algorithms, by name. `config/adapter_kinds.py` lists their modules.
+`algorithm` returns a record by its name; `config/adapter_kinds.py` lists their modules.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ All decisions in a forward pass depend on plain attributes, so a compiler sees s
 three variants for any number of strengths: the base layer alone (strength 0), the adapter unscaled (1), and the adapter
 scaled by a strength. That strength is a CPU scalar tensor, which needs neither a copy to the GPU nor a synchronization.
 
-Chooses how a layer's adapter is computed, and attaches the factorised layers of `fast.modules`.
+`choice` decides how a layer's adapter is computed, and `FastLayer` attaches a module to a model.
 """
 
 from __future__ import annotations

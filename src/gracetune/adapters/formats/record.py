@@ -4,7 +4,7 @@ A record also lists the programs that read such files and the layers that each o
 this for `gracetune adapter convert`, `inspect` and `verify`, for the export of a run, and for the table in
 docs/adapters.md.
 
-The export formats by name. Each is imported on first use.
+`FORMATS` has the records by name. Each is imported on first use.
 """
 
 from __future__ import annotations

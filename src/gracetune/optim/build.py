@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from gracetune.config.run_config import Optimizer as OptimizerConfig
 from gracetune.errors import ConfigError, Problem
-from gracetune.optim import state
+from gracetune.optim.state import load_saved_state, saved_state
 from gracetune.optim.arguments import arguments_of
 from gracetune.optim.named_state import KeepsNamedState, NamedState
 from gracetune.optim.record import ParamGroup, optimizer_record
@@ -101,7 +101,7 @@ def named_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> NamedState
     """
     if isinstance(optimizer, KeepsNamedState):
         return optimizer.named_state()
-    return state.named_state(optimizer, names)
+    return saved_state(optimizer, names)
 
 
 @torch.no_grad()
@@ -110,4 +110,4 @@ def load_named_state(optimizer: Optimizer, names: Mapping[str, Tensor], saved: N
     if isinstance(optimizer, KeepsNamedState):
         optimizer.load_named_state(saved)
     else:
-        state.load_named_state(optimizer, names, saved)
+        load_saved_state(optimizer, names, saved)

@@ -23,7 +23,7 @@ _NOT_STATE = ("params", "param_names", "name", "stage", "initial_lr", "swap_tens
 """Group entries that the config or torch sets when the optimizer is built."""
 
 
-def named_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> NamedState:
+def saved_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> NamedState:
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for name, parameter in names.items():
@@ -46,7 +46,7 @@ def named_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> NamedState
     )
 
 
-def load_named_state(optimizer: Optimizer, names: Mapping[str, Tensor], saved: NamedState) -> None:
+def load_saved_state(optimizer: Optimizer, names: Mapping[str, Tensor], saved: NamedState) -> None:
     _check(optimizer, names, saved)
     values = by_parameter(saved.json["values"])
     tensors = by_parameter(saved.tensors)

@@ -31,7 +31,7 @@ class NamedState:
 
 @runtime_checkable
 class KeepsNamedState(Protocol):
-    """An optimizer that saves and loads its own state by parameter name. `optim.state` does it for all others."""
+    """An optimizer that saves and loads its own state by parameter name. `optim.build` does it for all others."""
 
     def state_tensors(self) -> list[Tensor]: ...
 

@@ -46,9 +46,9 @@ from gracetune.models.fact_overrides import facts_of
 from gracetune.models.registry import footprint_of, geometry_of, spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import PartPlacement, Sampled
+from gracetune.optim.averages import EmaWeights
 from gracetune.optim.batch_ramp import ramp_of
 from gracetune.optim.build import build_optimizer
-from gracetune.optim.ema import EmaWeights
 from gracetune.optim.record import ParamGroup
 from gracetune.optim.schedules import build_schedule
 from gracetune.planning.dataset_facts import survey

@@ -46,9 +46,9 @@ from gracetune.models.fact_overrides import guidance_note
 from gracetune.models.registry import spec_of
 from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.models.token_routing import TokenRouter
+from gracetune.optim.averages import EmaWeights
 from gracetune.optim.batch_ramp import Ramp, ramp_of
 from gracetune.optim.build import build_optimizer, optimizer_notes
-from gracetune.optim.ema import EmaWeights
 from gracetune.optim.record import ParamGroup
 from gracetune.optim.schedules import build_schedule
 from gracetune.optim.step_skipping import waiting_note

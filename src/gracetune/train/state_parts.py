@@ -14,8 +14,8 @@ from gracetune.checkpoint.state_parts import SavedState
 from gracetune.config.native import shareable
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
+from gracetune.optim.averages import EmaWeights
 from gracetune.optim.build import load_named_state, named_state
-from gracetune.optim.ema import EmaWeights
 from gracetune.optim.named_state import NamedState, differences
 from gracetune.optim.schedules import move_to
 from gracetune.train.loss_scale import LossScale

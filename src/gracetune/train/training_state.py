@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gracetune.data.loader import Loader
-from gracetune.optim.ema import EmaWeights
-from gracetune.optim.schedule_free import averaged
+from gracetune.optim.averages import EmaWeights, averaged
 from gracetune.optim.schedules import move_to
 from gracetune.optim.step_skipping import step_unless
 from gracetune.train.loss_scale import LossScale, NoScale

@@ -10,7 +10,7 @@ import torch
 
 from gracetune.config.run_config import Ema as EmaConfig
 from gracetune.config.run_config import RunConfig
-from gracetune.optim.ema import EmaWeights
+from gracetune.optim.averages import EmaWeights
 from gracetune.optim.schedules import build_schedule
 from unit.config import aitoolkit_jobs, simpletuner_files
 from unit.fidelity.peers import aitoolkit_config, case_name, recorded, simpletuner_config

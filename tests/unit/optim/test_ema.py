@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gracetune.config.run_config import Ema as EmaConfig
 from gracetune.errors import GracetuneError
-from gracetune.optim.ema import EmaWeights
+from gracetune.optim.averages import EmaWeights
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from gracetune.optim.schedule_free import averaged
+from gracetune.optim.averages import averaged
 
 BETA = 0.9
 

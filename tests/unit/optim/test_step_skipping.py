@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gracetune.adapters.state import ExpertStage
 from gracetune.config.run_config import Optimizer as Requested
+from gracetune.optim.averages import EmaWeights
 from gracetune.optim.build import build_optimizer, named_state, parameter_names
-from gracetune.optim.ema import EmaWeights
 from gracetune.optim.record import ParamGroup
 from gracetune.optim.step_skipping import can_skip_on_device, move_towards, step_unless, waiting_note
 from gracetune.train.gradients import FlatGradients, GradientClipping

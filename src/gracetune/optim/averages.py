@@ -1,17 +1,23 @@
-"""Exponential moving averages (EMA) of the trained parameters, in float32 and by name."""
+"""Averages of the trained weights: exponential moving averages (EMA), in float32 and by name, and those that a schedule-free
+optimizer keeps itself. Sampling and saving use them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gracetune.config.run_config import Ema as EmaConfig
 from gracetune.errors import GracetuneError
 from gracetune.optim.named_state import differences
 from gracetune.optim.step_skipping import move_towards
+
+# -- EMA ---------------------------------------------------------------------------------------------------------------
 
 
 class EmaWeights:
@@ -102,3 +108,37 @@ class EmaWeights:
 
 def _copy(parameter: Tensor) -> Tensor:
     return parameter.detach().to(torch.float32, copy=True)
+
+
+# -- schedule-free optimizers ------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class ScheduleFree(Protocol):
+    """An optimizer whose `eval` puts the averages into the parameters and whose `train` takes them out again."""
+
+    def eval(self) -> None: ...
+
+    def train(self) -> None: ...
+
+
+@contextmanager
+def averaged(optimizer: Optimizer) -> Iterator[None]:
+    """Put the optimizer's averages, if it has any, into the model for the duration of the block.
+
+    `train()` computes the previous values back and rounds. The copies restore them exactly; without them, sampling
+    would change the run.
+    """
+    if not isinstance(optimizer, ScheduleFree):
+        yield
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        optimizer.train()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)

@@ -11,21 +11,30 @@ gradient, such as those of the inactive expert; their next update is compared wi
 nothing is trained. `lr_bump`, `min_lr` and `max_lr` are set per param group, so each noise expert can have its own.
 `rates="upstream"` stores the rates in 8 bits, as ai-toolkit does (`automagic_upstream`).
 The state is saved by parameter name (`named_state`); `state_dict()` does not contain it.
+
+Automagic's learning rates as ai-toolkit keeps them (`optimizer.options.rates: upstream`).
+
+Rates are 8-bit integers with one scale per parameter tensor: the tensor's largest rate / 127. Storing rounds away a
+bump below half a unit, so with the default limits rates stop following the signs after some 250 bumps. The first update
+of a tensor counts as following one that increased every element. Both change the result, and are useful only to compare
+a run with ai-toolkit. The default, `rates: exact`, loses no bump (`optim/element_rates.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from gracetune.optim.automagic_cuda import CudaStack, kernels_for
-from gracetune.optim.automagic_stack import Stack, UpdateRule, stack_key
-from gracetune.optim.automagic_upstream import UpstreamStack
+from gracetune.optim.automagic_stack import Stack, UpdateRule, per_parameter, stack_key
 from gracetune.optim.element_rates import BIAS_16, RateGrid, RateLimits
 from gracetune.optim.named_state import NamedState, StateMismatchError, by_parameter, differences, key_of
 
@@ -273,3 +282,43 @@ def _own_part(value: Tensor, entry: str, stack: Stack, at: int) -> Tensor:
     parts = value.chunk(parameter.device_mesh.size())  # the split of Shard(0); the last processes may get nothing
     rank = parameter.device_mesh.get_local_rank()
     return parts[rank] if rank < len(parts) else value[:0]
+
+
+_LARGEST = 127
+
+
+@dataclass(eq=False)
+class UpstreamStack(Stack):
+    """A stack whose `rates` are int8; `moments["scale"]`, [n], is the learning rate of one unit."""
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor], names: Sequence[str], lr: float, rule: UpdateRule) -> Self:
+        stack = super().of(parameters, names, lr, rule)
+        stack.rates = torch.full_like(stack.rates, _LARGEST, dtype=torch.int8)
+        stack.moments["scale"] = torch.full((len(names),), lr / _LARGEST, device=stack.rates.device)
+        stack.signs.zero_()
+        return stack
+
+    def read_rates(self, rule: UpdateRule) -> Tensor:
+        return self.rates.float() * per_parameter(self.moments["scale"], self.rates)
+
+    @torch.no_grad()
+    def put_rates(self, at: int, rates: Tensor, rule: UpdateRule) -> None:
+        state = {"rate": self.rates[at : at + 1], "scale": self.moments["scale"][at : at + 1]}
+        self._store(rates[None].to(self.rates.device, torch.float32), state)
+
+    def _move_rates(self, positive: Tensor, state: dict[str, Tensor], rule: UpdateRule) -> Tensor:
+        limits = rule.grid.limits
+        rates = state["rate"].float() * per_parameter(state["scale"], state["rate"])
+        bumps = torch.where(state["sign"] == positive, limits.lr_bump, -limits.lr_bump)
+        rates.add_(bumps).clamp_(limits.min_lr, limits.max_lr)
+        self._store(rates, state)
+        return rates
+
+    def _store(self, rates: Tensor, state: dict[str, Tensor]) -> None:
+        size = math.prod(rates.shape[1:])
+        largest = rates.reshape(len(rates), -1).amax(1) if size else torch.zeros_like(state["scale"])
+        if self.sharding is not None:  # all shards of a tensor share its scale
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.sharding.group)
+        state["scale"].copy_(largest / _LARGEST)
+        state["rate"].copy_((rates / per_parameter(state["scale"], rates)).round().clamp(-_LARGEST, _LARGEST))

@@ -6,7 +6,7 @@ import torch
 from gracetune.bench import optim as bench
 from gracetune.hardware import probe
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.automagic_cuda import CudaStack
+from gracetune.optim.automagic_stack import CudaStack
 
 pytestmark = pytest.mark.gpu
 

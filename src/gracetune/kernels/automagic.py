@@ -1,4 +1,4 @@
-"""The kernels of `optim.automagic_cuda`. Importing this module needs triton.
+"""The kernels of `optim.automagic_stack`. Importing this module needs triton.
 
 Each works on M matrices of R x C at once; a tensor has `lead` matrices. `gradients` and `addresses` are tables of
 tensor addresses. `slots` maps a tensor to its place in the stacked optimizer state. A program works on one of the

@@ -33,8 +33,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from gracetune.optim.automagic_cuda import CudaStack, kernels_for
-from gracetune.optim.automagic_stack import Stack, UpdateRule, per_parameter, stack_key
+from gracetune.optim.automagic_stack import CudaStack, Stack, UpdateRule, kernels_for, per_parameter, stack_key
 from gracetune.optim.element_rates import BIAS_16, RateGrid, RateLimits
 from gracetune.optim.named_state import NamedState, StateMismatchError, by_parameter, differences, key_of
 

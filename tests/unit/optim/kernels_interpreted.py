@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from gracetune.optim.automagic_cuda import CudaStack
-from gracetune.optim.automagic_stack import Stack, UpdateRule
+from gracetune.optim.automagic_stack import CudaStack, Stack, UpdateRule
 from gracetune.optim.element_rates import RateGrid, RateLimits
 
 # No bf16: the interpreter truncates where a GPU rounds.

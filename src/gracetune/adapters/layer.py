@@ -1,6 +1,6 @@
 """The interface of one adapted layer in a model. An `Attached` model consists of these.
 
-Each way to compute an adapter is a subclass: `peft_lora.PeftLayer`, `lycoris.LycorisLayer`, `fast.layer.FastLayer`.
+Each way to compute an adapter is a subclass: `peft_lora.PeftLayer`, `lycoris.LycorisLayer`, `fast.modules.FastLayer`.
 """
 
 from __future__ import annotations

@@ -9,12 +9,10 @@
 The first update of a parameter has no previous sign and leaves its rates at `lr`. A step skips parameters without a
 gradient, such as those of the inactive expert; their next update is compared with their own last one. With `lr` 0
 nothing is trained. `lr_bump`, `min_lr` and `max_lr` are set per param group, so each noise expert can have its own.
-`rates="upstream"` stores the rates in 8 bits, as ai-toolkit does (`automagic_upstream`).
 The state is saved by parameter name (`named_state`); `state_dict()` does not contain it.
 
-Automagic's learning rates as ai-toolkit keeps them (`optimizer.options.rates: upstream`).
-
-Rates are 8-bit integers with one scale per parameter tensor: the tensor's largest rate / 127. Storing rounds away a
+`rates="upstream"` keeps the rates as ai-toolkit does: 8-bit integers with one scale per parameter tensor, the tensor's
+largest rate / 127. Storing rounds away a
 bump below half a unit, so with the default limits rates stop following the signs after some 250 bumps. The first update
 of a tensor counts as following one that increased every element. Both change the result, and are useful only to compare
 a run with ai-toolkit. The default, `rates: exact`, loses no bump (`optim/element_rates.py`).
@@ -38,7 +36,7 @@ from gracetune.optim.element_rates import BIAS_16, RateGrid, RateLimits
 from gracetune.optim.named_state import NamedState, StateMismatchError, by_parameter, differences, key_of
 
 _SCALE = "scale"
-"""State entry of 8-bit rates only (`automagic_upstream`)."""
+"""State entry of 8-bit rates only (`UpstreamStack`)."""
 _REMEDY = "resume with the adapter and optimizer the state was saved with, or start anew (--resume none)"
 
 

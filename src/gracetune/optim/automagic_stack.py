@@ -1,9 +1,8 @@
 """Stacked Automagic state for parameters of one shape and one param group.
 
 Every state entry of a stack is one tensor, so a step is a few passes over all its parameters. The update here runs on
-every device; `automagic_cuda` implements the same arithmetic in Triton kernels.
-
-Automagic's step in Triton kernels (Triton ships with torch for CUDA), with about the memory traffic of fused AdamW.
+every device. `CudaStack` implements the same arithmetic in Triton kernels, with about the memory traffic of fused AdamW
+(Triton ships with torch for CUDA).
 
 The kernels read gradients and write parameters in place, through a table of their addresses. Nothing is stacked, so a
 step needs almost no extra memory. There are four passes over the gradients: row means, column means, RMS, update. Every

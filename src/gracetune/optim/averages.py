@@ -1,5 +1,5 @@
-"""Averages of the trained weights: exponential moving averages (EMA), in float32 and by name, and those that a schedule-free
-optimizer keeps itself. Sampling and saving use them.
+"""Averages of the trained weights, for sampling and saving: exponential moving averages (EMA), and the averages that a
+schedule-free optimizer keeps itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling with the averages of a schedule-free optimizer does not change the training."""
+"""EMA follows the parameters by its rule, and sampling with averages does not change the training."""
 
 from __future__ import annotations
 

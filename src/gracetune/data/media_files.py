@@ -21,7 +21,7 @@ from gracetune.data.media.probe import (
     probe_image,
     probe_video,
 )
-from gracetune.data.truncated_images import truncation
+from gracetune.data.media.truncated import truncation
 from gracetune.units import MIB
 
 READ_FIRST: Final = 32 * MIB

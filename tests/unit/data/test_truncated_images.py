@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gracetune.data.truncated_images import truncation
+from gracetune.data.media.truncated import truncation
 from unit.data.media.generated import generated_image, image_bytes
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 56, 3), np.uint8))

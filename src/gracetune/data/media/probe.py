@@ -15,7 +15,7 @@ from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.media.audio import opened_sound
 from gracetune.data.media.image import MAX_PIXELS, Bytes, damage_named, open_header, size_upright, too_large
-from gracetune.data.media.truncated_clips import reject_cut_off
+from gracetune.data.media.truncated import reject_cut_off
 from gracetune.data.media.video import VideoSource, opened, shown_packets, size_shown
 
 

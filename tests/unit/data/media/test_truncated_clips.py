@@ -14,7 +14,7 @@ import pytest
 
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.media.probe import AudioFacts, VideoFacts, probe_audio, probe_video
-from gracetune.data.media.truncated_clips import whole_size
+from gracetune.data.media.truncated import whole_size
 from unit.data.media.generated import DictBackend, audio_bytes, numbered, tone
 
 FRAMES, SECONDS = 50, 3.0

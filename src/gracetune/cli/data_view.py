@@ -15,7 +15,7 @@ from gracetune.data.index import DataIndex
 from gracetune.data.items import DatasetIndex, Dropped
 from gracetune.data.refs import Bucket
 from gracetune.data.sampler import Order, SampleGroup
-from gracetune.data.staging.estimate import Estimate, decimal
+from gracetune.data.staging.memory import Estimate, decimal
 from gracetune.data.text_format import counted, some
 
 FORMAT = 1

@@ -28,8 +28,7 @@ import xxhash
 from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.errors import DataError, MissingFileError, UnreadableMediaError
-from gracetune.data.staging.estimate import Estimate, estimate_stored
-from gracetune.data.staging.memory_guard import StagingMemoryGuard
+from gracetune.data.staging.memory import Estimate, StagingMemoryGuard, estimate_stored
 from gracetune.data.staging.progress import OnProgress, StagingProgress, unwatched
 from gracetune.data.staging.report import StagingReport
 from gracetune.hostmem.compression import CHUNK, CHUNK_OVERHEAD, RAW, Compression, CompressionCodec, codec_for, shrinks

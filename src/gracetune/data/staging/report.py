@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gracetune.data.backends.listing import LeftOut
-from gracetune.data.staging.estimate import Estimate
 from gracetune.data.staging.file_selection import reasons
+from gracetune.data.staging.memory import Estimate
 from gracetune.data.text_format import counted
 from gracetune.hostmem.hint import Hint
 from gracetune.units import format_bytes, format_duration

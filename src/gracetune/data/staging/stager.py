@@ -12,9 +12,8 @@ from gracetune.data.backends.handle import to_json
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.listing import Listing, survey
 from gracetune.data.staging.copying import StagingOptions, default_threads, stage_files
-from gracetune.data.staging.estimate import Estimate, estimate_stored
 from gracetune.data.staging.file_selection import ExtensionSelection
-from gracetune.data.staging.memory_guard import StagingMemoryGuard
+from gracetune.data.staging.memory import Estimate, StagingMemoryGuard, estimate_stored
 from gracetune.data.staging.progress import OnProgress, unwatched
 from gracetune.data.staging.report import StagingReport
 from gracetune.hardware import Machine

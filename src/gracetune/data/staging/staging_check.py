@@ -9,7 +9,7 @@ from gracetune.data.backend import Backend
 from gracetune.data.backends.open import open_unstaged
 from gracetune.data.backends.pool import SharedFolder, find_folder, shared_folders, sharing_notes
 from gracetune.data.staging.backend import stager_for
-from gracetune.data.staging.estimate import Estimate
+from gracetune.data.staging.memory import Estimate
 from gracetune.hardware import Machine, probe
 
 

@@ -32,7 +32,7 @@ from gracetune.cache.pass_worker import PassProgress as PassProgress
 from gracetune.cli.console import mark, shown
 from gracetune.cli.estimate_view import print_plan
 from gracetune.config.run_config import RunConfig
-from gracetune.data.staging.progress import OnProgress, StagingProgress
+from gracetune.data.staging.report import OnProgress, StagingProgress
 from gracetune.errors import visible
 from gracetune.hardware import Machine
 from gracetune.redaction import redact

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gracetune.cache.pass_worker import PassProgress
-from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.data.staging.report import OnProgress, unwatched
 from gracetune.storage.transfer import OnFetched
 from gracetune.telemetry.progress import RunStatus
 

@@ -22,7 +22,7 @@ from gracetune.data.backends.url import UrlBackend
 from gracetune.data.staging.backend import plain_backend
 from gracetune.data.staging.copying import StagingOptions
 from gracetune.data.staging.file_selection import MEDIA, ExtensionSelection, select
-from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.data.staging.report import OnProgress, unwatched
 from gracetune.data.staging.stager import Stager, limit_for, threads_for
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe

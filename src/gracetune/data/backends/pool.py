@@ -19,7 +19,7 @@ from gracetune.data.backends.open import open_backend
 from gracetune.data.backends.registry import options_of
 from gracetune.data.backends.shared import Storage
 from gracetune.data.staging.file_selection import ExtensionSelection, selection_for
-from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.data.staging.report import OnProgress, unwatched
 from gracetune.hardware import Machine
 from gracetune.hostmem.sharing import LocalRanks
 

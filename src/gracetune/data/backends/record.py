@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from gracetune.data.backends.shared import Storage
-from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.data.staging.report import OnProgress, unwatched
 
 if TYPE_CHECKING:  # keeps the configuration's code out of worker processes, which start faster (scan_workers.py)
     from gracetune.config.dataset_config import Dataset

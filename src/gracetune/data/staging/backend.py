@@ -11,7 +11,7 @@ from gracetune.data.backends.record import DatasetBackend, Opening
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.staging.copying import StagingOptions
 from gracetune.data.staging.file_selection import ExtensionSelection, selection_for
-from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.data.staging.report import OnProgress, unwatched
 from gracetune.data.staging.stager import Stager, limit_for, open_for, threads_for
 from gracetune.hardware import Machine, probe
 

@@ -29,8 +29,7 @@ from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.errors import DataError, MissingFileError, UnreadableMediaError
 from gracetune.data.staging.memory import Estimate, StagingMemoryGuard, estimate_stored
-from gracetune.data.staging.progress import OnProgress, StagingProgress, unwatched
-from gracetune.data.staging.report import StagingReport
+from gracetune.data.staging.report import OnProgress, StagingProgress, StagingReport, unwatched
 from gracetune.hostmem.compression import CHUNK, CHUNK_OVERHEAD, RAW, Compression, CompressionCodec, codec_for, shrinks
 from gracetune.hostmem.hint import together
 from gracetune.hostmem.numa import NodeChoice

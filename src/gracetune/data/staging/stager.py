@@ -14,8 +14,7 @@ from gracetune.data.backends.listing import Listing, survey
 from gracetune.data.staging.copying import StagingOptions, default_threads, stage_files
 from gracetune.data.staging.file_selection import ExtensionSelection
 from gracetune.data.staging.memory import Estimate, StagingMemoryGuard, estimate_stored
-from gracetune.data.staging.progress import OnProgress, unwatched
-from gracetune.data.staging.report import StagingReport
+from gracetune.data.staging.report import OnProgress, StagingReport, unwatched
 from gracetune.hardware import Machine
 from gracetune.hardware.allocation import host_reserve
 from gracetune.hostmem.compression import codec_for

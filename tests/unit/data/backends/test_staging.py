@@ -23,7 +23,7 @@ from gracetune.data.backends.open import attach_backend
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.staging.copying import StagingOptions, default_threads, segments_for, stage_files
 from gracetune.data.staging.memory import Estimate, StagingMemoryGuard, estimate_stored
-from gracetune.data.staging.progress import StagingProgress
+from gracetune.data.staging.report import StagingProgress
 from gracetune.hostmem.compression import CHUNK, CODECS
 from gracetune.hostmem.numa import NodeChoice
 from gracetune.hostmem.segment import Segment

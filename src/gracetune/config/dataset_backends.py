@@ -22,7 +22,7 @@ BACKENDS: Final[Registry] = Registry.find(
     GROUP,
     {
         "local": "gracetune.data.backends.local:BACKEND",
-        "in_memory": "gracetune.data.staging.backend:BACKEND",
+        "in_memory": "gracetune.data.staging.stager:BACKEND",
         "url": "gracetune.data.backends.url:BACKEND",
     },
 )

@@ -19,11 +19,10 @@ from gracetune.data.backends.record import Opening
 from gracetune.data.backends.registry import open_with
 from gracetune.data.backends.shared import Storage
 from gracetune.data.backends.url import UrlBackend
-from gracetune.data.staging.backend import plain_backend
 from gracetune.data.staging.copying import StagingOptions
 from gracetune.data.staging.file_selection import MEDIA, ExtensionSelection, select
 from gracetune.data.staging.report import OnProgress, unwatched
-from gracetune.data.staging.stager import Stager, limit_for, threads_for
+from gracetune.data.staging.stager import Stager, limit_for, plain_backend, threads_for
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.hostmem.compression import CODECS, Compression

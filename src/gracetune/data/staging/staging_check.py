@@ -8,8 +8,8 @@ from gracetune.config.dataset_config import Dataset
 from gracetune.data.backend import Backend
 from gracetune.data.backends.open import open_unstaged
 from gracetune.data.backends.pool import SharedFolder, find_folder, shared_folders, sharing_notes
-from gracetune.data.staging.backend import stager_for
 from gracetune.data.staging.memory import Estimate
+from gracetune.data.staging.stager import stager_for
 from gracetune.hardware import Machine, probe
 
 

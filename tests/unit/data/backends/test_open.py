@@ -17,9 +17,8 @@ from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend, o
 from gracetune.data.backends.pool import BackendPool, sharing_notes
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.media import kind_of
-from gracetune.data.staging.backend import stager_for
 from gracetune.data.staging.file_selection import MEDIA, select, selection_for
-from gracetune.data.staging.stager import threads_for
+from gracetune.data.staging.stager import stager_for, threads_for
 from gracetune.data.staging.staging_check import StagingCheck
 from gracetune.errors import ConfigError
 from gracetune.hostmem.sensors import HostSensor

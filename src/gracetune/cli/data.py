@@ -64,8 +64,8 @@ def show(
 ) -> None:
     """Print buckets, captions, and dropped files with the reason. Make a contact sheet of every bucket."""
     from gracetune.cli.data_view import Shown, as_json, print_data
+    from gracetune.data.backends.pool import StagingCheck
     from gracetune.data.index_builder import build_index, scan_folder
-    from gracetune.data.staging.staging_check import StagingCheck
     from gracetune.data.text_format import counted
     from gracetune.models.registry import geometry_of
 

@@ -3,6 +3,8 @@
 Datasets of type `in_memory` share one copy if they have the same folder and the same `compression`. The copy holds
 every file that any of them needs, under the smallest `memory_limit_gb` and with the largest `num_workers` among them.
 A different `compression` needs a second copy of the folder, which a note points out.
+
+Checking whether a run could stage its datasets, without staging them.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from types import TracebackType
 
 from gracetune.config.dataset_backends import is_installed
 from gracetune.config.dataset_config import Dataset
-from gracetune.data.backends.open import open_backend
+from gracetune.data.backend import Backend
+from gracetune.data.backends.open import open_backend, open_unstaged
 from gracetune.data.backends.registry import options_of
 from gracetune.data.backends.shared import Storage
 from gracetune.data.staging.file_selection import ExtensionSelection, selection_for
+from gracetune.data.staging.memory import Estimate
 from gracetune.data.staging.report import OnProgress, unwatched
-from gracetune.hardware import Machine
+from gracetune.data.staging.stager import stager_for
+from gracetune.hardware import Machine, probe
 from gracetune.hostmem.sharing import LocalRanks
 
 
@@ -164,3 +169,35 @@ def _shared(datasets: Sequence[Dataset]) -> SharedFolder:
         ),
         tuple(dataset.id for dataset in datasets),
     )
+
+
+# -- a dry run ---------------------------------------------------------------------------------------------------------
+
+
+class StagingCheck:
+    """Replaces `BackendPool` for a dry run: opens datasets without staging and raises the errors that a run would.
+
+    Memory that one dataset will need counts as used for the next.
+    """
+
+    def __init__(self, datasets: Iterable[Dataset] = (), machine: Machine | None = None) -> None:
+        self._machine = machine
+        self._folders = [*shared_folders(datasets)]
+        self.estimates: dict[str, Estimate] = {}
+        """The estimate of each folder to be staged, by the id of its first dataset. Mask folders have their own ids."""
+        self.notes = [*sharing_notes(self._folders)]
+
+    def open(self, dataset: Dataset) -> Backend:
+        folder = find_folder(self._folders, dataset)
+        if dataset.type == "in_memory" and folder.dataset.id not in self.estimates:
+            self.estimates[folder.dataset.id] = self._estimate(folder)
+        return open_unstaged(dataset)
+
+    def _estimate(self, folder: SharedFolder) -> Estimate:
+        self._machine = self._machine or probe()
+        taken = sum(estimate.stored for estimate in self.estimates.values())
+        stager = stager_for(folder.dataset, self._machine, selection=folder.selection)
+        estimate, unchecked = stager.estimate(spoken_for=taken)
+        if unchecked is not None:
+            self.notes.append(f"dataset {folder.dataset.id}: {unchecked}")
+        return estimate

@@ -14,12 +14,11 @@ from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend, open_backend
-from gracetune.data.backends.pool import BackendPool, sharing_notes
+from gracetune.data.backends.pool import BackendPool, StagingCheck, sharing_notes
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.media import kind_of
 from gracetune.data.staging.file_selection import MEDIA, select, selection_for
 from gracetune.data.staging.stager import stager_for, threads_for
-from gracetune.data.staging.staging_check import StagingCheck
 from gracetune.errors import ConfigError
 from gracetune.hostmem.sensors import HostSensor
 from unit.data.backends.helpers import contents, fill, held, put, this_machine

@@ -1,4 +1,7 @@
-"""Opening backends from a dataset's configuration or from another process's handle."""
+"""Opening backends from a dataset's configuration or from another process's handle.
+
+Opening a dataset with the backend of its type, which is built in or comes from an installed package.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
-from gracetune.config.dataset_backends import is_installed
+from gracetune.config.base import Options
+from gracetune.config.dataset_backends import BACKENDS, is_installed, validated
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.errors import UnreadableFilesError, too_many
 from gracetune.data.backends.handle import BackendHandle, SourceHandle, StagedHandle
 from gracetune.data.backends.in_memory import InMemoryBackend, attach
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import suffix_of
-from gracetune.data.backends.record import Opening
-from gracetune.data.backends.registry import open_with
+from gracetune.data.backends.record import DatasetBackend, Opening
 from gracetune.data.backends.shared import Storage
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.staging.copying import StagingOptions
@@ -120,3 +123,28 @@ def _checked_options(compression: str | None, num_workers: int | None, memory_li
     if problems:
         raise ConfigError(problems)
     return cast("Compression", codec)
+
+
+def open_with(opening: Opening) -> Storage:
+    """Open a dataset. The options of an installed backend are validated first."""
+    dataset = opening.dataset
+    record = BACKENDS.load_as(dataset.type, DatasetBackend)
+    if not is_installed(dataset.type):
+        return record.open(opening)
+    options, invalid = validated(dataset.type, options_of(dataset))
+    if invalid:
+        raise ConfigError([
+            Problem(f"dataset {dataset.id}: {'.'.join(map(str, (dataset.type, *one.path)))}", f"{one.found!r}",
+                    one.expected, "read the documentation of the package that provides this backend")
+            for one in invalid
+        ])  # fmt: skip
+    found = record.open(Opening(dataset, options, opening.machine, opening.ranks))
+    if not isinstance(found, Storage):
+        raise BACKENDS.rejected(dataset.type, f"`open` returned a {type(found).__name__}", "a Storage")
+    return found
+
+
+def options_of(dataset: Dataset) -> Options:
+    """The config section of an installed backend."""
+    options: Options = dict(dataset)[dataset.type]
+    return options

@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     from gracetune.config.spelling import misspelt as misspelt
     from gracetune.data.backend import Backend as Backend
     from gracetune.data.backend import FileStat as FileStat
+    from gracetune.data.backend import Listing as _FileListing
     from gracetune.data.backends.in_memory import InMemoryBackend as InMemoryBackend
-    from gracetune.data.backends.listing import Listing as _FileListing
     from gracetune.data.backends.open import open_backend as open_backend
     from gracetune.data.backends.record import DatasetBackend as DatasetBackend
     from gracetune.data.backends.record import Opening as Opening
@@ -296,7 +296,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "Backend": "gracetune.data.backend:Backend",
     "FileStat": "gracetune.data.backend:FileStat",
     "InMemoryBackend": "gracetune.data.backends.in_memory:InMemoryBackend",
-    "FileListing": "gracetune.data.backends.listing:Listing",
+    "FileListing": "gracetune.data.backend:Listing",
     "open_backend": "gracetune.data.backends.open:open_backend",
     "DatasetBackend": "gracetune.data.backends.record:DatasetBackend",
     "Opening": "gracetune.data.backends.record:Opening",

@@ -25,7 +25,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from gracetune.data.backend import FileStat
-from gracetune.data.backends.listing import Listing
+from gracetune.data.backend import Listing
 from gracetune.data.backends.record import DatasetBackend
 from gracetune.data.backends.shared import Storage
 from gracetune.data.errors import MissingFileError

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from gracetune.data.backends.listing import LeftOut
+from gracetune.data.backend import LeftOut
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.index import DataIndex
 from gracetune.data.media.audio import Sound, decode_audio

@@ -18,9 +18,8 @@ from itertools import product
 from typing import Literal
 
 from gracetune.config.dataset_config import Dataset
-from gracetune.data.backend import Backend
+from gracetune.data.backend import Backend, LeftOut
 from gracetune.data.backends.errors import UnreadableFilesError, too_many
-from gracetune.data.backends.listing import LeftOut
 from gracetune.data.bucket_rules import Size
 from gracetune.data.buckets import fit_image
 from gracetune.data.captions import caption_ref

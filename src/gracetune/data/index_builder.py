@@ -9,9 +9,8 @@ from pathlib import Path
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.data.backend import Backend
+from gracetune.data.backend import Backend, LeftOut
 from gracetune.data.backends.errors import problem_text
-from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.open import open_unstaged
 from gracetune.data.captions import PLACEHOLDER, CaptionBook, KohyaFolder, most_epochs, open_captions, too_large
 from gracetune.data.errors import DataError, UnreadableMediaError

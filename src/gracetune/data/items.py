@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gracetune.config.dataset_config import Dataset
-from gracetune.data.backends.listing import LeftOut
+from gracetune.data.backend import LeftOut
 from gracetune.data.backends.paths import split_suffix
 from gracetune.data.bucket_rules import Size
 from gracetune.data.buckets import UnfitFile, audio_length, clip_frames, fit_image, image_bucket

@@ -17,8 +17,7 @@ from typing import Any, Final, NamedTuple
 import xxhash
 
 from gracetune.config.limits import LARGEST_FILE
-from gracetune.data.backend import Backend, FileStat
-from gracetune.data.backends.listing import LeftOut, survey
+from gracetune.data.backend import Backend, FileStat, LeftOut, survey
 from gracetune.data.backends.paths import is_hidden, suffix_of
 from gracetune.data.media import Kind, extension_of, kind_of
 from gracetune.data.media_files import MediaFile, facts_as_json, facts_from_json

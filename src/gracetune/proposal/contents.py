@@ -10,8 +10,7 @@ from pathlib import Path
 
 from gracetune.config.dataset_config import Captions
 from gracetune.config.path_status import inspect_path
-from gracetune.data.backend import Backend
-from gracetune.data.backends.listing import LeftOut, survey
+from gracetune.data.backend import Backend, LeftOut, survey
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import is_hidden
 from gracetune.data.captions import open_captions

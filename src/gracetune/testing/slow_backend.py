@@ -7,8 +7,7 @@ import threading
 import time
 from typing import BinaryIO
 
-from gracetune.data.backend import Backend, FileStat
-from gracetune.data.backends.listing import Listing, survey
+from gracetune.data.backend import Backend, FileStat, Listing, survey
 
 
 class SlowBackend:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from fractions import Fraction
 
-from gracetune.data.backends.listing import LeftOut
+from gracetune.data.backend import LeftOut
 from gracetune.data.errors import DataError, set_option
 from gracetune.errors import Problem
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from gracetune.data.backends.listing import LeftOut
+from gracetune.data.backend import LeftOut
 from gracetune.hostmem.errors import StagingError
 from gracetune.hostmem.segment import SegmentHandle
 

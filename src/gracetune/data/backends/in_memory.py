@@ -13,9 +13,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import BinaryIO, Protocol
 
-from gracetune.data.backend import FileStat
+from gracetune.data.backend import FileStat, LeftOut, Listing
 from gracetune.data.backends.handle import StagedHandle, from_json, own_start, process_start
-from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import checked
 from gracetune.data.backends.shared import Storage
 from gracetune.data.backends.stream import stream_over

@@ -23,10 +23,9 @@ from collections.abc import Callable, Iterator, MutableSequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from gracetune.data.backend import FileStat
+from gracetune.data.backend import FileStat, LeftOut, Listing
 from gracetune.data.backends.errors import StorageError, problem_text
 from gracetune.data.backends.handle import SourceHandle
-from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import checked, printable
 from gracetune.data.backends.record import DatasetBackend
 from gracetune.data.backends.shared import Storage, why_unlisted

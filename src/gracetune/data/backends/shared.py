@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from gracetune.data.backend import FileStat
+from gracetune.data.backend import FileStat, Listing
 from gracetune.data.backends.handle import BackendHandle
-from gracetune.data.backends.listing import Listing
 from gracetune.data.backends.paths import rejection
 from gracetune.data.errors import MissingFileError
 from gracetune.hostmem.errors import StagingError

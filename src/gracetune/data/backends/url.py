@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 from urllib.parse import quote, unquote
 
 from gracetune.config.dataset_config import StorageAccess
-from gracetune.data.backend import FileStat
+from gracetune.data.backend import FileStat, LeftOut, Listing
 from gracetune.data.backends.errors import StorageError, problem_text
 from gracetune.data.backends.handle import BackendHandle, SourceHandle
-from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import checked, printable
 from gracetune.data.backends.record import DatasetBackend
 from gracetune.data.backends.shared import Storage, why_unlisted

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from gracetune.config.dataset_config import Dataset, LocalCopy
-from gracetune.data.backend import FileStat
-from gracetune.data.backends.listing import Listing
+from gracetune.data.backend import FileStat, Listing
 from gracetune.data.backends.paths import is_hidden, rejection
 from gracetune.data.caption_tables import table_kind
 from gracetune.data.copies.archives import is_archive

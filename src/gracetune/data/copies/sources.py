@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 from urllib.parse import unquote
 
 from gracetune.config.dataset_config import Dataset, StorageAccess
-from gracetune.data.backends.listing import survey
+from gracetune.data.backend import survey
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.backends.url_access import UrlRanges, explain

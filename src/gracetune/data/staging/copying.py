@@ -25,8 +25,7 @@ from typing import Final, cast
 
 import xxhash
 
-from gracetune.data.backend import Backend, FileStat
-from gracetune.data.backends.listing import LeftOut, Listing
+from gracetune.data.backend import Backend, FileStat, LeftOut, Listing
 from gracetune.data.errors import DataError, MissingFileError, UnreadableMediaError
 from gracetune.data.staging.memory import Estimate, StagingMemoryGuard, estimate_stored
 from gracetune.data.staging.report import OnProgress, StagingProgress, StagingReport, unwatched

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from gracetune.data.backends.listing import LeftOut, Listing
+from gracetune.data.backend import LeftOut, Listing
 from gracetune.data.backends.paths import is_hidden, suffix_of
 from gracetune.data.media import EXTENSIONS, Kind
 

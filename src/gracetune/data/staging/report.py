@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gracetune.data.backends.listing import LeftOut
+from gracetune.data.backend import LeftOut
 from gracetune.data.staging.file_selection import reasons
 from gracetune.data.staging.memory import Estimate
 from gracetune.data.text_format import counted

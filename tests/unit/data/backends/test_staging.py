@@ -14,10 +14,9 @@ from typing import BinaryIO
 import pytest
 import xxhash
 
-from gracetune.data.backend import FileStat
+from gracetune.data.backend import FileStat, LeftOut, Listing
 from gracetune.data.backends import open as opening
 from gracetune.data.backends.errors import MemoryLimitError, UnreadableFilesError, too_many
-from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.open import attach_backend
 from gracetune.data.errors import UnreadableMediaError

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gracetune.data.backend import LeftOut
 from gracetune.data.backends.errors import StorageError
-from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.open import attach_backend
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.errors import MissingFileError, OutsideRootError, UnreadableMediaError

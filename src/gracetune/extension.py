@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from gracetune.data.backends.open import open_backend as open_backend
     from gracetune.data.backends.record import DatasetBackend as DatasetBackend
     from gracetune.data.backends.record import Opening as Opening
-    from gracetune.data.backends.shared import Storage as Storage
+    from gracetune.data.backends.storage import Storage as Storage
     from gracetune.data.errors import MissingFileError as MissingFileError
     from gracetune.data.media.load import Sample as Sample
     from gracetune.data.media.load import to_pixels as to_pixels
@@ -300,7 +300,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "open_backend": "gracetune.data.backends.open:open_backend",
     "DatasetBackend": "gracetune.data.backends.record:DatasetBackend",
     "Opening": "gracetune.data.backends.record:Opening",
-    "Storage": "gracetune.data.backends.shared:Storage",
+    "Storage": "gracetune.data.backends.storage:Storage",
     "MissingFileError": "gracetune.data.errors:MissingFileError",
     "Sample": "gracetune.data.media.load:Sample",
     "to_pixels": "gracetune.data.media.load:to_pixels",

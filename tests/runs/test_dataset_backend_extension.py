@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gracetune.data.backend import FileStat
 from gracetune.data.backend import Listing
 from gracetune.data.backends.record import DatasetBackend
-from gracetune.data.backends.shared import Storage
+from gracetune.data.backends.storage import Storage
 from gracetune.data.errors import MissingFileError
 
 

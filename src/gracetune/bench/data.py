@@ -22,8 +22,8 @@ import xxhash
 
 from gracetune.bench.row import BenchRow
 from gracetune.data.backend import Backend
-from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend
+from gracetune.data.backends.storage import from_json, to_json
 from gracetune.data.staging.stager import threads_for
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine

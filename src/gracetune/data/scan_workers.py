@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from gracetune.data.backend import Backend
-from gracetune.data.backends.handle import BackendHandle, StagedHandle, from_json, to_json
 from gracetune.data.backends.in_memory import InMemoryBackend, attach
 from gracetune.data.backends.local import LocalBackend
-from gracetune.data.backends.shared import Storage
+from gracetune.data.backends.storage import BackendHandle, StagedHandle, Storage, from_json, to_json
 from gracetune.data.media import Kind
 from gracetune.data.media.image import NO_BOMB_WARNINGS
 from gracetune.data.media_files import MediaFile, examine, facts_as_json, facts_from_json

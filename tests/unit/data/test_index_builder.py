@@ -10,10 +10,10 @@ import pytest
 
 from gracetune.data.backend import Backend, FileStat, LeftOut
 from gracetune.data.backends.errors import StorageError, UnreadableFilesError
-from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.open import attach_backend, open_backend
+from gracetune.data.backends.storage import from_json, to_json
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex, Exclusions, Unreadable

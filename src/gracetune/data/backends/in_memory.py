@@ -14,9 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import BinaryIO, Protocol
 
 from gracetune.data.backend import FileStat, LeftOut, Listing
-from gracetune.data.backends.handle import StagedHandle, from_json, own_start, process_start
 from gracetune.data.backends.paths import checked
-from gracetune.data.backends.shared import Storage
+from gracetune.data.backends.storage import StagedHandle, Storage, from_json, own_start, process_start
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.staging.report import StagingReport

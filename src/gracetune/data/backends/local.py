@@ -25,10 +25,9 @@ from typing import BinaryIO, Final
 
 from gracetune.data.backend import FileStat, LeftOut, Listing
 from gracetune.data.backends.errors import StorageError, problem_text
-from gracetune.data.backends.handle import SourceHandle
 from gracetune.data.backends.paths import checked, printable
 from gracetune.data.backends.record import DatasetBackend
-from gracetune.data.backends.shared import Storage, why_unlisted
+from gracetune.data.backends.storage import SourceHandle, Storage, why_unlisted
 from gracetune.data.errors import MissingFileError, OutsideRootError, UnreadableMediaError
 
 # O_NONBLOCK: opening a named pipe must not block before its type can be checked.

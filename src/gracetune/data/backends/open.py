@@ -15,12 +15,11 @@ from gracetune.config.base import Options
 from gracetune.config.dataset_backends import BACKENDS, is_installed, validated
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.errors import UnreadableFilesError, too_many
-from gracetune.data.backends.handle import BackendHandle, SourceHandle, StagedHandle
 from gracetune.data.backends.in_memory import InMemoryBackend, attach
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import suffix_of
 from gracetune.data.backends.record import DatasetBackend, Opening
-from gracetune.data.backends.shared import Storage
+from gracetune.data.backends.storage import BackendHandle, SourceHandle, StagedHandle, Storage
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.staging.copying import StagingOptions
 from gracetune.data.staging.file_selection import MEDIA, ExtensionSelection, select

@@ -19,7 +19,7 @@ from gracetune.config.dataset_backends import is_installed
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backend import Backend
 from gracetune.data.backends.open import open_backend, open_unstaged, options_of
-from gracetune.data.backends.shared import Storage
+from gracetune.data.backends.storage import Storage
 from gracetune.data.staging.file_selection import ExtensionSelection, selection_for
 from gracetune.data.staging.memory import Estimate
 from gracetune.data.staging.report import OnProgress, unwatched

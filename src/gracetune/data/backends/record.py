@@ -1,6 +1,6 @@
 """The record of a dataset backend: its name, its options and how to open it.
 
-A backend is one file with two parts: a subclass of `gracetune.data.backends.shared.Storage`, which implements the
+A backend is one file with two parts: a subclass of `gracetune.data.backends.storage.Storage`, which implements the
 interface `gracetune.data.backend.Backend`, and a `DatasetBackend` record. Built-in backends are found through
 `registry`; others come from installed packages (docs/extending.md).
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from gracetune.data.backends.shared import Storage
+from gracetune.data.backends.storage import Storage
 from gracetune.data.staging.report import OnProgress, unwatched
 
 if TYPE_CHECKING:  # keeps the configuration's code out of worker processes, which start faster (scan_workers.py)

@@ -17,10 +17,9 @@ from urllib.parse import quote, unquote
 from gracetune.config.dataset_config import StorageAccess
 from gracetune.data.backend import FileStat, LeftOut, Listing
 from gracetune.data.backends.errors import StorageError, problem_text
-from gracetune.data.backends.handle import BackendHandle, SourceHandle
 from gracetune.data.backends.paths import checked, printable
 from gracetune.data.backends.record import DatasetBackend
-from gracetune.data.backends.shared import Storage, why_unlisted
+from gracetune.data.backends.storage import BackendHandle, SourceHandle, Storage, why_unlisted
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.backends.url_access import (
     WEB,

@@ -13,10 +13,10 @@ from typing import Final
 
 from gracetune.config.dataset_config import Dataset, StorageAccess
 from gracetune.data.backend import Backend, Listing, survey
-from gracetune.data.backends.handle import to_json
 from gracetune.data.backends.in_memory import InMemoryBackend, attach, fetch_staged
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.record import DatasetBackend, Opening
+from gracetune.data.backends.storage import to_json
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.staging.copying import StagingOptions, default_threads, stage_files
 from gracetune.data.staging.file_selection import ExtensionSelection, selection_for

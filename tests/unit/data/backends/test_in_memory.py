@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.data.backends.handle import StagedHandle, from_json, to_json
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.open import attach_backend
+from gracetune.data.backends.storage import StagedHandle, from_json, to_json
 from gracetune.data.errors import MissingFileError, OutsideRootError
 from gracetune.hostmem.errors import StagingError
 from gracetune.testing.slow_backend import SlowBackend

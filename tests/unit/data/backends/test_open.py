@@ -10,11 +10,11 @@ import pytest
 
 from gracetune.config.dataset_config import Captions, CaptionTable, Dataset, InMemory
 from gracetune.data.backends.errors import MemoryLimitError, StorageError
-from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend, open_backend
 from gracetune.data.backends.pool import BackendPool, StagingCheck, sharing_notes
+from gracetune.data.backends.storage import from_json, to_json
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.media import kind_of
 from gracetune.data.staging.file_selection import MEDIA, select, selection_for

@@ -15,16 +15,16 @@ import xxhash
 
 from gracetune.config.dataset_config import Dataset, InMemory
 from gracetune.data.backends.errors import MemoryLimitError, StorageError
-from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.in_memory import fetch_staged
 from gracetune.data.backends.open import attach_backend, open_backend
+from gracetune.data.backends.storage import from_json, to_json
 from gracetune.hostmem.errors import StagingError
 from gracetune.hostmem.sharing import LocalRanks, Offer
 from unit.data.backends.helpers import MIB, Child, contents, fill, held, staged, this_machine
 
 READER = """
 import sys
-from gracetune.data.backends.handle import from_json
+from gracetune.data.backends.storage import from_json
 from gracetune.data.backends.open import attach_backend
 from gracetune.errors import GracetuneError
 import xxhash
@@ -45,7 +45,7 @@ while True:
 STAGER = """
 import sys
 from pathlib import Path
-from gracetune.data.backends.handle import to_json
+from gracetune.data.backends.storage import to_json
 from gracetune.data.backends.open import GH200InMemoryBackend
 backend = GH200InMemoryBackend(sys.argv[1])
 print(to_json(backend.handle()), flush=True)

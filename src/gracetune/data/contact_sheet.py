@@ -18,7 +18,7 @@ from gracetune.data.index import DataIndex
 from gracetune.data.media.audio import Sound, decode_audio
 from gracetune.data.media.augment import augmented, augmented_mask
 from gracetune.data.media.image import decode_image
-from gracetune.data.media.mask import decode_mask, weights
+from gracetune.data.media.load import decode_mask, weights
 from gracetune.data.media.video import decode_video
 from gracetune.data.refs import Bucket, Clip, Fit, SampleRef
 

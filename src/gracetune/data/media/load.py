@@ -7,6 +7,8 @@ Shapes (C = 3 color channels in RGB order, F = frames, H = bucket height, W = bu
     audio         audio         [channels, samples]   float32 in [-1, 1]
     masked loss   mask          [1, H, W]             float32 in [min_weight, 1]
     edit pairs    conditioning  one Sample for each of the reference's `conditioning`, in order
+
+Masks for the masked loss: per-pixel weights, cropped and flipped exactly like their image.
 """
 
 from __future__ import annotations
@@ -17,16 +19,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from gracetune.data.backend import Backend
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.media.audio import decode_audio
 from gracetune.data.media.augment import augmented, augmented_mask
-from gracetune.data.media.image import MAX_PIXELS, decode_image
-from gracetune.data.media.mask import decode_mask, weights
+from gracetune.data.media.image import (
+    MAX_PIXELS,
+    Bytes,
+    damage_named,
+    decode_alpha,
+    decode_image,
+    eight_bits,
+    fit_to_bucket,
+    open_upright,
+)
 from gracetune.data.media.video import decode_video
-from gracetune.data.refs import Fit, MaskRef, SampleRef
+from gracetune.data.refs import Bucket, Fit, MaskRef, SampleRef
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,3 +127,43 @@ def to_pixels(images: Sequence[Image.Image]) -> Tensor:
     frames = torch.from_numpy(np.stack([np.asarray(image) for image in images]))  # [F, H, W, C], 0 to 255
     pixels = frames.permute(3, 0, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     return pixels.div_(127.5).sub_(1.0)
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+
+_SAME_SHAPE = 0.02
+"""Relative tolerance between the aspect ratios of mask and image, for rounded sizes."""
+
+
+def decode_mask(data: Bytes, ref: MaskRef, fit: Fit, bucket: Bucket, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Decode a mask to grayscale in the bucket's size. White areas are trained on. Its resolution may differ from the
+    image's."""
+    mask = decode_alpha(data, ref.path, max_pixels) if ref.from_alpha else _brightness(data, ref.path, max_pixels)
+    width, height = fit.original
+    if abs(mask.width * height / (mask.height * width) - 1) > _SAME_SHAPE:
+        reason = f"a mask of {mask.width}x{mask.height} for an image of {width}x{height}; use the same aspect ratio"
+        raise UnreadableMediaError(ref.path, reason)
+    same = Fit(mask.size, fit.resized, fit.left, fit.top)
+    # Bilinear, because Lanczos would cause ringing along sharp edges.
+    return fit_to_bucket(mask, ref.path, same, bucket, Image.Resampling.BILINEAR)
+
+
+def weights(mask: Image.Image, ref: MaskRef) -> NDArray[np.float32]:
+    """The mask as loss weights: [H, W] in [min_weight, 1]."""
+    share = np.asarray(mask, np.float32) / 255
+    if ref.invert:
+        share = 1 - share
+    return np.asarray(ref.min_weight + (1 - ref.min_weight) * share, np.float32)
+
+
+def _brightness(data: Bytes, path: str, max_pixels: int) -> Image.Image:
+    """A mask image as grayscale. Transparent areas become black, because many editors export white on transparency."""
+    with damage_named(path):
+        mask = open_upright(data, path, max_pixels)
+        if mask.mode.startswith(("I", "F")):
+            return eight_bits(mask, path)
+        if not mask.has_transparency_data:
+            return mask.convert("L")
+        black = Image.new("RGBA", mask.size, "black")
+        return Image.alpha_composite(black, mask.convert("RGBA")).convert("L")

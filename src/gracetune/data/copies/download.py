@@ -20,11 +20,17 @@ from gracetune.data.copies.archives import read_index, unpack_archive
 from gracetune.data.copies.errors import CopyError, DamagedPartError
 from gracetune.data.copies.folder import CopyFolder, CopyManifest, FinishedPart
 from gracetune.data.copies.layout import Part, kind_for, media_column
-from gracetune.data.copies.parquet import unpack_parquet
 from gracetune.data.copies.plan import UNPACKED_AT_ONCE, CopyPlan, part_file, wanted_columns
 from gracetune.data.copies.rows import FILE_NAME, FILTERED, METADATA, ROWS, PartWriter, cut_tile, passes, stem_of
 from gracetune.data.copies.sources import open_file
-from gracetune.data.copies.tables import METADATA_TABLES, FolderRows, check_table_columns, folder_rows, is_metadata
+from gracetune.data.copies.tables import (
+    METADATA_TABLES,
+    FolderRows,
+    check_table_columns,
+    folder_rows,
+    is_metadata,
+    unpack_parquet,
+)
 from gracetune.data.copies.url_lists import fetch_addresses
 from gracetune.data.media import kind_of
 from gracetune.data.text_format import counted

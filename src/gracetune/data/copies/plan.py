@@ -13,9 +13,9 @@ from gracetune.config.dataset_config import Dataset, LocalCopy
 from gracetune.data.copies.errors import CopyError, DamagedPartError
 from gracetune.data.copies.folder import CopyFolder
 from gracetune.data.copies.layout import Part, SourceLayout, kind_for, lay_out, media_column, with_rows
-from gracetune.data.copies.parquet import ParquetFacts, check_columns, read_facts
 from gracetune.data.copies.rows import METADATA
 from gracetune.data.copies.sources import CopySource, open_file, open_source
+from gracetune.data.copies.tables import ParquetFacts, check_columns, read_facts
 from gracetune.data.errors import set_option
 from gracetune.data.media import kind_of
 from gracetune.data.text_format import counted

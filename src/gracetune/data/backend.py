@@ -3,7 +3,7 @@
 Paths are relative to the dataset's root and use forward slashes, whatever form the root has. A backend never gives
 access to anything outside the root.
 
-Directory listings of backends: the files below the root, and everything left out with the reason.
+A `Listing` has the files below the root, and everything left out with the reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Opening backends from a dataset's configuration or from another process's handle.
 
-Opening a dataset with the backend of its type, which is built in or comes from an installed package.
+A dataset is opened with the backend of its type, which is built in or comes from an installed package.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Datasets of type `in_memory` share one copy if they have the same folder and the
 every file that any of them needs, under the smallest `memory_limit_gb` and with the largest `num_workers` among them.
 A different `compression` needs a second copy of the folder, which a note points out.
 
-Checking whether a run could stage its datasets, without staging them.
+`StagingCheck` replaces the pool for a dry run: it checks whether the datasets could be staged, without staging them.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _shared(datasets: Sequence[Dataset]) -> SharedFolder:
 
 
 class StagingCheck:
-    """Replaces `BackendPool` for a dry run: opens datasets without staging and raises the errors that a run would.
+    """Opens datasets without staging and raises the errors that a run would.
 
     Memory that one dataset will need counts as used for the next.
     """

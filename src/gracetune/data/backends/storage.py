@@ -1,6 +1,6 @@
-"""The base class of all backends.
+"""The base class of all backends, and their handles.
 
-Backend handles: plain data, sent as JSON, with which another process opens the same backend. Never a pickle.
+A handle is plain data, sent as JSON, with which another process opens the same backend. Never a pickle.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tables in a source: `metadata.csv` and the like in a folder of images, and lists of URLs.
+"""Tables in a source: `metadata.csv` and the like in a folder of images, lists of URLs, and Parquet files of media.
 
-Unpacking media from Parquet files: one media file per row, and the other columns as its row of metadata.
+A Parquet file is unpacked to one media file per row, with the other columns as its row of metadata.
 """
 
 from __future__ import annotations

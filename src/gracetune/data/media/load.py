@@ -8,7 +8,7 @@ Shapes (C = 3 color channels in RGB order, F = frames, H = bucket height, W = bu
     masked loss   mask          [1, H, W]             float32 in [min_weight, 1]
     edit pairs    conditioning  one Sample for each of the reference's `conditioning`, in order
 
-Masks for the masked loss: per-pixel weights, cropped and flipped exactly like their image.
+A mask has per-pixel weights of the loss. It is cropped and flipped exactly like its image.
 """
 
 from __future__ import annotations

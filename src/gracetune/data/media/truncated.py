@@ -1,11 +1,9 @@
-"""Detecting truncated images, mostly without decoding them. An interrupted download is the most common damage.
+"""Detecting truncated media, mostly without decoding them. An interrupted download is the most common damage.
 
-Only formats that mark their end are checked. Other damage is found when the image is decoded. An image reported as
+Images: only formats that mark their end are checked. Other damage is found when the image is decoded. An image reported as
 truncated here is one that its decoder rejects as well.
 
-Detecting truncated video and audio files by the lengths stored in their containers.
-
-After an interrupted download, most formats play without an error but end early. Checked are mp4, mov and m4a, mkv and
+Video and audio: the lengths stored in the containers decide. After an interrupted download, most formats play without an error but end early. Checked are mp4, mov and m4a, mkv and
 webm, avi, wmv and wma, wav, aiff, and ogg. Streams that store no length (ts, mpg, raw aac) cannot be checked, nor can
 files whose writer left the length open. Data appended to a complete file is ignored.
 """

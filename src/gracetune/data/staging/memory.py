@@ -1,5 +1,5 @@
-"""The memory that staging needs: estimated from the sizes of the files and from compressing a few of each kind, and checked
-against its limits before staging and while it runs.
+"""The memory that staging needs: estimated from the sizes of the files and from compressing a few of each kind, and
+checked against its limits before staging and while it runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The settings and actions of staging one dataset: survey its files, estimate the memory, and stage them.
 
-Opening a dataset of type `in_memory`: its folder or URL is staged and shared by the processes of the machine.
+`BACKEND` opens a dataset of type `in_memory`: its folder or URL is staged and shared by the processes of the machine.
 """
 
 from __future__ import annotations

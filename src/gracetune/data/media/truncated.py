@@ -1,11 +1,12 @@
 """Detecting truncated media, mostly without decoding them. An interrupted download is the most common damage.
 
-Images: only formats that mark their end are checked. Other damage is found when the image is decoded. An image reported as
-truncated here is one that its decoder rejects as well.
+Images: only formats that mark their end are checked. Other damage is found when the image is decoded. An image reported
+as truncated here is one that its decoder rejects as well.
 
-Video and audio: the lengths stored in the containers decide. After an interrupted download, most formats play without an error but end early. Checked are mp4, mov and m4a, mkv and
-webm, avi, wmv and wma, wav, aiff, and ogg. Streams that store no length (ts, mpg, raw aac) cannot be checked, nor can
-files whose writer left the length open. Data appended to a complete file is ignored.
+Video and audio: the lengths stored in the containers decide. After an interrupted download, most formats play without
+an error but end early. Checked are mp4, mov and m4a, mkv and webm, avi, wmv and wma, wav, aiff, and ogg. Streams that
+store no length (ts, mpg, raw aac) cannot be checked, nor can files whose writer left the length open. Data appended to
+a complete file is ignored.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from gracetune.config.dialects.aitoolkit.sections import HARMLESS
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import IsFalse, OneOf, noted, rejected
 
-NOT_USED = (
+UNUSED_DATASET_KEYS = (
     *noted(
         HARMLESS,
         """
@@ -41,7 +41,7 @@ class _OnlyWithoutBuckets(OneOf):
 _NO_IMAGE_INPUT = "nothing: no model of ours takes such images"
 _SIZES = "sizes and buckets follow from the resolution"
 
-NOT_DONE = (
+UNSUPPORTED_DATASET_KEYS = (
     rejected("random_triggers", OneOf(([], "")), "nothing: captions get one trigger word"),
     rejected("replacements", OneOf(([],)), "nothing: captions are taken as they are"),
     rejected("token_dropout_rate", OneOf((0,)), "0: only whole captions are dropped"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from gracetune.config.dialects.aitoolkit.dataset_keys import NOT_DONE, NOT_USED
+from gracetune.config.dialects.aitoolkit.dataset_keys import UNSUPPORTED_DATASET_KEYS, UNUSED_DATASET_KEYS
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 from gracetune.config.dialects.aitoolkit.sections import PEER, section
 from gracetune.config.dialects.gh200 import read_in_memory
@@ -310,8 +310,8 @@ DATASET = section(
         cache_text_embeddings trim_auto_frame_count_tail controls control_path control_path_1 control_path_2
         control_path_3 full_size_control_images control_transparent_color
     """),
-    *NOT_DONE,
-    *NOT_USED,
+    *UNSUPPORTED_DATASET_KEYS,
+    *UNUSED_DATASET_KEYS,
 )
 """Its paths are relative to one of `datasets` of a `RunConfig`."""
 

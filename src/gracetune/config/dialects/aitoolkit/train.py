@@ -6,7 +6,7 @@ from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 from gracetune.config.dialects.aitoolkit.objective import OBJECTIVE
 from gracetune.config.dialects.aitoolkit.optimizer import read_optimizer, read_schedule
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
-from gracetune.config.dialects.aitoolkit.train_keys import NOT_DONE, NOT_USED
+from gracetune.config.dialects.aitoolkit.train_keys import UNSUPPORTED_TRAIN_KEYS, UNUSED_TRAIN_KEYS
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import as_number, precision, real, whole
@@ -186,8 +186,8 @@ TRAIN = section(
     KeyRule(_sampling, "skip_first_sample disable_sampling"),
     KeyRule(_text, "cache_text_embeddings unload_text_encoder"),
     KeyRule(_reg_weight, "reg_weight"),
-    *NOT_DONE,
-    *NOT_USED,
+    *UNSUPPORTED_TRAIN_KEYS,
+    *UNUSED_TRAIN_KEYS,
 )
 
 EMA = section(

@@ -71,9 +71,9 @@ _REJECTED: dict[str, tuple[Any, str]] = {
     "validation_config": (None, "nothing: held-out loss needs a dataset here, not a list of images"),
 }
 
-NOT_DONE = tuple(rejected(name, OneOf((default,)), why) for name, (default, why) in _REJECTED.items())
+UNSUPPORTED_TRAIN_KEYS = tuple(rejected(name, OneOf((default,)), why) for name, (default, why) in _REJECTED.items())
 
-NOT_USED = (
+UNUSED_TRAIN_KEYS = (
     *noted(
         HARMLESS,
         """

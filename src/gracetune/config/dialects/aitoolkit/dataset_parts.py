@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from gracetune.config.dialects.aitoolkit.dataset_keys import UNSUPPORTED_DATASET_KEYS, UNUSED_DATASET_KEYS
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
-from gracetune.config.dialects.aitoolkit.sections import PEER, section
+from gracetune.config.dialects.aitoolkit.keys import PEER, UNSUPPORTED_DATASET_KEYS, UNUSED_DATASET_KEYS, section
 from gracetune.config.dialects.gh200 import read_in_memory
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import Key, KeyRule, read_elsewhere

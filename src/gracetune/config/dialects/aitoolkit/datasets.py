@@ -8,7 +8,7 @@ from typing import Any
 
 from gracetune.config.dialects.aitoolkit.dataset_parts import DATASET, DatasetEntry, EntryAtResolution, put_controls
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
-from gracetune.config.dialects.aitoolkit.sections import HARMLESS
+from gracetune.config.dialects.aitoolkit.keys import HARMLESS
 from gracetune.config.dialects.peer_file import PeerBlock, block_at
 from gracetune.config.dialects.table import apply, check
 from gracetune.config.dialects.values import as_number, whole

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gracetune.config.dialects.aitoolkit.keys import HARMLESS, section
 from gracetune.config.dialects.aitoolkit.quantization import holds_few_bits, read_base, read_text_encoder
-from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import precision

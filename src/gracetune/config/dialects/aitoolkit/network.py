@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
-from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
+from gracetune.config.dialects.aitoolkit.keys import HARMLESS, section
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import as_number

@@ -6,7 +6,7 @@ import math
 from statistics import NormalDist
 
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
-from gracetune.config.dialects.aitoolkit.sections import HARMLESS
+from gracetune.config.dialects.aitoolkit.keys import HARMLESS
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import KeyRule
 from gracetune.config.dialects.values import as_number, whole

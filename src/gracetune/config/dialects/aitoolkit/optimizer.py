@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
-from gracetune.config.dialects.aitoolkit.sections import HARMLESS
+from gracetune.config.dialects.aitoolkit.keys import HARMLESS
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import Key, KeyRule, KeyTable, apply, noted
 from gracetune.config.dialects.values import as_number, real

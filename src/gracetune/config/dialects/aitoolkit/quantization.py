@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gracetune.config.dialects.aitoolkit.sections import HARMLESS
+from gracetune.config.dialects.aitoolkit.keys import HARMLESS
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.quantization import hold_in_few_bits
 from gracetune.config.dialects.values import names

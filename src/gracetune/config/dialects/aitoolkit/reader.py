@@ -12,11 +12,11 @@ from gracetune.config.dialects import gh200
 from gracetune.config.dialects.aitoolkit.dataset_parts import DATASET
 from gracetune.config.dialects.aitoolkit.datasets import read_datasets
 from gracetune.config.dialects.aitoolkit.job import make_job
+from gracetune.config.dialects.aitoolkit.keys import HARMLESS, PEER, section
 from gracetune.config.dialects.aitoolkit.model import MODEL, MODEL_KWARGS
 from gracetune.config.dialects.aitoolkit.network import NETWORK, NETWORK_KWARGS, read_network
 from gracetune.config.dialects.aitoolkit.optimizer import SCHEDULE_PARAMS
 from gracetune.config.dialects.aitoolkit.samples import ITEM, SAMPLE, read_samples
-from gracetune.config.dialects.aitoolkit.sections import HARMLESS, PEER, section
 from gracetune.config.dialects.aitoolkit.train import EMA, LOGGING, SAVE, TRAIN
 from gracetune.config.dialects.peer_file import PeerBlock, PeerFile, block_at
 from gracetune.config.dialects.table import IsFalse, KeyRule, KeyTable, OneOf, apply, check, noted, rejected

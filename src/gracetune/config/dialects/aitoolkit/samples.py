@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
-from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
+from gracetune.config.dialects.aitoolkit.keys import HARMLESS, section
 from gracetune.config.dialects.peer_file import PeerBlock, block_at
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import as_number

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
+from gracetune.config.dialects.aitoolkit.keys import HARMLESS, UNSUPPORTED_TRAIN_KEYS, UNUSED_TRAIN_KEYS, section
 from gracetune.config.dialects.aitoolkit.objective import OBJECTIVE
 from gracetune.config.dialects.aitoolkit.optimizer import read_optimizer, read_schedule
-from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
-from gracetune.config.dialects.aitoolkit.train_keys import UNSUPPORTED_TRAIN_KEYS, UNUSED_TRAIN_KEYS
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import as_number, precision, real, whole

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gracetune.config.dialects.gh200 import GUIDES
-from gracetune.config.dialects.simpletuner.env_names import ENV_NAMES
+from gracetune.config.dialects.simpletuner.files import ENV_NAMES
 from gracetune.config.dialects.simpletuner.keys import (
     ALIASES,
     GATED,

@@ -10,8 +10,7 @@ from typing import Any
 
 from gracetune.config.alloc_conf import split_alloc_conf
 from gracetune.config.dialects.peer_file import PeerBlock, PeerFile
-from gracetune.config.dialects.simpletuner.env_names import ENV_NAMES, FOREIGN_VARIABLES
-from gracetune.config.dialects.simpletuner.files import Placeholders
+from gracetune.config.dialects.simpletuner.files import ENV_NAMES, FOREIGN_VARIABLES, Placeholders
 from gracetune.config.dialects.simpletuner.keys import ALIASES, HARMLESS, PEER, SAMPLES_ONLY, WITHOUT_EFFECT
 from gracetune.config.draft import Draft, Origin
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment, memory_settings

@@ -18,8 +18,7 @@ from gracetune.config.dialects.simpletuner.dataset import ENTRY, SHUFFLE
 from gracetune.config.dialects.simpletuner.dataset_keys import AUDIO, GENERATED, INHERITED, PARQUET, VIDEO
 from gracetune.config.dialects.simpletuner.dataset_sources import COMPOSITE, FILTER, HUGGINGFACE, WEBSHART
 from gracetune.config.dialects.simpletuner.datasets import BACKEND, EMBEDS, MIXING, read_datasets
-from gracetune.config.dialects.simpletuner.env_names import ENV_NAMES
-from gracetune.config.dialects.simpletuner.files import line
+from gracetune.config.dialects.simpletuner.files import ENV_NAMES, line
 from gracetune.config.dialects.simpletuner.keys import (
     ALIASES,
     GATED,

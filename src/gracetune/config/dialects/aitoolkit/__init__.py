@@ -2,8 +2,8 @@
 
 from gracetune.config.dialects.aitoolkit.dataset_parts import settle_caches
 from gracetune.config.dialects.aitoolkit.reader import TABLES, looks_like, read
+from gracetune.config.dialects.peer_file import settle_samples
 from gracetune.config.dialects.table import Dialect
-from gracetune.config.peer_samples import settle_samples
 
 AI_TOOLKIT = Dialect(
     "ai-toolkit",

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gracetune.config.dialects.aitoolkit.keys import HARMLESS, section
-from gracetune.config.dialects.peer_file import PeerBlock
-from gracetune.config.dialects.quantization import hold_in_few_bits
+from gracetune.config.dialects.peer_file import PeerBlock, hold_in_few_bits
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import names, precision
 from gracetune.config.draft import UnquotedText, describe

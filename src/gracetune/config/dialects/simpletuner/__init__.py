@@ -1,9 +1,9 @@
 """The SimpleTuner dialect: reads SimpleTuner's configuration files into a `RunConfig`."""
 
+from gracetune.config.dialects.peer_file import settle_samples
 from gracetune.config.dialects.simpletuner.adapter import settle_program
 from gracetune.config.dialects.simpletuner.reader import TABLES, looks_like, read
 from gracetune.config.dialects.table import Dialect
-from gracetune.config.peer_samples import settle_samples
 
 SIMPLETUNER = Dialect(
     "simpletuner",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gracetune.config.dialects.peer_file import PeerBlock
-from gracetune.config.dialects.quantization import hold_in_few_bits
+from gracetune.config.dialects.peer_file import PeerBlock, hold_in_few_bits
 from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.simpletuner.keys import WITHOUT_EFFECT, family_of
 from gracetune.config.dialects.table import Key, KeyRule, KeyTable

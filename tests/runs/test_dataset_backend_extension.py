@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gracetune.config.dataset_backends import GROUP
 from gracetune.config.native import write as write_native
+from gracetune.config.registry import GROUP
 from runs.made_runs import TinyModel, config_for
 
 SRC = Path(__file__).resolve().parents[2] / "src"

@@ -26,7 +26,7 @@ from gracetune.adapters.formats.programs import readable
 from gracetune.adapters.formats.reading import AdapterContents, dtype_of
 from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.state import AdapterState, ExpertStage
-from gracetune.config.export_formats import PROGRAMS, FormatName, Program
+from gracetune.config.registry import PROGRAMS, FormatName, Program
 from gracetune.errors import ConfigError, Problem, short
 
 _OTHER_HASH = (

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gracetune.adapters.targets import Modules, class_names, options_for
-from gracetune.config.adapter_kinds import by_lycoris_name
+from gracetune.config.registry import by_lycoris_name
 from gracetune.config.run_config import Adapter
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem

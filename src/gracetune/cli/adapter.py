@@ -15,8 +15,8 @@ from gracetune.cli.command_groups import CommandGroup
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import out, print_error, print_json, spinner
 from gracetune.cli.streams import ignore_lost_stdout
-from gracetune.config.export_formats import FORMAT_NAMES, PROGRAMS
 from gracetune.config.families import FAMILIES, flavours
+from gracetune.config.registry import FORMAT_NAMES, PROGRAMS
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, GracetuneError, Problem
 

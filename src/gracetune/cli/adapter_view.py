@@ -19,7 +19,7 @@ from gracetune.adapters.state import AdapterState
 from gracetune.adapters.statistics import estimate_note, norms, zero_tensors
 from gracetune.adapters.verification import Verified
 from gracetune.cli.console import mark, shown
-from gracetune.config.export_formats import PROGRAMS
+from gracetune.config.registry import PROGRAMS
 from gracetune.errors import short, visible
 from gracetune.units import format_bytes
 

@@ -23,7 +23,7 @@ from gracetune.config.base import (
     Text,
     WholeNumber,
 )
-from gracetune.config.dataset_backends import BACKENDS, BackendName, is_installed
+from gracetune.config.registry import BACKENDS, BackendName, is_installed
 from gracetune.config.url_credentials import without_url_credentials
 
 Resolution = Annotated[float, Strict(), Field(gt=0, le=LONGEST_SIDE)]

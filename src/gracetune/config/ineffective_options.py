@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gracetune.config.adapter_kinds import ALGORITHMS, AdapterAlgorithm, algorithms
 from gracetune.config.base import Section
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import Draft, parse_path
 from gracetune.config.families import names_of
-from gracetune.config.optimizers import reads_key
+from gracetune.config.registry import ALGORITHMS, AdapterAlgorithm, algorithms, reads_key
 from gracetune.config.rules import known_flavour
 from gracetune.config.run_config import RunConfig
 

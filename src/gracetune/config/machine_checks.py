@@ -7,8 +7,8 @@ from pathlib import Path as FilePath
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import OUR_DEFAULT, Path, dotted
-from gracetune.config.optimizers import reads_key
 from gracetune.config.path_status import PathStatus, inspect_path
+from gracetune.config.registry import reads_key
 from gracetune.config.resolve import Resolved
 from gracetune.errors import Problem
 from gracetune.units import format_bytes

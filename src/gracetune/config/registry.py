@@ -3,16 +3,42 @@
 Both are entry points: a name, and the record's location as `module:NAME`. Names are read once, when gracetune starts. A
 record is imported only when it is needed, so a broken package stops only the runs that use it, and `config` can list
 what a higher layer defines without importing it.
+
+The trackers that `logging.trackers` can name. Their records are in `telemetry/sinks/`, found by name.
+
+The file formats for adapters that `checkpoints.format` can name. Their records are in `adapters/formats/`.
+
+The optimizers that `optimizer.name` can name. Their records are in `optim/optimizers/`, one file each.
+
+The layer order forbids `config` to import `optim`, so records are found by name. They do not import torch, which keeps
+`config check` fast.
+
+The adapter algorithms that `adapter.kind` can name. Their records are in `adapters/algorithms/`, one file each.
+
+The layer order forbids `config` to import `adapters`, so records are found by name. They do not import torch, which
+keeps `config check` fast. Another package adds an algorithm with an entry point in the group `gracetune.adapters`: the
+entry point's name is the value of `adapter.kind`, and the object it points to is the record.
+
+Names of dataset backends: our own, and those of other installed packages.
+
+A package adds a backend with an entry point in the group `gracetune.backends`. The entry point's name is the value of a
+dataset's `type`; its target is the record (`module:NAME`, a `gracetune.data.backends.record.DatasetBackend`). A
+backend's options are in a section of the dataset with the same name, as those of `in_memory` are, and the record's own
+pydantic model validates them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol, TypeVar, runtime_checkable
+
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from gracetune.errors import ConfigError, Problem
+from gracetune.telemetry.dispatcher import Tracker
 
 T = TypeVar("T")
 
@@ -73,3 +99,268 @@ class Registry:
         return ConfigError(
             [Problem(f"the installed {self.what} {name}", found, expected, f"{hint} (docs/extending.md)")]
         )
+
+
+# -- trackers ----------------------------------------------------------------------------------------------------------
+
+
+TRACKERS: Final[Registry] = Registry.find(
+    "tracker",
+    "gracetune.trackers",
+    {
+        "tensorboard": "gracetune.telemetry.sinks.tensorboard:TRACKER",
+        "wandb": "gracetune.telemetry.sinks.wandb:TRACKER",
+    },
+)
+_TRACKER_NAMES: Final[tuple[str, ...]] = TRACKERS.names
+
+
+def tracker(name: str) -> Tracker:
+    return TRACKERS.load_as(name, Tracker)
+
+
+def _importable_tracker(name: str) -> str:
+    """Load the record now, so that `config check` reports a broken package."""
+    tracker(name)
+    return name
+
+
+if TYPE_CHECKING:
+    TrackerName = str  # a type checker cannot know which packages are installed
+else:
+    TrackerName = Annotated[Literal[_TRACKER_NAMES], AfterValidator(_importable_tracker)]
+
+
+# -- export formats ----------------------------------------------------------------------------------------------------
+
+
+EXPORT_FORMATS: Final[Registry] = Registry.find(
+    "export format",
+    "gracetune.export_formats",
+    {
+        "comfyui": "gracetune.adapters.formats.comfyui:FORMAT",
+        "diffusers": "gracetune.adapters.formats.diffusers:FORMAT",
+        "kohya": "gracetune.adapters.formats.kohya:FORMAT",
+        "lycoris": "gracetune.adapters.formats.lycoris:FORMAT",
+    },
+)
+FORMAT_NAMES: Final[tuple[str, ...]] = EXPORT_FORMATS.names
+PROGRAMS: Final[dict[str, str]] = {
+    "comfyui": "ComfyUI",
+    "diffusers": "diffusers",
+    "musubi": "musubi-tuner",
+    "sd-scripts": "sd-scripts",
+    "lycoris": "LyCORIS",
+}
+"""The programs that load adapter files -> their own spelling. The records say which files each one loads correctly."""
+
+
+def _importable_format(name: str) -> str:
+    """Let `config check` report a broken package. Our own records import torch, so they are not imported here."""
+    EXPORT_FORMATS.check_unique(name)
+    if name not in EXPORT_FORMATS.ours:
+        EXPORT_FORMATS.load(name)
+    return name
+
+
+if TYPE_CHECKING:
+    FormatName = str  # a type checker cannot know which packages are installed
+    Program = str
+else:
+    Program = Literal[tuple(PROGRAMS)]
+    FormatName = Annotated[Literal[FORMAT_NAMES], AfterValidator(_importable_format)]
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+OPTIMIZERS: Final[Registry] = Registry.find(
+    "optimizer",
+    "gracetune.optimizers",
+    {
+        "adamw": "gracetune.optim.optimizers.adamw:RECORD",
+        "adamw_8bit": "gracetune.optim.optimizers.adamw_8bit:RECORD",
+        "adafactor": "gracetune.optim.optimizers.adafactor:RECORD",
+        "torch_adafactor": "gracetune.optim.optimizers.torch_adafactor:RECORD",
+        "lion": "gracetune.optim.optimizers.lion:RECORD",
+        "prodigy": "gracetune.optim.optimizers.prodigy:RECORD",
+        "prodigy_plus_schedule_free": "gracetune.optim.optimizers.prodigy_plus_schedule_free:RECORD",
+        "automagic": "gracetune.optim.optimizers.automagic:RECORD",
+    },
+)
+OPTIMIZER_NAMES: Final[tuple[str, ...]] = OPTIMIZERS.names
+
+
+@runtime_checkable
+class KnowsOwnKeys(Protocol):
+    """The attribute of an optimizer's record that config reads (`gracetune.optim.record.OptimizerRecord`)."""
+
+    @property
+    def own_keys(self) -> tuple[str, ...]: ...
+
+
+def reads_key(optimizer: str, key: str) -> bool:
+    """Whether this optimizer reads `key`, a key of the `optimizer` section that only some optimizers read."""
+    return key in _optimizer_record(optimizer).own_keys
+
+
+def _optimizer_record(name: str) -> KnowsOwnKeys:
+    found: KnowsOwnKeys = OPTIMIZERS.load_as(name, KnowsOwnKeys)  # type: ignore[type-abstract]
+    return found
+
+
+def _importable_optimizer(name: str) -> str:
+    """Load the record now, so that `config check` reports a broken package."""
+    _optimizer_record(name)
+    return name
+
+
+if TYPE_CHECKING:
+    OptimizerName = str  # a type checker cannot know which packages are installed
+else:
+    OptimizerName = Annotated[Literal[OPTIMIZER_NAMES], AfterValidator(_importable_optimizer)]
+
+
+# -- adapter kinds -----------------------------------------------------------------------------------------------------
+
+
+FULL_FINETUNE: Final = "full_finetune"
+"""The `adapter.kind` that trains the weights themselves, without an adapter. No algorithm can have this name."""
+ALGORITHMS: Final[Registry] = Registry.find(
+    "adapter algorithm",
+    "gracetune.adapters",
+    {  # Order matters: a later algorithm may have all tensors of an earlier one, so files are matched from the end.
+        "lora": "gracetune.adapters.algorithms.lora:ALGORITHM",
+        "dora": "gracetune.adapters.algorithms.dora:ALGORITHM",
+        "lokr": "gracetune.adapters.algorithms.lokr:ALGORITHM",
+        "loha": "gracetune.adapters.algorithms.loha:ALGORITHM",
+        "locon": "gracetune.adapters.algorithms.locon:ALGORITHM",
+        "ia3": "gracetune.adapters.algorithms.ia3:ALGORITHM",
+        "diag_oft": "gracetune.adapters.algorithms.diag_oft:ALGORITHM",
+        "full_delta": "gracetune.adapters.algorithms.full_delta:ALGORITHM",
+    },
+)
+ALGORITHM_NAMES: Final[tuple[str, ...]] = tuple(name for name in ALGORITHMS.names if name != FULL_FINETUNE)
+
+
+@runtime_checkable
+class AdapterAlgorithm(Protocol):
+    """The attributes of a record that config reads. `adapters.algorithms.record.Algorithm` documents them."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def lycoris_name(self) -> str | None: ...
+
+    @property
+    def own_options(self) -> tuple[str, ...]: ...
+
+    @property
+    def rank_is_width(self) -> bool: ...
+
+    @property
+    def loadable(self) -> bool: ...
+
+
+def algorithms() -> tuple[AdapterAlgorithm, ...]:
+    """Return every usable record, in the order of `ALGORITHM_NAMES`."""
+    found = []
+    for name in ALGORITHM_NAMES:
+        with suppress(ConfigError):
+            found.append(checked_record(name))
+    return tuple(found)
+
+
+def by_lycoris_name() -> dict[str, str]:
+    """Map LyCORIS' names of the algorithms, as in its files and in `adapter.by_module`, to ours."""
+    records = reversed(algorithms())  # ours come first in the list, and so win where two share a LyCORIS name
+    return {record.lycoris_name: record.name for record in records if record.lycoris_name is not None}
+
+
+def checked_record(name: str) -> AdapterAlgorithm:
+    """Load a record by name. Raises ConfigError if an installed package's record is broken or has another name."""
+    found: AdapterAlgorithm = ALGORITHMS.load_as(name, AdapterAlgorithm)  # type: ignore[type-abstract]
+    if found.name != name:
+        raise ALGORITHMS.rejected(name, f"an algorithm called {found.name}", f"name = {name!r} in its class")
+    return found
+
+
+def _with_record(kind: str) -> str:
+    """Load the record now, so that `config check` reports a broken package, not a run after hours of caching."""
+    if kind != FULL_FINETUNE:
+        checked_record(kind)
+    return kind
+
+
+if TYPE_CHECKING:
+    AdapterKind = str  # a type checker cannot know which packages are installed
+else:
+    AdapterKind = Annotated[Literal[(*ALGORITHM_NAMES, FULL_FINETUNE)], AfterValidator(_with_record)]
+
+
+# -- dataset backends --------------------------------------------------------------------------------------------------
+
+
+GROUP: Final = "gracetune.backends"
+BACKENDS: Final[Registry] = Registry.find(
+    "dataset backend",
+    GROUP,
+    {
+        "local": "gracetune.data.backends.local:BACKEND",
+        "in_memory": "gracetune.data.staging.stager:BACKEND",
+        "url": "gracetune.data.backends.url:BACKEND",
+    },
+)
+
+
+@runtime_checkable
+class TakesOptions(Protocol):
+    """The attributes of a backend's record that config reads."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def options(self) -> type[BaseModel] | None: ...
+
+
+@dataclass(frozen=True)
+class InvalidOption:
+    path: tuple[str | int, ...]
+    found: Any
+    expected: str
+
+
+def is_installed(name: str) -> bool:
+    """Whether another package provides this backend."""
+    return name in BACKENDS.names and name not in BACKENDS.ours
+
+
+def validated(name: str, given: Mapping[str, Any]) -> tuple[BaseModel | None, list[InvalidOption]]:
+    """Validate a dataset's options with the model of an installed backend.
+
+    Returns the validated options, or None and what is wrong with them. Raises ConfigError if the package does not
+    provide a backend of this name.
+    """
+    record: TakesOptions = BACKENDS.load_as(name, TakesOptions)  # type: ignore[type-abstract]
+    if record.name != name:
+        raise BACKENDS.rejected(name, f"a backend called {record.name}", f"a DatasetBackend called {name}")
+    if record.options is None:
+        unknown = [InvalidOption((key,), given[key], "nothing: this backend takes no options") for key in given]
+        return None, unknown
+    try:
+        return record.options.model_validate(dict(given)), []
+    except ValidationError as error:
+        return None, [InvalidOption(one["loc"], one["input"], one["msg"]) for one in error.errors()]
+
+
+def _unique(name: str) -> str:
+    BACKENDS.check_unique(name)
+    return name
+
+
+if TYPE_CHECKING:
+    BackendName = str  # a type checker cannot know which packages are installed
+else:
+    BackendName = Annotated[Literal[BACKENDS.names], AfterValidator(_unique)]

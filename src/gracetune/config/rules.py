@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from gracetune.config.adapter_kinds import algorithms
-from gracetune.config.dataset_backends import is_installed, validated
 from gracetune.config.dataset_config import ACCESS_PROTOCOLS, BACKEND_SECTIONS, Dataset
 from gracetune.config.draft import Path, describe
 from gracetune.config.families import FAMILIES, Flavour, find_flavour, flavours, names_of
 from gracetune.config.limits import LARGEST_RANK, MOST_MEGAPIXELS, MOST_PROBLEMS
-from gracetune.config.optimizers import reads_key
+from gracetune.config.registry import algorithms, is_installed, reads_key, validated
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from gracetune.config.adapter_kinds import AdapterKind
 from gracetune.config.base import (
     LONGEST_SIDE,
     BatchSize,
@@ -27,12 +26,10 @@ from gracetune.config.base import (
     WholeNumber,
 )
 from gracetune.config.dataset_config import Dataset
-from gracetune.config.export_formats import FormatName, Program
 from gracetune.config.families import Family
 from gracetune.config.memory_options import MemoryOptions
-from gracetune.config.optimizers import OptimizerName
+from gracetune.config.registry import AdapterKind, FormatName, OptimizerName, Program, TrackerName
 from gracetune.config.token_routes import TokenRouting
-from gracetune.config.trackers import TrackerName
 
 Rank = Annotated[int, Strict(), Field(ge=1, le=10**10)]
 """The upper bound admits LoKr's way to say "do not decompose": ai-toolkit writes 9999999999. `limits.LARGEST_RANK` is

@@ -113,7 +113,7 @@ class KeyMap:
     of_experts: tuple[str, str] | None = None
     """Both of these for weights with two experts, if they differ."""
     also_read_by: tuple[tuple[str, str], ...] = ()
-    """(format, program) pairs, as in `config/export_formats.py`: programs that read this family's names in a format, in
+    """(format, program) pairs, as in `config/registry.py`: programs that read this family's names in a format, in
     addition to those that read every family."""
     header_marks: tuple[str, ...] = ()
     """Texts in those header entries, or in our own, that identify this family."""

@@ -1,6 +1,6 @@
 """The record of an optimizer: how to build it, which config keys it reads, how much memory its state takes.
 
-The records are in `optim/optimizers/`; `config/optimizers.py` lists them. Configs are validated before torch is
+The records are in `optim/optimizers/`; `config/registry.py` lists them. Configs are validated before torch is
 imported, so this module and the records import torch only inside functions.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gracetune.config.optimizers import OPTIMIZERS
+from gracetune.config.registry import OPTIMIZERS
 from gracetune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:

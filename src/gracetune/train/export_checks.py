@@ -11,7 +11,7 @@ from gracetune.adapters.formats.programs import loadable, misread_in, readable
 from gracetune.adapters.formats.reading import by_base
 from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.state import AdapterState
-from gracetune.config.export_formats import PROGRAMS, FormatName
+from gracetune.config.registry import PROGRAMS, FormatName
 from gracetune.config.run_config import Checkpoints
 from gracetune.errors import ConfigError, Problem
 

@@ -21,8 +21,8 @@ from gracetune import __version__
 from gracetune.cache.batches import BatchSource
 from gracetune.config.environment import Environment
 from gracetune.config.native import shareable
+from gracetune.config.registry import tracker
 from gracetune.config.run_config import RunConfig
-from gracetune.config.trackers import tracker
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
 from gracetune.memory.lookahead import Depth
@@ -92,7 +92,7 @@ SINKS: tuple[SinkEntry, ...] = (
         lambda config: WebhookSink(config.logging.webhook or ""),
     ),
 )
-"""The event log of every run, and the webhook. Trackers are found by name (`config/trackers.py`)."""
+"""The event log of every run, and the webhook. Trackers are found by name (`config/registry.py`)."""
 
 
 def sinks_of(config: RunConfig) -> tuple[SinkEntry, ...]:

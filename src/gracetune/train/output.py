@@ -36,10 +36,9 @@ from gracetune.adapters.metadata import About, file_name
 from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.adapters.verification import shapes_of, verify
 from gracetune.checkpoint.folder import temporary_folder
-from gracetune.config.adapter_kinds import AdapterKind
-from gracetune.config.export_formats import FormatName
 from gracetune.config.native import has_secrets
 from gracetune.config.native import write as write_native
+from gracetune.config.registry import AdapterKind, FormatName
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.models.spec import Expert, ExpertName

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gracetune.config.adapter_kinds import FULL_FINETUNE, AdapterKind
+from gracetune.config.registry import FULL_FINETUNE, AdapterKind
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.spec import Expert
 from gracetune.storage.os_errors import problem_of

@@ -19,7 +19,7 @@ from gracetune.checkpoint.resume import ResumeStart, begin, resolve
 from gracetune.checkpoint.state_parts import RandomState
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
-from gracetune.config.optimizers import reads_key
+from gracetune.config.registry import reads_key
 from gracetune.config.run_config import RunConfig, Training
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.fingerprint import Fingerprint, differences

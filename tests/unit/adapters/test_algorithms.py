@@ -21,7 +21,7 @@ from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.targets import ADAPTABLE
 from gracetune.adapters.targets import select as select_modules
 from gracetune.adapters.trainable import select, trainable
-from gracetune.config.adapter_kinds import ALGORITHM_NAMES, ALGORITHMS
+from gracetune.config.registry import ALGORITHM_NAMES, ALGORITHMS
 from gracetune.config.run_config import Adapter
 from gracetune.models.footprint import Footprint, FootprintBlock, FootprintLinear
 from gracetune.models.registry import FOOTPRINTS, KEY_MAPS, spec_of

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.config.optimizers import OPTIMIZERS
-from gracetune.config.registry import Registry
+from gracetune.config.registry import OPTIMIZERS, Registry
 from gracetune.errors import ConfigError
 from gracetune.optim.record import OptimizerRecord, optimizer_record
 
@@ -71,7 +70,7 @@ def test_the_optimizers_records_import_no_torch() -> None:
     """A config with any of them is checked without it."""
     code = (
         "import sys\nfrom gracetune.config.run_config import Optimizer\n"
-        "from gracetune.config.optimizers import OPTIMIZER_NAMES\n"
+        "from gracetune.config.registry import OPTIMIZER_NAMES\n"
         "for name in OPTIMIZER_NAMES:\n    Optimizer(name=name)\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
     )

@@ -7,7 +7,7 @@ A layer's tensors have the names of the algorithm's paper and files, without a p
 the tensors, not one of them. The scale of a change is alpha / rank. If nothing is decomposed (whole LoKr, (IA)3, OFT,
 full differences), the scale is 1 and alpha is 1.0.
 
-`algorithm` returns a record by its name; `config/adapter_kinds.py` lists their modules.
+`algorithm` returns a record by its name; `config/registry.py` lists their modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, listed
 from gracetune.adapters.computation import LIBRARY, Computation
 from gracetune.adapters.state import Layer
-from gracetune.config.adapter_kinds import ALGORITHM_NAMES, ALGORITHMS, checked_record
+from gracetune.config.registry import ALGORITHM_NAMES, ALGORITHMS, checked_record
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from gracetune.adapters.errors import UnclearFamilyError
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
 from gracetune.adapters.formats.names import LocatedKey, locate, split
 from gracetune.adapters.state import ExpertStage
-from gracetune.config.adapter_kinds import ALGORITHMS
-from gracetune.config.export_formats import FormatName
+from gracetune.config.registry import ALGORITHMS, FormatName
 from gracetune.errors import Problem, short
 from gracetune.models.keys import KeyMap
 from gracetune.models.registry import KEY_MAPS

@@ -17,7 +17,7 @@ from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.formats.writing import Fault
 from gracetune.adapters.state import AdapterState
-from gracetune.config.export_formats import EXPORT_FORMATS, PROGRAMS, FormatName, Program
+from gracetune.config.registry import EXPORT_FORMATS, PROGRAMS, FormatName, Program
 from gracetune.errors import Problem
 from gracetune.models.registry import KEY_MAPS
 

@@ -1,4 +1,4 @@
-"""The record of an export format. `config/export_formats.py` lists the records.
+"""The record of an export format. `config/registry.py` lists the records.
 
 A record also lists the programs that read such files and the layers that each of them loads wrongly. `programs.py` uses
 this for `gracetune adapter convert`, `inspect` and `verify`, for the export of a run, and for the table in
@@ -19,7 +19,7 @@ from torch import Tensor
 from gracetune.adapters.formats.reading import AdapterContents
 from gracetune.adapters.formats.writing import Fault, Written
 from gracetune.adapters.state import AdapterState
-from gracetune.config.export_formats import EXPORT_FORMATS, FORMAT_NAMES, Program
+from gracetune.config.registry import EXPORT_FORMATS, FORMAT_NAMES, Program
 
 Reader = Callable[[AdapterState], Iterable[Fault]]
 """The layers of a state that a program would load wrongly, or not at all, from a file of the format."""

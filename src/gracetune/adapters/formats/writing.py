@@ -18,8 +18,7 @@ from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats import fused_layers
 from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.state import AdapterState, Layer
-from gracetune.config.adapter_kinds import ALGORITHMS
-from gracetune.config.export_formats import FormatName
+from gracetune.config.registry import ALGORITHMS, FormatName
 from gracetune.errors import Problem
 from gracetune.models.keys import KeyMap
 from gracetune.models.registry import KEY_MAPS

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import cast
 
 from gracetune.config.base import Options
-from gracetune.config.dataset_backends import BACKENDS, is_installed, validated
 from gracetune.config.dataset_config import Dataset
+from gracetune.config.registry import BACKENDS, is_installed, validated
 from gracetune.data.backends.errors import UnreadableFilesError, too_many
 from gracetune.data.backends.in_memory import InMemoryBackend, attach
 from gracetune.data.backends.local import LocalBackend

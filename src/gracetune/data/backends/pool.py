@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from gracetune.config.dataset_backends import is_installed
 from gracetune.config.dataset_config import Dataset
+from gracetune.config.registry import is_installed
 from gracetune.data.backend import Backend
 from gracetune.data.backends.open import open_backend, open_unstaged, options_of
 from gracetune.data.backends.storage import Storage

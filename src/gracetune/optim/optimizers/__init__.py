@@ -1,1 +1,1 @@
-"""One file per optimizer, each with its `RECORD`; `config/optimizers.py` lists them. None imports torch at its top."""
+"""One file per optimizer, each with its `RECORD`; `config/registry.py` lists them. None imports torch at its top."""

@@ -12,7 +12,7 @@ from gracetune.adapters.delta import measured_by_base
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.programs import misread_by
 from gracetune.adapters.formats.record import FORMATS
-from gracetune.config.export_formats import PROGRAMS
+from gracetune.config.registry import PROGRAMS
 from unit.adapters.formats import making
 
 NOTES = {

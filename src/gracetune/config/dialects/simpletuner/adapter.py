@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gracetune.config.adapter_kinds import by_lycoris_name
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line, read_sidecar
 from gracetune.config.dialects.simpletuner.keys import Off
@@ -26,6 +25,7 @@ from gracetune.config.dialects.values import as_flag, as_list, as_number, is_num
 from gracetune.config.draft import Draft, Origin
 from gracetune.config.families import names_of
 from gracetune.config.family_names import LoraTargets
+from gracetune.config.registry import by_lycoris_name
 
 
 def _adapter(options: PeerBlock, family: str) -> None:

@@ -9,7 +9,7 @@ from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.table import KeyRule, KeyTable
 from gracetune.config.dialects.values import as_flag, as_number, from_json, names
-from gracetune.config.optimizers import OPTIMIZER_NAMES
+from gracetune.config.registry import OPTIMIZER_NAMES
 from gracetune.config.spelling import misspelt
 
 

@@ -1,30 +1,10 @@
-"""Finds records by name: ours from a table, those of other installed packages from an entry point group.
+"""The names that a config can choose from: trackers, export formats, optimizers, adapter kinds and dataset backends.
 
-Both are entry points: a name, and the record's location as `module:NAME`. Names are read once, when gracetune starts. A
+A `Registry` finds records by name: ours from a table, those of other installed packages from an entry point group. Both
+are entry points: a name, and the record's location as `module:NAME`. Names are read once, when gracetune starts. A
 record is imported only when it is needed, so a broken package stops only the runs that use it, and `config` can list
-what a higher layer defines without importing it.
-
-The trackers that `logging.trackers` can name. Their records are in `telemetry/sinks/`, found by name.
-
-The file formats for adapters that `checkpoints.format` can name. Their records are in `adapters/formats/`.
-
-The optimizers that `optimizer.name` can name. Their records are in `optim/optimizers/`, one file each.
-
-The layer order forbids `config` to import `optim`, so records are found by name. They do not import torch, which keeps
-`config check` fast.
-
-The adapter algorithms that `adapter.kind` can name. Their records are in `adapters/algorithms/`, one file each.
-
-The layer order forbids `config` to import `adapters`, so records are found by name. They do not import torch, which
-keeps `config check` fast. Another package adds an algorithm with an entry point in the group `gracetune.adapters`: the
-entry point's name is the value of `adapter.kind`, and the object it points to is the record.
-
-Names of dataset backends: our own, and those of other installed packages.
-
-A package adds a backend with an entry point in the group `gracetune.backends`. The entry point's name is the value of a
-dataset's `type`; its target is the record (`module:NAME`, a `gracetune.data.backends.record.DatasetBackend`). A
-backend's options are in a section of the dataset with the same name, as those of `in_memory` are, and the record's own
-pydantic model validates them.
+what a higher layer defines without importing it: the layer order forbids `config` to import `optim` or `adapters`.
+Records of optimizers and adapter algorithms do not import torch, which keeps `config check` fast.
 """
 
 from __future__ import annotations
@@ -103,7 +83,6 @@ class Registry:
 
 # -- trackers ----------------------------------------------------------------------------------------------------------
 
-
 TRACKERS: Final[Registry] = Registry.find(
     "tracker",
     "gracetune.trackers",
@@ -112,6 +91,7 @@ TRACKERS: Final[Registry] = Registry.find(
         "wandb": "gracetune.telemetry.sinks.wandb:TRACKER",
     },
 )
+"""For `logging.trackers`. The records are in `telemetry/sinks/`."""
 _TRACKER_NAMES: Final[tuple[str, ...]] = TRACKERS.names
 
 
@@ -133,7 +113,6 @@ else:
 
 # -- export formats ----------------------------------------------------------------------------------------------------
 
-
 EXPORT_FORMATS: Final[Registry] = Registry.find(
     "export format",
     "gracetune.export_formats",
@@ -144,6 +123,7 @@ EXPORT_FORMATS: Final[Registry] = Registry.find(
         "lycoris": "gracetune.adapters.formats.lycoris:FORMAT",
     },
 )
+"""For `checkpoints.format`. The records are in `adapters/formats/`."""
 FORMAT_NAMES: Final[tuple[str, ...]] = EXPORT_FORMATS.names
 PROGRAMS: Final[dict[str, str]] = {
     "comfyui": "ComfyUI",
@@ -173,7 +153,6 @@ else:
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
-
 OPTIMIZERS: Final[Registry] = Registry.find(
     "optimizer",
     "gracetune.optimizers",
@@ -188,6 +167,7 @@ OPTIMIZERS: Final[Registry] = Registry.find(
         "automagic": "gracetune.optim.optimizers.automagic:RECORD",
     },
 )
+"""For `optimizer.name`. The records are in `optim/optimizers/`, one file each."""
 OPTIMIZER_NAMES: Final[tuple[str, ...]] = OPTIMIZERS.names
 
 
@@ -223,7 +203,6 @@ else:
 
 # -- adapter kinds -----------------------------------------------------------------------------------------------------
 
-
 FULL_FINETUNE: Final = "full_finetune"
 """The `adapter.kind` that trains the weights themselves, without an adapter. No algorithm can have this name."""
 ALGORITHMS: Final[Registry] = Registry.find(
@@ -240,6 +219,7 @@ ALGORITHMS: Final[Registry] = Registry.find(
         "full_delta": "gracetune.adapters.algorithms.full_delta:ALGORITHM",
     },
 )
+"""For `adapter.kind`. The records are in `adapters/algorithms/`, one file each."""
 ALGORITHM_NAMES: Final[tuple[str, ...]] = tuple(name for name in ALGORITHMS.names if name != FULL_FINETUNE)
 
 
@@ -301,17 +281,18 @@ else:
 
 # -- dataset backends --------------------------------------------------------------------------------------------------
 
-
-GROUP: Final = "gracetune.backends"
+BACKENDS_GROUP: Final = "gracetune.backends"
 BACKENDS: Final[Registry] = Registry.find(
     "dataset backend",
-    GROUP,
+    BACKENDS_GROUP,
     {
         "local": "gracetune.data.backends.local:BACKEND",
         "in_memory": "gracetune.data.staging.stager:BACKEND",
         "url": "gracetune.data.backends.url:BACKEND",
     },
 )
+"""For the `type` of a dataset. The options of an installed backend are in a section of the dataset with the same name.
+The record's own pydantic model validates them."""
 
 
 @runtime_checkable

@@ -1,11 +1,8 @@
 """`PeerBlock`: one mapping of a peer's file, and the methods that put its values into a draft.
 
-Handles base weights that a peer's file quantises to a type that gracetune does not support.
-
-Adjusts the sample requests of a peer's file as that program would.
-
-Published files request samples that the peer's pipeline rounds or cannot generate. In our own dialect these are errors,
-but an unchanged file of a peer has to train.
+`settle_samples` adjusts the sample requests of a peer's file as that program would. Published files request samples
+that the peer's pipeline rounds or cannot generate. In our own dialect these are errors, but an unchanged file of a peer
+has to train.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Reads ai-toolkit's `quantize` keys for the base weights and the text encoders.
-
-Reads the `model` block: the family that an ai-toolkit `arch` corresponds to, and its weights.
+"""Reads the `model` block: the family that an ai-toolkit `arch` corresponds to, its weights, and the `quantize` keys
+for the base weights and the text encoders.
 """
 
 from __future__ import annotations
@@ -160,9 +159,9 @@ _UNKNOWN_ARCH = Arch((), references="reference_loose")
 def archs() -> dict[str, tuple[FamilyNames, Arch]]:
     """Return every supported arch, of our families and of readable installed packages."""
     supported: dict[str, tuple[FamilyNames, Arch]] = {}
-    for names in readable_names():
-        for name, arch in names.aitoolkit.archs.items():
-            supported.setdefault(name, (names, arch))
+    for family in readable_names():
+        for name, arch in family.aitoolkit.archs.items():
+            supported.setdefault(name, (family, arch))
     return supported
 
 

@@ -1,6 +1,6 @@
-"""Names of SimpleTuner's options in an env file (`config.env`), as of release 4.10.1.
+"""Resolves what a SimpleTuner config refers to: placeholders, environment variables, and the files it names.
 
-Resolves what a SimpleTuner config refers to: placeholders, environment variables, and the files it names.
+The names of the options in an env file (`config.env`) are those of release 4.10.1.
 """
 
 from __future__ import annotations

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from gracetune.cache.residence import choose_residence as choose_residence
     from gracetune.checkpoint.state_parts import CheckpointPart as _CheckpointPart
     from gracetune.checkpoint.state_parts import SavedState as _SavedPart
-    from gracetune.config.alloc_conf import OPTION_NAMES as _ALLOCATOR_OPTIONS
     from gracetune.config.base import Flag as Flag
     from gracetune.config.base import PositiveFloat as PositiveFloat
     from gracetune.config.base import Section as Section
@@ -69,6 +68,7 @@ if TYPE_CHECKING:
     from gracetune.config.family_names import RejectedFlavour as RejectedFlavour
     from gracetune.config.family_names import ShiftPoints as ShiftPoints
     from gracetune.config.family_names import SimpleTunerNames as SimpleTunerNames
+    from gracetune.config.memory_options import OPTION_NAMES as _ALLOCATOR_OPTIONS
     from gracetune.config.memory_options import MemoryOptions as MemoryOptions
     from gracetune.config.run_config import BatchRamp as BatchRamp
     from gracetune.config.run_config import Cache as Cache
@@ -240,7 +240,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "format_bytes": "gracetune.units:format_bytes",
     "GIB": "gracetune.units:GIB",
     # configs and their dialects
-    "ALLOCATOR_OPTIONS": "gracetune.config.alloc_conf:OPTION_NAMES",
+    "ALLOCATOR_OPTIONS": "gracetune.config.memory_options:OPTION_NAMES",
     "Flag": "gracetune.config.base:Flag",
     "PositiveFloat": "gracetune.config.base:PositiveFloat",
     "Section": "gracetune.config.base:Section",

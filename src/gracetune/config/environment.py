@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gracetune.config.alloc_conf import OPTION_NAMES, parse_option, split_alloc_conf
+from gracetune.config.memory_options import OPTION_NAMES, parse_option, split_alloc_conf
 from gracetune.config.spelling import nearest
 from gracetune.errors import Problem
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from gracetune.config.alloc_conf import max_split_bytes
-from gracetune.config.memory_options import MemoryOptions
+from gracetune.config.memory_options import MemoryOptions, max_split_bytes
 from gracetune.hardware.allocation import CAREFUL_CAP, host_reserve
 from gracetune.hardware.machine import Machine
 from gracetune.hostmem.sensors import HostSensor

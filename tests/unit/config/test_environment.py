@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.config.alloc_conf import OPTION_NAMES, AllocConf, max_split_bytes, split_alloc_conf
 from gracetune.config.environment import (
     Environment,
     claim_allocator_options,
     memory_settings,
     torch_accepts_uvm_options,
 )
+from gracetune.config.memory_options import OPTION_NAMES, AllocConf, max_split_bytes, split_alloc_conf
 
 SEED = "use_uvm:True,uvm_oversubscription_ratio:5.0,uvm_access_pattern:gpu_first"
 CUDA = "PYTORCH_CUDA_ALLOC_CONF"

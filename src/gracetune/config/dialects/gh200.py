@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gracetune.config.alloc_conf import OPTION_NAMES
 from gracetune.config.dialects.peer_file import PeerBlock, PeerFile
 from gracetune.config.dialects.table import Key, KeyRule, KeyTable, apply, supported_block
 from gracetune.config.dialects.values import as_flag, as_given, as_list, as_number, is_number
 from gracetune.config.draft import Draft, Path
+from gracetune.config.memory_options import OPTION_NAMES
 
 GUIDE = "GH200 guide"
 _RAMP_STEPS = 400

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from gracetune.config.alloc_conf import split_alloc_conf
 from gracetune.config.dialects.peer_file import PeerBlock, PeerFile
 from gracetune.config.dialects.simpletuner.files import ENV_NAMES, FOREIGN_VARIABLES, Placeholders
 from gracetune.config.dialects.simpletuner.keys import ALIASES, HARMLESS, PEER, SAMPLES_ONLY, WITHOUT_EFFECT
 from gracetune.config.draft import Draft, Origin
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment, memory_settings
+from gracetune.config.memory_options import split_alloc_conf
 from gracetune.config.spelling import misspelt, nearest
 from gracetune.config.syntax import Document, parse_env
 from gracetune.errors import ConfigError, Problem

@@ -55,9 +55,8 @@ from gracetune.optim.step_skipping import waiting_note
 from gracetune.train.control import Control
 from gracetune.train.cuda_graphs import Replay
 from gracetune.train.data import CachedSamples, local_ranks
-from gracetune.train.gradients import FlatGradients, GradientClipping, Gradients, ShardedGradients
+from gracetune.train.gradients import FlatGradients, GradientClipping, Gradients, LossScale, NoScale, ShardedGradients
 from gracetune.train.job import TrainingJob
-from gracetune.train.loss_scale import LossScale, NoScale
 from gracetune.train.planning import PlannedRun
 from gracetune.train.position import Length, length_of
 from gracetune.train.runtime import Runtime

@@ -18,7 +18,7 @@ from gracetune.optim.averages import EmaWeights
 from gracetune.optim.build import load_named_state, named_state
 from gracetune.optim.named_state import NamedState, differences
 from gracetune.optim.schedules import move_to
-from gracetune.train.loss_scale import LossScale
+from gracetune.train.gradients import LossScale
 from gracetune.train.position import Position
 from gracetune.train.trained_model import TrainedModel
 from gracetune.train.training_state import TrainingState

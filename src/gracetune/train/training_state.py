@@ -18,7 +18,7 @@ from gracetune.data.loader import Loader
 from gracetune.optim.averages import EmaWeights, averaged
 from gracetune.optim.schedules import move_to
 from gracetune.optim.step_skipping import step_unless
-from gracetune.train.loss_scale import LossScale, NoScale
+from gracetune.train.gradients import LossScale, NoScale
 from gracetune.train.position import Position
 
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gracetune.train.gradients import FlatGradients, GradientClipping
-from gracetune.train.loss_scale import LossScale, NoScale
+from gracetune.train.gradients import FlatGradients, GradientClipping, LossScale, NoScale
 
 
 def model() -> nn.Module:

@@ -57,9 +57,9 @@ from gracetune.planning.plan import plan
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.gradients import FlatGradients, GradientClipping, gradient_factor
 from gracetune.train.planning import PlannedRun, choose, compiles
-from gracetune.train.position import length_of
 from gracetune.train.sample_files import write_sample
 from gracetune.train.sample_requests import requests_of
+from gracetune.train.training_state import length_of
 from gracetune.train.view import CollectingView
 from gracetune.units import MIB
 from runs.made_runs import run

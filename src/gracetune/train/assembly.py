@@ -58,11 +58,10 @@ from gracetune.train.data import CachedSamples, local_ranks
 from gracetune.train.gradients import FlatGradients, GradientClipping, Gradients, LossScale, NoScale, ShardedGradients
 from gracetune.train.job import TrainingJob
 from gracetune.train.planning import PlannedRun
-from gracetune.train.position import Length, length_of
 from gracetune.train.runtime import Runtime
 from gracetune.train.step import TrainingGoal, TrainStep
 from gracetune.train.trained_model import TrainedModel, router_of
-from gracetune.train.training_state import TrainingState
+from gracetune.train.training_state import Length, TrainingState, length_of
 from gracetune.train.view import View
 
 

@@ -23,8 +23,7 @@ from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import Event, MemoryReclaimed, MemoryStageChanged, OverflowArenaChanged
 from gracetune.train.control import Control, Stop
 from gracetune.train.hooks import Callback, RunStarts, StepEnds
-from gracetune.train.position import Position
-from gracetune.train.training_state import ResumePoint, TrainingState
+from gracetune.train.training_state import Position, ResumePoint, TrainingState
 from gracetune.train.view import View
 from gracetune.units import format_bytes
 

@@ -21,7 +21,7 @@ from gracetune.data.refs import BatchRef
 from gracetune.models.spec import ExpertName
 from gracetune.optim.batch_ramp import StepBatch
 from gracetune.train.control import Stop
-from gracetune.train.position import Position
+from gracetune.train.training_state import Position
 
 
 @dataclass(frozen=True)

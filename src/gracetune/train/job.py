@@ -27,11 +27,10 @@ from gracetune.seeded_random import torch_seed
 from gracetune.train.control import Control, Kind, Stop
 from gracetune.train.gradients import Accumulation, GradientClipping, Gradients
 from gracetune.train.hooks import StepStarts
-from gracetune.train.position import Length, Position
 from gracetune.train.runtime import Runtime
 from gracetune.train.step import TrainStep
 from gracetune.train.trained_model import TrainedModel
-from gracetune.train.training_state import TrainingState
+from gracetune.train.training_state import Length, Position, TrainingState
 
 _PRIORITY = {"finished": 1, "failed": 2, "interrupted": 3}
 """If ranks stop for different reasons, the one with the highest number is reported."""

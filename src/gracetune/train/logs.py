@@ -54,11 +54,10 @@ from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepEnds, StepSt
 from gracetune.train.job import Pauses
 from gracetune.train.live_progress import LiveProgress
 from gracetune.train.output import RunFolder
-from gracetune.train.position import Position
 from gracetune.train.runtime import Runtime
 from gracetune.train.step import TrainStep
 from gracetune.train.trained_model import TrainedModel
-from gracetune.train.training_state import TrainingState
+from gracetune.train.training_state import Position, TrainingState
 from gracetune.train.view import View
 
 EVENTS = "events.jsonl"

@@ -19,9 +19,8 @@ from gracetune.optim.build import load_named_state, named_state
 from gracetune.optim.named_state import NamedState, differences
 from gracetune.optim.schedules import move_to
 from gracetune.train.gradients import LossScale
-from gracetune.train.position import Position
 from gracetune.train.trained_model import TrainedModel
-from gracetune.train.training_state import TrainingState
+from gracetune.train.training_state import Position, TrainingState
 
 VERSION = 1
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gracetune.train.guards import _failure_reason, _Norm
-from gracetune.train.position import Position
-from gracetune.train.training_state import ResumePoint
+from gracetune.train.training_state import Position, ResumePoint
 
 
 @pytest.mark.parametrize(("step", "stated"), [(0, "so nothing is saved"), (7, "saved at step 7")])

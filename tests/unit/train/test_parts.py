@@ -31,9 +31,9 @@ from gracetune.models.spec import Sampled
 from gracetune.optim.batch_ramp import Ramp
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.train.control import ENDING, Control, InterruptedBySignal, Stop, listening
-from gracetune.train.position import length_of
 from gracetune.train.sample_files import contact_sheet, write_sample
 from gracetune.train.sample_requests import requests_of
+from gracetune.train.training_state import length_of
 from unit.data.folders import made_up
 
 DATA = made_up({"counts": [5, 3], "repeats": 1}, {"counts": [2, 4], "start_step": 2, "batch_size": 3})

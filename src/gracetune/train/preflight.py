@@ -53,9 +53,8 @@ from gracetune.train.guards import check_memory
 from gracetune.train.leftovers import remove_leftovers
 from gracetune.train.logs import sinks_of
 from gracetune.train.output import RunFolder, checkpoint_bytes
-from gracetune.train.output_paths import check_output_paths
 from gracetune.train.planning import PlannedRun, choose, make_plan, processes_of, reject_misfit
-from gracetune.train.preflight_checks import CheckResult, Checks
+from gracetune.train.preflight_checks import CheckResult, Checks, check_output_paths, reject_eight_bits
 from gracetune.train.resume import (
     find_start,
     nothing_left,

@@ -17,7 +17,7 @@ from gracetune.config.rules import broken_rules
 from gracetune.errors import ConfigError
 from gracetune.hardware import probe
 from gracetune.models.eight_bit_linear import Fp8Linear
-from gracetune.train.base_precision import reject_eight_bits
+from gracetune.train.preflight_checks import reject_eight_bits
 from gracetune.train.runtime import LaunchEnvironment, Runtime, open_runtime
 
 CPU = torch.device("cpu")

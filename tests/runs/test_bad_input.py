@@ -29,8 +29,8 @@ from gracetune.train.assembly import checked_ramp
 from gracetune.train.first_batch import FirstBatchError
 from gracetune.train.guards import _Norm
 from gracetune.train.planning import PlannedRun, reject_misfit
+from gracetune.train.preflight import RunOptions
 from gracetune.train.run import train
-from gracetune.train.run_options import RunOptions
 from gracetune.train.runtime import LaunchEnvironment
 from gracetune.train.view import CollectingView
 from runs.launched import write_config

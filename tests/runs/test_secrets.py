@@ -23,8 +23,8 @@ from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.telemetry.errors import TelemetryError
+from gracetune.train.preflight import RunOptions
 from gracetune.train.run import train
-from gracetune.train.run_options import RunOptions
 from gracetune.train.view import View
 from runs.launched import command_line, start, write_config
 from runs.made_runs import TinyModel, config_for, images, run

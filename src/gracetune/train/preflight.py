@@ -1,4 +1,6 @@
-"""Check everything that can reject a run before a model is loaded or data is cached, and report all problems at once.
+"""Options of one invocation. Unlike the config, they do not change what is trained.
+
+Check everything that can reject a run before a model is loaded or data is cached, and report all problems at once.
 
 A rejected run has changed nothing: no checkpoint is moved and no result is renamed. At most, digests of the weights are
 cached. Once a check has failed, no weights are downloaded for further checks. Checks that need the model then run only
@@ -63,11 +65,31 @@ from gracetune.train.resume import (
     resume_hint,
 )
 from gracetune.train.run_identity import identity_of
-from gracetune.train.run_options import RunOptions
 from gracetune.train.runtime import LaunchEnvironment, Runtime, check_launch, open_runtime
 from gracetune.train.sample_requests import check_requests
 from gracetune.train.trained_model import check_adapter, check_routes
 from gracetune.train.view import View
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    resume: str | None = None
+    """`latest`, `none` or the path of a checkpoint; None takes the config's value."""
+    dry_run: bool = False
+    """Plan, load and try one batch, but train nothing."""
+    allow_other_data: bool = False
+    """Resume even if the data differs from the checkpoint's."""
+    allow_other_run: bool = False
+    """Resume even if the model or the adapter differs from the checkpoint's."""
+    allow_misfit: bool = False
+    """Start even if the memory plan says that the run does not fit."""
+    force_oversubscription: bool = False
+    """Lift the cap on managed memory on a machine without a coherent link. This can hang its driver."""
+    default_samples: bool = False
+    """Generate samples of captions if the config has no prompts (`train.default_samples`)."""
+    report: bool = True
+    """Write `report.html` at the end of the run."""
+
 
 T = TypeVar("T")
 _INIT_FROM = "adapter.init_from"

@@ -26,9 +26,8 @@ from gracetune.train.logs import open_telemetry
 from gracetune.train.loop import fit
 from gracetune.train.output import RunFolder
 from gracetune.train.planning import PlannedRun
-from gracetune.train.preflight import preflight
+from gracetune.train.preflight import RunOptions, preflight
 from gracetune.train.publishing import Publishing
-from gracetune.train.run_options import RunOptions
 from gracetune.train.view import View
 
 __all__ = ["Result", "RunOptions", "train"]

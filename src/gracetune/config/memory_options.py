@@ -1,6 +1,6 @@
 """The unified-memory options, under the names that the GH200 guides use. `docs/memory.md` explains each.
 
-Splits PyTorch's allocator string into our unified-memory options and the rest, which stays as written.
+`split_alloc_conf` reads them from PyTorch's allocator string. The rest of that string stays as written.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class MemoryOptions(Section):
     every GPU that supports it; `false` uses neither; unset follows the cache types and the measured speeds."""
 
 
-# -- the environment variable ------------------------------------------------------------------------------------------
-
+# -- in an allocator string --------------------------------------------------------------------------------------------
 
 OptionValue = bool | float | int | str
 _LONGEST_COUNT = 18

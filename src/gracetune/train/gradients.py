@@ -7,8 +7,7 @@ expert and for layers without a gradient.
 
 FSDP2 reduces the gradients of sharded parameters itself, in every backward pass.
 
-The loss scale of fp16: it grows while gradients are finite and shrinks when they are not. It is 1 in bf16 and fp32.
-
+The loss scale of fp16 grows while gradients are finite and shrinks when they are not. It is 1 in bf16 and fp32.
 `torch.amp.GradScaler` reads whether gradients overflowed on the host. Here everything stays on the device.
 """
 

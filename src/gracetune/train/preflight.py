@@ -1,6 +1,4 @@
-"""Options of one invocation. Unlike the config, they do not change what is trained.
-
-Check everything that can reject a run before a model is loaded or data is cached, and report all problems at once.
+"""Check everything that can reject a run before a model is loaded or data is cached, and report all problems at once.
 
 A rejected run has changed nothing: no checkpoint is moved and no result is renamed. At most, digests of the weights are
 cached. Once a check has failed, no weights are downloaded for further checks. Checks that need the model then run only
@@ -73,6 +71,8 @@ from gracetune.train.view import View
 
 @dataclass(frozen=True)
 class RunOptions:
+    """Options of one invocation. Unlike the config, they do not change what is trained."""
+
     resume: str | None = None
     """`latest`, `none` or the path of a checkpoint; None takes the config's value."""
     dry_run: bool = False

@@ -1,4 +1,4 @@
-"""Collect the errors of many checks, so that the user sees all of them at once.
+"""Checks before a run: `Checks` collects the errors of many, so that the user sees all of them at once.
 
 checks = Checks()
 model = checks.run(lambda: open_model(config))
@@ -6,11 +6,8 @@ plan = checks.run(lambda: make_plan(model.value))      # skipped if the model co
 checks.raise_all(runtime)
 use(model.value, plan.value)
 
-Checks of `model.base_precision` against the machine and the sharding.
-
-Check the paths a run will write to, before its first step.
-
-A dangling link, or a folder where a file belongs, would otherwise be found only when the result is to be written.
+The checks of `model.base_precision` and of the paths a run will write to are here too. A dangling link, or a folder
+where a file belongs, would otherwise be found only when the result is to be written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The position of a run, and its length. `Position` is the only mutable object here.
-
-The state that an optimizer step changes, apart from the weights: optimizer, schedule, loss scale, EMA, position.
+"""The state that an optimizer step changes, apart from the weights: optimizer, schedule, loss scale, EMA, position.
 
 A checkpoint saves all of it (`state_parts`).
 """

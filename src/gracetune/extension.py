@@ -315,7 +315,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "NoiseSchedule": "gracetune.diffusion.schedule:NoiseSchedule",
     # model families
     "encoder_id": "gracetune.models.common.encoding:encoder_id",
-    "files_digest": "gracetune.models.common.encoding:files_digest",
+    "files_digest": "gracetune.models.fingerprint:files_digest",
     "read_shift": "gracetune.models.common.flow_shift:read_shift",
     "ImageCodec": "gracetune.models.common.image_latents:ImageCodec",
     "ImageLatents": "gracetune.models.common.image_latents:ImageLatents",

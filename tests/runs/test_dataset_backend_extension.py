@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gracetune.config.native import write as write_native
-from gracetune.config.registry import GROUP
+from gracetune.config.registry import BACKENDS_GROUP
 from runs.made_runs import TinyModel, config_for
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -80,7 +80,7 @@ def installed(tmp_path: Path) -> dict[str, str]:
     (packages / "made_up_backend.py").write_text(BACKEND)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
-        f"[{GROUP}]\nmade_up = made_up_backend:RECORD\nbroken = no_such_module:RECORD\nvideo = made_up_backend:RECORD\n"
+        f"[{BACKENDS_GROUP}]\nmade_up = made_up_backend:RECORD\nbroken = no_such_module:RECORD\nvideo = made_up_backend:RECORD\n"
     )
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(SRC), str(packages)))}
 

@@ -80,7 +80,8 @@ def installed(tmp_path: Path) -> dict[str, str]:
     (packages / "made_up_backend.py").write_text(BACKEND)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
-        f"[{BACKENDS_GROUP}]\nmade_up = made_up_backend:RECORD\nbroken = no_such_module:RECORD\nvideo = made_up_backend:RECORD\n"
+        f"[{BACKENDS_GROUP}]\n"
+        "made_up = made_up_backend:RECORD\nbroken = no_such_module:RECORD\nvideo = made_up_backend:RECORD\n"
     )
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(SRC), str(packages)))}
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import misfit
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, Problem

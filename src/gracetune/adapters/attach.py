@@ -25,7 +25,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from gracetune.adapters import full
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.assistant import Assisted
 from gracetune.adapters.computation import LIBRARY, Computation
 from gracetune.adapters.fast.modules import AdaptedLinear, FastLayer, HoldsWeightOtherwise, choice, reference

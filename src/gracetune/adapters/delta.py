@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gracetune.adapters.algorithms.record import Algorithm, algorithm
+from gracetune.adapters.algorithms.record import Algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.state import Layer
 
 Tensors = Mapping[str, Tensor]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gracetune.adapters.algorithms.record import algorithm as record_of
+from gracetune.adapters.algorithms.registry import algorithm as record_of
 from gracetune.adapters.state import Layer
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from gracetune.adapters.algorithms.record import Algorithm, algorithm
+from gracetune.adapters.algorithms.record import Algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE
 from gracetune.adapters.layer import AttachedLayer
 from gracetune.adapters.state import AdapterState, ExpertStage, Layer

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gracetune.adapters.algorithms.record import Algorithm, algorithm
+from gracetune.adapters.algorithms.record import Algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import change
 from gracetune.adapters.layer import AttachedLayer, parameter_name
 from gracetune.adapters.options import LayerOptions

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gracetune.adapters.algorithms.record import Algorithm, algorithm
+from gracetune.adapters.algorithms.record import Algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
 from gracetune.adapters.formats.layers import algorithms, common_alpha, common_rank
 from gracetune.adapters.formats.writing import DORA_ENTRY

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gracetune.adapters.algorithms.matrices import ROWS, is_finite
-from gracetune.adapters.algorithms.record import algorithm, algorithms
+from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.delta import columns, delta, needs_weight, outputs
 from gracetune.adapters.state import AdapterState, Layer
 

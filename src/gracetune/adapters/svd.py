@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import apply, bias_delta, delta, misfit, needs_weight
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, Problem

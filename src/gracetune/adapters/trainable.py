@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gracetune.adapters.algorithms.record import Algorithm, Dimensions, algorithm
+from gracetune.adapters.algorithms.record import Algorithm, Dimensions
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.options import FIELDS, kind_of
 from gracetune.adapters.targets import ModuleInfo, choose, options_for

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.trainable import (
     Tensors,
     TrainableSelection,

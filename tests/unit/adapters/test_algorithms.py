@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from gracetune.adapters import algorithms as package
-from gracetune.adapters.algorithms.record import Algorithm, algorithm, algorithms
+from gracetune.adapters.algorithms.record import Algorithm
+from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.attach import attach, describe
 from gracetune.adapters.formats.detection import detect
 from gracetune.adapters.formats.record import FORMATS

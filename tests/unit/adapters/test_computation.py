@@ -12,7 +12,7 @@ from lycoris.modules.lokr import LokrModule
 from torch import nn
 
 from gracetune.adapters.algorithms.lokr import KEPT_SHARE, Kronecker, cheapest, kronecker, split_as_lycoris_does
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gracetune.adapters import svd
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import apply, delta
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.adapters.svd import state_to_lora

@@ -6,23 +6,17 @@ model code is imported. Methods that handle tensors import torch when they are c
 A layer's tensors have the names of the algorithm's paper and files, without a prefix. `alpha` is a finite number beside
 the tensors, not one of them. The scale of a change is alpha / rank. If nothing is decomposed (whole LoKr, (IA)3, OFT,
 full differences), the scale is 1 and alpha is 1.0.
-
-`algorithm` returns a record by its name; `config/registry.py` lists their modules.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, listed
 from gracetune.adapters.computation import LIBRARY, Computation
 from gracetune.adapters.state import Layer
-from gracetune.config.registry import ALGORITHM_NAMES, ALGORITHMS, checked_record
-from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +25,6 @@ if TYPE_CHECKING:
     from gracetune.adapters.fast.modules import AdaptedLinear
     from gracetune.adapters.layer import AttachedLayer
     from gracetune.adapters.options import LayerOptions
-
 
 Dimensions = tuple[int, ...]
 Tensors = Mapping[str, "Tensor"]
@@ -238,32 +231,3 @@ class Algorithm(ABC):
             "diffusers": "diffusers loads LoRA and DoRA for this family, nothing else",
             "comfyui": f"ComfyUI does not know {self.name}",
         }.get(format)
-
-
-# -- all records -------------------------------------------------------------------------------------------------------
-
-
-@cache
-def algorithm(name: str) -> Algorithm:
-    """The record of this name. Raises `ConfigError` if another package's record cannot be used."""
-    if name not in ALGORITHM_NAMES:
-        raise ValueError(f"no adapter algorithm is called {name}: there are {', '.join(ALGORITHM_NAMES)}")
-    record = checked_record(name)
-    if not isinstance(record, Algorithm):
-        raise ALGORITHMS.rejected(name, repr(record), "an Algorithm")
-    return record
-
-
-def is_loadable(name: str) -> bool:
-    """Whether some program is known to load it from a file. False for algorithms of other packages."""
-    return name in ALGORITHMS.ours and algorithm(name).loadable
-
-
-@cache
-def algorithms() -> tuple[Algorithm, ...]:
-    """Every record, in the order of the names, without those that cannot be used."""
-    found = []
-    for name in ALGORITHM_NAMES:
-        with suppress(ConfigError):
-            found.append(algorithm(name))
-    return tuple(found)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast import products
 from gracetune.adapters.layer import AttachedLayer, parameter_name

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import Convention
 from gracetune.adapters.algorithms.low_rank import LowRank
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.formats.diffusers import misread_by_converter
 from gracetune.adapters.formats.reading import AdapterContents, read_states

@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from gracetune.adapters.algorithms.record import algorithm, algorithms
+from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.errors import UnclearFamilyError
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
 from gracetune.adapters.formats.names import LocatedKey, locate, split

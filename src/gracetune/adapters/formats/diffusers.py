@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, checked_alpha
 from gracetune.adapters.algorithms.low_rank import PEFT_NAMES
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.formats.layers import common_alpha, common_rank, is_in_a_block, is_plain_lora
 from gracetune.adapters.formats.reading import AdapterContents, Scale, read_states
 from gracetune.adapters.formats.record import Format

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import LayerError
 from gracetune.adapters.algorithms.low_rank import LowRank
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.state import Layer
 from gracetune.models.keys import MappedLayers
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import Convention
 from gracetune.adapters.algorithms.low_rank import CORE, LowRank
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import MAGNITUDE
 from gracetune.adapters.formats.comfyui import misread_by_original_names
 from gracetune.adapters.formats.diffusers import misread_by_converter

@@ -17,8 +17,9 @@ from gracetune.adapters.algorithms.assembly import (
     sides,
 )
 from gracetune.adapters.algorithms.low_rank import LowRank
-from gracetune.adapters.algorithms.record import Algorithm, algorithm
-from gracetune.adapters.algorithms.record import algorithms as records
+from gracetune.adapters.algorithms.record import Algorithm
+from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.algorithms.registry import algorithms as records
 from gracetune.adapters.delta import MAGNITUDE, columns, outputs
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import short

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import Convention
 from gracetune.adapters.algorithms.lokr import split_as_lycoris_does
-from gracetune.adapters.algorithms.record import is_loadable
+from gracetune.adapters.algorithms.registry import is_loadable
 from gracetune.adapters.delta import MAGNITUDE
 from gracetune.adapters.formats.comfyui import misread_by_our_names
 from gracetune.adapters.formats.reading import AdapterContents, read_states

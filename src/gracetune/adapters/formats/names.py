@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gracetune.adapters.algorithms.record import algorithms
+from gracetune.adapters.algorithms.registry import algorithms
 from gracetune.adapters.state import ExpertStage
 from gracetune.models.keys import KeyMap, MappedLayers
 

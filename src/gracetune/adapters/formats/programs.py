@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gracetune.adapters.algorithms.record import is_loadable
+from gracetune.adapters.algorithms.registry import is_loadable
 from gracetune.adapters.delta import BASE_MAGNITUDE
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.layers import algorithms

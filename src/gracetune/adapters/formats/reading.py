@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, NoScaleError
 from gracetune.adapters.algorithms.matrices import is_finite
-from gracetune.adapters.algorithms.record import algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.errors import (
     AdapterFileError,

@@ -12,6 +12,7 @@ from torch import Tensor
 from gracetune.adapters.algorithms.assembly import LayerError, is_by_input
 from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES
 from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.algorithms.registry import algorithms as records
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, outputs
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats import fused_layers

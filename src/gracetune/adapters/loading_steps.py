@@ -14,11 +14,11 @@ from pathlib import Path
 from gracetune.adapters.adapter_files import OpenedAdapter, open_adapter
 from gracetune.adapters.formats.programs import formats_for
 from gracetune.adapters.state import AdapterState
-from gracetune.config.export_formats import PROGRAMS
 from gracetune.config.families import FAMILIES, names_of
+from gracetune.config.registry import PROGRAMS
 from gracetune.errors import GracetuneError
 from gracetune.models.hub_download import HubName
-from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import KEY_MAPS
 from gracetune.telemetry.events import RunStarted
 
 _LORA_RANK = 64

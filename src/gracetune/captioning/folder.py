@@ -18,15 +18,14 @@ from gracetune.captioning.caption_model import GeneratedCaption
 from gracetune.captioning.kinds import Style
 from gracetune.config.dataset_config import Captions
 from gracetune.config.path_status import inspect_path
-from gracetune.data.backend import Backend
-from gracetune.data.backends.listing import LeftOut, survey
+from gracetune.data.backend import Backend, LeftOut, survey
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import is_hidden
 from gracetune.data.captions import caption_path, with_trigger
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.media import kind_of
 from gracetune.data.media.image import open_rgb
-from gracetune.data.truncated_images import truncation
+from gracetune.data.media.truncated import truncation
 from gracetune.errors import ConfigError, Problem
 from gracetune.storage.atomic import sweep, write_file
 

@@ -27,7 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
 
-from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.record import FORMATS
 from gracetune.cache.pass_worker import PassProgress as PassProgress
 from gracetune.cli.console import mark, shown
 from gracetune.cli.estimate_view import print_plan

@@ -14,7 +14,7 @@ from gracetune.adapters.adapter_files import save
 from gracetune.adapters.loading_steps import loading_steps, newest_files
 from gracetune.adapters.merge import merge_module
 from gracetune.adapters.state import AdapterState, ExpertStage
-from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import KEY_MAPS
 from gracetune.telemetry.events import RunStarted
 from runs.test_commands import gracetune
 from unit.adapters.formats import making

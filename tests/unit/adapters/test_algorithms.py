@@ -44,7 +44,7 @@ def test_records_import_no_torch() -> None:
     """Checking a config reads the records before any model code is imported."""
     source = Path(package.__path__[0]).parents[2]
     code = f"import sys; sys.path.insert(0, {str(source)!r})\n"
-    code += "from gracetune.adapters.algorithms.record import algorithms\nalgorithms()\n"
+    code += "from gracetune.adapters.algorithms.registry import algorithms\nalgorithms()\n"
     code += "sys.exit(bool({'torch', 'peft', 'lycoris'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-B", "-c", code], timeout=60, check=False).returncode == 0
 

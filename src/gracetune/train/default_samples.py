@@ -13,7 +13,7 @@ from pathlib import Path
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.path_status import inspect_path
 from gracetune.config.run_config import RunConfig, Validation, ValidationPrompt
-from gracetune.data.backends.listing import survey
+from gracetune.data.backend import survey
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import is_hidden
 from gracetune.data.captions import open_captions

@@ -35,9 +35,8 @@ from gracetune.train.held_out import MOST, batch_of, fixed_refs, held_out_refs, 
 from gracetune.train.job import EvaluatedModel
 from gracetune.train.judgement import DataFinding, JudgedSample, Judgement, find_all
 from gracetune.train.planning import choose, shapes_of
-from gracetune.train.preflight import Preflight, preflight
+from gracetune.train.preflight import Preflight, RunOptions, preflight
 from gracetune.train.resume import restore, saved_epoch
-from gracetune.train.run_options import RunOptions
 from gracetune.train.state_parts import CheckpointSource
 from gracetune.train.step import TrainStep
 from gracetune.train.trained_model import load_trained_model, router_of

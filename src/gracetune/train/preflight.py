@@ -46,7 +46,6 @@ from gracetune.models.source import ASSISTANT_KEY, ModelSource, find_assistant, 
 from gracetune.models.spec import Expert, ExpertName, ModelFacts, ModelSpec
 from gracetune.optim.aitoolkit_rates import ImportedRates
 from gracetune.train.assembly import check_objective, check_optimizer, checked_ramp, reject_mixed_half_dtypes
-from gracetune.train.base_precision import reject_eight_bits
 from gracetune.train.default_samples import DefaultSamples, default_samples
 from gracetune.train.determinism import deterministic
 from gracetune.train.guards import check_memory

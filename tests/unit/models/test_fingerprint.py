@@ -17,13 +17,10 @@ from torch import Tensor
 
 from gracetune.config.run_config import Model
 from gracetune.models import fingerprint as module
-from gracetune.models.fingerprint import fingerprint
-from gracetune.storage.safetensors_headers import WeightFileError, open_weights
 from gracetune.models.fingerprint import fingerprint, part_fingerprints
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
-from gracetune.storage.errors import WeightFileError
-from gracetune.storage.safetensors_headers import open_weights
+from gracetune.storage.safetensors_headers import WeightFileError, open_weights
 from runs.made_runs import FLAVOURS
 
 ANY_TIME = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

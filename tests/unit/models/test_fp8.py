@@ -15,8 +15,6 @@ from gracetune.adapters.merge import merge_module
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError
 from gracetune.kernels import E4M3, E4M3_MAX
-from gracetune.models.fp8 import Fp8Linear, by_rows, product
-from gracetune.kernels.e4m3 import E4M3, MOST
 from gracetune.models.eight_bit_linear import Fp8Linear, fp8_product, quantize_rows
 from gracetune.models.parking import CopyParking, InlineLane
 from gracetune.models.spec import Fp8Layouts

@@ -157,6 +157,7 @@ MEANT = {
     "new": "init", "configure": "init", "setup": "init", "create": "init", "quickstart": "init",
     "sample": "validate-now", "validate": "validate-now", "check": "config check", "show": "config show",
     "plan": "estimate", "memory": "estimate", "convert": "adapter convert", "inspect": "adapter inspect",
+    "pick": "adapter pick", "judge": "data judge",
     "example": "examples", "caption": "data caption", "diagnose": "doctor", "benchmark": "bench",
 }  # fmt: skip
 """Names from other programs, and the command of ours that they stand for. Used for suggestions."""

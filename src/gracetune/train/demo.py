@@ -1,4 +1,4 @@
-"""`gracetune demo`: a LoRA teaches a tiny SDXL a shape that it has never seen, in about two minutes on two cores.
+"""`gracetune demo`: a LoRA teaches a tiny SDXL a shape that it has never seen (75 s of one core's time).
 
 The base in `demo_base/` knows circles, squares and triangles in the colours of a caption. The LoRA is trained on images
 of stars, and on some of the known shapes. Afterwards diffusers loads the adapter's file and generates images, and the

@@ -77,7 +77,7 @@ th {{ white-space: nowrap; }}
 td:last-child {{ min-width: 9rem; }}
 .samples {{ display: flex; gap: .6rem; overflow-x: auto; padding: 0 0 .5rem; margin: 0; list-style: none; }}
 .samples li {{ flex: none; max-width: 12rem; font-size: .85rem; color: var(--soft); }}
-.samples img {{ display: block; border-radius: .3rem; }}
+.samples img {{ display: block; min-width: 8rem; border-radius: .3rem; }}
 pre {{ background: var(--card); padding: .8rem; border-radius: .5rem; overflow-x: auto; font-size: .85rem;
   white-space: pre-wrap; overflow-wrap: anywhere; }}
 @media print {{ .scroll {{ max-height: none; }} }}

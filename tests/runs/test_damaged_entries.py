@@ -125,7 +125,7 @@ def test_a_run_that_has_to_stop_is_saved_and_the_same_command_goes_on(
         raise EncodeMemoryError(Problem("encoding", "out of memory", "memory", "free some"))
 
     with monkeypatch.context() as patched:
-        patched.setattr("gracetune.cache.repair.build", reject)
+        patched.setattr("gracetune.cache.session.build", reject)
         stopped = run(config, Meanwhile(3, lambda: flip(tmp_path / "cache" / "latents")))
     assert stopped.stop is not None
     assert stopped.stop.kind == "failed"

@@ -28,6 +28,7 @@ from gracetune.data.refs import SampleRef
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gracetune.config.run_config import Validation
     from gracetune.data.media.load import Sample  # at run time this would import the media decoders
 
 Entry = dict[str, "Tensor"]
@@ -115,3 +116,35 @@ class TextEncoder(Protocol):
 
     def close(self) -> None:
         """Free the memory of the weights. The encoder must not be used afterwards."""
+
+
+class Encoders(Protocol):
+    """The two encoders of a model. `models.encoders` implements them for every family."""
+
+    def text_id(self) -> EncoderId:
+        """The id of the text encoder. No weights are loaded by this method and the three that follow."""
+
+    def reads_images(self) -> bool:
+        """Whether text embeddings also depend on the sample's reference images."""
+
+    def latent_id(self) -> EncoderId:
+        """The id of the latent encoder, with tiling if that was switched on."""
+
+    def prompts(self, validation: Validation) -> list[str]:
+        """The texts of validation samples, in the form that this model expects (`required_entries.validation_texts`).
+
+        Empty if the model generates samples from the texts themselves, because then nothing reads their embeddings.
+        """
+
+    def load_text(self) -> TextEncoder: ...
+
+    def load_latents(self) -> LatentEncoder: ...
+
+    def tile(self, why: str) -> None:
+        """Use tiling from now on, also in later starts. Changes `latent_id`."""
+
+    def tiling_note(self) -> str | None:
+        """A note if an earlier start switched tiling on."""
+
+    def forget_tiling(self) -> None:
+        """Let the next start try without tiling again, unless the config requires it."""

@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING
 
 from gracetune.cache.created_entries import CreatedEntries
 from gracetune.cache.encode_passes import PassOptions
+from gracetune.cache.encoder import Encoders
 from gracetune.cache.errors import CacheBusyError
 from gracetune.cache.folders import CacheFolders
 from gracetune.cache.keys import Key
 from gracetune.cache.maintenance import EntryRemoval, remove, remove_if_empty, sweep_removed
 from gracetune.cache.required_entries import LatentItem, TextItem, is_refreshed
-from gracetune.cache.session import Caches, Encoders, FilledCaches, build, is_cache, needs, open_store
+from gracetune.cache.session import Caches, FilledCaches, build, is_cache, needs, open_store
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex, Unreadable
 

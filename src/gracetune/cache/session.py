@@ -1,4 +1,6 @@
-"""Open and fill the caches of a run. The text encoder is loaded and freed first, then the latent encoder.
+"""Open and fill the caches of a run, and repair them while it runs.
+
+The text encoder is loaded and freed first, then the latent encoder.
 
     with Caches(places_of(config), writable=True) as caches:
         built = build(config, index, encoders, caches)
@@ -16,25 +18,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from gracetune.cache.ai_toolkit_files import ImportReport
 from gracetune.cache.ai_toolkit_import import take_latents, take_texts
 from gracetune.cache.encode_passes import (
+    EncodeMemoryError,
     OnProgress,
     PassOptions,
     PassOutcome,
+    Share,
     about_cut_texts,
     encode_latents,
     encode_texts,
     nothing_to_do,
     with_notes,
 )
-from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
-from gracetune.cache.errors import CacheError, unreadable
+from gracetune.cache.encoder import EncoderId, Encoders
+from gracetune.cache.errors import CacheError, EntriesError, unreadable
 from gracetune.cache.folders import CacheFolders
 from gracetune.cache.keys import Key
-from gracetune.cache.maintenance import EntryRemoval, OnChecked, compact, forget_damaged, remove
+from gracetune.cache.maintenance import EntryRemoval, OnChecked, compact, forget_damaged, recheck_suspects, remove
 from gracetune.cache.required_entries import (
     CacheItem,
     LatentItem,
@@ -47,7 +51,7 @@ from gracetune.cache.required_entries import (
     wanted_texts,
 )
 from gracetune.cache.store import DiskStore
-from gracetune.config.run_config import RunConfig, Validation
+from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.errors import too_many
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.index import DataIndex, Exclusions
@@ -59,38 +63,6 @@ _OPENINGS = 8
 """Attempts to open a store that another process keeps removing."""
 MANY_SHARDS = 64
 """A store with more shards is compacted after a pass. Without an index, each start reads all shard headers."""
-
-
-class Encoders(Protocol):
-    """The two encoders of a model. `models.encoders` implements them for every family."""
-
-    def text_id(self) -> EncoderId:
-        """The id of the text encoder. No weights are loaded by this method and the three that follow."""
-
-    def reads_images(self) -> bool:
-        """Whether text embeddings also depend on the sample's reference images."""
-
-    def latent_id(self) -> EncoderId:
-        """The id of the latent encoder, with tiling if that was switched on."""
-
-    def prompts(self, validation: Validation) -> list[str]:
-        """The texts of validation samples, in the form that this model expects (`required_entries.validation_texts`).
-
-        Empty if the model generates samples from the texts themselves, because then nothing reads their embeddings.
-        """
-
-    def load_text(self) -> TextEncoder: ...
-
-    def load_latents(self) -> LatentEncoder: ...
-
-    def tile(self, why: str) -> None:
-        """Use tiling from now on, also in later starts. Changes `latent_id`."""
-
-    def tiling_note(self) -> str | None:
-        """A note if an earlier start switched tiling on."""
-
-    def forget_tiling(self) -> None:
-        """Let the next start try without tiling again, unless the config requires it."""
 
 
 class Caches:
@@ -409,3 +381,63 @@ def _loaded(load: Callable[[], _Encoder]) -> Iterator[_Encoder]:
     finally:
         encoder.close()
         trim_heap()
+
+
+# -- repair during a run -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class EntryRepair:
+    """Repairs the entries named by an error. Call it with the error.
+
+    The rest of a damaged file is checked too, so the encoder is loaded only once for all of its entries. The order of
+    samples does not change; a rank that repairs entries only reaches the next step later.
+    """
+
+    config: RunConfig
+    caches: Caches
+    encoders: Encoders
+    on_host: Encoders | None
+    """The same encoders on the CPU, for a GPU without room for them. None if `encoders` are on the CPU anyway."""
+    share: Share
+    warn: Callable[[str], None]
+
+    def __call__(self, error: EntriesError, index: DataIndex, epoch: int) -> None:
+        """Make all entries that `error` lists available. `index` describes the data that the run still uses.
+
+        Raises UnreadableMediaError if the sample's file can no longer be decoded, or another GracetuneError if encoding
+        is impossible. In that case the store treats the entries as missing, so the next start encodes them.
+        """
+        for store in self.caches.stores:
+            recheck_suspects(store)
+        self.warn(f"{error.problem.key}: {error.problem.found}; check the disk (`dmesg`, `smartctl -a`)")
+        if self._are_present(error):
+            self.warn("the entries could be read at the second attempt; the run continues")
+            return
+        built = self._build(index, epoch)
+        if not self._are_present(error):
+            _raise_unrepaired(error, built)
+        again = "1 entry" if built.encoded == 1 else f"{built.encoded} entries"
+        self.warn(f"{again} encoded again; the run continues")
+
+    def _are_present(self, error: EntriesError) -> bool:
+        return all(any(Key(key) in store for store in self.caches.stores) for key in error.keys)
+
+    def _build(self, index: DataIndex, epoch: int) -> FilledCaches:
+        """Encode what is missing, and preserve the random state, so later steps are unaffected."""
+        import torch
+
+        options = PassOptions(share=self.share, may_tile=False)  # tiling would make entries under another id
+        with torch.random.fork_rng():
+            try:
+                return build(self.config, index, self.encoders, self.caches, epoch=epoch, options=options)
+            except (torch.OutOfMemoryError, EncodeMemoryError):
+                if self.on_host is None:
+                    raise
+            return build(self.config, index, self.on_host, self.caches, epoch=epoch, options=options)
+
+
+def _raise_unrepaired(error: EntriesError, built: FilledCaches) -> NoReturn:
+    for damaged in (*built.texts.damaged, *built.latents.damaged):
+        raise UnreadableMediaError(damaged.path, damaged.reason, damaged.dataset) from error
+    raise error

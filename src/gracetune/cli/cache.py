@@ -27,8 +27,9 @@ if TYPE_CHECKING:  # torch and the models' code are loaded by the command that n
     import torch
 
     from gracetune.cache.audit import Audit
+    from gracetune.cache.encoder import Encoders
     from gracetune.cache.folders import CacheFolders
-    from gracetune.cache.session import Caches, Encoders, Needs
+    from gracetune.cache.session import Caches, Needs
     from gracetune.cli.cache_view import Cleared, ProgressBars
     from gracetune.data.index import DataIndex
 

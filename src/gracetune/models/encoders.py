@@ -1,4 +1,4 @@
-"""The latent and text encoders that fill the caches: `cache.session.Encoders` for every family."""
+"""The latent and text encoders that fill the caches: `cache.encoder.Encoders` for every family."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class FamilyEncoders:
         return self.spec.load_latent_encoder(self.source, self.placement, self.options)
 
     def tile(self, why: str) -> None:
-        """See `cache.session.Encoders`, also for `tiling_note` and `forget_tiling`."""
+        """See `cache.encoder.Encoders`, also for `tiling_note` and `forget_tiling`."""
         if not self.options.tiling:
             self.notes.remember(self._id(tiling=False), why)
             self._begin_tiling()

@@ -18,11 +18,10 @@ from gracetune.cache.encode_passes import PassOptions, Share
 from gracetune.cache.errors import EntriesError, MissingEntryError
 from gracetune.cache.folders import cache_folders
 from gracetune.cache.keys import Key
-from gracetune.cache.repair import EntryRepair
 from gracetune.cache.required_entries import LatentItem, TextItem, visits_of
 from gracetune.cache.residence import CacheResources, CacheRole, CacheType, Visits
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.session import Caches, FilledCaches, Needs, build, missing_among, needs
+from gracetune.cache.session import Caches, EntryRepair, FilledCaches, Needs, build, missing_among, needs
 from gracetune.cache.stats import StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.config.dataset_config import Dataset

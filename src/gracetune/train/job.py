@@ -85,7 +85,7 @@ class TrainingJob:
     clip: GradientClipping
     accumulation: Accumulation
     repair: Callable[[EntriesError], None]
-    """Encodes damaged cache entries again (`cache.repair`)."""
+    """Encodes damaged cache entries again (`cache.session.EntryRepair`)."""
     warn: Callable[[str], None]
     on_epoch_end: Callable[[EpochEnd], None]
     """Called between two batches, on every rank (`cache_refresh`)."""

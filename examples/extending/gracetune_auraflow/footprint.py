@@ -16,7 +16,6 @@ from gracetune.extension import (
     FootprintStream,
     FootprintText,
     PixelLatents,
-    geometry_from,
 )
 from gracetune_auraflow import FAMILY
 
@@ -119,6 +118,3 @@ FOOTPRINTS = (
         text=FootprintText(CAPTION_TOKENS + REGISTERS, CAPTION_TOKENS * CAPTION_WIDTH),
     ),
 )
-
-GEOMETRIES = {footprint.flavour: geometry_from(footprint) for footprint in FOOTPRINTS}
-"""Flavour -> its data requirements. Sides in whole patches."""

@@ -28,19 +28,14 @@ Part = TypeVar("Part")
 class FamilyParts(Mapping[str, Part]):
     """A mapping from family to the attribute `name` of its submodule `module`, in the order of `config.families`."""
 
-    def __init__(self, module: str, name: str, packages: FamilyPackages = PACKAGES, former: str = "") -> None:
-        """`former` is the module that has the part in packages written for earlier releases."""
-        self._module, self._name, self._packages, self._former = module, name, packages, former
+    def __init__(self, module: str, name: str, packages: FamilyPackages = PACKAGES) -> None:
+        self._module, self._name, self._packages = module, name, packages
 
     def __getitem__(self, family: str) -> Part:
         if family not in self:
             raise KeyError(family)
-        part: Part = self._packages.part(family, self._module_of(family), self._name)
+        part: Part = self._packages.part(family, self._module, self._name)
         return part
-
-    def _module_of(self, family: str) -> str:
-        is_former = self._former and self._packages.is_installed(family)
-        return self._former if is_former and self._packages.has_module(family, self._former) else self._module
 
     def __contains__(self, family: object) -> bool:
         return family in self._packages.names
@@ -55,7 +50,7 @@ class FamilyParts(Mapping[str, Part]):
 FOOTPRINTS: FamilyParts[tuple[Footprint, ...]] = FamilyParts("footprint", "FOOTPRINTS")
 """Family -> the footprints of its flavours, in the order of `config.families`."""
 
-GEOMETRIES: FamilyParts[Mapping[str, Geometry]] = FamilyParts("footprint", "GEOMETRIES", former="geometry")
+GEOMETRIES: FamilyParts[Mapping[str, Geometry]] = FamilyParts("geometry", "GEOMETRIES")
 """Family -> flavour -> its data requirements."""
 
 _SPECS: FamilyParts[ModelSpec] = FamilyParts("spec", "SPEC")

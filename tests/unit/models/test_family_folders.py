@@ -12,7 +12,7 @@ from gracetune.config.families import FAMILIES, PACKAGES, names_of
 
 SOURCE = Path(__file__).resolve().parents[3] / "src" / "gracetune"
 OURS = tuple(family for family in FAMILIES if not PACKAGES.is_installed(family))
-FILES = {"names", "spec", "load", "encode", "predict", "footprint", "published", "keys", "tiny"}
+FILES = {"names", "spec", "load", "encode", "predict", "footprint", "geometry", "published", "keys", "tiny"}
 
 ALLOWED = {
     "config/families.py": "the list of our folders",

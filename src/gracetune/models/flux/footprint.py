@@ -16,7 +16,6 @@ from gracetune.models.footprint import (
     FootprintStream,
     FootprintText,
     PixelLatents,
-    geometry_from,
 )
 
 WIDTH, FFN, HEADS = 3072, 12_288, 24
@@ -139,6 +138,3 @@ FOOTPRINTS = (
     _flux("schnell", 11_891_178_560, caption_tokens=256),
     _flux("kontext", 11_901_408_320, edits=True),
 )
-
-GEOMETRIES = {footprint.flavour: geometry_from(footprint) for footprint in FOOTPRINTS}
-"""Flavour -> its data requirements. Sides in whole patches."""

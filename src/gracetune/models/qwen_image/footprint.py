@@ -17,7 +17,6 @@ from gracetune.models.footprint import (
     FootprintStream,
     FootprintText,
     PixelLatents,
-    geometry_from,
 )
 
 WIDTH, FFN, HEADS, LAYERS = 3072, 12_288, 24, 60
@@ -126,6 +125,3 @@ FOOTPRINTS = (
     _qwen("edit-2509", reference_tokens=189, edits=True),
     _qwen("edit-2511", reference_tokens=189, edits=True, modulated_by_token=True),
 )
-
-GEOMETRIES = {footprint.flavour: geometry_from(footprint) for footprint in FOOTPRINTS}
-"""Flavour -> its data requirements. Sides in whole patches."""

@@ -7,7 +7,6 @@ frozen (autograd saves both operands), and so do the norms and activations befor
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 from gracetune.models.footprint import (
@@ -20,7 +19,6 @@ from gracetune.models.footprint import (
     FootprintText,
     NeededBy,
     PixelLatents,
-    geometry_from,
 )
 
 CAPTION_WIDTH = 2048
@@ -165,10 +163,3 @@ FOOTPRINTS = (
         text=FootprintText(tokens=77, cached_elements=77 * CAPTION_WIDTH + 1280),
     ),
 )
-
-
-_HALVED = math.isqrt(int(TOP / BOTTOM))
-"""Latent pixels per side at the top for one at the bottom."""
-
-GEOMETRIES = {footprint.flavour: geometry_from(footprint, halved=_HALVED) for footprint in FOOTPRINTS}
-"""Flavour -> its data requirements. Latents that every level of the U-Net can halve evenly."""

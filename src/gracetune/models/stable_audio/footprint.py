@@ -14,7 +14,6 @@ from gracetune.models.footprint import (
     FootprintKept,
     FootprintLinear,
     FootprintText,
-    geometry_from,
 )
 
 WIDTH, FFN, HEADS, LAYERS = 1536, 6_144, 24, 24
@@ -80,9 +79,3 @@ FOOTPRINTS = (
         text=FootprintText(tokens=130, cached_elements=130 * CAPTION_WIDTH + 2 * CAPTION_WIDTH),
     ),
 )
-
-
-_STEREO = 2
-
-GEOMETRIES = {footprint.flavour: geometry_from(footprint, channels=_STEREO) for footprint in FOOTPRINTS}
-"""Flavour -> its data requirements. Stereo, in whole latent columns."""

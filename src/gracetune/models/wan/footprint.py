@@ -16,7 +16,6 @@ from gracetune.models.footprint import (
     FootprintLinear,
     FootprintText,
     PixelLatents,
-    geometry_from,
 )
 
 UMT5_XXL = FootprintEncoder(
@@ -164,14 +163,3 @@ FOOTPRINTS = (
     _wan("i2v-14b-480p-2.1", 16_394_878_784, latents=_FROM_IMAGE, image_context=True),
     _wan("i2v-14b-720p-2.1", 16_394_878_784, latents=_FROM_IMAGE, image_context=True),
 )  # fmt: skip
-
-
-_FPS = {"ti2v-5b-2.2": 24.0}
-_DEFAULT_FPS = 16.0
-"""Frame rate of the training clips of all other weights."""
-
-GEOMETRIES = {
-    footprint.flavour: geometry_from(footprint, fps=_FPS.get(footprint.flavour, _DEFAULT_FPS))
-    for footprint in FOOTPRINTS
-}
-"""Flavour -> its data requirements. Sides in whole patches, 4k+1 frames."""

@@ -299,8 +299,8 @@ def objective(config: RunConfig) -> Any:
     delta = huber_delta(config.objective, facts.schedule, level)
     return (
         levels,
-        digest(noise.seen),
-        digest(noise.perturbed),
+        digest(noise.added),
+        digest(noise.target),
         digest(sample_losses(answer, wanted, config.objective, delta=delta)),
         digest(torch.as_tensor(goal.weighting.weights(facts.schedule, level))),
         str(facts.schedule),

@@ -6,9 +6,9 @@ A pattern has one of three meanings. The third applies only if neither of the ot
     a module class                Attention   FeedForward   WanTransformerBlock   Linear: every layer inside one
     a class by an older name      Attention, where the model only has WanAttention
 
-It exists because diffusers renames classes and presets keep the old names. `within` restricts the selection to layers
-whose path contains one of the given runs of name parts, such as all layers of the blocks. `choose` serves both models
-(`select`) and footprints (`adapters.trainable`), so that the plan counts the layers that are trained.
+The third exists because diffusers renames classes and presets keep the old names. `within` restricts the selection to
+layers whose path contains one of the given runs of name parts, such as all layers of the blocks. `choose` serves both
+models (`select`) and footprints (`adapters.trainable`), so that the plan counts the layers that are trained.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ModuleInfo:
     owners: tuple[str, ...] = ()
     """Classes of the modules around it, the innermost first."""
     spatial: bool = False
-    """Whether it is a convolution whose kernel has more than one pixel."""
+    """Whether it is a convolution whose kernel has more than one point."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -87,7 +87,8 @@ def choose(
     """Apply all patterns to a list of layers.
 
     `exclude` may also match layers that cannot be adapted. `within` restricts the targets to layers with one of these
-    runs of name parts in their path. `spatial` includes convolutions with kernels of more than one pixel.
+    runs of name parts in their path. `spatial` includes convolutions with kernels of more than one point.
+    `untrained` are patterns of layers that get no gradient.
     """
     adaptable = [index for index, (_path, info) in enumerate(layers) if info.kind in kinds]
     inside = {part: {index for index in adaptable if names(part, layers[index][0])} for part in within}
@@ -202,7 +203,7 @@ def _is_inside(within: Collection[str], path: str) -> bool:
 
 
 def _reason(pattern: str, path: str) -> str:
-    return f"`{pattern}` is its name" if names(pattern, path) else f"inside a module of class `{pattern}`"
+    return f"`{pattern}` is its name" if names(pattern, path) else f"it is, or is inside, a module of class `{pattern}`"
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -217,8 +218,8 @@ def _unmatched(key: str, pattern: str, candidates: Modules, modules: Modules, wi
         return Problem(key, found, expected, f"remove `{pattern}`, or --set 'adapter.within=[]'")
     if within and others and all(modules[path].spatial for path in others if _is_inside(within, path)):
         found = f"{pattern}: only matches convolutions, such as {others[0]}"
-        return Problem(key, found, expected, f"remove `{pattern}`, or --set adapter.conv_rank=16: with adapter.within "
-                       "they have a rank of their own")  # fmt: skip
+        return Problem(key, found, expected, f"remove `{pattern}`, or --set adapter.conv_rank=16: with "
+                       "adapter.within, convolutions larger than 1 x 1 are adapted only if it is set")  # fmt: skip
     if others:
         shown = ", ".join(f"{path} ({modules[path].class_name})" for path in others[:_SHOWN])
         found = f"{pattern}: only matches what cannot be adapted: {shown}"

@@ -38,7 +38,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class TargetLayers:
-    """One matrix or convolution of a repeated block that is trained or adapted, with the options that apply to it."""
+    """One matrix or convolution of a repeated block, in all blocks where it is trained or adapted, with its options."""
 
     block: FootprintBlock
     linear: FootprintLinear
@@ -77,21 +77,21 @@ def select(footprint: Footprint, adapter: Adapter) -> TrainableSelection:
     within = () if adapter.kind == "full_finetune" else adapter.within
     if not adapter.targets and not within and adapter.kind != "full_finetune":
         pairs = [(block, linear) for block, linear in pairs if _is_default(linear, adapter)]
-    layers = [(path, _module(linear), pair) for pair, (block, linear) in enumerate(pairs)
+    layers = [(path, _module(linear), number) for number, (block, linear) in enumerate(pairs)
               for path in _paths(block, linear)]  # fmt: skip
     choice = choose(
-        [(path, info) for path, info, _pair in layers], adapter.targets or ("*",), adapter.exclude,
+        [(path, info) for path, info, _number in layers], adapter.targets or ("*",), adapter.exclude,
         within=within, spatial=takes_convolutions(adapter),
     )  # fmt: skip
     counts = Counter(layers[index][2] for index in choice.taken)
-    present = {name for _path, info, _pair in layers for name in info.classes}
+    present = {name for _path, info, _number in layers for name in info.classes}
     targets = tuple(
         TargetLayers(
             block, linear, _options(adapter, _module(linear), linear, present),
-            counts[pair] * block.count // len(_paths(block, linear)),
+            counts[number] * block.count // len(_paths(block, linear)),
         )
-        for pair, (block, linear) in enumerate(pairs)
-        if counts[pair]
+        for number, (block, linear) in enumerate(pairs)
+        if counts[number]
     )  # fmt: skip
     return TrainableSelection(targets, (*choice.unmatched_within, *(choice.unmatched if adapter.targets else ())))
 
@@ -139,6 +139,7 @@ _SIZE_OPTIONS = ("rank", "factor", "full_rank", "decompose_both")
 
 
 def _options(adapter: Adapter, info: ModuleInfo, linear: FootprintLinear, present: Collection[str]) -> Adapter:
+    """The adapter's options for one layer: `by_module` overrides `conv_rank`, which overrides `rank`."""
     entry = options_for(info, adapter.by_module, present)
     own: Mapping[str, Any] = {} if entry is None else adapter.by_module[entry]
     changes: dict[str, Any] = {"rank": adapter.conv_rank} if linear.is_spatial and adapter.conv_rank else {}
@@ -160,7 +161,8 @@ def trainable(footprint: Footprint, selection: TrainableSelection, adapter: Adap
     """Every trained tensor of one denoiser."""
     tensors = [tensor for target in selection.targets for tensor in target.tensors()]
     if adapter.kind == "full_finetune" and not adapter.targets:
-        # Biases, norms and embeddings: a footprint has no shapes for them, so they count as one tensor.
+        # Norms, embeddings and what else is outside the footprint's layers: it has no shapes for them, so they count as
+        # one tensor.
         every = select(footprint, Adapter(kind="full_finetune")).targets
         rest = footprint.parameters - sum(tensor.elements for target in every for tensor in target.tensors())
         tensors.append(Tensors((rest,), 1))

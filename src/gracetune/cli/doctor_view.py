@@ -128,7 +128,8 @@ def _empty_nodes(host: Host) -> str:
 def _software_line(machine: Machine) -> str:
     software = machine.software
     torch = f"torch {software.torch}" if software.torch else "no torch"
-    version = machine.host.nvidia_kernel_driver or ("unknown" if machine.driver.status == "ok" else None)
+    is_installed = machine.driver.status == "ok"
+    version = machine.host.nvidia_kernel_driver or ("unknown" if is_installed else None)
     driver = f"driver {version}" if version else "no NVIDIA driver"
     cuda = f"CUDA {machine.driver.cuda_version}" if machine.driver.cuda_version else None
     return ", ".join(part for part in (f"Python {software.python}", torch, driver, cuda) if part)

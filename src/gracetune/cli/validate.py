@@ -18,7 +18,7 @@ def run_validation(device: int, *, scale: float, force: bool, as_json: bool) -> 
     machine = probe(free_memory=True)
     checks = list(validate(device, one_pool=machine.profile.value == "integrated"))
     allocation = allocate_beyond(machine, scale, force=force)
-    checks += [check for check in [doctor_checks.allocation(Examination(machine, allocation))] if check is not None]
+    checks.append(doctor_checks.allocation(Examination(machine, allocation)))
     if as_json:
         print_json({"checks": [asdict(check) for check in checks], "uvm_allocation_test": allocation.to_json()})
     else:

@@ -19,14 +19,14 @@ from gracetune.seeded_random import normals, uniform
 class Noise:
     """float32 noise, shaped like the latents [B, C, ...]."""
 
-    perturbed: Tensor
+    target: Tensor
     """The noise in the training target."""
-    seen: Tensor
-    """The noise added to the latents. Differs from `perturbed` only with input perturbation."""
+    added: Tensor
+    """The noise added to the latents. Differs from `target` only with input perturbation."""
 
 
 def sample_noise(latents: Tensor, objective: Objective, seed: int, indices: Sequence[int]) -> Noise:
-    """`indices` are the global indices of the batch's samples."""
+    """`indices` are the samples' global indices: how many samples the run used before each, over all ranks."""
     target = normal_like(latents, seed, "noise", indices)
     if objective.noise_offset > 0:
         target += objective.noise_offset * _offsets(latents, objective.noise_offset_probability, seed, indices)

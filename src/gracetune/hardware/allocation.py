@@ -58,14 +58,14 @@ class AllocationResult:
         return self.allocated / self.fill_seconds if self.fill_seconds else None
 
     def to_json(self) -> dict[str, object]:
-        taken = self.status in ("success", "reduced")
+        ran = self.status in ("success", "reduced")
         seconds, rate = self.allocation_seconds, self.fill_rate
         return {
             "requested_scale": self.requested_scale,
             "status": self.status,
             "reason": self.reason,
             "error": self.error,
-            "allocated_gb": round(self.allocated / GIB, 2) if taken else None,
+            "allocated_gb": round(self.allocated / GIB, 2) if ran else None,
             "allocation_time_s": round(seconds, 3) if seconds is not None else None,
             "fill_bandwidth_gbps": round(rate / GIB, 2) if rate is not None else None,
         }
@@ -82,9 +82,9 @@ def check_scale(scale: float) -> None:
 
 
 def host_reserve(machine: Machine) -> int:
-    """The main memory to leave free: max(a tenth, min(4 GiB, a quarter)).
+    """The main memory that plans, caches, staging and this test leave free: max(a tenth, min(4 GiB, a quarter)).
 
-    These are fractions of the machine's memory, or of the control group's limit if that is lower. If neither is known,
+    These are fractions of the machine's memory, or of the cgroup's limit if that is lower. If neither is known,
     the reserve is 4 GiB.
     """
     total = machine.host.memory_limit
@@ -176,21 +176,21 @@ def run_allocation(
         return skipped(plan.scale, plan.reason)
     try:
         with driver.open(0) as memory:
-            return _take_fill_check(plan, memory, headroom, reserve, chunk)
+            return _allocate_fill_check(plan, memory, headroom, reserve, chunk)
     except DriverCallError as error:
         return AllocationResult(plan.scale, "failed", plan.reason, error=str(error))
     except OSError as error:  # libcuda was removed after the probe
         return AllocationResult(plan.scale, "failed", plan.reason, error=str(error))
 
 
-def _take_fill_check(
+def _allocate_fill_check(
     plan: AllocationPlan, memory: ManagedMemory, headroom: Callable[[], int | None], reserve: int, chunk: int
 ) -> AllocationResult:
     started = time.perf_counter()
     address = memory.allocate(plan.size)
     allocated = time.perf_counter()
     try:
-        filled, seconds = _fill(plan.size, memory, address, headroom, reserve, chunk)
+        filled, seconds, left = _fill(plan.size, memory, address, headroom, reserve, chunk)
         wrong = _wrong_byte(memory, address, filled)
     finally:
         memory.free(address)
@@ -198,7 +198,10 @@ def _take_fill_check(
         return AllocationResult(plan.scale, "failed", plan.reason, error=wrong)
     reason = plan.reason
     if filled < plan.size:
-        reason = f"stopped at {format_bytes(filled)}: less than {format_bytes(reserve)} of main memory was left"
+        cause = (
+            "how much main memory is left is unknown" if left is None else f"{format_bytes(left)} of main memory left"
+        )
+        reason = f"stopped at {format_bytes(filled)}: {cause}; {format_bytes(reserve)} have to stay free"
         if filled == 0:
             return skipped(plan.scale, reason)
     status: Status = "reduced" if filled < plan.requested else "success"
@@ -209,9 +212,13 @@ def _take_fill_check(
 
 def _fill(
     size: int, memory: ManagedMemory, address: int, headroom: Callable[[], int | None], reserve: int, chunk: int
-) -> tuple[int, float]:
-    """Fill in chunks, and check the headroom before each, in case memory fills up faster than planned."""
+) -> tuple[int, float, int | None]:
+    """Fill in chunks, and check the headroom before each, in case memory fills up faster than planned.
+
+    Returns the filled bytes, the seconds and the last headroom.
+    """
     filled, seconds = 0, 0.0
+    left: int | None = None
     while filled < size:
         left = headroom()
         if left is None or left < reserve:
@@ -221,7 +228,7 @@ def _fill(
         memory.fill(address + filled, PATTERN, count)
         seconds += time.perf_counter() - started
         filled += count
-    return filled, seconds
+    return filled, seconds, left
 
 
 def _wrong_byte(memory: ManagedMemory, address: int, filled: int) -> str | None:
@@ -240,7 +247,7 @@ CU_MEM_ATTACH_GLOBAL = 1
 
 
 class ManagedMemory(Protocol):
-    """Managed memory of one open GPU. Failing calls raise `DriverError`."""
+    """Managed memory of one open GPU. Failing calls raise `DriverCallError`."""
 
     def allocate(self, size: int) -> int: ...
 

@@ -322,7 +322,7 @@ def pinned_memory(exam: Examination) -> Check | None:
 
 
 def swap(exam: Examination) -> Check | None:
-    """Warn about swap on one-pool machines: GPU pages cannot be swapped, so all else is, and the machine hangs."""
+    """Warn about swap on one-pool machines. GPU pages cannot be swapped: everything else is, and the machine hangs."""
     if exam.machine.profile.value != "integrated" or exam.machine.host.swap_total is None:
         return None
     total = exam.machine.host.swap_total
@@ -353,7 +353,7 @@ def page_size(exam: Examination) -> Check | None:
 
 
 def huge_pages(exam: Examination) -> Check | None:
-    """Warn about huge pages that waste memory: with 64 KiB base pages, one transparent huge page is 512 MiB."""
+    """Warn about huge pages that waste memory (512 MiB each with 64 KiB base pages), or cost TLB misses if off."""
     host = exam.machine.host
     if exam.machine.profile.value != "superchip" or host.transparent_huge_pages is None:
         return None
@@ -397,7 +397,7 @@ def uvm_policy(exam: Examination) -> Check | None:
     return Check("uvm_policy", "warn", finding, "set uvm_access_pattern:cpu_first, or remove it")
 
 
-def allocation(exam: Examination) -> Check | None:
+def allocation(exam: Examination) -> Check:
     result = exam.allocation
     if result.status == "failed":
         remedy = "run with --skip-allocation to see the other checks; nvidia-smi lists processes that use the GPU"

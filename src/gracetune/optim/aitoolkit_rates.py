@@ -1,4 +1,4 @@
-"""Import per-element learning rates from an ai-toolkit run's `optimizer.pt` (`optimizer.rates_from`).
+"""Import the learning rates of an ai-toolkit run with Automagic from its `optimizer.pt` (`optimizer.rates_from`).
 
     {"state": {0: {"lr_mask": {"quantized": int8, "scale": float, ...}, "last_polarity": bool, ...}, ...},
      "param_groups": [{"params": [0, ...], ...}]}
@@ -6,8 +6,8 @@
 The file numbers parameters and does not name them. ai-toolkit numbers them in the order of the model's modules: the
 high-noise expert before the low-noise expert, and within a layer lora_down before lora_up, or LoKr's first factor
 before its second. Our parameters have the same order, so number N gets the name of our Nth parameter. Rates are
-imported only if the number of parameters and every shape agree. A file of a single expert is rejected, because it does
-not say which expert it belongs to. The file is loaded with torch's `weights_only`, so no code in it runs.
+imported only if the number of parameters and every shape agree. A run of one expert of a pair imports nothing, because
+the file does not say which expert a parameter belongs to. torch loads the file with `weights_only`: no code in it runs.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class ImportedRates:
 def read_rates(path: Path, shapes: Mapping[str, tuple[int, ...]], *, kind: str, one_of_two: bool) -> ImportedRates:
     """Read `path` and match its numbered parameters with ours.
 
-    `shapes` holds every parameter the run trains, in the model's order. `one_of_two` says that the run trains only one
-    expert of a pair.
+    Called before anything is loaded: `shapes` holds every parameter that the run trains, in the model's order.
+    `one_of_two`: the run trains only one expert of a pair.
     """
     if kind not in KINDS:
         raise _rejected(path, f"a run with an adapter of kind {kind}", f"one of kind {' or '.join(KINDS)}")
@@ -66,31 +66,48 @@ def read_rates(path: Path, shapes: Mapping[str, tuple[int, ...]], *, kind: str, 
         raise _rejected(path, "no optimizer state")
     if one_of_two:
         found = "parameters by number only, so their expert is unknown"
-        raise _rejected(path, found, "a run that trains both experts, as the one that wrote the file did")
-    numbers = [number for group in groups for number in group["params"]]
+        raise _rejected(path, found, "a run that trains both experts, and a file of such a run")
+    numbers = [number for group in groups for number in _parameters(path, group)]
     if len(numbers) != len(shapes):
         expected = f"the {len(shapes)} that this run trains (the same layers, experts and kind of adapter)"
         raise _rejected(path, f"{len(numbers)} parameters", expected)
     rates, signs = {}, {}
     for number, name in zip(numbers, shapes, strict=True):
-        entry = state.get(number, {})
-        if "lr_mask" not in entry:
-            raise _rejected(path, f"no lr_mask for parameter {number} ({name})")
-        rates[name] = _dequantized(entry["lr_mask"])
+        entry = state.get(number)
+        if not isinstance(entry, Mapping):
+            raise _rejected(path, f"no state of parameter {number} ({name})")
+        rate = _dequantized(entry.get("lr_mask"))
+        if rate is None or not bool(rate.isfinite().all()):
+            raise _rejected(path, f"no usable lr_mask for parameter {number} ({name})")
+        rates[name] = rate
         if isinstance(entry.get("last_polarity"), Tensor):
             signs[name] = entry["last_polarity"].bool()
-    wrong = differences(shapes, {name: tuple(tensor.shape) for name, tensor in rates.items()})
-    if wrong:
-        raise _rejected(path, f"parameters of other sizes:\n{wrong}\n ", "those of this run (the same rank and model)")
+    for tensors in (rates, {**rates, **signs}):
+        wrong = differences(shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        if wrong:
+            raise _rejected(
+                path, f"parameters of other sizes:\n{wrong}\n ", "those of this run (the same rank and model)"
+            )
     return ImportedRates(path, rates, signs)
 
 
-def _dequantized(mask: Any) -> Tensor:
-    """Rates as float32; ai-toolkit stores them as int8 with one scale per tensor, or as a plain tensor."""
+def _parameters(path: Path, group: object) -> Sequence[int]:
+    numbers = group.get("params") if isinstance(group, Mapping) else None
+    if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
+        raise _rejected(path, "a group without a list of its parameters")
+    return numbers
+
+
+def _dequantized(mask: object) -> Tensor | None:
+    """Rates as float32; ai-toolkit stores them as int8 with one scale per tensor, or as a tensor. None if neither."""
     if isinstance(mask, Tensor):
         return mask.float()
-    rates: Tensor = mask["quantized"].float() * float(mask["scale"])
-    return rates
+    if not isinstance(mask, Mapping):
+        return None
+    values, scale = mask.get("quantized"), mask.get("scale")
+    if not isinstance(values, Tensor) or not isinstance(scale, int | float | Tensor):
+        return None
+    return values.float() * float(scale)
 
 
 def _open(path: Path) -> Mapping[str, Any]:
@@ -108,10 +125,8 @@ def _open(path: Path) -> Mapping[str, Any]:
 
 
 def _rejected(path: Path, found: str, expected: str = "the state of ai-toolkit's Automagic") -> NotImportableError:
-    key, hint = (
-        "optimizer.rates_from",
-        "--set optimizer.rates_from=null; Automagic then finds its rates again from `lr`",
-    )
+    key = "optimizer.rates_from"
+    hint = "--set optimizer.rates_from=null; Automagic then finds its rates again from `lr`"
     return NotImportableError(
         f"{key}: {path}: found {found}; expected {expected}. To start without it: {hint}",
         Problem(key, found, expected, hint, str(path)),

@@ -18,7 +18,7 @@ DEFAULT_STEPS = 20
 
 
 @dataclass(frozen=True)
-class ValidationRequest:
+class ConfiguredSample:
     """One sample to generate."""
 
     prompt: int
@@ -34,7 +34,7 @@ class ValidationRequest:
         return replace(self.request, references=tuple(_opened(name) for name in self.references))
 
 
-def requests_of(config: RunConfig) -> list[ValidationRequest]:
+def requests_of(config: RunConfig) -> list[ConfiguredSample]:
     """Every sample of one validation. Reads no files: reference images are opened when they are needed."""
     section = config.validation
     found = []
@@ -43,7 +43,7 @@ def requests_of(config: RunConfig) -> list[ValidationRequest]:
         for copy in range(section.images_per_prompt):
             walked = seed + (number if section.walk_seed else 0) + copy
             found.append(
-                ValidationRequest(number, _request(config, prompt, walked), prompt.adapter_strength, prompt.references)
+                ConfiguredSample(number, _request(config, prompt, walked), prompt.adapter_strength, prompt.references)
             )
     return found
 
@@ -64,7 +64,7 @@ def check_requests(config: RunConfig, spec: ModelSpec, facts: ModelFacts, warn: 
         warn(f"samples cannot be generated as requested: {problem}")
 
 
-def _problems(request: ValidationRequest, config: RunConfig, spec: ModelSpec, facts: ModelFacts) -> Iterator[Problem]:
+def _problems(request: ConfiguredSample, config: RunConfig, spec: ModelSpec, facts: ModelFacts) -> Iterator[Problem]:
     try:
         spec.check_sample(request.with_images(), facts)
     except ConfigError as error:

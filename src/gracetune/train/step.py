@@ -121,9 +121,9 @@ class TrainStep:
         schedule, objective = self._facts.schedule, self._goal.objective
         clean = batch.tensors["latents"].float()
         noise = sample_noise(clean, objective, seed, indexes)
-        noisy_latents = noisy(schedule, clean, noise.seen, level).to(self._dtype)
+        noisy_latents = noisy(schedule, clean, noise.added, level).to(self._dtype)
         if base is None:
-            expected = target(schedule, clean, noise.perturbed, level)
+            expected = target(schedule, clean, noise.target, level)
         else:
             with base, torch.no_grad(), self._autocast():
                 expected = self._spec.predict(denoiser, noisy_latents, level, batch.tensors, self._facts).float()

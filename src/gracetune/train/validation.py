@@ -30,7 +30,7 @@ from gracetune.train.job import EvaluatedModel, Pauses
 from gracetune.train.output import RunFolder
 from gracetune.train.prompts import Prompts
 from gracetune.train.sample_files import NotWrittenError, contact_sheet, write_sample
-from gracetune.train.sample_requests import ValidationRequest, requests_of
+from gracetune.train.sample_requests import ConfiguredSample, requests_of
 from gracetune.train.validation_request import VALIDATE_NOW
 from gracetune.train.view import View
 
@@ -46,16 +46,16 @@ class Sampling(Callback):
         self._model, self._store, self._control, self._pauses = model, store, control, pauses
         self._room, self._prompts = room, prompts
         self._warned_of_request = False
-        self._generated: int | None = None
+        self._last_step: int | None = None
         """The step of the last validation in this process."""
         self._kept: Any = None
         """The pipeline of the previous validation. Its parts other than the trained denoisers are in host memory."""
-        self._requests = requests_of(config)
+        self._samples = requests_of(config)
         section = config.validation
         timed = section.at_start or section.every_steps or section.every_epochs
-        if section.enabled and timed and not self._requests:
+        if section.enabled and timed and not self._samples:
             view.warn("validation has no prompts: no samples are generated; add some under validation.prompts")
-        if self._requests:
+        if self._samples:
             view.report(f"samples: {prompts.reason if isinstance(prompts, Prompts) else prompts}")
             if not timed:
                 view.report(
@@ -64,7 +64,7 @@ class Sampling(Callback):
                 )
 
     def start(self, begun: RunStarts) -> None:
-        """Generate samples at the start, and those of the checkpoint that a killed process did not finish.
+        """Generate samples at the start of the run, or those that a killed process still had to generate.
 
         The latter are tried once only, because generating them may be what killed the process.
         """
@@ -76,17 +76,18 @@ class Sampling(Callback):
             self._generate(step, requested=False)
 
     def is_due(self, done: StepEnds) -> bool:
+        """Whether a validation follows this step. `Saving` reads this too, to note the samples as unfinished work."""
         section = self._config.validation
         due = section.every_steps is not None and done.step % section.every_steps == 0
         if section.every_epochs is not None:
             due = due or any((ended.epoch + 1) % section.every_epochs == 0 for ended in done.epochs)
-        return due and bool(self._requests)
+        return due and bool(self._samples)
 
     def step_ends(self, done: StepEnds) -> None:
         requested = self._requested()
         if requested or self.is_due(done):
             with self._pauses.counted():
-                # Saving may just have rewound the run to before a failed step. Use the position that was kept.
+                # `Saving` may just have rewound the run to before a failed step, so `done.step` can be too high.
                 self._generate(self._model.state.position.step, requested=requested)
             self._store.end_work("sampling", done.step)
 
@@ -94,18 +95,18 @@ class Sampling(Callback):
         """Generate the samples of the last epoch: the loop ends before the loader reports that epoch's end."""
         every, epochs = self._config.validation.every_epochs, self._config.training.epochs
         is_due = every is not None and epochs is not None and epochs % every == 0
-        if is_due and ended.stop.kind == "finished" and self._generated != ended.position.step:
+        if is_due and ended.stop.kind == "finished" and self._last_step != ended.position.step:
             self._generate(ended.position.step, requested=False)
         self._kept = None
 
     def _requested(self) -> bool:
-        """Whether a validation is requested on any rank. All ranks then generate, as a sharded model needs them all."""
+        """Whether a validation is requested on any rank. All ranks get the same answer, which a sharded model needs."""
         runtime = self._model.runtime
         requested_here = self._control.validate or (runtime.is_main and self._take_request())
         self._control.validate = False
         if not runtime.highest(int(requested_here)):
             return False
-        if not self._requests:
+        if not self._samples:
             self._view.warn("a validation was requested, but the config has no validation.prompts")
         return True
 
@@ -127,27 +128,28 @@ class Sampling(Callback):
         return True
 
     def _generate(self, step: int, *, requested: bool) -> None:
-        # All ranks generate with a sharded model. Otherwise rank 0 generates, and the others wait.
+        # All ranks generate with a sharded model. Otherwise rank 0 generates, and the others wait at
+        # the next collective between steps, whose time limit is long.
         runtime = self._model.runtime
-        if not self._requests or not (runtime.is_main or runtime.is_sharded):
+        if not self._samples or not (runtime.is_main or runtime.is_sharded):
             return
-        self._generated = step
+        self._last_step = step
         began = time.monotonic()
-        self._model.step.release()
+        self._model.step.release()  # the memory of captured CUDA graphs
         files: list[SampleFile] = []
         images: list[Image.Image] = []
         phase = self._view.phase(f"samples at step {step}")
         with self._warn_on_failure(step, "samples"), untouched(self._model), phase, self._pipeline() as pipeline:
-            for number, request in enumerate(self._requests):
+            for number, sample in enumerate(self._samples):
                 if self._has_to_stop():
                     self._view.report(
-                        f"samples at step {step}: {len(self._requests) - number} left out, the run is stopping"
+                        f"samples at step {step}: {len(self._samples) - number} left out, the run is stopping"
                     )
                     break
-                with self._warn_on_failure(step, f"validation.prompts[{request.prompt}]"):
-                    sampled = self._sample(pipeline, request)
+                with self._warn_on_failure(step, f"validation.prompts[{sample.prompt}]"):
+                    sampled = self._sample(pipeline, sample)
                     if runtime.is_main:
-                        files += self._write(step, number, request, sampled)
+                        files += self._write(step, number, sample, sampled)
                         images += sampled.frames[:1]
         if not runtime.is_main:
             return
@@ -175,18 +177,19 @@ class Sampling(Callback):
             return None
         return str(path.relative_to(self._folder.path))
 
-    def _write(self, step: int, number: int, request: ValidationRequest, sampled: Sampled) -> list[SampleFile]:
+    def _write(self, step: int, number: int, sample: ConfiguredSample, sampled: Sampled) -> list[SampleFile]:
         """Write one sample. If that fails, warn and continue training."""
-        stem = self._folder.samples / f"{step:09d}_{number:02d}_seed{request.request.seed}"
+        stem = self._folder.samples / f"{step:09d}_{number:02d}_seed{sample.request.seed}"
         try:
             path, kind = write_sample(stem, sampled, self._config.validation.fps)
         except NotWrittenError as error:
             self._warn(step, str(error))
             return []
         name = str(path.relative_to(self._folder.path))
-        return [SampleFile(path=name, kind=kind, prompt=request.request.prompt, seed=request.request.seed)]
+        return [SampleFile(path=name, kind=kind, prompt=sample.request.prompt, seed=sample.request.seed)]
 
     def _warn(self, step: int, message: str) -> None:
+        """Show a warning, and log it with its step: the event replaces the one without a step that the view queues."""
         self._view.warn(message)
         self._telemetry.emit(Warned(message=message, step=step))
 
@@ -203,13 +206,13 @@ class Sampling(Callback):
                 raise
             self._warn(step, f"{what}: not generated, and training continues: {error}")
 
-    def _sample(self, pipeline: Any, validation: ValidationRequest) -> Sampled:
-        model, request = self._model, validation.with_images()
+    def _sample(self, pipeline: Any, sample: ConfiguredSample) -> Sampled:
+        model, request = self._model, sample.with_images()
         if isinstance(self._prompts, Prompts):
             request = self._prompts.given(request, model.trained_model.dtype)
         trained_model = model.trained_model
         with ExitStack() as stack:
-            stack.enter_context(trained_model.evaluating(validation.strength))
+            stack.enter_context(trained_model.evaluating(sample.strength))
             stack.enter_context(trained_model.unassisted())
             stack.enter_context(model.state.as_delivered())
             stack.enter_context(model.runtime.autocast())

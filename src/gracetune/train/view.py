@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -23,31 +24,38 @@ class View:
         self.warnings: list[str] = []
         """All warnings so far."""
         self._recorder: Callable[[str], None] | None = None
+        self._recording = threading.RLock()
 
     def report(self, text: str) -> None:
         """Show one line to the user."""
 
     def warn(self, text: str) -> None:
-        """Warn that a request is not done, or done in another way. A subclass that shows it calls this method too."""
+        """Warn of a setting without effect, or of something that failed while the run continues.
+
+        A subclass that shows the warning calls this method too.
+        """
         self.record(text)
 
     def record(self, text: str) -> None:
-        """Record a warning in the run's log without showing it. Thread-safe, as `Telemetry.warn` is."""
-        self.warnings.append(text)
-        if self._recorder is not None:
-            self._recorder(text)
+        """Record a warning in the run's log without showing it. May be called from any thread."""
+        with self._recording:
+            self.warnings.append(text)
+            if self._recorder is not None:
+                self._recorder(text)
 
     def record_with(self, recorder: Callable[[str], None]) -> None:
         """Pass every warning to `recorder`, past and future ones."""
-        self._recorder = recorder
-        for text in self.warnings:
-            recorder(text)
+        with self._recording:
+            self._recorder = recorder
+            for text in self.warnings:
+                recorder(text)
 
     def planned(self, planned: PlannedRun, machine: Machine) -> None:
         """Show the memory plan, before anything is loaded."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Show that a phase of the run begins, then wait as `waiting` does."""
         yield
 
     @contextmanager
@@ -64,9 +72,11 @@ class View:
     def on_staging(self, name: str) -> OnProgress:
         return unwatched
 
-    def on_text(self, progress: PassProgress) -> None: ...
+    def on_text(self, progress: PassProgress) -> None:
+        """Show the progress of the encode pass over captions."""
 
-    def on_latents(self, progress: PassProgress) -> None: ...
+    def on_latents(self, progress: PassProgress) -> None:
+        """Show the progress of the encode pass over images, clips and audio."""
 
     def on_step(self, step: int, steps: int) -> None: ...
 

@@ -112,7 +112,7 @@ class TestPatterns:
     def test_a_class_under_its_older_name_and_why(self, wan: Modules) -> None:
         chosen = select(wan, ["Attention", "to_q"])
         assert chosen.paths == select(wan, ["WanAttention"]).paths
-        assert chosen.why["blocks.0.attn1.to_q"] == "inside a module of class `Attention`"
+        assert chosen.why["blocks.0.attn1.to_q"] == "it is, or is inside, a module of class `Attention`"
         assert select(wan, ["to_q"]).why["blocks.0.attn1.to_q"] == "`to_q` is its name"
 
     def test_an_exact_class_name_is_not_widened(self) -> None:

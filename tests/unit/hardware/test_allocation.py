@@ -294,15 +294,16 @@ def test_filling_stops_when_main_memory_runs_low() -> None:
     driver = ArrayMemory()
     result = _run(driver, headroom=[50 * GIB, 9 * GIB])
     assert (result.status, result.allocated) == ("reduced", 3 * MIB)
-    assert "less than 10.0 GiB of main memory was left" in result.reason
+    assert "9.00 GiB of main memory left; 10.0 GiB have to stay free" in result.reason
     assert driver.blocks == {}
 
 
-@pytest.mark.parametrize("left", [9 * GIB, None])
-def test_filling_does_not_begin_when_main_memory_is_low_or_unknown(left: int | None) -> None:
+@pytest.mark.parametrize(("left", "cause"), [(9 * GIB, "9.00 GiB"), (None, "unknown")])
+def test_filling_does_not_begin_when_main_memory_is_low_or_unknown(left: int | None, cause: str) -> None:
     driver = ArrayMemory()
     result = _run(driver, headroom=[left])
     assert result.status == "skipped"
+    assert cause in result.reason
     assert driver.filled == []
     assert driver.blocks == {}
 

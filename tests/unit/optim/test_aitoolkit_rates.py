@@ -80,7 +80,7 @@ def test_rates_that_match_no_parameter_are_rejected(
 def test_another_optimizers_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "optimizer.pt"
     torch.save({"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": [{"params": [0]}]}, path)
-    with pytest.raises(NotImportableError, match="no lr_mask for parameter 0"):
+    with pytest.raises(NotImportableError, match="no usable lr_mask for parameter 0"):
         read_rates(path, {"a": (2,)}, **LORA)
     torch.save([1, 2], path)
     with pytest.raises(NotImportableError, match="a list"):
@@ -88,6 +88,24 @@ def test_another_optimizers_file_is_rejected(tmp_path: Path) -> None:
     torch.save({"weights": 1}, path)
     with pytest.raises(NotImportableError, match="no optimizer state"):
         read_rates(path, SHAPES, **LORA)
+
+
+@pytest.mark.parametrize(
+    ("entry", "group", "words"),
+    [
+        (7, {"params": [0]}, "no state of parameter 0"),
+        ({"lr_mask": {}}, {"params": [0]}, "no usable lr_mask for parameter 0"),
+        ({"lr_mask": torch.tensor([1e-5, torch.nan])}, {"params": [0]}, "no usable lr_mask for parameter 0"),
+        ({"lr_mask": torch.rand(2), "last_polarity": torch.ones(3)}, {"params": [0]}, "parameters of other sizes"),
+        ({"lr_mask": torch.rand(2)}, {"lr": 1e-4}, "a group without a list of its parameters"),
+        ({"lr_mask": torch.rand(2)}, {"params": [[0]]}, "a group without a list of its parameters"),
+    ],
+)
+def test_a_malformed_file_is_rejected(tmp_path: Path, entry: object, group: object, words: str) -> None:
+    path = tmp_path / "optimizer.pt"
+    torch.save({"state": {0: entry}, "param_groups": [group]}, path)
+    with pytest.raises(NotImportableError, match=words):
+        read_rates(path, {"a": (2,)}, **LORA)
 
 
 class Evil:

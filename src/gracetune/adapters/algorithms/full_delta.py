@@ -44,7 +44,7 @@ class FullDelta(Algorithm):
         tensors = {"diff": torch.zeros_like(weight, dtype=torch.float32)}
         if bias is not None:
             tensors["diff_b"] = torch.zeros_like(bias, dtype=torch.float32)
-        return tensors, None
+        return tensors, None  # no rank
 
     def added(self, tensors: Tensors, shape: torch.Size) -> Tensor:
         return shaped(tensors["diff"], shape)

@@ -2,8 +2,8 @@
 
     lora_down.weight [r, in, *kernel]: A; lora_up.weight [out, r, 1, 1]: B
 
-In files there may also be a dora_scale, and a lora_mid.weight [r, r, *kernel] between B and A (Tucker form). A file's
-tensors have LoRA's names, so `Lora.assemble` reads them.
+In files there may also be a dora_scale, and a lora_mid.weight [r, r, *kernel] between B and A (Tucker form). Reading
+renames a file's matrices to lora_A and lora_B, so `Lora.assemble` builds these layers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LoRA: the change is s B A, with s = alpha / rank. peft's layer is the reference.
 
-    lora_A.weight [r, in, *kernel]: A; lora_B.weight [out, r, 1, 1]: B
+    lora_A.weight [r, in, *kernel]: A; lora_B.weight [out, r], for convolutions [out, r, 1, ...]: B
 
 `lora_A` and `lora_B` of a file may also belong to a DoRA (with a `dora_scale`) or a LoCon (by the file's convention, or
 in Tucker form). `assemble` distinguishes them.
@@ -45,7 +45,7 @@ class Lora(LowRank):
         (r"\.lora_linear_layer\.down\.weight", "lora_A.weight"),
         (r"\.lora_linear_layer\.up\.weight", "lora_B.weight"),
     )
-    marks = ("lora_",)
+    marks = ("lora_",)  # DoRA and LoCon have it too: their records are tested first
     row_tensors = ("lora_B.weight",)
     proportional_to = ("lora_B.weight",)
     kohya_module = "networks.lora"

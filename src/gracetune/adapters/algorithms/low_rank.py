@@ -1,6 +1,6 @@
 """The common part of LoRA, DoRA and LoCon: s B A, with a down matrix A and an up matrix B.
 
-A is [r, in, *kernel] and B is [out, r], for convolutions [out, r, 1, 1].
+A is [r, in, *kernel] and B is [out, r], for convolutions [out, r, 1, ...].
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _PART = 1 << 22
 _EXACT = 1 << 29
 """The most multiplications for the exact norm of one layer. A file has hundreds of layers."""
 ROWS = 128
-"""The number of sampled rows from which a norm is estimated, if the exact norm takes more than that."""
+"""The number of sampled rows from which a norm is estimated, if the exact norm takes more than `_EXACT`."""
 
 
 def shaped(change: Tensor, shape: torch.Size) -> Tensor:
@@ -119,10 +119,12 @@ def is_estimated(count: int, across: int, rank: int) -> bool:
 
 
 def _by_pairs(count: int, across: int, rank: int) -> int:
+    """Multiplications for the norm from two Gram matrices."""
     return (count + across) * rank**4
 
 
 def _row_by_row(count: int, across: int, rank: int) -> int:
+    """Multiplications for the norm of the product, built row by row."""
     return 2 * count * across * rank
 
 
@@ -194,7 +196,11 @@ def core_rejection(core: Tensor | None) -> str | None:
 
 
 def factorization(dimension: int, factor: int) -> tuple[int, int]:
-    """LyCORIS' split of a dimension into two factors, the smaller first: the most even one up to `factor`."""
+    """LyCORIS' split of a dimension into two factors, the smaller first.
+
+    `factor` and the rest if `factor` divides the dimension. Otherwise the most even split whose smaller factor is at
+    most `factor`; -1 means no limit.
+    """
     if factor > 0 and dimension % factor == 0:
         return min(factor, dimension // factor), max(factor, dimension // factor)
     limit = factor if factor > 0 else dimension

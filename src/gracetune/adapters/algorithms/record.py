@@ -170,7 +170,7 @@ class Algorithm(ABC):
     always_fp32: ClassVar[tuple[str, ...]] = ()
     """Names of tensors that are written in fp32 whatever the file's precision is."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of tensor names that only this algorithm and earlier ones in the registry have."""
+    """Prefixes of tensor names that no earlier algorithm in the registry has. Files are matched from the last on."""
     row_tensors: ClassVar[tuple[str, ...]] = ()
     """Tensors whose rows are those of the weight. Reordering them reorders the layer. Empty if this is impossible."""
     proportional_to: ClassVar[tuple[str, ...]] = ()
@@ -189,9 +189,11 @@ class Algorithm(ABC):
         return True
 
     def least_dimensions(self, tensor: str) -> int:
+        """The fewest dimensions that a tensor of this name may have in a file."""
         return 0
 
     def most_dimensions(self, tensor: str) -> int:
+        """The most dimensions that a tensor of this name may have in a file."""
         return 5  # the weight of a 3-d convolution: [out, in, depth, height, width]
 
     def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:

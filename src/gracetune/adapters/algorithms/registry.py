@@ -12,7 +12,7 @@ from gracetune.errors import ConfigError
 
 @cache
 def algorithm(name: str) -> Algorithm:
-    """The record of this name. Raises `ConfigError` if another package's record cannot be used."""
+    """The record of this name. Raises `ConfigError` if the record of an installed package cannot be used."""
     if name not in ALGORITHM_NAMES:
         raise ValueError(f"no adapter algorithm is called {name}: there are {', '.join(ALGORITHM_NAMES)}")
     record = checked_record(name)
@@ -22,7 +22,7 @@ def algorithm(name: str) -> Algorithm:
 
 
 def is_loadable(name: str) -> bool:
-    """Whether some program is known to load it from a file. False for algorithms of other packages."""
+    """Whether some program loads layers of this algorithm from a file. False for algorithms of other packages."""
     return name in ALGORITHMS.ours and algorithm(name).loadable
 
 

@@ -88,7 +88,7 @@ def _not_converted(layer: Layer, path: str, keys: KeyMap) -> str | None:
 
 
 misread_by_converter = faults_by(_not_converted)
-"""The layers that diffusers' converter for other formats rejects. `diffusers` files are not converted."""
+"""The layers that diffusers' converter for other programs' files rejects. `kohya` and `comfyui` files go through it."""
 
 
 def _spelled(layer: Layer) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def _spelled(layer: Layer) -> dict[str, Tensor]:
 
 
 def _config(state: AdapterState) -> dict[str, Any]:
-    """A `LoraConfig` with the entries that differ from its defaults. `^` makes a pattern match the whole path only."""
+    """The entries of a `LoraConfig` that loading needs. `^` makes a pattern match the whole path only."""
     rank, alpha = common_rank(state), common_alpha(state)
     ranks = {f"^{path}": layer.rank for path, layer in state.layers.items() if layer.rank != rank}
     alphas = {f"^{path}": _number(layer.alpha) for path, layer in state.layers.items() if layer.alpha != alpha}
@@ -137,7 +137,7 @@ def _number(value: float) -> int | float:
 
 
 def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
-    """Alpha by path and rank, from the header or from PEFT's config beside the file. None if neither exists.
+    """A layer's alpha by its path and rank, from the header or PEFT's config beside the file. None if neither has one.
 
     If one of them exists but cannot be read, the returned function raises `LayerError`: a scale of 1 would be a guess.
     """
@@ -151,8 +151,8 @@ def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
     if not isinstance(found, dict):
         return _unreadable
     config = {name.removeprefix(f"{component}."): value for name, value in found.items()}
-    lycoris = config.get("peft_type") in _WITH_PLAIN_ALPHA
-    alpha = config.get("alpha" if lycoris else "lora_alpha")
+    has_plain_alpha = config.get("peft_type") in _WITH_PLAIN_ALPHA
+    alpha = config.get("alpha" if has_plain_alpha else "lora_alpha")
     if alpha is None:
         return None
     values = [config.get(key) for key in ("alpha_pattern", "rank_pattern")]
@@ -202,7 +202,7 @@ def _unreadable(path: str, rank: int | None) -> float:
 
 def _too_many_patterns(path: str, rank: int | None) -> float:
     most = f"{_MOST_PATTERNS:,} entries, or {_MOST_REPEATING} that repeat something"
-    raise LayerError(f"the header's alpha_pattern has more than {most}")
+    raise LayerError(f"the header's alpha_pattern or rank_pattern has more than {most}")
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:

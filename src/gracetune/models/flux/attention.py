@@ -24,10 +24,10 @@ def use_own_processors(denoiser: nn.Module) -> None:
     """Replace the attention processors of a FLUX denoiser."""
     for module in denoiser.modules():
         if isinstance(module, FluxAttention):
-            module.set_processor(cast(Any, WholeGradient if module.pre_only else OwnPositions)())
+            module.set_processor(cast(Any, SingleStreamProcessor if module.pre_only else PerSamplePositions)())
 
 
-class OwnPositions(FluxAttnProcessor):
+class PerSamplePositions(FluxAttnProcessor):
     """diffusers' processor, extended by positions that differ between the samples of a batch."""
 
     def __call__(
@@ -43,10 +43,10 @@ class OwnPositions(FluxAttnProcessor):
         query, key, value = _by_heads(hidden_states, attn, "to_{}")
         query, key = attn.norm_q(query), attn.norm_k(key)
         if encoder_hidden_states is not None:
-            own_query, own_key, own_value = _by_heads(encoder_hidden_states, attn, "add_{}_proj")
-            query = torch.cat([attn.norm_added_q(own_query), query], dim=1)
-            key = torch.cat([attn.norm_added_k(own_key), key], dim=1)
-            value = torch.cat([own_value, value], dim=1)
+            caption_query, caption_key, caption_value = _by_heads(encoder_hidden_states, attn, "add_{}_proj")
+            query = torch.cat([attn.norm_added_q(caption_query), query], dim=1)
+            key = torch.cat([attn.norm_added_k(caption_key), key], dim=1)
+            value = torch.cat([caption_value, value], dim=1)
         cos, sin = (table[:, :, None, ::2] for table in image_rotary_emb)  # each angle is stored twice
         answer = dispatch_attention_fn(
             apply_rope(query, cos, sin), apply_rope(key, cos, sin), value, attn_mask=attention_mask,
@@ -66,7 +66,7 @@ def _by_heads(x: Tensor, attn: Any, names: str) -> tuple[Tensor, Tensor, Tensor]
     return tuple(one.unflatten(-1, (-1, attn.head_dim)) for one in (query, key, value))
 
 
-class WholeGradient(OwnPositions):
+class SingleStreamProcessor(PerSamplePositions):
     """The processor of single-stream blocks, with a contiguous gradient."""
 
     def __call__(

@@ -1,4 +1,4 @@
-"""The bundle of FLUX.1."""
+"""The record of FLUX.1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundle of Qwen-Image and Qwen-Image-Edit."""
+"""The record of Qwen-Image and Qwen-Image-Edit."""
 
 from __future__ import annotations
 

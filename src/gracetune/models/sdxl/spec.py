@@ -1,4 +1,4 @@
-"""The bundle of SDXL."""
+"""The record of SDXL."""
 
 from __future__ import annotations
 

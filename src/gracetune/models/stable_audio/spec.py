@@ -1,4 +1,4 @@
-"""The bundle of Stable Audio Open."""
+"""The record of Stable Audio Open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundle of Wan 2.1 and 2.2."""
+"""The record of Wan 2.1 and 2.2."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ INTRODUCTION = """\
 Written by `scripts/upstream_status.py`; do not edit. It compares recorded facts (`tests/golden/upstream/`: names,
 parameters and lines, no source) with the points our overlays need, as `gracetune overlay check` does with code:
 
+<!-- run: tests/unit/cli/test_overlay_command.py -->
+
     gracetune overlay check simpletuner                  # what is installed here
     gracetune overlay check ai-toolkit --source DIR      # a checkout, an environment, a wheel
 

@@ -114,13 +114,13 @@ def test_an_ai_toolkit_job_with_all_of_ours(
     found = counters(events)
     assert found["cache.latents.hits"] > 0
     assert (found["cache.latents.disk_reads"], found["cache.live_samples"]) == (0, 0)
-    # convolutions: trained, at their own rank and alpha, under ComfyUI's names
+    # convolutions: trained, at their own rank and alpha, under kohya's names
     file = load_file(message["files"][0])
-    down = file["diffusion_model.input_blocks.4.0.in_layers.2.lora_A.weight"]
+    down = file["lora_unet_input_blocks_4_0_in_layers_2.lora_down.weight"]
     assert (down.shape[0], down.ndim) == (2, 4)
-    assert file["diffusion_model.input_blocks.4.0.in_layers.2.lora_B.weight"].abs().max() > 0
-    assert file["diffusion_model.input_blocks.3.0.op.lora_B.weight"].abs().max() > 0
-    assert file["diffusion_model.input_blocks.4.0.emb_layers.1.lora_A.weight"].shape[0] == 4
+    assert file["lora_unet_input_blocks_4_0_in_layers_2.lora_up.weight"].abs().max() > 0
+    assert file["lora_unet_input_blocks_3_0_op.lora_up.weight"].abs().max() > 0
+    assert file["lora_unet_input_blocks_4_0_emb_layers_1.lora_down.weight"].shape[0] == 4
 
 
 def test_a_flag_keeps_latents_of_the_disk_in_memory(

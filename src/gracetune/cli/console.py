@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.spinner import Spinner
+from rich.text import Text
 
 from gracetune.cli.streams import CLOSED_PIPE, OutputLostError, StandardStreams, open_streams
 from gracetune.errors import ConfigError, GracetuneError, Problem, short, visible
@@ -27,6 +29,7 @@ if TYPE_CHECKING:  # importing the config schema takes longer than printing a he
     from gracetune.config import Environment, Resolved
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NARROWEST = 24
 
 
 @dataclass(frozen=True)
@@ -181,8 +184,10 @@ def print_error(error: GracetuneError) -> None:
     if isinstance(error, ConfigError):
         print_problems(console, error.problems)
     else:
-        lines = "\n".join(visible(line) for line in str(error).split("\n"))
-        console.print(f"[bold red]error[/] {escape(lines)}")
+        first, *others = (visible(line) for line in str(error).split("\n"))
+        _print_row(console, Text.assemble(("error ", "bold red")), first)
+        for line in others:
+            _print_row(console, Text(), line)
     sys.stderr.flush()
 
 
@@ -196,9 +201,29 @@ def print_problems(console: Console, problems: tuple[Problem, ...], file: str | 
     for problem in problems:
         location = f"{problem.file}: " if problem.file and problem.file != file else ""
         console.print(f"{mark(console, ok=False)} {shown(location)}[bold]{escape(short(problem.key))}[/]")
-        console.print(f"    found     {shown(problem.found)}")
-        console.print(f"    expected  {shown(problem.expected)}")
-        console.print(f"    try       {shown(problem.hint)}")
+        _print_row(console, Text("    found     "), visible(redact(problem.found)))
+        _print_row(console, Text("    expected  "), visible(redact(problem.expected)))
+        _print_row(console, Text("    try       "), visible(redact(problem.hint)))
+
+
+def _print_row(console: Console, head: Text, body: str) -> None:
+    """In a file or a pipe each row is one line, whatever its length, so that programs can search it."""
+    if console.is_terminal:
+        print_wrapped(console, head, body)
+    else:
+        console.print(head.append(body))
+
+
+def print_wrapped(console: Console, head: Text, body: str, style: str = "") -> None:
+    """Print `head`, and `body` beside it: wrapped to the terminal's width, and indented under its first line."""
+    indent = len(head)
+    # Words are never broken, so that a command can be copied from a narrow terminal.
+    lines = textwrap.wrap(
+        body, max(_NARROWEST, console.width - indent), break_long_words=False, break_on_hyphens=False
+    ) or [""]
+    console.print(head.append(lines[0], style=style), soft_wrap=True)
+    for line in lines[1:]:
+        console.print(Text(" " * indent).append(line, style=style), soft_wrap=True)
 
 
 def shown(text: str) -> str:

@@ -5,12 +5,12 @@ It is plain ASCII and readable at 80 columns, because it is read over slow conne
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 
 from rich.console import Console
 from rich.text import Text
 
+from gracetune.cli.console import print_wrapped
 from gracetune.hardware.checks import Check
 from gracetune.hardware.doctor import Diagnosis
 from gracetune.hardware.machine import Gpu, Host, Machine, NumaNode
@@ -21,12 +21,11 @@ _MARKS = {"ok": "ok", "warn": "WARN", "fail": "FAIL"}
 _LABEL_WIDTH = 10
 _MARK_WIDTH = 6
 _NAME_WIDTH = 16
-_NARROWEST = 24
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     for label, value in _fact_lines(diagnosis.machine):
-        _print_wrapped(console, Text(f"{label:<{_LABEL_WIDTH}}", style="bold"), value)
+        print_wrapped(console, Text(f"{label:<{_LABEL_WIDTH}}", style="bold"), value)
     console.print()
     for check in diagnosis.checks:
         print_check(console, check)
@@ -46,21 +45,9 @@ def verdict(diagnosis: Diagnosis) -> Text:
 
 def print_check(console: Console, check: Check) -> None:
     mark = Text(f"{_MARKS[check.status]:<{_MARK_WIDTH}}", style=_STYLES[check.status])
-    _print_wrapped(console, mark.append(f"{check.name:<{_NAME_WIDTH}}", style="default not bold"), check.finding)
+    print_wrapped(console, mark.append(f"{check.name:<{_NAME_WIDTH}}", style="default not bold"), check.finding)
     if check.remedy and check.status != "ok":
-        _print_wrapped(console, Text(f"{'do  ':>{_MARK_WIDTH + _NAME_WIDTH}}", style="cyan"), check.remedy, "cyan")
-
-
-def _print_wrapped(console: Console, head: Text, body: str, style: str = "") -> None:
-    """Print `head`, and `body` beside it: wrapped to the terminal's width, and indented under its first line."""
-    indent = len(head)
-    # Words are never broken, so that a command can be copied from a narrow terminal.
-    lines = textwrap.wrap(
-        body, max(_NARROWEST, console.width - indent), break_long_words=False, break_on_hyphens=False
-    ) or [""]
-    console.print(head.append(lines[0], style=style), soft_wrap=True)
-    for line in lines[1:]:
-        console.print(Text(" " * indent).append(line, style=style), soft_wrap=True)
+        print_wrapped(console, Text(f"{'do  ':>{_MARK_WIDTH + _NAME_WIDTH}}", style="cyan"), check.remedy, "cyan")
 
 
 def _fact_lines(machine: Machine) -> Iterator[tuple[str, str]]:

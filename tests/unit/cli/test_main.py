@@ -6,13 +6,17 @@ import json
 import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.main import get_command
 
 from gracetune import __version__
+from gracetune.cli.console import print_problems
 from gracetune.cli.main import ENTRIES, MEANT, app
+from gracetune.errors import Problem
 from runs.test_commands import gracetune
 from unit.cli.test_options_in_messages import OURS as COMMANDS
 
@@ -87,3 +91,23 @@ def test_usage_errors_as_json(arguments: list[str], capsys: pytest.CaptureFixtur
     assert "Error" in printed.err
     assert gracetune(*arguments) == 2
     assert not capsys.readouterr().out
+
+
+def test_problems_are_wrapped_between_words_on_a_terminal_only() -> None:
+    long = Problem(
+        "model", "nothing", "a folder or an id of the hub, such as owner/name", "add `model: {path: ./sdxl}`"
+    )
+    wide, narrow = (
+        Console(file=StringIO(), width=40, soft_wrap=True, force_terminal=terminal) for terminal in (False, True)
+    )
+    for console in (wide, narrow):
+        print_problems(console, (long,))
+    assert "    expected  a folder or an id of the hub, such as owner/name\n" in printed(wide)
+    lines = printed(narrow).splitlines()
+    assert all(len(line) <= 40 for line in lines)
+    assert lines[2:4] == ["    expected  a folder or an id of the", "              hub, such as owner/name"]
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    return re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())

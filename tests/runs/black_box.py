@@ -39,8 +39,9 @@ RECORDED = ROOT / "tests" / "golden" / "black_box"
 PEERS = ROOT / "tests" / "golden" / "peers"
 UPSTREAM = ROOT / "tests" / "golden" / "upstream"
 MACHINES = ROOT / "tests" / "fixtures" / "machines"
-TOLERANCE = 1e-5
-"""Relative, for numbers that another kind of CPU computed."""
+TOLERANCE = 1e-4
+"""Relative, for numbers that another kind of CPU computed: one that was seen differs by 1.8e-5 after two steps of
+training. The recorded losses of `golden.py` have the same tolerance."""
 
 Group = dict[str, Any]
 

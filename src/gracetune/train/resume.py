@@ -190,7 +190,7 @@ def nothing_left(start: ResumeStart, config: RunConfig, folder: RunFolder, files
     steps = config.training.max_steps
     if start.checkpoint is None or steps is None or start.step < steps or start.newest > start.step:
         return ()
-    return tuple(files) if folder.exist(files) else ()
+    return tuple(files) if folder.has_all(files) else ()
 
 
 def rates_to_start_with(

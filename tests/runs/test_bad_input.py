@@ -345,7 +345,7 @@ def test_a_plan_that_does_not_fit_stops_before_anything_is_loaded(tiny_model: Ti
     assert not (tmp_path / "out").exists()
     (planned,) = view.plans
     reject_misfit(planned, allowed=True)
-    reject_misfit(replace(planned, not_ours="for other weights"), allowed=False)
+    reject_misfit(replace(planned, mismatch="for other weights"), allowed=False)
 
 
 def test_what_ends_a_run_from_outside_the_loop_is_in_its_log(tiny_model: TinyModel, tmp_path: Path) -> None:

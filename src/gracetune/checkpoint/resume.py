@@ -21,7 +21,7 @@ _UNKNOWN_PARTS = (
 
 @dataclass(frozen=True)
 class ResumeStart:
-    """The start of a run, and why."""
+    """The step that a run starts at, and why."""
 
     checkpoint: Checkpoint | None
     """None if the run starts at step 0."""
@@ -29,25 +29,21 @@ class ResumeStart:
     notes: tuple[str, ...] = ()
     """Notes for the user."""
     newest: int = 0
-    """Step of the newest checkpoint in the folder; if the run has finished, it did so at this step."""
+    """Step of the newest checkpoint in the folder, which is the last step of a finished run; 0 if there is none."""
 
     @property
     def step(self) -> int:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
-def begin(
-    requested: str,
-    store: CheckpointStore,
-    identity: Mapping[str, str],
-    *,
-    allow_other_run: bool = False,
-    take: bool = True,
+def open_requested(
+    requested: str, store: CheckpointStore, identity: Mapping[str, str], *, allow_other_run: bool = False
 ) -> ResumeStart:
-    """Find and open the requested checkpoint, and claim the folder for this run. All ranks call this.
+    """Verify and open the requested checkpoint. All ranks call this. Changes nothing: `CheckpointStore.begin` takes the
+    folder afterwards.
 
-    With `allow_other_run`, the checkpoint may be of another run, but the folder must still belong to this run. Without
-    `take`, nothing in the folder is locked, renamed or created; use that for inspection only.
+    Raises OtherRunError if the checkpoint is of another run (unless `allow_other_run`), or if the folder contains
+    checkpoints of another run.
     """
     path, reason = resolve(requested, store)
     latest = store.latest()
@@ -62,8 +58,6 @@ def begin(
         notes = tuple(f"{path.name} belongs to another run: {line}" for line in different)
         if has_unknown_parts(checkpoint.manifest.metadata.identity, identity):
             notes += (f"{path.name} {_UNKNOWN_PARTS}",)
-    if take:
-        return ResumeStart(checkpoint, reason, notes + store.begin(identity, checkpoint), newest)
     store.reject_others(identity)
     return ResumeStart(checkpoint, reason, notes, newest)
 

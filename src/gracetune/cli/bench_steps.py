@@ -1,4 +1,7 @@
-"""`gracetune bench wan14b|qwen|flux|sdxl|suite`: benchmarks of a whole training step (docs/performance.md)."""
+"""`gracetune bench wan14b|qwen|flux|sdxl|suite`: benchmarks of a whole training step (docs/performance.md).
+
+A row is the measurement of one configuration. A bar is the result that a row of the suite has to reach.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,7 @@ Smoke = Annotated[bool, typer.Option("--smoke", help="Use a tiny model, on a CPU
 
 
 def add_step_benches(app: typer.Typer) -> None:
+    """Add one command for each model, and `suite`."""
     for name, title in _MODELS.items():
         _add(app, name, title)
     app.command("suite")(suite)
@@ -98,7 +102,7 @@ def suite(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run every row of the project's bars for Wan2.2-14B in one process. The file is written after each row."""
+    """Measure every row of Wan2.2-14B that has a bar, in one process. The file is written after each row."""
     from gracetune.bench.step.suite import chosen, measured
 
     chosen(only or ())  # a misspelt name is an error before anything is loaded
@@ -118,6 +122,7 @@ def suite(
 
 @contextlib.contextmanager
 def _opened() -> Iterator[tuple[Bench, Machine]]:
+    """The benches of this machine, with stdout redirected to stderr."""
     from gracetune.bench.step.measurement import Stamp, opened, versions_of
     from gracetune.cli.library_output import libraries_quiet
 
@@ -174,12 +179,12 @@ def _figures(row: StepRow) -> Iterator[tuple[str, str]]:
     yield "step", f"{row.ms_per_step:.1f} ms (median of {len(row.samples_ms)}), {row.tokens_per_s:,.0f} tokens/s"
     share = f"{row.model_utilisation:.0%} of {row.gemm_ceiling_tflops:.4g} TFLOP/s ({row.gemm_shape})"
     hardware = row.hardware_utilisation
-    with_recompute = "unknown, as the compiler chose" if hardware is None else f"{hardware:.0%}"
+    with_recompute = "unknown: the compiler chose what to recompute" if hardware is None else f"{hardware:.0%}"
     yield "speed", f"{row.tflops:.4g} TFLOP/s, {share}; including recomputation {with_recompute}"
     if row.peak_gib is not None:
         estimate = "no estimate" if row.estimated_peak_gib is None else f"estimated {row.estimated_peak_gib:.1f}"
         yield "peak", f"{row.peak_gib:.1f} GiB, {estimate}"
-    yield "once", f"{row.compile_s:.1f} s"
+    yield "first step", f"{row.compile_s:.1f} s longer, mostly compilation"
     if row.baseline_ms is not None and row.ratio is not None:
         yield "baseline", f"{row.baseline_ms:.1f} ms: {row.baseline}; ours is {row.ratio:.2f}x as fast"
     if row.unrouted_ms is not None:

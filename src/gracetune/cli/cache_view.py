@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from gracetune.cache.ai_toolkit_files import ImportReport
 from gracetune.cache.audit import Audit, EntryGroup
 from gracetune.cache.encode_passes import PassOutcome
-from gracetune.cache.pass_worker import PassProgress as PassProgress
+from gracetune.cache.pass_worker import PassProgress
 from gracetune.cache.required_entries import RequiredEntry
 from gracetune.cache.session import Caches, FilledCaches, Needs
 from gracetune.cache.store import DamagedShard
@@ -25,9 +25,9 @@ from gracetune.data.text_format import counted
 from gracetune.units import MIB, format_bytes, format_duration
 
 _EXAMPLES = 3
-"""Printed examples of missing or corrupt entries."""
+"""The number of missing or corrupt entries that are printed."""
 _REASONS = 8
-"""Printed reasons for rejected files."""
+"""The number of reasons for rejected files that are printed."""
 
 
 # -- progress ---------------------------------------------------------------------------------------------------------
@@ -102,6 +102,8 @@ def bars(*, quiet: bool) -> Iterator[ProgressBars]:
 
 @dataclass(frozen=True)
 class StoreView:
+    """One cache folder: the latents or the text embeddings."""
+
     folder: str
     entries: int
     size: int
@@ -198,7 +200,7 @@ def _outcome_line(outcome: PassOutcome, imported: int = 0) -> str:
         parts.append(f"{outcome.by_others} encoded by other processes meanwhile")
     unchanged = outcome.found_before - imported
     if unchanged > 0:
-        parts.append(f"{unchanged} there before")
+        parts.append(f"{unchanged} already there")
     return ", ".join(parts)
 
 
@@ -211,7 +213,20 @@ def empty_audit(wanted: list[RequiredEntry]) -> Audit:
     none = EntryGroup(0, 0, ())
     missing = EntryGroup(len(keys), None if keys else 0, tuple(keys))
     return Audit(
-        len(keys), none, missing, tuple([*keys.values()][:20]), none, (), (), none, {}, (), none, none, 0, True
+        wanted=len(keys),
+        present=none,
+        missing=missing,
+        missing_examples=tuple([*keys.values()][:20]),
+        corrupt=none,
+        corrupt_examples=(),
+        damaged_shards=(),
+        stale=none,
+        stale_parts={},
+        stale_examples=(),
+        orphaned=none,
+        extra_copies=none,
+        imported=0,
+        checked=True,
     )
 
 
@@ -268,7 +283,7 @@ def _print_details(console: Console, one: Audit) -> None:
         values = ""
         if example is not None:
             values = f", for example {_short(example.stored)} where {_short(example.wanted)} is wanted"
-        console.print(f"    stale: {counted(count, 'time')} another {shown(part)}{shown(values)}")
+        console.print(f"    stale: {_entries(count)} with another {shown(part)}{shown(values)}")
     for shard in one.damaged_shards:
         console.print(f"    damaged file: {shown(shard.name)}, {format_bytes(shard.size)}: {shown(shard.reason)}")
     if one.damaged_shards:

@@ -28,7 +28,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedFile:
     """The result of checking one file."""
 
     path: Path
@@ -53,18 +53,19 @@ def check_file(
     *,
     allow_unsupported: bool = False,
     paths: bool = True,
-) -> Checked:
-    """Find all problems of one file. `paths=False` skips what depends on this machine, including its variables."""
+) -> CheckedFile:
+    """Find all problems of one file. `paths=False` skips what depends on this machine: paths, memory, and the memory
+    options in environment variables."""
     environment = environment if paths else environment.without_memory_options()
     try:
         resolved = load(path, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported)
     except UnresolvedError as error:
-        return Checked(path, error.dialect, error.problems, error.notes)
+        return CheckedFile(path, error.dialect, error.problems, error.notes)
     except ConfigError as error:
-        return Checked(path, None, error.problems, ())
+        return CheckedFile(path, None, error.problems, ())
     problems = path_problems(resolved) if paths else []
     warnings = size_warnings(resolved, probe().host.memory_limit) if paths and limits_memory(resolved) else []
-    return Checked(path, resolved.dialect, tuple(problems), (*resolved.notes, *warnings))
+    return CheckedFile(path, resolved.dialect, tuple(problems), (*resolved.notes, *warnings))
 
 
 @app.command()
@@ -84,7 +85,7 @@ def check(
     environment = session(context).environment
     checked = [
         check_file(path, environment, overrides, allow_unsupported=allow_unsupported, paths=not no_paths)
-        for path in _files(files)
+        for path in _without_folders(files)
     ]
     if as_json:
         print_json({"files": [item.as_json() for item in checked]})
@@ -93,8 +94,9 @@ def check(
     raise typer.Exit(1 if any(item.problems for item in checked) else 0)
 
 
-def _files(paths: list[Path]) -> list[Path]:
-    """The files among `paths`. A shell's `examples/*` also names folders with sidecar files: report and skip these."""
+def _without_folders(paths: list[Path]) -> list[Path]:
+    """`paths` without folders, which are reported: a shell's `examples/*` also names folders with sidecar files. If all
+    paths are folders, keep them, so that each is an error."""
     folders = [path for path in paths if inspect_path(path).kind == "folder"]
     if len(folders) == len(paths):
         return paths
@@ -103,7 +105,7 @@ def _files(paths: list[Path]) -> list[Path]:
     return [path for path in paths if path not in folders]
 
 
-def print_checked(console: Console, checked: list[Checked]) -> None:
+def print_checked(console: Console, checked: list[CheckedFile]) -> None:
     for item in checked:
         count = f": {len(item.problems)} problem{'s' * (len(item.problems) > 1)}" if item.problems else ""
         name, dialect = shown(str(item.path)), item.dialect or "unknown dialect"

@@ -30,7 +30,7 @@ PATIENCE_S = 5.0
 
 
 class OutputLostError(SystemExit):
-    """Ends a command whose result cannot be written. `start` prints the reason and sets the exit code."""
+    """Ends a command whose result cannot be written. `console.start` prints the reason and sets the exit code."""
 
 
 class RedactedText(io.TextIOWrapper):
@@ -205,7 +205,7 @@ def open_streams(redactor: Redactor) -> StandardStreams:
 
 
 def ignore_lost_stdout() -> None:
-    """For a command whose result is not its output: it writes files or acts on a run. A lost stdout is no failure."""
+    """For a command that writes files or acts on a run: its result is not on stdout, so a lost stdout is no error."""
     buffer: object = sys.stdout.buffer if isinstance(sys.stdout, io.TextIOWrapper) else None
     if isinstance(buffer, GuardedOutput):
         buffer.carries_result = False

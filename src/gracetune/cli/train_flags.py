@@ -15,7 +15,7 @@ from gracetune.cli.log_level import LogLevel
 from gracetune.cli.train import TrainRequest, run_training, samples_override
 from gracetune.config.dialects.simpletuner.keys import ALIASES
 from gracetune.config.dialects.simpletuner.training import TRAINING
-from gracetune.config.dialects.values import as_number, not_zero
+from gracetune.config.dialects.values import as_number, positive_or_none
 from gracetune.config.draft import dotted
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
@@ -35,7 +35,7 @@ _ROWS = {key.name: (key.path, key.convert) for key in TRAINING.keys.values() if 
     "lr_num_cycles": (("schedule", "cycles"), as_number),
     "lr_power": (("schedule", "power"), as_number),
     "lr_end": (("schedule", "end_lr"), as_number),
-    "max_grad_norm": (("training", "max_grad_norm"), not_zero),
+    "max_grad_norm": (("training", "max_grad_norm"), positive_or_none),
 }
 """SimpleTuner's options that set one value. The last seven depend on each other in a config file; as flags, each sets
 its own value only."""

@@ -154,8 +154,8 @@ class TerminalView(View):
         self._console.print(line)
 
     def planned(self, planned: PlannedRun, machine: Machine) -> None:
-        if planned.not_ours is not None:
-            self.report(planned.not_ours)
+        if planned.mismatch is not None:
+            self.report(planned.mismatch)
             return
         print_plan(planned.demand, planned.plan, machine, planned.demand.assumptions, self._console)
 
@@ -276,8 +276,8 @@ def as_json(result: Result, config: RunConfig, price: float | None) -> dict[str,
         "plan": {
             "verdict": planned.plan.verdict,
             "summary": planned.plan.summary,
-            "applies": planned.not_ours is None,
-            "note": planned.not_ours,
+            "applies": planned.mismatch is None,
+            "note": planned.mismatch,
         },
         "first_batch": None if result.first_batch is None else asdict(result.first_batch),
         "notes": list(result.notes),

@@ -20,6 +20,8 @@ BlockNumber = Annotated[int, Strict(), Field(ge=-1000, le=1000)]
 
 
 class TokenRoute(Section):
+    """One route, as configured. `resolve_routes` turns it into a `Route`."""
+
     skip_ratio: Annotated[float, Strict(), Field(ge=0, lt=1)]
     """Share of the image's tokens that skip the blocks; they reach the block after `last_block` unchanged. They are
     chosen at random for each sample and step."""
@@ -88,12 +90,12 @@ def _out_of_order(routes: Sequence[TokenRoute], blocks: int) -> Iterator[Problem
         if first > last:
             yield Problem(
                 f"{KEY}[{number}]", f"from {route.first_block} to {route.last_block}: blocks {first} to {last}",
-                "a first block that is not behind the last one", "swap the two",
+                "a first block that is not after the last one", "swap the two",
             )  # fmt: skip
     for number, ((_, before), (first, last)) in enumerate(pairwise(spans), start=1):
         if before >= first and first <= last:
             yield Problem(
-                f"{KEY}[{number}]", f"blocks {first} to {last}, behind a route that ends at block {before}",
+                f"{KEY}[{number}]", f"blocks {first} to {last}, after a route that ends at block {before}",
                 "routes in the order of their blocks, without overlaps: SimpleTuner never starts such a route",
                 f"begin it at block {before + 1} or later, or remove it",
             )  # fmt: skip

@@ -19,7 +19,7 @@ from gracetune.hardware.machine import FrozenFacts
 
 LIBRARY = "libcuda.so.1"
 CUDA_ERROR_NO_DEVICE = 100
-"""The `CUresult` of a working driver without a visible GPU; `CUDA_VISIBLE_DEVICES` may hide them."""
+"""The `CUresult` of a working driver without a visible GPU; `CUDA_VISIBLE_DEVICES` may hide all GPUs."""
 
 
 class Attribute(IntEnum):
@@ -45,12 +45,13 @@ class Attribute(IntEnum):
 
 
 class DeviceFacts(FrozenFacts):
-    """The driver's description of one GPU."""
+    """The driver's description of one GPU. Sizes are in bytes; None is unknown."""
 
     name: str | None = None
     memory_total: int | None = None
     memory_free: int | None = None
     context_error: str | None = None
+    """Why the GPU could not be opened."""
     attributes: dict[str, int] = Field(default_factory=dict)
     """Values by `Attribute` name. Attributes that the driver does not support are absent."""
 
@@ -111,7 +112,7 @@ class CudaLibrary:
         try:
             entry = self._library["cuGetErrorName"]
         except AttributeError:
-            return "an unnamed error"
+            return "an error without a name"
         entry.restype = ctypes.c_int
         if entry(code, ctypes.byref(text)) != 0 or text.value is None:
             return "an error without a name"

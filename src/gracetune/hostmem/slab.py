@@ -36,12 +36,13 @@ class Slab(Protocol):
     host: Tensor
     """The bytes as a CPU tensor. Data is loaded into this one."""
     view: Tensor
-    """The bytes as batches are gathered from them: `host` itself, or a CUDA view of the same memory."""
+    """The bytes as a tensor from which batches are gathered: `host` itself, or a CUDA view of the same memory."""
     notes: tuple[str, ...]
-    """What could not be done: memory that was not page-locked, or not bound to its NUMA nodes."""
+    """Notes for the user: memory that was not page-locked, or not bound to its NUMA nodes."""
 
     def settle(self) -> None:
-        """Call this once everything is loaded, by whichever rank loads it. Page-locks the memory."""
+        """Prepare the memory for copies to the GPU (page-lock it, or move it there). Every rank that uses
+        the slab calls this, after one of them has loaded all data."""
 
     def close(self) -> None:
         """Release the slab. Tensors that still view its memory stay valid."""

@@ -1,9 +1,10 @@
-"""Facts about an upstream's code: names, parameters, lines. They are recorded as JSON, so checks need no upstream code.
+"""Facts about the code of an upstream (SimpleTuner or ai-toolkit): names, parameters, lines. They are recorded as JSON,
+so checks need no upstream code.
 
 A facts file holds `{"facts": 1, "upstream", "version", "origin", "looked_for": [...], "modules": {FILE: MODULE},
 "unreadable": {FILE: REASON}}` with a MODULE `{"definitions": {NAME: {"kind", "line", "parameters", "bases", "calls"}},
-"imports": {NAME: LINE}, "commit"}`. It contains no source text. `looked_for` lists the points that were searched for:
-if one of them is not in the file, upstream did not have it.
+"imports": {NAME: LINE}, "commit"}`. It contains no source text. `looked_for` lists the points (`points.py`) that were
+searched for: a point that is listed there but has no definition in `modules` did not exist upstream.
 """
 
 from __future__ import annotations
@@ -63,12 +64,16 @@ class UpstreamModule:
 class UpstreamFacts:
     upstream: str
     version: str | None
+    """None if the code does not state it."""
     origin: str
+    """A description of the source of the code, for messages."""
     modules: Mapping[str, UpstreamModule]
     """Modules by file, relative to upstream's root, with slashes."""
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    """File -> why it could not be read or parsed."""
     looked_for: frozenset[str] | None = None
-    """`Point.location` of all points that were searched for; None for facts made from the whole code."""
+    """`Point.location` of all points that were searched for; None for facts made from the whole code, which are not
+    written to a file before they are narrowed to points (`narrowed` in `survey.py`)."""
 
 
 def file_names(module: str) -> tuple[str, str]:
@@ -78,7 +83,7 @@ def file_names(module: str) -> tuple[str, str]:
 
 
 def same_name(file: str, module: str) -> bool:
-    """Whether a file could be that module in another folder."""
+    """Whether a file could be that module, moved to another folder."""
     return file.rpartition("/")[2] == f"{module.rpartition('.')[2]}.py"
 
 

@@ -1,6 +1,6 @@
 """Memory sensors for the governor and the watchdog: GPU memory, and main memory from `hostmem.sensors`.
 
-None means unknown, and `notes` say why. The sensors only measure; decisions are made elsewhere.
+None means unknown; the reasons are in `notes`. The sensors only measure; decisions are made elsewhere.
 
 torch's peak counter. What a step needs is its peak, not what is left when it ends. But torch has one peak counter per
 process, and other code reads it too (`torch.cuda.max_memory_allocated()`), so it should not be reset at every step.
@@ -121,7 +121,8 @@ def usable_total(total: int, fraction: float, arena_reserved: int = 0) -> int:
 class DeviceSensor:
     """The memory sensor of one GPU.
 
-    `exact_below` returns, for a total, the available bytes below which the peak of each sample matters (see above).
+    `exact_below` returns, for a total, the available bytes below which the peak of each sample matters
+    (see "torch's peak counter" above).
     """
 
     def __init__(self, cuda: CudaMemory, *, exact_below: Callable[[int], int], one_pool: bool = False) -> None:

@@ -5,15 +5,16 @@ bytes, its dtype, its shape and its name. File names, folders, sharding and meta
 weights does. A text encoder with a single replaced row in its embedding table has another fingerprint.
 
 Reading an 11 GB text encoder takes seconds from the page cache and a minute from a slow disk, before every run. The
-digests of tensors can therefore be remembered in a file. They are reused while the weight file's path, device, inode,
-size and modification time are unchanged. The remembered file can be deleted at any time.
+digests of tensors can therefore be kept in a JSON file, the digest file. They are reused while the weight file's path,
+device, inode, size and modification time are unchanged. The digest file can be deleted at any time.
 
-Two runs match only if all parts besides the trained weights match (`part_fingerprints`). A part with weights is
-fingerprinted by every byte of them and its configuration; a tokenizer or processor by all its files. Plain
-configurations (the scheduler, the denoisers' shape, the pipeline's settings) are kept as values, so that a message can
-name the one that changed. Keys that only record which program wrote a file are ignored. For a denoiser only the
-configuration is fingerprinted, even one that is not trained: such a denoiser only affects generated samples, and
-reading its 28 GB would delay every first start.
+A checkpoint can be resumed only with the same model: the same base weights of the trained denoisers, for which
+`train/run_identity.py` calls `fingerprint`, and the same values of `part_fingerprints` for everything else. There, a
+part with weights is fingerprinted by every byte of them and its configuration, a tokenizer or processor by all its
+files. Plain configurations (the scheduler's, the denoisers', the pipeline's settings) are kept as JSON, so that a
+message can name the setting that changed. Keys that only record which program wrote a file are ignored. The weights of
+a denoiser that is not trained are not fingerprinted at all: they only affect generated samples, and reading 28 GB would
+delay every first start.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ Digests = Mapping[str, str]
 """Tensor name -> digest, for the tensors of one file."""
 
 
-def fingerprint(tensors: Iterable[TensorEntry], remembered: Path | None = None) -> str:
-    """The fingerprint of all these tensors. `remembered` is the file that keeps digests; None reads every byte."""
-    memory = _Memory(remembered)
+def fingerprint(tensors: Iterable[TensorEntry], digest_file: Path | None = None) -> str:
+    """The fingerprint of all these tensors. `digest_file` keeps their digests; None reads every byte."""
+    kept = _DigestFile(digest_file)
     by_file: dict[Path, list[TensorEntry]] = {}
     for tensor in tensors:
         by_file.setdefault(tensor.path, []).append(tensor)
@@ -56,19 +57,19 @@ def fingerprint(tensors: Iterable[TensorEntry], remembered: Path | None = None) 
         raise ValueError("no tensors to fingerprint: expected at least one")
     lines: list[str] = []
     for path, entries in by_file.items():
-        digests = _digests(path, entries, memory)
+        digests = _digests(path, entries, kept)
         lines += (f"{digests[one.name]} {one.dtype} {[*one.shape]} {one.name}" for one in entries)
-    memory.save()
+    kept.save()
     return xxhash.xxh3_128_hexdigest("\n".join([f"weights {VERSION}", *sorted(lines)]).encode())
 
 
-def _digests(path: Path, entries: list[TensorEntry], memory: _Memory) -> Digests:
-    """The digests of a file's tensors. Computes those that are not remembered, several at a time."""
+def _digests(path: Path, entries: list[TensorEntry], kept: _DigestFile) -> Digests:
+    """The digests of a file's tensors. Computes those that are not in the digest file, several at a time."""
     try:
         descriptor = open_regular(path)
         try:
             identity = FileIdentity.of(descriptor)
-            known = memory.of(path, identity)
+            known = kept.digests_of(path, identity)
             lacking = [entry for entry in entries if entry.name not in known]
             with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
                 found = pool.map(lambda entry: _digest(descriptor, entry), lacking)
@@ -78,7 +79,7 @@ def _digests(path: Path, entries: list[TensorEntry], memory: _Memory) -> Digests
     except OSError as error:
         raise WeightFileError([unreadable(path, error)]) from None
     if lacking:
-        memory.keep(path, identity, digests)
+        kept.add(path, identity, digests)
     return digests
 
 
@@ -92,7 +93,7 @@ def _digest(descriptor: int, entry: TensorEntry) -> str:
     return digest.hexdigest()
 
 
-# -- remembered digests ------------------------------------------------------------------------------------------------
+# -- the digest file ---------------------------------------------------------------------------------------------------
 
 
 class _File(BaseModel):
@@ -115,8 +116,8 @@ class _Files(BaseModel):
     files: dict[str, _File]
 
 
-class _Memory:
-    """The file of remembered digests."""
+class _DigestFile:
+    """The digests kept from earlier runs. Entries of deleted weight files stay."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -131,11 +132,12 @@ class _Memory:
             return {}
         return found.files if found is not None and found.version == VERSION else {}
 
-    def of(self, path: Path, identity: FileIdentity) -> Digests:
+    def digests_of(self, path: Path, identity: FileIdentity) -> Digests:
+        """Empty if the weight file is new or changed."""
         found = self._files.get(str(path.absolute()))
         return found.tensors if found is not None and found.is_of(identity) else {}
 
-    def keep(self, path: Path, identity: FileIdentity, digests: Digests) -> None:
+    def add(self, path: Path, identity: FileIdentity, digests: Digests) -> None:
         self._files[str(path.absolute())] = _File(
             device=identity.device,
             inode=identity.inode,
@@ -165,7 +167,10 @@ _WRITERS = ("_name_or_path", "_diffusers_version", "transformers_version", "torc
 
 
 def part_fingerprints(source: ModelSource, facts: ModelFacts) -> dict[str, str]:
-    """Fingerprint by part name, as in model_index.json. That file's own settings are under its file name."""
+    """Fingerprint by part name, as in model_index.json: a digest, or JSON for a plain configuration. The settings in
+    model_index.json itself are under that name.
+
+    Missing parts are no error here; the code that loads them reports it."""
     index = read_index(source)
     denoisers = {expert.component for expert in facts.experts}
     parts = [name for name, value in index.items() if isinstance(value, list) and value[-1] is not None]
@@ -194,7 +199,7 @@ def _part(source: ModelSource, component: str) -> str:
 def _weights(source: ModelSource, component: str) -> str:
     try:
         tensors = part_tensors(source, component)
-    except WeightFileError:  # reported by the code that loads this part
+    except WeightFileError:
         return "not there"
     return fingerprint(tensors, source.fingerprints) if tensors else "none"
 

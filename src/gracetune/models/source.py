@@ -51,7 +51,7 @@ class ModelSource:
     text_encoder: Path | None = None
     """A folder that replaces the text encoder's folder."""
     fingerprints: Path | None = None
-    """The file that remembers fingerprints of weights. None computes them every time."""
+    """The digest file (`fingerprint.py`). None computes digests every time."""
 
     def part(self, component: str) -> Path:
         """The folder of one part."""

@@ -2,9 +2,10 @@
 
     E(n) = E_i + (E_t - E_i) min(n / T, 1)^2
 
-n is the number of micro-batches consumed when an optimizer step begins, so the size of a step is fixed before its first
-micro-batch. A step is `accumulation` micro-batches of `micro_batch` samples on every rank. While E(n) is smaller than
-one full micro-batch on every rank, the micro-batch itself is smaller.
+n is the number of micro-batches that each rank has consumed when an optimizer step begins, so the size of a step is
+fixed before its first micro-batch. T (`ramp_steps`) counts micro-batches too, not optimizer steps. A step is
+`accumulation` micro-batches of `micro_batch` samples on every rank. While E(n) is smaller than one full micro-batch on
+every rank, the micro-batch itself is smaller.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ class Ramp:
     target: int
     """`initial` and `target` are effective batches over all ranks."""
     ramp_steps: int
-    """T, in micro-batches; 0 means the target from the start."""
+    """T, in micro-batches of one rank; 0 means the target from the start."""
     micro_batch: int
+    """Samples in a full micro-batch of one rank."""
     world_size: int = 1
 
     def effective(self, consumed: int) -> float:
+        """E(consumed): samples over all ranks, before rounding to whole micro-batches."""
         if consumed >= self.ramp_steps:
             return float(self.target)
         return self.initial + (self.target - self.initial) * (consumed / self.ramp_steps) ** 2
@@ -52,10 +55,10 @@ class Ramp:
     def step_batch(self, consumed: int) -> StepBatch:
         """The optimizer step that begins after `consumed` micro-batches."""
         wanted = self.effective(consumed)
-        one_round = self.micro_batch * self.world_size
-        if wanted < one_round:
+        global_micro_batch = self.micro_batch * self.world_size
+        if wanted < global_micro_batch:
             return StepBatch(max(1, _nearest(wanted / self.world_size)), 1)
-        return StepBatch(self.micro_batch, _nearest(wanted / one_round))
+        return StepBatch(self.micro_batch, _nearest(wanted / global_micro_batch))
 
     def step_batches(self, consumed: int = 0) -> Iterator[StepBatch]:
         """All optimizer steps from `consumed` on; the iterator never ends."""
@@ -76,11 +79,14 @@ class Ramp:
 
     @property
     def first_line(self) -> str | None:
-        """The log line at the start of a run; None without a ramp. Scripts search for it, so its text is fixed."""
+        """The log line at the start of a run; None without a ramp. Scripts search for it, so its text is fixed.
+
+        Its `initial` and `target` are accumulation steps, not samples.
+        """
         if self.ramp_steps == 0:
             return None
-        per_round = self.micro_batch * self.world_size
-        initial, target = (max(1, _nearest(batch / per_round)) for batch in (self.initial, self.target))
+        global_micro_batch = self.micro_batch * self.world_size
+        initial, target = (max(1, _nearest(batch / global_micro_batch)) for batch in (self.initial, self.target))
         numbers = f"initial={initial}, target={target}, ramp_steps={self.ramp_steps}"
         return f"GH200 gradient accumulation ramp enabled ({numbers})"
 

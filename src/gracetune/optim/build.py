@@ -241,7 +241,7 @@ def _check(optimizer: Optimizer, names: Mapping[str, Tensor], saved: NamedState)
         wrong = f"  groups: {[group['name'] for group in saved.json['groups']]} instead of {groups}"
     extra = sorted({*by_parameter(saved.tensors), *by_parameter(saved.json["values"])} - {*names})
     if not wrong and extra:
-        wrong = f"  not ours ({len(extra)}): {', '.join(extra[:8])}"
+        wrong = f"  unexpected ({len(extra)}): {', '.join(extra[:8])}"
     if wrong:
         raise StateMismatchError(f"this optimizer state is of other parameters:\n{wrong}\n{_REMEDY}")
 

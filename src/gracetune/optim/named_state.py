@@ -14,7 +14,7 @@ from torch import Tensor
 from gracetune.errors import GracetuneError
 
 _SHOWN = 8
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class StateMismatchError(GracetuneError):
@@ -33,36 +33,43 @@ class NamedState:
 class KeepsNamedState(Protocol):
     """An optimizer that saves and loads its own state by parameter name. `optim.build` does it for all others."""
 
-    def state_tensors(self) -> list[Tensor]: ...
+    def state_tensors(self) -> list[Tensor]:
+        """All state tensors on this rank, for measuring their memory."""
+        ...
 
-    def named_state(self) -> NamedState: ...
+    def named_state(self) -> NamedState:
+        """The state to save. Sharded state is gathered, so all ranks must call this."""
+        ...
 
-    def load_named_state(self, state: NamedState) -> None: ...
+    def load_named_state(self, state: NamedState) -> None:
+        """Load strictly: if names or shapes differ, raise `StateMismatchError` and change nothing."""
+        ...
 
 
 def key_of(name: str, entry: str) -> str:
+    """The key of a parameter's state entry in `NamedState.tensors`. An entry contains no colon."""
     return f"{name}:{entry}"
 
 
-def by_parameter(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
+def by_parameter(values: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
     """Split the keys made by `key_of`: entries by parameter."""
-    found: dict[str, dict[str, T]] = {}
-    for key, tensor in tensors.items():
+    found: dict[str, dict[str, _T]] = {}
+    for key, value in values.items():
         name, _, entry = key.rpartition(":")
-        found.setdefault(name, {})[entry] = tensor
+        found.setdefault(name, {})[entry] = value
     return found
 
 
-def differences(wanted: Mapping[str, object], found: Mapping[str, object]) -> str:
-    """A text that lists missing, extra and changed keys; "" if both mappings are equal."""
-    missing = sorted(set(wanted) - set(found))
-    extra = sorted(set(found) - set(wanted))
+def differences(ours: Mapping[str, object], saved: Mapping[str, object]) -> str:
+    """How saved keys and values differ from this run's, as a text; "" if they are equal."""
+    missing = sorted(set(ours) - set(saved))
+    unexpected = sorted(set(saved) - set(ours))
     changed = [
-        f"{name} ({found[name]} instead of {wanted[name]})"
-        for name in sorted(set(wanted) & set(found))
-        if wanted[name] != found[name]
+        f"{name} ({saved[name]} instead of {ours[name]})"
+        for name in sorted(set(ours) & set(saved))
+        if ours[name] != saved[name]
     ]
-    lists = (("missing", missing), ("not ours", extra), ("different", changed))
+    lists = (("missing", missing), ("unexpected", unexpected), ("different", changed))
     return "\n".join(f"  {title} ({len(names)}): {_some(names)}" for title, names in lists if names)
 
 

@@ -177,12 +177,12 @@ def _out_of_memory(job: TrainingJob, size: int, planned: PlannedRun, error: Base
     held = ""
     if job.device.type == "cuda":
         held = f", {format_bytes(torch.cuda.max_memory_allocated(job.device))} held at the peak"
-    edits = [] if planned.not_ours else [change for change in planned.plan.changes if not change.automatic]
+    edits = [] if planned.mismatch else [change for change in planned.plan.changes if not change.automatic]
     proposed = " ".join(f"--set '{change.key}={change.after}'" for change in edits) or (
         "--set training.gradient_checkpointing=full, or a smaller training.batch_size (with more "
         "training.gradient_accumulation_steps), a smaller resolution or fewer frames"
     )
-    plan = planned.not_ours or f"{planned.plan.verdict}, {planned.plan.summary}"
+    plan = planned.mismatch or f"{planned.plan.verdict}, {planned.plan.summary}"
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     problem = Problem(
         key=f"out of memory after {job.position.step} steps, at a micro-batch of {size}",

@@ -1,7 +1,8 @@
-"""Remove or complete what a killed process of this run left behind.
+"""Remove what a killed process of this run left behind.
 
 This runs while the run's folder is locked. It removes files and folders with gracetune's temporary names
-(`temporary_name`) and files that the journal records as incomplete. It touches nothing else.
+(`temporary_name`) and the weights that the journal (`checkpoint/folder.py`) records as incomplete or no longer kept. It
+touches nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gracetune.storage.os_errors import explain
 from gracetune.train.output import RunFolder
 
 _ENDED_BY_REMOVAL: Final[tuple[Work, ...]] = ("saving", "retiring")
-"""Operations whose files are removed if they were interrupted: writing a step's weights, and deleting old ones."""
+"""Operations of the journal that end by removing the step's weights: writing new weights, deleting old ones."""
 
 
 def remove_leftovers(
@@ -31,7 +32,7 @@ def remove_leftovers(
 ) -> list[str]:
     """Return notes about what could not be removed. Leftovers do not stop a run."""
     folders = cache_folders(config)
-    for path in (folder.path, folder.samples, folders.base, scan_folder(config), *_inside(folders.lasting())):
+    for path in (folder.path, folder.samples, folders.base, scan_folder(config), *_folders_of(folders.lasting())):
         with suppress(OSError):  # it does not exist, or the run will report the problem when it uses the folder
             sweep(path)
     try:
@@ -46,13 +47,13 @@ def remove_leftovers(
             notes += failed
             if not failed:
                 store.end_work(work, step)
-    if store.unfinished("finishing") and not folder.exist(folder.final_files(experts, config.adapter.kind)):
-        notes += folder.remove_step(experts, None)
+    if store.unfinished("finishing") and not folder.has_all(folder.final_files(experts, config.adapter.kind)):
+        notes += folder.remove_step(experts, None)  # the run writes them again
     return notes
 
 
-def _inside(stores: Iterable[Path]) -> Iterator[Path]:
-    """The folders of these stores. Opening a store sweeps it, but a run that only finishes its files opens none."""
+def _folders_of(stores: Iterable[Path]) -> Iterator[Path]:
+    """The folders of these caches. Opening a cache sweeps it, but a run that only finishes its files opens none."""
     for store in stores:
         yield from (store, store / SHARDS)
 

@@ -1,8 +1,8 @@
 """What the screen shows while a run trains: loss, pace, time left and memory.
 
-The line is refreshed by time and not at log steps, and about every 5 % of the run a line of it stays. The loss of a
-refresh is copied to the host while the device works on, and is read at a later step, once it has arrived. So nothing
-waits for the device.
+The line is refreshed by time and not at log steps. About every 5 % of the run it is also printed as a summary line that
+scrolls up and stays. The loss of a refresh is copied to the host without synchronizing, and is shown at a later step,
+once it has arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gracetune.train.view import View
 REFRESH_S = 2.0
 """Seconds between two refreshes."""
 SUMMARIES = 20
-"""Number of lines that stay, in a whole run."""
+"""Number of summary lines in a whole run."""
 RECENT = 50
 """Steps whose mean duration is the pace."""
 
@@ -33,7 +33,7 @@ class _Reading:
 
     step: int
     expert: str
-    stays: bool
+    is_summary: bool
     loss: Tensor
     arrived: torch.cuda.Event | None
     """None if the loss is in host memory already."""
@@ -43,22 +43,24 @@ class _Reading:
 
 
 class LiveProgress:
-    """Shows the status of a run. As a sink it sees the events, which have the exact values of log steps."""
+    """Shows the status of a run. It is a telemetry sink, for the exact values of log steps, and the log callback
+    reports every step to it (`step_ends`)."""
 
     name = "the progress line"
 
     def __init__(
         self, view: View, memory: Callable[[], Mapping[str, int]], pauses: Pauses, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        """`memory` returns the bytes in use by tier, without synchronizing."""
+        """`memory` returns the bytes in use by tier, without synchronizing. `clock` is in seconds."""
         self._view, self._memory, self._pauses, self._clock = view, memory, pauses, clock
         self._tracker = ProgressTracker()
         self._every = 1
         self._ends: deque[tuple[float, int]] = deque(maxlen=RECENT)
-        """When the last steps ended, without pauses, and which they were. The first one includes warming up."""
+        """(end time minus all pauses so far, step) of the last steps. The duration of the first one is not counted."""
         self._readings: deque[_Reading] = deque()
         self._refreshed = -REFRESH_S
         self._summarised: int | None = None
+        """Step of the last summary line."""
 
     def write(self, record: Record) -> None:
         event = record.event
@@ -71,23 +73,23 @@ class LiveProgress:
     def close(self) -> None: ...
 
     def step_ends(self, step: int, expert: str, mean_loss: Callable[[], Tensor], *, logged: bool) -> None:
-        """Refresh the line if it is time. `mean_loss` is over the steps since the last log step; `logged` says that
-        this is a log step, whose loss is known already."""
+        """Refresh the line if it is time. `mean_loss` computes the mean since the last log step. `logged` is True
+        at a log step, whose loss an event has reported already."""
         now = self._clock()
         self._ends.append((now - self._pauses.seconds, step))
         self._show_arrived()
-        stays = step % self._every == 0
+        is_summary = step % self._every == 0
         if logged:
             self._refreshed = now
-            if stays:
+            if is_summary:
                 self._summarise(self._status())
-        elif stays or (not self._readings and now - self._refreshed >= REFRESH_S):
+        elif is_summary or (not self._readings and now - self._refreshed >= REFRESH_S):
             self._refreshed = now
-            self._readings.append(_begin_reading(step, expert, mean_loss(), stays=stays))
+            self._readings.append(_begin_reading(step, expert, mean_loss(), is_summary=is_summary))
             self._show_arrived()
 
     def end(self, step: int) -> None:
-        """Keep a line about the last step, after its log line."""
+        """Print a summary line for the last step, unless there is one."""
         self._readings.clear()
         if self._ends and self._summarised != step:
             self._summarise(replace(self._status(), step=step))
@@ -96,7 +98,7 @@ class LiveProgress:
         while self._readings and self._readings[0].is_ready():
             reading = self._readings.popleft()
             status = replace(self._status(), step=reading.step, loss=reading.loss.item(), stage=reading.expert)
-            if reading.stays:
+            if reading.is_summary:
                 self._summarise(status)
             else:
                 self._view.on_status(status)
@@ -117,11 +119,11 @@ class LiveProgress:
         return replace(status, seconds_per_step=pace, memory={**status.memory, **used})
 
 
-def _begin_reading(step: int, expert: str, loss: Tensor, *, stays: bool) -> _Reading:
+def _begin_reading(step: int, expert: str, loss: Tensor, *, is_summary: bool) -> _Reading:
     if loss.device.type != "cuda":
-        return _Reading(step, expert, stays, loss, None)
+        return _Reading(step, expert, is_summary, loss, None)
     on_host = torch.empty((), dtype=loss.dtype, pin_memory=True)
     on_host.copy_(loss, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(loss.device))
-    return _Reading(step, expert, stays, on_host, arrived)
+    return _Reading(step, expert, is_summary, on_host, arrived)

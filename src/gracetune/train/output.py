@@ -164,7 +164,7 @@ class RunFolder:
         whole = kind == "full_finetune"
         return [self.model() / one.component if whole else self.adapter(one.name) for one in experts]
 
-    def exist(self, files: Iterable[Path]) -> bool:
+    def has_all(self, files: Iterable[Path]) -> bool:
         """Whether all of the files exist."""
         with self.refusing():
             return all(path.exists() for path in files)

@@ -39,32 +39,32 @@ class PlannedRun:
 
     demand: Demand
     plan: Plan
-    not_ours: str | None = None
+    mismatch: str | None = None
     """Why the plan does not apply: the weights differ in size from the flavour's. None if it applies."""
     parameters: int = 0
     """Number of parameters of all the run's denoisers."""
 
     @property
     def parks_experts(self) -> bool:
-        if self.not_ours is not None:
+        if self.mismatch is not None:
             return False
         return any(change.key == "placement: idle expert" for change in self.plan.changes)
 
     @property
     def parks_inputs(self) -> bool:
-        return self.not_ours is None and any(change.key == INPUTS for change in self.plan.changes)
+        return self.mismatch is None and any(change.key == INPUTS for change in self.plan.changes)
 
     @property
     def fp8_layouts(self) -> Fp8Layouts:
         """Both layouts, unless the plan saves memory by keeping one."""
         one = any(change.key == "placement: fp8 layouts" for change in self.plan.changes)
-        return "one" if one and self.not_ours is None else "both"
+        return "one" if one and self.mismatch is None else "both"
 
     @property
     def managed_bytes(self) -> int:
         """Managed memory that this process will hold besides its overflow arena: caches and, if the plan applies,
         parked experts."""
-        if self.not_ours is None:
+        if self.mismatch is None:
             return self.plan.managed_bytes
         return sum(
             line.bytes for line in self.plan.lines if line.managed and line.role in ("latent cache", "text cache")
@@ -73,7 +73,7 @@ class PlannedRun:
     @property
     def step_bytes(self) -> int:
         """Device memory that a step needs besides its denoiser's weights. Experts are not prefetched into it."""
-        if self.not_ours is not None:
+        if self.mismatch is not None:
             return 0
         policy = next(name for name, value in CONFIG_VALUE.items() if value == self.plan.checkpointing.value)
         weights = self.demand.denoisers[0].size(self.demand.settings.precision)
@@ -91,16 +91,16 @@ def make_plan(
         config, footprint, survey(config), compiled=compiled, processes=processes, assistant_elements=elements
     )
     parameters = sum(one.numel() for one in spec.build_denoiser(source, facts.experts[0]).parameters())
-    not_ours = None
+    mismatch = None
     if abs(parameters - footprint.parameters) > _SAME_MODEL * footprint.parameters:
-        not_ours = (
+        mismatch = (
             f"the memory plan is for {footprint.flavour} with {footprint.parameters:,} parameters; "
             f"these weights have {parameters:,}, so it is not followed"
         )
     found = plan(
         demand, machine, disk_free=free_on_disk(config.output_dir), force_oversubscription=force_oversubscription
     )
-    return PlannedRun(demand, found, not_ours, parameters * len(facts.experts))
+    return PlannedRun(demand, found, mismatch, parameters * len(facts.experts))
 
 
 def processes_of(runtime: Runtime) -> Processes:
@@ -110,7 +110,7 @@ def processes_of(runtime: Runtime) -> Processes:
 def reject_misfit(planned: PlannedRun, *, allowed: bool) -> None:
     """Reject a config that does not fit, before anything is loaded. Plans that do not apply reject nothing."""
     plan = planned.plan
-    if planned.not_ours is not None or allowed or plan.verdict not in ("does not fit", "fits with these changes"):
+    if planned.mismatch is not None or allowed or plan.verdict not in ("does not fit", "fits with these changes"):
         return
     edits = [change for change in plan.changes if not change.automatic]
     begin = "it fits with" if plan.verdict != "does not fit" else "what saves most, though not enough:"
@@ -153,7 +153,7 @@ def choose(
     budget: float | None = None
     if requested != "auto":
         recompute, why = requested == "full", "as the config says"
-    elif planned.not_ours is not None:
+    elif planned.mismatch is not None:
         recompute = device.type == "cuda"
         why = "auto, without a plan for these weights: " + ("the safe choice" if recompute else "no GPU to run out of")
     else:
@@ -186,7 +186,7 @@ def choose_base(config: RunConfig, planned: PlannedRun) -> tuple[BasePrecision, 
     summary = f"model.base_precision auto; {planned.plan.summary}"
     if not planned.demand.settings.eight_bits_possible:
         return plain, f"sharded weights (FSDP) cannot be held in 8 bits; {summary}"
-    if planned.not_ours is not None:
+    if planned.mismatch is not None:
         return _base_without_plan(plain, planned)
     if planned.plan.verdict == "unknown":
         return "int8", f"model.base_precision auto, and how much memory there is is not known: {planned.plan.summary}"

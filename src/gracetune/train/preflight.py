@@ -329,7 +329,7 @@ def _find_beginning(
     finishing = bool(store.unfinished("finishing"))
     start = find_start(
         requested, store, folder, identity, model.trained, allow_other_run=options.allow_other_run,
-        is_half_finished=finishing and not folder.exist(finals),
+        is_half_finished=finishing and not folder.has_all(finals),
     )  # fmt: skip
     view.report(start.reason)
     files = () if finishing else nothing_left(start, config, folder, finals)

@@ -15,7 +15,7 @@ import psutil
 from torch.optim import Optimizer
 
 from gracetune.cache.required_entries import LatentItem
-from gracetune.checkpoint.resume import ResumeStart, begin, resolve
+from gracetune.checkpoint.resume import ResumeStart, open_requested, resolve
 from gracetune.checkpoint.state_parts import RandomState
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
@@ -47,7 +47,7 @@ def find_start(
     path, _ = resolve(requested, store)
     if path is None and not is_half_finished:
         folder.reject_finished(experts)
-    return begin(requested, store, identity, allow_other_run=allow_other_run, take=False)
+    return open_requested(requested, store, identity, allow_other_run=allow_other_run)
 
 
 def resume_hint(store: CheckpointStore, environment: Environment, *, requested: str, processes: int) -> str:
@@ -190,7 +190,7 @@ def nothing_left(start: ResumeStart, config: RunConfig, folder: RunFolder, files
     steps = config.training.max_steps
     if start.checkpoint is None or steps is None or start.step < steps or start.newest > start.step:
         return ()
-    return tuple(files) if folder.exist(files) else ()
+    return tuple(files) if folder.has_all(files) else ()
 
 
 def rates_to_start_with(

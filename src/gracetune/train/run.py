@@ -51,11 +51,12 @@ class Result:
     first_batch: FirstBatch | None
     """None if nothing was left to do."""
     hours: float
-    """Estimated length of the run when it began, from the time of the first batch."""
+    """Estimated time of the steps that were left when the run began, from the time of the first batch."""
     notes: tuple[str, ...] = ()
 
     @property
     def seconds_per_step(self) -> float:
+        """The estimate of a dry run, in which no step is done."""
         return 3600 * self.hours / max(1, self.steps - self.step)
 
 
@@ -66,7 +67,7 @@ def train(
     """Run `config` to its end and return the result.
 
     `control` must already listen to signals; if it is None, the run installs its own handlers. `on_memory` is called
-    with the unified-memory layer once that is open. `known` is passed to `preflight`.
+    with the unified-memory layer once that is open. `known` are problems that the caller has found already.
     """
     folder = RunFolder.of(config).path
     # Operating-system errors that no inner part explains are explained here.

@@ -84,7 +84,7 @@ class View:
         """Show loss, pace and memory. Called every few seconds and at log steps."""
 
     def on_summary(self, status: RunStatus) -> None:
-        """Show a line that stays. Called about every 5 % of the run, and at its end."""
+        """Print a summary line. Called about every 5 % of the run, and at its end."""
 
 
 class CollectingView(View):

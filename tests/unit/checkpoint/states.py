@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from gracetune.checkpoint.manifest import Metadata
 from gracetune.checkpoint.reading import Checkpoint
+from gracetune.checkpoint.resume import ResumeStart, open_requested
 from gracetune.checkpoint.state_parts import SavedState
 from gracetune.checkpoint.store import CheckpointStore
 
@@ -70,6 +72,14 @@ def filled(folder: Path, *steps: int, keep_last: int = 100) -> CheckpointStore:
     with CheckpointStore(folder, keep_last) as store:
         write(store, *steps)
     return CheckpointStore(folder, keep_last)
+
+
+def begin(
+    requested: str, store: CheckpointStore, identity: Mapping[str, str], *, allow_other_run: bool = False
+) -> ResumeStart:
+    """Open the requested checkpoint and take the folder, as a run does."""
+    start = open_requested(requested, store, identity, allow_other_run=allow_other_run)
+    return replace(start, notes=start.notes + store.begin(identity, start.checkpoint))
 
 
 def check(checkpoint: Checkpoint, step: int, size: int = 1000) -> None:

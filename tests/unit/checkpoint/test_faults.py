@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from gracetune.checkpoint.errors import CheckpointError, CheckpointFullError
-from gracetune.checkpoint.resume import begin
 from gracetune.checkpoint.store import CheckpointStore
 from unit.cache.processes import Child, make_read_only, mount_tmpfs, own_mounts
-from unit.checkpoint.states import IDENTITY, METADATA, Counter, Weights, check, names, write
+from unit.checkpoint.states import IDENTITY, METADATA, Counter, Weights, begin, check, names, write
 
 SIZE = 10_000
 _CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")

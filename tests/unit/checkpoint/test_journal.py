@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.checkpoint.folder import Journal, Work, read_journal
-from gracetune.checkpoint.resume import begin
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.storage.locks import open_lock_file
-from unit.checkpoint.states import IDENTITY, METADATA, Weights, names
+from unit.checkpoint.states import IDENTITY, METADATA, Weights, begin, names
 
 WORKS = st.sampled_from(get_args(Work))
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gracetune.checkpoint.errors import CheckpointError, DamagedCheckpointError, OtherRunError, ResumeError
-from gracetune.checkpoint.resume import begin, resolve
+from gracetune.checkpoint.resume import open_requested, resolve
 from gracetune.checkpoint.state_parts import RandomState
 from gracetune.checkpoint.store import CheckpointStore
-from unit.checkpoint.states import IDENTITY, METADATA, check, filled, names, write
+from unit.checkpoint.states import IDENTITY, METADATA, begin, check, filled, names, write
 
 
 class TestBeginning:
@@ -56,10 +56,10 @@ class TestBeginning:
             write(store, 5)
         before = sorted(folder.rglob("*"))
         with CheckpointStore(folder, 1) as store:
-            assert begin("none", store, IDENTITY, take=False).newest == 5
-            assert begin(str(folder / "checkpoint-3"), store, IDENTITY, take=False).step == 3
+            assert open_requested("none", store, IDENTITY).newest == 5
+            assert open_requested(str(folder / "checkpoint-3"), store, IDENTITY).step == 3
             with pytest.raises(OtherRunError):
-                begin("none", store, {**IDENTITY, "model": "another"}, take=False)
+                open_requested("none", store, {**IDENTITY, "model": "another"})
         assert sorted(folder.rglob("*")) == before
 
     def test_beginning_anew_sets_older_checkpoints_aside_every_time(self, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class TestBuild:
         assert f"cache {tmp_path}/out/cache/latents: 6 entries" in first
         assert f"cache {tmp_path}/out/cache/text: 6 entries" in first
         second = " ".join(run("build", file).stdout.split())
-        assert "captions 6 wanted, 6 there before latents 6 wanted, 6 there before" in second
+        assert "captions 6 wanted, 6 already there latents 6 wanted, 6 already there" in second
         assert "nothing was encoded: the caches are complete" in second
 
     @pytest.mark.parametrize("family", FLAVOURS)
@@ -141,7 +141,7 @@ class TestBuild:
         (latents,) = [store for store in report["stores"] if store["folder"].endswith("latents")]
         assert latents["stale_parts"] == {"encoder.weights": 6}
         words = run("audit", file, *change).stdout
-        assert "stale: 6 times another encoder.weights, for example" in words
+        assert "stale: 6 entries with another encoder.weights, for example" in words
         assert encoded(run_json("build", file, *change)) == (0, 6)
         assert run_json("audit", file, *change)["ok"]
         after = contents(tmp_path / "out" / "cache" / "latents")

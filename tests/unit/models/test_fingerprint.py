@@ -26,8 +26,8 @@ from runs.made_runs import FLAVOURS
 ANY_TIME = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def of(*files: Path, remembered: Path | None = None) -> str:
-    return fingerprint([one for file in files for one in open_weights(file).entries.values()], remembered)
+def of(*files: Path, digest_file: Path | None = None) -> str:
+    return fingerprint([one for file in files for one in open_weights(file).entries.values()], digest_file)
 
 
 def written(file: Path, tensors: Mapping[str, Tensor], **metadata: str) -> Path:
@@ -92,7 +92,7 @@ def test_other_rewrites_change_the_fingerprint(weights: Path, tmp_path: Path) ->
     assert len({*found, of(weights)}) == len(ways) + 1
 
 
-# -- remembered digests -----------------------------------------------------------------------------------------------
+# -- the digest file --------------------------------------------------------------------------------------------------
 
 
 def test_digests_are_reused_while_the_file_is_unchanged(
@@ -103,20 +103,20 @@ def test_digests_are_reused_while_the_file_is_unchanged(
     monkeypatch.setattr(module, "_digest", lambda *given: read.append(given[1].name) or digest(*given))
     before = of(weights)
     assert sorted(read) == ["small", "table"]
-    assert of(weights, remembered=memory) == before
+    assert of(weights, digest_file=memory) == before
     read.clear()
-    assert of(weights, remembered=memory) == before
+    assert of(weights, digest_file=memory) == before
     assert read == []
     tensors = load_file(weights)
     tensors["table"][0] += 1
     written(weights, tensors, format="pt")
-    assert of(weights, remembered=memory) == of(weights) != before
+    assert of(weights, digest_file=memory) == of(weights) != before
 
 
-def test_remembered_digests_are_extended(weights: Path, tmp_path: Path) -> None:
+def test_kept_digests_are_extended(weights: Path, tmp_path: Path) -> None:
     memory, entries = tmp_path / "fingerprints.json", open_weights(weights).entries
     fingerprint([entries["small"]], memory)
-    assert of(weights, remembered=memory) == of(weights)
+    assert of(weights, digest_file=memory) == of(weights)
     assert [*json.loads(memory.read_text())["files"][str(weights)]["tensors"]] == ["small", "table"]
 
 
@@ -124,13 +124,13 @@ def test_remembered_digests_are_extended(weights: Path, tmp_path: Path) -> None:
 def test_unreadable_memory_is_rewritten(weights: Path, tmp_path: Path, content: str) -> None:
     memory = tmp_path / "fingerprints.json"
     memory.write_text(content)
-    assert of(weights, remembered=memory) == of(weights)
+    assert of(weights, digest_file=memory) == of(weights)
     assert json.loads(memory.read_text())["version"] == module.VERSION
 
 
 def test_unwritable_memory_is_ignored(weights: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert of(weights, remembered=tmp_path / "file" / "fingerprints.json") == of(weights)
+    assert of(weights, digest_file=tmp_path / "file" / "fingerprints.json") == of(weights)
 
 
 # -- rejections -------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ TinyModel = Callable[[str, str], Path]
 
 
 def fingerprints(family: str, folder: Path) -> dict[str, str]:
-    source = replace(open_source(Model(family=family, path=str(folder))), fingerprints=folder / "remembered.json")
+    source = replace(open_source(Model(family=family, path=str(folder))), fingerprints=folder / "digests.json")
     return part_fingerprints(source, spec_of(family).inspect(source))
 
 
@@ -173,7 +173,7 @@ def test_each_file_counts_for_its_part(family: str, tiny_model: TinyModel, tmp_p
     denoisers = {
         one.component for one in spec_of(family).inspect(open_source(Model(family=family, path=str(folder)))).experts
     }
-    for file in [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "remembered.json"]:
+    for file in [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "digests.json"]:
         part = file.relative_to(folder).parts[0]
         kept = file.read_bytes()
         change(file)

@@ -113,7 +113,7 @@ def test_numbers_from_the_end_and_routes_that_skip_nothing() -> None:
     [
         ([(0.5, 2, 40)], "routes[0].last_block", "one of the model's 40 blocks: 0 to 39, or -40 to -1"),
         ([(0.5, -41, 3)], "routes[0].first_block", "one of the model's 40 blocks"),
-        ([(0.5, 5, 2)], "routes[0]", "a first block that is not behind the last one"),
+        ([(0.5, 5, 2)], "routes[0]", "a first block that is not after the last one"),
         ([(0.5, 0, 4), (0.5, 4, 6)], "routes[1]", "in the order of their blocks, without overlaps"),
         ([(0.5, 8, 9), (0.5, 1, 2)], "routes[1]", "in the order of their blocks, without overlaps"),
     ],

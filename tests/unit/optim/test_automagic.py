@@ -296,7 +296,7 @@ class TestState:
         with pytest.raises(StateMismatchError) as caught:
             target.load_named_state(saved)
         assert "missing (3): other:rate" in str(caught.value)
-        assert "not ours (3): layer.1:rate" in str(caught.value)
+        assert "unexpected (3): layer.1:rate" in str(caught.value)
         assert all(torch.equal(before.tensors[key], now) for key, now in target.named_state().tensors.items())
         with pytest.raises(StateMismatchError, match="different"):
             Automagic(named(made([(4, 5), (3,)]))).load_named_state(saved)

@@ -103,7 +103,7 @@ def test_state_of_other_parameters_is_rejected_and_changes_nothing() -> None:
     state = {"a": torch.zeros(3, 3), "c": torch.zeros(3, 2)}
     with pytest.raises(GracetuneError) as caught:
         ema.load_named_state(state, 3)
-    for words in ("missing (1): b", "not ours (1): c", "different (1): a ((3, 3) instead of (3, 2))"):
+    for words in ("missing (1): b", "unexpected (1): c", "different (1): a ((3, 3) instead of (3, 2))"):
         assert words in str(caught.value)
     assert all(torch.equal(before[name], average) for name, average in ema.averages.items())
 

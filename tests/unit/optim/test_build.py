@@ -289,7 +289,7 @@ class TestState:
         saved = named_state(optimizer, parameter_names(groups))
         one = [ParamGroup("low_noise", "low_noise", layers())]
         target = build_optimizer(settings(name), one)
-        with pytest.raises(StateMismatchError, match=r"not ours \(\d+\): high_noise/to_q"):
+        with pytest.raises(StateMismatchError, match=r"unexpected \(\d+\): high_noise/to_q"):
             load_named_state(target, parameter_names(one), saved)
         assert not target.state
 

@@ -72,7 +72,7 @@ class TestAuto:
     @pytest.mark.parametrize(("parameters", "held"), [(10 * 10**9, "bf16"), (20 * 10**9, "int8")])
     def test_weights_without_a_plan_are_compared_with_the_memory(self, parameters: int, held: str) -> None:
         needed = demand(**AUTO)
-        planned = PlannedRun(needed, plan(needed, small_gpu(48)), not_ours="others", parameters=parameters)
+        planned = PlannedRun(needed, plan(needed, small_gpu(48)), mismatch="others", parameters=parameters)
         found, why = choose_base(config_of(**AUTO), planned)
         assert found == held
         assert why is not None
@@ -85,12 +85,12 @@ class TestAuto:
         found = plan(needed, machine.model_copy(update={"gpus": (unknown,)}))
         assert found.verdict == "unknown"
         assert choose_base(config_of(**AUTO), PlannedRun(needed, found))[0] == "int8"
-        assert choose_base(config_of(**AUTO), PlannedRun(needed, found, not_ours="others"))[0] == "int8"
+        assert choose_base(config_of(**AUTO), PlannedRun(needed, found, mismatch="others"))[0] == "int8"
 
     def test_sharded_weights_stay_in_16_bits(self) -> None:
         needed = demand(**AUTO, processes=Processes(2, 2, sharded=True))
         for others in (None, "others"):
-            planned = PlannedRun(needed, plan(needed, small_gpu(12)), not_ours=others, parameters=10**12)
+            planned = PlannedRun(needed, plan(needed, small_gpu(12)), mismatch=others, parameters=10**12)
             found, why = choose_base(config_of(**AUTO), planned)
             assert found == "bf16"
             assert "FSDP" in str(why)

@@ -1,4 +1,7 @@
-"""Matrix operations that several algorithms share: Tucker forms, norms and SVDs from factors, factorizations."""
+"""Matrix operations that several algorithms share: Tucker forms, norms and SVDs from factors, factorizations.
+
+The change is what an adapter adds to a weight. r is the rank. Norms are Frobenius norms.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ if TYPE_CHECKING:
 
 _PART = 1 << 22
 """The number of elements processed at a time."""
-_EXACT = 1 << 29
+_MOST_EXACT = 1 << 29
 """The most multiplications for the exact norm of one layer. A file has hundreds of layers."""
 ROWS = 128
-"""The number of sampled rows from which a norm is estimated, if the exact norm takes more than `_EXACT`."""
+"""The number of sampled rows from which a norm is estimated, if the exact norm takes more than `_MOST_EXACT`."""
 
 
 def shaped(change: Tensor, shape: torch.Size) -> Tensor:
@@ -26,6 +29,7 @@ def shaped(change: Tensor, shape: torch.Size) -> Tensor:
 
 
 def expect(found: int, wanted: int, what: str, shape: torch.Size) -> None:
+    """Raise `ValueError` unless `found` is the `wanted` number of `what` (rows, elements)."""
     if found != wanted:
         raise ValueError(f"{found} {what} for a weight of shape {list(shape)}")
 
@@ -47,7 +51,7 @@ def with_core(right: Tensor, core: Tensor) -> Tensor:
 
 
 def parts_with_core(left: Tensor, core: Tensor) -> Iterator[Tensor]:
-    """The product of [out, r] and a core [r, r, *kernel], as parts of [kernel * out, r]."""
+    """The product of [out, r] and a core [r, r, *kernel]: [kernel * out, r], in parts of whole kernel points."""
     import torch
 
     for points in _by_points(core).split(max(1, _PART // left.numel()), dim=2):
@@ -88,7 +92,8 @@ def _between(left: Tensor, core: Tensor, right: Tensor) -> Tensor:
 
 
 def hadamard_norm(rows: Iterable[tuple[Tensor, Tensor]], right: tuple[Tensor, Tensor], count: int) -> float:
-    """|(A B) * (C D)|. `rows` yields parts of A and C with `count` rows in total; `right` is B and D, each [r, in].
+    """|(A B) * (C D)|. `rows` yields A and C in parts (a few rows of A, the same rows of C), `count` rows in
+    total. `right` is B and D, each [r, in].
 
     Row i of the product is (a_i (x) c_i) times the pairwise products of B's and D's rows, so the norm follows from two
     Gram matrices [r^2, r^2]. For a large rank, building the product row by row is cheaper. If both are too expensive
@@ -115,7 +120,7 @@ def hadamard_norm(rows: Iterable[tuple[Tensor, Tensor]], right: tuple[Tensor, Te
 
 def is_estimated(count: int, across: int, rank: int) -> bool:
     """Whether `hadamard_norm` estimates the norm of a product [count, across]."""
-    return min(_by_pairs(count, across, rank), _row_by_row(count, across, rank)) > _EXACT
+    return min(_by_pairs(count, across, rank), _row_by_row(count, across, rank)) > _MOST_EXACT
 
 
 def _by_pairs(count: int, across: int, rank: int) -> int:
@@ -178,18 +183,18 @@ def singular_vectors_of_product(left: Tensor, right: Tensor) -> tuple[Tensor, Te
     """The SVD of L R from QR decompositions of L and R^T: it only takes an SVD of an [r, r] matrix."""
     import torch
 
-    (first, upper), (second, lower) = torch.linalg.qr(left.double()), torch.linalg.qr(right.double().T)
-    inner, values, outer = torch.linalg.svd(upper @ lower.T, full_matrices=False)
+    (first, first_upper), (second, second_upper) = torch.linalg.qr(left.double()), torch.linalg.qr(right.double().T)
+    inner, values, outer = torch.linalg.svd(first_upper @ second_upper.T, full_matrices=False)
     return first @ inner, values, outer @ second.T
 
 
 def core_size(core: Tensor | None) -> int:
-    """The number of kernel points of a Tucker core."""
+    """The number of kernel points of a Tucker core; 1 without a core."""
     return 1 if core is None else math.prod(core.shape[2:])
 
 
 def core_rejection(core: Tensor | None) -> str | None:
-    """Why ComfyUI cannot load a layer with this Tucker core."""
+    """Why ComfyUI cannot load a layer with this Tucker core; None if it can."""
     if core is not None and core.ndim != 4:
         return "ComfyUI takes Tucker forms of 2-d convolutions only"
     return None

@@ -17,7 +17,8 @@ ROW_KEYS: Final = (
 
 @dataclass(frozen=True)
 class TargetBar:
-    """The project's target for one row. Ratios are relative to the baseline of the same run."""
+    """The result that one row has to reach (`must_`), and the goal beyond it (`aim_`). Ratios are relative to the
+    baseline of the same run."""
 
     must_ms: float | None = None
     aim_ms: float | None = None
@@ -99,7 +100,7 @@ class StepRow:
     reasons: tuple[str, ...] = ()
     bar: str = ""
     ok: bool | None = None
-    """Whether the row meets its bar; None without a bar and in a smoke test."""
+    """Whether the row meets its bar, memory limit and estimated peak; None without a bar or in a smoke test."""
 
 
 assert tuple(one.name for one in fields(StepRow))[: len(ROW_KEYS)] == ROW_KEYS

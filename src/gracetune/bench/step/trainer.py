@@ -51,8 +51,8 @@ class StepChoices:
 
     @property
     def estimated_peak(self) -> int | None:
-        """The expected peak of torch's memory counter; None if the plan is for other weights."""
-        if self.planned.not_ours is not None:
+        """The expected peak of torch's memory counter; None if the plan does not apply."""
+        if self.planned.mismatch is not None:
             return None
         one = self.planned.demand.settings.precision == "fp8" and self.choices.fp8_layouts == "one"
         precision, parked = "fp8 one layout" if one else None, self.choices.park_inputs
@@ -62,6 +62,7 @@ class StepChoices:
 def decide(
     job: StepJob, config: RunConfig, machine: Machine, model: RandomModel, device: torch.device
 ) -> StepChoices:  # fmt: skip
+    """Plan and choose as a run does. Raises ConfigError if the job does not fit."""
     limited = machine if job.memory_limit is None else with_limit(machine, job.memory_limit)
     planned = make_plan(config, limited, model.spec, model.source, model.facts)
     reject_misfit(planned, allowed=False)
@@ -70,7 +71,8 @@ def decide(
 
 
 def with_limit(machine: Machine, limit: int) -> Machine:
-    """`machine` with a GPU on which a plan may use exactly `limit` bytes of torch's counter."""
+    """`machine` with a GPU on which a plan may use exactly `limit` bytes of torch's counter. Inverts the planner's
+    allowance for the context, fragmentation and headroom."""
     total = int((limit * (1 + FRAGMENTATION) + CONTEXT_BYTES) / (1 - HEADROOM)) + 1
     gpus = tuple(gpu.model_copy(update={"memory_total": total, "memory_free": total}) for gpu in machine.gpus)
     return machine.model_copy(update={"gpus": gpus})

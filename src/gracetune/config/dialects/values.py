@@ -1,6 +1,7 @@
 """Converts values as the peers write them: numbers and switches as text, lists with commas, alternative names.
 
-A converter returns a value that it cannot convert unchanged, so that the schema reports it.
+A converter (`Converter`) returns a value that it cannot convert unchanged, so that the schema reports it. The other
+functions test values.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def as_flag(value: Any) -> Any:
 
 
 def inverse(value: Any) -> Any:
+    """Convert to a boolean and negate it."""
     flag = as_flag(value)
     return not flag if isinstance(flag, bool) else value
 
@@ -73,13 +75,14 @@ def real(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def not_zero(value: Any) -> Any:
-    """Convert a number, and return None for 0 or less, which the peers use for "off"."""
+def positive_or_none(value: Any) -> Any:
+    """Convert to a number, or to None for 0 or less, which the peers use for "off"."""
     number = as_number(value)
     return None if is_number(number) and number <= 0 else number
 
 
 def as_text(value: Any) -> Any:
+    """Convert a number to text."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -107,8 +110,8 @@ def choice(table: Mapping[str, str]) -> Converter:
 
 def precision(value: Any) -> Any:
     """Convert the long name of a number format, such as `bfloat16`, to ours."""
-    names = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-    return names.get(value, value) if isinstance(value, str) else value
+    table = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+    return table.get(value, value) if isinstance(value, str) else value
 
 
 def is_off(value: Any, default: Any = None) -> bool:
@@ -119,5 +122,5 @@ def is_off(value: Any, default: Any = None) -> bool:
 
 
 def _same(value: Any, default: Any) -> bool:
-    plain = as_number(value) if is_number(default) else as_flag(value) if isinstance(default, bool) else value
-    return isinstance(plain, type(default) if not is_number(default) else int | float) and bool(plain == default)
+    found = as_number(value) if is_number(default) else as_flag(value) if isinstance(default, bool) else value
+    return isinstance(found, type(default) if not is_number(default) else int | float) and bool(found == default)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def assemble(cls: Any, source: ModelSource, parts: Mapping[str, Any], *, tokenizers: Iterable[str]) -> Any:
-    """A pipeline of these parts with the folder's options. It reads the missing parts itself."""
+    """A pipeline of class `cls` with the folder's options. `parts` are parts that are loaded already, or None for
+    parts that are not needed; diffusers loads the others. The files of `tokenizers` are checked first."""
     for part in tokenizers:
         _check_tokenizer(source, part)
     with without_bars(logging), _config_errors(source, "the model's folder"):
@@ -63,7 +64,7 @@ def _config_errors(source: ModelSource, what: str) -> Iterator[None]:
 class PipelineText:
     """A text encoder that consists of the text parts of a pipeline, without its other parts.
 
-    Satisfies `cache.encoder.TextEncoder`, `CutsTexts` and `MeasuresTexts`.
+    Satisfies `cache.encoder.TextEncoder`, `ReportsTruncation` and `MeasuresTexts`.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class PipelineText:
         reads_images: bool = False,
         lengths: Callable[[Any, Sequence[str]], list[int]] = lambda pipeline, texts: [0] * len(texts),
     ) -> None:
-        """`lengths` returns the token counts of texts, for encoders that only batch texts of equal length."""
+        """`lengths` returns the token counts of texts, for encoders that only batch texts of equal length. The default
+        makes all lengths equal."""
         self._pipeline, self._identity, self._encode, self._lengths = pipeline, identity, encode, lengths
         self._device, self._reads_images = device, reads_images
         self._cut = TruncatedTexts()
@@ -91,6 +93,7 @@ class PipelineText:
 
     @property
     def cut(self) -> Mapping[str, Sequence[str]]:
+        """Truncated texts, by the limit that cut them."""
         return self._cut.by_limit
 
     def lengths(self, texts: Sequence[str]) -> list[int]:

@@ -44,8 +44,11 @@ def predict(
 
 
 def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
-    """`image_rotary_emb`: tables of the image [tokens, pairs, 2] and of the caption. `modulate_index` [B, tokens]:
-    marks reference tokens (Edit-2511)."""
+    """Select the kept tokens from a block's arguments (`BlockRouting.select`).
+
+    `image_rotary_emb` has tables of the image [tokens, pairs, 2] and of the caption. `modulate_index` [B, tokens] marks
+    reference tokens (Edit-2511).
+    """
     image, caption = given["image_rotary_emb"]
     chosen: dict[str, Any] = {"image_rotary_emb": (rows_of(image[None], kept), caption)}
     if given["modulate_index"] is not None:
@@ -60,14 +63,15 @@ ROUTING = BlockRouting((PATCH, PATCH), _select, answer=1, references=references_
 
 
 DEFAULT_NEGATIVE = " "
-"""The negative prompt that the authors of the weights use for none."""
+"""Replaces an empty negative prompt: the authors of the weights use a space."""
 
 _FEWEST_STEPS = 2
 
 
 def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
-    known = facts.details
-    _check(request, PIPELINES[known["pipeline"]], known["side_multiple"], stretched=known["stretched_schedule"])
+    """Raise for a request that the model cannot generate, before a pipeline is loaded."""
+    details = facts.details
+    _check(request, PIPELINES[details["pipeline"]], details["side_multiple"], stretched=details["stretched_schedule"])
 
 
 def _check(request: SampleRequest, pipeline: Any, multiple: int, *, stretched: bool) -> None:

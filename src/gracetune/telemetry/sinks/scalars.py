@@ -1,4 +1,8 @@
-"""The scalars of an event that trackers plot, as tag -> value. A pure function."""
+"""The scalars of an event that trackers plot, as tag -> value. A pure function.
+
+Tags are "group/name". Their units are those of the events' fields (`events.py`). In `StepDone` and `HeldOutLoss`,
+`stage` is the trained expert; `uvm.stage` is the memory stage.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +70,6 @@ def _memory(event: MemorySampled) -> dict[str, float]:
     for tier, owners in event.used_bytes.items():
         found[f"memory/{tier}_bytes"] = sum(owners.values())
         found.update({f"memory/{tier}/{owner}_bytes": size for owner, size in owners.items()})
-    # Trackers group tags by what precedes the slash: "uvm.stage" becomes "uvm/uvm.stage", which keeps its full name.
+    # Trackers group tags by what precedes the slash: the counter "uvm.stage" becomes "uvm/uvm.stage".
     found.update({f"{name.split('.')[0]}/{name}": value for name, value in event.counters.items()})
     return found

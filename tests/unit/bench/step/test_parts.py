@@ -203,7 +203,7 @@ def test_a_memory_limit_is_a_limit_of_the_plan(tmp_path: Path) -> None:
         make_plan(config, machine, model.spec, model.source, model.facts)
         for machine in (h200, with_limit(h200, 45 * GIB))
     )
-    assert (free.not_ours, tight.not_ours) == (None, None)
+    assert (free.mismatch, tight.mismatch) == (None, None)
     assert free.plan.checkpointing.value == "off"
     assert tight.plan.checkpointing.value == "auto"
     assert tight.demand.training_peak("half") <= 45 * GIB < tight.demand.training_peak("off")

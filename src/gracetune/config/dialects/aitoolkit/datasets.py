@@ -69,7 +69,7 @@ def _datasets(entries: list[DatasetEntry]) -> list[EntryAtResolution]:
 
 
 def _blocks(process: PeerBlock) -> list[PeerBlock]:
-    """Return the entries of `datasets`, or of the forks' `dataset`, which can be a single entry."""
+    """Return the entries of `datasets`, or of `dataset` as in the ai-toolkit fork, which can be a single entry."""
     name, single = "datasets", process.get("dataset")
     if single is not None and process.get("datasets") is not None:
         process.problem("dataset", "one of `dataset` and `datasets`", "move it into `datasets`")

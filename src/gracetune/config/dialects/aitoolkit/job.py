@@ -15,6 +15,7 @@ from gracetune.config.draft import Path
 class AiToolkitJob:
     process: PeerBlock
     train: PeerBlock
+    """`train`, including the optimizer's name and learning rate from wherever the file has them."""
     params: PeerBlock
     """The optimizer's own options, from whichever block has them."""
     model: PeerBlock
@@ -23,9 +24,12 @@ class AiToolkitJob:
     """Micro-batches per optimizer step, if the file counts micro-batches as steps (`gradient_accumulation_steps`);
     else 1."""
     reg_weight: float
+    """Factor for the loss of regularization datasets (`is_reg`)."""
     caches_text: bool
+    """`train.cache_text_embeddings`."""
     one_prompt: bool
-    """Whether every caption is replaced by the trigger word, or by an empty text."""
+    """Whether every caption is replaced by the trigger word, or by an empty text: ai-toolkit does so if the text
+    encoder is unloaded and embeddings are not cached."""
 
     def put_count(self, block: PeerBlock, path: Path, name: str) -> None:
         """Put a number of the file's steps as optimizer steps, rounded up."""
@@ -55,7 +59,8 @@ def make_job(process: PeerBlock) -> AiToolkitJob:
 
 
 def _optimizer(process: PeerBlock) -> tuple[PeerBlock, PeerBlock]:
-    """Return `train` and the optimizer's options. The forks' documents have both in an `optimizer` block beside it."""
+    """Return `train` and the optimizer's options. Configs of the ai-toolkit fork (docs/seed-map.md) have both in an
+    `optimizer` block beside it."""
     train = process.inner("train")
     params = train.inner("optimizer_params")
     value = process.get("optimizer")
@@ -63,8 +68,8 @@ def _optimizer(process: PeerBlock) -> tuple[PeerBlock, PeerBlock]:
         return train, params
     own = PeerBlock(process.reading, {"name": value}, process.key("optimizer")) if isinstance(value, str) else None
     own = own or process.inner("optimizer")
-    rivals = ("optimizer", "optimizer_params") if own.get("lr") is None else ("optimizer", "optimizer_params", "lr")
-    twice = [name for name in rivals if train.get(name) is not None]
+    possible = ("optimizer", "optimizer_params") if own.get("lr") is None else ("optimizer", "optimizer_params", "lr")
+    twice = [name for name in possible if train.get(name) is not None]
     if twice:
         expected, hint = f"one of `optimizer` and `train.{twice[0]}`", f"move it into `train.{twice[0]}`"
         process.problem("optimizer", expected, hint)

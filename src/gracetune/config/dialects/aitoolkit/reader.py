@@ -29,6 +29,7 @@ from gracetune.config.syntax import Document
 from gracetune.errors import ConfigError
 
 JOBS = ("extension", "train")
+"""Values of `job` that train. Those in `OTHER_JOBS` and `OTHER_TRAINERS` are ai-toolkit's and unsupported here."""
 OTHER_JOBS = ("extract", "mod", "generate")
 TRAINERS = ("sd_trainer", "diffusion_trainer", "ui_trainer")
 OTHER_TRAINERS = (
@@ -46,17 +47,18 @@ def looks_like(data: Any) -> bool:
 
 
 def read(document: Document, draft: Draft, environment: Environment) -> None:
+    """Fill `draft` with the job's settings, and with a problem for each one that is wrong."""
     reading = PeerFile(PEER, draft, root="config.process[0].", homes=HOMES)
-    top = block_at(reading, _substituted(document, draft, environment), "")
+    top = block_at(reading, _substitute_variables(document, draft, environment), "")
     check(top, TOP)
     apply(top, TOP, None)
     reading.note_unused()
 
 
-def _substituted(document: Document, draft: Draft, environment: Environment) -> Any:
+def _substitute_variables(document: Document, draft: Draft, environment: Environment) -> Any:
     """Parse the file's text with `${NAME}` substituted, except on lines that are comments."""
     missing: dict[str, None] = {}
-    text = joined(_filled(document.text, environment, missing))
+    text = joined(_substituted_parts(document.text, environment, missing))
     for name in missing:
         found, expected = UnquotedText("an unset variable"), "its value in the environment"
         draft.problem(
@@ -70,7 +72,7 @@ def _substituted(document: Document, draft: Draft, environment: Environment) -> 
     return substituted.data
 
 
-def _filled(text: str, environment: Environment, missing: dict[str, None]) -> Iterator[str]:
+def _substituted_parts(text: str, environment: Environment, missing: dict[str, None]) -> Iterator[str]:
     """Yield the substituted text in parts, and add names that the environment does not have to `missing`."""
     end = 0
     in_comment = _COMMENT.match(text) is not None
@@ -80,13 +82,13 @@ def _filled(text: str, environment: Environment, missing: dict[str, None]) -> It
             in_comment = _COMMENT.match(before, before.rindex("\n") + 1) is not None
         found = environment.get(name) if name and not in_comment else None
         if found is None and name and not in_comment:
-            missing[_shown(name)] = None
+            missing[_shorten(name)] = None
         yield before
         yield text[start:end] if found is None else found
     yield text[end:]
 
 
-def _shown(name: str) -> str:
+def _shorten(name: str) -> str:
     """Shorten an overlong name for a message: `${` without a closing `}` nearby can span half the file."""
     if len(name) <= LONGEST_KEY:
         return name
@@ -111,24 +113,24 @@ def _read_config(top: PeerBlock, _: None) -> None:
         top.problem("config", "a mapping with `name` and `process`", "start from a file in examples/")
     if job not in JOBS or not isinstance(config, Mapping):
         raise ConfigError(top.draft.problems)
-    block = _named(top.inner("config"))
+    block = _substitute_name(top.inner("config"))
     check(block, CONFIG)
     apply(block, CONFIG, None)
 
 
-def _named(config: PeerBlock) -> PeerBlock:
+def _substitute_name(config: PeerBlock) -> PeerBlock:
     """Replace `[name]` by the job's name in all values of `config`."""
     name = config.get("name")
-    values = _replaced(config.values, name if isinstance(name, str) else "[name]")
+    values = _replace_name(config.values, name if isinstance(name, str) else "[name]")
     return PeerBlock(config.reading, values, config.key_path)
 
 
-def _replaced(value: Any, name: str) -> Any:
+def _replace_name(value: Any, name: str) -> Any:
     if isinstance(value, str):
         return replaced(value, "[name]", name)
     if isinstance(value, list):
-        return [_replaced(item, name) for item in value]
-    return {key: _replaced(item, name) for key, item in value.items()} if isinstance(value, Mapping) else value
+        return [_replace_name(item, name) for item in value]
+    return {key: _replace_name(item, name) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _read_process(config: PeerBlock, _: None) -> None:
@@ -152,27 +154,27 @@ def _read_process(config: PeerBlock, _: None) -> None:
     apply(process, PROCESS, config)
 
 
-def _name_and_folder(process: PeerBlock, config: PeerBlock) -> None:
+def _read_name_and_folder(process: PeerBlock, config: PeerBlock) -> None:
     """Read the run's name and its folder, which is `training_folder/name` as upstream."""
-    own = process if process.get("name") is not None else config
-    name = own.get("name")
-    own.assign(("name",), file_name(name) if isinstance(name, str) else name, "name")
-    section = process if process.get("training_folder") is not None else config
-    folder = section.get("training_folder")
+    block = process if process.get("name") is not None else config
+    name = block.get("name")
+    block.assign(("name",), file_name(name) if isinstance(name, str) else name, "name")
+    block = process if process.get("training_folder") is not None else config
+    folder = block.get("training_folder")
     if folder is None:
-        section.default(("output_dir",), f"output/{name}")
+        block.default(("output_dir",), f"output/{name}")
     elif isinstance(folder, str) and folder.strip() and isinstance(name, str):
-        section.assign(("output_dir",), f"{folder.rstrip('/')}/{name}", "training_folder")
+        block.assign(("output_dir",), f"{folder.rstrip('/')}/{name}", "training_folder")
     else:
-        section.assign(("output_dir",), folder, "training_folder")
+        block.assign(("output_dir",), folder, "training_folder")
 
 
-def _seed(process: PeerBlock, config: PeerBlock) -> None:
+def _read_seed(process: PeerBlock, config: PeerBlock) -> None:
     source = process if process.get("training_seed") is not None else config
     source.put("training_seed", ("training", "seed"), as_number)
 
 
-def _sections(process: PeerBlock, config: PeerBlock) -> None:
+def _read_sections(process: PeerBlock, config: PeerBlock) -> None:
     job = make_job(process)
     check(job.model, MODEL)
     apply(job.model, MODEL, job)
@@ -187,20 +189,20 @@ def _sections(process: PeerBlock, config: PeerBlock) -> None:
         apply(block, table, job)
 
 
-def _guides(process: PeerBlock, config: PeerBlock) -> None:
+def _read_gh200_blocks(process: PeerBlock, config: PeerBlock) -> None:
     """Read the blocks of the GH200 guides, which are the same as in SimpleTuner files."""
     blocks = {name: process.get(name) for name in gh200.BLOCKS}
     gh200.read_gh200(process.without_nulls(blocks, process.key_path))
 
 
-def _ours(process: PeerBlock, config: PeerBlock) -> None:
+def _read_gracetune_block(process: PeerBlock, config: PeerBlock) -> None:
     """Read the `gracetune` block. It comes last, because it overrides everything else."""
     value = process.get(native.VERSION_KEY)
     if value is not None:
         native.read_block(value, process.key(native.VERSION_KEY), process.file, process.draft)
 
 
-def _devices(process: PeerBlock, config: PeerBlock) -> None:
+def _read_devices(process: PeerBlock, config: PeerBlock) -> None:
     for block in (config, process):
         device = block.get("device")
         if device is None:
@@ -222,14 +224,15 @@ CONFIG = section(
 
 _SAME_PROMPTS = "nothing: the first samples use the same prompts as the others"
 PROCESS = section(
-    KeyRule(_name_and_folder, "name training_folder"),
-    KeyRule(_seed, "training_seed"),
+    KeyRule(_read_name_and_folder, "name training_folder"),
+    KeyRule(_read_seed, "training_seed"),
     KeyRule(
-        _sections, "type trigger_word network save datasets dataset train optimizer model sample validation logging"
+        _read_sections,
+        "type trigger_word network save datasets dataset train optimizer model sample validation logging",
     ),
-    KeyRule(_guides, *gh200.BLOCKS),
-    KeyRule(_ours, native.VERSION_KEY),
-    KeyRule(_devices, "device"),
+    KeyRule(_read_gh200_blocks, *gh200.BLOCKS),
+    KeyRule(_read_gracetune_block, native.VERSION_KEY),
+    KeyRule(_read_devices, "device"),
     *noted(
         HARMLESS,
         "sqlite_db_path performance_log_every log_dir torch_profiler lorm_extract_mode lorm_extract_mode_param",
@@ -256,3 +259,4 @@ TABLES: Mapping[str, KeyTable[Any]] = {
     "model.model_kwargs": MODEL_KWARGS, "sample": SAMPLE, "sample.samples[]": ITEM,
     "datasets[].in_memory": gh200.IN_MEMORY, "cache_config": gh200.CACHE, "gh200_optimizations": gh200.OPTIMIZATIONS,
 }  # fmt: skip
+"""All tables, for the list of keys in docs/dialect-keys.md."""

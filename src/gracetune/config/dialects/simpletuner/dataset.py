@@ -44,7 +44,7 @@ from gracetune.config.dialects.table import (
     report_unknown_keys,
     supported_block,
 )
-from gracetune.config.dialects.values import as_flag, as_list, as_number, choice, is_number, is_off, not_zero
+from gracetune.config.dialects.values import as_flag, as_list, as_number, choice, is_number, is_off, positive_or_none
 from gracetune.config.draft import Path, UnquotedText
 from gracetune.config.families import find_flavour, names_of
 from gracetune.config.family_names import ClipLength, Flavour
@@ -100,7 +100,7 @@ _LARGEST, _DOWNSAMPLED = "maximum_image_size", "target_downsample_size"
 def _sizes(entry: PeerBlock, context: EntryContext) -> None:
     """Read the sizes for downsampling. SimpleTuner scales every image that is cropped, whatever the maximum size is."""
     sources = {name: entry if name in entry else context.options for name in (_LARGEST, _DOWNSAMPLED)}
-    given = [name for name, source in sources.items() if not_zero(source.take(name)) is not None]
+    given = [name for name, source in sources.items() if positive_or_none(source.take(name)) is not None]
     if len(given) == 1:
         other = next(name for name in sources if name not in given)
         sources[given[0]].problem(given[0], f"`{other}` next to it", f"add `{other}`, or remove `{given[0]}`")
@@ -124,8 +124,8 @@ def _probability(entry: PeerBlock, context: EntryContext) -> None:
 
 
 def _most(entry: PeerBlock, context: EntryContext) -> None:
-    if not_zero(entry.get("max_num_samples")) is not None:
-        entry.put("max_num_samples", (*context.path, "max_samples"), not_zero)
+    if positive_or_none(entry.get("max_num_samples")) is not None:
+        entry.put("max_num_samples", (*context.path, "max_samples"), positive_or_none)
         entry.note(f"{entry.key('max_num_samples')}: a random choice that stays the same, but not SimpleTuner's")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gracetune.config.dialects.simpletuner.keys import Off
 from gracetune.config.dialects.table import Key, KeyTable, noted, rejected
-from gracetune.config.dialects.values import as_flag, as_number, choice, inverse, not_zero
+from gracetune.config.dialects.values import as_flag, as_number, choice, inverse, positive_or_none
 
 UNUSED = "in datasets, not needed here"
 
@@ -28,8 +28,8 @@ ROWS = (
     Key("resolution", ("resolution",), as_number, inherits=True),
     Key("resolution_type", ("resolution_type",), inherits=True),
     Key("minimum_image_size", ("minimum_size",), _or_nothing, inherits=True),
-    Key("minimum_aspect_ratio", ("minimum_aspect_ratio",), not_zero),
-    Key("maximum_aspect_ratio", ("maximum_aspect_ratio",), not_zero),
+    Key("minimum_aspect_ratio", ("minimum_aspect_ratio",), positive_or_none),
+    Key("maximum_aspect_ratio", ("maximum_aspect_ratio",), positive_or_none),
     Key("caption_strategy", ("captions", "strategy"), choice({"instance_prompt": "instanceprompt"}), inherits=True),
     Key("instance_prompt", ("captions", "instance_prompt"), inherits=True),
     Key("prepend_instance_prompt", ("captions", "prepend_instance_prompt"), as_flag, inherits=True),
@@ -38,8 +38,8 @@ ROWS = (
     Key("train_batch_size", ("batch_size",), as_number),
     Key("start_epoch", ("start_epoch",), as_number),
     Key("start_step", ("start_step",), as_number),
-    Key("end_epoch", ("end_epoch",), not_zero),
-    Key("end_step", ("end_step",), not_zero),
+    Key("end_epoch", ("end_epoch",), positive_or_none),
+    Key("end_step", ("end_step",), positive_or_none),
     Key("slider_strength", ("adapter_strength",), as_number),
     Key("is_regularisation_data", ("regularisation",), as_flag),
     Key("is_regularization_data", ("regularisation",), as_flag),

@@ -20,7 +20,7 @@ from gracetune.config.dialects.values import (
     from_json,
     is_number,
     is_off,
-    not_zero,
+    positive_or_none,
 )
 from gracetune.config.draft import OUR_DEFAULT
 from gracetune.config.families import FAMILIES, names_of
@@ -64,7 +64,7 @@ def _clipping(options: PeerBlock, family: str) -> None:
     if is_prodigy(options):
         options.assign(path, None, "optimizer")
         return
-    options.put("max_grad_norm", path, not_zero)
+    options.put("max_grad_norm", path, positive_or_none)
     options.default(path, 2.0, "max_grad_norm")
     options.put("grad_clip_method", ("training", "grad_clip"))
     options.default(("training", "grad_clip"), "value", "grad_clip_method")
@@ -261,7 +261,7 @@ def _shift(options: PeerBlock, family: str) -> None:
             options.assign(("objective", "resolution_shift", name), value, "flow_schedule_auto_shift")
     elif "flow_schedule_shift" in options:
         # 0 means no shift, which is a shift of 1
-        options.put("flow_schedule_shift", path, lambda value: not_zero(value) or 1.0)
+        options.put("flow_schedule_shift", path, lambda value: positive_or_none(value) or 1.0)
     elif options.draft.get(("model", "flavour")) not in names_of(family).simpletuner.without_shift:
         options.default(path, 3.0, "flow_schedule_shift")
 
@@ -357,10 +357,10 @@ TRAINING: KeyTable[str] = KeyTable(
     Key("ema_decay", ("training", "ema", "decay"), as_number, default=0.995),
     Key("ema_update_interval", ("training", "ema", "update_every"), as_number),
     Key("ema_warmup_steps", ("training", "ema", "copy_until"), as_number),
-    Key("snr_gamma", ("objective", "snr_gamma"), not_zero),
+    Key("snr_gamma", ("objective", "snr_gamma"), positive_or_none),
     Key("input_perturbation", ("objective", "input_perturbation"), as_number),
-    Key("checkpoint_step_interval", ("checkpoints", "every_steps"), not_zero),
-    Key("checkpoint_epoch_interval", ("checkpoints", "every_epochs"), not_zero),
+    Key("checkpoint_step_interval", ("checkpoints", "every_steps"), positive_or_none),
+    Key("checkpoint_epoch_interval", ("checkpoints", "every_epochs"), positive_or_none),
     Key("checkpoints_total_limit", ("checkpoints", "keep_last"), as_number),
     Key("resume_from_checkpoint", ("checkpoints", "resume"), _resume),
     Key("cache_dir", ("cache", "cache_dir")),

@@ -18,14 +18,14 @@ from gracetune.config.dialects.values import (
     inverse,
     is_number,
     is_off,
-    not_zero,
+    positive_or_none,
 )
 from gracetune.config.draft import Origin, Path
 
 
 def _whole(value: Any) -> Any:
     """Convert an interval in epochs, which can be written as 1.0, to an integer."""
-    number = not_zero(value)
+    number = positive_or_none(value)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
@@ -54,7 +54,7 @@ def _held_out_loss(options: PeerBlock, family: str) -> None:
     if options.switch("eval_loss_disable"):
         options.take("eval_loss_disable")
     else:
-        options.put("eval_steps_interval", ("validation", "loss_every_steps"), not_zero)
+        options.put("eval_steps_interval", ("validation", "loss_every_steps"), positive_or_none)
 
 
 def _prompts(options: PeerBlock, family: str) -> None:
@@ -199,7 +199,7 @@ def _inputs(options: PeerBlock) -> PromptEntries:
 
 
 VALIDATION: KeyTable[str] = KeyTable(
-    Key("validation_step_interval", ("validation", "every_steps"), not_zero),
+    Key("validation_step_interval", ("validation", "every_steps"), positive_or_none),
     Key("validation_epoch_interval", ("validation", "every_epochs"), _whole),
     Key("validation_on_startup", ("validation", "at_start"), as_flag),
     Key("validation_disable", ("validation", "enabled"), inverse),

@@ -76,7 +76,7 @@ def show(
     rehearsal = StagingCheck(config.datasets)
     with _progress(quiet=json_output) as on_scanned, private_if_new(Path(config.output_dir).expanduser()):
         index = build_index(
-            config, geometry, open_backend=rehearsal.open, memory=scan_folder(config), on_scanned=on_scanned
+            config, geometry, open_backend=rehearsal.open, scans=scan_folder(config), on_scanned=on_scanned
         )
     order = index.order(config.training.batch_size)
     folder = output or Path(config.output_dir).expanduser() / "data_show"

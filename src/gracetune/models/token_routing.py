@@ -67,10 +67,10 @@ class TokenRouter:
     @property
     def spec(self) -> ModelSpec:
         """The family's spec, with a `predict` that routes the batches from `routed`."""
-        inputs = self._spec.recorded_inputs
+        inputs = self._spec.graph_inputs
         return replace(
             self._spec, predict=self._predict,
-            recorded_inputs=None if inputs is None else lambda batch: {**inputs(batch), **_kept_of(batch)},
+            graph_inputs=None if inputs is None else lambda batch: {**inputs(batch), **_kept_of(batch)},
         )  # fmt: skip
 
     def routed(self, batch: Batch) -> Batch:
@@ -198,18 +198,18 @@ class RoutedBlock:
             leg.beside = leg.routing.select(given, leg.kept)
             new[_TOKENS] = rows_of(leg.waiting, leg.kept)
         new |= leg.beside
-        answer = run(
+        output = run(
             *(new.get(name, one) for name, one in zip(names, inputs, strict=False)),
             **{name: new.get(name, one) for name, one in named.items()},
         )
         if not self.is_last:
-            return answer
+            return output
         waiting, leg.waiting, leg.beside = leg.waiting, None, {}
         assert waiting is not None, "a route's first block runs before its last"
-        at = leg.routing.answer
+        at = leg.routing.output_index
         if at is None:
-            return put_back(waiting, leg.kept, answer)
-        return tuple(put_back(waiting, leg.kept, one) if number == at else one for number, one in enumerate(answer))
+            return put_back(waiting, leg.kept, output)
+        return tuple(put_back(waiting, leg.kept, one) if number == at else one for number, one in enumerate(output))
 
 
 @cache

@@ -89,7 +89,7 @@ def stage_data(
         if not runtime.is_main:
             runtime.barrier()
         index = build_index(
-            config, geometry, open_backend=pool.open, memory=scan_folder(config), on_scanned=view.on_scanned
+            config, geometry, open_backend=pool.open, scans=scan_folder(config), on_scanned=view.on_scanned
         )
         if runtime.is_main:
             runtime.barrier()

@@ -168,7 +168,7 @@ def test_a_float8_base_is_held_in_fp8(tmp_path: Path, qtype: str | None, dtype: 
     assert resolved.config.model.base_precision == "fp8"
     assert resolved.config.training.mixed_precision == (dtype or "fp32")
     assert "round a little differently" in note(resolved, "model.quantize:")
-    assert "more exact than asked" in note(resolved, "model.quantize_te:")
+    assert "more exact than requested" in note(resolved, "model.quantize_te:")
 
 
 @pytest.mark.parametrize("qtype", ["uint4", "int8", "qint8", "orbit3", "uint3|owner/adapter.safetensors"])

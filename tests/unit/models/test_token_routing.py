@@ -322,10 +322,10 @@ def test_blocks_in_a_route_see_fewer_tokens_and_the_others_all_of_them(tiny: Tin
 def test_captured_inputs_include_the_kept_tokens(tiny: Tiny) -> None:
     router = tiny.router(Route(0, 0, 0.25))
     batch = router.routed(tiny.batch((0, 1))).tensors
-    assert tiny.spec.recorded_inputs is not None
-    assert router.spec.recorded_inputs is not None
-    given = {*router.spec.recorded_inputs(batch)}
-    assert given == {*tiny.spec.recorded_inputs(tiny.batch((0, 1)).tensors), KEPT.format(0)}
+    assert tiny.spec.graph_inputs is not None
+    assert router.spec.graph_inputs is not None
+    given = {*router.spec.graph_inputs(batch)}
+    assert given == {*tiny.spec.graph_inputs(tiny.batch((0, 1)).tensors), KEPT.format(0)}
 
 
 def test_bypassing_tokens_are_unchanged(tiny: Tiny) -> None:

@@ -28,7 +28,7 @@ def predict(
     images = [noisy, *references_of(batch)]
     shapes = [(1, image.shape[-2] // PATCH, image.shape[-1] // PATCH) for image in images]
     tokens = [pack(image.to(noisy.dtype)) for image in images]
-    answer: Tensor = denoiser(
+    prediction: Tensor = denoiser(
         hidden_states=torch.cat(tokens, dim=1),
         timestep=facts.schedule.model_time(level),
         encoder_hidden_states=batch["prompt_embeds"].to(noisy.dtype),
@@ -37,7 +37,7 @@ def predict(
         return_dict=False,
     )[0]
     height, width = noisy.shape[-2:]
-    return unpack(answer[:, : tokens[0].shape[1]], height, width)
+    return unpack(prediction[:, : tokens[0].shape[1]], height, width)
 
 
 # -- token routing -----------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
     return chosen
 
 
-ROUTING = BlockRouting((PATCH, PATCH), _select, answer=1, references=references_of)
+ROUTING = BlockRouting((PATCH, PATCH), _select, output_index=1, references=references_of)
 
 
 # -- generated images --------------------------------------------------------------------------------------------------

@@ -33,17 +33,17 @@ def predict(
     elif facts.details["expand_timesteps"] and "condition" in batch:
         states, time = _from_first_frame(noisy, time, batch["condition"].to(noisy), facts.details["patch_size"])
     image = batch["image_embeds"].to(noisy) if facts.details["image_encoder"] else None
-    answer: Tensor = denoiser(
+    prediction: Tensor = denoiser(
         hidden_states=states,
         timestep=time,
         encoder_hidden_states=padded(batch["prompt_embeds"].to(noisy)),
         encoder_hidden_states_image=image,
         return_dict=False,
     )[0]
-    return answer
+    return prediction
 
 
-def recorded_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def graph_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Pads captions of any length to one shape, as the denoiser gets them. It attends to the padding, so there is no
     mask."""
     given = {name: one for name, one in batch.items() if name in ("condition", "image_embeds")}

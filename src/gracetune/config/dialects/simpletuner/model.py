@@ -104,7 +104,7 @@ def _one_expert(options: PeerBlock, expert: str) -> None:
 
 def expert_shift(options: PeerBlock, family: str) -> float | None:
     """Return the flow shift that SimpleTuner forces for a single expert, whatever the file says, or None."""
-    shift = names_of(family).simpletuner.expert_shifts.get(options.draft.get(("model", "flavour")))
+    shift = names_of(family).simpletuner.forced_expert_shifts.get(options.draft.get(("model", "flavour")))
     if options.draft.get(("model", "experts")) is None or shift is None:
         return None
     if options.take("flow_schedule_shift") not in (None, shift):

@@ -214,7 +214,7 @@ def sheet_of(index: DataIndex, order: Order, group: SampleGroup, most: int) -> t
         for number, item in zip(chosen, items, strict=True)
     ]
     refs = [
-        index.describe(found, item, index.turn(found, item, 0, 0), caption)
+        index.describe(found, item, index.appearance(found, item, 0, 0), caption)
         for item, caption in zip(items, captions, strict=True)
     ]
     title = f"{found.id} · {shape_label(group.shape, rate_of(index, found))}"

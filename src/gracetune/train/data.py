@@ -161,7 +161,7 @@ def fill_caches(
             on_missing=explain,
         )  # fmt: skip
         runtime.barrier()
-    for note in built.notes_of(runtime.all_of({**built.texts.cut} or None)):
+    for note in built.notes_of(runtime.all_of({**built.texts.truncated} or None)):
         view.warn(note)
     elsewhere = damaged_on_other_ranks(built, runtime)
     if elsewhere:

@@ -23,7 +23,7 @@ from gracetune.models.parking import InlineLane
 from gracetune.models.registry import footprint_of, spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import ModelFacts, ModelSpec, PartPlacement
-from gracetune.models.token_routing import KEPT, TokenRouter, block_lists, install, kept_tokens, put_back, rows_of
+from gracetune.models.token_routing import KEPT, TokenRouter, block_lists, install, kept_tokens, put_back, select_tokens
 from gracetune.train.blocks import prepare_blocks
 
 TinyModel = Callable[[str, str], Path]
@@ -214,9 +214,9 @@ def test_random_orders_with_tokens_that_are_never_dropped() -> None:
 def test_rows_are_selected_and_put_back_with_their_gradients() -> None:
     x = torch.randn(2, 5, 3, requires_grad=True)
     kept = torch.tensor([[0, 3], [2, 4]])
-    rows = rows_of(x, kept)
+    rows = select_tokens(x, kept)
     assert torch.equal(rows[1], x[1, [2, 4]])
-    assert torch.equal(rows_of(x[:1], kept)[1], x[0, [2, 4]])
+    assert torch.equal(select_tokens(x[:1], kept)[1], x[0, [2, 4]])
     whole = put_back(x, kept, 2 * rows)
     assert torch.equal(whole[0], x[0] * torch.tensor([2.0, 1, 1, 2, 1])[:, None])
     (gradient,) = torch.autograd.grad(whole.sum(), x)

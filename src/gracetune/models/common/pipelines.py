@@ -63,7 +63,7 @@ def _config_errors(source: ModelSource, what: str) -> Iterator[None]:
 class PipelineText:
     """A text encoder that consists of the text parts of a pipeline, without its other parts.
 
-    Satisfies `cache.encoder.TextEncoder`, `CutsTexts` and `MeasuresTexts`.
+    Satisfies `cache.encoder.TextEncoder`, `ReportsTruncation` and `MeasuresTexts`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PipelineText:
         """`lengths` returns the token counts of texts, for encoders that only batch texts of equal length."""
         self._pipeline, self._identity, self._encode, self._lengths = pipeline, identity, encode, lengths
         self._device, self._reads_images = device, reads_images
-        self._cut = TruncatedTexts()
+        self._truncated = TruncatedTexts()
 
     @property
     def id(self) -> EncoderId:
@@ -90,8 +90,8 @@ class PipelineText:
         return self._reads_images
 
     @property
-    def cut(self) -> Mapping[str, Sequence[str]]:
-        return self._cut.by_limit
+    def truncated(self) -> Mapping[str, Sequence[str]]:
+        return self._truncated.by_limit
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         return self._lengths(self._pipeline, texts)
@@ -100,7 +100,7 @@ class PipelineText:
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
         if not prompts:
             return []
-        entries = self._encode(self._pipeline, self._device, prompts, self._cut)
+        entries = self._encode(self._pipeline, self._device, prompts, self._truncated)
         # Copies, so that an entry does not keep the whole batch's memory alive.
         return [{name: tensor.to("cpu", copy=True) for name, tensor in entry.items()} for entry in entries]
 

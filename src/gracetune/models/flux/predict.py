@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gracetune.models.common.latent_packing import PATCH, pack, references_of, unpack
 from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.spec import BlockRouting, ModelFacts, Sampled, SampleRequest
-from gracetune.models.token_routing import rows_of
+from gracetune.models.token_routing import select_tokens
 
 
 def predict(
@@ -57,7 +57,7 @@ def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
 
     def own(table: Tensor) -> Tensor:
         shared = table[None, :caption].expand(len(kept), -1, -1)
-        tables = torch.cat([shared, rows_of(table[None, caption:], kept)], dim=1)
+        tables = torch.cat([shared, select_tokens(table[None, caption:], kept)], dim=1)
         return tables if len(kept) > 1 else tables[0]
 
     return {"image_rotary_emb": tuple(own(table) for table in given["image_rotary_emb"])}

@@ -14,7 +14,7 @@ from gracetune.models.common.latent_packing import PATCH, pack, references_of, u
 from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.qwen_image.load import PIPELINES
 from gracetune.models.spec import BlockRouting, ModelFacts, Sampled, SampleRequest
-from gracetune.models.token_routing import rows_of
+from gracetune.models.token_routing import select_tokens
 
 
 def predict(
@@ -47,9 +47,9 @@ def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
     """`image_rotary_emb`: tables of the image [tokens, pairs, 2] and of the caption. `modulate_index` [B, tokens]:
     marks reference tokens (Edit-2511)."""
     image, caption = given["image_rotary_emb"]
-    chosen: dict[str, Any] = {"image_rotary_emb": (rows_of(image[None], kept), caption)}
+    chosen: dict[str, Any] = {"image_rotary_emb": (select_tokens(image[None], kept), caption)}
     if given["modulate_index"] is not None:
-        chosen["modulate_index"] = rows_of(given["modulate_index"], kept)
+        chosen["modulate_index"] = select_tokens(given["modulate_index"], kept)
     return chosen
 
 

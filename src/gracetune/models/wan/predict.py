@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gracetune.errors import Problem
 from gracetune.models.common.sample_checks import batched, reject, side_problems
 from gracetune.models.spec import BlockRouting, ModelFacts, Sampled, SampleRequest
-from gracetune.models.token_routing import rows_of
+from gracetune.models.token_routing import select_tokens
 from gracetune.models.wan.encode import embedded
 from gracetune.models.wan.load import FROM_IMAGE, FROM_TEXT, PIPELINES, TEXT_TOKENS
 
@@ -77,9 +77,9 @@ PATCH = (1, 2, 2)
 
 def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
     """`rotary_emb`: cosine and sine [1, tokens, 1, channels]; `temb`: [B, 6, D], or [B, tokens, 6, D]."""
-    chosen: dict[str, Any] = {"rotary_emb": tuple(rows_of(table, kept) for table in given["rotary_emb"])}
+    chosen: dict[str, Any] = {"rotary_emb": tuple(select_tokens(table, kept) for table in given["rotary_emb"])}
     if given["temb"].ndim == 4:
-        chosen["temb"] = rows_of(given["temb"], kept)
+        chosen["temb"] = select_tokens(given["temb"], kept)
     return chosen
 
 

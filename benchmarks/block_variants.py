@@ -45,7 +45,7 @@ from gracetune.config.run_config import Adapter
 from gracetune.hardware import probe
 from gracetune.models.eight_bit_linear import Fp8Linear
 from gracetune.models.registry import spec_of
-from gracetune.models.wan.load import with_fewer_passes
+from gracetune.models.wan.load import use_fused_operations
 
 RANK: Final = 16
 KEPT_EXACT: Final = ("norm1", "norm2", "norm3")
@@ -82,7 +82,7 @@ class Chain(nn.Module):
             if not (set(name.split(".")) & {*KEPT_EXACT, "scale_shift_table"}):
                 parameter.data = parameter.data.to(dtype)
         drawing(0)(self, dict(self.named_parameters()))
-        with_fewer_passes(self)
+        use_fused_operations(self)
 
     def forward(self, x: Tensor, text: Tensor, time: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
         for block in self.blocks:

@@ -38,7 +38,7 @@ from gracetune.errors import GracetuneError
 from gracetune.hardware import probe
 from gracetune.train.runtime import Runtime, open_runtime
 
-PATHS: Final[tuple[Literal["auto", "library"], ...]] = ("auto", "library")
+PATHS: Final[tuple[Literal["auto", "reference"], ...]] = ("auto", "reference")
 SIDE: Final = 128
 RATE: Final = 1e-3
 END: Final = 50
@@ -138,7 +138,7 @@ def gradient_row(job: StepJob, model: RandomModel, device: torch.device) -> Benc
 
 
 def curve(
-    job: StepJob, model: RandomModel, path: Literal["auto", "library"], seed: int, steps: int, folder: Path,
+    job: StepJob, model: RandomModel, path: Literal["auto", "reference"], seed: int, steps: int, folder: Path,
     runtime: Runtime,
 ) -> Curve:  # fmt: skip
     held: Any = job.precision if path == "auto" else "bf16"
@@ -165,12 +165,14 @@ def _config(job: StepJob, model: RandomModel, seed: int, folder: Path) -> RunCon
 
 def curve_rows(job: StepJob, curves: list[Curve]) -> Iterator[BenchRow]:
     """What the two ways of one seed differ by, beside what seeds differ by."""
-    ours, library = ([one for one in curves if one.path == path] for path in PATHS)
-    apart = [abs(one.end - two.end) for one, two in zip(ours, library, strict=True)]
+    ours, reference = ([one for one in curves if one.path == path] for path in PATHS)
+    apart = [abs(one.end - two.end) for one, two in zip(ours, reference, strict=True)]
     each = mean(
-        abs(a - b) for one, two in zip(ours, library, strict=True) for a, b in zip(one.losses, two.losses, strict=True)
+        abs(a - b)
+        for one, two in zip(ours, reference, strict=True)
+        for a, b in zip(one.losses, two.losses, strict=True)
     )
-    spread = stdev(one.end for one in library)
+    spread = stdev(one.end for one in reference)
     learned = mean(mean(one.losses[:END]) for one in ours), mean(one.end for one in ours)
     message = (
         f"{job.precision}, {len(ours)} seeds, {len(ours[0].losses)} steps; loss {learned[0]:.4f} -> {learned[1]:.4f} "

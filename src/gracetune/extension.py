@@ -123,7 +123,7 @@ if TYPE_CHECKING:
     from gracetune.models.common.sample_checks import reject_references as reject_references
     from gracetune.models.common.tiny_parts import WIDTH as _TINY_WIDTH
     from gracetune.models.common.tiny_parts import TinyWeights as _TinyWeights
-    from gracetune.models.common.tiny_parts import made as _build_part
+    from gracetune.models.common.tiny_parts import build_part as _build_part
     from gracetune.models.common.tiny_parts import save as _save_tiny
     from gracetune.models.common.tiny_parts import t5_options as t5_options
     from gracetune.models.common.tiny_parts import t5_tokenizer as t5_tokenizer
@@ -325,7 +325,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "padded_tokens": "gracetune.models.common.encoding:padded_tokens",
     "checked_size": "gracetune.models.common.sample_checks:checked_size",
     "reject_references": "gracetune.models.common.sample_checks:reject_references",
-    "build_part": "gracetune.models.common.tiny_parts:made",
+    "build_part": "gracetune.models.common.tiny_parts:build_part",
     "save_tiny": "gracetune.models.common.tiny_parts:save",
     "t5_options": "gracetune.models.common.tiny_parts:t5_options",
     "t5_tokenizer": "gracetune.models.common.tiny_parts:t5_tokenizer",

@@ -27,7 +27,7 @@ from gracetune.memory.experiment_tools import synchronize
 from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
 from gracetune.memory.native import Unavailable, Uvm, load
 from gracetune.memory.tensor_hints import prefer, prefetch, tensors_with_hints
-from gracetune.memory.unified_memory import UnifiedMemory, UvmStats, merged
+from gracetune.memory.unified_memory import UnifiedMemory, UvmStats, add_uvm_stats
 from gracetune.optim.batch_ramp import Ramp as GH200GradientRamp
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def memory_stats(device: int = 0) -> dict[str, Any]:
     layer = _process.layer()
     if layer is not None:
         return layer.stats()
-    return merged(torch.cuda.memory_stats(device) if torch.cuda.is_available() else {}, UvmStats())
+    return add_uvm_stats(torch.cuda.memory_stats(device) if torch.cuda.is_available() else {}, UvmStats())
 
 
 def managed_empty(shape: Sequence[int], dtype: torch.dtype, home: Home = "host", *, device: int = 0) -> ManagedBuffer:

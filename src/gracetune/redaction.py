@@ -28,8 +28,8 @@ from urllib.parse import quote, unquote
 
 HIDDEN: Final = "(hidden)"
 SHORTEST: Final = 6
-"""The minimum length of a secret that is hidden wherever it occurs. A shorter one could be part of any word, so it is
-hidden only at its own position."""
+"""The minimum length of a known secret that is hidden wherever it occurs. A shorter one could be part of any word, so
+it is hidden only at its own position."""
 LONGEST_CUT: Final = 12
 """This many consecutive characters of a longer secret are hidden too, because messages truncate long values."""
 
@@ -38,14 +38,14 @@ def redact(text: str) -> str:
     """The text with all recognisable secrets hidden."""
     text = _TOKEN.sub(HIDDEN, text)
     if "://" in text:
-        text = _URL.sub(lambda found: f"://{_shown_rest(found[1])}", text)
+        text = _URL.sub(lambda found: f"://{_redact_url(found[1])}", text)
     if ":/" in text and "@" in text:
         text = _URL_AS_PATH.sub(rf"\1{HIDDEN}@", text)
     if "@" in text and ":" in text:
         text = _without_remote_logins(text)
     if _MAY_NAME_SECRET.search(text):
-        text = _PAIR.sub(_shown_pair, text)
-        text = _FLAG.sub(_shown_pair, text)
+        text = _PAIR.sub(_redact_pair, text)
+        text = _FLAG.sub(_redact_pair, text)
     return text
 
 
@@ -76,17 +76,17 @@ _MAY_HOLD_SECRET: Final = re.compile(r"[@?#]|hook|/bot\d+:", re.IGNORECASE)
 """A URL that matches none of these holds no secret."""
 
 
-def _shown_rest(rest: str) -> str:
+def _redact_url(rest: str) -> str:
     """Redact what follows `://`. fsspec chains URLs: `zip://inside.zip::https://host/outside.zip`."""
     first, *chained = _CHAINED.split(rest) if "://" in rest else [rest]
-    shown = [_shown_address(first)]
+    shown = [_redact_address(first)]
     for url in chained:
         scheme, sign, address = url.partition("://")
-        shown.append(f"{scheme}{sign}{_shown_address(address)}")
+        shown.append(f"{scheme}{sign}{_redact_address(address)}")
     return "".join(shown)
 
 
-def _shown_address(rest: str) -> str:
+def _redact_address(rest: str) -> str:
     login, address = _split_login(rest)
     host, path, query, fragment = _split_address(address)
     if path.strip("/") and _HOOK.search(host + path):
@@ -186,7 +186,7 @@ def _holds_secret(found: re.Match[str]) -> bool:
     return is_secret_name(name) and not is_sentence and not _PLACEHOLDER.fullmatch(value)
 
 
-def _shown_pair(found: re.Match[str]) -> str:
+def _redact_pair(found: re.Match[str]) -> str:
     name, sign, value = found[1], found[2], found[3]
     if not _holds_secret(found) or value.startswith(HIDDEN[:-1]):
         return found[0]
@@ -237,23 +237,23 @@ def _name_of(key: object, item: object, around: str) -> str:
     return around if is_secret_name(around) or (is_url and _is_webhook_name(around)) else str(key)
 
 
-def _redacted(value: Any, name: str, shown: Callable[[str], str]) -> Any:
+def _redacted(value: Any, name: str, redact_text: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {
-            shown(key) if isinstance(key, str) else key: _redacted(item, _name_of(key, item, name), shown)
+            redact_text(key) if isinstance(key, str) else key: _redacted(item, _name_of(key, item, name), redact_text)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        items = [_redacted(item, name, shown) for item in value]
+        items = [_redacted(item, name, redact_text) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, str):
-        return redact_value(value, name, shown)
+        return redact_value(value, name, redact_text)
     if isinstance(value, int | float) and not isinstance(value, bool) and is_secret_name(name):
         return HIDDEN
     return value
 
 
-def redact_value(text: str, name: str = "", shown: Callable[[str], str] = redact) -> str:
+def redact_value(text: str, name: str = "", redact_text: Callable[[str], str] = redact) -> str:
     """Redact a text value of the key `name`. The whole text may be a URL, even if it contains spaces."""
     if is_secret_name(name):
         return HIDDEN if text.strip() and not _PLACEHOLDER.fullmatch(text) else text
@@ -261,8 +261,8 @@ def redact_value(text: str, name: str = "", shown: Callable[[str], str] = redact
         return redact_webhook(text) if text.strip() else text
     scheme, sign, rest = text.partition("://")
     if sign and _SCHEME.fullmatch(scheme) and "@" in rest:
-        text = f"{scheme}{sign}{_shown_rest(rest)}"
-    return shown(text)
+        text = f"{scheme}{sign}{_redact_url(rest)}"
+    return redact_text(text)
 
 
 # -- known secrets ----------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class Redactor:
 
     def learn(self, *sources: Any) -> None:
         """Learn every secret in these mappings, lists and texts."""
-        for secret in {form for source in sources for one in _secrets(source, "") for form in _forms(one)}:
+        for secret in {form for source in sources for one in _secrets_in(source, "") for form in _spellings(one)}:
             if len(secret) < LONGEST_CUT:
                 self._short.setdefault(secret[:SHORTEST], set()).add(secret)
             else:
@@ -327,32 +327,32 @@ class Redactor:
         return end
 
 
-def _forms(secret: str) -> Iterator[str]:
+def _spellings(secret: str) -> Iterator[str]:
     """The secret itself, and as it appears in URLs, in JSON and in a Python repr."""
     forms = (secret, unquote(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1])
     yield from {form for form in forms if len(form) >= SHORTEST and form != HIDDEN}
 
 
-def _secrets(value: Any, name: str) -> Iterator[str]:
-    """All secrets in nested data; `name` is the key of the value. The functions below do it for one kind of text."""
+def _secrets_in(value: Any, name: str) -> Iterator[str]:
+    """All secrets in nested data; `name` is the key of the value. The functions below search one text."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _secrets(item, _name_of(key, item, name))
+            yield from _secrets_in(item, _name_of(key, item, name))
     elif isinstance(value, list | tuple | set | frozenset):
         for item in value:
-            yield from _secrets(item, name)
+            yield from _secrets_in(item, name)
     elif isinstance(value, str):
-        yield from _of_text(value, name)
+        yield from _secrets_in_text(value, name)
     elif isinstance(value, int | float) and not isinstance(value, bool) and is_secret_name(name):
         yield str(value)
 
 
-def _of_text(text: str, name: str) -> Iterator[str]:
+def _secrets_in_text(text: str, name: str) -> Iterator[str]:
     if is_secret_name(name):
         yield text.strip()
         return
     if _is_webhook_name(name):
-        yield from _of_webhook(text)
+        yield from _secrets_in_webhook(text)
     if "://" in text:
         scheme, _, rest = text.partition("://")
         whole = [rest] if _SCHEME.fullmatch(scheme) else []
@@ -360,7 +360,7 @@ def _of_text(text: str, name: str) -> Iterator[str]:
             if _MAY_HOLD_SECRET.search(rest):
                 first, *chained = _CHAINED.split(rest)
                 for url in (first, *(inner.partition("://")[2] for inner in chained)):
-                    yield from _of_url(url)
+                    yield from _secrets_in_url(url)
     if "@" in text and ":" in text:
         yield from (password for *_, password in _remote_logins(text))
     if _MAY_NAME_SECRET.search(text):
@@ -369,7 +369,7 @@ def _of_text(text: str, name: str) -> Iterator[str]:
                 yield found[3].strip("\"'")
 
 
-def _of_url(rest: str) -> Iterator[str]:
+def _secrets_in_url(rest: str) -> Iterator[str]:
     login, address = _split_login(rest)
     user, sign, password = login.partition(":")
     if login:
@@ -383,12 +383,12 @@ def _of_url(rest: str) -> Iterator[str]:
             yield value
 
 
-def _of_webhook(url: str) -> Iterator[str]:
+def _secrets_in_webhook(url: str) -> Iterator[str]:
     _, sign, rest = url.strip().partition("://")
     if not sign:
         yield url.strip()
         return
-    yield from _of_url(rest)
+    yield from _secrets_in_url(rest)
     _, path, query, fragment = _split_address(_split_login(rest)[1])
     yield (path + (f"?{query}" if query else "") + fragment).strip("/")
     yield from _long_parts(path)

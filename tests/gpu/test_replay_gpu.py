@@ -167,7 +167,7 @@ class ToyRun:
         self.model = Toy(fails).cuda()
         self.gradients = FlatGradients(dict(self.model.named_parameters()))
         spec: Any = SimpleNamespace(
-            predict=lambda denoiser, noisy, level, batch, facts: denoiser(noisy), recorded_inputs=dict
+            predict=lambda denoiser, noisy, level, batch, facts: denoiser(noisy), graph_inputs=dict
         )
         self.replay = Replay(spec, {self.model: self.gradients}, report=stated.append, gpu=gpu)
         self.kept: list[Tensor] = []

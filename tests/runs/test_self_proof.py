@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gracetune.adapters.fast.modules import AdaptedLinear
 from gracetune.adapters.formats.record import FORMATS, Format
-from gracetune.adapters.formats.writing import Written
+from gracetune.adapters.formats.writing import FileContents
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
@@ -247,7 +247,7 @@ def test_layers_that_no_gradient_reaches_are_named(
 def _wrongly(change: Callable[[dict[str, Layer]], dict[str, Layer]]) -> dict[Any, Format]:
     """Formats that write other values than the given ones."""
 
-    def write(state: AdapterState, dtype: torch.dtype) -> Written:
+    def write(state: AdapterState, dtype: torch.dtype) -> FileContents:
         return FORMATS["comfyui"].write(replace(state, layers=change(dict(state.layers))), dtype)
 
     return {**FORMATS, "comfyui": replace(FORMATS["comfyui"], write=write)}

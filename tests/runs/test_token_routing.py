@@ -49,7 +49,7 @@ def test_a_simpletuner_file_with_tread_config_trains(
 ) -> None:
     """Blocks in the route get half of the tokens in every training step. No other pass is routed."""
     seen: list[tuple[int, int]] = []
-    original = RoutedBlock.through
+    original = RoutedBlock.run_routed
 
     def through(self: RoutedBlock, run: Any, inputs: Any, named: Any) -> Any:
         def watched(*given: Any, **others: Any) -> Any:
@@ -58,7 +58,7 @@ def test_a_simpletuner_file_with_tread_config_trains(
 
         return original(self, watched, inputs, named)
 
-    monkeypatch.setattr(RoutedBlock, "through", through)
+    monkeypatch.setattr(RoutedBlock, "run_routed", through)
     plain = ["--set", "model.vae_path=null", "--set", f"model.flavour={FLAVOURS[family]}", "--set",
              "model.base_precision=fp32", "--set", "logging.every_steps=1"]  # fmt: skip
     message, events = trained(capsys, str(simpletuner_file(family, tiny_model, tmp_path)), *plain)

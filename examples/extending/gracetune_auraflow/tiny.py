@@ -22,7 +22,7 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     pipeline = build_part(
         AuraFlowPipeline,
         tokenizer=tokenizer,
-        text_encoder=weights.of(UMT5EncoderModel, UMT5Config(**t5_options(len(tokenizer)))),
+        text_encoder=weights.build(UMT5EncoderModel, UMT5Config(**t5_options(len(tokenizer)))),
         vae=_vae(weights),
         transformer=_transformer(weights),
         scheduler=build_part(FlowMatchEulerDiscreteScheduler, shift=1.73),
@@ -31,7 +31,7 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
 
 
 def _transformer(weights: TinyWeights) -> Any:
-    return weights.of(
+    return weights.build(
         AuraFlowTransformer2DModel,
         sample_size=8,
         num_mmdit_layers=2,
@@ -45,7 +45,7 @@ def _transformer(weights: TinyWeights) -> Any:
 
 
 def _vae(weights: TinyWeights) -> Any:
-    return weights.of(
+    return weights.build(
         AutoencoderKL,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,

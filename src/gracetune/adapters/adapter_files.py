@@ -21,7 +21,7 @@ from gracetune.adapters.errors import (
     UnclearFamilyError,
 )
 from gracetune.adapters.formats.detection import Detected, detect
-from gracetune.adapters.formats.names import is_of_text_encoder, split
+from gracetune.adapters.formats.names import is_of_text_encoder, split_key
 from gracetune.adapters.formats.programs import readable
 from gracetune.adapters.formats.reading import AdapterContents, dtype_of
 from gracetune.adapters.formats.record import FORMATS
@@ -136,7 +136,7 @@ def open_adapter(
 
 def _with_alpha(file: files.AdapterFile, reading: AdapterContents, alpha: float) -> files.AdapterFile:
     """The file with this alpha added to every layer. Raises `ConfigError` if the file has a scale of its own."""
-    own = [key for key in file.tensors if (parts := split(key)) is not None and parts.tensor == "alpha"]
+    own = [key for key in file.tensors if (parts := split_key(key)) is not None and parts.tensor == "alpha"]
     if own or not reading.without_scale:
         found = f"alphas in the file: {short(own[0])}" if own else "a file that defines its scale"
         expected = "a file without a scale"
@@ -153,7 +153,7 @@ def _without_text_encoders(file: files.AdapterFile) -> tuple[files.AdapterFile, 
         problem = Problem("layers", "of text encoders only", "layers of a denoiser", hint, str(file.path))
         raise BrokenLayerError([problem])
     gone = (key for key in file.tensors if key not in kept)
-    stems = {parts.stem if (parts := split(key)) is not None else key for key in gone}
+    stems = {parts.stem if (parts := split_key(key)) is not None else key for key in gone}
     return replace(file, tensors=kept), tuple(sorted(stems))
 
 

@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Literal
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from gracetune.adapters import full
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.assistant import Assisted
-from gracetune.adapters.computation import LIBRARY, Computation
+from gracetune.adapters.computation import REFERENCE, AdapterPath, Computation
 from gracetune.adapters.fast.modules import AdaptedLinear, FastLayer, HoldsWeightOtherwise, choice, reference
 from gracetune.adapters.layer import AttachedLayer, local
 from gracetune.adapters.load_checks import fit_to_layers
@@ -40,8 +39,6 @@ from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.seeded_random import seeded
 
-PathChoice = Literal["auto", "library"]
-"""`auto`: the factorised form where there is one. `library`: the reference, that is peft's layers and full changes."""
 _EVERY_KIND: tuple[Kind, ...] = ("linear", "conv", "norm", "parameter", "other")
 LayerTensors = Mapping[str, Mapping[str, Tensor]]
 """Tensors by the layer's path and the tensor's name."""
@@ -136,7 +133,7 @@ def attach(
     conv_targets: Sequence[str] = (),
     untrained: Sequence[str] = (),
     seed: int,
-    adapter_path: PathChoice = "auto",
+    adapter_path: AdapterPath = "auto",
 ) -> Attached:
     """Attach the adapter that the config describes. The base model's parameters are frozen.
 
@@ -364,7 +361,7 @@ def _layers(count: int) -> str:
 
 def _attach_layer(model: nn.Module, path: str, options: LayerOptions, computation: Computation) -> AttachedLayer:
     layer = model.get_submodule(path)
-    if computation.form != LIBRARY and isinstance(layer, nn.Linear):
+    if computation.form != REFERENCE and isinstance(layer, nn.Linear):
         return FastLayer(path, layer, options, computation, model)
     return algorithm(options.algorithm).reference_layer(path, layer, options, model)
 

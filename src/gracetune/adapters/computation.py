@@ -8,7 +8,7 @@ The forms, with (x) for the Kronecker product and * for the product element by e
     kronecker by rank   the same with W2 = A B not multiplied out: products with B, then W1, then A
     hadamard by rank    (A B) * (C D) = (pairs of columns of A and C) (pairs of rows of B and D), of rank r^2
     hadamard rebuilt    the change is built in the forward pass and again in the backward pass
-    library             the reference: peft's layer, or the change built by `adapters.delta` and kept
+    reference           peft's layer, or the change built by `adapters.delta` and kept. The others are compared with it
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Literal
 
 Form = str
 """One of the forms above, or a form that the fused layer of another package defines."""
-LIBRARY = "library"
+REFERENCE = "reference"
+AdapterPath = Literal["auto", "reference"]
+"""`auto`: the faster forms where there is one, as in every run. `reference`: the reference computation everywhere."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Computation:
     """The output is scaled in fp32. This takes another temporary tensor, unless a compiler fuses it."""
 
     @property
-    def path(self) -> Literal["factorised", "rebuilt", "library"]:
-        if self.form == LIBRARY:
-            return "library"
+    def path(self) -> Literal["factorised", "rebuilt", "reference"]:
+        if self.form == REFERENCE:
+            return "reference"
         return "rebuilt" if self.form == "hadamard rebuilt" else "factorised"

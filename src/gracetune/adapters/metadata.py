@@ -19,7 +19,7 @@ from torch import Tensor
 from gracetune.adapters.algorithms.record import Algorithm
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
-from gracetune.adapters.formats.layers import algorithms, common_alpha, common_rank
+from gracetune.adapters.formats.layers import algorithm_names, common_alpha, common_rank
 from gracetune.adapters.formats.writing import DORA_ENTRY
 from gracetune.adapters.safetensors_file import PEFT_CONFIG, SUFFIX, data_hash, legacy_hash
 from gracetune.adapters.state import AdapterState, ExpertStage
@@ -56,7 +56,7 @@ def header(
     about = about or About()
     carried = {name: value for name, value in state.metadata.items() if name not in _NEVER_CARRIED_OVER}
     if "/" in carried.get(_ARCHITECTURE, ""):  # `<model>/<algorithm>`; a LoKr may have become a LoRA
-        carried[_ARCHITECTURE] = f"{carried[_ARCHITECTURE].rpartition('/')[0]}/{algorithms(state)[0]}"
+        carried[_ARCHITECTURE] = f"{carried[_ARCHITECTURE].rpartition('/')[0]}/{algorithm_names(state)[0]}"
     found = {"format": "pt", **_defaults(state), **carried, **_network(state), **_from_caller(about), **of_format}
     found = {name: value for name, value in found.items() if value}
     kept = {name: value for name, value in found.items() if name.startswith("ss_")}
@@ -75,13 +75,13 @@ def _defaults(state: AdapterState) -> dict[str, str]:
     return {
         "ss_base_model_version": version,
         "modelspec.sai_model_spec": SPECIFICATION,
-        _ARCHITECTURE: f"{architecture}/{algorithms(state)[0]}",
+        _ARCHITECTURE: f"{architecture}/{algorithm_names(state)[0]}",
         "modelspec.implementation": "diffusers",
     }
 
 
 def _network(state: AdapterState) -> dict[str, str]:
-    kinds = algorithms(state)
+    kinds = algorithm_names(state)
     rank, alpha = common_rank(state), common_alpha(state)
     own = algorithm(kinds[0]).kohya_module if len(kinds) == 1 else Algorithm.kohya_module
     found = {"ss_network_module": own}

@@ -43,11 +43,15 @@ def run(machine: Machine) -> list[BenchRow]:
     from gracetune.bench.startup import starting_rows
 
     with tempfile.TemporaryDirectory(prefix="gracetune-bench-") as name:
-        raw, shrinking = Path(name, "raw"), Path(name, "shrinking")
+        raw, compressible = Path(name, "raw"), Path(name, "compressible")
         _make(raw, lambda number: os.urandom(FILE_BYTES))
-        _make(shrinking, _compressible)
-        rows = [raw_staging_row(raw, machine), *lz4_staging_rows(shrinking, machine), shared_memory_row(raw, machine)]
-        rows += loader_rows(Path(name, "pictures"), machine)
+        _make(compressible, _half_noise)
+        rows = [
+            raw_staging_row(raw, machine),
+            *lz4_staging_rows(compressible, machine),
+            shared_memory_row(raw, machine),
+        ]
+        rows += loader_rows(Path(name, "images"), machine)
         return [*rows, *starting_rows(Path(name, "many"), machine)]
 
 
@@ -59,7 +63,7 @@ def _make(folder: Path, content: Callable[[int], bytes]) -> None:
             write_file(folder / name, data)
 
 
-def _compressible(number: int) -> bytes:
+def _half_noise(number: int) -> bytes:
     """Half noise, half smooth, so that it compresses about as well as uncompressed images and sound."""
     chunk = 64 * 1024
     smooth = bytes((number + position // 512) % 256 for position in range(chunk))
@@ -102,20 +106,21 @@ def shared_memory_row(folder: Path, machine: Machine) -> BenchRow:
         workers = [stack.enter_context(_worker()) for _ in range(WORKERS)]
         for worker in workers:
             _expect(worker, "ready")
-        everyone = [os.getpid(), *(worker.pid for worker in workers)]
-        before = sum(map(proportional_set_size, everyone))
+        pids = [os.getpid(), *(worker.pid for worker in workers)]
+        before = sum(map(proportional_set_size, pids))
         for worker in workers:
             _send(worker, to_json(backend.handle()))
         for worker in workers:
             _expect(worker, "read")
-        added = sum(map(proportional_set_size, everyone)) - before
+        added = sum(map(proportional_set_size, pids)) - before
         share = added / backend.stored
         detail = f"{WORKERS} workers that read all of {format_bytes(backend.stored)} add {format_bytes(added)} (PSS)"
     return BenchRow("workers_add", share, "of staged data", "< 0.10", share < 0.10, detail)
 
 
 def in_new_process(task: str, folder: Path, machine: Machine) -> float:
-    """Seconds a task takes in a new process.
+    """Seconds a task takes in a new process. Tasks are `reads N` and `cold-reads N` (with N threads, the latter with an
+    empty page cache), `stage none` and `stage lz4` (by compression).
 
     A process that has read the files before would read them into memory that it already owns, unlike a first run.
     """
@@ -129,7 +134,8 @@ def in_new_process(task: str, folder: Path, machine: Machine) -> float:
 
 
 def measure() -> None:
-    """Entry point of such a process: time the task without setup and without freeing the memory."""
+    """Entry point of the process that `in_new_process` starts: times the task, without setup and without freeing
+    memory."""
     (task, option), folder = sys.argv[1].split(), Path(sys.argv[2])
     machine = Machine.model_validate_json(sys.stdin.read())
     if task == "cold-reads":
@@ -171,7 +177,7 @@ def proportional_set_size(pid: int) -> int:
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
-    raise MachineError(f"the kernel does not tell the PSS of process {pid}")
+    raise MachineError(f"the kernel does not report the PSS of process {pid}")
 
 
 def touch(backend: Backend) -> None:
@@ -213,7 +219,7 @@ def _send(worker: subprocess.Popen[str], line: str) -> None:
 def _expect(worker: subprocess.Popen[str], expected: str) -> None:
     found = _pipe(worker.stdout).readline().strip()
     if found != expected:
-        raise MachineError(f"a worker process said {found!r} instead of {expected!r}: its messages are above")
+        raise MachineError(f"a worker process wrote {found!r} instead of {expected!r}: its messages are above")
 
 
 def _pipe(pipe: IO[str] | None) -> IO[str]:

@@ -118,7 +118,7 @@ def _config(folder: Path) -> RunConfig:
 def fill_caches(folder: Path) -> None:
     """Store the scan and a small entry for everything the run needs, as a first run would leave them."""
     config = _config(folder)
-    index = build_index(config, _GEOMETRY, memory=scan_folder(config))
+    index = build_index(config, _GEOMETRY, scans=scan_folder(config))
     with Caches(cache_folders(config), writable=True) as caches:
         wanted = needs(config, index, _KnownEncoders(), caches.folders)
         for items in (wanted.latents, wanted.texts):
@@ -154,7 +154,7 @@ def measure() -> None:
 
 def _start_warm(config: RunConfig, machine: Machine) -> None:
     """The steps of `train.load`, without a model."""
-    index = build_index(config, _GEOMETRY, memory=scan_folder(config))
+    index = build_index(config, _GEOMETRY, scans=scan_folder(config))
     with ExitStack() as stack:
         caches = stack.enter_context(Caches(cache_folders(config), writable=True))
         built = build(config, index, _KnownEncoders(), caches)

@@ -25,7 +25,7 @@ from gracetune.cache.encoder import EncoderId, LatentEncoder, PerUse, Prompt, Te
 from gracetune.cache.errors import CacheError, CorruptEntryError, MissingEntryError
 from gracetune.cache.keys import Key, latent_key, text_key
 from gracetune.cache.resident import ResidentStore
-from gracetune.cache.stats import SourceStats, StoreStats, merged
+from gracetune.cache.stats import SourceStats, StoreStats, add_cache_stats
 from gracetune.data.index import freshness
 from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.data.media.load import Sample
@@ -252,7 +252,7 @@ class BatchSource:
         """Statistics as `cache.*`, plus torch's memory statistics and `uvm.*` if the unified-memory layer is open."""
         fetcher = self._feed.fetcher
         memory = {} if self._memory is None else self._memory.stats()
-        return merged(memory, self.stats, fetcher.latents.stats, fetcher.texts.stats)
+        return add_cache_stats(memory, self.stats, fetcher.latents.stats, fetcher.texts.stats)
 
     def close(self) -> None:
         self._forget()

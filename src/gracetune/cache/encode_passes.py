@@ -1,16 +1,16 @@
 """Encode passes: decode, encode and store all missing entries of a cache.
 
-    wanted = needs(config, index, encoders, places)
-    outcome = encode_texts(text_encoder, wanted.texts, index, caches.store, how=How(batch_size=8))
-    outcome = encode_latents(latent_encoder, wanted.latents, outcome.index, caches.store, wanted_anew, how=How())
+    wanted = needs(config, index, encoders, caches.folders)  # from cache.session
+    outcome = encode_texts(text_encoder, wanted.texts, index, caches.store, options=PassOptions(batch_size=8))
+    outcome = encode_latents(latent_encoder, wanted.latents, outcome.index, caches.store, items_for)
 
-After a pass, all entries for `outcome.encoder` exist. Other processes may have made some of them: ranks divide the work
-by claiming entries (see pass_worker.py) and wait for each other at the end. A pass can be interrupted at any moment by
-Ctrl-C, an error or kill -9. The next pass continues where it stopped.
+After a pass, all entries for `outcome.encoder` exist. Other processes may have encoded some of them: ranks divide the
+work by claiming entries (see pass_worker.py) and wait for each other at the end. A pass can be interrupted at any
+moment by Ctrl-C, an error or kill -9. The next pass continues where it stopped.
 
 The id of a latent encoder may change during a pass. To save memory, the encoder may switch to tiling, which gives
-slightly different latents. All entries are then made again under the new id, so a cache never mixes the two. If ranks
-end with different values of `outcome.encoder`, those with the untiled one must run again with tiling.
+slightly different latents. All entries are then encoded again under the new id, so a cache never mixes the two. If
+ranks end with different values of `outcome.encoder`, those that did not tile must run again with tiling.
 """
 
 from __future__ import annotations
@@ -81,11 +81,13 @@ class PassOutcome:
     encoder: EncoderId
     """The final id of the encoder, under which the entries are stored."""
     wanted: int
+    """All entries that the run needs, whether or not they existed before."""
     encoded: int
     encoded_bytes: int
     by_others: int
-    """Entries that were missing when the pass started and that other processes made."""
+    """Entries that were missing when the pass started and that other processes encoded."""
     found_before: int
+    """Entries that existed when the pass started."""
     index: DataIndex
     """The index without files that turned out to be damaged."""
     damaged: tuple[DamagedItem, ...] = ()
@@ -94,7 +96,7 @@ class PassOutcome:
     seconds: float = 0.0
     complete: bool = True
     """False if the pass was stopped."""
-    cut: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    truncated: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Truncated texts; see `ReportsTruncation`."""
     tiled_because: str = ""
     """Why the encoder switched to tiling; empty if it did not."""
@@ -106,25 +108,25 @@ def encode_latents(
     items: Sequence[LatentItem],
     index: DataIndex,
     store_of: StoreOf,
-    wanted_anew: Callable[[DataIndex, EncoderId], list[LatentItem]],
+    items_for: Callable[[DataIndex, EncoderId], list[LatentItem]],
     *,
     options: PassOptions | None = None,
 ) -> PassOutcome:
     """Encode the missing latents among `items`, which must be for the encoder's current id.
 
-    `wanted_anew` returns the items for another id; it is called if the encoder switches to tiling.
+    `items_for` returns the items for another id of the encoder. It is called if the encoder switches to tiling.
     Raises EncodeMemoryError, CacheFullError, UnreadableFilesError (more damaged files than the threshold), ...
     """
     options = options or PassOptions()
     tally = PassCounts()
-    relief = _Relief(encoder, may_tile=options.may_tile)
+    saver = _MemorySaver(encoder, may_tile=options.may_tile)
     while True:
         identity = encoder.id
         _check_id(identity, items)
         work: PassWorker[LatentItem, Sample] = PassWorker(
             items, store_of, index, tally,
-            decode=_decode_latent, encode=partial(_encode_latents, encoder), relieve=relief.ask,
-            batch_size=options.batch_size, limits=relief.limits, workers=options.workers, share=options.share,
+            decode=_decode_latent, encode=partial(_encode_latents, encoder), save_memory=saver.save_memory,
+            batch_size=options.batch_size, limits=saver.limits, workers=options.workers, share=options.share,
             flush=options.flush,
             on_progress=options.on_progress, stop=options.stop,
         )  # fmt: skip
@@ -132,10 +134,10 @@ def encode_latents(
             complete = work.run()
         except _IdChangedError:
             index = work.index
-            items = wanted_anew(index, encoder.id)
+            items = items_for(index, encoder.id)
             continue
-        found = _outcome(identity, len(items), work.index, tally, complete=complete, notes=relief.notes)
-        return replace(found, tiled_because=relief.tiled_because)
+        found = _outcome(identity, len(items), work.index, tally, complete=complete, notes=saver.notes)
+        return replace(found, tiled_because=saver.tiled_because)
 
 
 def encode_texts(
@@ -158,21 +160,23 @@ def encode_texts(
 
     work: PassWorker[TextItem, Prompt] = PassWorker(
         items, store_of, index, tally,
-        decode=_decode_text, encode=encoder.encode, relieve=_no_text_relief, lengths=lengths,
+        decode=_decode_text, encode=encoder.encode, save_memory=_reject_large_text, lengths=lengths,
         batch_size=options.batch_size, limits=[], workers=options.workers, share=options.share, flush=options.flush,
         on_progress=options.on_progress, stop=options.stop,
     )  # fmt: skip
     complete = work.run()
-    cut = (
-        {limit: tuple(texts) for limit, texts in encoder.cut.items()} if isinstance(encoder, ReportsTruncation) else {}
+    truncated = (
+        {limit: tuple(texts) for limit, texts in encoder.truncated.items()}
+        if isinstance(encoder, ReportsTruncation)
+        else {}
     )
-    return replace(_outcome(encoder.id, len(items), work.index, tally, complete=complete), cut=cut)
+    return replace(_outcome(encoder.id, len(items), work.index, tally, complete=complete), truncated=truncated)
 
 
-def about_cut_texts(cut: Mapping[str, set[str]], index: DataIndex) -> list[str]:
+def truncation_notes(truncated: Mapping[str, set[str]], index: DataIndex) -> list[str]:
     """One note per limit on the texts that exceed it."""
     notes = []
-    for limit, long in cut.items():
+    for limit, long in truncated.items():
         datasets = (*index.datasets, *index.held_out)
         paths = [item.path for one in datasets for item in one.items if not long.isdisjoint(item.captions)]
         prompts = long - {*index.captions()}
@@ -233,7 +237,7 @@ class _IdChangedError(Exception):
     """The encoder switched to tiling, which changes its id: all entries must be made again."""
 
 
-class _Relief:
+class _MemorySaver:
     """Makes a latent encoder save memory when a single sample does not fit: first slicing, then tiling."""
 
     def __init__(self, encoder: LatentEncoder, *, may_tile: bool) -> None:
@@ -242,7 +246,7 @@ class _Relief:
         self.notes: list[str] = []
         self.tiled_because = ""
 
-    def ask(self, item: LatentItem) -> None:
+    def save_memory(self, item: LatentItem) -> None:
         before = self._encoder.id
         what = f"latents of {_shape_text(item.shape)} ({item.what})"
         if not self._encoder.save_memory():
@@ -261,7 +265,7 @@ class _Relief:
         raise _IdChangedError
 
 
-def _no_text_relief(item: TextItem) -> None:
+def _reject_large_text(item: TextItem) -> None:
     images = f" with images of {_shape_text(item.shape)}" if item.images else ""
     raise EncodeMemoryError(_no_memory(f"one text{images} ({item.what})", tiled=False))
 

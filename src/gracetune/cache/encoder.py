@@ -86,7 +86,7 @@ class ReportsTruncation(Protocol):
     """A text encoder that reports which texts it truncated."""
 
     @property
-    def cut(self) -> Mapping[str, Sequence[str]]:
+    def truncated(self) -> Mapping[str, Sequence[str]]:
         """Truncated texts among all it encoded, by limit (`77 tokens`)."""
 
 

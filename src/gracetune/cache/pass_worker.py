@@ -99,7 +99,7 @@ class PassWorker(Generic[CacheItem, Decoded]):
         *,
         decode: Callable[[DataIndex, CacheItem], Decoded],
         encode: Callable[[list[Decoded]], list[Entry]],
-        relieve: Callable[[CacheItem], None],
+        save_memory: Callable[[CacheItem], None],
         batch_size: int,
         limits: list[tuple[int, int]],
         workers: int,
@@ -109,14 +109,14 @@ class PassWorker(Generic[CacheItem, Decoded]):
         stop: threading.Event,
         lengths: Callable[[Sequence[CacheItem]], Sequence[int]] = lambda items: [0] * len(items),
     ) -> None:
-        """`relieve` is called when a single item does not fit into memory. It frees memory or raises.
+        """`save_memory` is called when a single item does not fit into memory. It frees memory or raises.
 
         `limits` contains pairs of volume and batch size: items of at least that volume use at most that batch size.
         `lengths` returns a sort key, which groups texts of the same length.
         """
         self._index, self.tally = index, tally
         self._excluded = Exclusions(index)
-        self._decode, self._encode, self._relieve = decode, encode, relieve
+        self._decode, self._encode, self._save_memory = decode, encode, save_memory
         self._batch_size, self._limits, self._workers = batch_size, limits, workers
         self._flush, self._on_progress, self._stop = flush, on_progress, stop
         self._targets = {folder: _Target(store_of(folder)) for folder in by_folder(items)}
@@ -274,7 +274,7 @@ class PassWorker(Generic[CacheItem, Decoded]):
             self._limits.append((item.volume, failed // 2))
         else:
             self._limits.append((item.volume, 1))
-            self._relieve(item)
+            self._save_memory(item)
 
     def _size_for(self, item: CacheItem) -> int:
         return min([self._batch_size, *(size for volume, size in self._limits if volume <= item.volume)])

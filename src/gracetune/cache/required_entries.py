@@ -20,7 +20,7 @@ from gracetune.cache.folders import CacheFolders
 from gracetune.cache.keys import EntryOrigin, Key, latent_key, latent_origin, text_key, text_origin
 from gracetune.cache.residence import Visits
 from gracetune.config.run_config import Validation
-from gracetune.data.index import NO_CAPTION, DataIndex, Turn, freshness
+from gracetune.data.index import NO_CAPTION, Appearance, DataIndex, freshness
 from gracetune.data.items import DatasetIndex, Item
 from gracetune.data.refs import Bucket, SampleRef
 from gracetune.data.text_format import counted
@@ -49,12 +49,12 @@ class LatentItem:
     index: DataIndex
     dataset: DatasetIndex
     item: Item
-    turn: Turn
+    appearance: Appearance
 
     @property
     def ref(self) -> SampleRef:
         """The reference of the sample, without its caption."""
-        return self.index.describe(self.dataset, self.item, self.turn, NO_CAPTION)
+        return self.index.describe(self.dataset, self.item, self.appearance, NO_CAPTION)
 
     @property
     def origin(self) -> EntryOrigin:
@@ -130,14 +130,14 @@ def wanted_latents(
             folder = folders.latents(dataset.id, when)
             by_key, uses_of = found.setdefault(folder, {}), _Uses(dataset, is_trained)
             for item in dataset.items:
-                turns = _turns(when or 0, index.appearances(dataset, item))
-                uses = uses_of(item.visits / len(turns))
-                for turn in turns:
-                    key = latent_key(index.describe(dataset, item, turn, NO_CAPTION), encoder)
+                appearances = _appearances(when or 0, index.combinations(dataset, item))
+                uses = uses_of(item.visits / len(appearances))
+                for appearance in appearances:
+                    key = latent_key(index.describe(dataset, item, appearance, NO_CAPTION), encoder)
                     if key in by_key:
                         by_key[key].uses = _joined(by_key[key].uses, uses)
                     else:
-                        by_key[key] = LatentItem(key, folder, uses, encoder, index, dataset, item, turn)
+                        by_key[key] = LatentItem(key, folder, uses, encoder, index, dataset, item, appearance)
     return [item for items in found.values() for item in items.values()]
 
 
@@ -200,8 +200,8 @@ def visits_of(
 
 
 @lru_cache(maxsize=256)
-def _turns(variant: int, appearances: int) -> tuple[Turn, ...]:
-    return tuple(Turn(variant, count) for count in range(appearances))
+def _appearances(variant: int, combinations: int) -> tuple[Appearance, ...]:
+    return tuple(Appearance(variant, combination) for combination in range(combinations))
 
 
 class _Uses:
@@ -304,8 +304,8 @@ def _images(
 ) -> Iterator[tuple[tuple[SampleRef, ...], int | None]]:
     """The reference images of each appearance, and the epoch if they are refreshed."""
     changes_each_epoch = freshness(dataset.dataset) == "epoch"
-    for turn in _turns(epoch if changes_each_epoch else 0, index.appearances(dataset, item)):
-        ref = index.describe(dataset, item, turn, NO_CAPTION)
+    for appearance in _appearances(epoch if changes_each_epoch else 0, index.combinations(dataset, item)):
+        ref = index.describe(dataset, item, appearance, NO_CAPTION)
         # Without references the embedding depends on the caption alone, which is not refreshed.
         yield ref.conditioning, epoch if changes_each_epoch and ref.conditioning else None
 

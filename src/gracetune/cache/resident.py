@@ -102,7 +102,7 @@ class ResidentStore:
             if len(self._memo) >= MOST_MADE:
                 self._memo.clear()
             self._memo[key] = found
-        self._counter.hit(found[1])
+        self._counter.count_hit(found[1])
         return found[0]
 
     @property
@@ -116,7 +116,7 @@ class ResidentStore:
         entry = self._from_disk(key)
         if self._pin:
             entry = {name: tensor.pin_memory() for name, tensor in entry.items()}
-        self._counter.read(sum(tensor.nbytes for tensor in entry.values()), time.perf_counter() - began)
+        self._counter.count_disk_read(sum(tensor.nbytes for tensor in entry.values()), time.perf_counter() - began)
         return entry
 
     def _from_disk(self, key: Key) -> Entry:

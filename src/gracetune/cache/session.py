@@ -28,10 +28,10 @@ from gracetune.cache.encode_passes import (
     PassOptions,
     PassOutcome,
     Share,
-    about_cut_texts,
     encode_latents,
     encode_texts,
     nothing_to_do,
+    truncation_notes,
     with_notes,
 )
 from gracetune.cache.encoder import EncoderId, Encoders
@@ -193,15 +193,15 @@ class FilledCaches:
     @property
     def notes(self) -> tuple[str, ...]:
         """The notes of this process."""
-        return self.notes_of([self.texts.cut])
+        return self.notes_of([self.texts.truncated])
 
-    def notes_of(self, cut: Iterable[Mapping[str, Sequence[str]]]) -> tuple[str, ...]:
-        """The notes of several processes. `cut`: the `texts.cut` of each."""
+    def notes_of(self, truncated: Iterable[Mapping[str, Sequence[str]]]) -> tuple[str, ...]:
+        """The notes of several processes. `truncated` has the `texts.truncated` of each."""
         by_limit: dict[str, set[str]] = {}
-        for one in cut:
+        for one in truncated:
             for limit, texts in one.items():
                 by_limit.setdefault(limit, set()).update(texts)
-        return (*about_cut_texts(by_limit, self.given), *self.plain_notes)
+        return (*truncation_notes(by_limit, self.given), *self.plain_notes)
 
 
 def needs(

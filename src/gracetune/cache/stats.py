@@ -1,4 +1,4 @@
-"""Statistics of cache reads, also added to torch's memory statistics as `cache.*`."""
+"""Statistics of cache reads and of batches, and how they are listed beside torch's memory statistics (`cache.*`)."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class StoreCounter:
         self._hits = self._hit_bytes = self._reads = self._read_bytes = 0
         self._seconds = 0.0
 
-    def hit(self, size: int) -> None:
+    def count_hit(self, size: int) -> None:
         with self._lock:
             self._hits += 1
             self._hit_bytes += size
 
-    def read(self, size: int, seconds: float) -> None:
+    def count_disk_read(self, size: int, seconds: float) -> None:
         with self._lock:
             self._reads += 1
             self._read_bytes += size
@@ -62,7 +62,7 @@ class StoreCounter:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceStats:
-    """Statistics of a `BatchSource`."""
+    """Statistics of a `BatchSource` since it was opened. All values are totals."""
 
     batches: int = 0
     """Batches returned."""
@@ -80,8 +80,10 @@ class SourceStats:
     """Time that the calling thread spent in `BatchSource.next`."""
 
 
-def merged(memory: Mapping[str, Any], source: SourceStats, latents: StoreStats, texts: StoreStats) -> dict[str, Any]:
-    """A copy of a memory statistics dictionary with `cache.*` added."""
+def add_cache_stats(
+    memory: Mapping[str, Any], source: SourceStats, latents: StoreStats, texts: StoreStats
+) -> dict[str, Any]:
+    """A copy of torch's memory statistics with `cache.*` added: `cache.batches`, `cache.latents.hits`, …"""
     parts: dict[str, SourceStats | StoreStats] = {"": source, "latents.": latents, "texts.": texts}
     added = {f"{PREFIX}{part}{name}": value for part, stats in parts.items() for name, value in asdict(stats).items()}
     for part, stats in (("latents", latents), ("texts", texts)):

@@ -45,16 +45,17 @@ class MissingStateError(CheckpointError):
     """The checkpoint lacks state that this run needs."""
 
 
-def unwritable(error: OSError, folder: Path, *, needed: int, free: int | None, last: Path | None) -> CheckpointError:
-    """The checkpoint error for an OSError of a write. `last` is the newest complete checkpoint."""
-    safe = "there is no earlier checkpoint" if last is None else f"{last} is complete"
-    key, cause = f"checkpoint not written; {safe}", explain(error, folder)
+def write_error(error: OSError, folder: Path, *, needed: int, free: int | None, last: Path | None) -> CheckpointError:
+    """The checkpoint error for an OSError of a write. `needed` and `free` are bytes. A `needed` of 0 means a few
+    small files, and a `free` of None means unknown. `last` is the newest complete checkpoint."""
+    earlier = "there is no earlier checkpoint" if last is None else f"{last} is complete"
+    key, cause = f"checkpoint not written; {earlier}", explain(error, folder)
     if cause.kind == "full":
-        return full(key, folder, found=cause.found, needed=needed, free=free, remedy=cause.remedy)
+        return disk_full_error(key, folder, found=cause.found, needed=needed, free=free, remedy=cause.remedy)
     return CheckpointError(problem_of(error, key, folder, elsewhere=_ELSEWHERE, then=_AGAIN))
 
 
-def full(
+def disk_full_error(
     key: str, folder: Path, *, found: str, needed: int, free: int | None, remedy: str | None = None
 ) -> CheckpointFullError:
     """The error for a full disk."""
@@ -66,12 +67,13 @@ def full(
     return CheckpointFullError(Problem(key, found, expected, hint, str(folder)))
 
 
-def unreadable(error: OSError, path: Path) -> CheckpointError:
+def read_error(error: OSError, path: Path) -> CheckpointError:
     """The checkpoint error for an OSError of a read."""
     return CheckpointError(problem_of(error, "checkpoint", path, access="read", then=_AGAIN))
 
 
-def listed(names: Iterable[object], none: str = "none") -> str:
+def list_names(names: Iterable[object], none: str = "none") -> str:
+    """The first eight names, and how many more there are; `none` if there are no names."""
     words = [str(name) for name in names]
     more = f" and {len(words) - 8:,} more" if len(words) > 8 else ""
     return (", ".join(words[:8]) + more) or none

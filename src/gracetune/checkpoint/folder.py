@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from gracetune.checkpoint.errors import BusyFolderError, listed, unreadable
+from gracetune.checkpoint.errors import BusyFolderError, list_names, read_error
 from gracetune.checkpoint.manifest import (
     MANIFEST,
     BadManifestError,
@@ -51,7 +51,7 @@ def checkpoints(folder: Path) -> list[CheckpointFolder]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise unreadable(error, folder) from error
+        raise read_error(error, folder) from error
     return sorted((CheckpointFolder(step, path) for step, path in found if step is not None), key=lambda one: one.step)
 
 
@@ -167,7 +167,7 @@ def remove_superfluous(
         try:
             foreign = {entry.name for entry in path.iterdir()} - {MANIFEST, *manifest.files}
             if foreign:
-                notes.append(f"{path} is not deleted, because it contains other files: {listed(sorted(foreign))}")
+                notes.append(f"{path} is not deleted, because it contains other files: {list_names(sorted(foreign))}")
                 journal.end("retiring", step)
                 continue
             _delete(folder, path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gracetune.checkpoint.errors import CheckpointError, MissingStateError, OtherRunError, listed, unreadable
+from gracetune.checkpoint.errors import CheckpointError, MissingStateError, OtherRunError, list_names, read_error
 from gracetune.checkpoint.manifest import (
     MANIFEST,
     VERSION,
@@ -51,7 +51,7 @@ class Checkpoint:
         try:
             value: dict[str, Any] = json.loads((self.path / f"{stem}.json").read_bytes())
         except OSError as error:
-            raise unreadable(error, self.path) from error
+            raise read_error(error, self.path) from error
         tensors = f"{stem}.safetensors"
         if tensors not in self.manifest.files:
             return SavedState(value)
@@ -89,10 +89,10 @@ class Checkpoint:
         used = {part.name for part in (*parts, *per_rank)}
         unused = [name for name in (*self.manifest.parts, *self.manifest.per_rank_parts) if name not in used]
         if unused:
-            notes.append(f"{self.path.name} also contains {listed(unused)}, which this run does not use")
+            notes.append(f"{self.path.name} also contains {list_names(unused)}, which this run does not use")
         before = self.manifest.world_size
         if before != world_size and per_rank:
-            names = listed(part.name for part in per_rank)
+            names = list_names(part.name for part in per_rank)
             notes.append(
                 f"{self.path.name} was written by {before} processes and is resumed by {world_size}: "
                 f"the state of {names} is restored for ranks that existed then and is new for others"
@@ -102,8 +102,8 @@ class Checkpoint:
     def _missing(self, lacking: list[str]) -> MissingStateError:
         return MissingStateError(
             Problem(
-                f"no saved state of {listed(lacking)}",
-                f"state of {listed((*self.manifest.parts, *self.manifest.per_rank_parts))}",
+                f"no saved state of {list_names(lacking)}",
+                f"state of {list_names((*self.manifest.parts, *self.manifest.per_rank_parts))}",
                 "the state of everything that this run uses",
                 "resume with the configuration that wrote the checkpoint, or start from step 0 with --resume none",
                 str(self.path),
@@ -158,5 +158,5 @@ def verify(path: Path) -> Checkpoint | Damage:
     except BadManifestError as error:
         return Damage(MANIFEST, str(error))
     except OSError as error:
-        raise unreadable(error, path) from error
+        raise read_error(error, path) from error
     return Checkpoint(path, manifest)

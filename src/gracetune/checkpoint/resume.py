@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gracetune.checkpoint.errors import ResumeError, listed, unreadable
+from gracetune.checkpoint.errors import ResumeError, list_names, read_error
 from gracetune.checkpoint.folder import checkpoints
 from gracetune.checkpoint.manifest import MANIFEST, has_unknown_parts, step_of
 from gracetune.checkpoint.reading import Checkpoint
@@ -77,7 +77,7 @@ def resolve(requested: str, store: CheckpointStore) -> tuple[Path | None, str]:
             return path, f"resumes from {path}, as requested"
         raise _no_checkpoint(requested, path, store)
     except OSError as error:
-        raise unreadable(error, path) from error
+        raise read_error(error, path) from error
 
 
 def _no_checkpoint(requested: str, path: Path, store: CheckpointStore) -> ResumeError:
@@ -86,7 +86,7 @@ def _no_checkpoint(requested: str, path: Path, store: CheckpointStore) -> Resume
         existing = checkpoints(folder) if folder.is_dir() else []
         if existing:
             suggestion = next((one.path for one in existing if one.path.name == path.name), existing[-1].path)
-            found += f"; {folder} contains {listed(one.path.name for one in existing)}"
+            found += f"; {folder} contains {list_names(one.path.name for one in existing)}"
             hint = f"--resume {suggestion}"
             break
     else:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
-from gracetune.checkpoint.errors import CheckpointError, DamagedCheckpointError, full, unwritable
+from gracetune.checkpoint.errors import CheckpointError, DamagedCheckpointError, disk_full_error, write_error
 from gracetune.checkpoint.folder import (
     LOCK_FILE,
     Journal,
@@ -170,7 +170,7 @@ class CheckpointStore:
             if locked:
                 sweep_folders(self.folder)
         except OSError as error:
-            raise unwritable(error, self.folder, needed=0, free=None, last=self.latest()) from error
+            raise write_error(error, self.folder, needed=0, free=None, last=self.latest()) from error
         self._identity = dict(identity)
 
     def check_claim(self) -> None:
@@ -181,7 +181,7 @@ class CheckpointStore:
             with temporary_folder(self.folder):
                 check_lock(self.folder)
         except OSError as error:
-            raise unwritable(error, self.folder, needed=0, free=None, last=self.latest()) from error
+            raise write_error(error, self.folder, needed=0, free=None, last=self.latest()) from error
 
     def reject_others(self, identity: Mapping[str, str]) -> None:
         """Raise OtherRunError if the folder contains checkpoints of another run. Changes nothing."""
@@ -213,7 +213,7 @@ class CheckpointStore:
         try:
             notes = set_aside(self.folder, later)
         except OSError as error:
-            raise unwritable(error, self.folder, needed=0, free=None, last=path) from error
+            raise write_error(error, self.folder, needed=0, free=None, last=path) from error
         if path is not None and path.parent == self.folder.resolve():
             self._written.add(step)
         return (*retired, *notes)
@@ -273,7 +273,7 @@ class CheckpointStore:
         try:
             is_folder, is_taken = target.is_dir(), target.exists() or target.is_symlink()
         except OSError as error:
-            raise unwritable(error, self.folder, needed=0, free=None, last=self._last_complete()) from error
+            raise write_error(error, self.folder, needed=0, free=None, last=self._last_complete()) from error
         if step in self._written and is_folder:
             self.end_work("saving", step)
             return target
@@ -303,7 +303,7 @@ class CheckpointStore:
             last = self._last_complete(identity)
             safe = "there is no earlier checkpoint" if last is None else f"{last} is complete"
             key = f"not enough disk space for a checkpoint; {safe}"
-            raise full(key, self.folder, found="", needed=needed, free=free)
+            raise disk_full_error(key, self.folder, found="", needed=needed, free=free)
 
     def wait(self) -> None:
         """Wait until the pending write has finished."""
@@ -356,7 +356,7 @@ class CheckpointStore:
             size = self._write_folder(job, target)
         except OSError as error:
             free, last = self._free(), self._last_complete()
-            raise unwritable(error, self.folder, needed=job.needed, free=free, last=last) from error
+            raise write_error(error, self.folder, needed=job.needed, free=free, last=last) from error
         write_ms = (time.perf_counter() - begin) * 1000
         self._written.add(job.step)
         assert self._journal is not None, "the folder is claimed"

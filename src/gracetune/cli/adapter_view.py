@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gracetune.adapters.adapter_files import OpenedAdapter
-from gracetune.adapters.formats.layers import algorithms
+from gracetune.adapters.formats.layers import algorithm_names
 from gracetune.adapters.formats.reading import dtype_of
 from gracetune.adapters.state import AdapterState
 from gracetune.adapters.statistics import estimate_note, norms, zero_tensors
@@ -72,7 +72,7 @@ def _state(state: AdapterState) -> dict[str, Any]:
     found = norms(state)
     return {
         "stage": state.expert or None,
-        "algorithms": list(algorithms(state)),
+        "algorithms": list(algorithm_names(state)),
         "layers": len(state.layers),
         "ranks": _counted(layer.rank for layer in state.layers.values()),
         "alphas": _counted(layer.alpha if layer.rank is not None else None for layer in state.layers.values()),
@@ -159,7 +159,7 @@ def conversions_json(done: Sequence[Converted], left_out: Sequence[str], notes: 
                 "format": one.format,
                 "family": one.state.family,
                 "stage": one.state.expert or None,
-                "algorithms": list(algorithms(one.state)),
+                "algorithms": list(algorithm_names(one.state)),
                 "layers": len(one.state.layers),
                 "relative_error": one.error,
                 "programs": dict(one.programs),
@@ -171,7 +171,7 @@ def conversions_json(done: Sequence[Converted], left_out: Sequence[str], notes: 
 
 def print_conversions(done: Sequence[Converted], console: Console) -> None:
     for one in done:
-        what = f"{'+'.join(algorithms(one.state))} for {one.state.family}"
+        what = f"{'+'.join(algorithm_names(one.state))} for {one.state.family}"
         expert = f", {one.state.expert}" if one.state.expert else ""
         console.print(f"{mark(console, ok=True)} [bold]{shown(one.path)}[/]")
         console.print(f"    {what}{expert}, {len(one.state.layers)} layers, {one.format}")

@@ -195,7 +195,7 @@ def _open(
     geometry, assumption = geometry_of(config.model)
     encoders = encoders_of(config, _device(), fetch=HubFetcher(access, _print))
     with private_if_new(Path(config.output_dir).expanduser()):  # by default, caches and scans are in this folder
-        index = build_index(config, geometry, memory=scan_folder(config), on_scanned=progress.on_scanned)
+        index = build_index(config, geometry, scans=scan_folder(config), on_scanned=progress.on_scanned)
     folders = cache_folders(config)
     epoch = current_epoch(config, index, encoders, folders)
     notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes]

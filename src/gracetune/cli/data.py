@@ -76,7 +76,7 @@ def show(
     rehearsal = StagingCheck(config.datasets)
     with _progress(quiet=json_output) as on_scanned, private_if_new(Path(config.output_dir).expanduser()):
         index = build_index(
-            config, geometry, open_backend=rehearsal.open, memory=scan_folder(config), on_scanned=on_scanned
+            config, geometry, open_backend=rehearsal.open, scans=scan_folder(config), on_scanned=on_scanned
         )
     order = index.order(config.training.batch_size)
     folder = output or Path(config.output_dir).expanduser() / "data_show"
@@ -214,7 +214,7 @@ def sheet_of(index: DataIndex, order: Order, group: SampleGroup, most: int) -> t
         for number, item in zip(chosen, items, strict=True)
     ]
     refs = [
-        index.describe(found, item, index.turn(found, item, 0, 0), caption)
+        index.describe(found, item, index.appearance(found, item, 0, 0), caption)
         for item, caption in zip(items, captions, strict=True)
     ]
     title = f"{found.id} · {shape_label(group.shape, rate_of(index, found))}"

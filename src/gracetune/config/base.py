@@ -27,17 +27,17 @@ Flag = StrictBool
 
 WholeNumber = Annotated[int, Strict(), Field(ge=0, le=10**10)]
 PositiveInt = Annotated[int, Strict(), Field(ge=1, le=10**10)]
-"""The upper bound admits 9999999999, which people write for "never"."""
+"""The upper bound of both admits 9999999999, which people write for "never"."""
 BatchSize = Annotated[int, Strict(), Field(ge=1, le=16_384)]
 Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
 Number = Annotated[float, Strict(), Field(ge=-1e12, le=1e12)]
 PositiveFloat = Annotated[float, Strict(), Field(gt=0, le=1e12)]
 NonNegativeFloat = Annotated[float, Strict(), Field(ge=0, le=1e12)]
-"""The bound keeps products of a few such numbers within the range of a float."""
+"""The bounds of all three keep products of a few such numbers within the range of a float."""
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1)]
 OpenFraction = Annotated[float, Strict(), Field(gt=0, lt=1)]
 LONGEST_SIDE = 8192
-"""Longest side, in pixels, of a training image or a generated one: far beyond what any model was trained at."""
+"""Longest side, in pixels, of a training image or a generated one. No published model was trained at such a size."""
 FrameRate = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
 Text = Annotated[str, Strict()]
 Name = Annotated[str, Strict(), StringConstraints(min_length=1, pattern=r"\S")]
@@ -54,7 +54,7 @@ def file_name(text: str) -> str:
     return "run" if safe in (".", "..") else safe
 
 
-def _one_file_name(text: str) -> str:
+def _check_file_name(text: str) -> str:
     if text in (".", "..") or len(text.encode()) > LONGEST_FILE_NAME:
         raise ValueError("not a file name")
     return text
@@ -64,7 +64,7 @@ FileName = Annotated[
     str,
     Strict(),
     StringConstraints(min_length=1, pattern=r"^[^/\\\x00]*[^/\\\x00\s][^/\\\x00]*$"),
-    AfterValidator(_one_file_name),
+    AfterValidator(_check_file_name),
     Field(json_schema_extra={"format": "file-name"}),
 ]
 Options = dict[str, Any]

@@ -85,14 +85,14 @@ class DefaultVae:
 
 @dataclass(frozen=True)
 class ClipLength:
-    """SimpleTuner's default clip length: `fps` times `seconds`, rounded down to `step` * k + 1 frames."""
+    """SimpleTuner's default clip length: `fps` times `seconds`, rounded down to `frame_step` * k + 1 frames."""
 
     fps: int
     seconds: int
-    step: int
+    frame_step: int
 
-    def fitting(self, frames: int) -> int:
-        return max(1, (frames - 1) // self.step * self.step + 1)
+    def rounded_down(self, frames: int) -> int:
+        return max(1, (frames - 1) // self.frame_step * self.frame_step + 1)
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class SimpleTunerNames:
     """Our flavour -> the assistant adapter that SimpleTuner loads while it trains an adapter, if a file names none."""
     rejected_flavours: Mapping[str, RejectedFlavour] = field(default_factory=dict)
     """Our flavour -> why it is rejected in a SimpleTuner file."""
-    expert_shifts: Mapping[str, float] = field(default_factory=dict)
+    forced_expert_shifts: Mapping[str, float] = field(default_factory=dict)
     """Our flavour -> the flow shift that SimpleTuner forces for a single expert, whatever the file says."""
-    without_shift: tuple[str, ...] = ()
+    flavours_without_shift: tuple[str, ...] = ()
     """Our flavours without a default flow shift in SimpleTuner."""
     auto_shift: ShiftPoints = ShiftPoints()
     """The shift of `flow_schedule_auto_shift`. Most published scheduler configs lack it, so the defaults apply."""
@@ -129,7 +129,7 @@ class SimpleTunerNames:
     """Our flavour -> its `alignment`, where it differs."""
     free_alignment: bool = False
     """Whether `aspect_bucket_alignment` has an effect in a file that sets `i_know_what_i_am_doing`."""
-    own_options: tuple[str, ...] = ()
+    unsupported_options: tuple[str, ...] = ()
     """Options with an effect on this family but not on every other. They are not supported; the key table says why."""
 
 
@@ -179,10 +179,10 @@ class AiToolkitNames:
     guidance_embedding: str = ""
     """Why `bypass_guidance_embedding` is rejected. Empty if there is no such embedding, and the key does nothing."""
     blocks: tuple[str, ...] = ()
-    """Modules, as named in their paths, in which ai-toolkit adapts every linear layer. Empty means the family's own
-    choice of layers."""
-    default_is_blocks: bool = False
-    """Whether the family's own choice of layers is every linear layer of `blocks`."""
+    """Modules, as named in their paths, in which ai-toolkit adapts every linear layer. Empty means the family's
+    default targets (`ModelSpec.default_targets`)."""
+    blocks_are_default_targets: bool = False
+    """Whether the family's default targets are exactly the linear layers of `blocks`."""
     conv_blocks: tuple[str, ...] = ()
     """Additional modules, if convolutions are adapted too."""
     unguided: tuple[str, ...] = ()

@@ -42,18 +42,18 @@ DamagedFiles = dict[tuple[str, str], str]
 """The same while they are being collected: (dataset id, path) -> reason."""
 
 NO_CAPTION = CaptionRef("")
-MOST_MADE = 1 << 15
+MOST_KEPT_REFS = 1 << 15
 """Number of sample references kept for reuse, of about 1 KB each."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Which variant of a sample one visit shows."""
+class Appearance:
+    """How a sample looks at one visit: its random choices, and its combination of flip and clip."""
 
     variant: int
-    """The variant number of its random choices."""
-    count: int
-    """The index of its combination of flip and clip."""
+    """The variant number of the random choices."""
+    combination: int
+    """Below `DataIndex.combinations`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class DataIndex:
     datasets: tuple[DatasetIndex, ...]
     """The datasets that are trained on."""
     held_out: tuple[DatasetIndex, ...]
-    """The datasets of type `eval`."""
+    """The data of the held-out loss: datasets of type `eval`, and the `held_out` part of trained datasets."""
     backends: Mapping[str, Backend]
     """By dataset id. The mask folder of a dataset is listed under `masks_id`."""
     notes: tuple[str, ...] = ()
@@ -98,19 +98,19 @@ class DataIndex:
         visit = batch.visits[number]
         item = index.items[visit.sample]
         passes = epoch if batch.passed is None else batch.passed
-        turn = self.turn(index, item, epoch, visit.round, passes)
+        appearance = self.appearance(index, item, epoch, visit.round, passes)
         caption = caption_ref(
             item.captions, index.dataset.captions, self.seed, batch.first_index + number,
             visit=passes * item.visits + visit.round,
         )  # fmt: skip
         if freshness(index.dataset) == "visit":
-            return self.describe(index, item, turn, caption)
-        key = (batch.source, visit.sample, turn.variant, turn.count, caption.variant, caption.dropped)
+            return self.describe(index, item, appearance, caption)
+        key = (batch.source, visit.sample, appearance.variant, appearance.combination, caption.variant, caption.dropped)
         ref = self._refs.get(key)
         if ref is None:
-            if len(self._refs) >= MOST_MADE:
+            if len(self._refs) >= MOST_KEPT_REFS:
                 self._refs.clear()
-            ref = self._refs[key] = self.describe(index, item, turn, caption)
+            ref = self._refs[key] = self.describe(index, item, appearance, caption)
         return ref
 
     @cached_property
@@ -118,18 +118,20 @@ class DataIndex:
         """References that recur in every epoch. Returning the same objects lets caches look them up by identity."""
         return {}
 
-    def turn(self, index: DatasetIndex, item: Item, epoch: int, turn: int, passes: int | None = None) -> Turn:
-        """Choose the variant for a visit. `passes` is the number of completed passes over the dataset, if that differs
-        from the epoch."""
-        visit = (epoch if passes is None else passes) * item.visits + turn
+    def appearance(
+        self, index: DatasetIndex, item: Item, epoch: int, round: int, passes: int | None = None
+    ) -> Appearance:
+        """How an item looks at visit number `round` of an epoch. `passes` is the number of completed passes over
+        the dataset, if that differs from the epoch."""
+        visit = (epoch if passes is None else passes) * item.visits + round
         variant = {"once": 0, "epoch": epoch, "visit": visit}[freshness(index.dataset)]
-        count = self.appearances(index, item)
+        count = self.combinations(index, item)
         # Files start at different flips, so that every epoch contains all of them.
         first = below(count, self.seed, "turn", item.file.digest)
-        return Turn(variant, (visit + first) % count)
+        return Appearance(variant, (visit + first) % count)
 
-    def appearances(self, index: DatasetIndex, item: Item) -> int:
-        """The number of combinations of flip and clip that a sample rotates through."""
+    def combinations(self, index: DatasetIndex, item: Item) -> int:
+        """How many combinations of flip and clip a sample rotates through."""
         return len(flips(index.dataset)) * self._clip_count(index, item)
 
     def cacheable(self, epoch: int = 0) -> Iterator[SampleRef]:
@@ -140,8 +142,8 @@ class DataIndex:
                 continue
             variant = epoch if lifetime == "epoch" else 0
             for item in index.items:
-                for count in range(self.appearances(index, item)):
-                    yield self.describe(index, item, Turn(variant, count), NO_CAPTION)
+                for combination in range(self.combinations(index, item)):
+                    yield self.describe(index, item, Appearance(variant, combination), NO_CAPTION)
 
     def captions(self) -> Iterator[str]:
         """Every text a sample can be trained with, each once, including the one that replaces a dropped caption."""
@@ -153,25 +155,25 @@ class DataIndex:
                 seen.update(dict.fromkeys(item.captions))
         return iter(seen)
 
-    def describe(self, index: DatasetIndex, item: Item, turn: Turn, caption: CaptionRef) -> SampleRef:
+    def describe(self, index: DatasetIndex, item: Item, appearance: Appearance, caption: CaptionRef) -> SampleRef:
         """The full description of a sample at one visit."""
         dataset, file = index.dataset, item.file
         all_flips = flips(dataset)
-        flip_x, flip_y = all_flips[turn.count % len(all_flips)]
+        flip_x, flip_y = all_flips[appearance.combination % len(all_flips)]
         augmentation = AppliedAugmentation(
             flip_x,
             flip_y,
             self.seed if index.transforms else None,
-            turn.variant if index.transforms else 0,
+            appearance.variant if index.transforms else 0,
             index.transforms,
         )
         fit = None
         if not isinstance(file.facts, AudioFacts):
-            fit = self._fit(item.size, item.bucket, dataset, file.digest, turn)
+            fit = self._fit(item.size, item.bucket, dataset, file.digest, appearance)
         references: tuple[SampleRef, ...] = ()
         if item.references:
             shared = replace(augmentation, of=file.digest)  # references are flipped and transformed like their target
-            references = tuple(self._reference(reference, fit, shared, turn) for reference in item.references)
+            references = tuple(self._reference(reference, fit, shared, appearance) for reference in item.references)
         return SampleRef(
             dataset=dataset.id,
             path=file.path,
@@ -179,7 +181,7 @@ class DataIndex:
             bucket=item.bucket,
             fit=fit,
             caption=caption,
-            clip=self._clip(index, item, turn),
+            clip=self._clip(index, item, appearance),
             augmentation=augmentation,
             conditioning=references,
             mask=item.mask,
@@ -187,40 +189,40 @@ class DataIndex:
             loss_weight=dataset.loss_weight,
         )
 
-    def _fit(self, size: Size, bucket: Bucket, dataset: Dataset, digest: str, turn: Turn) -> Fit:
+    def _fit(self, size: Size, bucket: Bucket, dataset: Dataset, digest: str, appearance: Appearance) -> Fit:
         return fit_image(
-            size, bucket, dataset, self.geometry, seed=self.seed, digest=digest, variant=turn.variant
+            size, bucket, dataset, self.geometry, seed=self.seed, digest=digest, variant=appearance.variant
         )  # fmt: skip
 
     def _clip_count(self, index: DatasetIndex, item: Item) -> int:
         facts = item.file.facts
         return clip_count(facts, index.dataset.video, item.bucket.frames) if isinstance(facts, VideoFacts) else 1
 
-    def _clip(self, index: DatasetIndex, item: Item, turn: Turn) -> Clip | None:
+    def _clip(self, index: DatasetIndex, item: Item, appearance: Appearance) -> Clip | None:
         dataset, facts, digest = index.dataset, item.file.facts, item.file.digest
         if isinstance(facts, VideoFacts):
-            clip_number = turn.count // len(flips(dataset)) % self._clip_count(index, item)
+            clip_number = appearance.combination // len(flips(dataset)) % self._clip_count(index, item)
             return video_clip(
                 facts, dataset.video, item.bucket.frames, clip_number=clip_number, seed=self.seed, digest=digest,
-                variant=turn.variant,
+                variant=appearance.variant,
             )  # fmt: skip
         if isinstance(facts, AudioFacts):
             rate = audio_rate(dataset, self.geometry, facts)
             return audio_clip(
                 facts, dataset.audio, item.bucket.audio_samples, rate, seed=self.seed, digest=digest,
-                variant=turn.variant,
+                variant=appearance.variant,
             )  # fmt: skip
         return None
 
     def _reference(
-        self, reference: Reference, target: Fit | None, augmentation: AppliedAugmentation, turn: Turn
+        self, reference: Reference, target: Fit | None, augmentation: AppliedAugmentation, appearance: Appearance
     ) -> SampleRef:
         dataset, file, bucket = reference.dataset, reference.file, reference.bucket
         size = size_of(file)
         if reference.strict and target is not None:
             fit = Fit(size, target.resized, target.left, target.top)
         else:
-            fit = self._fit(size, bucket, dataset, file.digest, turn)
+            fit = self._fit(size, bucket, dataset, file.digest, appearance)
         return SampleRef(
             dataset.id, file.path, file.digest, bucket, fit, NO_CAPTION, augmentation=augmentation,
             canny=reference.canny,

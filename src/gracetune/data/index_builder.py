@@ -25,7 +25,7 @@ from gracetune.data.notes import notes_on
 from gracetune.data.pairs import Paired, linked, with_alpha_masks, with_canny_references, with_masks, with_references
 from gracetune.data.refs import Canny
 from gracetune.data.sampler import BatchMixing
-from gracetune.data.scan import Scan, ScanMemory, scan
+from gracetune.data.scan import SavedScan, Scan, scan
 from gracetune.data.scan_workers import Threads
 from gracetune.data.staging.file_selection import reasons
 from gracetune.data.text_format import counted, some
@@ -48,17 +48,17 @@ def build_index(
     geometry: Geometry,
     *,
     open_backend: OpenBackend = open_unstaged,
-    memory: Path | None = None,
+    scans: Path | None = None,
     workers: int = 8,
     on_scanned: OnDataset = lambda name, done, total: None,
 ) -> DataIndex:
-    """Scan all enabled datasets and build the index. `memory` is the folder for scan results; None stores none.
+    """Scan all enabled datasets and build the index. `scans` is the folder for scan results; None stores none.
 
     By default files are read from their source and nothing is staged. Pass `open_backend` to change that.
     """
     reject_unsupported(config, geometry)
     with rare_collections():
-        return _Builder(config, geometry, open_backend, memory, workers, on_scanned).build()
+        return _Builder(config, geometry, open_backend, scans, workers, on_scanned).build()
 
 
 def mixing_of(config: RunConfig) -> BatchMixing:
@@ -119,7 +119,7 @@ class _Builder:
     config: RunConfig
     geometry: Geometry
     open_backend: OpenBackend
-    memory: Path | None
+    scan_folder: Path | None
     workers: int
     on_scanned: OnDataset
 
@@ -149,8 +149,8 @@ class _Builder:
             for name, dataset in self.enabled.items()
             if dataset.dataset_type == "conditioning" and name not in self.backends
         ]
-        forgotten = sorted({found.forgotten for found in self.scans.values() if found.forgotten is not None})
-        notes += [f"the next start scans all files again: {reason}" for reason in forgotten]
+        unsaved = sorted({found.save_error for found in self.scans.values() if found.save_error is not None})
+        notes += [f"the next start scans all files again: {reason}" for reason in unsaved]
         return DataIndex(
             self.seed, self.geometry, tuple(trained), tuple(held_out), self.backends, tuple(notes),
             mixing_of(self.config),
@@ -199,7 +199,7 @@ class _Builder:
             self.scans[key] = scan(
                 backend,
                 kind,
-                memory=None if self.memory is None else ScanMemory(self.memory, backend.root, kind),
+                saved=None if self.scan_folder is None else SavedScan(self.scan_folder, backend.root, kind),
                 extensions=extensions,
                 workers=self.workers,
                 on_scanned=lambda done, total: self.on_scanned(dataset.id, done, total),
@@ -249,7 +249,7 @@ class _Builder:
         An unreadable caption counts as an unreadable file. The notes are about captions with an unused placeholder, and
         about files whose size differs from the one in their caption table.
         """
-        withheld = {path: too_large(size) for path, size in scan.large.items()}
+        withheld = {path: too_large(size) for path, size in scan.oversized.items()}
         withheld |= {file.path: f"a caption that cannot be read: {file.reason}" for file in scan.left_out}
         epochs = most_epochs(self.config.training, dataset, sum(item.visits for item in items))
         book = open_captions(dataset.captions, self.backends[dataset.id], f"{location}.captions", withheld)

@@ -32,11 +32,11 @@ def notes_on(index: DatasetIndex, folders: Mapping[str, KohyaFolder], geometry: 
         *_unreadable(index),
         *_captions(index),
         *_folders(index, folders),
-        *_doubles(index),
+        *_shared_names(index),
         *_enlarged(index, geometry),
         *_padded(index, geometry),
         *_fixed_crops(index),
-        *_stills(index),
+        *_images_beside_videos(index),
         *_left_out(index),
     ]
 
@@ -66,11 +66,11 @@ def _folders(index: DatasetIndex, folders: Mapping[str, KohyaFolder]) -> Iterato
     yield f"folders in the layout of kohya's scripts: {some(listed)}"
 
 
-def _doubles(index: DatasetIndex) -> Iterator[str]:
-    doubles = same_stem(item.path for item in index.items)
-    if doubles:
-        first = " and ".join(next(iter(doubles.values())))
-        yield f"{counted(len(doubles), 'name')} used by several files, which share their caption: {first}"
+def _shared_names(index: DatasetIndex) -> Iterator[str]:
+    shared = same_stem(item.path for item in index.items)
+    if shared:
+        first = " and ".join(next(iter(shared.values())))
+        yield f"{counted(len(shared), 'name')} used by several files, which share their caption: {first}"
 
 
 def _enlarged(index: DatasetIndex, geometry: Geometry) -> Iterator[str]:
@@ -123,11 +123,11 @@ def _fixed_crops(index: DatasetIndex) -> Iterator[str]:
         )
 
 
-def _stills(index: DatasetIndex) -> Iterator[str]:
+def _images_beside_videos(index: DatasetIndex) -> Iterator[str]:
     others = index.others or {}
     count = sum(number for name, number in others.items() if name in EXTENSIONS["image"])
     if index.dataset.dataset_type == "video" and count:
-        yield f"{counted(count, 'image')} next to the videos not trained on; add a dataset of type image for them"
+        yield f"left out: {counted(count, 'image')} next to the videos; to train on them, add a dataset of type image"
 
 
 def _left_out(index: DatasetIndex) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Scanning a folder: the properties of each media file, and which files are unreadable. Results are kept between runs.
 
-They are stored in one JSON file per dataset; docs/data.md describes its content. A file whose size and modification
-time have not changed since the last scan is not opened again. Storage without modification times is always read.
+They are stored in one JSON file for each folder and kind of media; docs/data.md describes its content. A file whose
+size and modification time have not changed since the last scan is not opened again. Storage without modification times
+is always read.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class Scan:
     """The number of files with other extensions."""
     reused: int
     """Files that have not changed since the last scan."""
-    large: Mapping[str, int]
-    """Files of other kinds that are too large to be captions, with their size in bytes."""
-    forgotten: str | None = None
-    """Why the results could not be saved. This is not an error, but the next start scans again."""
+    oversized: Mapping[str, int]
+    """Path -> size in bytes of all other files that are larger than `LARGEST_FILE`, the limit for caption files."""
+    save_error: str | None = None
+    """Why the results could not be saved. The scan itself is complete, but the next start scans again."""
 
     @property
     def total(self) -> int:
@@ -60,57 +61,60 @@ def scan(
     backend: Backend,
     kind: Kind,
     *,
-    memory: ScanMemory | None = None,
+    saved: SavedScan | None = None,
     extensions: Collection[str] | None = None,
     workers: int = 8,
     on_scanned: OnScanned = lambda done, total: None,
 ) -> Scan:
-    """Scan all files of one kind. `extensions` limits them, as `in_memory.file_extensions` does."""
+    """Scan all files of one kind. `extensions` limits them, as `in_memory.file_extensions` does.
+
+    `saved` has the results of the last scan, and gets those of this one. None examines every file and saves nothing.
+    """
     listing = survey(backend)
     wanted = None if extensions is None else {extension.lower().lstrip(".") for extension in extensions}
     media: dict[str, FileStat] = {}
     others: Counter[str] = Counter()
-    large: dict[str, int] = {}
+    oversized: dict[str, int] = {}
     for path, stat in listing.files.items():
         if not is_hidden(path) and kind_of(path) == kind and (wanted is None or extension_of(path) in wanted):
             media[path] = stat
             continue
         others["hidden" if is_hidden(path) else suffix_of(path) or "no extension"] += 1
         if stat.size > LARGEST_FILE:
-            large[path] = stat.size
+            oversized[path] = stat.size
     unselected = [one.path for one in listing.unselected]
     others.update("hidden" if is_hidden(path) else suffix_of(path) or "no extension" for path in unselected)
-    known = memory.load() if memory is not None else {}
+    known = saved.load() if saved is not None else {}
     results, reused = _examine(backend, kind, media, known, workers, on_scanned)
-    forgotten = None
-    if memory is not None:
+    save_error = None
+    if saved is not None:
         # Several datasets of a folder may scan different files of it: keep the results of files not scanned here.
         other_files = {*listing.files, *unselected} - media.keys()
-        found = {path: known[path] for path in known.keys() & other_files} | _remembered(media, known, results)
-        forgotten = memory.save(found) if found != known else None
+        entries = {path: known[path] for path in known.keys() & other_files} | _entries(media, known, results)
+        save_error = saved.save(entries) if entries != known else None
     files = tuple(found for found in results.values() if isinstance(found, MediaFile))
     unreadable = tuple(LeftOut(path, found) for path, found in results.items() if isinstance(found, str))
-    return Scan(files, unreadable, listing.left_out, dict(others.most_common()), reused, large, forgotten)
+    return Scan(files, unreadable, listing.left_out, dict(others.most_common()), reused, oversized, save_error)
 
 
-def _remembered(
-    media: Mapping[str, FileStat], known: Mapping[str, _Remembered], results: Mapping[str, Examined]
-) -> dict[str, _Remembered]:
-    """The results to save: readable files only, as a chmod fixes a file without changing its size or time."""
-    found = {}
+def _entries(
+    media: Mapping[str, FileStat], known: Mapping[str, _SavedEntry], results: Mapping[str, Examined]
+) -> dict[str, _SavedEntry]:
+    """The results to save. Not of unreadable files, which a chmod can repair without changing their size or time."""
+    entries = {}
     for path, file in results.items():
         if isinstance(file, MediaFile):
             before = known.get(path)
             # Keep the same object if nothing changed, so that the comparison with `known` is fast.
-            found[path] = before if before and before.file is file else _Remembered(media[path].modified_ns, file)
-    return found
+            entries[path] = before if before and before.file is file else _SavedEntry(media[path].modified_ns, file)
+    return entries
 
 
 def _examine(
     backend: Backend,
     kind: Kind,
     media: Mapping[str, FileStat],
-    known: Mapping[str, _Remembered],
+    known: Mapping[str, _SavedEntry],
     workers: int,
     on_scanned: OnScanned,
 ) -> tuple[dict[str, Examined], int]:
@@ -131,14 +135,14 @@ def _examine(
     return results, reused
 
 
-class _Remembered(NamedTuple):
-    """One file of a saved scan."""
+class _SavedEntry(NamedTuple):
+    """One file in the saved results."""
 
     modified_ns: int
     file: MediaFile
 
 
-class ScanMemory:
+class SavedScan:
     """The saved results of a folder's last scan: a JSON file in the run's cache folder."""
 
     def __init__(self, folder: Path, root: str, kind: Kind) -> None:
@@ -151,14 +155,14 @@ class ScanMemory:
     def file(self) -> Path:
         return self._folder / self._name
 
-    def load(self) -> dict[str, _Remembered]:
+    def load(self) -> dict[str, _SavedEntry]:
         """The saved results; empty if there is no file or its content is not what this release writes."""
         try:
             return self._files(json.loads(self.file.read_bytes()))
         except (OSError, ValueError, RecursionError):
             return {}
 
-    def _files(self, content: Any) -> dict[str, _Remembered]:
+    def _files(self, content: Any) -> dict[str, _SavedEntry]:
         """Parse the content. Raises ValueError if `save` did not write it.
 
         This runs at every start, possibly for a million files, so it checks by hand instead of using pydantic.
@@ -170,15 +174,15 @@ class ScanMemory:
             raise ValueError("there is no `files` object")
         return {path: self._file(path, values) for path, values in files.items()}
 
-    def _file(self, path: str, values: Any) -> _Remembered:
+    def _file(self, path: str, values: Any) -> _SavedEntry:
         if not isinstance(values, dict) or values.keys() != _KEYS or not isinstance(values["facts"], dict):
             raise ValueError(f"{path}: wrong keys")
         size, modified_ns, digest = values["size"], values["modified_ns"], values["digest"]
         if type(size) is not int or type(modified_ns) is not int or type(digest) is not str:
             raise ValueError(f"{path}: the size, time or digest has a wrong type")
-        return _Remembered(modified_ns, MediaFile(path, size, digest, facts_from_json(self._kind, values["facts"])))
+        return _SavedEntry(modified_ns, MediaFile(path, size, digest, facts_from_json(self._kind, values["facts"])))
 
-    def save(self, files: Mapping[str, _Remembered]) -> str | None:
+    def save(self, files: Mapping[str, _SavedEntry]) -> str | None:
         """Save the results. Returns the reason if they could not be written, or None."""
         described = {
             path: {

@@ -67,7 +67,7 @@ class UvmStats:
         return {_PREFIX + name: value for name, value in values.items()}
 
 
-def merged(torch_stats: Mapping[str, Any], uvm: UvmStats) -> dict[str, Any]:
+def add_uvm_stats(torch_stats: Mapping[str, Any], uvm: UvmStats) -> dict[str, Any]:
     """A copy of `torch.cuda.memory_stats()` with the `uvm.*` values added."""
     return {**torch_stats, **uvm.by_name()}
 
@@ -232,7 +232,7 @@ class UnifiedMemory:
         """A copy of torch's memory statistics with `uvm.*` added."""
         import torch
 
-        return merged(self._device.with_peaks(torch.cuda.memory_stats(self._cuda_device)), self.uvm_stats())
+        return add_uvm_stats(self._device.with_peaks(torch.cuda.memory_stats(self._cuda_device)), self.uvm_stats())
 
     @property
     def managed_bytes(self) -> int:

@@ -14,18 +14,21 @@ from gracetune.models.spec import ModelFacts, ModelSpec
 
 
 def facts_of(config: RunConfig, spec: ModelSpec, source: ModelSource) -> ModelFacts:
-    """The facts of the weights with the config's overrides, for training and for `ModelSpec.load_pipeline`."""
-    facts = _of_flavour(spec.inspect(source), config.model.flavour)
+    """The facts of the weights with the config's overrides. Training and `ModelSpec.load_pipeline` get the same facts.
+
+    Raises ConfigError for an override that these weights do not support.
+    """
+    facts = _with_flavour(spec.inspect(source), config.model.flavour)
     if config.model.expert_boundary is not None:
-        facts = with_boundary(facts, config.model.expert_boundary)
+        facts = _with_boundary(facts, config.model.expert_boundary)
     if config.objective.prediction is not None:
-        facts = with_prediction(facts, config.objective.prediction)
+        facts = _with_prediction(facts, config.objective.prediction)
     if config.objective.guidance is not None:
-        facts = with_guidance(facts, config.objective.guidance)
+        facts = _with_guidance(facts, config.objective.guidance)
     return facts
 
 
-def _of_flavour(facts: ModelFacts, flavour: str | None) -> ModelFacts:
+def _with_flavour(facts: ModelFacts, flavour: str | None) -> ModelFacts:
     """The facts under the config's flavour; an error if the files show another one.
 
     Data and memory are planned by the flavour's name, so a wrong name would plan for another model. Flavours that
@@ -33,21 +36,21 @@ def _of_flavour(facts: ModelFacts, flavour: str | None) -> ModelFacts:
     """
     if flavour is None or flavour == facts.flavour:
         return facts
-    if _plan(facts.family, flavour) != _plan(facts.family, facts.flavour):
+    if _planning_data(facts.family, flavour) != _planning_data(facts.family, facts.flavour):
         hint = f"--set model.flavour={facts.flavour}, or give the weights of {flavour} as model.path"
         raise ConfigError([Problem("model.flavour", f"{flavour}, for weights of {facts.flavour}", facts.flavour, hint)])
     return replace(facts, flavour=flavour)
 
 
-def _plan(family: str, flavour: str) -> tuple[object, ...]:
-    """Everything planning reads about a flavour. Two flavours with the same plan are interchangeable here."""
+def _planning_data(family: str, flavour: str) -> tuple[object, ...]:
+    """Everything that the planning of data and memory depends on. Flavours with equal data are interchangeable here."""
     footprint = next(one for one in FOOTPRINTS[family] if one.flavour == flavour)
-    known = find_flavour(family, flavour)
-    assert known is not None
-    return replace(footprint, flavour="", measured=""), GEOMETRIES[family][flavour], replace(known, name="", weights="")
+    names = find_flavour(family, flavour)
+    assert names is not None
+    return replace(footprint, flavour="", measured=""), GEOMETRIES[family][flavour], replace(names, name="", weights="")
 
 
-def with_boundary(facts: ModelFacts, boundary: float) -> ModelFacts:
+def _with_boundary(facts: ModelFacts, boundary: float) -> ModelFacts:
     """The facts of a two-expert model with this noise level as the boundary between the experts."""
     if len(facts.experts) != 2:
         found = f"{boundary:g}, for {facts.flavour}, which has one denoiser"
@@ -56,20 +59,22 @@ def with_boundary(facts: ModelFacts, boundary: float) -> ModelFacts:
     return replace(facts, experts=(replace(high, lowest=boundary), replace(low, highest=boundary)))
 
 
-def with_guidance(facts: ModelFacts, guidance: float) -> ModelFacts:
-    """The value given to the model's guidance input in training. A model without one is unchanged (`guidance_note`)."""
+def _with_guidance(facts: ModelFacts, guidance: float) -> ModelFacts:
+    """The facts with another value for the model's guidance input. Unchanged if the model has no such input, in which
+    case `guidance_note` informs the user."""
     if facts.details.get("guidance") is None:
         return facts
     return replace(facts, details={**facts.details, "guidance": guidance})
 
 
 def guidance_note(config: RunConfig, facts: ModelFacts) -> str | None:
+    """A note if `objective.guidance` has no effect; None if it has one or is not set."""
     if config.objective.guidance is None or facts.details.get("guidance") is not None:
         return None
     return f"objective.guidance: no effect: {facts.flavour} has no guidance input"
 
 
-def with_prediction(facts: ModelFacts, prediction: Prediction) -> ModelFacts:
+def _with_prediction(facts: ModelFacts, prediction: Prediction) -> ModelFacts:
     """The facts with another prediction type, for weights whose published scheduler config is wrong."""
     schedule = facts.schedule
     if prediction == schedule.prediction:

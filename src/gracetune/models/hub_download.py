@@ -30,8 +30,8 @@ from gracetune.storage.transfer import (
     RemoteFile,
     RetryPolicy,
     TransferError,
-    begun,
-    is_of_this_disk,
+    is_local_disk_error,
+    resumable_bytes,
     transfer,
 )
 from gracetune.units import MIB, format_bytes
@@ -113,7 +113,7 @@ class HubFetcher:
     access: HubAccess = field(default_factory=HubAccess)
     report: Callable[[str], None] = lambda text: None
     on_fetched: Callable[[str], OnFetched] = lambda name: lambda done, total: None
-    patience: RetryPolicy = field(default_factory=RetryPolicy)
+    retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
 
     def __call__(self, key: str, name: str, revision: str | None, variant: str | None, file: str | None = None) -> Path:
         from huggingface_hub.errors import HfHubHTTPError
@@ -132,7 +132,7 @@ class HubFetcher:
             hint = "start again: the file is downloaded anew"
             raise ConfigError([Problem(key, f"{repo.words}: {error.found}", error.expected, hint)]) from None
         except unreachable_errors() as error:
-            if isinstance(error, OSError) and is_of_this_disk(error):
+            if isinstance(error, OSError) and is_local_disk_error(error):
                 raise ConfigError([_unwritable(key, repo, error)]) from error
             return _downloaded_before(key, repo, variant, file, f"the hub is out of reach ({why(error)})")
 
@@ -185,7 +185,7 @@ class HubFetcher:
                 pool.submit(
                     transfer, plan.blob(path), plan.part(path), one,
                     UrlRanges(files, f"{plan.repo.name}@{plan.commit}/{path}", HUB, one), requests,
-                    on_bytes=counter.add, patience=self.patience,
+                    on_bytes=counter.add, retry_policy=self.retry_policy,
                 )
                 for path, one in large.items()
             ]  # fmt: skip
@@ -221,7 +221,7 @@ class DownloadPlan:
     @property
     def size(self) -> int:
         """Bytes to download, not counting what an interrupted download left behind."""
-        return sum((one.size or 0) - begun(self.part(path), one) for path, one in self.missing.items())
+        return sum((one.size or 0) - resumable_bytes(self.part(path), one) for path, one in self.missing.items())
 
     @property
     def free(self) -> int | None:

@@ -130,7 +130,7 @@ def load_component(
     file = source.single_file if single_file.supplies(source, component) else None
     if random_fill is not None:
         _fill_random(model, destinations, random_fill, placement.device, put)
-    elif file is not None and not single_file.has_todays_names(file, destinations):
+    elif file is not None and not single_file.has_diffusers_names(file, destinations):
         single_file.load(file, cls, config, destinations, put)
     else:
         weights = open_weights(file or weight_file(source, component))
@@ -281,7 +281,7 @@ def load_text_model(source: ModelSource, component: str, cls: Any, placement: Pa
         with torch.device("meta"):
             return _frozen(cls(cls.config_class.from_pretrained(str(source.part(component)), local_files_only=True)))
     if single_file.supplies(source, component):
-        model = single_file.load_text(source, component, cls, placement.dtype)
+        model = single_file.load_text_encoder(source, component, cls, placement.dtype)
         return _frozen(model.to(placement.device))
     folder = source.part(component)
     file = weight_file(source, component)

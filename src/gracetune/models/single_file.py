@@ -27,8 +27,8 @@ _PREFIXES: Mapping[str, tuple[str, ...]] = {
     "text_encoder_2": ("conditioner.embedders.1.",),
 }
 """Prefixes of the other parts' tensor names. The text encoders are SDXL's two, as named in its whole checkpoints; files
-with other ones are rejected when the source is opened."""
-_BESIDE = tuple(prefix for prefixes in _PREFIXES.values() for prefix in prefixes)
+with other text encoders are rejected when the source is opened."""
+_OTHER_PARTS = tuple(prefix for prefixes in _PREFIXES.values() for prefix in prefixes)
 
 
 def supplies(source: ModelSource, component: str) -> bool:
@@ -43,19 +43,21 @@ def tensors_of(source: ModelSource, component: str) -> tuple[TensorEntry, ...]:
     assert source.single_file is not None
     entries = open_weights(source.single_file).entries.values()
     if component in _DENOISERS:
-        return tuple(entry for entry in entries if not entry.name.startswith(_BESIDE))
+        return tuple(entry for entry in entries if not entry.name.startswith(_OTHER_PARTS))
     return tuple(entry for entry in entries if entry.name.startswith(_PREFIXES[component]))
 
 
-def has_todays_names(file: Path, destinations: Mapping[str, Tensor]) -> bool:
-    """Whether the file uses diffusers' own names. Then nothing is renamed, and the faster loader can be used."""
+def has_diffusers_names(file: Path, destinations: Mapping[str, Tensor]) -> bool:
+    """Whether the file has exactly the tensors of `destinations`, under diffusers' names. The faster loader can then be
+    used, because nothing has to be renamed."""
     return open_weights(file).entries.keys() == destinations.keys()
 
 
 def load(
     file: Path, cls: type[Any], config: Mapping[str, Any], destinations: Mapping[str, Tensor], put: Put
 ) -> None:  # fmt: skip
-    """Copy the file's tensors into `destinations`. Those on meta have no memory yet and are handed to `put`."""
+    """Copy the file's tensors into `destinations`. A destination on the meta device has no memory: `put` gets
+    its name and tensor (`eight_bit_layers`). Raises WeightFileError for missing, unexpected and unfit tensors."""
     renamed = _renamed(file, cls, config)
     problems = shortened(_missing(file, cls, renamed, destinations)) + shortened(_surplus(file, renamed, destinations))
     problems += [
@@ -120,11 +122,11 @@ def _surplus(file: Path, renamed: Mapping[str, Tensor], destinations: Mapping[st
     return [
         Problem(name, "an unexpected tensor", "only this model's weights", _BELONG, str(file))
         for name in renamed
-        if name not in destinations and not name.startswith(_BESIDE)
+        if name not in destinations and not name.startswith(_OTHER_PARTS)
     ]
 
 
-def load_text(source: ModelSource, component: str, cls: Any, dtype: torch.dtype) -> nn.Module:
+def load_text_encoder(source: ModelSource, component: str, cls: Any, dtype: torch.dtype) -> nn.Module:
     """A text encoder from a whole checkpoint in one file, as SDXL's are published."""
     from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
 

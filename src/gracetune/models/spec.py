@@ -183,7 +183,7 @@ class BlockRouting:
     select: Callable[[Mapping[str, Any], Tensor], Mapping[str, Any]]
     """Selects the kept tokens [B, kept] from a block's named arguments: every argument with one row per image token,
     other than the image tokens themselves. Returns the changed arguments."""
-    answer: int | None = None
+    output_index: int | None = None
     """Index of the image tokens in the tuple a block returns; None if it returns only them."""
     references: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] = lambda batch: ()
     """Reference latents of a batch. Their tokens follow the image's and are routed like them."""
@@ -227,7 +227,7 @@ class ModelSpec:
     attention: AttentionCalls = AttentionCalls()
     adjust: Callable[[nn.Module], None] | None = None
     """What `load_denoiser` and `build_denoiser` change in the library's model so that it computes the same faster."""
-    recorded_inputs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    graph_inputs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     """The tensors of a batch that `predict` reads in a step captured as a CUDA graph, padded to as few shapes as
     possible, because each shape is captured separately. None: the family has not been captured on a GPU yet, so CUDA
     graphs are not used."""

@@ -9,7 +9,7 @@ Before a route's first block the kept tokens are selected from the sequence, wit
 last block they are put back among the others, which have passed unchanged. Caption tokens are never routed.
 
 Which tokens are kept is a function of (seed, global sample index, route), so it is the same in every process and after
-a resume. It is computed once, on the host, and travels as tensors of the batch. A forward pass that is recomputed in
+a resume. It is computed once, on the host, and added to the batch as tensors. A forward pass that is recomputed in
 the backward pass therefore keeps the same tokens, and a CUDA graph reads the selection from its own inputs: nothing
 inside a capture is random or waits for the host. The number of kept tokens depends only on the shape, and a graph is
 compiled or captured for it as for any other shape. Loss masks are the one exception: masked tokens are always kept,
@@ -49,7 +49,7 @@ KEPT: Final = "token_routing_{}"
 """Name in a batch: [B, kept], the indices of the tokens that pass through a route's blocks, in ascending order."""
 _TOKENS: Final = "hidden_states"
 """diffusers' argument name of the image tokens."""
-Numbers = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Checkpoint = Callable[..., Any]
 
@@ -67,10 +67,10 @@ class TokenRouter:
     @property
     def spec(self) -> ModelSpec:
         """The family's spec, with a `predict` that routes the batches from `routed`."""
-        inputs = self._spec.recorded_inputs
+        inputs = self._spec.graph_inputs
         return replace(
             self._spec, predict=self._predict,
-            recorded_inputs=None if inputs is None else lambda batch: {**inputs(batch), **_kept_of(batch)},
+            graph_inputs=None if inputs is None else lambda batch: {**inputs(batch), **_kept_of(batch)},
         )  # fmt: skip
 
     def routed(self, batch: Batch) -> Batch:
@@ -88,7 +88,7 @@ class TokenRouter:
             orders = [shuffled(total, self._seed, "token routing", number, one) for one in batch.ref.indexes]
             kept = kept_tokens(np.stack(orders), route.kept(total), always)
             if kept.shape[1] < total:
-                chosen[KEPT.format(number)] = _on(kept, latents.device)
+                chosen[KEPT.format(number)] = _to_device(kept, latents.device)
         return replace(batch, tensors={**batch.tensors, **chosen})
 
     def _predict(
@@ -96,14 +96,14 @@ class TokenRouter:
     ) -> Tensor:
         """See `models.spec.Predict`."""
         kept_by_route = {route: batch.get(KEPT.format(number)) for number, route in enumerate(self._routes)}
-        legs = {route: _Leg(self._routing, kept) for route, kept in kept_by_route.items() if kept is not None}
-        if not legs or not torch.is_grad_enabled():
+        states = {route: _RouteState(self._routing, kept) for route, kept in kept_by_route.items() if kept is not None}
+        if not states or not torch.is_grad_enabled():
             return self._spec.predict(denoiser, noisy, level, batch, facts)
-        with _routed_pass(denoiser, self._spec.family, legs):
+        with _routed_pass(denoiser, self._spec.family, states):
             return self._spec.predict(denoiser, noisy, level, batch, facts)
 
 
-def kept_tokens(orders: Numbers, count: int, always: Mask) -> Numbers:
+def kept_tokens(orders: Indices, count: int, always: Mask) -> Indices:
     """[B, kept]: the first `count` tokens of each sample's random order [B, tokens], those in `always` first.
 
     If a sample has more than `count` in `always`, every sample of the batch keeps as many.
@@ -133,7 +133,7 @@ def _kept_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in batch.items() if name.startswith(KEPT.format(""))}
 
 
-def _on(numbers: Numbers, device: torch.device) -> Tensor:
+def _to_device(numbers: Indices, device: torch.device) -> Tensor:
     """Copy to the device. From pinned memory the copy is only queued, so the host does not wait."""
     tensor = torch.from_numpy(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -142,7 +142,7 @@ def _on(numbers: Numbers, device: torch.device) -> Tensor:
 # -- through the blocks ------------------------------------------------------------------------------------------------
 
 
-def rows_of(x: Tensor, kept: Tensor) -> Tensor:
+def select_tokens(x: Tensor, kept: Tensor) -> Tensor:
     """[B, tokens, ...] -> [B, kept, ...]. `x` may have a batch of 1 that all samples share."""
     numbers = kept.flatten() if len(x) == 1 else _flat(kept, x.shape[1])
     rows: Tensor = x.flatten(0, 1).index_select(0, numbers).unflatten(0, kept.shape)
@@ -163,14 +163,14 @@ def _flat(kept: Tensor, tokens: int) -> Tensor:
 
 
 @dataclass(eq=False)
-class _Leg:
+class _RouteState:
     """The state of one route during one forward pass."""
 
     routing: BlockRouting
     kept: Tensor
-    waiting: Tensor | None = None
-    """All tokens, as they entered the first block."""
-    beside: Mapping[str, Any] = field(default_factory=dict)
+    all_tokens: Tensor | None = None
+    """All image tokens, as they entered the route's first block."""
+    other_inputs: Mapping[str, Any] = field(default_factory=dict)
     """The blocks' other arguments with one row per token, reduced to the kept rows. Equal for all blocks."""
 
 
@@ -179,37 +179,39 @@ class RoutedBlock:
     """A block on a route, callable like the block itself."""
 
     block: nn.Module
-    leg: _Leg
+    state: _RouteState
     is_first: bool
     is_last: bool
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        return self.through(self.block, inputs, named)
+        return self.run_routed(self.block, inputs, named)
 
-    def through(self, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def run_routed(self, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Select, run the block and put back. `run` is the block or a checkpointed call of it; only `run` is recomputed
         in the backward pass."""
-        leg = self.leg
+        state = self.state
         names = _argument_names(type(self.block).forward)
         given = {**dict(zip(names, inputs, strict=False)), **named}
         new: dict[str, Any] = {}
         if self.is_first:
-            leg.waiting = given[_TOKENS]
-            leg.beside = leg.routing.select(given, leg.kept)
-            new[_TOKENS] = rows_of(leg.waiting, leg.kept)
-        new |= leg.beside
-        answer = run(
+            state.all_tokens = given[_TOKENS]
+            state.other_inputs = state.routing.select(given, state.kept)
+            new[_TOKENS] = select_tokens(state.all_tokens, state.kept)
+        new |= state.other_inputs
+        output = run(
             *(new.get(name, one) for name, one in zip(names, inputs, strict=False)),
             **{name: new.get(name, one) for name, one in named.items()},
         )
         if not self.is_last:
-            return answer
-        waiting, leg.waiting, leg.beside = leg.waiting, None, {}
-        assert waiting is not None, "a route's first block runs before its last"
-        at = leg.routing.answer
+            return output
+        all_tokens, state.all_tokens, state.other_inputs = state.all_tokens, None, {}
+        assert all_tokens is not None, "a route's first block runs before its last"
+        at = state.routing.output_index
         if at is None:
-            return put_back(waiting, leg.kept, answer)
-        return tuple(put_back(waiting, leg.kept, one) if number == at else one for number, one in enumerate(answer))
+            return put_back(all_tokens, state.kept, output)
+        return tuple(
+            put_back(all_tokens, state.kept, one) if number == at else one for number, one in enumerate(output)
+        )
 
 
 @cache
@@ -221,17 +223,17 @@ class RoutedBlocks(nn.ModuleList):
     """A denoiser's list of blocks. Iterating over it during a routed pass yields blocks on routes wrapped in
     `RoutedBlock`. Modules, names and weights stay those of the list."""
 
-    legs: tuple[Mapping[Route, _Leg], int] = ({}, 0)
+    states: tuple[Mapping[Route, _RouteState], int] = ({}, 0)
     """The routes of the current pass, and the number of this list's first block among all blocks."""
 
     def __iter__(self) -> Iterator[Any]:
-        legs, offset = self.legs
+        states, offset = self.states
         for number, block in enumerate(super().__iter__(), start=offset):
-            found = next((route for route in legs if route.first <= number <= route.last), None)
+            found = next((route for route in states if route.first <= number <= route.last), None)
             if found is None:
                 yield block
             else:
-                yield RoutedBlock(block, legs[found], number == found.first, number == found.last)
+                yield RoutedBlock(block, states[found], number == found.first, number == found.last)
 
 
 def install(denoiser: nn.Module, family: str) -> None:
@@ -245,20 +247,20 @@ def block_lists(denoiser: nn.Module, family: str) -> list[nn.ModuleList]:
 
 
 @contextmanager
-def _routed_pass(denoiser: nn.Module, family: str, legs: Mapping[Route, _Leg]) -> Iterator[None]:
+def _routed_pass(denoiser: nn.Module, family: str, states: Mapping[Route, _RouteState]) -> Iterator[None]:
     lists, offset = block_lists(denoiser, family), 0
     try:
         for blocks in lists:
             assert isinstance(blocks, RoutedBlocks), "call install() first"
-            blocks.legs = (legs, offset)
+            blocks.states = (states, offset)
             offset += len(blocks)
         yield
     finally:
         for blocks in lists:
-            vars(blocks).pop("legs", None)
+            vars(blocks).pop("states", None)
 
 
-def outside_of(checkpoint: Checkpoint | None) -> Checkpoint:
+def checkpoint_only_blocks(checkpoint: Checkpoint | None) -> Checkpoint:
     """A checkpoint function for diffusers' `enable_gradient_checkpointing` that recomputes only the block itself, not
     the selection of tokens around it. `checkpoint` None uses torch's."""
 
@@ -270,6 +272,6 @@ def outside_of(checkpoint: Checkpoint | None) -> Checkpoint:
     def run(block: Any, *inputs: Any, **named: Any) -> Any:
         if not isinstance(block, RoutedBlock):
             return checkpointed(block, *inputs, **named)
-        return block.through(lambda *given, **others: checkpointed(block.block, *given, **others), inputs, named)
+        return block.run_routed(lambda *given, **others: checkpointed(block.block, *given, **others), inputs, named)
 
     return run

@@ -3,13 +3,11 @@
 `FootprintBlock.kept` lists the tensors that autograd saves in one block, counted on the real model classes (tests count
 them again on the meta device). What an adapter adds depends on how it is computed:
 
-- `plain`: our own layers (`adapters.computation`). The input of trained matrices is kept once, however many of them
-read
-  it; each adds little more than tensors of the rank's width. Adapter kinds without a plain form count as `library`.
-- `library`, lora and dora: peft casts the input of every matrix to the adapter's fp32 and autocast casts it back, so
+- `auto`: our own layers (`adapters.fast`). The input of trained matrices is kept once, however many of them read it,
+  and each adds little more than tensors of the rank's width. Adapter kinds without a fast form count as `reference`.
+- `reference`, lora and dora: peft casts the input of every matrix to the adapter's fp32 and autocast casts it back, so
   each matrix keeps its own copy. torch.compile merges copies of the same tensor.
-- `library`, everything else: LyCORIS rebuilds the whole weight, and each rebuilt matrix is kept for the input's
-gradient.
+- `reference`, everything else: the whole change of the weight is built and kept for the gradient of the input.
 """
 
 from __future__ import annotations
@@ -19,51 +17,51 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from gracetune.adapters.computation import Computation
+from gracetune.adapters.computation import AdapterPath, Computation
 from gracetune.adapters.trainable import TargetLayers, TrainableSelection
 from gracetune.config.token_routes import Route
 from gracetune.models.footprint import STAYING, Footprint, FootprintBlock, FootprintKept, FootprintStream, Tokens
 
-Policy = Literal["off", "half", "quarter", "tenth", "full"]
-"""Recomputation policies. `off` keeps everything. `full` keeps only the blocks' inputs and recomputes every block. In
-between, torch.compile keeps what takes longest to compute for its size: `tenth` is about the blocks' inputs and the
-attention of the image tokens."""
-PARTS: Mapping[Policy, Fraction] = {
+RecomputePolicy = Literal["off", "half", "quarter", "tenth", "full"]
+"""How many activations are kept for the backward pass; the others are recomputed. `off` keeps everything. `full` keeps
+only the blocks' inputs. In between, torch.compile keeps the tensors that take longest to compute per byte: at `tenth`
+about the blocks' inputs and the attention of the image tokens."""
+KEPT_SHARES: Mapping[RecomputePolicy, Fraction] = {
     "off": Fraction(1), "half": Fraction(1, 2), "quarter": Fraction(1, 4), "tenth": Fraction(1, 10)
 }  # fmt: skip
 """The share of all activations that each compiler policy keeps. `full` does not use the compiler's budget."""
-BUDGETS: Mapping[Policy, Fraction] = {**PARTS, "half": Fraction(9, 20)}
+BUDGETS: Mapping[RecomputePolicy, Fraction] = {**KEPT_SHARES, "half": Fraction(9, 20)}
 """torch.compile's `activation_memory_budget` for each policy. The compiler chooses among few, large tensors: on an
 H200, 0.5 kept 57 % of a Wan block and recomputed no matrix product, and 0.45 kept 42 %. Other families were not
 measured."""
 
 
 @dataclass(frozen=True)
-class Method:
-    """How a training step is computed."""
+class StepMethod:
+    """How a training step is computed, as far as its activations depend on it."""
 
     compiled: bool
-    adapter_path: Literal["plain", "library"]
+    adapter_path: AdapterPath
     compute_bytes: int = 2
     full_finetune: bool = False
 
     @property
-    def policies(self) -> tuple[Policy, ...]:
+    def policies(self) -> tuple[RecomputePolicy, ...]:
         """Available policies, from the fastest to the smallest. Partial ones need torch.compile."""
-        return (*PARTS, "full") if self.compiled else ("off", "full")
+        return (*KEPT_SHARES, "full") if self.compiled else ("off", "full")
 
 
 @dataclass(frozen=True)
 class Activations:
     """Bytes under one policy."""
 
-    policy: Policy
+    policy: RecomputePolicy
     kept: int
     """Per sample, kept from the forward to the backward pass."""
     working: int
     """Per sample, in addition at the peak of the backward pass."""
     rebuilt: int
-    """Rebuilt weights and their gradients, whatever the batch size."""
+    """Weights that adapters rebuild, and their gradients. Does not depend on the batch size."""
     parkable: int = 0
     """The part of `kept` that can wait in host memory until the backward pass: inputs of recomputed blocks."""
 
@@ -72,7 +70,11 @@ class Activations:
 
 
 def activations(
-    footprint: Footprint, tokens: Tokens, selection: TrainableSelection, method: Method, routes: Sequence[Route] = ()
+    footprint: Footprint,
+    tokens: Tokens,
+    selection: TrainableSelection,
+    method: StepMethod,
+    routes: Sequence[Route] = (),
 ) -> tuple[Activations, ...]:
     """Activations under every policy, from most memory to least. Blocks inside a route see only the tokens it keeps."""
     costs = [
@@ -83,7 +85,7 @@ def activations(
     # gradient of the tokens that skip blocks is held too.
     ends = (8 + (method.compute_bytes if routes else 0)) * footprint.width * tokens["image"]
     working = max(cost.working for cost in costs) + ends
-    return tuple(_under(policy, costs, working, method) for policy in method.policies)
+    return tuple(_activations_under(policy, costs, working, method) for policy in method.policies)
 
 
 def _blocks_by_tokens(
@@ -118,7 +120,7 @@ class _Cost:
     gradient: int
 
 
-def _under(policy: Policy, costs: list[_Cost], working: int, method: Method) -> Activations:
+def _activations_under(policy: RecomputePolicy, costs: list[_Cost], working: int, method: StepMethod) -> Activations:
     enters = sum(cost.count * cost.enters for cost in costs)
     everything = sum(cost.count * cost.kept for cost in costs) + (enters if method.compiled else 0)
     rebuilt = sum(cost.count * cost.rebuilt for cost in costs)
@@ -126,7 +128,7 @@ def _under(policy: Policy, costs: list[_Cost], working: int, method: Method) -> 
     if policy == "off":
         return Activations(policy, everything, working, rebuilt + gradient)
     # Interpolate between `half` and `full`. At `half` the measured peaks show no recomputed tensors.
-    fraction = 1 - 2 * PARTS.get(policy, Fraction(0))
+    fraction = 1 - 2 * KEPT_SHARES.get(policy, Fraction(0))
     kept = _between(max(enters, everything // 2), enters, fraction)
     rebuilt = _between(rebuilt // 2, max(cost.rebuilt for cost in costs), fraction)
     recomputed = max(cost.kept for cost in costs)
@@ -140,7 +142,7 @@ def _between(first: int, last: int, fraction: Fraction) -> int:
     return int(first + fraction * (last - first))
 
 
-def _cost(block: FootprintBlock, tokens: Tokens, selection: TrainableSelection, method: Method) -> _Cost:
+def _cost(block: FootprintBlock, tokens: Tokens, selection: TrainableSelection, method: StepMethod) -> _Cost:
     targets = [target for target in selection.targets if target.block is block]
     trained = bool(targets) or method.full_finetune
     enters = (entry for entry in block.enters if trained or entry.needed_by != "block")
@@ -154,7 +156,7 @@ def _cost(block: FootprintBlock, tokens: Tokens, selection: TrainableSelection, 
     )
 
 
-def _constant(target: TargetLayers, method: Method) -> int:
+def _constant(target: TargetLayers, method: StepMethod) -> int:
     """Elements that the adapter of one matrix keeps for any batch size, besides its tensors and casts of them."""
     linear, computation = target.linear, _computation(target, method)
     if computation.rebuilds_weight:
@@ -162,12 +164,12 @@ def _constant(target: TargetLayers, method: Method) -> int:
     return computation.compiled_constant if method.compiled else 0
 
 
-def _weight_gradient(target: TargetLayers, method: Method) -> int:
+def _weight_gradient(target: TargetLayers, method: StepMethod) -> int:
     """Bytes of weight-sized tensors alive at once while the gradient goes back to the adapter's factors."""
     return _computation(target, method).backward_bytes * target.linear.weights
 
 
-def _scaling(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: Method) -> int:
+def _scaling(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: StepMethod) -> int:
     """The fp32 copy of the output that DoRA scales. A compiler fuses the scaling and needs no copy."""
     if method.compiled or method.compute_bytes == 4:
         return 0
@@ -175,37 +177,37 @@ def _scaling(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers],
     return max((int(4 * linear.outputs * _tokens(linear.stream, block, tokens)) for linear in scaled), default=0)
 
 
-def _computation(target: TargetLayers, method: Method) -> Computation:
-    if method.adapter_path == "plain":
+def _computation(target: TargetLayers, method: StepMethod) -> Computation:
+    if method.adapter_path == "auto":
         return target.computation()
-    return target.reference("a plan for the libraries' layers")
+    return target.reference("requested")
 
 
-def casts_tensors(target: TargetLayers, method: Method) -> bool:
+def casts_tensors(target: TargetLayers, method: StepMethod) -> bool:
     """Whether the backward pass keeps copies of the adapter's tensors in the compute precision."""
     return _computation(target, method).casts_tensors
 
 
-def _casts(target: TargetLayers, method: Method) -> bool:
+def _copies_input(target: TargetLayers, method: StepMethod) -> bool:
     """Whether the adapter keeps a cast copy of the matrix's input."""
     return _computation(target, method).copies_input and method.compute_bytes < 4
 
 
-def _copying(block: FootprintBlock, targets: list[TargetLayers], method: Method) -> list[TargetLayers]:
+def _input_copiers(block: FootprintBlock, targets: list[TargetLayers], method: StepMethod) -> list[TargetLayers]:
     """The matrices that keep a copy of their input. With torch.compile, one per input that the graph keeps."""
-    casting = [target for target in targets if _casts(target, method)]
+    casting = [target for target in targets if _copies_input(target, method)]
     if not method.compiled:
         return casting
     kept = {entry.name for entry in block.kept if entry.needed_by == "graph"}
     return list({target.linear.reads: target for target in casting if target.linear.reads in kept}.values())
 
 
-def _kept(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: Method) -> int:
+def _kept(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: StepMethod) -> int:
     """Bytes of the entries of `block.kept` that these targets and this method keep alive."""
-    read = {target.linear.reads for target in targets if method.compiled or not _casts(target, method)}
+    read = {target.linear.reads for target in targets if method.compiled or not _copies_input(target, method)}
     scaled = {target.linear.scales for target in targets}
 
-    def counts(kept: FootprintKept) -> bool:
+    def is_kept(kept: FootprintKept) -> bool:
         if not (kept.compiled if method.compiled else kept.eager):
             return False
         if kept.needed_by == "weights":
@@ -216,23 +218,23 @@ def _kept(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], me
             return True
         return kept.needed_by == "graph" or method.full_finetune
 
-    return _bytes(filter(counts, block.kept), block, tokens, method)
+    return _bytes(filter(is_kept, block.kept), block, tokens, method)
 
 
-def _added(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: Method) -> int:
+def _added(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], method: StepMethod) -> int:
     """Bytes that the adapters of the block's matrices add."""
     total = 0
-    copying = _copying(block, targets, method)
+    copiers = _input_copiers(block, targets, method)
     for target in targets:
         linear, elements = target.linear, 0
-        if target in copying:
+        if target in copiers:
             elements += linear.inputs
         elements += _computation(target, method).kept
         total += int(elements * _tokens(linear.stream, block, tokens))
     return total * method.compute_bytes
 
 
-def _bytes(kept: Iterable[FootprintKept], block: FootprintBlock, tokens: Tokens, method: Method) -> int:
+def _bytes(kept: Iterable[FootprintKept], block: FootprintBlock, tokens: Tokens, method: StepMethod) -> int:
     return int(
         sum(
             _tokens(entry.stream, block, tokens) * entry.width * (4 if entry.fp32 else method.compute_bytes)

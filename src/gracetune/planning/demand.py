@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gracetune.planning.activations import Activations, Policy
+from gracetune.planning.activations import Activations, RecomputePolicy
 from gracetune.planning.processes import ONE_PROCESS, Processes
 
 Phase = Literal["encode text", "encode latents", "load", "train", "sample"]
@@ -76,7 +76,7 @@ class Workload:
     batch: int
     activations: tuple[Activations, ...]
 
-    def under(self, policy: Policy) -> Activations:
+    def under(self, policy: RecomputePolicy) -> Activations:
         return next(entry for entry in self.activations if entry.policy == policy)
 
 
@@ -101,7 +101,7 @@ class PlanSettings:
     """Settings of the config that a plan may decide or propose to change."""
 
     checkpointing: Literal["off", "auto", "full"]
-    policies: tuple[Policy, ...]
+    policies: tuple[RecomputePolicy, ...]
     """Available policies, from the fastest to the smallest."""
     precision: str
     eight_bits_possible: bool
@@ -131,7 +131,7 @@ class Demand:
     processes: Processes = ONE_PROCESS
     """Device needs are those of one process. `layout` adds up the main memory of all processes on a machine."""
 
-    def training_peak(self, policy: Policy, precision: str | None = None, *, parked: bool = False) -> int:
+    def training_peak(self, policy: RecomputePolicy, precision: str | None = None, *, parked: bool = False) -> int:
         """The peak that torch's memory counter should show in training, with one denoiser and no encoder loaded.
 
         `precision` overrides the config's (a plan may choose `fp8 one layout`). `parked` means that inputs of

@@ -7,9 +7,9 @@ its gradient 4, and the optimizer state what `optim.record.optimizer_state` retu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.computation import AdapterPath
 from gracetune.adapters.trainable import (
     Tensors,
     TrainableSelection,
@@ -24,7 +24,7 @@ from gracetune.errors import ConfigError
 from gracetune.memory.placement import hints_of
 from gracetune.models.footprint import Footprint, FootprintBlock, SampleShape
 from gracetune.optim.record import optimizer_state
-from gracetune.planning.activations import Method, activations, casts_tensors
+from gracetune.planning.activations import StepMethod, activations, casts_tensors
 from gracetune.planning.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
 from gracetune.planning.dataset_facts import DatasetFacts, largest_sample
 from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, PlanSettings, Workload
@@ -36,7 +36,6 @@ from gracetune.planning.processes import (
     sharded_bits_problem,
 )
 
-AdapterPath = Literal["plain", "library"]
 _WEIGHT_BYTES = {"auto": 2, "bf16": 2, "fp16": 2, "fp32": 4}
 _INT8_WORKING = 6
 """Bytes per weight of the int8 matrix in use: dequantized to fp32 (4) and cast to the compute precision (2)."""
@@ -48,7 +47,7 @@ class _Job:
 
     config: RunConfig
     footprint: Footprint
-    method: Method
+    method: StepMethod
     selection: TrainableSelection
     tensors: tuple[Tensors, ...]
     sampling: bool
@@ -84,14 +83,14 @@ def estimate(
     facts: tuple[DatasetFacts, ...],
     *,
     compiled: bool,
-    adapter_path: AdapterPath = "plain",
+    adapter_path: AdapterPath = "auto",
     processes: Processes = ONE_PROCESS,
     assistant_elements: int | None = None,
 ) -> Demand:
     """Estimate the memory demand of a run.
 
-    `compiled` says whether blocks go through torch.compile. `adapter_path` selects our adapter layers (`plain`, as in
-    every run) or the libraries'. `assistant_elements` is the size of the assistant adapter, if known.
+    `compiled` says whether blocks go through torch.compile. `adapter_path` says how adapters are computed
+    (`auto` as in every run). `assistant_elements` is the size of the assistant adapter, if known.
     """
     job = _job(config, footprint, compiled, adapter_path, processes)
     workloads, shapes, assumed = _workloads(job)
@@ -134,7 +133,7 @@ def _job(
     if processes.sharded and config.model.base_precision in ("fp8", "int8"):
         raise ConfigError([sharded_bits_problem(config.model.base_precision)])
     full = config.adapter.kind == "full_finetune"
-    method = Method(
+    method = StepMethod(
         compiled=compiled,
         adapter_path=adapter_path,
         compute_bytes=4 if config.training.mixed_precision == "fp32" else 2,

@@ -15,7 +15,7 @@ from gracetune.hardware.allocation import GRANULE
 from gracetune.hardware.machine import Machine
 from gracetune.memory.arena_size import ArenaRoom, arena_size
 from gracetune.models.footprint import FP8_CAPABILITY
-from gracetune.planning.activations import Policy
+from gracetune.planning.activations import RecomputePolicy
 from gracetune.planning.demand import Demand
 from gracetune.planning.layout import MemoryLayout, PlanChoice, lay
 from gracetune.planning.memory_tiers import Tiers
@@ -43,7 +43,7 @@ class Ladder:
     def start(self) -> PlanChoice:
         """The config as it is, with everything on the device."""
         settings, codec = self.demand.settings, self.demand.codec
-        policy: Policy = "full" if settings.checkpointing == "full" else "off"
+        policy: RecomputePolicy = "full" if settings.checkpointing == "full" else "off"
         largest = max(load.batch for load in self.demand.workloads)
         return PlanChoice(policy, settings.precision, largest, codec.batch, codec.tiled)
 

@@ -10,7 +10,7 @@ from gracetune.hardware.allocation import CAREFUL_CAP
 from gracetune.hardware.machine import Machine
 from gracetune.memory.placement import Role as PlacementRole
 from gracetune.memory.placement import choose_placement
-from gracetune.planning.activations import Policy
+from gracetune.planning.activations import RecomputePolicy
 from gracetune.planning.demand import Demand, Need, Phase, Role, Workload
 from gracetune.planning.memory_tiers import CONTEXT_BYTES, FRAGMENTATION, TierName, Tiers
 from gracetune.units import format_bytes
@@ -20,7 +20,7 @@ from gracetune.units import format_bytes
 class PlanChoice:
     """One set of decisions."""
 
-    policy: Policy
+    policy: RecomputePolicy
     precision: str
     batch_cap: int
     encode_batch: int

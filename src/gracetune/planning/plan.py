@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gracetune.hardware.machine import Machine
-from gracetune.planning.activations import BUDGETS, Policy
+from gracetune.planning.activations import BUDGETS, RecomputePolicy
 from gracetune.planning.demand import Demand, Phase
 from gracetune.planning.ladder import Ladder
 from gracetune.planning.layout import MemoryLayout, MemoryLine, PlanChoice, largest_workload
@@ -20,10 +20,10 @@ from gracetune.units import format_bytes
 
 Verdict = Literal["fits", "fits with these changes", "does not fit", "unknown"]
 CheckpointingValue = Literal["off", "auto", "full"]
-CONFIG_VALUE: dict[Policy, CheckpointingValue] = {
+CONFIG_VALUE: dict[RecomputePolicy, CheckpointingValue] = {
     "off": "off", "half": "auto", "quarter": "auto", "tenth": "auto", "full": "full"
 }  # fmt: skip
-COSTS: dict[Policy, str] = {"half": "about 7 % slower", "full": "forward passes run twice: 1.4x slower"}
+COSTS: dict[RecomputePolicy, str] = {"half": "about 7 % slower", "full": "forward passes run twice: 1.4x slower"}
 BASE = "model.base_precision"
 INPUTS = "placement: block inputs"
 """Key of the change that parks inputs of recomputed blocks."""

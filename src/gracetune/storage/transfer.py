@@ -1,6 +1,6 @@
 """Resumable transfers of a remote file to local disk. The file is checked, then renamed into place when complete.
 
-The bytes received so far are in a part file; a JSON note beside it identifies the remote file they belong to. A
+The bytes received so far are in a part file; a JSON file beside it describes the remote file they belong to. A
 transfer resumes from the part file if the remote file is unchanged, whether the connection or this process ended.
 Several threads request ranges ahead of time and the results are written in order, so the part file is always a prefix
 of the remote file.
@@ -25,7 +25,8 @@ from gracetune.storage.atomic import sync_folder, write_file
 from gracetune.units import MIB
 
 RANGE: Final = 8 * MIB
-"""Bytes per request: the most a broken connection loses, and what a slow one must deliver within its time limit."""
+"""Bytes per request. A broken connection loses at most these, and a slow one has to deliver them before the request
+times out."""
 AHEAD: Final = 4
 """Requests of one file that are in flight at once."""
 _CHUNK: Final = 4 * MIB
@@ -78,9 +79,10 @@ class RangeReader(Protocol):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """The retry policy: how often a failed request is repeated, and after which pauses."""
+    """How often a request is attempted, and the pauses between attempts."""
 
     attempts: int = 6
+    """Including the first."""
     first_pause: float = 0.5
     """In seconds. Each pause is twice as long as the one before."""
 
@@ -93,38 +95,38 @@ def transfer(
     part: Path,
     remote: RemoteFile,
     reader: RangeReader,
-    requests: Executor,
+    executor: Executor,
     *,
     on_bytes: OnBytes = lambda count: None,
-    patience: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
+    retry_policy: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
 ) -> None:
-    """Fetch a file to `target` through `part`, which must be on the same file system.
+    """Fetch a file to `target` through `part`, which must be on the same file system. `executor` runs the requests.
 
     If the content does not match the size or digest that the storage reports, the file is fetched once more from the
     beginning. Raises TransferError if it still differs, and any error of the reader.
     """
-    seen = ""
+    first_found = ""
     while True:
-        _fill(part, remote, reader, requests, on_bytes, patience)
+        _fill(part, remote, reader, executor, on_bytes, retry_policy)
         wrong, found = _difference(part, remote)
         # Two equal downloads that both differ from an unsure digest: the digest is not one of the content.
-        if wrong is None or (not remote.sure and found == seen):
+        if wrong is None or (not remote.sure and found == first_found):
             break
         on_bytes(-part.stat().st_size)
         _discard(part)
-        if seen:
+        if first_found:
             raise wrong
-        seen = found or "size"  # no digest if the size differs already
+        first_found = found or "size"  # no digest if the size differs already
     target.parent.mkdir(parents=True, exist_ok=True)
     part.replace(target)
     sync_folder(target.parent)
-    _note(part).unlink(missing_ok=True)
+    _description_file(part).unlink(missing_ok=True)
 
 
-def begun(part: Path, remote: RemoteFile) -> int:
+def resumable_bytes(part: Path, remote: RemoteFile) -> int:
     """The number of bytes that an earlier transfer of the same file left in `part`."""
     try:
-        same = json.loads(_note(part).read_bytes()) == asdict(remote)
+        same = json.loads(_description_file(part).read_bytes()) == asdict(remote)
         size = part.stat().st_size
     except (OSError, ValueError):
         return 0
@@ -132,36 +134,43 @@ def begun(part: Path, remote: RemoteFile) -> int:
 
 
 def _fill(
-    part: Path, remote: RemoteFile, reader: RangeReader, requests: Executor, on_bytes: OnBytes, patience: RetryPolicy
+    part: Path,
+    remote: RemoteFile,
+    reader: RangeReader,
+    executor: Executor,
+    on_bytes: OnBytes,
+    retry_policy: RetryPolicy,
 ) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)
-    start = begun(part, remote) if reader.can_seek and remote.size is not None else 0
-    write_file(_note(part), json.dumps(asdict(remote)).encode())
+    start = resumable_bytes(part, remote) if reader.can_seek and remote.size is not None else 0
+    write_file(_description_file(part), json.dumps(asdict(remote)).encode())
     with part.open("r+b" if start else "wb") as file:
         file.seek(start)
         file.truncate()
         on_bytes(start)
         if reader.can_seek and remote.size is not None:
-            for data in _in_order(start, remote.size, reader, requests, patience):
+            for data in _in_order(start, remote.size, reader, executor, retry_policy):
                 file.write(data)
                 file.flush()
                 on_bytes(len(data))
         else:
-            for data in _streamed(reader, file.truncate, file.seek, on_bytes, patience):
+            for data in _streamed(reader, file.truncate, file.seek, on_bytes, retry_policy):
                 file.write(data)
                 on_bytes(len(data))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _in_order(start: int, size: int, reader: RangeReader, requests: Executor, patience: RetryPolicy) -> Iterator[bytes]:
+def _in_order(
+    start: int, size: int, reader: RangeReader, executor: Executor, retry_policy: RetryPolicy
+) -> Iterator[bytes]:
     """Yield the ranges from `start` in order, with up to AHEAD requests in flight."""
     pending: deque[Future[bytes]] = deque()
     try:
         while start < size or pending:
             while start < size and len(pending) < AHEAD:
                 end = min(size, start + RANGE)
-                pending.append(requests.submit(_read, reader, start, end, patience))
+                pending.append(executor.submit(_read, reader, start, end, retry_policy))
                 start = end
             yield pending.popleft().result()
     finally:
@@ -169,8 +178,8 @@ def _in_order(start: int, size: int, reader: RangeReader, requests: Executor, pa
             request.cancel()
 
 
-def _read(reader: RangeReader, start: int, end: int, patience: RetryPolicy) -> bytes:
-    pauses = patience.pauses()
+def _read(reader: RangeReader, start: int, end: int, retry_policy: RetryPolicy) -> bytes:
+    pauses = retry_policy.pauses()
     while True:
         try:
             data = reader.read(start, end)
@@ -190,10 +199,10 @@ def _streamed(
     truncate: Callable[[int], object],
     seek: Callable[[int], object],
     on_bytes: OnBytes,
-    patience: RetryPolicy,
+    retry_policy: RetryPolicy,
 ) -> Iterator[bytes]:
     """Yield the whole file. After an interruption, start over: this kind of storage cannot resume in the middle."""
-    pauses = patience.pauses()
+    pauses = retry_policy.pauses()
     while True:
         count = 0
         try:
@@ -225,7 +234,7 @@ def _difference(part: Path, remote: RemoteFile) -> tuple[TransferError | None, s
     return TransferError(f"content with {found[:24]}…", f"{remote.digest[:24]}…, as the storage says"), found
 
 
-def is_of_this_disk(error: BaseException) -> bool:
+def is_local_disk_error(error: BaseException) -> bool:
     """Whether the error is about writing a local file, as opposed to reading a remote one."""
     if not isinstance(error, OSError) or error.errno is None:
         return False
@@ -246,11 +255,11 @@ def digest_of(path: Path, kind: str) -> str:
     return digest.hexdigest()
 
 
-def _note(part: Path) -> Path:
+def _description_file(part: Path) -> Path:
     return part.with_name(f"{part.name}.json")
 
 
 def _discard(part: Path) -> None:
     with suppress(FileNotFoundError):
         part.unlink()
-    _note(part).unlink(missing_ok=True)
+    _description_file(part).unlink(missing_ok=True)

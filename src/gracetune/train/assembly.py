@@ -312,7 +312,7 @@ def why_not_captured(config: RunConfig, trained_model: TrainedModel) -> str | No
     varying = config.keeps_masked_tokens
     drops = [adapter.dropout, *(options.get("dropout") for options in adapter.by_module.values())]
     reasons = {
-        f"{trained_model.facts.family} has not been captured on a GPU yet": trained_model.spec.recorded_inputs is None,
+        f"{trained_model.facts.family} has not been captured on a GPU yet": trained_model.spec.graph_inputs is None,
         "blocks are not compiled": not all(one.compiled for one in prepared),
         "blocks are computed again as a whole in the backward pass": any(one.repeats for one in prepared),
         "a full fine-tune's gradients would be there twice": adapter.kind == "full_finetune",

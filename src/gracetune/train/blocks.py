@@ -19,7 +19,7 @@ from torch import nn
 
 from gracetune.kernels import fused_products as onto
 from gracetune.models.activation_parking import ActivationParking
-from gracetune.models.token_routing import outside_of
+from gracetune.models.token_routing import checkpoint_only_blocks
 
 Shapes = Literal["one", "few", "several"]
 """`one`: a graph for exactly the first shape; if another shape comes, torch compiles one for any shape. `few`: a graph
@@ -66,7 +66,7 @@ def prepare_blocks(
     """
     if checkpointing:
         checkpoint = None if parking is None else parking.checkpoint
-        denoiser.enable_gradient_checkpointing(outside_of(checkpoint) if routed else checkpoint)
+        denoiser.enable_gradient_checkpointing(checkpoint_only_blocks(checkpoint) if routed else checkpoint)
     blocks = [module for module in denoiser.modules() if type(module).__name__ in names]
     done = Preparation(len(blocks), compiled, checkpointing)
     if compiled:

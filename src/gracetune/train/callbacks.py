@@ -14,8 +14,8 @@ from gracetune.train.load import LoadedRun
 from gracetune.train.logs import MemoryUsage, TrainingLog
 from gracetune.train.preflight import Preflight
 from gracetune.train.prompts import prompts_of
-from gracetune.train.publishing import Publishing
 from gracetune.train.run_identity import metadata_of
+from gracetune.train.run_uploads import RunUploads
 from gracetune.train.saving import Saving
 from gracetune.train.self_check import SelfCheck
 from gracetune.train.validation import Sampling
@@ -30,7 +30,7 @@ class RunCallbacks:
 
 
 def callbacks_of(
-    ready: Preflight, loaded: LoadedRun, telemetry: Telemetry, view: View, publishing: Publishing
+    ready: Preflight, loaded: LoadedRun, telemetry: Telemetry, view: View, uploads: RunUploads
 ) -> RunCallbacks:
     """Build the callbacks. The comments at the end of this function explain their order."""
     config, machine, folder, runtime = ready.config, ready.machine, ready.folder, ready.runtime
@@ -58,7 +58,7 @@ def callbacks_of(
     saving = Saving(
         loaded.saved, folder, ready.store, metadata, runtime, control, pauses, telemetry, view,
         failure=gradients.settle, check_saved=self_check.check_saved, samples_follow=samples.is_due,
-        on_saved=publishing.checkpoint,
+        on_saved=uploads.upload_checkpoint,
     )  # fmt: skip
     every: tuple[Callback, ...] = (
         gradients,  # the guards come first, so that the others see a stop they request

@@ -282,8 +282,8 @@ class Replay:
         gpu: GraphDevice | None = None,
     ) -> None:
         """`gradients` belong to the denoisers that may be captured; any other denoiser is called as usual."""
-        assert spec.recorded_inputs is not None, "the family has not been captured on a GPU yet"
-        self._predict, self._inputs_of, self._gradients = spec.predict, spec.recorded_inputs, gradients
+        assert spec.graph_inputs is not None, "the family has not been captured on a GPU yet"
+        self._predict, self._inputs_of, self._gradients = spec.predict, spec.graph_inputs, gradients
         self._emit, self._gpu = report, gpu or GraphDevice()
         self._shapes: dict[Key, _Shape] = {}
         self._shared: SharedGraphPool | None = None

@@ -89,7 +89,7 @@ def stage_data(
         if not runtime.is_main:
             runtime.barrier()
         index = build_index(
-            config, geometry, open_backend=pool.open, memory=scan_folder(config), on_scanned=view.on_scanned
+            config, geometry, open_backend=pool.open, scans=scan_folder(config), on_scanned=view.on_scanned
         )
         if runtime.is_main:
             runtime.barrier()
@@ -161,7 +161,7 @@ def fill_caches(
             on_missing=explain,
         )  # fmt: skip
         runtime.barrier()
-    for note in built.notes_of(runtime.all_of({**built.texts.cut} or None)):
+    for note in built.notes_of(runtime.all_of({**built.texts.truncated} or None)):
         view.warn(note)
     elsewhere = damaged_on_other_ranks(built, runtime)
     if elsewhere:

@@ -17,7 +17,7 @@ from gracetune.cache.collate import collate
 from gracetune.cache.errors import EntriesError
 from gracetune.config.run_config import RunConfig
 from gracetune.data.captions import variant_ref
-from gracetune.data.index import DataIndex, Turn
+from gracetune.data.index import Appearance, DataIndex
 from gracetune.data.items import DatasetIndex
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.errors import GracetuneError
@@ -48,7 +48,7 @@ def fixed_refs(index: DataIndex, datasets: Iterable[DatasetIndex]) -> list[Sampl
     for dataset in datasets:
         for number, item in enumerate(dataset.items):
             caption = variant_ref(item.captions, dataset.dataset.captions, index.seed, number, visit=0)
-            refs.append(index.describe(dataset, item, Turn(0, 0), caption))
+            refs.append(index.describe(dataset, item, Appearance(0, 0), caption))
     return refs
 
 

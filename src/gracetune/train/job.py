@@ -126,7 +126,7 @@ class TrainingJob:
         """Why the run ends now, or None. All ranks return the same decision."""
         own = self.control.stop
         if self.position.step >= self.length.steps:
-            # The last step can reveal a failure. Any other request comes too late to matter.
+            # The run is complete. Only a failure that the last step revealed still matters.
             if not self.runtime.highest(int(own is not None and own.kind == "failed")):
                 return Stop("finished", f"{self.position.step} steps")
             return own if own is not None and own.kind == "failed" else Stop("failed", "another rank has failed")
@@ -151,26 +151,26 @@ class TrainingJob:
         return self.control.stop or Stop(kind, "memory is running out on another rank")
 
     def next_batch(self, size: int) -> Batch | EpochEnd | Exhausted | Stop:
-        """Load this rank's part of the next batch.
+        """Load this rank's part of the next micro-batch, which has `size` samples on each rank.
 
         A damaged cache entry is encoded again. A damaged media file is left out, up to its dataset's limit. Beyond that
         limit, or if an entry cannot be encoded, the result is a `Stop`.
 
-        All ranks leave out the same files and stop at the same batch: if one rank has trouble, the others rewind their
+        All ranks leave out the same files and stop at the same batch: if one rank has no batch, the others rewind their
         loaders and load the batch again.
         """
         loader, several = self.state.loader, self.runtime.world_size > 1
         while True:
             before = loader.state_dict() if several else None
             outcome = self._try_batch(size)
-            found = self.runtime.all_of(outcome if isinstance(outcome, _Trouble) else None)
-            if not found and not isinstance(outcome, _Trouble):
+            found = self.runtime.all_of(outcome if isinstance(outcome, _NoBatch) else None)
+            if not found and not isinstance(outcome, _NoBatch):
                 return outcome
             if before is not None:
                 loader.load_state_dict(before)
             for reason in sorted(one.reason for one in found if one.path is None):
                 return Stop("failed", reason)
-            # Here every trouble is a damaged file.
+            # Here every reason is a damaged file.
             damaged = {(one.dataset, one.path): one.reason for one in found if one.path is not None}
             try:
                 loader.exclude(by_dataset(damaged))
@@ -179,7 +179,7 @@ class TrainingJob:
             for line in left_out_lines(damaged):
                 self.warn(line)
 
-    def _try_batch(self, size: int) -> Batch | EpochEnd | Exhausted | _Trouble:
+    def _try_batch(self, size: int) -> Batch | EpochEnd | Exhausted | _NoBatch:
         repaired: set[str] = set()  # an entry that is damaged again after its repair stops the run
         while True:
             try:
@@ -187,22 +187,22 @@ class TrainingJob:
             except EntriesError as error:
                 damage = error
             except UnreadableMediaError as error:
-                return _trouble(error)
+                return _no_batch(error)
             except GracetuneError as error:
-                return _Trouble("", None, str(error))
+                return _NoBatch("", None, str(error))
             if repaired.issuperset(damage.keys):
-                return _Trouble("", None, f"it was encoded again, and is damaged again: {damage}")
+                return _NoBatch("", None, f"it was encoded again, and is damaged again: {damage}")
             repaired.update(damage.keys)
             try:
                 self.repair(damage)
             except UnreadableMediaError as error:
-                return _trouble(error)
+                return _no_batch(error)
             except GracetuneError as error:
-                return _Trouble("", None, f"{damage}\nIt could not be encoded again: {error}")
+                return _NoBatch("", None, f"{damage}\nIt could not be encoded again: {error}")
 
 
 @dataclass(frozen=True)
-class _Trouble:
+class _NoBatch:
     """Why there is no batch: a damaged media file, or, if `path` is None, an error that ends the run."""
 
     dataset: str
@@ -210,7 +210,7 @@ class _Trouble:
     reason: str
 
 
-def _trouble(error: UnreadableMediaError) -> _Trouble:
+def _no_batch(error: UnreadableMediaError) -> _NoBatch:
     if error.dataset is None:
-        return _Trouble("", None, str(error))
-    return _Trouble(error.dataset, error.path, error.reason)
+        return _NoBatch("", None, str(error))
+    return _NoBatch(error.dataset, error.path, error.reason)

@@ -333,7 +333,7 @@ def check_format(trained_model: TrainedModel, config: RunConfig) -> tuple[str, .
         others = [name for name in FORMATS if _holds(name, trained_model, dtype)]
         hint = f"--set checkpoints.format={others[0]}" if others else "--set adapter.kind=lora"
         found = f"{config.checkpoints.format}: {error.problems[0].found}"
-        expected = f"one of {', '.join(others)}" if others else "a kind of adapter that some format has a place for"
+        expected = f"one of {', '.join(others)}" if others else "a kind of adapter that some format can represent"
         raise ConfigError([Problem("checkpoints.format", found, expected, hint)]) from None
     about = about_other_programs(trained_model.attached[trained_model.trained[0]].state(), config.checkpoints)
     return (_FOR_COMFYUI_ALONE, *about) if by_base else about

@@ -27,7 +27,7 @@ from gracetune.train.loop import fit
 from gracetune.train.output import RunFolder
 from gracetune.train.planning import PlannedRun
 from gracetune.train.preflight import RunOptions, preflight
-from gracetune.train.publishing import Publishing
+from gracetune.train.run_uploads import RunUploads
 from gracetune.train.view import View
 
 __all__ = ["Result", "RunOptions", "train"]
@@ -93,9 +93,9 @@ def train(
             telemetry = stack.enter_context(
                 open_telemetry(config, ready.folder, view, environment, main=ready.runtime.is_main)
             )
-            publishing = Publishing(config, ready.folder, environment, view, main=ready.runtime.is_main)
-            publishing.begin()
-            callbacks = callbacks_of(ready, loaded, telemetry, view, publishing)
+            uploads = RunUploads(config, ready.folder, environment, view, main=ready.runtime.is_main)
+            uploads.begin()
+            callbacks = callbacks_of(ready, loaded, telemetry, view, uploads)
             stack.enter_context(loaded.watchdog)
             began = time.monotonic()
             control.phase = "training"
@@ -107,8 +107,8 @@ def train(
                 files = finish(
                     ready, loaded, stop, telemetry, view, began=began, check_saved=callbacks.check_saved
                 )  # fmt: skip
-                publishing.result(job.position.step, files)
-                publishing.end()
+                uploads.upload_result(job.position.step, files)
+                uploads.wait()
         return Result(
             stop, job.position.step, job.length.steps, files, ready.planned, first_batch, loaded.hours, loaded.notes
         )  # fmt: skip

@@ -18,7 +18,8 @@ from torch import nn
 
 from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.assistant import Assistant, AssistantFile, assist
-from gracetune.adapters.attach import Attached, PathChoice, attach
+from gracetune.adapters.attach import Attached, attach
+from gracetune.adapters.computation import AdapterPath
 from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.cache.batches import Batch
 from gracetune.config.run_config import RunConfig
@@ -51,8 +52,8 @@ class DenoiserChoices:
     compiled: bool = False
     attention: str | None = None
     """diffusers' name of the attention backend; None uses its default."""
-    adapter_path: PathChoice = "auto"
-    """`library` computes adapters as peft and LyCORIS do. It is the reference for the fast implementations."""
+    adapter_path: AdapterPath = "auto"
+    """`reference` computes adapters as peft and LyCORIS do; the fast implementations are compared with it."""
     base_precision: BasePrecision | None = None
     """Precision of the frozen weights; None takes the config's."""
     fp8_layouts: Fp8Layouts = "both"
@@ -276,7 +277,7 @@ def _placement(config: RunConfig, spec: ModelSpec, runtime: Runtime, choices: De
 
 def _attach_adapter(
     config: RunConfig, spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module, expert: Expert,
-    adapter_path: PathChoice = "auto",
+    adapter_path: AdapterPath = "auto",
 ) -> Attached:  # fmt: skip
     return attach(
         denoiser,

@@ -50,7 +50,7 @@ def test_records_import_no_torch() -> None:
 
 
 @ALL
-@pytest.mark.parametrize("path", ["auto", "library"])
+@pytest.mark.parametrize("path", ["auto", "reference"])
 @pytest.mark.parametrize("kernel", [(), (3, 3)], ids=["linear", "conv"])
 def test_what_is_trained_is_what_the_record_says(record: Algorithm, path: Any, kernel: tuple[int, ...]) -> None:
     layer = nn.Conv2d(12, 20, kernel) if kernel else nn.Linear(12, 20)

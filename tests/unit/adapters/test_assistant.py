@@ -79,7 +79,7 @@ def test_compiled_graphs_follow_the_switch(form: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "locon", "loha", "lokr", "ia3", "diag_oft", "full_delta"])
-@pytest.mark.parametrize("path", ["auto", "library"])
+@pytest.mark.parametrize("path", ["auto", "reference"])
 def test_every_adapter_is_trained_above_it(kind: str, path: Any) -> None:
     """The trained adapter's change is the same with and without the assistant, because its file is used without."""
     ours, other = model(), model()

@@ -180,7 +180,7 @@ def test_bf16_base(tiny_model: TinyModel, family: str, kind: str) -> None:
     assert {name: parameter.dtype for name, parameter in denoiser.model.named_parameters()} == dtypes
 
 
-@pytest.mark.parametrize("path", ["auto", "library"])
+@pytest.mark.parametrize("path", ["auto", "reference"])
 @pytest.mark.parametrize("kind", ["locon", "loha", "lokr", "full_delta"])
 def test_a_small_change_is_not_lost_in_a_bf16_base(kind: str, path: Any) -> None:
     """The change is a thousandth of the weight. LyCORIS' (W + D) - W in bf16 would round most of it off."""
@@ -208,7 +208,7 @@ def test_the_reference_rounds_the_change_once_and_not_its_factors(kind: str) -> 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     adapter = Adapter(kind=kind, rank=2, targets=("Linear",))  # type: ignore[arg-type]
-    attached = attach(model, adapter, family="wan", default_targets=(), seed=0, adapter_path="library")
+    attached = attach(model, adapter, family="wan", default_targets=(), seed=0, adapter_path="reference")
     shake(attached)
     x = torch.randn(8, 64)
     with torch.autocast("cpu", torch.bfloat16):

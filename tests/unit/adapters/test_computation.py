@@ -56,14 +56,14 @@ def test_loha_is_rebuilt_only_where_pairs_cost_more(inputs: int, outputs: int, r
         ("lora", Options(), "low rank", 16),
         ("locon", Options(), "low rank", 16),
         ("dora", Options(), "low rank", 16 + 13824),
-        ("dora", Options(dropout=0.1), "library", 16 + 2 * 13824),
+        ("dora", Options(dropout=0.1), "reference", 16 + 2 * 13824),
         ("lokr", Options(factor=16, full_rank=True), "kronecker", 0),
         ("lokr", Options(factor=16), "kronecker by rank", 16 * 32),
         ("lokr", Options(), "kronecker", 0),  # 64 x 108: the rank's tensors would be half of the input's size
         ("loha", Options(), "hadamard by rank", 256),
         ("loha", Options(rank=64), "hadamard rebuilt", 0),
-        ("ia3", Options(), "library", 0),
-        ("full_delta", Options(), "library", 0),
+        ("ia3", Options(), "reference", 0),
+        ("full_delta", Options(), "reference", 0),
     ],
 )
 def test_on_the_feed_forward_of_wan_14b(kind: str, options: Options, form: str, kept: int) -> None:

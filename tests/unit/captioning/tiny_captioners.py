@@ -24,7 +24,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, made
+from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, build_part
 
 TURNS = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -54,7 +54,7 @@ def _tokenizer(*special: str, **options: Any) -> PreTrainedTokenizerFast:
     bare = Tokenizer(BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
-    tokenizer: PreTrainedTokenizerFast = made(
+    tokenizer: PreTrainedTokenizerFast = build_part(
         PreTrainedTokenizerFast, tokenizer_object=bare, bos_token="<s>", eos_token="</s>", pad_token="<pad>", **options
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
@@ -125,7 +125,7 @@ def _florence(folder: Path) -> None:
     config = Florence2Config(
         text_config=text.to_dict(), vision_config=vision, image_token_id=tokenizer.convert_tokens_to_ids("<image>")
     )
-    model = TinyWeights(0).of(Florence2ForConditionalGeneration, config)
+    model = TinyWeights(0).build(Florence2ForConditionalGeneration, config)
     images = CLIPImageProcessorPil(size={"height": 64, "width": 64}, do_center_crop=False, image_seq_length=5)
     _save(folder, model, "Florence2Processor", tokenizer, images)
 
@@ -154,7 +154,7 @@ def _qwen(folder: Path) -> None:
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    model = TinyWeights(0).of(Qwen3VLForConditionalGeneration, config)
+    model = TinyWeights(0).build(Qwen3VLForConditionalGeneration, config)
     images = Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 64 * 64})
     _save(folder, model, "Qwen3VLProcessor", tokenizer, images)
 
@@ -178,7 +178,7 @@ def _llava(folder: Path) -> None:
         vision_feature_layer=-1,
         image_seq_length=4,
     )
-    model = TinyWeights(0).of(LlavaForConditionalGeneration, config)
+    model = TinyWeights(0).build(LlavaForConditionalGeneration, config)
     images = SiglipImageProcessorPil(size={"height": 32, "width": 32})
     _save(
         folder,

@@ -168,7 +168,7 @@ def test_a_float8_base_is_held_in_fp8(tmp_path: Path, qtype: str | None, dtype: 
     assert resolved.config.model.base_precision == "fp8"
     assert resolved.config.training.mixed_precision == (dtype or "fp32")
     assert "round a little differently" in note(resolved, "model.quantize:")
-    assert "more exact than asked" in note(resolved, "model.quantize_te:")
+    assert "more exact than requested" in note(resolved, "model.quantize_te:")
 
 
 @pytest.mark.parametrize("qtype", ["uint4", "int8", "qint8", "orbit3", "uint3|owner/adapter.safetensors"])
@@ -203,7 +203,7 @@ def test_a_type_nobody_knows_is_a_problem(tmp_path: Path, qtype: Any, hint: str)
 
 def test_a_text_encoder_has_a_type_of_its_own_except_in_wan(tmp_path: Path) -> None:
     te = {"quantize_te": True, "qtype_te": "uint4"}
-    assert "asked, 'uint4'" in note(read(tmp_path, model={**FLUX, **te}), "model.quantize_te:").replace('"', "'")
+    assert "requested, 'uint4'" in note(read(tmp_path, model={**FLUX, **te}), "model.quantize_te:").replace('"', "'")
     wan = note(read(tmp_path, model=te), "model.quantize_te:")
     assert "more exact" in wan  # qtype counts, which is not set
     assert "uint4" not in wan

@@ -101,7 +101,7 @@ class TestReferencesThatComeAgain:
         assert bool(index._refs) == (mode != "disable_cache"), "what never comes again is not kept"
 
     def test_the_number_of_kept_references_is_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("gracetune.data.index.MOST_MADE", 4)
+        monkeypatch.setattr("gracetune.data.index.MOST_KEPT_REFS", 4)
         index, other = made_up({"counts": [10]}), made_up({"counts": [10]})
         assert visits(index, 2) == visits(other, 2)
         assert 0 < len(index._refs) <= 4

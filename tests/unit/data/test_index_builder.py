@@ -482,7 +482,7 @@ class TestOtherDatasets:
     def test_a_scan_that_cannot_be_saved_is_noted(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", images(2))
         (tmp_path / "file").write_text("")
-        index = index_of(tmp_path, {"path": str(folder)}, memory=tmp_path / "file" / "scan")
+        index = index_of(tmp_path, {"path": str(folder)}, scans=tmp_path / "file" / "scan")
         assert "scans all files again" in index.notes[0]
 
 

@@ -14,7 +14,7 @@ from gracetune.data.backends.open import open_backend
 from gracetune.data.media import Kind
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts
 from gracetune.data.media_files import examine
-from gracetune.data.scan import SCAN_VERSION, Scan, ScanMemory, scan
+from gracetune.data.scan import SCAN_VERSION, SavedScan, Scan, scan
 from unit.data.backends.helpers import this_machine
 from unit.data.folders import image, images, write
 from unit.data.media.generated import DictBackend, audio_bytes, every, png, tone, video_bytes
@@ -34,7 +34,7 @@ class CountingBackend(LocalBackend):
 
 def remembered(folder: Path, tmp_path: Path, kind: Kind = "image") -> tuple[Scan, list[str]]:
     backend = CountingBackend(folder)
-    found = scan(backend, kind, memory=ScanMemory(tmp_path / "scans", backend.root, kind))
+    found = scan(backend, kind, saved=SavedScan(tmp_path / "scans", backend.root, kind))
     return found, sorted(backend.opened)
 
 
@@ -159,7 +159,7 @@ class TestMemory:
     def test_storage_without_times_is_always_read(self, tmp_path: Path) -> None:
         backend = DictBackend({"a.png": image()})
         for _ in range(2):
-            assert scan(backend, "image", memory=ScanMemory(tmp_path, "memory", "image")).reused == 0
+            assert scan(backend, "image", saved=SavedScan(tmp_path, "memory", "image")).reused == 0
 
     @pytest.mark.parametrize(
         "content",
@@ -175,47 +175,47 @@ class TestMemory:
     def test_damaged_or_outdated_results_are_ignored(self, tmp_path: Path, content: str) -> None:
         folder = write(tmp_path / "data", images(2))
         remembered(folder, tmp_path)
-        memory = ScanMemory(tmp_path / "scans", str(folder), "image").file
-        assert json.loads(memory.read_text())["version"] == SCAN_VERSION
-        memory.write_text(content)
+        file = SavedScan(tmp_path / "scans", str(folder), "image").file
+        assert json.loads(file.read_text())["version"] == SCAN_VERSION
+        file.write_text(content)
         found, opened = remembered(folder, tmp_path)
         assert len(found.files) == len(opened) == 2
-        assert json.loads(memory.read_text())["version"] == SCAN_VERSION
+        assert json.loads(file.read_text())["version"] == SCAN_VERSION
 
     def test_an_unwritable_folder_is_reported_and_does_not_stop_a_run(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", images(2))
         (tmp_path / "scans").write_text("a file where the folder should be")
         found, _ = remembered(folder, tmp_path)
         assert len(found.files) == 2
-        assert found.forgotten is not None
-        assert "scans" in found.forgotten
+        assert found.save_error is not None
+        assert "scans" in found.save_error
 
     def test_datasets_of_one_folder_keep_each_others_results(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image(), "b.jpg": image(kind="JPEG"), "gone.png": image()})
         backend = LocalBackend(folder)
-        memory = ScanMemory(tmp_path / "scans", backend.root, "image")
-        first = [scan(backend, "image", memory=memory, extensions=[kind]).reused for kind in ("png", "jpg")]
+        saved = SavedScan(tmp_path / "scans", backend.root, "image")
+        first = [scan(backend, "image", saved=saved, extensions=[kind]).reused for kind in ("png", "jpg")]
         (folder / "gone.png").unlink()
-        again = [scan(backend, "image", memory=memory, extensions=[kind]).reused for kind in ("png", "jpg")]
+        again = [scan(backend, "image", saved=saved, extensions=[kind]).reused for kind in ("png", "jpg")]
         assert (first, again) == ([0, 0], [1, 1])
-        assert json.loads(memory.file.read_text())["files"].keys() == {"a.png", "b.jpg"}
+        assert json.loads(saved.file.read_text())["files"].keys() == {"a.png", "b.jpg"}
 
     def test_staging_some_files_keeps_the_results_of_others(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image(), "b.jpg": image(kind="JPEG")})
-        memory = ScanMemory(tmp_path / "scans", str(folder), "image")
-        assert len(scan(LocalBackend(folder), "image", memory=memory).files) == 2
+        saved = SavedScan(tmp_path / "scans", str(folder), "image")
+        assert len(scan(LocalBackend(folder), "image", saved=saved).files) == 2
         options = InMemory(file_extensions=("png",))
         dataset = Dataset(id="d", path=str(folder), type="in_memory", in_memory=options)
         with open_backend(dataset, machine=this_machine()) as staged:
-            found = scan(staged, "image", memory=memory)
+            found = scan(staged, "image", saved=saved)
         assert (len(found.files), found.reused, found.others) == (1, 1, {".jpg": 1})
-        assert scan(LocalBackend(folder), "image", memory=memory).reused == 2
+        assert scan(LocalBackend(folder), "image", saved=saved).reused == 2
 
     def test_folders_of_the_same_name_have_separate_results(self, tmp_path: Path) -> None:
-        one, other = (ScanMemory(tmp_path, root, "image").file for root in ("/a/photos", "/b/photos"))
+        one, other = (SavedScan(tmp_path, root, "image").file for root in ("/a/photos", "/b/photos"))
         assert one != other
         assert one.name.startswith("photos-image-")
-        assert ScanMemory(tmp_path, "/a/photos", "video").file != one
+        assert SavedScan(tmp_path, "/a/photos", "video").file != one
 
 
 def test_a_file_removed_after_listing_is_unreadable(tmp_path: Path) -> None:

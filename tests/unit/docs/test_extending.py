@@ -57,10 +57,10 @@ def test_what_configs_are_checked_with_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("kind", "path", "policy"),
     [
-        ("lora", "library", "off"),
-        ("lora", "plain", "off"),
-        ("lora", "plain", "full"),
-        ("full_finetune", "plain", "off"),
+        ("lora", "reference", "off"),
+        ("lora", "auto", "off"),
+        ("lora", "auto", "full"),
+        ("full_finetune", "auto", "off"),
     ],
 )
 def test_a_further_block_keeps_what_the_footprint_says(
@@ -75,7 +75,7 @@ def test_a_further_block_keeps_what_the_footprint_says(
 
     from gracetune.adapters.trainable import select, trainable
     from gracetune.config.run_config import Adapter
-    from gracetune.planning.activations import Method, activations
+    from gracetune.planning.activations import StepMethod, activations
     from unit.models.meta_memory import LoraLinear, adapt, on_meta, train_step, use_gpu_kernels
 
     use_gpu_kernels(monkeypatch)
@@ -95,7 +95,7 @@ def test_a_further_block_keeps_what_the_footprint_says(
             if not full:
                 model.requires_grad_(False)
                 targets = {linear.name for one in footprint.blocks for linear in one.linears}
-                adapt(model, targets, lambda base: LoraLinear(base, copies=path == "library"))
+                adapt(model, targets, lambda base: LoraLinear(base, copies=path == "reference"))
         return train_step(model, inputs, checkpointing=policy == "full").peak
 
     def predicted(counts: list[int]) -> int:
@@ -103,7 +103,7 @@ def test_a_further_block_keeps_what_the_footprint_says(
         small = replace(footprint, blocks=blocks)
         text, selection = CAPTION_TOKENS + REGISTERS, select(small, adapter)
         tokens: Any = {"image": side**2, "text": text, "joint": side**2 + text, "vision": 0}
-        method = Method(compiled=False, adapter_path=path, full_finetune=full)
+        method = StepMethod(compiled=False, adapter_path=path, full_finetune=full)
         entry = next(one for one in activations(small, tokens, selection, method) if one.policy == policy)
         copies = 2 * sum(tensor.elements for tensor in trainable(small, selection, adapter))
         return entry.total(batch) + (copies if not full and policy == "off" else 0)

@@ -10,7 +10,7 @@ from gracetune.config import Environment, Resolved, load
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.data.geometry import Geometry
-from gracetune.data.index import NO_CAPTION, DataIndex, Turn
+from gracetune.data.index import NO_CAPTION, Appearance, DataIndex
 from gracetune.data.index_builder import build_index
 from gracetune.data.items import DatasetIndex, sort_into_buckets
 from gracetune.data.loader import Loader
@@ -85,7 +85,7 @@ def placed(config: RunConfig, sizes: list[list[int]]) -> dict[tuple[int, int], t
     index = index_of(dataset, requested, config.training.seed, items)
     found = {}
     for item in items:
-        fit = index.describe(index.datasets[0], item, Turn(0, 0), NO_CAPTION).fit
+        fit = index.describe(index.datasets[0], item, Appearance(0, 0), NO_CAPTION).fit
         assert fit is not None
         found[item.size] = (*fit.resized, fit.left, fit.top, item.bucket.width, item.bucket.height)
     return found

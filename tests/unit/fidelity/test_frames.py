@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gracetune.config.run_config import RunConfig
-from gracetune.data.index import NO_CAPTION, Turn
+from gracetune.data.index import NO_CAPTION, Appearance
 from gracetune.data.index_builder import build_index
 from gracetune.data.items import sort_into_buckets
 from gracetune.data.media.probe import VideoFacts
@@ -30,7 +30,9 @@ def taken(config: RunConfig, frames: int, fps: float, variants: int = 1) -> list
     if not items:
         return []
     index = index_of(dataset, requested, 1, items)
-    return [index.describe(index.datasets[0], items[0], Turn(variant, 0), NO_CAPTION) for variant in range(variants)]
+    return [
+        index.describe(index.datasets[0], items[0], Appearance(variant, 0), NO_CAPTION) for variant in range(variants)
+    ]
 
 
 def numbers(ref: SampleRef) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gracetune.config.token_routes import Route, TokenRoute
-from gracetune.models.token_routing import kept_tokens, put_back, rows_of
+from gracetune.models.token_routing import kept_tokens, put_back, select_tokens
 from unit.config import simpletuner_files
 from unit.fidelity.recorded import recorded
 
@@ -37,7 +37,7 @@ def test_the_same_tokens_are_kept_for_the_same_random_order_and_put_back_at_thei
     assert ours.tolist() == case["kept"]
     x = torch.arange(noise.size * 2, dtype=torch.float32).view(*noise.shape, 2)
     kept = torch.from_numpy(ours)
-    assert put_back(x, kept, -rows_of(x, kept))[..., 0].tolist() == case["back_first_channel"]
+    assert put_back(x, kept, -select_tokens(x, kept))[..., 0].tolist() == case["back_first_channel"]
 
 
 def test_its_qwen_image_stops_where_ours_routes() -> None:

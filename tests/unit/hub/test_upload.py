@@ -10,7 +10,7 @@ from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.hub.access import HubAccess
 from gracetune.hub.upload import HubUploads
-from gracetune.train.publishing import model_card
+from gracetune.train.run_uploads import model_card
 from servers.hub import TOKEN, HubServer
 
 

@@ -23,7 +23,7 @@ from gracetune.memory import unified_memory as layer
 from gracetune.memory.arena_size import ArenaRoom, arena_size
 from gracetune.memory.errors import ManagedCapError
 from gracetune.memory.native import Migrations
-from gracetune.memory.unified_memory import UnifiedMemory, UvmStats, merged
+from gracetune.memory.unified_memory import UnifiedMemory, UvmStats, add_uvm_stats
 from gracetune.train.assembly import open_memory
 from gracetune.train.runtime import LaunchEnvironment, Runtime
 from gracetune.train.view import CollectingView
@@ -171,7 +171,7 @@ STATISTICS = {
 @given(st.dictionaries(st.text(), st.integers()))
 def test_torchs_own_come_through_and_its_dictionary_stays_as_it_was(torch_stats: dict[str, int]) -> None:
     before = dict(torch_stats)
-    found = merged(MappingProxyType(torch_stats), UvmStats())
+    found = add_uvm_stats(MappingProxyType(torch_stats), UvmStats())
     assert torch_stats == before
     assert {key: value for key, value in found.items() if key not in STATISTICS} == {
         key: value for key, value in before.items() if key not in STATISTICS
@@ -194,12 +194,12 @@ def test_every_value_stands_under_its_own_name() -> None:
         prefetched_bytes=10,
         prefetch_wait_ms=11.5,
     )
-    assert list(merged({}, stats).values()) == [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 10, 11.5]
-    assert list(merged({}, stats)) == [f"uvm.{name}" for name in vars(stats) if name != "migrations"]
+    assert list(add_uvm_stats({}, stats).values()) == [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 10, 11.5]
+    assert list(add_uvm_stats({}, stats)) == [f"uvm.{name}" for name in vars(stats) if name != "migrations"]
 
 
 def test_page_faults_and_migrations_stand_there_where_they_are_counted() -> None:
-    found = merged({}, UvmStats(migrations=Migrations(1, 2, 3, 4)))
+    found = add_uvm_stats({}, UvmStats(migrations=Migrations(1, 2, 3, 4)))
     assert {name: value for name, value in found.items() if name not in STATISTICS} == {
         "uvm.migrated_to_device_bytes": 1,
         "uvm.migrated_to_host_bytes": 2,

@@ -14,7 +14,7 @@ from gracetune.adapters.trainable import select
 from gracetune.config.run_config import Adapter
 from gracetune.models.footprint import Footprint
 from gracetune.models.registry import FOOTPRINTS
-from gracetune.planning.activations import Method, activations, casts_tensors
+from gracetune.planning.activations import StepMethod, activations, casts_tensors
 from unit.models import published
 from unit.models.compiled_memory import kept_by_compiler
 from unit.models.meta_memory import BF16, on_meta, train_step
@@ -44,7 +44,7 @@ def measured(adapter: Adapter, count: int, *, checkpointing: bool) -> int:
 
 def predicted(adapter: Adapter, count: int, *, checkpointing: bool) -> int:
     footprint: Footprint = replace(FOOTPRINT, blocks=tuple(replace(block, count=count) for block in FOOTPRINT.blocks))
-    method, selection = Method(compiled=False, adapter_path="plain"), select(footprint, adapter)
+    method, selection = StepMethod(compiled=False, adapter_path="auto"), select(footprint, adapter)
     tokens = {"image": 4096, "text": 512, "joint": 4608, "vision": footprint.vision_tokens}
     policy = "full" if checkpointing else "off"
     entry = next(one for one in activations(footprint, tokens, selection, method) if one.policy == policy)
@@ -93,6 +93,6 @@ def test_what_the_compiler_saves(name: str) -> None:
     block = replace(block_of(WAN), count=1)
     footprint = replace(FOOTPRINT, blocks=(block,))
     tokens = {"image": WAN.tokens, "text": WAN.text, "joint": WAN.tokens + WAN.text, "vision": 0}
-    method = Method(compiled=True, adapter_path="plain")
+    method = StepMethod(compiled=True, adapter_path="auto")
     expected = BATCH * activations(footprint, tokens, select(footprint, adapter), method)[0].kept
     assert expected == pytest.approx(kept, rel=0.01)

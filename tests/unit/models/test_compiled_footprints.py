@@ -26,7 +26,7 @@ from gracetune.models.qwen_image.attention import QwenPairwiseAttention
 from gracetune.models.registry import FOOTPRINTS
 from gracetune.models.wan import blocks as wan_attention
 from gracetune.models.wan.blocks import turn_by_pairs
-from gracetune.planning.activations import BUDGETS, Method, Policy, activations
+from gracetune.planning.activations import BUDGETS, RecomputePolicy, StepMethod, activations
 from gracetune.train.blocks import costly_work_known
 from unit.models.compiled_memory import FLASH, kept_by_compiler, split_by_compiler, use_flash_attention
 from unit.models.meta_memory import BF16, LoraLinear, adapt
@@ -116,7 +116,7 @@ def adapted(case: Case, wrap: Callable[[nn.Linear], nn.Module] = LoraLinear) -> 
     return block
 
 
-def predicted(case: Case, policy: Policy = "off") -> int:
+def predicted(case: Case, policy: RecomputePolicy = "off") -> int:
     """One block with LoRA on every matrix, alone in its model."""
     from dataclasses import replace
 
@@ -124,7 +124,7 @@ def predicted(case: Case, policy: Policy = "off") -> int:
     footprint = replace(FOOTPRINTS[case.family][0], blocks=(block,))
     image = int(case.tokens / block.tokens)
     tokens = {"image": image, "text": case.text, "joint": case.tokens + case.text, "vision": 0}
-    method = Method(compiled=True, adapter_path="plain")
+    method = StepMethod(compiled=True, adapter_path="auto")
     found = activations(footprint, tokens, select(footprint, Adapter(kind="lora")), method)
     return BATCH * next(one.kept for one in found if one.policy == policy)
 
@@ -144,7 +144,7 @@ class TestCompiledBlocks:
         assert predicted(case) == pytest.approx(kept, rel=0.01)
 
 
-def with_fewer_passes(case: Case) -> nn.Module:
+def fused_wan(case: Case) -> nn.Module:
     """Wan with our own layers, which on a GPU add the frozen product to the adapter's."""
 
     def wrapped(linear: nn.Linear) -> nn.Module:
@@ -163,14 +163,14 @@ class TestProductsOnto:
 
     @pytest.mark.parametrize(("policy", "most"), [("off", 6), ("half", 10), ("quarter", 12), ("tenth", 13)])
     def test_budget_recomputes_only_what_it_must(
-        self, monkeypatch: pytest.MonkeyPatch, policy: Policy, most: int
+        self, monkeypatch: pytest.MonkeyPatch, policy: RecomputePolicy, most: int
     ) -> None:
         use_flash_attention(monkeypatch)
         monkeypatch.setattr(wan_attention, "dispatch_attention_fn", transformer_wan.dispatch_attention_fn)
         monkeypatch.setattr(products, "use_half_kernels", lambda x: x.dtype == BF16)
         with costly_work_known():
             kept, backward = split_by_compiler(
-                lambda: with_fewer_passes(WAN), lambda _block: WAN.call(), batch=BATCH, budget=float(BUDGETS[policy])
+                lambda: fused_wan(WAN), lambda _block: WAN.call(), batch=BATCH, budget=float(BUDGETS[policy])
             )
         assert 0.6 * predicted(WAN, policy) < kept < 1.08 * predicted(WAN, policy)
         own = [node for node in backward.nodes if node.target is torch.ops.gracetune.products.default]
@@ -185,7 +185,7 @@ class TestBudgets:
 
     @pytest.mark.parametrize("policy", ["half", "quarter", "tenth"])
     @pytest.mark.parametrize("case", [WAN, OTHERS["flux single"], OTHERS["sdxl"]])
-    def test_part_is_saved(self, case: Case, policy: Policy) -> None:
+    def test_part_is_saved(self, case: Case, policy: RecomputePolicy) -> None:
         budget = float(BUDGETS[policy])
         kept = kept_by_compiler(lambda: adapted(case), lambda _block: case.call(), batch=BATCH, budget=budget)
         assert 0.75 * predicted(case, policy) < kept < 1.08 * predicted(case, policy)

@@ -182,10 +182,10 @@ def test_truncated_captions_are_recorded(
     assert isinstance(encoder, ReportsTruncation)
     for _ in range(2):
         encoder.encode([Prompt(text) for text in CAPTIONS])
-    assert encoder.cut, "the long one"
-    assert {text for texts in encoder.cut.values() for text in texts} == {CAPTIONS[3]}
+    assert encoder.truncated, "the long one"
+    assert {text for texts in encoder.truncated.values() for text in texts} == {CAPTIONS[3]}
     limits = {"sdxl": ["77"], "flux": ["77", "512"], "stable_audio": ["128"]}.get(family, ["512"])
-    assert [limit.split(" tokens")[0] for limit in encoder.cut] == limits
+    assert [limit.split(" tokens")[0] for limit in encoder.truncated] == limits
     assert "truncated" not in capfd.readouterr().err, "the pass tells it once, and names the files"
 
 

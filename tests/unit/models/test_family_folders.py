@@ -92,7 +92,7 @@ def test_names_agree_with_each_other(family: str) -> None:
     peer = names.simpletuner
     assert names.family == family
     assert set(peer.flavours.values()) <= flavours
-    assert {*peer.rejected_flavours, *peer.expert_shifts, *peer.without_shift} <= flavours
+    assert {*peer.rejected_flavours, *peer.forced_expert_shifts, *peer.flavours_without_shift} <= flavours
     assert not set(peer.untrained_flavours) & (flavours | set(peer.flavours))
     assert peer.default_flavour is None or peer.default_flavour in {*flavours, *peer.flavours, *peer.untrained_flavours}
     for arch in names.aitoolkit.archs.values():

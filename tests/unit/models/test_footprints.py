@@ -18,7 +18,7 @@ from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.run_config import Adapter, Model
 from gracetune.models.footprint import Footprint, FootprintBlock
 from gracetune.models.registry import FOOTPRINTS, footprint_of, spec_of
-from gracetune.planning.activations import Method, Policy, activations
+from gracetune.planning.activations import RecomputePolicy, StepMethod, activations
 from unit.models import published
 from unit.models.meta_memory import (
     BF16,
@@ -180,7 +180,7 @@ def measured(footprint: Footprint, case: Case, count: int | None) -> int:
         inputs = published.inputs(family, footprint.flavour, batch=case.batch, side=side, text=text)
         if case.adapter is not FULL:
             model.requires_grad_(False)
-            copies = case.method.adapter_path == "library"
+            copies = case.method.adapter_path == "reference"
             wrap = RebuiltLinear if case.adapter is LOKR else lambda base: LoraLinear(base, copies=copies)
             adapt(model, {target.removeprefix("attentions.*.") for target in targets}, wrap)
     return train_step(model, inputs, checkpointing=case.policy == "full").peak
@@ -189,22 +189,22 @@ def measured(footprint: Footprint, case: Case, count: int | None) -> int:
 @dataclass(frozen=True)
 class Case:
     adapter: Adapter
-    path: Literal["plain", "library"]
-    policy: Policy
+    path: Literal["auto", "reference"]
+    policy: RecomputePolicy
     batch: int = 2
 
     @property
-    def method(self) -> Method:
-        return Method(compiled=False, adapter_path=self.path, full_finetune=self.adapter is FULL)
+    def method(self) -> StepMethod:
+        return StepMethod(compiled=False, adapter_path=self.path, full_finetune=self.adapter is FULL)
 
 
 @pytest.mark.usefixtures("gpu_kernels")
 class TestEagerActivations:
     """The real forward and backward pass on the meta device, compared with the formula."""
 
-    CASES = (Case(LORA, "library", "off"), Case(LORA, "plain", "off"), Case(LORA, "plain", "full"),
-             Case(FULL, "plain", "off"))  # fmt: skip
-    IDS = ("library", "plain", "checkpointed", "everything trained")
+    CASES = (Case(LORA, "reference", "off"), Case(LORA, "auto", "off"), Case(LORA, "auto", "full"),
+             Case(FULL, "auto", "off"))  # fmt: skip
+    IDS = ("reference", "auto", "checkpointed", "everything trained")
 
     @pytest.mark.parametrize("case", CASES, ids=IDS)
     def test_each_further_block(self, case: Case) -> None:
@@ -216,7 +216,7 @@ class TestEagerActivations:
 
     @pytest.mark.parametrize("family", ["qwen_image", "flux"])
     def test_each_further_block_with_its_modulation(self, family: str) -> None:
-        self.check_further_blocks(family, Case(EVERY, "plain", "off"))
+        self.check_further_blocks(family, Case(EVERY, "auto", "off"))
 
     @pytest.mark.full
     @pytest.mark.parametrize("family", ["qwen_image", "flux", "stable_audio"])
@@ -237,7 +237,7 @@ class TestEagerActivations:
         assert predicted(FIRST["sdxl"], case, None) == pytest.approx(measured(FIRST["sdxl"], case, None), rel=tolerance)
 
     def test_rebuilt_weights_of_lycoris(self) -> None:
-        case = Case(LOKR, "library", "off", batch=1)
+        case = Case(LOKR, "reference", "off", batch=1)
         grown = measured(FIRST["wan"], case, 4) - measured(FIRST["wan"], case, 2)
         assert predicted(FIRST["wan"], case, 4) - predicted(FIRST["wan"], case, 2) == pytest.approx(grown, rel=0.01)
 
@@ -245,14 +245,14 @@ class TestEagerActivations:
         "flavour", [*FOOTPRINTS["wan"][1:4], FOOTPRINTS["wan"][5], FOOTPRINTS["qwen_image"][4]], ids=name
     )
     def test_other_flavours(self, flavour: Footprint) -> None:
-        case = Case(LORA, "plain", "off")
+        case = Case(LORA, "auto", "off")
         grown = measured(flavour, case, 3) - measured(flavour, case, 2)
         assert predicted(flavour, case, 3) - predicted(flavour, case, 2) == pytest.approx(grown, rel=0.01)
 
     @pytest.mark.full
     @pytest.mark.parametrize(("policy", "adapter"), [("off", LORA), ("full", LORA), ("full", LOKR)])
-    def test_a_whole_model(self, policy: Policy, adapter: Adapter) -> None:
-        case = Case(adapter, "library", policy, batch=1)
+    def test_a_whole_model(self, policy: RecomputePolicy, adapter: Adapter) -> None:
+        case = Case(adapter, "reference", policy, batch=1)
         weights = 2 * FIRST["wan"].parameters
         assert weights + predicted(FIRST["wan"], case, None) == pytest.approx(
             weights + measured(FIRST["wan"], case, None), rel=0.02

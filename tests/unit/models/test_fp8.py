@@ -197,7 +197,7 @@ class TestWhoReadsTheWeight:
 KINDS = ("lora", "dora", "locon", "lokr", "loha", "ia3", "diag_oft", "full_delta")
 
 
-@pytest.mark.parametrize("path", ["auto", "library"])
+@pytest.mark.parametrize("path", ["auto", "reference"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_adapter_works_as_on_a_dequantized_layer(kind: str, path: str) -> None:
     """Compared with the adapter on a plain layer with `plain_weight()`. Only the quantized input differs."""

@@ -300,7 +300,7 @@ def test_builders_reject_unknown_flavours(tmp_path: Path) -> None:
 def test_modules_continue_one_stream_of_numbers() -> None:
     def two(seed: int) -> list[torch.Tensor]:
         weights = TinyWeights(seed)
-        return [weights.of(lambda: torch.nn.Linear(4, 4)).weight.detach() for _ in range(2)]
+        return [weights.build(lambda: torch.nn.Linear(4, 4)).weight.detach() for _ in range(2)]
 
     first, second = two(0)
     assert not torch.equal(first, second)

@@ -23,7 +23,7 @@ from gracetune.models.parking import InlineLane
 from gracetune.models.registry import footprint_of, spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import ModelFacts, ModelSpec, PartPlacement
-from gracetune.models.token_routing import KEPT, TokenRouter, block_lists, install, kept_tokens, put_back, rows_of
+from gracetune.models.token_routing import KEPT, TokenRouter, block_lists, install, kept_tokens, put_back, select_tokens
 from gracetune.train.blocks import prepare_blocks
 
 TinyModel = Callable[[str, str], Path]
@@ -214,9 +214,9 @@ def test_random_orders_with_tokens_that_are_never_dropped() -> None:
 def test_rows_are_selected_and_put_back_with_their_gradients() -> None:
     x = torch.randn(2, 5, 3, requires_grad=True)
     kept = torch.tensor([[0, 3], [2, 4]])
-    rows = rows_of(x, kept)
+    rows = select_tokens(x, kept)
     assert torch.equal(rows[1], x[1, [2, 4]])
-    assert torch.equal(rows_of(x[:1], kept)[1], x[0, [2, 4]])
+    assert torch.equal(select_tokens(x[:1], kept)[1], x[0, [2, 4]])
     whole = put_back(x, kept, 2 * rows)
     assert torch.equal(whole[0], x[0] * torch.tensor([2.0, 1, 1, 2, 1])[:, None])
     (gradient,) = torch.autograd.grad(whole.sum(), x)
@@ -322,10 +322,10 @@ def test_blocks_in_a_route_see_fewer_tokens_and_the_others_all_of_them(tiny: Tin
 def test_captured_inputs_include_the_kept_tokens(tiny: Tiny) -> None:
     router = tiny.router(Route(0, 0, 0.25))
     batch = router.routed(tiny.batch((0, 1))).tensors
-    assert tiny.spec.recorded_inputs is not None
-    assert router.spec.recorded_inputs is not None
-    given = {*router.spec.recorded_inputs(batch)}
-    assert given == {*tiny.spec.recorded_inputs(tiny.batch((0, 1)).tensors), KEPT.format(0)}
+    assert tiny.spec.graph_inputs is not None
+    assert router.spec.graph_inputs is not None
+    given = {*router.spec.graph_inputs(batch)}
+    assert given == {*tiny.spec.graph_inputs(tiny.batch((0, 1)).tensors), KEPT.format(0)}
 
 
 def test_bypassing_tokens_are_unchanged(tiny: Tiny) -> None:

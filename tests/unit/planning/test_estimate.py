@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gracetune.adapters.computation import AdapterPath
 from gracetune.config.run_config import RunConfig
 from gracetune.models.footprint import AudioLatents, Footprint, PixelLatents, SampleShape
 from gracetune.models.registry import FOOTPRINTS, footprint_of
 from gracetune.planning.dataset_facts import DatasetFacts
 from gracetune.planning.demand import Demand, Need
-from gracetune.planning.estimate import AdapterPath, estimate
+from gracetune.planning.estimate import estimate
 from gracetune.units import GIB, MIB
 
 SQUARE = SampleShape(1024, 1024)
@@ -35,7 +36,7 @@ def run_config(family: str = "wan", **sections: Any) -> RunConfig:
 
 
 def demand_of(
-    config: RunConfig, *, samples: int = 260, compiled: bool = True, adapter_path: AdapterPath = "plain"
+    config: RunConfig, *, samples: int = 260, compiled: bool = True, adapter_path: AdapterPath = "auto"
 ) -> Demand:
     footprint, _ = footprint_of(config.model)
     facts = tuple(DatasetFacts(dataset.id, samples, samples * MIB) for dataset in config.datasets)
@@ -118,7 +119,7 @@ class TestTrained:
 
     def test_lycoris_has_no_compute_copy_but_rebuilt_weights(self) -> None:
         config = run_config(adapter={"kind": "lokr", "factor": 16, "full_rank": True})
-        demand = demand_of(config, adapter_path="library")
+        demand = demand_of(config, adapter_path="reference")
         assert "compute copy" not in [entry.name for entry in demand.needs]
         assert demand.workloads[0].under("off").rebuilt > 20 * GIB
         ours = demand_of(config)
@@ -128,7 +129,7 @@ class TestTrained:
     @pytest.mark.parametrize("kind", ["ia3", "diag_oft"])
     def test_kinds_without_a_plain_form_rebuild_weights_in_our_layers_too(self, kind: str) -> None:
         config = run_config(adapter={"kind": kind})
-        assert demand_of(config).workloads == demand_of(config, adapter_path="library").workloads
+        assert demand_of(config).workloads == demand_of(config, adapter_path="reference").workloads
 
     @pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
     def test_frozen_weights_by_precision(self, precision: str, size: int) -> None:

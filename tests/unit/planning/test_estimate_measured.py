@@ -8,7 +8,7 @@ import pytest
 
 from gracetune.config.run_config import RunConfig
 from gracetune.models.registry import footprint_of
-from gracetune.planning.activations import Policy
+from gracetune.planning.activations import RecomputePolicy
 from gracetune.planning.dataset_facts import DatasetFacts
 from gracetune.planning.estimate import estimate
 from gracetune.units import GIB
@@ -22,27 +22,27 @@ class Row(NamedTuple):
     what: str
     peak: float
     adapter: dict[str, Any]
-    path: Literal["plain", "library"]
+    path: Literal["auto", "reference"]
     compiled: bool
-    policy: Policy
+    policy: RecomputePolicy
     batch: int = 1
     precision: str = "bf16"
 
 
 ROWS = [
-    Row("peft LoRA, eager, checkpointed", 30.9, {"kind": "lora"}, "library", False, "full"),
-    Row("peft LoRA, eager", 72.2, {"kind": "lora"}, "library", False, "off"),
-    Row("peft LoRA, compiled", 64.0, {"kind": "lora"}, "library", True, "off"),
-    Row("plain LoRA, compiled", 60.5, {"kind": "lora"}, "plain", True, "off"),
-    Row("plain LoRA, compiled, budget 0.5", 43.6, {"kind": "lora"}, "plain", True, "half"),
-    Row("plain LoRA, compiled, fp8", 60.6, {"kind": "lora"}, "plain", True, "off", precision="fp8"),
-    Row("the same, batch 4, budget 0.5", 91.7, {"kind": "lora"}, "plain", True, "half", 4, "fp8"),
-    Row("LyCORIS LoKr, eager, checkpointed", 31.0, LOKR, "library", False, "full"),
-    Row("LyCORIS LoKr, eager", 87.0, LOKR, "library", False, "off"),
-    Row("LyCORIS LoKr, compiled", 82.0, LOKR, "library", True, "off"),
-    Row("LyCORIS LoCon, eager, checkpointed", 31.0, {"kind": "locon"}, "library", False, "full"),
-    Row("LyCORIS LoCon, eager", 88.0, {"kind": "locon"}, "library", False, "off"),
-    Row("LyCORIS LoCon, compiled", 83.0, {"kind": "locon"}, "library", True, "off"),
+    Row("peft LoRA, eager, checkpointed", 30.9, {"kind": "lora"}, "reference", False, "full"),
+    Row("peft LoRA, eager", 72.2, {"kind": "lora"}, "reference", False, "off"),
+    Row("peft LoRA, compiled", 64.0, {"kind": "lora"}, "reference", True, "off"),
+    Row("plain LoRA, compiled", 60.5, {"kind": "lora"}, "auto", True, "off"),
+    Row("plain LoRA, compiled, budget 0.5", 43.6, {"kind": "lora"}, "auto", True, "half"),
+    Row("plain LoRA, compiled, fp8", 60.6, {"kind": "lora"}, "auto", True, "off", precision="fp8"),
+    Row("the same, batch 4, budget 0.5", 91.7, {"kind": "lora"}, "auto", True, "half", 4, "fp8"),
+    Row("LyCORIS LoKr, eager, checkpointed", 31.0, LOKR, "reference", False, "full"),
+    Row("LyCORIS LoKr, eager", 87.0, LOKR, "reference", False, "off"),
+    Row("LyCORIS LoKr, compiled", 82.0, LOKR, "reference", True, "off"),
+    Row("LyCORIS LoCon, eager, checkpointed", 31.0, {"kind": "locon"}, "reference", False, "full"),
+    Row("LyCORIS LoCon, eager", 88.0, {"kind": "locon"}, "reference", False, "off"),
+    Row("LyCORIS LoCon, compiled", 83.0, {"kind": "locon"}, "reference", True, "off"),
 ]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gracetune.config import Environment, load
 from gracetune.hardware.machine import Machine
 from gracetune.hardware.recording import load_recording
-from gracetune.planning.activations import Activations, Policy
+from gracetune.planning.activations import Activations, RecomputePolicy
 from gracetune.planning.config_demand import demand_of
 from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, PlanSettings, Workload
 from gracetune.planning.layout import PlanChoice, lay, needs_under
@@ -28,7 +28,7 @@ SIZE = st.integers(0, 80 * GIB)
 RANK = {"does not fit": 0, "fits with these changes": 1, "fits": 2}
 EXAMPLE = Path(__file__).parents[3] / "examples" / "wan22_t2v_automagic.yaml"
 IDLE = {"placement: encoders", "placement: idle expert"}
-ORDER: tuple[Policy, ...] = ("off", "half", "quarter", "tenth", "full")
+ORDER: tuple[RecomputePolicy, ...] = ("off", "half", "quarter", "tenth", "full")
 
 
 @st.composite
@@ -51,7 +51,7 @@ def needs(draw: st.DrawFn) -> Need:
 
 
 @st.composite
-def workloads(draw: st.DrawFn, policies: tuple[Policy, ...]) -> Workload:
+def workloads(draw: st.DrawFn, policies: tuple[RecomputePolicy, ...]) -> Workload:
     kept = sorted((draw(st.integers(0, 30 * GIB)) for _ in policies), reverse=True)
     working, rebuilt = draw(st.integers(0, 4 * GIB)), draw(st.integers(0, 20 * GIB))
     parkable = draw(st.integers(0, kept[-1]))
@@ -254,7 +254,7 @@ class TestBatches:
         assert last.managed_bytes == first.managed_bytes == 2 * one.denoisers[0].size("bf16")
 
 
-def policy(found: Plan, checkpointing: str) -> Policy:
+def policy(found: Plan, checkpointing: str) -> RecomputePolicy:
     if checkpointing == "full":
         return "full"
     steps = [entry.after for entry in found.changes if entry.key == "training.gradient_checkpointing"]

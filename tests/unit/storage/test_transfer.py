@@ -17,9 +17,9 @@ from gracetune.storage.transfer import (
     RemoteFile,
     RetryPolicy,
     TransferError,
-    begun,
     digest_of,
-    is_of_this_disk,
+    is_local_disk_error,
+    resumable_bytes,
     transfer,
 )
 
@@ -76,7 +76,7 @@ def test_after_any_failure_the_file_is_complete_or_absent(data: bytes, starts: l
             counted: list[int] = []
             storage = Storage(data, list(faults), can_seek=can_seek)
             try:
-                transfer(target, part, remote(data), storage, requests, on_bytes=counted.append, patience=QUICK)
+                transfer(target, part, remote(data), storage, requests, on_bytes=counted.append, retry_policy=QUICK)
             except (TransferError, OSError):
                 assert not target.exists()
                 continue
@@ -93,11 +93,13 @@ def test_received_bytes_are_not_fetched_again(tmp_path: Path, monkeypatch: pytes
     part = tmp_path / "a.part"
     with ThreadPoolExecutor(1) as requests:
         with pytest.raises(PermissionError):
-            transfer(tmp_path / "a", part, remote(data), Storage(data, [""] * 6 + ["final"]), requests, patience=QUICK)
-        kept = begun(part, remote(data))
+            transfer(
+                tmp_path / "a", part, remote(data), Storage(data, [""] * 6 + ["final"]), requests, retry_policy=QUICK
+            )
+        kept = resumable_bytes(part, remote(data))
         assert 20 <= kept <= 60
         storage = Storage(data)
-        transfer(tmp_path / "a", part, remote(data), storage, requests, patience=QUICK)
+        transfer(tmp_path / "a", part, remote(data), storage, requests, retry_policy=QUICK)
     assert storage.sent == 100 - kept
     assert (tmp_path / "a").read_bytes() == data
 
@@ -108,8 +110,8 @@ def test_another_version_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with ThreadPoolExecutor(1) as requests:
         storage = Storage(old, [""] * 5 + ["final"])
         with pytest.raises(PermissionError):
-            transfer(tmp_path / "a", tmp_path / "p", RemoteFile(100, None, "1"), storage, requests, patience=QUICK)
-        transfer(tmp_path / "a", tmp_path / "p", RemoteFile(100, None, "2"), Storage(new), requests, patience=QUICK)
+            transfer(tmp_path / "a", tmp_path / "p", RemoteFile(100, None, "1"), storage, requests, retry_policy=QUICK)
+        transfer(tmp_path / "a", tmp_path / "p", RemoteFile(100, None, "2"), Storage(new), requests, retry_policy=QUICK)
     assert (tmp_path / "a").read_bytes() == new
 
 
@@ -119,11 +121,11 @@ def test_an_unreliable_digest_is_checked_by_a_second_download(tmp_path: Path) ->
     seeming = RemoteFile(50, "md5:" + "0" * 32, "tag", sure=False)
     with ThreadPoolExecutor(1) as requests:
         storage = Storage(data)
-        transfer(tmp_path / "a", tmp_path / "p", seeming, storage, requests, patience=QUICK)
+        transfer(tmp_path / "a", tmp_path / "p", seeming, storage, requests, retry_policy=QUICK)
         assert storage.sent == 100
         with pytest.raises(TransferError, match="as the storage says"):
             transfer(
-                tmp_path / "b", tmp_path / "q", RemoteFile(50, "md5:" + "0" * 32), storage, requests, patience=QUICK
+                tmp_path / "b", tmp_path / "q", RemoteFile(50, "md5:" + "0" * 32), storage, requests, retry_policy=QUICK
             )
     assert (tmp_path / "a").read_bytes() == data
     assert not (tmp_path / "b").exists()
@@ -135,7 +137,7 @@ def test_git_blob_id(tmp_path: Path) -> None:
 
 
 def test_local_disk_errors_are_told_from_remote_errors() -> None:
-    assert is_of_this_disk(OSError(28, "No space left on device"))
-    assert is_of_this_disk(PermissionError(13, "Permission denied", "/data/x"))
-    assert not is_of_this_disk(ConnectionResetError(104, "Connection reset by peer"))
-    assert not is_of_this_disk(FileNotFoundError("bucket/key"))
+    assert is_local_disk_error(OSError(28, "No space left on device"))
+    assert is_local_disk_error(PermissionError(13, "Permission denied", "/data/x"))
+    assert not is_local_disk_error(ConnectionResetError(104, "Connection reset by peer"))
+    assert not is_local_disk_error(FileNotFoundError("bucket/key"))

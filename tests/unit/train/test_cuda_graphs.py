@@ -62,7 +62,7 @@ def predict(denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Any, facts
     return answer
 
 
-SPEC: Any = SimpleNamespace(predict=predict, recorded_inputs=dict)
+SPEC: Any = SimpleNamespace(predict=predict, graph_inputs=dict)
 
 
 class Again:
@@ -236,7 +236,7 @@ def test_views_are_cloned_before_and_during_a_capture() -> None:
         seen.append(batch["text"]._is_view())
         return predict(denoiser, noisy, level, batch, facts)
 
-    replay = Replay(SimpleNamespace(predict=watched, recorded_inputs=dict), {setup.net: setup.gradients}, gpu=setup.gpu)
+    replay = Replay(SimpleNamespace(predict=watched, graph_inputs=dict), {setup.net: setup.gradients}, gpu=setup.gpu)
     slot = torch.rand(100)
     for _ in range(5):
         text = slot[:15].view(3, 5)
@@ -477,7 +477,7 @@ def test_which_models_may_be_captured(
     assert (why_not_captured(config, trained_model) is None) is recorded
 
 
-def test_a_family_without_recorded_inputs_is_not_captured() -> None:
+def test_a_family_without_graph_inputs_is_not_captured() -> None:
     config: Any = SimpleNamespace(adapter=Adapter(), keeps_masked_tokens=False)
     trained_model: Any = SimpleNamespace(
         spec=spec_of("stable_audio"), facts=SimpleNamespace(family="stable_audio"), strengths={},

@@ -26,7 +26,7 @@ from unit.adapters.formats.test_comfyui import in_original_layout
 TinyModel = Callable[[str, str], Path]
 
 
-@pytest.mark.parametrize("path", ["auto", "library"])
+@pytest.mark.parametrize("path", ["auto", "reference"])
 def test_a_runs_own_dora_gives_comfyui_the_weights_that_were_trained(path: Any, tiny_model: TinyModel) -> None:
     spec = spec_of("wan")
     source = open_source(Model(family="wan", path=str(tiny_model("wan", "t2v-14b-2.2"))))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from gracetune.adapters.algorithms.low_rank import PEFT_NAMES, LowRank
 from gracetune.adapters.algorithms.record import Dimensions, FirstValues, Options, WeightShape
-from gracetune.adapters.computation import LIBRARY, Computation
+from gracetune.adapters.computation import REFERENCE, Computation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +65,7 @@ class Dora(LowRank):
     def reference(self, outputs: int, options: Options, why: str) -> Computation:
         """The magnitude scales the base's output and the adapter's, so autograd keeps both."""
         kept = options.rank + 2 * outputs
-        return Computation(LIBRARY, why, kept=kept, copies_input=True, fp32_output=True)
+        return Computation(REFERENCE, why, kept=kept, copies_input=True, fp32_output=True)
 
     def fused_layer(self) -> type[AdaptedLinear]:
         from gracetune.adapters.fast.modules import DoraLinear

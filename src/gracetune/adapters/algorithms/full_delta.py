@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from gracetune.adapters.algorithms.assembly import Convention, LayerError
 from gracetune.adapters.algorithms.matrices import shaped
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions, FirstValues, Options, Tensors, WeightShape
-from gracetune.adapters.computation import LIBRARY, Computation
+from gracetune.adapters.computation import REFERENCE, Computation
 from gracetune.adapters.state import Layer
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class FullDelta(Algorithm):
 
     def reference(self, outputs: int, options: Options, why: str) -> Computation:
         """The trained tensor is the change itself, so nothing is built."""
-        return Computation(LIBRARY, why)
+        return Computation(REFERENCE, why)
 
     def least_dimensions(self, tensor: str) -> int:
         return 1 if tensor == "diff" else 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, check_core, defined_alpha, is_by_input, sides
 from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES, LowRank
 from gracetune.adapters.algorithms.record import FirstValues, Options, Tensors
-from gracetune.adapters.computation import LIBRARY, Computation
+from gracetune.adapters.computation import REFERENCE, Computation
 from gracetune.adapters.state import Layer
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Lora(LowRank):
         return initial_lora_factors(layer, options.rank), options.rank
 
     def reference(self, outputs: int, options: Options, why: str) -> Computation:
-        return Computation(LIBRARY, why, kept=options.rank, copies_input=True)
+        return Computation(REFERENCE, why, kept=options.rank, copies_input=True)
 
     def fused_layer(self) -> type[AdaptedLinear]:
         from gracetune.adapters.fast.modules import LoraLinear

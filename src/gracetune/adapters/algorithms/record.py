@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, listed
-from gracetune.adapters.computation import LIBRARY, Computation
+from gracetune.adapters.computation import REFERENCE, Computation
 from gracetune.adapters.state import Layer
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Algorithm(ABC):
 
     def reference(self, outputs: int, options: Options, why: str) -> Computation:
         """The computation by the reference layer: it builds the whole change and keeps it for the input's gradient."""
-        return Computation(LIBRARY, why, rebuilds_weight=True, backward_bytes=4, casts_tensors=False)
+        return Computation(REFERENCE, why, rebuilds_weight=True, backward_bytes=4, casts_tensors=False)
 
     def on(self, layer: WeightShape, options: Options) -> Computation:
         """How the adapter is computed on this layer, which may be a convolution."""
@@ -151,7 +151,7 @@ class Algorithm(ABC):
         return self.computation(layer.inputs, layer.outputs, options)
 
     def fused_layer(self) -> type[AdaptedLinear]:
-        """The linear layer class for every form that `computation` returns, except the library form."""
+        """The linear layer class for every form that `computation` returns, except the reference."""
         raise NotImplementedError
 
     def reference_layer(self, path: str, layer: nn.Module, options: LayerOptions, model: nn.Module) -> AttachedLayer:

@@ -253,7 +253,7 @@ def choice(layer: nn.Module, options: LayerOptions) -> Computation:
 
 
 def reference(layer: nn.Module, options: LayerOptions, why: str) -> Computation:
-    """The computation by the library's layer, with the reason for it."""
+    """The reference computation, with the reason for it."""
     outputs = layer.out_features if isinstance(layer, nn.Linear) else cast(nn.Conv2d, layer).out_channels
     return algorithm(options.algorithm).reference(outputs, options, why)
 

@@ -23,14 +23,14 @@ from gracetune.adapters.formats.reading import AdapterContents, read_states
 from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
     Fault,
+    FileContents,
     Spelling,
     Stem,
-    Written,
     alpha_in,
-    faults_by,
+    check_layers_with,
+    diffusers_stems,
     original_rejection,
     original_stems,
-    our_stems,
     row_magnitude,
 )
 from gracetune.adapters.formats.writing import write as write_with
@@ -41,13 +41,13 @@ from gracetune.models.registry import KEY_MAPS
 CONVENTION = Convention(without_alpha="rank")
 
 
-def write(state: AdapterState, dtype: torch.dtype) -> Written:
+def write(state: AdapterState, dtype: torch.dtype) -> FileContents:
     plain = all(layer.alpha == layer.rank for layer in state.layers.values() if _is_lora(layer))
     spelling = Spelling("comfyui", "A", lambda layer: _alpha(layer, plain=plain), rejection)
     return write_with(state, dtype, spelling, _stems if KEY_MAPS[state.family].comfyui_takes_ours else _ORIGINAL)
 
 
-_OURS, _ORIGINAL = our_stems("{}.", "."), original_stems("diffusion_model.", ".")
+_OURS, _ORIGINAL = diffusers_stems("{}.", "."), original_stems("diffusion_model.", ".")
 
 
 def _stems(state: AdapterState, keys: KeyMap, faults: list[Fault]) -> Iterator[Stem]:
@@ -117,8 +117,8 @@ def _wrong_by_our_names(layer: Layer, path: str, keys: KeyMap) -> str | None:
     return _misreads(layer) or (_cut_rejection(layer, path, keys) if keys.comfyui_takes_ours else None)
 
 
-misread_by_original_names = faults_by(lambda layer, path, keys: _misreads(layer))
-misread_by_our_names = faults_by(_wrong_by_our_names)
+misread_by_original_names = check_layers_with(lambda layer, path, keys: _misreads(layer))
+misread_by_our_names = check_layers_with(_wrong_by_our_names)
 
 
 def _is_lora(layer: Layer) -> bool:
@@ -133,7 +133,7 @@ def _alpha(layer: Layer, *, plain: bool) -> float | None:
 FORMAT = Format(
     write,
     read,
-    readers={"comfyui": faults_by(rejection), "diffusers": misread_by_converter},
+    readers={"comfyui": check_layers_with(rejection), "diffusers": misread_by_converter},
     made_for=("comfyui",),
     all_families=("comfyui",),
     alpha_is_optional=True,

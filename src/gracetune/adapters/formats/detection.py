@@ -13,7 +13,7 @@ from torch import Tensor
 from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.errors import UnclearFamilyError
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
-from gracetune.adapters.formats.names import LocatedKey, locate, split
+from gracetune.adapters.formats.names import LocatedKey, locate, split_key
 from gracetune.adapters.state import ExpertStage
 from gracetune.config.registry import ALGORITHMS, FormatName
 from gracetune.errors import Problem, short
@@ -48,7 +48,7 @@ def detect(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, name: str = "", family: str | None = None
 ) -> Detected:
     """Detect what the file is from its keys, header and name (without suffix). A given `family` is not checked."""
-    stems = Counter(parts.stem for key in tensors if (parts := split(key)) is not None)
+    stems = Counter(parts.stem for key in tensors if (parts := split_key(key)) is not None)
     if family is None:
         family, why = _family(tuple(tensors), stems, metadata)
     else:
@@ -195,7 +195,7 @@ def _algorithms(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> t
     claimed = metadata.get("gracetune.algorithm", "").split(",")
     layers: dict[str, set[str]] = {}
     for key in tensors:
-        parts = split(key)
+        parts = split_key(key)
         if parts:
             layers.setdefault(parts.stem, set()).add(parts.tensor)
     kinds = Counter(kind for names in layers.values() if (kind := _kind(names)) is not None)

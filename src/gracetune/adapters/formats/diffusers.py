@@ -23,9 +23,9 @@ from gracetune.adapters.formats.layers import common_alpha, common_rank, is_in_a
 from gracetune.adapters.formats.reading import AdapterContents, Scale, read_states
 from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
-    Written,
+    FileContents,
     cast,
-    faults_by,
+    check_layers_with,
     identity,
     reject_what_does_not_fit,
     row_magnitude,
@@ -46,7 +46,7 @@ _MOST_PATTERNS, _MOST_REPEATING = 2_000, 16
 could make that take forever. Our own files have one pattern for each layer, without repeats."""
 
 
-def write(state: AdapterState, dtype: torch.dtype) -> Written:
+def write(state: AdapterState, dtype: torch.dtype) -> FileContents:
     keys = KEY_MAPS[state.family]
     reject_what_does_not_fit(state, "diffusers", lambda layer, path: rejection(layer))
     tensors: dict[str, Tensor] = {}
@@ -87,7 +87,7 @@ def _not_converted(layer: Layer, path: str, keys: KeyMap) -> str | None:
     return None
 
 
-misread_by_converter = faults_by(_not_converted)
+misread_by_converter = check_layers_with(_not_converted)
 """The layers that diffusers' converter for other programs' files rejects. `kohya` and `comfyui` files go through it."""
 
 
@@ -219,8 +219,8 @@ FORMAT = Format(
     write,
     read,
     readers={
-        "diffusers": faults_by(lambda layer, path, keys: rejection(layer)),
-        "comfyui": faults_by(_wrong_in_comfyui),
+        "diffusers": check_layers_with(lambda layer, path, keys: rejection(layer)),
+        "comfyui": check_layers_with(_wrong_in_comfyui),
     },
     made_for=("diffusers",),
     all_families=("diffusers",),

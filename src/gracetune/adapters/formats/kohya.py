@@ -22,7 +22,14 @@ from gracetune.adapters.formats.layers import is_in_a_block, is_plain_lora
 from gracetune.adapters.formats.lycoris import misread
 from gracetune.adapters.formats.reading import AdapterContents, read_states
 from gracetune.adapters.formats.record import Format, Reader
-from gracetune.adapters.formats.writing import Fault, Spelling, Written, alpha_in, original_rejection, original_stems
+from gracetune.adapters.formats.writing import (
+    Fault,
+    FileContents,
+    Spelling,
+    alpha_in,
+    original_rejection,
+    original_stems,
+)
 from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.models.registry import KEY_MAPS
@@ -30,7 +37,7 @@ from gracetune.models.registry import KEY_MAPS
 CONVENTION = Convention(without_alpha="rank")  # sd-scripts' rule: a missing alpha means alpha = rank
 
 
-def write(state: AdapterState, dtype: torch.dtype) -> Written:
+def write(state: AdapterState, dtype: torch.dtype) -> FileContents:
     spelling = Spelling("kohya", "down", lambda layer: alpha_in("kohya", layer), original_rejection)
     return write_with(state, dtype, spelling, original_stems("lora_unet_", "_"))
 

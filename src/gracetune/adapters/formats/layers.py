@@ -18,8 +18,7 @@ from gracetune.adapters.algorithms.assembly import (
 )
 from gracetune.adapters.algorithms.low_rank import LowRank
 from gracetune.adapters.algorithms.record import Algorithm
-from gracetune.adapters.algorithms.registry import algorithm
-from gracetune.adapters.algorithms.registry import algorithms as records
+from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.delta import MAGNITUDE, columns, outputs
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import short
@@ -40,7 +39,7 @@ def _record(tensors: Mapping[str, Tensor]) -> Algorithm:
     names = set(tensors)
     if not names:
         raise LayerError("an alpha without any tensor to scale")
-    for record in records():
+    for record in algorithms():
         if record.claims(names):
             return record
     if names == {"dora_scale"}:
@@ -84,7 +83,7 @@ def _check_size(layer: Layer) -> None:
 # -- summaries of a state ---------------------------------------------------------------------------------------------
 
 
-def algorithms(state: AdapterState) -> tuple[str, ...]:
+def algorithm_names(state: AdapterState) -> tuple[str, ...]:
     """The algorithms of a state's layers, the most frequent first."""
     return tuple(kind for kind, _ in Counter(layer.algorithm for layer in state.layers.values()).most_common())
 

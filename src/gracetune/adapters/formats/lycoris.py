@@ -18,16 +18,23 @@ from gracetune.adapters.delta import MAGNITUDE
 from gracetune.adapters.formats.comfyui import misread_by_our_names
 from gracetune.adapters.formats.reading import AdapterContents, read_states
 from gracetune.adapters.formats.record import Format
-from gracetune.adapters.formats.writing import Spelling, Written, alpha_in, faults_by, our_stems, row_magnitude
+from gracetune.adapters.formats.writing import (
+    FileContents,
+    Spelling,
+    alpha_in,
+    check_layers_with,
+    diffusers_stems,
+    row_magnitude,
+)
 from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState, Layer
 
 CONVENTION = Convention(without_alpha="undefined", lora_is_locon=True)  # LyCORIS cannot rebuild a layer without alpha
 
 
-def write(state: AdapterState, dtype: torch.dtype) -> Written:
+def write(state: AdapterState, dtype: torch.dtype) -> FileContents:
     spelling = Spelling("lycoris", "down", lambda layer: alpha_in("lycoris", layer), lambda layer, path, keys: None)
-    return write_with(state, dtype, spelling, our_stems("lycoris_", "_"))
+    return write_with(state, dtype, spelling, diffusers_stems("lycoris_", "_"))
 
 
 def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> AdapterContents:
@@ -48,7 +55,7 @@ def _cannot_rebuild(layer: Layer) -> str | None:
     return None
 
 
-misread = faults_by(lambda layer, path, keys: _cannot_rebuild(layer))
+misread = check_layers_with(lambda layer, path, keys: _cannot_rebuild(layer))
 """The layers that LyCORIS cannot load. It creates a module for each layer from the tensors' shapes and copies the
 tensors into it."""
 

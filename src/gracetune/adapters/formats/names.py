@@ -1,4 +1,4 @@
-"""Splits a key of a file into expert, layer and tensor.
+"""Splits a key of an adapter file into expert, layer and tensor.
 
 A key is `<prefixes><layer><suffix>`. Programs differ in all three parts, and some stack prefixes
 (`transformer.transformer_1.`). So prefixes are removed one at a time until the rest is a layer the family knows.
@@ -45,19 +45,19 @@ _EXPERT_NAMES: dict[str, ExpertStage] = {
     "low_noise": "low_noise",
 }
 _LONGEST = 1_000
-"""The most characters of a key. No layer's name is half as long."""
+"""Longer keys are not parsed. The longest layer name is less than half as long."""
 _TEXT_ENCODERS = ("lora_te", "text_encoder")
-_NO_COMPONENT = ("base_model.model.", "high_noise/", "low_noise/", "pipe.dit.")
+_BARE_PREFIXES = ("base_model.model.", "high_noise/", "low_noise/", "pipe.dit.")
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitKey:
     """A key, split into the part that names the layer and the tensor."""
 
     stem: str
     tensor: str
-    """Such as `lora_A.weight`, `lokr_w1` or `alpha`: a name of `algorithms/`, with LoRA's names for down and up
-    matrices, or `magnitude` for PEFT's DoRA."""
+    """The tensor's name in the records of the algorithms, such as `lora_A.weight`, `lokr_w1` or `alpha`. LoRA's
+    matrices have the names A and B, however the file names them. PEFT's magnitudes of DoRA are `magnitude`."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class LocatedKey:
 
     @property
     def is_bare(self) -> bool:
-        """Whether the key has no program's prefix. A library such as PEFT wrote it, and no convention defines a scale
-        for it."""
-        return not self.prefixes or self.prefixes[0] in _NO_COMPONENT
+        """Whether the key has no prefix of a training program, as in files of PEFT. There is then no convention for the
+        scale of a layer without alpha."""
+        return not self.prefixes or self.prefixes[0] in _BARE_PREFIXES
 
     @property
     def is_of_peft(self) -> bool:
@@ -80,7 +80,7 @@ class LocatedKey:
 
 
 @lru_cache(maxsize=8192)
-def split(key: str) -> Split | None:
+def split_key(key: str) -> SplitKey | None:
     """Split a key. None if its ending names no tensor of an adapter."""
     if len(key) > _LONGEST:
         return None
@@ -89,7 +89,7 @@ def split(key: str) -> Split | None:
         found = pattern.fullmatch(cleaned)
         if found:
             groups = {group: value for group, value in found.groupdict().items() if group != "stem"}
-            return Split(found["stem"], name.format(**groups))
+            return SplitKey(found["stem"], name.format(**groups))
     return None
 
 
@@ -106,25 +106,27 @@ def _cleaned(key: str) -> str:
 @lru_cache(maxsize=8192)  # detection and reading both locate every name of a file
 def locate(stem: str, keys: KeyMap) -> LocatedKey | None:
     """The layer that a stem names; None if it names none, or if different prefixes lead to different layers."""
-    found = list(_peeled(stem, keys, "", ()))
+    found = list(_without_prefixes(stem, keys, "", ()))
     if not found:
         return None
     meanings = {(located.expert, located.mapped.paths) for located in found}
     return found[0] if len(meanings) == 1 else None
 
 
-def _peeled(stem: str, keys: KeyMap, own: ExpertStage, prefixes: tuple[str, ...]) -> Iterator[LocatedKey]:
-    """Every layer that remains after some prefixes are removed. `own` is the expert found in the prefixes so far."""
+def _without_prefixes(stem: str, keys: KeyMap, expert: ExpertStage, prefixes: tuple[str, ...]) -> Iterator[LocatedKey]:
+    """Every layer that remains after some prefixes are removed. `expert` is the one named by the prefixes so far."""
     mapped = _find(stem, keys)
     if mapped is not None:
-        yield LocatedKey(own, mapped, prefixes)
+        yield LocatedKey(expert, mapped, prefixes)
         return
-    expert = _EXPERT.match(stem) if keys.experts and not own else None
-    if expert:
-        yield from _peeled(stem[expert.end() :], keys, _EXPERT_NAMES[expert[1] or expert[2]], (*prefixes, expert[0]))
+    found = _EXPERT.match(stem) if keys.experts and not expert else None
+    if found:
+        yield from _without_prefixes(
+            stem[found.end() :], keys, _EXPERT_NAMES[found[1] or found[2]], (*prefixes, found[0])
+        )
     for prefix in _PREFIXES:
         if stem.startswith(prefix) and prefix not in prefixes:
-            yield from _peeled(stem[len(prefix) :], keys, own, (*prefixes, prefix))
+            yield from _without_prefixes(stem[len(prefix) :], keys, expert, (*prefixes, prefix))
 
 
 def _find(stem: str, keys: KeyMap) -> MappedLayers | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gracetune.adapters.algorithms.registry import is_loadable
 from gracetune.adapters.delta import BASE_MAGNITUDE
 from gracetune.adapters.errors import CannotHoldError
-from gracetune.adapters.formats.layers import algorithms
+from gracetune.adapters.formats.layers import algorithm_names
 from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.formats.writing import Fault
 from gracetune.adapters.state import AdapterState
@@ -87,7 +87,7 @@ def reject_misread(state: AdapterState, format: FormatName, program: Program | N
     raise CannotHoldError(
         [
             Problem(
-                key=f"{'+'.join(algorithms(state))} for {state.family} as {format}",
+                key=f"{'+'.join(algorithm_names(state))} for {state.family} as {format}",
                 found="; ".join(map(str, wrong)),
                 expected=f"an adapter that {programs} would load from a {format} file as it was trained",
                 hint="; ".join(hints),

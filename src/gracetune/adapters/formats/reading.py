@@ -22,7 +22,7 @@ from gracetune.adapters.errors import (
 )
 from gracetune.adapters.formats import fused_layers
 from gracetune.adapters.formats.layers import assemble
-from gracetune.adapters.formats.names import LocatedKey, is_of_text_encoder, locate, split
+from gracetune.adapters.formats.names import LocatedKey, is_of_text_encoder, locate, split_key
 from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swap_row_halves
 from gracetune.adapters.state import AdapterState, ExpertStage, Layer
 from gracetune.errors import Problem, short
@@ -185,7 +185,7 @@ def _gather(tensors: Mapping[str, Tensor], keys: KeyMap) -> tuple[list[_Gathered
     gathered: dict[tuple[ExpertStage, tuple[str, ...]], _Gathered] = {}
     located_stems: dict[str, LocatedKey | None] = {}
     for key in sorted(tensors):
-        parts = split(key)
+        parts = split_key(key)
         if parts is not None and parts.stem not in located_stems:
             located_stems[parts.stem] = locate(parts.stem, keys)
         located = located_stems[parts.stem] if parts else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gracetune.adapters.formats.reading import AdapterContents
-from gracetune.adapters.formats.writing import Fault, Written
+from gracetune.adapters.formats.writing import Fault, FileContents
 from gracetune.adapters.state import AdapterState
 from gracetune.config.registry import EXPORT_FORMATS, FORMAT_NAMES, Program
 
@@ -27,7 +27,7 @@ Reader = Callable[[AdapterState], Iterable[Fault]]
 
 @dataclass(frozen=True)
 class Format:
-    write: Callable[[AdapterState, torch.dtype], Written]
+    write: Callable[[AdapterState, torch.dtype], FileContents]
     """Tensors and header entries of the file. Raises `CannotHoldError` if the format cannot represent the adapter."""
     read: Callable[[Mapping[str, Tensor], Mapping[str, str], str], AdapterContents]
     """Understands the keys of every format. Formats differ in the scale of a file that does not define one."""

@@ -1,4 +1,8 @@
-"""The part of writing that all formats share: keys and tensors of each layer, precision, and a list of all problems."""
+"""Writes an adapter as tensors by key: what all formats have in common.
+
+`write` is the whole of it. A format supplies a `Spelling` and one of the functions that name layers (`diffusers_stems`,
+`original_stems`). All reasons why a file cannot be written are collected into one `CannotHoldError`.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,27 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import LayerError, is_by_input
 from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES
-from gracetune.adapters.algorithms.registry import algorithm
-from gracetune.adapters.algorithms.registry import algorithms as records
+from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, outputs
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats import fused_layers
-from gracetune.adapters.formats.layers import algorithms
+from gracetune.adapters.formats.layers import algorithm_names
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.config.registry import ALGORITHMS, FormatName
 from gracetune.errors import Problem
 from gracetune.models.keys import KeyMap
 from gracetune.models.registry import KEY_MAPS
 
-Written = tuple[dict[str, Tensor], dict[str, str]]
-"""Tensors by key, and the header entries that the format needs."""
+FileContents = tuple[dict[str, Tensor], dict[str, str]]
+"""Tensors by key, and the entries that the format adds to the file's header."""
 
 _FILE_NAMES = {"down": LYCORIS_NAMES, "A": PEFT_NAMES}
-_ALWAYS_FP32 = tuple(name for record in records() if record.name in ALGORITHMS.ours for name in record.always_fp32)
-"""These names apply to layers of any algorithm, because LyCORIS files have DoRA's magnitudes on all of them."""
+_ALWAYS_FP32 = tuple(name for record in algorithms() if record.name in ALGORITHMS.ours for name in record.always_fp32)
+"""Tensors that stay fp32 in the file. The names apply to layers of any algorithm, because LyCORIS files can have DoRA's
+magnitudes on all of them."""
 DORA_ENTRY, BY_BASE = "gracetune.dora", "base"
-"""The header entry which marks that a file's dora_scale by rows is relative to the base weight, as in ComfyUI."""
+"""A header entry and its value: the row magnitudes of DoRA in the file (`dora_scale`) were converted for ComfyUI, which
+divides by |W| where training divides by |W + D| (`delta.measured_by_base`)."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +52,26 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Stem:
-    """A key without the tensor's name, and the layer it names."""
+    """The part of a key that names a layer, without the tensor's name, and that layer."""
 
     name: str
     layer: Layer
 
 
 Fault = tuple[str, str]
-"""The path of a layer, and why it cannot be written or read."""
+"""The path of a layer, and why a format cannot represent it or a program cannot load it."""
 Stems = Callable[[AdapterState, KeyMap, list[Fault]], Iterator[Stem]]
 """Yields all layers of a state with the names of a format, and appends a fault for each layer it cannot name."""
 
 
-def write(state: AdapterState, dtype: torch.dtype, spelling: Spelling, stems: Stems) -> Written:
+def write(state: AdapterState, dtype: torch.dtype, spelling: Spelling, stems: Stems) -> FileContents:
+    """The contents of a file. Raises `CannotHoldError` with every layer that the format cannot represent."""
     keys = KEY_MAPS[state.family]
     reject_what_does_not_fit(state, spelling.format, lambda layer, path: spelling.rejection(layer, path, keys))
     tensors: dict[str, Tensor] = {}
     faults: list[Fault] = []
     for stem in stems(state, keys, faults):
-        for name, tensor in _spelled(stem.layer, spelling.lora).items():
+        for name, tensor in _file_tensors(stem.layer, spelling.lora).items():
             tensors[f"{stem.name}.{name}"] = cast(tensor, dtype, f"{stem.name}.{name}", stem.layer)
         alpha = spelling.alpha(stem.layer)
         if alpha is not None:
@@ -76,7 +82,7 @@ def write(state: AdapterState, dtype: torch.dtype, spelling: Spelling, stems: St
     return tensors, identity(state, spelling.format)
 
 
-def our_stems(prefix: str, separator: str) -> Stems:
+def diffusers_stems(prefix: str, separator: str) -> Stems:
     """Layers by diffusers' paths."""
 
     def stems(state: AdapterState, keys: KeyMap, faults: list[Fault]) -> Iterator[Stem]:
@@ -87,7 +93,10 @@ def our_stems(prefix: str, separator: str) -> Stems:
 
 
 def original_stems(prefix: str, separator: str) -> Stems:
-    """Layers by the original model's names. Layers that the original model fuses into one matrix are joined."""
+    """Layers by the original model's names. Layers that the original model fuses into one matrix are joined.
+
+    The family has a name for every layer: `write` has rejected the others before.
+    """
 
     def stems(state: AdapterState, keys: KeyMap, faults: list[Fault]) -> Iterator[Stem]:
         done: set[str] = set()
@@ -112,7 +121,7 @@ def original_stems(prefix: str, separator: str) -> Stems:
 
 
 def original_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
-    """Why the original model's layout cannot represent this layer; None if it can."""
+    """Why the original model's layout cannot represent this layer. None if it can, or for an unknown layer."""
     original = keys.original(path)
     if original is None:
         return None
@@ -123,12 +132,12 @@ def original_rejection(layer: Layer, path: str, keys: KeyMap) -> str | None:
     if original.mapped.halves_swapped and not algorithm(layer.algorithm).row_tensors:
         return "the rows of this layer are in another order in the original model, and this kind cannot be reordered"
     if original.mapped.halves_swapped and not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors):
-        return "the rows of this layer are in another order in the original model, and DoRA's would have to follow"
+        return "the rows of this layer are in another order in the original model, and DoRA's cannot be reordered"
     return None
 
 
-def faults_by(reason: Callable[[Layer, str, KeyMap], str | None]) -> Callable[[AdapterState], Iterator[Fault]]:
-    """A function that yields the faults of a state, with `reason` applied to each layer."""
+def check_layers_with(reason: Callable[[Layer, str, KeyMap], str | None]) -> Callable[[AdapterState], Iterator[Fault]]:
+    """A check of whole states from a check of one layer. `reason` returns why a layer is at fault, or None."""
 
     def faults(state: AdapterState) -> Iterator[Fault]:
         keys = KEY_MAPS[state.family]
@@ -143,6 +152,7 @@ def faults_by(reason: Callable[[Layer, str, KeyMap], str | None]) -> Callable[[A
 def reject_what_does_not_fit(
     state: AdapterState, format: FormatName, rejection: Callable[[Layer, str], str | None]
 ) -> None:
+    """Raise `CannotHoldError` if the format cannot represent some layers, or if the family does not have them."""
     keys = KEY_MAPS[state.family]
     reasons = [(path, f"no layer of {state.family} is called this") for path in state.layers if not keys.knows(path)]
     for path, layer in state.layers.items():
@@ -162,9 +172,9 @@ def cannot_hold(state: AdapterState, format: FormatName, reasons: Iterable[Fault
         by_reason.setdefault(reason, []).append(path)
     return CannotHoldError(
         Problem(
-            key=f"{'+'.join(algorithms(state))} for {state.family} as {format}",
+            key=f"{'+'.join(algorithm_names(state))} for {state.family} as {format}",
             found=f"{paths[0]}{f' and {len(paths) - 1} more layers' if paths[1:] else ''}: {reason}",
-            expected=f"an adapter the format {format} has a place for",
+            expected=f"an adapter that the format {format} can represent",
             hint="another format, --lora-rank N (a LoRA that comes close), or --merge-into MODEL",
         )
         for reason, paths in by_reason.items()
@@ -175,7 +185,7 @@ def identity(state: AdapterState, format: FormatName) -> dict[str, str]:
     """Header entries that identify a file written by gracetune."""
     found = {
         "gracetune.family": state.family,
-        "gracetune.algorithm": ",".join(sorted(algorithms(state))),
+        "gracetune.algorithm": ",".join(sorted(algorithm_names(state))),
         "gracetune.format": format,
     }
     if any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):
@@ -206,6 +216,7 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str, layer: Layer) -> Tensor:
 
 
 def alpha_in(format: FormatName, layer: Layer) -> float | None:
+    """The alpha to write, by the convention of the format; None if the file has none."""
     return algorithm(layer.algorithm).alpha_in(format, layer.alpha)
 
 
@@ -217,7 +228,7 @@ def row_magnitude(layer: Layer) -> Tensor | None:
     return None if is_by_input(found, rows) else found
 
 
-def _spelled(layer: Layer, lora: Literal["A", "down"]) -> Mapping[str, Tensor]:
+def _file_tensors(layer: Layer, lora: Literal["A", "down"]) -> Mapping[str, Tensor]:
     """The layer's tensors with the names and shapes of a file. Row magnitudes become [out, 1, ...]."""
     names = _FILE_NAMES["down" if CORE in layer.tensors else lora]  # a core is always down, mid, up
     spelled = {names.get(name, name): tensor for name, tensor in layer.tensors.items()}

@@ -22,7 +22,7 @@ from gracetune.bench.step.random_model import RandomModel
 from gracetune.config.token_routes import TokenRoute, resolve_routes
 from gracetune.models.spec import ModelSpec
 from gracetune.models.token_routing import KEPT, TokenRouter, block_lists, install
-from gracetune.planning.activations import Policy
+from gracetune.planning.activations import RecomputePolicy
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StepFlops:
     def model(self) -> int:
         return self.forward + self.backward
 
-    def hardware(self, policy: Policy, share: float | None) -> int | None:
+    def hardware(self, policy: RecomputePolicy, share: float | None) -> int | None:
         """FLOPs including recomputation.
 
         `share` is the share of the forward pass that the compiler recomputes, if known.

@@ -1,6 +1,6 @@
 """Compare a run's adapter gradients with exact ones, on a small model of the same classes.
 
-The same gradients are computed three ways: in fp32 with the libraries' layers (the reference), as in a run (on a GPU in
+The same gradients are computed three ways: in fp32 with the libraries' layers (`exact`), as in a run (on a GPU in
 compiled blocks, since only those use our kernels), and in the run's precision with the libraries' layers. All three use
 the same bf16 values as base weights.
 """
@@ -47,13 +47,13 @@ class Numerics:
 def gradient_check(job: StepJob, model: RandomModel, device: torch.device) -> Numerics:
     """Compare gradients on a small or tiny `model`, with the adapter and precision of `job`."""
     small = replace(job, width=SIDE, height=SIDE, frames=1, batch=1)
-    exact = _gradients(small, model, device, "reference")
+    exact = _gradients(small, model, device, "exact")
     ours = _gradients(small, model, device, "run")
-    library = _gradients(small, model, device, "library")
+    reference = _gradients(small, model, device, "reference")
     return Numerics(
         relative_error=_distance(ours, exact),
         cosine=float(torch.nn.functional.cosine_similarity(ours, exact, dim=0)),
-        library_relative_error=_distance(library, exact),
+        library_relative_error=_distance(reference, exact),
         compiled=_compiles(device),
     )
 
@@ -67,7 +67,7 @@ def _distance(ours: Tensor, exact: Tensor) -> float:
 
 
 def _gradients(
-    job: StepJob, model: RandomModel, device: torch.device, mode: Literal["reference", "run", "library"]
+    job: StepJob, model: RandomModel, device: torch.device, mode: Literal["exact", "run", "reference"]
 ) -> Tensor:
     """All adapter gradients as one float64 vector on the CPU."""
     config = config_of(job, model.source.folder, model.source.folder)
@@ -77,9 +77,9 @@ def _gradients(
     attention = choose_attention("auto", facts).backend if mode == "run" else None
     placement = PartPlacement(device, torch.bfloat16, attention, fp8)
     denoiser: Any = model.spec.load_denoiser(model.source, model.expert, placement)
-    if mode == "reference":
+    if mode == "exact":
         denoiser.float()
-    computed = torch.float32 if mode == "reference" else torch.bfloat16
+    computed = torch.float32 if mode == "exact" else torch.bfloat16
     attached = attach(
         denoiser,
         config.adapter,
@@ -89,7 +89,7 @@ def _gradients(
         conv_targets=model.spec.conv_targets,
         untrained=(*model.spec.untrained, *model.facts.untrained),
         seed=config.training.seed,
-        adapter_path="auto" if mode == "run" else "library",
+        adapter_path="auto" if mode == "run" else "reference",
     )
     parameters = attached.parameters()
     _add_noise(parameters)
@@ -101,10 +101,10 @@ def _gradients(
     # 0.5 and 500 are exact in bf16, to which some models round their timestep.
     level = torch.full((job.batch,), 0.5, device=device)
     seen = noisy(model.facts.schedule, clean, noise, level).to(torch.bfloat16).to(computed)
-    with torch.autocast(device.type, torch.bfloat16, enabled=mode != "reference"):
-        answer = model.spec.predict(denoiser, seen, level, batch, model.facts)
+    with torch.autocast(device.type, torch.bfloat16, enabled=mode != "exact"):
+        prediction = model.spec.predict(denoiser, seen, level, batch, model.facts)
     wanted = target(model.facts.schedule, clean, noise, level)
-    torch.nn.functional.mse_loss(answer.float(), wanted).backward()
+    torch.nn.functional.mse_loss(prediction.float(), wanted).backward()
     missing = [name for name, parameter in parameters.items() if parameter.grad is None]
     assert not missing, f"no gradient for {missing[:4]}"
     return torch.cat([cast(Tensor, parameters[name].grad).flatten().cpu().double() for name in sorted(parameters)])

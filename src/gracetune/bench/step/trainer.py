@@ -21,7 +21,7 @@ from gracetune.cache.errors import EntriesError
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
-from gracetune.planning.activations import BUDGETS, Policy
+from gracetune.planning.activations import BUDGETS, RecomputePolicy
 from gracetune.planning.memory_tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
 from gracetune.train.assembly import assemble, begin, open_host
 from gracetune.train.control import Control, Stop
@@ -43,7 +43,7 @@ class StepChoices:
     reasons: tuple[str, ...]
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> RecomputePolicy:
         if self.choices.checkpointing:
             return "full"
         budget = self.choices.memory_budget

@@ -97,11 +97,16 @@ class Key:
 
 
 def noted(heading: str, names: str, unless: Unless | None = None) -> tuple[Key, ...]:
-    """Return keys that are listed in a note. `names` is separated by white space."""
+    """Return keys that are listed in a note, unless they have a value without effect. `names` is separated by white
+    space."""
     return tuple(Key(name, unless=unless, note=heading, effect=Effect.NOTED) for name in names.split())
 
 
 def rejected(name: str, unless: Unless, why: str) -> Key:
+    """Return an unsupported key. Its value is rejected unless `unless` holds: such values have no effect.
+
+    `why` is the expected value and, if that explains nothing, a reason.
+    """
     return Key(name, unless=unless, note=why, effect=Effect.REJECTED)
 
 

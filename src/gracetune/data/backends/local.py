@@ -50,8 +50,8 @@ class LocalBackend(Storage):
                     self._given, found=found, expected="a folder", hint="check the spelling of the dataset's path"
                 )
             )
-        self._plain_folders = {""}
-        """Folders below the root whose path contains no link. Cached, so that each is checked once, not per file."""
+        self._link_free_folders = {""}
+        """Folders below the root whose path contains no link. Each is checked once, not once for each file."""
 
     @property
     def root(self) -> str:
@@ -98,7 +98,7 @@ class LocalBackend(Storage):
                 return None
             if not entry.is_file(follow_symlinks=False):
                 return "neither a file nor a folder"
-            return _facts(entry.stat(follow_symlinks=False))
+            return _file_stat(entry.stat(follow_symlinks=False))
         except OSError as error:
             return f"it cannot be accessed: {error.strerror}"
 
@@ -110,39 +110,39 @@ class LocalBackend(Storage):
             return "a link to a folder; the files in it are listed under their own path"
         if not entry.is_file():
             return "a link to something that is not a readable file"
-        return _facts(entry.stat())
+        return _file_stat(entry.stat())
 
     def stat(self, path: str) -> FileStat:
         try:
-            found = os.stat(self._inside(path), follow_symlinks=False)  # noqa: PTH116 - a Path object costs more time
+            found = os.stat(self._real_path(path), follow_symlinks=False)  # noqa: PTH116 - a Path object costs more time
         except OSError as error:
-            raise self._unread(path, error) from error
+            raise self._read_error(path, error) from error
         if not modes.S_ISREG(found.st_mode):
             raise MissingFileError(f"{path} in {self._given} is not a file")
-        return _facts(found)
+        return _file_stat(found)
 
     def read(self, path: str) -> memoryview:
-        descriptor, size = self._opened(path)
+        descriptor, size = self._open_descriptor(path)
         try:
             # Not `io.FileIO`: creating one takes as long as reading a small file.
             chunks = [os.read(descriptor, size + 1)]
             while chunk := os.read(descriptor, _CHUNK):
                 chunks.append(chunk)
         except OSError as error:
-            raise self._unread(path, error) from error
+            raise self._read_error(path, error) from error
         finally:
             os.close(descriptor)
         return memoryview(chunks[0] if len(chunks) == 1 else b"".join(chunks))
 
     def open(self, path: str) -> BinaryIO:
-        return io.BufferedReader(io.FileIO(self._opened(path)[0]))
+        return io.BufferedReader(io.FileIO(self._open_descriptor(path)[0]))
 
-    def _opened(self, path: str) -> tuple[int, int]:
+    def _open_descriptor(self, path: str) -> tuple[int, int]:
         """Open a regular file. Returns its descriptor and size."""
         try:
-            descriptor = self._descriptor(checked(path, self._given))
+            descriptor = self._open_below(checked(path, self._given))
         except OSError as error:
-            raise self._unread(path, error) from error
+            raise self._read_error(path, error) from error
         found = os.fstat(descriptor)
         if modes.S_ISREG(found.st_mode):
             return descriptor, found.st_size
@@ -151,8 +151,8 @@ class LocalBackend(Storage):
             raise MissingFileError(f"{path} in {self._given} is a folder, not a file")
         raise UnreadableMediaError(path, "neither a file nor a folder")
 
-    def _descriptor(self, path: str) -> int:
-        if self._is_plain(path.rpartition("/")[0]):
+    def _open_below(self, path: str) -> int:
+        if self._is_link_free(path.rpartition("/")[0]):
             try:
                 return os.open(f"{self._folder}/{path}", _READ_FLAGS)
             except OSError as error:
@@ -160,27 +160,29 @@ class LocalBackend(Storage):
                     raise
         return os.open(self._resolve(path), _READ_FLAGS)
 
-    def _unread(self, path: str, error: OSError) -> MissingFileError | UnreadableMediaError:
+    def _read_error(self, path: str, error: OSError) -> MissingFileError | UnreadableMediaError:
         if error.errno in _ABSENT:
             return MissingFileError(f"{path} does not exist in {self._given}")
         if error.errno == errno.ELOOP:
             return UnreadableMediaError(path, "a link that leads back to itself")
         return UnreadableMediaError(path, f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'unknown')})")
 
-    def _inside(self, path: str) -> str:
+    def _real_path(self, path: str) -> str:
         """The real path of a file with links resolved, which is always inside the root."""
         target = f"{self._folder}/{checked(path, self._given)}"
-        if self._is_plain(path.rpartition("/")[0]) and not _has_mode(target, modes.S_ISLNK):
+        if self._is_link_free(path.rpartition("/")[0]) and not _has_mode(target, modes.S_ISLNK):
             return target  # the usual case: much faster than resolving every parent folder
         return self._resolve(path)
 
-    def _is_plain(self, folder: str) -> bool:
+    def _is_link_free(self, folder: str) -> bool:
         """Whether this is a folder below the root and no part of its path is a link."""
-        if folder in self._plain_folders:
+        if folder in self._link_free_folders:
             return True
-        if not self._is_plain(folder.rpartition("/")[0]) or not _has_mode(f"{self._folder}/{folder}", modes.S_ISDIR):
+        if not self._is_link_free(folder.rpartition("/")[0]) or not _has_mode(
+            f"{self._folder}/{folder}", modes.S_ISDIR
+        ):
             return False
-        self._plain_folders.add(folder)
+        self._link_free_folders.add(folder)
         return True
 
     def _resolve(self, path: str) -> str:
@@ -211,5 +213,5 @@ def _resolved(path: str) -> str:
     return os.path.realpath(path)
 
 
-def _facts(found: os.stat_result) -> FileStat:
+def _file_stat(found: os.stat_result) -> FileStat:
     return FileStat(size=found.st_size, modified_ns=found.st_mtime_ns)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from gracetune.config.dataset_config import StorageAccess
 from gracetune.errors import Problem
 from gracetune.redaction import redact
-from gracetune.storage.transfer import RANGE, RemoteFile, is_of_this_disk
+from gracetune.storage.transfer import RANGE, RemoteFile, is_local_disk_error
 from gracetune.units import MIB
 
 S3: Final = frozenset(["s3", "s3a"])
@@ -139,7 +139,7 @@ def is_final(error: Exception) -> bool:
     if isinstance(error, FileNotFoundError):
         cause = error.__cause__
         return cause is None or not isinstance(cause, Exception) or is_final(cause)
-    return is_of_this_disk(error)
+    return is_local_disk_error(error)
 
 
 def _lacks_credentials(error: Exception) -> bool:

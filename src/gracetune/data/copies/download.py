@@ -54,15 +54,15 @@ def make_copy(
     plan: CopyPlan,
     *,
     on_fetched: OnFetched = lambda done, total: None,
-    patience: RetryPolicy = RetryPolicy(),  # noqa: B008
+    retry_policy: RetryPolicy = RetryPolicy(),  # noqa: B008
 ) -> FinishedCopy:
     """Make the copy. The caller must hold the folder's lock."""
-    return _Making(plan, on_fetched, patience).run()
+    return _Making(plan, on_fetched, retry_policy).run()
 
 
 class _Making:
-    def __init__(self, plan: CopyPlan, on_fetched: OnFetched, patience: RetryPolicy) -> None:
-        self._plan, self._patience = plan, patience
+    def __init__(self, plan: CopyPlan, on_fetched: OnFetched, retry_policy: RetryPolicy) -> None:
+        self._plan, self._retry_policy = plan, retry_policy
         self._folder, self._source, self._dataset = plan.folder, plan.source, plan.dataset
         self._kind = kind_for(plan.dataset)
         self._index = plan.index
@@ -74,16 +74,16 @@ class _Making:
         before = folder.manifest()
         if before is None or before.revision != self._source.revision:
             folder.start_over()
-        begun = CopyManifest(
+        resumable_bytes = CopyManifest(
             source=self._source.address, revision=self._source.revision, format=plan.layout.format,
             split=plan.options.split,
         )  # fmt: skip
-        folder.write_manifest(begun)
+        folder.write_manifest(resumable_bytes)
         journal = folder.journal()
         try:
             with self._explained():
                 rows = self._fetch_parts(journal)
-                return self._finish(begun, rows)
+                return self._finish(resumable_bytes, rows)
         finally:
             journal.close()
 
@@ -222,7 +222,7 @@ class _Making:
         if not complete.exists():
             try:
                 transfer(complete, incoming, part.remote, self._source.ranges(part.path), requests,
-                         on_bytes=self._counter.add, patience=self._patience)  # fmt: skip
+                         on_bytes=self._counter.add, retry_policy=self._retry_policy)  # fmt: skip
             except TransferError as error:
                 hint = "start again to download it again; if that fails too, the file at the source is damaged"
                 found = f"{part.path} of {self._source.address}: {error.found}"
@@ -255,13 +255,13 @@ class _Making:
 
     # -- completion ---------------------------------------------------------------------------------------------------
 
-    def _finish(self, begun: CopyManifest, rows: FolderRows | None) -> FinishedCopy:
+    def _finish(self, resumable_bytes: CopyManifest, rows: FolderRows | None) -> FinishedCopy:
         """Remove outdated parts, write the metadata and mark the copy complete."""
         finished = self._folder.finished()
         self._remove_others(finished)
         parts = [finished[part.path] for part in (*self._plan.layout.beside, *self._plan.layout.parts)
                  if part.path in finished]  # fmt: skip
-        if begun.format == "urls":
+        if resumable_bytes.format == "urls":
             parts = [*finished.values()]
         left_out: dict[str, int] = {}
         for part in parts:
@@ -271,7 +271,7 @@ class _Making:
         self._check_left_out(left_out, samples)
         self._write_metadata(parts, rows)
         files, size = self._folder.measure()
-        manifest = begun.model_copy(update={
+        manifest = resumable_bytes.model_copy(update={
             "complete": True, "parts": len(parts), "samples": samples, "files": files, "bytes": size,
             "left_out": left_out,
         })  # fmt: skip

@@ -14,7 +14,7 @@ from gracetune.data.copies.errors import CopyError
 from gracetune.data.copies.folder import CopyFolder, CopyManifest
 from gracetune.data.copies.plan import CopyPlan, plan_copy
 from gracetune.hub.access import HubAccess
-from gracetune.storage.transfer import OnFetched, RetryPolicy, is_of_this_disk
+from gracetune.storage.transfer import OnFetched, RetryPolicy, is_local_disk_error
 from gracetune.units import format_bytes, format_duration
 
 Report = Callable[[str], None]
@@ -68,7 +68,7 @@ class Copies:
         report: Report = lambda text: None,
         warn: Report = lambda text: None,
         on_fetched: Callable[[str], OnFetched] = lambda name: lambda done, total: None,
-        patience: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
+        retry_policy: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
         announced: bool = False,
     ) -> None:
         """Make all missing copies. If several processes need a copy, one makes it and the others wait.
@@ -78,7 +78,7 @@ class Copies:
         for dataset, options, folder in self.wanted():
             if self._plan_if_needed(dataset, folder):
                 announce: Report = _nothing if announced else report
-                self._make(dataset, options, folder, report, warn, on_fetched(dataset.id), patience, announce)
+                self._make(dataset, options, folder, report, warn, on_fetched(dataset.id), retry_policy, announce)
             else:
                 manifest = folder.manifest()
                 if manifest is not None:
@@ -119,7 +119,7 @@ class Copies:
     def _make(
         self, dataset: Dataset, options: LocalCopy, folder: CopyFolder, report: Report, warn: Report,
         on_fetched: OnFetched,
-        patience: RetryPolicy, announce: Report,
+        retry_policy: RetryPolicy, announce: Report,
     ) -> None:  # fmt: skip
         with _explained(dataset, folder), folder.locked(report):
             plan = self._plan(dataset, options, folder)  # again, under the lock: another process may have made the copy
@@ -129,7 +129,7 @@ class Copies:
             for line in plan.lines():
                 announce(line)
             began = time.monotonic()
-            made: FinishedCopy = make_copy(plan, on_fetched=on_fetched, patience=patience)
+            made: FinishedCopy = make_copy(plan, on_fetched=on_fetched, retry_policy=retry_policy)
         took = time.monotonic() - began
         size = f"{made.manifest.files} files, {format_bytes(made.manifest.bytes)}"
         report(f"dataset {dataset.id}: {size} in {folder.root}, in {format_duration(took)}")
@@ -143,7 +143,7 @@ def _explained(dataset: Dataset, folder: CopyFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not is_of_this_disk(error):
+        if not is_local_disk_error(error):
             raise
         raise CopyError.of_disk(dataset.id, folder.root, error) from error
 

@@ -20,7 +20,7 @@ from gracetune.data.errors import set_option
 from gracetune.data.media import kind_of
 from gracetune.data.text_format import counted
 from gracetune.hub.access import HubAccess
-from gracetune.storage.transfer import begun
+from gracetune.storage.transfer import resumable_bytes
 from gracetune.units import MIB, format_bytes
 
 RESERVE = 64 * MIB
@@ -99,7 +99,7 @@ def plan_copy(dataset: Dataset, options: LocalCopy, folder: CopyFolder, hub: Hub
         layout, facts = _look_into(dataset, options, source, layout)
     missing = tuple(_missing(folder, layout))
     fetch = [part for part in missing if source.cached(part.path) is None]
-    incoming = {part.path: begun(part_file(folder, part), part.remote) for part in fetch}
+    incoming = {part.path: resumable_bytes(part_file(folder, part), part.remote) for part in fetch}
     to_fetch = sum((part.remote.size or 0) - incoming[part.path] for part in fetch)
     return CopyPlan(
         dataset, options, folder, source, _index_source(dataset, options, hub), layout, missing,

@@ -19,7 +19,7 @@ from gracetune.data.backends.url_access import UrlRanges, explain
 from gracetune.data.copies.errors import CopyError
 from gracetune.errors import Problem
 from gracetune.hub.access import HubAccess, Repo, is_server_error, rejection, unreachable_errors, why
-from gracetune.storage.transfer import RangeReader, RemoteFile, is_of_this_disk
+from gracetune.storage.transfer import RangeReader, RemoteFile, is_local_disk_error
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -123,7 +123,7 @@ class UrlSource:
         try:
             yield
         except self._backend.errors as error:
-            if is_of_this_disk(error):
+            if is_local_disk_error(error):
                 raise
             key = f"dataset {self._dataset.id}: {self.address}"
             raise CopyError(explain(key, self._backend.protocol, error)) from error

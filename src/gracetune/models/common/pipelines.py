@@ -81,7 +81,7 @@ class PipelineText:
         makes all lengths equal."""
         self._pipeline, self._identity, self._encode, self._lengths = pipeline, identity, encode, lengths
         self._device, self._reads_images = device, reads_images
-        self._cut = TruncatedTexts()
+        self._truncated = TruncatedTexts()
 
     @property
     def id(self) -> EncoderId:
@@ -92,9 +92,9 @@ class PipelineText:
         return self._reads_images
 
     @property
-    def cut(self) -> Mapping[str, Sequence[str]]:
+    def truncated(self) -> Mapping[str, Sequence[str]]:
         """Truncated texts, by the limit that cut them."""
-        return self._cut.by_limit
+        return self._truncated.by_limit
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         return self._lengths(self._pipeline, texts)
@@ -103,7 +103,7 @@ class PipelineText:
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
         if not prompts:
             return []
-        entries = self._encode(self._pipeline, self._device, prompts, self._cut)
+        entries = self._encode(self._pipeline, self._device, prompts, self._truncated)
         # Copies, so that an entry does not keep the whole batch's memory alive.
         return [{name: tensor.to("cpu", copy=True) for name, tensor in entry.items()} for entry in entries]
 

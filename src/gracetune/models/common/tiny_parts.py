@@ -35,7 +35,7 @@ grow without bound from a norm of 1."""
 _WORDS = ("a", "an", "the", "of", "in", "on", "and", "with", "photo", "video", "sound", "cat", "dog", "red", "blue")
 
 
-def made(kind: Any, **options: Any) -> Any:
+def build_part(kind: Any, **options: Any) -> Any:
     """Construct a diffusers or transformers object. Their constructors have no types a type checker could use."""
     return kind(**options)
 
@@ -47,8 +47,8 @@ class TinyWeights:
         self._generator = torch.Generator().manual_seed(seed)
         self._seed = seed
 
-    def of(self, kind: Any, *given: Any, **options: Any) -> Any:
-        """A module of class `kind`, in eval mode."""
+    def build(self, kind: Any, *given: Any, **options: Any) -> Any:
+        """Build a module of class `kind` with random parameters, in eval mode."""
         # Constructors use torch's global generator; the caller's random numbers must not depend on that.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self._seed)
@@ -93,7 +93,7 @@ def t5_tokenizer(longest: int = T5_TOKENS) -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
     )
-    whole: PreTrainedTokenizerFast = made(
+    whole: PreTrainedTokenizerFast = build_part(
         PreTrainedTokenizerFast,
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -119,7 +119,7 @@ def t5_options(vocabulary: int) -> dict[str, Any]:
 
 
 def t5_encoder(weights: TinyWeights, vocabulary: int) -> T5EncoderModel:
-    encoder: T5EncoderModel = weights.of(T5EncoderModel, T5Config(**t5_options(vocabulary)))
+    encoder: T5EncoderModel = weights.build(T5EncoderModel, T5Config(**t5_options(vocabulary)))
     return encoder
 
 

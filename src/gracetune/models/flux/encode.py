@@ -49,7 +49,7 @@ def load_text_encoder(source: ModelSource, placement: PartPlacement) -> TextEnco
 
 
 def _encode(
-    pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: TruncatedTexts, *, tokens: int
+    pipeline: Any, device: torch.device, prompts: Sequence[Prompt], truncated: TruncatedTexts, *, tokens: int
 ) -> list[Entry]:
     """The result of the pipeline's `encode_prompt`, which would tokenize every text several times to warn of long ones.
 
@@ -60,8 +60,8 @@ def _encode(
     clip_tokens, long_for_clip = padded_tokens(pipeline.tokenizer, texts, pipeline.tokenizer_max_length)
     t5_tokens, long_for_t5 = padded_tokens(pipeline.tokenizer_2, texts, tokens)
     pooled_from = f"{pipeline.tokenizer_max_length} tokens, for the pooled embedding"
-    cut.add(pooled_from, (texts[number] for number in long_for_clip))
-    cut.add(f"{tokens} tokens", (texts[number] for number in long_for_t5))
+    truncated.add(pooled_from, (texts[number] for number in long_for_clip))
+    truncated.add(f"{tokens} tokens", (texts[number] for number in long_for_t5))
     pooled = clip(clip_tokens.input_ids.to(device)).pooler_output.to(clip.dtype)
     embeds = t5(t5_tokens.input_ids.to(device))[0].to(t5.dtype)
     return [{"prompt_embeds": row, "pooled_prompt_embeds": one} for row, one in zip(embeds, pooled, strict=True)]

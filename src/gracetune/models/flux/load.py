@@ -82,18 +82,18 @@ def _flavour(pipeline: str, *, guided: bool) -> str:
     return "dev" if guided else "schnell"
 
 
-def made_ready(denoiser: nn.Module) -> None:
+def use_fused_operations(denoiser: nn.Module) -> None:
     """Replace attention and GELU by our implementations, which compute the same."""
     use_own_processors(denoiser)
     use_sigmoid(denoiser)
 
 
 def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
-    return load_component(source, expert.component, FluxTransformer2DModel, placement, adjust=made_ready)
+    return load_component(source, expert.component, FluxTransformer2DModel, placement, adjust=use_fused_operations)
 
 
 def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
-    return build_component(source, expert.component, FluxTransformer2DModel, adjust=made_ready)
+    return build_component(source, expert.component, FluxTransformer2DModel, adjust=use_fused_operations)
 
 
 def load_vae(source: ModelSource, placement: PartPlacement) -> nn.Module:

@@ -41,7 +41,7 @@ _SIMPLETUNER = SimpleTunerNames(
     ),
     guidance_option="flux_guidance_value",
     alignment=64,
-    own_options=(
+    unsupported_options=(
         "flux_fast_schedule",
         "flux_guidance_mode",
         "flux_attention_masked_training",

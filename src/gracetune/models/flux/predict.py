@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gracetune.models.common.latent_packing import PATCH, pack, references_of, unpack
 from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.spec import BlockRouting, ModelFacts, Sampled, SampleRequest
-from gracetune.models.token_routing import rows_of
+from gracetune.models.token_routing import select_tokens
 
 
 def predict(
@@ -27,7 +27,7 @@ def predict(
     images = [noisy, *references_of(batch)]
     tokens = [pack(image.to(noisy.dtype)) for image in images]
     caption, guidance = batch["prompt_embeds"].to(noisy.dtype), facts.details["guidance"]
-    answer: Tensor = denoiser(
+    prediction: Tensor = denoiser(
         hidden_states=torch.cat(tokens, dim=1),
         timestep=facts.schedule.model_time(level),
         guidance=None if guidance is None else torch.full_like(level, guidance, dtype=torch.float32),
@@ -38,7 +38,7 @@ def predict(
         return_dict=False,
     )[0]
     height, width = noisy.shape[-2:]
-    return unpack(answer[:, : tokens[0].shape[1]], height, width)
+    return unpack(prediction[:, : tokens[0].shape[1]], height, width)
 
 
 def _positions(latents: Tensor, plane: int) -> Tensor:
@@ -57,13 +57,13 @@ def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
 
     def own(table: Tensor) -> Tensor:
         shared = table[None, :caption].expand(len(kept), -1, -1)
-        tables = torch.cat([shared, rows_of(table[None, caption:], kept)], dim=1)
+        tables = torch.cat([shared, select_tokens(table[None, caption:], kept)], dim=1)
         return tables if len(kept) > 1 else tables[0]
 
     return {"image_rotary_emb": tuple(own(table) for table in given["image_rotary_emb"])}
 
 
-ROUTING = BlockRouting((PATCH, PATCH), _select, answer=1, references=references_of)
+ROUTING = BlockRouting((PATCH, PATCH), _select, output_index=1, references=references_of)
 
 
 # -- generated images --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from functools import partial
 
 from gracetune.models.flux.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.flux.keys import KEYS
-from gracetune.models.flux.load import build_denoiser, inspect, load_denoiser, load_pipeline, made_ready
+from gracetune.models.flux.load import build_denoiser, inspect, load_denoiser, load_pipeline, use_fused_operations
 from gracetune.models.flux.predict import ROUTING, check_sample, predict, sample
 from gracetune.models.flux.tiny import build_tiny
 from gracetune.models.spec import FromEmbeddings, ModelSpec
@@ -26,7 +26,7 @@ SPEC = ModelSpec(
     load_latent_encoder=load_latent_encoder,
     load_text_encoder=load_text_encoder,
     predict=predict,
-    recorded_inputs=dict,
+    graph_inputs=dict,
     load_pipeline=load_pipeline,
     sample=sample,
     check_sample=check_sample,
@@ -37,7 +37,7 @@ SPEC = ModelSpec(
     ),
     repeated_blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     build_tiny=build_tiny,
-    adjust=made_ready,
+    adjust=use_fused_operations,
     from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False)),
     token_routing=ROUTING,
 )

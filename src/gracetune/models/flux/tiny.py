@@ -18,9 +18,9 @@ from transformers import CLIPTextModel
 from gracetune.models.common.tiny_parts import (
     WIDTH,
     TinyWeights,
+    build_part,
     clip_text_config,
     clip_tokenizer,
-    made,
     save,
     t5_encoder,
     t5_tokenizer,
@@ -47,11 +47,11 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     recipe, weights = _RECIPES[flavour], TinyWeights(seed)
     tokenizer, tokenizer_2 = clip_tokenizer(), t5_tokenizer(256 if recipe.distilled else 512)
     config = clip_text_config(tokenizer)
-    pipeline = made(
+    pipeline = build_part(
         recipe.pipeline,
         scheduler=_scheduler(recipe),
         vae=_vae(weights),
-        text_encoder=weights.of(CLIPTextModel, config),
+        text_encoder=weights.build(CLIPTextModel, config),
         tokenizer=tokenizer,
         text_encoder_2=t5_encoder(weights, len(tokenizer_2)),
         tokenizer_2=tokenizer_2,
@@ -61,7 +61,7 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
 
 
 def _transformer(weights: TinyWeights, recipe: _Recipe) -> Any:
-    return weights.of(
+    return weights.build(
         FluxTransformer2DModel,
         in_channels=64,
         num_layers=2,
@@ -76,7 +76,7 @@ def _transformer(weights: TinyWeights, recipe: _Recipe) -> Any:
 
 
 def _vae(weights: TinyWeights) -> Any:
-    return weights.of(
+    return weights.build(
         AutoencoderKL,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -94,8 +94,8 @@ def _vae(weights: TinyWeights) -> Any:
 
 def _scheduler(recipe: _Recipe) -> Any:
     if recipe.distilled:
-        return made(FlowMatchEulerDiscreteScheduler, shift=1.0)
-    return made(
+        return build_part(FlowMatchEulerDiscreteScheduler, shift=1.0)
+    return build_part(
         FlowMatchEulerDiscreteScheduler,
         shift=3.0,
         use_dynamic_shifting=True,

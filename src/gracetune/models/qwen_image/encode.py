@@ -95,12 +95,12 @@ _PROCESSOR_SETTINGS: Mapping[str, Callable[[ModelSource, Any], dict[str, str]]] 
 }
 
 
-def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: TruncatedTexts) -> list[Entry]:
+def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], truncated: TruncatedTexts) -> list[Entry]:
     """Entries without a mask: the batch source builds one if the captions of a batch differ in length, and only then.
     No mask allows faster attention kernels.
     """
     if isinstance(pipeline, QwenImagePipeline):
-        return [{"prompt_embeds": embeds} for embeds in _embedded(pipeline, device, prompts, cut)]
+        return [{"prompt_embeds": embeds} for embeds in _embedded(pipeline, device, prompts, truncated)]
     entries: list[Entry] = []
     for prompt in prompts:  # one by one, because each has its own images
         embeds, _ = pipeline.encode_prompt(prompt=[prompt.text], device=device, **_arguments(pipeline, prompt))
@@ -108,7 +108,9 @@ def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut:
     return entries
 
 
-def _embedded(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: TruncatedTexts) -> list[Tensor]:
+def _embedded(
+    pipeline: Any, device: torch.device, prompts: Sequence[Prompt], truncated: TruncatedTexts
+) -> list[Tensor]:
     """Embeddings [tokens, width] of each caption, equal to the pipeline's `encode_prompt` for that caption alone.
 
     Only captions with the same number of tokens are batched: padding would change an embedding slightly.
@@ -119,7 +121,7 @@ def _embedded(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cu
     for number, (prompt, own) in enumerate(zip(prompts, tokens, strict=True)):
         by_length.setdefault(len(own), []).append(number)
         if len(own) - dropped > MAX_TOKENS:
-            cut.add(f"{MAX_TOKENS} tokens", [prompt.text])
+            truncated.add(f"{MAX_TOKENS} tokens", [prompt.text])
     found: dict[int, Tensor] = {}
     for numbers in by_length.values():
         ids = torch.tensor([tokens[number] for number in numbers], device=device)

@@ -94,18 +94,18 @@ def _flavour(pipeline: str, transformer: Mapping[str, Any]) -> str:
     return "edit-2511" if transformer["zero_cond_t"] else "edit-2509"
 
 
-def with_fewer_passes(denoiser: nn.Module) -> None:
+def use_fused_operations(denoiser: nn.Module) -> None:
     """Make the denoiser compute the same with fewer reads and writes of its activations."""
     turn_by_pairs(denoiser)
     use_sigmoid(denoiser)
 
 
 def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
-    return load_component(source, expert.component, QwenImageTransformer2DModel, placement, adjust=with_fewer_passes)
+    return load_component(source, expert.component, QwenImageTransformer2DModel, placement, adjust=use_fused_operations)
 
 
 def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
-    return build_component(source, expert.component, QwenImageTransformer2DModel, adjust=with_fewer_passes)
+    return build_component(source, expert.component, QwenImageTransformer2DModel, adjust=use_fused_operations)
 
 
 def load_vae(source: ModelSource, placement: PartPlacement) -> nn.Module:

@@ -14,7 +14,7 @@ from gracetune.models.common.latent_packing import PATCH, pack, references_of, u
 from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.qwen_image.load import PIPELINES
 from gracetune.models.spec import BlockRouting, ModelFacts, Sampled, SampleRequest
-from gracetune.models.token_routing import rows_of
+from gracetune.models.token_routing import select_tokens
 
 
 def predict(
@@ -28,7 +28,7 @@ def predict(
     images = [noisy, *references_of(batch)]
     shapes = [(1, image.shape[-2] // PATCH, image.shape[-1] // PATCH) for image in images]
     tokens = [pack(image.to(noisy.dtype)) for image in images]
-    answer: Tensor = denoiser(
+    prediction: Tensor = denoiser(
         hidden_states=torch.cat(tokens, dim=1),
         timestep=facts.schedule.model_time(level),
         encoder_hidden_states=batch["prompt_embeds"].to(noisy.dtype),
@@ -37,7 +37,7 @@ def predict(
         return_dict=False,
     )[0]
     height, width = noisy.shape[-2:]
-    return unpack(answer[:, : tokens[0].shape[1]], height, width)
+    return unpack(prediction[:, : tokens[0].shape[1]], height, width)
 
 
 # -- token routing -----------------------------------------------------------------------------------------------------
@@ -50,13 +50,13 @@ def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
     reference tokens (Edit-2511).
     """
     image, caption = given["image_rotary_emb"]
-    chosen: dict[str, Any] = {"image_rotary_emb": (rows_of(image[None], kept), caption)}
+    chosen: dict[str, Any] = {"image_rotary_emb": (select_tokens(image[None], kept), caption)}
     if given["modulate_index"] is not None:
-        chosen["modulate_index"] = rows_of(given["modulate_index"], kept)
+        chosen["modulate_index"] = select_tokens(given["modulate_index"], kept)
     return chosen
 
 
-ROUTING = BlockRouting((PATCH, PATCH), _select, answer=1, references=references_of)
+ROUTING = BlockRouting((PATCH, PATCH), _select, output_index=1, references=references_of)
 
 
 # -- generated images --------------------------------------------------------------------------------------------------

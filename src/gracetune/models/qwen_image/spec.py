@@ -8,7 +8,7 @@ from diffusers import QwenImagePipeline
 
 from gracetune.models.qwen_image.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.qwen_image.keys import KEYS
-from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline, with_fewer_passes
+from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline, use_fused_operations
 from gracetune.models.qwen_image.predict import DEFAULT_NEGATIVE, ROUTING, check_sample, predict, sample
 from gracetune.models.qwen_image.tiny import build_tiny
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelFacts, ModelSpec
@@ -22,7 +22,7 @@ _LAYERS = (
 )
 
 
-def _reads_images(facts: ModelFacts) -> str | None:
+def _embeddings_rejection(facts: ModelFacts) -> str | None:
     if facts.details["pipeline"] == QwenImagePipeline.__name__:
         return None
     return "its text encoder also reads the images to edit"
@@ -36,7 +36,7 @@ SPEC = ModelSpec(
     load_latent_encoder=load_latent_encoder,
     load_text_encoder=load_text_encoder,
     predict=predict,
-    recorded_inputs=dict,
+    graph_inputs=dict,
     load_pipeline=load_pipeline,
     sample=sample,
     check_sample=check_sample,
@@ -44,8 +44,8 @@ SPEC = ModelSpec(
     default_targets=tuple(f"transformer_blocks.*.{layer}" for layer in _LAYERS),
     repeated_blocks=("QwenImageTransformerBlock",),
     build_tiny=build_tiny,
-    adjust=with_fewer_passes,
-    from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False), _reads_images, DEFAULT_NEGATIVE),
+    adjust=use_fused_operations,
+    from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False), _embeddings_rejection, DEFAULT_NEGATIVE),
     attention=AttentionCalls(masked=True),  # captions of different lengths in one batch
     token_routing=ROUTING,
 )

@@ -27,7 +27,7 @@ from transformers import (
     Qwen2VLProcessor,
 )
 
-from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, made, save
+from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, build_part, save
 from gracetune.models.qwen_image.load import ImageProcessor
 
 _HEAD = WIDTH // 2
@@ -66,15 +66,15 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     recipe, weights, tokenizer = _RECIPES[flavour], TinyWeights(seed), qwen_tokenizer()
     parts: dict[str, Any] = {
         "scheduler": _scheduler(),
-        "vae": weights.of(AutoencoderKLQwenImage, base_dim=8, num_res_blocks=1),
+        "vae": weights.build(AutoencoderKLQwenImage, base_dim=8, num_res_blocks=1),
         "text_encoder": _text_encoder(weights, tokenizer),
         "tokenizer": tokenizer,
         "transformer": _transformer(weights, recipe),
     }
     if not recipe.edits:
-        return save(made(recipe.pipeline, **parts), folder)
+        return save(build_part(recipe.pipeline, **parts), folder)
     parts["processor"] = ImageProcessor(_image_processor(), tokenizer)
-    return save(made(recipe.pipeline, **parts), folder, finish=_name_the_published_processor)
+    return save(build_part(recipe.pipeline, **parts), folder, finish=_name_the_published_processor)
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
@@ -92,7 +92,7 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     bare.train_from_iterator(_template_texts(), trainer)
     learned = json.loads(bare.to_str())["model"]
     merges = [tuple(merge) for merge in learned["merges"]]
-    tokenizer: Qwen2Tokenizer = made(Qwen2Tokenizer, vocab=learned["vocab"], merges=merges, model_max_length=2048)
+    tokenizer: Qwen2Tokenizer = build_part(Qwen2Tokenizer, vocab=learned["vocab"], merges=merges, model_max_length=2048)
     tokenizer.add_special_tokens({"additional_special_tokens": list(_SPECIAL[1:])})
     return tokenizer
 
@@ -100,7 +100,7 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 def _template_texts() -> list[str]:
     """The text of both kinds of templates between their special tokens."""
     parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
-    pipelines = (made(QwenImagePipeline, **parts), made(QwenImageEditPipeline, **parts, processor=None))
+    pipelines = (build_part(QwenImagePipeline, **parts), build_part(QwenImageEditPipeline, **parts, processor=None))
     texts = [pipeline.prompt_template_encode.replace("{}", "") for pipeline in pipelines]
     for special in _SPECIAL:
         texts = [part for text in texts for part in text.split(special)]
@@ -138,11 +138,11 @@ def _text_encoder(weights: TinyWeights, tokenizer: Qwen2Tokenizer) -> Any:
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    return weights.of(Qwen2_5_VLForConditionalGeneration, config)
+    return weights.build(Qwen2_5_VLForConditionalGeneration, config)
 
 
 def _transformer(weights: TinyWeights, recipe: _Recipe) -> Any:
-    return weights.of(
+    return weights.build(
         QwenImageTransformer2DModel,
         num_layers=2,
         num_attention_heads=2,
@@ -154,7 +154,7 @@ def _transformer(weights: TinyWeights, recipe: _Recipe) -> Any:
 
 
 def _scheduler() -> Any:
-    return made(
+    return build_part(
         FlowMatchEulerDiscreteScheduler,
         use_dynamic_shifting=True,
         base_shift=0.5,
@@ -168,7 +168,7 @@ def _scheduler() -> Any:
 
 def _image_processor() -> Any:
     one_token = _PIXELS_PER_TOKEN**2
-    return made(
+    return build_part(
         Qwen2VLImageProcessorPil,
         size={"shortest_edge": 4 * one_token, "longest_edge": _MOST_IMAGE_TOKENS * one_token},
     )

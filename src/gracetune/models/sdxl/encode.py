@@ -86,7 +86,7 @@ def load_text_encoder(source: ModelSource, placement: PartPlacement) -> TextEnco
     return PipelineText(pipeline, identity, _encode, device=placement.device)
 
 
-def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: TruncatedTexts) -> list[Entry]:
+def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], truncated: TruncatedTexts) -> list[Entry]:
     """The result of the pipeline's `encode_prompt`, which would tokenize every text five times to warn of long ones.
 
     Always 77 tokens: the U-Net was trained with the padding, and no mask hides it.
@@ -98,7 +98,7 @@ def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut:
         (pipeline.tokenizer_2, pipeline.text_encoder_2),
     ):
         tokens, long = padded_tokens(tokenizer, texts, tokenizer.model_max_length)
-        cut.add(f"{tokenizer.model_max_length} tokens", (texts[number] for number in long))
+        truncated.add(f"{tokenizer.model_max_length} tokens", (texts[number] for number in long))
         output = encoder(tokens.input_ids.to(device), output_hidden_states=True)
         states.append(output.hidden_states[-2])
     assert output is not None, "the second encoder computes the pooled embedding"

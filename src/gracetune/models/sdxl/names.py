@@ -18,7 +18,7 @@ _SIMPLETUNER = SimpleTunerNames(
     targets=LoraTargets(("to_k", "to_q", "to_v", "to_out.0")),
     vae=DefaultVae("madebyollin/sdxl-vae-fp16-fix", mark="sdxl-vae", title="an SDXL VAE"),
     alignment=64,
-    own_options=(
+    unsupported_options=(
         "urepa_enabled",
         "diff2flow_enabled",
         "snr_weight",

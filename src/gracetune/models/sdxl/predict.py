@@ -17,7 +17,7 @@ def predict(
 ) -> Tensor:
     """See `models.spec.Predict`. Inputs are cast to the dtype of `noisy`, except the sizes in `time_ids`, many of which
     bfloat16 would round."""
-    answer: Tensor = denoiser(
+    prediction: Tensor = denoiser(
         noisy,
         facts.schedule.model_time(level),
         encoder_hidden_states=batch["prompt_embeds"].to(noisy.dtype),
@@ -27,7 +27,7 @@ def predict(
         },
         return_dict=False,
     )[0]
-    return answer
+    return prediction
 
 
 # -- generated images --------------------------------------------------------------------------------------------------

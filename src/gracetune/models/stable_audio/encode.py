@@ -132,15 +132,15 @@ class StableAudioTextEncoder:
         self._tokens = tokens
         self._placement = placement
         self._id = identity
-        self._cut = TruncatedTexts()
+        self._truncated = TruncatedTexts()
 
     @property
     def id(self) -> EncoderId:
         return self._id
 
     @property
-    def cut(self) -> Mapping[str, Sequence[str]]:
-        return self._cut.by_limit
+    def truncated(self) -> Mapping[str, Sequence[str]]:
+        return self._truncated.by_limit
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
@@ -148,7 +148,7 @@ class StableAudioTextEncoder:
             return []
         texts = [prompt.text for prompt in prompts]
         tokens, long = padded_tokens(self._tokenizer, texts, self._tokens)
-        self._cut.add(f"{self._tokens} tokens", (texts[number] for number in long))
+        self._truncated.add(f"{self._tokens} tokens", (texts[number] for number in long))
         tokens = tokens.to(self._placement.device)
         states = self._model(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
         states = self._projection(text_hidden_states=states).text_hidden_states.to("cpu", self._placement.dtype)

@@ -1,7 +1,7 @@
 """The inputs and the prediction of Stable Audio's denoiser, in training and in generated audio.
 
-B samples, C latent channels, L latent columns, T tokens of the longest caption, D the width of the conditioning.
-Everything is in the dtype of `noisy`: the caller chooses the compute dtype.
+B samples, C latent channels, L latent columns (positions in time), T tokens of the longest caption, D the width of the
+conditioning. Everything is in the dtype of `noisy`: the caller chooses the compute dtype.
 
 The published folder names `CosineDPMSolverMultistepScheduler`, a stochastic solver that needs torchsde. `CosineSolver`
 has the same noise levels, input and output scaling and model time, but follows the deterministic path (second-order
@@ -29,9 +29,9 @@ from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 def predict(
     denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
 ) -> Tensor:
-    """[B, C, L], v. Padding in `prompt_embeds` [B, T, D] must be zeros, as in pretraining."""
+    """The predicted v, [B, C, L]. Padding in `prompt_embeds` [B, T, D] must be zeros, as in pretraining."""
     text, seconds = batch["prompt_embeds"].to(noisy), batch["seconds_embeds"].to(noisy)
-    answer: Tensor = denoiser(
+    prediction: Tensor = denoiser(
         noisy,
         facts.schedule.model_time(level),
         encoder_hidden_states=_conditioning(text, seconds, facts.details["text_tokens"]),
@@ -39,7 +39,7 @@ def predict(
         rotary_embedding=_rotary(noisy, facts.details["rotary_size"]),
         return_dict=False,
     )[0]
-    return answer
+    return prediction
 
 
 def _conditioning(text: Tensor, seconds: Tensor, tokens: int) -> Tensor:
@@ -75,9 +75,9 @@ class CosineSolver(EDMDPMSolverMultistepScheduler):
 
 def solver_from(config: Mapping[str, Any]) -> CosineSolver:
     """`config` is the folder's scheduler_config.json, of either class."""
-    solver: type[Any] = CosineSolver
-    made: CosineSolver = solver(**{key: config[key] for key in _SHARED if key in config})
-    return made
+    scheduler_class: type[Any] = CosineSolver  # diffusers' constructors are not typed
+    solver: CosineSolver = scheduler_class(**{key: config[key] for key in _SHARED if key in config})
+    return solver
 
 
 # -- generated audio ---------------------------------------------------------------------------------------------------
@@ -87,13 +87,13 @@ _GUIDANCE = 7.0
 
 
 def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
-    """Does not check seconds, which no config sets. `sample` does, because it knows the maximum."""
+    """Only references are checked: no config sets `seconds`, and only `sample` knows their maximum."""
     reject_references(request, "Stable Audio")
 
 
 @torch.no_grad()
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
-    """Audio of the requested length; without one, the longest the weights support."""
+    """Audio of `request.seconds`. 0 means the longest audio that the weights support."""
     reject_references(request, "Stable Audio")
     rate = int(pipeline.vae.config.sampling_rate)
     longest = pipeline.transformer.config.sample_size * pipeline.vae.hop_length / rate
@@ -103,7 +103,7 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     pipeline.set_progress_bar_config(disable=True)
     sounds = pipeline(
         prompt=request.prompt,
-        # None instead of an empty text: the weights know the absence of a negative prompt as zeros.
+        # None instead of an empty text: without a negative prompt the pipeline uses zeros, as in pretraining.
         negative_prompt=request.negative_prompt or None,
         audio_end_in_s=request.seconds or longest,
         num_inference_steps=request.steps,

@@ -13,7 +13,7 @@ from diffusers import (
     StableAudioProjectionModel,
 )
 
-from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, made, save, t5_encoder, t5_tokenizer
+from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, build_part, save, t5_encoder, t5_tokenizer
 
 _COLUMNS = 32
 """Latent columns the pipeline generates: 1.5 seconds. Training may use more, as no weight depends on it."""
@@ -29,11 +29,11 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     if flavour not in _FLAVOURS:
         raise KeyError(flavour)
     weights, tokenizer = TinyWeights(seed), t5_tokenizer(128)
-    pipeline = made(
+    pipeline = build_part(
         StableAudioPipeline,
         vae=_vae(weights),
         text_encoder=t5_encoder(weights, len(tokenizer)),
-        projection_model=weights.of(StableAudioProjectionModel, WIDTH, WIDTH, 0, _LONGEST_SECONDS),
+        projection_model=weights.build(StableAudioProjectionModel, WIDTH, WIDTH, 0, _LONGEST_SECONDS),
         tokenizer=tokenizer,
         transformer=_transformer(weights),
         scheduler=_scheduler(),
@@ -42,7 +42,7 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
 
 
 def _transformer(weights: TinyWeights) -> Any:
-    return weights.of(
+    return weights.build(
         StableAudioDiTModel,
         sample_size=_COLUMNS,
         in_channels=_CHANNELS,
@@ -59,7 +59,7 @@ def _transformer(weights: TinyWeights) -> Any:
 
 
 def _vae(weights: TinyWeights) -> Any:
-    return weights.of(
+    return weights.build(
         AutoencoderOobleck,
         encoder_hidden_size=2 * _CHANNELS,
         decoder_channels=_CHANNELS,
@@ -70,7 +70,7 @@ def _vae(weights: TinyWeights) -> Any:
 
 def _scheduler() -> Any:
     """Published folders name `CosineDPMSolverMultistepScheduler`, which needs torchsde. This one needs nothing."""
-    return made(
+    return build_part(
         EDMDPMSolverMultistepScheduler,
         sigma_min=0.3,
         sigma_max=500.0,

@@ -199,22 +199,22 @@ class WanTextEncoder:
         self._tokenizer = tokenizer
         self._placement = placement
         self._id = identity
-        self._cut = TruncatedTexts()
+        self._truncated = TruncatedTexts()
 
     @property
     def id(self) -> EncoderId:
         return self._id
 
     @property
-    def cut(self) -> Mapping[str, Sequence[str]]:
-        return self._cut.by_limit
+    def truncated(self) -> Mapping[str, Sequence[str]]:
+        return self._truncated.by_limit
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
         if not prompts:
             return []
         texts = [prompt.text for prompt in prompts]
-        found = embedded(self._model, self._tokenizer, texts, self._placement.device, self._cut)
+        found = embedded(self._model, self._tokenizer, texts, self._placement.device, self._truncated)
         return [{"prompt_embeds": embeds.to("cpu", self._placement.dtype, copy=True)} for embeds in found]
 
     def close(self) -> None:
@@ -222,12 +222,16 @@ class WanTextEncoder:
 
 
 def embedded(
-    model: nn.Module, tokenizer: Any, captions: Sequence[str], device: torch.device, cut: TruncatedTexts | None = None
+    model: nn.Module,
+    tokenizer: Any,
+    captions: Sequence[str],
+    device: torch.device,
+    truncated: TruncatedTexts | None = None,
 ) -> list[Tensor]:
     """Embeddings [tokens, width] of each caption, without padding."""
     tokens, long = padded_tokens(tokenizer, [_clean(caption) for caption in captions], TEXT_TOKENS)
-    if cut is not None:
-        cut.add(f"{TEXT_TOKENS} tokens", (captions[number] for number in long))
+    if truncated is not None:
+        truncated.add(f"{TEXT_TOKENS} tokens", (captions[number] for number in long))
     tokens = tokens.to(device)
     states = model(tokens.input_ids, tokens.attention_mask).last_hidden_state
     lengths = tokens.attention_mask.sum(dim=1).tolist()

@@ -189,7 +189,7 @@ def _experts(found: Configuration) -> tuple[Expert, ...]:
 PIPELINES: Mapping[str, Any] = {FROM_TEXT: WanPipeline, FROM_IMAGE: WanImageToVideoPipeline}
 
 
-def with_fewer_passes(denoiser: nn.Module) -> None:
+def use_fused_operations(denoiser: nn.Module) -> None:
     """Make the denoiser compute the same with fewer reads and writes of its activations."""
     turn_by_pairs(denoiser)
     use_fused_blocks(denoiser)
@@ -197,11 +197,11 @@ def with_fewer_passes(denoiser: nn.Module) -> None:
 
 
 def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
-    return load_component(source, expert.component, WanTransformer3DModel, placement, adjust=with_fewer_passes)
+    return load_component(source, expert.component, WanTransformer3DModel, placement, adjust=use_fused_operations)
 
 
 def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
-    return build_component(source, expert.component, WanTransformer3DModel, adjust=with_fewer_passes)
+    return build_component(source, expert.component, WanTransformer3DModel, adjust=use_fused_operations)
 
 
 def load_vae(source: ModelSource, placement: PartPlacement) -> Any:

@@ -29,13 +29,13 @@ _SIMPLETUNER = SimpleTunerNames(
         "vace-1.3b-2.1",
         "vace-14b-2.1",
     ),
-    expert_shifts={"i2v-14b-2.2": 5.0},
-    without_shift=("t2v-14b-2.2",),  # SimpleTuner has no such flavour and therefore no default for it
+    forced_expert_shifts={"i2v-14b-2.2": 5.0},
+    flavours_without_shift=("t2v-14b-2.2",),  # SimpleTuner has no such flavour and therefore no default for it
     targets=LoraTargets(("to_k", "to_q", "to_v", "to_out.0")),
-    clips=ClipLength(fps=15, seconds=5, step=8),
+    clips=ClipLength(fps=15, seconds=5, frame_step=8),
     alignment=32,
     alignments={"ti2v-5b-2.2": 64},
-    own_options=(
+    unsupported_options=(
         "t5_padding",
         "wan_force_2_1_time_embedding",
     ),
@@ -44,6 +44,7 @@ _SIMPLETUNER = SimpleTunerNames(
 _SHIFT_21, _SHIFT_22 = 3.0, 5.0
 # Chosen so that the lowest of 1000 noise levels is 0.001 shifted twice, as in ai-toolkit.
 _TERMINAL_21, _TERMINAL_22 = 0.0059, 0.0195
+# Only for I2V. T2V's weights switch at 0.875 themselves.
 _BOUNDARY_NOTE = (
     "the experts meet at 0.9, where these weights switch; ai-toolkit trains the high-noise expert down to 0.875 and "
     "the low-noise expert up to there. To do the same: --set model.expert_boundary=0.875"
@@ -84,7 +85,7 @@ _AI_TOOLKIT = AiToolkitNames(
         ),
     },
     blocks=("blocks",),
-    default_is_blocks=True,
+    blocks_are_default_targets=True,
     text_encoder_qtype="qtype",  # ai-toolkit quantizes the denoiser and text encoder of Wan alike
 )
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gracetune.errors import Problem
 from gracetune.models.common.sample_checks import batched, reject, side_problems
 from gracetune.models.spec import BlockRouting, ModelFacts, Sampled, SampleRequest
-from gracetune.models.token_routing import rows_of
+from gracetune.models.token_routing import select_tokens
 from gracetune.models.wan.encode import embedded
 from gracetune.models.wan.load import FROM_IMAGE, FROM_TEXT, PIPELINES, TEXT_TOKENS
 
@@ -33,17 +33,17 @@ def predict(
     elif facts.details["expand_timesteps"] and "condition" in batch:
         states, time = _from_first_frame(noisy, time, batch["condition"].to(noisy), facts.details["patch_size"])
     image = batch["image_embeds"].to(noisy) if facts.details["image_encoder"] else None
-    answer: Tensor = denoiser(
+    prediction: Tensor = denoiser(
         hidden_states=states,
         timestep=time,
         encoder_hidden_states=padded(batch["prompt_embeds"].to(noisy)),
         encoder_hidden_states_image=image,
         return_dict=False,
     )[0]
-    return answer
+    return prediction
 
 
-def recorded_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def graph_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Pads captions of any length to one shape, as the denoiser gets them. It attends to the padding, so there is no
     mask."""
     given = {name: one for name, one in batch.items() if name in ("condition", "image_embeds")}
@@ -77,9 +77,9 @@ PATCH = (1, 2, 2)
 
 def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
     """`rotary_emb`: cosine and sine [1, tokens, 1, channels]; `temb`: [B, 6, D], or [B, tokens, 6, D]."""
-    chosen: dict[str, Any] = {"rotary_emb": tuple(rows_of(table, kept) for table in given["rotary_emb"])}
+    chosen: dict[str, Any] = {"rotary_emb": tuple(select_tokens(table, kept) for table in given["rotary_emb"])}
     if given["temb"].ndim == 4:
-        chosen["temb"] = rows_of(given["temb"], kept)
+        chosen["temb"] = select_tokens(given["temb"], kept)
     return chosen
 
 

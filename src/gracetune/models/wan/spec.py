@@ -7,8 +7,8 @@ from functools import partial
 from gracetune.models.spec import FromEmbeddings, ModelSpec
 from gracetune.models.wan.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.wan.keys import KEYS
-from gracetune.models.wan.load import build_denoiser, inspect, load_denoiser, load_pipeline, with_fewer_passes
-from gracetune.models.wan.predict import ROUTING, check_sample, predict, recorded_inputs, sample
+from gracetune.models.wan.load import build_denoiser, inspect, load_denoiser, load_pipeline, use_fused_operations
+from gracetune.models.wan.predict import ROUTING, check_sample, graph_inputs, predict, sample
 from gracetune.models.wan.tiny import build_tiny
 
 _LAYERS = (
@@ -28,11 +28,11 @@ SPEC = ModelSpec(
     inspect=inspect,
     load_denoiser=load_denoiser,
     build_denoiser=build_denoiser,
-    adjust=with_fewer_passes,
+    adjust=use_fused_operations,
     load_latent_encoder=load_latent_encoder,
     load_text_encoder=load_text_encoder,
     predict=predict,
-    recorded_inputs=recorded_inputs,
+    graph_inputs=graph_inputs,
     load_pipeline=load_pipeline,
     sample=sample,
     check_sample=check_sample,

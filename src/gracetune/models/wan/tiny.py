@@ -22,7 +22,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, made, save, t5_options, t5_tokenizer
+from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, build_part, save, t5_options, t5_tokenizer
 
 _IMAGE_SIDE = 28
 """Input side of the image encoder: 2 x 2 patches of 14, the smallest possible."""
@@ -64,15 +64,15 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     }
     options = {"boundary_ratio": recipe.boundary, "expand_timesteps": recipe.expand_timesteps}
     if not recipe.from_image:
-        return save(made(WanPipeline, **parts, **options), folder)
+        return save(build_part(WanPipeline, **parts, **options), folder)
     image_parts = {"image_encoder": None, "image_processor": None}
     if recipe.image_encoder:
         image_parts = {"image_encoder": _image_encoder(weights), "image_processor": _image_processor()}
-    return save(made(WanImageToVideoPipeline, **parts, **image_parts, **options), folder)
+    return save(build_part(WanImageToVideoPipeline, **parts, **image_parts, **options), folder)
 
 
 def _text_encoder(weights: TinyWeights, tokenizer: PreTrainedTokenizerFast) -> Any:
-    return weights.of(UMT5EncoderModel, UMT5Config(**t5_options(len(tokenizer))))
+    return weights.build(UMT5EncoderModel, UMT5Config(**t5_options(len(tokenizer))))
 
 
 def _transformer(weights: TinyWeights, recipe: _Recipe) -> Any:
@@ -90,13 +90,13 @@ def _transformer(weights: TinyWeights, recipe: _Recipe) -> Any:
         "image_dim": WIDTH if recipe.image_encoder else None,
         "added_kv_proj_dim": WIDTH if recipe.image_encoder else None,
     }
-    return weights.of(WanTransformer3DModel, **options)
+    return weights.build(WanTransformer3DModel, **options)
 
 
 def _vae(weights: TinyWeights, recipe: _Recipe) -> Any:
     narrow = {"base_dim": 8, "num_res_blocks": 1, "z_dim": recipe.channels}
     if recipe.channels == 16:
-        return weights.of(AutoencoderKLWan, **narrow)
+        return weights.build(AutoencoderKLWan, **narrow)
     large = {
         "in_channels": 12,
         "out_channels": 12,
@@ -106,11 +106,11 @@ def _vae(weights: TinyWeights, recipe: _Recipe) -> Any:
         "latents_mean": [0.0] * recipe.channels,
         "latents_std": [1.0] * recipe.channels,
     }
-    return weights.of(AutoencoderKLWan, **narrow, **large)
+    return weights.build(AutoencoderKLWan, **narrow, **large)
 
 
 def _scheduler(recipe: _Recipe) -> Any:
-    return made(
+    return build_part(
         UniPCMultistepScheduler,
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
@@ -129,9 +129,9 @@ def _image_encoder(weights: TinyWeights) -> Any:
         image_size=_IMAGE_SIDE,
         patch_size=14,
     )
-    return weights.of(CLIPVisionModel, config)
+    return weights.build(CLIPVisionModel, config)
 
 
 def _image_processor() -> Any:
     side = {"height": _IMAGE_SIDE, "width": _IMAGE_SIDE}
-    return made(CLIPImageProcessorPil, size=side, crop_size=side)
+    return build_part(CLIPImageProcessorPil, size=side, crop_size=side)

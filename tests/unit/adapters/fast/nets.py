@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gracetune.adapters.attach import Attached, PathChoice, attach
+from gracetune.adapters.attach import Attached, attach
+from gracetune.adapters.computation import AdapterPath
 from gracetune.config.run_config import Adapter
 from unit.adapters.denoisers import shake
 
@@ -49,7 +50,7 @@ def net(dtype: torch.dtype = torch.float32, blocks: int = 2) -> nn.Sequential:
         return nn.Sequential(*(Block() for _ in range(blocks))).to(torch.bfloat16).to(dtype).requires_grad_(False)
 
 
-def adapt(model: nn.Module, options: Mapping[str, Any], path: PathChoice = "auto", **more: Any) -> Attached:
+def adapt(model: nn.Module, options: Mapping[str, Any], path: AdapterPath = "auto", **more: Any) -> Attached:
     adapter = Adapter(**{"targets": ("Linear",), **options, **more})
     attached = attach(model, adapter, family="wan", default_targets=(), seed=0, adapter_path=path)
     shake(attached, 0.02)

@@ -32,8 +32,8 @@ class TestChoice:
             ({"kind": "lokr", "factor": 8, "rank": 2}, "factorised", "products with W2's factors and with W1"),
             ({"kind": "loha", "rank": 4}, "factorised", "two products of width 16"),
             ({"kind": "loha", "rank": 64}, "rebuilt", "width 4096 would cost more than the change itself"),
-            ({"kind": "ia3"}, "library", "ia3 has no factorised form"),
-            ({"kind": "dora", "dropout": 0.1}, "library", "DoRA's dropout lets the base layer run twice"),
+            ({"kind": "ia3"}, "reference", "ia3 has no factorised form"),
+            ({"kind": "dora", "dropout": 0.1}, "reference", "DoRA's dropout lets the base layer run twice"),
         ],
     )
     def test_is_reported_with_its_reason(self, options: dict[str, Any], path: str, why: str) -> None:
@@ -46,7 +46,7 @@ class TestChoice:
         model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Flatten(), nn.Linear(24, 8))
         attached = attach(model, Adapter(targets=("Conv1d", "Linear")), family="wan", default_targets=(), seed=0)
         assert attached.decisions == (
-            "adapter path: library (convolutions; 1 layer)",
+            "adapter path: reference (convolutions; 1 layer)",
             "adapter path: factorised (two products of the rank's width; 1 layer)",
         )
         assert isinstance(model[0], LoraLayer)
@@ -55,7 +55,7 @@ class TestChoice:
     @pytest.mark.parametrize("case", CASES)
     def test_the_reference_can_be_asked_for(self, case: str) -> None:
         model = net()
-        assert adapt(model, CASES[case], "library").decisions == ("adapter path: library (requested; 4 layers)",)
+        assert adapt(model, CASES[case], "reference").decisions == ("adapter path: reference (requested; 4 layers)",)
         assert not any(isinstance(module, AdaptedLinear) for module in model.modules())
         assert any(isinstance(module, LoraLayer | Factors) for module in model.modules())
 
@@ -66,14 +66,14 @@ class TestExchange:
         adapter = Adapter(**{"targets": ("Linear",), **CASES[case]})
         ours, theirs = (
             attach(net(), adapter, family="wan", default_targets=(), seed=5, adapter_path=path).parameters()
-            for path in ("auto", "library")  # type: ignore[assignment]
+            for path in ("auto", "reference")  # type: ignore[assignment]
         )
         assert list(ours) == list(theirs)
         assert all(torch.equal(ours[name], parameter) for name, parameter in theirs.items())
 
     def test_what_one_has_trained_the_other_continues(self, case: str) -> None:
         model, other = net(), net()
-        trained, goes_on = adapt(model, CASES[case]), adapt(other, CASES[case], "library")
+        trained, goes_on = adapt(model, CASES[case]), adapt(other, CASES[case], "reference")
         with torch.no_grad():
             for parameter in trained.parameters().values():
                 parameter.mul_(1.1)

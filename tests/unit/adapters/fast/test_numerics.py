@@ -55,7 +55,7 @@ class TestSameAsTheReference:
         base = nn.Sequential(nn.Linear(inputs, outputs, bias=bias)).requires_grad_(False)
         given_ = torch.randn(*rows, inputs)
         found = []
-        for path in ("auto", "library"):
+        for path in ("auto", "reference"):
             layer = nn.Sequential(nn.Linear(inputs, outputs, bias=bias)).requires_grad_(False)
             layer.load_state_dict(base.state_dict())
             attached = adapt(layer, options, path)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ class TestSameAsTheReference:
 
     def both(self, case: str, dtype: torch.dtype, **options: Any) -> tuple[Passes, Passes]:
         found = []
-        for path in ("auto", "library"):
+        for path in ("auto", "reference"):
             model = net(dtype)
             attached = adapt(model, CASES[case], path, **options)  # type: ignore[arg-type]
             found.append(passes(model, attached.parameters()))
@@ -94,8 +94,8 @@ def own_error(case: str, *, autocast: bool, dtype: torch.dtype) -> Passes:
     options = CASES[case]
     model = net(dtype)
     if options["kind"] in ("lora", "dora"):
-        return passes(model, adapt(model, options, "library").parameters(), autocast=autocast)
-    values = adapt(net(), options, "library").state()
+        return passes(model, adapt(model, options, "reference").parameters(), autocast=autocast)
+    values = adapt(net(), options, "reference").state()
     parameters: dict[str, nn.Parameter] = {}
     for path, layer in values.layers.items():
         more = {}
@@ -128,7 +128,7 @@ class TestSameAsTheLibrariesThemselves:
     def test_bf16_is_near_fp32_and_no_worse_than_they_are(self, case: str, dtype: torch.dtype, times: float) -> None:
         """By the base's precision. From an fp32 one lycoris-lora rounds only once, the sum of weight and change."""
         exact = net()
-        wanted = passes(exact, adapt(exact, CASES[case], "library").parameters()).gradients
+        wanted = passes(exact, adapt(exact, CASES[case], "reference").parameters()).gradients
         model = net(dtype)
         ours = distance(passes(model, adapt(model, CASES[case]).parameters(), autocast=True).gradients, wanted)
         theirs = distance(own_error(case, autocast=True, dtype=dtype).gradients, wanted)
@@ -137,7 +137,7 @@ class TestSameAsTheLibrariesThemselves:
 
     def test_without_autocast_too(self, case: str) -> None:
         exact, model = net(), net(torch.bfloat16)
-        wanted = passes(exact, adapt(exact, CASES[case], "library").parameters()).gradients
+        wanted = passes(exact, adapt(exact, CASES[case], "reference").parameters()).gradients
         assert distance(passes(model, adapt(model, CASES[case]).parameters()).gradients, wanted) <= 1e-2
 
 
@@ -213,7 +213,7 @@ class TestRowLengths:
 def test_dropout_means_the_same(case: str) -> None:
     """Dropout applies to the adapter's input and not to the base layer's. The same seed drops the same elements."""
     outputs = []
-    for path in ("auto", "library"):
+    for path in ("auto", "reference"):
         model = net(blocks=1).train()
         attached = adapt(model, CASES[case], path, dropout=0.5)  # type: ignore[arg-type]
         shake(attached)
@@ -247,7 +247,7 @@ def test_two_hundred_steps_learn_the_same(case: str) -> None:
             found.append(loss.detach())
         return torch.stack(found)
 
-    ours, reference, other = losses("auto", 1), losses("library", 1), losses("library", 2)
+    ours, reference, other = losses("auto", 1), losses("reference", 1), losses("reference", 2)
     assert ours[-20:].mean() < 0.98 * ours[:20].mean()
     smooth = [curve.unfold(0, 20, 20).mean(1) for curve in (ours, reference, other)]
     assert (smooth[0] - smooth[1]).abs().max() < (smooth[2] - smooth[1]).abs().max()

@@ -12,7 +12,7 @@ from torch import Tensor
 from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.delta import delta
 from gracetune.adapters.errors import BrokenLayerError, MixedExpertsError
-from gracetune.adapters.formats.names import locate, split
+from gracetune.adapters.formats.names import locate, split_key
 from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.state import AdapterState
 from gracetune.models.registry import KEY_MAPS
@@ -85,7 +85,7 @@ def test_a_key_leads_to_its_layer_and_expert(stem: str, number: str, tensors: tu
     if expert:
         name = name.replace("transformer_1", f"transformer_{number}").replace("transformer1", f"transformer{number}")
     for suffix, expected in zip(tensors, ("lora_A.weight", "lora_B.weight"), strict=True):
-        found = split(f"{name}.{suffix}")
+        found = split_key(f"{name}.{suffix}")
         assert found is not None
         assert found.tensor == expected
         located = locate(found.stem, KEY_MAPS["wan"])
@@ -112,7 +112,7 @@ def test_a_key_leads_to_its_layer_and_expert(stem: str, number: str, tensors: tu
     ],
 )
 def test_the_other_tensors(suffix: str, tensor: str) -> None:
-    found = split(f"diffusion_model.{ORIGINAL}.{suffix}")
+    found = split_key(f"diffusion_model.{ORIGINAL}.{suffix}")
     assert found is not None
     assert (found.stem, found.tensor) == (f"diffusion_model.{ORIGINAL}", tensor)
 
@@ -121,7 +121,7 @@ def test_old_diffusers_attention_processors() -> None:
     """`processor`, `to_q_lora`, and `to_out` without its 0."""
     attention = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1"
     for name, path in (("to_q", "to_q"), ("to_out", "to_out.0")):
-        found = split(f"{attention}.processor.{name}_lora.down.weight")
+        found = split_key(f"{attention}.processor.{name}_lora.down.weight")
         assert found is not None
         located = locate(found.stem, KEY_MAPS["sdxl"])
         assert located is not None

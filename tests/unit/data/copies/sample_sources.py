@@ -101,5 +101,5 @@ def captions(run: RunConfig) -> dict[str, dict[str, tuple[str, ...]]]:
 def fetched(run: RunConfig) -> dict[str, dict[str, tuple[str, ...]]]:
     """Make the copy and read it as a run does."""
     found = copies(run)
-    found.make(patience=QUICK)
+    found.make(retry_policy=QUICK)
     return captions(found.localized())

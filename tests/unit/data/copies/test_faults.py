@@ -73,7 +73,7 @@ def test_persistent_failures_are_an_error_and_keep_the_data(
     monkeypatch.setattr(making, "REQUESTS", 1)
     hub.faults.break_after += [4096] * 5 + [10] * 100  # the first five are whole ranges
     with pytest.raises(CopyError) as failed:
-        copies(run).make(patience=QUICK)
+        copies(run).make(retry_policy=QUICK)
     assert "cannot be reached" in str(failed.value)
     assert "the download continues where it stopped" in str(failed.value)
     folder = folder_of(run)
@@ -92,7 +92,7 @@ def test_wrong_content_is_fetched_again_then_rejected(hub: HubServer, tmp_path: 
     assert hub.sent == 2 * len(tar(shard(2)))
     hub.faults.corrupt = 10
     with pytest.raises(CopyError) as failed:
-        copies(config(tmp_path / "second", {"path": PETS})).make(patience=QUICK)
+        copies(config(tmp_path / "second", {"path": PETS})).make(retry_policy=QUICK)
     assert "content with sha256:" in str(failed.value)
     assert "as the storage says" in str(failed.value)
 
@@ -103,7 +103,7 @@ def test_a_size_that_is_not_the_one_in_the_listing(hub: HubServer, tmp_path: Pat
     hub.dataset(NAME, {"0.tar": data})
     hub.faults.claimed_sizes["0.tar"] = len(data) + 50
     with pytest.raises(CopyError, match=f"{len(data):,} bytes from byte 0 on"):
-        copies(config(tmp_path, {"path": PETS})).make(patience=QUICK)
+        copies(config(tmp_path, {"path": PETS})).make(retry_policy=QUICK)
 
 
 def test_a_file_removed_between_listing_and_download(hub: HubServer, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_file_removed_between_listing_and_download(hub: HubServer, tmp_path: P
     plans = found.plans()
     hub.faults.statuses += [404]
     with pytest.raises(CopyError, match=r"no data at this address|answered 404"):
-        making.make_copy(plans[0], patience=QUICK)
+        making.make_copy(plans[0], retry_policy=QUICK)
     assert repo.files
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_archive_names_the_member(hub: HubServer, tmp_path: Path) -> N
     hub.dataset(NAME, {"0.tar": bytes(data), "1.tar": tar(shard(1, 9))})
     run = config(tmp_path, {"path": PETS})
     with pytest.raises(CopyError) as failed:
-        copies(run).make(patience=QUICK)
+        copies(run).make(retry_policy=QUICK)
     stated = str(failed.value)
     assert "0.tar of hf://datasets/owner/pets: a damaged archive, at or after 000000.json" in stated
     assert "to fetch it again, remove" in stated

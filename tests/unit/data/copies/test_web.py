@@ -107,8 +107,8 @@ def test_a_list_of_addresses(site: Path, tmp_path: Path) -> None:
         ]
         strict = config(tmp_path / "strict", {**dataset, "corrupt_threshold": 0.1})
         with pytest.raises(CopyError) as rejected:
-            copies(strict).make(patience=QUICK)
+            copies(strict).make(retry_policy=QUICK)
         assert "2 of 6 samples cannot be used" in str(rejected.value)
         wrong = config(tmp_path / "wrong", {**dataset, "local_copy": {"format": "urls", "media_column": "urls"}})
         with pytest.raises(CopyError, match=r"media_column=url'"):
-            copies(wrong).make(patience=QUICK)
+            copies(wrong).make(retry_policy=QUICK)

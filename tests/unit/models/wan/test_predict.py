@@ -68,10 +68,10 @@ def test_captured_steps_get_captions_of_one_shape(tiny_model: TinyModel, case: C
     source = source_of(tiny_model, case.flavour)
     facts = SPEC.inspect(source)
     denoiser = SPEC.load_denoiser(source, facts.experts[0], CPU)
-    assert SPEC.recorded_inputs is not None
+    assert SPEC.graph_inputs is not None
     shapes = []
     for batch in entries(source, case, clip(case.size, case.frames), CAPTION, "a longer one than the other caption is"):
-        given = SPEC.recorded_inputs({**batch, "prompt_attention_mask": torch.ones(1, 3), "loss_mask": torch.ones(1)})
+        given = SPEC.graph_inputs({**batch, "prompt_attention_mask": torch.ones(1, 3), "loss_mask": torch.ones(1)})
         level = torch.full((1,), 0.95)
         with torch.no_grad():
             recorded, wanted = (SPEC.predict(denoiser, batch["latents"], level, one, facts) for one in (given, batch))

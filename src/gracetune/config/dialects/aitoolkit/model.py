@@ -29,15 +29,18 @@ FEW_BITS = names("""
 """ai-toolkit's types of at most 8 bits, except the float8 types."""
 
 
-def holds_few_bits(block: PeerBlock, *, adapter: bool) -> bool:
-    """Whether `quantize` decides the precision of the base weights, instead of the training dtype."""
+def quantizes_base(block: PeerBlock, *, adapter: bool) -> bool:
+    """Whether `quantize` decides the precision of the base weights, instead of the training dtype.
+
+    False for a full fine-tune and for unsupported types: these are problems, which `_base` reports.
+    """
     kind, _ = _type_of(block)
     return adapter and block.get("quantize") is True and (_is_float8(kind) or _is_few_bits(kind))
 
 
 def read_base(block: PeerBlock, *, adapter: bool) -> None:
     if not block.flag("quantize", False):
-        _list_idle(block, "quantize", "qtype", "quantize_kwargs", "accuracy_recovery_adapter")
+        _list_as_unused(block, "quantize", "qtype", "quantize_kwargs", "accuracy_recovery_adapter")
         return
     kind, recovery = _type_of(block)
     if not _is_float8(kind) and not _is_few_bits(kind):
@@ -69,12 +72,12 @@ def read_text_encoder(block: PeerBlock, name: str) -> None:
     """
     switch = "quantize" if block.get("quantize_te") is None else "quantize_te"
     if not block.flag(switch, False):
-        _list_idle(block, "quantize_te", "qtype_te")
+        _list_as_unused(block, "quantize_te", "qtype_te")
         return
     kind = block.get(name)
-    requested = "" if kind is None else f", {describe(kind)}"
+    type_name = "" if kind is None else f", {describe(kind)}"
     block.note(f"{block.key(switch)}: the text encoder is used in the training dtype, which is more exact than "
-               f"asked{requested}")  # fmt: skip
+               f"requested{type_name}")  # fmt: skip
 
 
 def _type_of(block: PeerBlock) -> tuple[Any, Any]:
@@ -85,7 +88,7 @@ def _type_of(block: PeerBlock) -> tuple[Any, Any]:
     return kind, recovery
 
 
-def _list_idle(block: PeerBlock, *names: str) -> None:
+def _list_as_unused(block: PeerBlock, *names: str) -> None:
     block.list_unused(HARMLESS, *(name for name in names if block.get(name)))
 
 
@@ -134,7 +137,7 @@ class ModelTarget:
     """Whether an adapter is trained, not the model itself."""
     match_target_res: bool
     """Whether references have the size of the image they belong to, not a size of their own."""
-    quantised: bool
+    quantizes_base: bool
     """Whether `quantize` decides the precision of the base weights, instead of the training dtype."""
 
     @property
@@ -182,7 +185,7 @@ def find_target(block: PeerBlock, *, dtype: Any, adapter: bool) -> ModelTarget:
         dtype=dtype,
         adapter=adapter,
         match_target_res=isinstance(kwargs, Mapping) and kwargs.get("match_target_res") is True,
-        quantised=holds_few_bits(block, adapter=adapter),
+        quantizes_base=quantizes_base(block, adapter=adapter),
     )
 
 
@@ -237,13 +240,13 @@ def _weights(block: PeerBlock, job: AiToolkitJob) -> None:
         block.problem("name_or_path", "a hub id or a folder", f"for example `name_or_path: {flavour.weights}`")
     else:
         block.assign(("model", "path"), path, "name_or_path")
-        _mistaken(block, path, target, published)
+        _check_weights(block, path, target, published)
     if target.flavour is not None:
         block.assign(("model", "flavour"), target.flavour.name, "name_or_path" if published else "arch")
     block.assign(("model", "family"), target.names.family, "arch")
 
 
-def _mistaken(block: PeerBlock, path: Any, target: ModelTarget, published: Flavour | None) -> None:
+def _check_weights(block: PeerBlock, path: Any, target: ModelTarget, published: Flavour | None) -> None:
     """Report weights that cannot be what the arch needs."""
     arch = target.arch
     if isinstance(path, str) and path.startswith(("http://", "https://")):
@@ -302,7 +305,7 @@ def _compile(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _layers(block: PeerBlock, job: AiToolkitJob) -> None:
-    """Reject the model block's lists of layers. Upstream reads them only for a full fine-tune."""
+    """Lists of layers. Upstream reads them only for a full fine-tune, where they are rejected."""
     for name in ("ignore_if_contains", "only_if_contains"):
         if job.target.adapter and block.get(name) is not None:
             block.list_unused(HARMLESS, name)
@@ -322,6 +325,7 @@ def _kwargs(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _references(kwargs: PeerBlock, job: AiToolkitJob) -> None:
+    # Only reports an invalid value. `find_target` has read the key.
     kwargs.flag("match_target_res", False)
 
 

@@ -140,7 +140,7 @@ def _blocks(block: PeerBlock, job: AiToolkitJob) -> None:
     convolutions = block.get("conv") is not None or _kind_of(block) == "locon" or _is_full_rank(block)
     within = (*names.blocks, *(names.conv_blocks if convolutions else ()))
     words = block.inner("network_kwargs").get("only_if_contains")
-    if within and (words or not names.default_is_blocks):
+    if within and (words or not names.blocks_are_default_targets):
         block.default(("adapter", "within"), list(within))
 
 

@@ -104,7 +104,7 @@ def _precision(block: PeerBlock, job: AiToolkitJob) -> None:
         (("model", "base_precision"), ((dtype, "dtype"), (mixed, "mixed_precision"))),
     ):
         value, name = next((value, name) for value, name in choices if value is not None)
-        if not (path[0] == "model" and job.target.quantised):
+        if not (path[0] == "model" and job.target.quantizes_base):
             block.assign(path, value, name)
 
 

@@ -371,7 +371,7 @@ def _video(entry: PeerBlock, context: EntryContext) -> None:
     if clips is not None and entry.draft.get((*path, "bucket_strategy")) != "resolution_frames":
         rate = as_number(context.options.get("framerate"))
         frames = int((rate if is_number(rate) and 0 < rate < 1000 else clips.fps) * clips.seconds)
-        entry.default((*path, "num_frames"), clips.fitting(frames), entry.key("video.num_frames"))
+        entry.default((*path, "num_frames"), clips.rounded_down(frames), entry.key("video.num_frames"))
     _fit_frames(entry, clips, path)
 
 
@@ -380,12 +380,12 @@ def _fit_frames(entry: PeerBlock, clips: ClipLength | None, path: Path) -> None:
     draft = entry.draft
     for field in ("num_frames", "min_frames"):
         frames, origin = draft.get((*path, field)), draft.origin((*path, field))
-        if clips is not None and isinstance(frames, int) and clips.fitting(frames) < frames and origin:
-            fitting = clips.fitting(frames)
-            draft.put((*path, field), fitting, origin)
-            draft.note(f"{origin.key}: {frames} frames become {fitting} ({clips.step}k+1), as in SimpleTuner")
+        if clips is not None and isinstance(frames, int) and clips.rounded_down(frames) < frames and origin:
+            rounded = clips.rounded_down(frames)
+            draft.put((*path, field), rounded, origin)
+            draft.note(f"{origin.key}: {frames} frames become {rounded} ({clips.frame_step}k+1), as in SimpleTuner")
     if clips is not None:
-        entry.default((*path, "frame_step"), clips.step)
+        entry.default((*path, "frame_step"), clips.frame_step)
     frames = draft.get((*path, "num_frames"))
     if frames is not None:
         entry.default((*path, "min_frames"), frames, entry.key("video.min_frames"))

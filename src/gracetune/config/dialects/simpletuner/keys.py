@@ -37,7 +37,7 @@ class Off(Unless):
 
     defaults: tuple[Any, ...] = (None,)
     of_families: bool = False
-    """Whether it has an effect only in the families that list it (`SimpleTunerNames.own_options`)."""
+    """Whether it has an effect only in the families that list it (`SimpleTunerNames.unsupported_options`)."""
     switch: str = ""
     """The option that has to be on for this one to have an effect."""
     same_as: str = ""
@@ -64,7 +64,7 @@ class Off(Unless):
 
     def is_inert(self, block: PeerBlock, name: str) -> bool:
         """Whether the option has no effect in SimpleTuner either, with a config like this one."""
-        if self.of_families and name not in names_of(family_of(block)).simpletuner.own_options:
+        if self.of_families and name not in names_of(family_of(block)).simpletuner.unsupported_options:
             return True
         if self.off_by and block.is_on(self.off_by):
             return True

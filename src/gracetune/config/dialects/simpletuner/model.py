@@ -45,15 +45,15 @@ def read_family(options: PeerBlock) -> str | None:
         hint = f"add {line(options, 'model_family', FAMILIES[0])}, for example"
         options.draft.missing(("model", "family"), "model_family", f"one of {', '.join(FAMILIES)}", hint)
         return ""
-    lacking = isinstance(family, str) and family in OTHER_FAMILIES
+    is_other = isinstance(family, str) and family in OTHER_FAMILIES
     hint = "train this model with SimpleTuner itself"
     options.problem("model_family", f"one of the families we train: {', '.join(FAMILIES)}",
-                    hint if lacking else misspelt(family, FAMILIES, "choose one of them"))  # fmt: skip
-    return None if lacking else ""
+                    hint if is_other else misspelt(family, FAMILIES, "choose one of them"))  # fmt: skip
+    return None if is_other else ""
 
 
-def lacks_flavour(options: PeerBlock, family: str) -> bool:
-    """Whether the config is for a flavour that only SimpleTuner trains. It is reported, and the reader stops."""
+def reject_untrained_flavour(options: PeerBlock, family: str) -> bool:
+    """Report a flavour that only SimpleTuner trains. Returns whether the file names one; the reader then stops."""
     if options.get("model_flavour") not in names_of(family).simpletuner.untrained_flavours:
         return False
     options.problem("model_flavour", f"a flavour we train: {', '.join(_flavour_names(family))}",
@@ -79,7 +79,7 @@ def _flavour(options: PeerBlock, family: str) -> None:
     if given is None:
         _flavour_not_given(options, family)
         return
-    found, expert = _find(family, given)
+    found, expert = _find_flavour(family, given)
     if found is None:
         ours = _flavour_names(family)
         hint = misspelt(given, ours, "choose one of them")
@@ -104,7 +104,7 @@ def _one_expert(options: PeerBlock, expert: str) -> None:
 
 def expert_shift(options: PeerBlock, family: str) -> float | None:
     """Return the flow shift that SimpleTuner forces for a single expert, whatever the file says, or None."""
-    shift = names_of(family).simpletuner.expert_shifts.get(options.draft.get(("model", "flavour")))
+    shift = names_of(family).simpletuner.forced_expert_shifts.get(options.draft.get(("model", "flavour")))
     if options.draft.get(("model", "experts")) is None or shift is None:
         return None
     if options.take("flow_schedule_shift") not in (None, shift):
@@ -112,14 +112,14 @@ def expert_shift(options: PeerBlock, family: str) -> float | None:
     return shift
 
 
-def _find(family: str, given: Any) -> tuple[Flavour | None, str]:
+def _find_flavour(family: str, given: Any) -> tuple[Flavour | None, str]:
     """Find a flavour by SimpleTuner's name or ours. Returns it and the single expert that its name selects, or ""."""
     if not isinstance(given, str):
         return None, ""
     name, _, expert = given.strip().lower().rpartition("-")
-    whole = find_flavour(family, name) if expert in ("high", "low") else None
-    if whole is not None and whole.dual_expert:
-        return whole, expert
+    both_experts = find_flavour(family, name) if expert in ("high", "low") else None
+    if both_experts is not None and both_experts.dual_expert:
+        return both_experts, expert
     text = given.strip().lower()
     return find_flavour(family, names_of(family).simpletuner.flavours.get(text, text)), ""
 
@@ -136,7 +136,7 @@ def _flavour_not_given(options: PeerBlock, family: str) -> None:
     default = names.default_flavour
     if default is None:
         return
-    found, _ = _find(family, default)
+    found, _ = _find_flavour(family, default)
     if found is None:
         expected = f"a flavour: SimpleTuner would take {default}, which we do not train"
         options.draft.problem("model_flavour", None, expected, f"choose one of {', '.join(names.flavours)}")
@@ -154,7 +154,7 @@ def _parts(options: PeerBlock, family: str) -> None:
     elif (other := _of_another_family(vae, family)) is not None:
         options.take("pretrained_vae_model_name_or_path")
         options.note(f"{options.key('pretrained_vae_model_name_or_path')}: {other.title} does not fit {family}; "
-                     "the model's own is used, as SimpleTuner does")  # fmt: skip
+                     "the model's own is used, as in SimpleTuner")  # fmt: skip
     else:
         options.put("pretrained_vae_model_name_or_path", ("model", "vae_path"))
     encoder = names.text_encoder_option

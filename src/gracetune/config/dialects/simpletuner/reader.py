@@ -28,7 +28,7 @@ from gracetune.config.dialects.simpletuner.keys import (
     WITHOUT_EFFECT,
     Off,
 )
-from gracetune.config.dialects.simpletuner.model import MODEL, lacks_flavour, read_family
+from gracetune.config.dialects.simpletuner.model import MODEL, read_family, reject_untrained_flavour
 from gracetune.config.dialects.simpletuner.optimizer import OPTIMIZER
 from gracetune.config.dialects.simpletuner.option_block import bare, collect, unwrapped
 from gracetune.config.dialects.simpletuner.training import ROUTE, TRAINING, TREAD
@@ -61,7 +61,7 @@ def _are_entries(value: Any) -> bool:
 def read(document: Document, draft: Draft, environment: Environment) -> None:
     options = collect(document, draft, environment, SUPPORTED)
     family = read_family(options)
-    if family is None or lacks_flavour(options, family):
+    if family is None or reject_untrained_flavour(options, family):
         _finish_report(draft)
         return
     for table in (IDENTITY, MODEL, ADAPTER, TRAINING, OPTIMIZER, VALIDATION):

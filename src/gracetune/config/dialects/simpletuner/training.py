@@ -262,7 +262,7 @@ def _shift(options: PeerBlock, family: str) -> None:
     elif "flow_schedule_shift" in options:
         # 0 means no shift, which is a shift of 1
         options.put("flow_schedule_shift", path, lambda value: positive_or_none(value) or 1.0)
-    elif options.draft.get(("model", "flavour")) not in names_of(family).simpletuner.without_shift:
+    elif options.draft.get(("model", "flavour")) not in names_of(family).simpletuner.flavours_without_shift:
         options.default(path, 3.0, "flow_schedule_shift")
 
 

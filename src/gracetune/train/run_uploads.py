@@ -1,4 +1,7 @@
-"""Uploads to the hub: the final weights and, if `every_checkpoint` is set, the weights of each checkpoint."""
+"""Uploads of a run to the hub: the final weights and, if `every_checkpoint` is set, the weights of each checkpoint.
+
+Uploads run in the background. A failed one is reported as a warning, and no function here raises because of it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from gracetune.train.output import RunFolder
 from gracetune.train.view import View
 
 
-class Publishing:
-    """Does nothing unless `checkpoints.push_to_hub` is set; rank 0 alone uploads."""
+class RunUploads:
+    """What a run uploads, and when. Does nothing unless `checkpoints.push_to_hub` is set; rank 0 alone uploads."""
 
     def __init__(
         self, config: RunConfig, folder: RunFolder, environment: Environment, view: View, *, main: bool
@@ -33,19 +36,21 @@ class Publishing:
             )  # fmt: skip
 
     def begin(self) -> None:
+        """Create the repository, so that a problem with the token is reported before the first step."""
         if self._uploads is not None:
             self._uploads.begin()
 
-    def checkpoint(self, step: int, files: Sequence[Path]) -> None:
+    def upload_checkpoint(self, step: int, files: Sequence[Path]) -> None:
         if self._uploads is not None and self._every:
             self._uploads.add(files, below=f"checkpoint-{step}", message=f"Checkpoint at step {step}")
 
-    def result(self, step: int, files: Sequence[Path]) -> None:
+    def upload_result(self, step: int, files: Sequence[Path]) -> None:
+        """Upload the final files. A run that saved none passes an empty sequence."""
         if self._uploads is not None and files:
             self._uploads.add(files, message=f"Trained for {step} steps")
 
-    def end(self) -> None:
-        """Wait for uploads in progress."""
+    def wait(self) -> None:
+        """Wait until every upload has succeeded or failed."""
         if self._uploads is not None:
             self._uploads.drain()
 
@@ -57,14 +62,14 @@ def model_card(config: RunConfig) -> str:
         known = flavours(config.model.family)
         flavour = find_flavour(config.model.family, config.model.flavour) if config.model.flavour else known[0]
         base = None if flavour is None else flavour.weights
-    about: dict[str, object] = {
+    header: dict[str, object] = {
         "library_name": "diffusers",
         "tags": [config.adapter.kind, config.model.family, "gracetune"],
     }
     if base is not None and base.count("/") == 1 and not base.startswith((".", "/", "~")):
-        about["base_model"] = base
+        header["base_model"] = base
     triggers = [one.captions.trigger_word or one.captions.instance_prompt for one in config.datasets]
     if trigger := next((word for word in triggers if word), None):
-        about["instance_prompt"] = trigger
-    header = yaml.safe_dump(about, sort_keys=True, allow_unicode=True)
-    return f"---\n{header}---\n\n# {config.name}\n\nTrained with gracetune.\n"
+        header["instance_prompt"] = trigger
+    text = yaml.safe_dump(header, sort_keys=True, allow_unicode=True)
+    return f"---\n{text}---\n\n# {config.name}\n\nTrained with gracetune.\n"

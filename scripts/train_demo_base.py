@@ -34,7 +34,7 @@ from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from gracetune.models.common.tiny_parts import TinyWeights, made
+from gracetune.models.common.tiny_parts import TinyWeights, build_part
 from gracetune.train.demo_shapes import BASE_SHAPES, COLORS, CONCEPT, SIDE, ShapeImage, caption, random_shape
 
 TEXT_WIDTH, TOKENS = 64, 16
@@ -85,7 +85,7 @@ def tokenizer(pad_token: str) -> Any:
     tokens = [*vocabulary, "<|startoftext|>", "<|endoftext|>"]
     numbers = {token: number for number, token in enumerate(tokens)}
     options = {"pad_token": pad_token, "model_max_length": TOKENS}
-    return made(CLIPTokenizer, vocab=numbers, merges=[*merges], **options)
+    return build_part(CLIPTokenizer, vocab=numbers, merges=[*merges], **options)
 
 
 def text_encoder(weights: TinyWeights, kind: Any, tokens: Any, act: str) -> Any:
@@ -95,7 +95,7 @@ def text_encoder(weights: TinyWeights, kind: Any, tokens: Any, act: str) -> Any:
         num_attention_heads=4, max_position_embeddings=TOKENS, projection_dim=TEXT_WIDTH, hidden_act=act,
         bos_token_id=tokens.bos_token_id, eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id,
     )  # fmt: skip
-    encoder = weights.of(kind, config)
+    encoder = weights.build(kind, config)
     with torch.no_grad():  # a word outweighs its position and the words before it
         encoder.get_input_embeddings().weight.mul_(math.sqrt(TEXT_WIDTH))
     return encoder
@@ -134,7 +134,7 @@ def pixels(images: list[Image.Image]) -> Tensor:
 
 
 def new_vae() -> Any:
-    vae = made(
+    vae = build_part(
         AutoencoderKL,
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
@@ -241,7 +241,7 @@ class Progress:
 
 
 def new_unet() -> Any:
-    return made(
+    return build_part(
         UNet2DConditionModel,
         sample_size=SIDE // 4,
         block_out_channels=(32, 64, 80),
@@ -367,7 +367,7 @@ def main() -> None:
     vae: Any = AutoencoderKL.from_pretrained(work / "vae")
     weights, tokens, tokens_2 = TinyWeights(options.seed), tokenizer("<|endoftext|>"), tokenizer("!")
     torch.manual_seed(options.seed)
-    pipeline = made(
+    pipeline = build_part(
         StableDiffusionXLPipeline,
         vae=vae.eval().requires_grad_(False),
         text_encoder=text_encoder(weights, CLIPTextModel, tokens, "quick_gelu"),

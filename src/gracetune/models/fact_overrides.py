@@ -20,11 +20,11 @@ def facts_of(config: RunConfig, spec: ModelSpec, source: ModelSource) -> ModelFa
     """
     facts = _with_flavour(spec.inspect(source), config.model.flavour)
     if config.model.expert_boundary is not None:
-        facts = _with_boundary(facts, config.model.expert_boundary)
+        facts = with_boundary(facts, config.model.expert_boundary)
     if config.objective.prediction is not None:
-        facts = _with_prediction(facts, config.objective.prediction)
+        facts = with_prediction(facts, config.objective.prediction)
     if config.objective.guidance is not None:
-        facts = _with_guidance(facts, config.objective.guidance)
+        facts = with_guidance(facts, config.objective.guidance)
     return facts
 
 
@@ -50,7 +50,7 @@ def _planning_data(family: str, flavour: str) -> tuple[object, ...]:
     return replace(footprint, flavour="", measured=""), GEOMETRIES[family][flavour], replace(names, name="", weights="")
 
 
-def _with_boundary(facts: ModelFacts, boundary: float) -> ModelFacts:
+def with_boundary(facts: ModelFacts, boundary: float) -> ModelFacts:
     """The facts of a two-expert model with this noise level as the boundary between the experts."""
     if len(facts.experts) != 2:
         found = f"{boundary:g}, for {facts.flavour}, which has one denoiser"
@@ -59,7 +59,7 @@ def _with_boundary(facts: ModelFacts, boundary: float) -> ModelFacts:
     return replace(facts, experts=(replace(high, lowest=boundary), replace(low, highest=boundary)))
 
 
-def _with_guidance(facts: ModelFacts, guidance: float) -> ModelFacts:
+def with_guidance(facts: ModelFacts, guidance: float) -> ModelFacts:
     """The facts with another value for the model's guidance input. Unchanged if the model has no such input, in which
     case `guidance_note` informs the user."""
     if facts.details.get("guidance") is None:
@@ -74,7 +74,7 @@ def guidance_note(config: RunConfig, facts: ModelFacts) -> str | None:
     return f"objective.guidance: no effect: {facts.flavour} has no guidance input"
 
 
-def _with_prediction(facts: ModelFacts, prediction: Prediction) -> ModelFacts:
+def with_prediction(facts: ModelFacts, prediction: Prediction) -> ModelFacts:
     """The facts with another prediction type, for weights whose published scheduler config is wrong."""
     schedule = facts.schedule
     if prediction == schedule.prediction:

@@ -208,9 +208,9 @@ def variable(name: str) -> str | None:
 def statistic(name: str) -> str | None:
     """One of those `gh200.memory_stats()` adds."""
     from gracetune.memory.native import Migrations
-    from gracetune.memory.unified_memory import UvmStats, merged
+    from gracetune.memory.unified_memory import UvmStats, add_uvm_stats
 
-    known = merged({}, UvmStats(migrations=Migrations(0, 0, 0, 0)))
+    known = add_uvm_stats({}, UvmStats(migrations=Migrations(0, 0, 0, 0)))
     return None if name in known else f"{name}: not among {', '.join(known)}"
 
 

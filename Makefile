@@ -1,5 +1,5 @@
 # A newcomer needs two of these: `make demo` and `make test`.
-.PHONY: help environment demo test test-half test-other-half test-full storm test-gpu test-gpu-long lint clean
+.PHONY: help environment demo test test-half test-other-half test-full test-full-half test-full-other-half storm test-gpu test-gpu-long lint clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,12 +18,18 @@ test: environment ## the everyday CPU tests (under 7 minutes on 2 cores)
 pytest := PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest
 everyday := $(pytest) -m 'not gpu and not full'
 test-half:
-	TEST_HALF=1 $(everyday)
+	TEST_HALF=everyday-1 $(everyday)
 test-other-half:
-	TEST_HALF=2 $(everyday)
+	TEST_HALF=everyday-2 $(everyday)
 
-test-full: environment ## the long CPU tests (under 45 minutes; needs the network)
-	$(pytest) -m 'full and not gpu'
+test-full: environment ## the long CPU tests (under 45 minutes on 2 cores; needs the network)
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-full-half test-full-other-half
+
+long := $(pytest) -m 'full and not gpu'
+test-full-half:
+	TEST_HALF=full-1 $(long)
+test-full-other-half:
+	TEST_HALF=full-2 $(long)
 
 # Results of cases are functions of the seed; STORM_OUTPUT=FILE writes the table as JSON too.
 STORM_CASES ?= 500

@@ -47,12 +47,13 @@ _HALF = os.environ.pop("TEST_HALF", "")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Under `make test`, the files of the other half; see halves.py."""
+    """Under `make test` and `make test-full`, the files of the other half; see halves.py."""
     if not _HALF or collection_path.suffix != ".py" or collection_path.name == "conftest.py":
         return None
     from halves import half
 
-    return collection_path not in half(int(_HALF)) or None
+    lane, _, number = _HALF.partition("-")
+    return collection_path not in half(lane, int(number)) or None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -207,42 +207,47 @@ class TestMakefile:
         assert commands == ["make lint", "make test", "make test-full"]
 
 
+@pytest.mark.parametrize("lane", ["everyday", "full"])
 class TestHalves:
-    """`make test` runs two processes; every test file is in one of them, and in one only."""
+    """`make test` and `make test-full` run two processes; every test file is in one of them, and in one only."""
 
     SUITE: ClassVar = {"tests/test_a.py": "assert 1", "tests/b/test_b.py": "assert 1", "tests/test_c.py": "assert 0"}
 
     @pytest.fixture
-    def suite(self, tmp_path: Path) -> Path:
+    def suite(self, tmp_path: Path, lane: str) -> Path:
         for name, body in self.SUITE.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(f"def test_it(): {body}\n")
-        (tmp_path / "tests" / "seconds.txt").write_text("3.0 b/test_b.py\n2.0 test_a.py\n2.0 test_gone.py\n")
+        seconds = {"everyday": "seconds.txt", "full": "seconds_full.txt"}[lane]
+        (tmp_path / "tests" / seconds).write_text("3.0 b/test_b.py\n2.0 test_a.py\n2.0 test_gone.py\n")
         for name in ("conftest.py", "halves.py"):
             shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
         shutil.copy(ROOT / "pyproject.toml", tmp_path)
         return tmp_path
 
-    def test_each_file_runs_in_one_of_them(self, suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_each_file_runs_in_one_of_them(self, suite: Path, lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
         outcomes = []
-        for half in ("1", "2"):
-            monkeypatch.setenv("TEST_HALF", half)
+        for number in (1, 2):
+            monkeypatch.setenv("TEST_HALF", f"{lane}-{number}")
             done = run(sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", cwd=suite)
             outcomes.append({line.split("::")[0] for line in done.stdout.splitlines() if "::test_it" in line})
         assert outcomes == [{"PASSED tests/b/test_b.py"}, {"PASSED tests/test_a.py", "FAILED tests/test_c.py"}]
 
-    def test_seconds_are_read_from_what_pytest_prints(self) -> None:
+    def test_ours_are_about_equal_and_leave_nothing_out(self, lane: str) -> None:
+        import halves
+
+        first, second = halves.half(lane, 1), halves.half(lane, 2)
+        assert not first & second
+        assert first | second == set((ROOT / "tests").rglob("test_*.py"))
+        expected = halves.expected(lane)
+        first_seconds, second_seconds = (sum(expected[file] for file in half) for half in (first, second))
+        assert abs(first_seconds - second_seconds) <= max(expected.values())
+
+
+class TestSeconds:
+    def test_they_are_read_from_what_pytest_prints(self) -> None:
         import halves
 
         log = ["0.40s call     tests/a/test_x.py::test_y[1 2]", "0.30s setup    tests/a/test_x.py::test_z", "1 passed",
                "0.50s call     tests/test_short.py::test_y"]  # fmt: skip
         assert halves.seconds(log) == "0.7 a/test_x.py\n"
-
-    def test_ours_are_about_equal_and_leave_nothing_out(self) -> None:
-        import halves
-
-        first, second = halves.half(1), halves.half(2)
-        assert not first & second
-        assert first | second == set((ROOT / "tests").rglob("test_*.py"))
-        first_seconds, second_seconds = (sum(halves.expected()[file] for file in half) for half in (first, second))
-        assert abs(first_seconds - second_seconds) <= max(halves.expected().values())

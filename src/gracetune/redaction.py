@@ -131,17 +131,21 @@ _LONGEST_LOGIN: Final = 330
 
 
 def _remote_logins(text: str) -> Iterator[tuple[int, int, str]]:
-    """Find each `user:password@host:/path` and `user:password@host/path`. Yields the start and end of the login, and the password."""
+    """Find each `user:password@host:/path` and `user:password@host/path`.
+
+    Yields the start and end of the login, and the password.
+    """
     done = 0
     for found in _REMOTE_HOST.finditer(text):
         at = found.start()
         first = max(done, at - _LONGEST_LOGIN)
         login = _REMOTE_LOGIN.search(text[first:at])
-        if login is not None and "://" not in login[0] and not login[2].endswith(HIDDEN):
-            # A password before `@host/` has no slash: `host:8080/@me/x` is a port and a path.
-            if found["slash"] is None or "/" not in login[2]:
-                yield first + login.start(), at, login[2]
         done = at + 1
+        if login is None or "://" in login[0] or login[2].endswith(HIDDEN):
+            continue
+        # A password before `@host/` has no slash: `host:8080/@me/x` is a port and a path.
+        if found["slash"] is None or "/" not in login[2]:
+            yield first + login.start(), at, login[2]
 
 
 def _without_remote_logins(text: str) -> str:

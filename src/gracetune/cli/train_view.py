@@ -306,9 +306,8 @@ def print_result(console: Console, result: Result, config: RunConfig, price: flo
     if result.first_batch is None or not good:
         for line in result.stop.reason.split("\n"):
             console.print(f"    {shown(line)}")
-    if not good:
-        if result.step:
-            console.print("    run the same command again to resume from here")
+    if not good and result.step:
+        console.print("    run the same command again to resume from here")
     for path in result.files:
         console.print(f"    {shown(str(path))}")
     if result.files and _is_for_comfyui(config):

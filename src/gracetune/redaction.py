@@ -6,7 +6,7 @@ redact_values({"hub_token": "hf_abc"})         # {"hub_token": "(hidden)"}
 Secrets are recognised by position and form:
 
 - the login and the query of a URL
-- the login of `user:password@host:/path`
+- the login of `user:password@host:/path` and `user:password@host/path`
 - the address of a webhook, except for its host
 - values of names such as `hub_token` or `WANDB_API_KEY`
 - tokens of known services
@@ -120,8 +120,10 @@ def _split_address(address: str) -> tuple[str, str, str, str]:
 
 _REMOTE_HOST: Final = re.compile(
     r"""@(?!sha\d+:)(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}+)|\[[0-9A-Fa-f:.%]{2,60}+\]):(?=[^\s"'<>`\\@])"""
+    r"""|@(?:[A-Za-z](?:[A-Za-z0-9.-]{0,252}+)|\d{1,3}+(?:\.\d{1,3}+){3}|\[[0-9A-Fa-f:.%]{2,60}+\])(?P<slash>/)"""
 )
-"""`@host:` in the syntax of scp and rsync. The `@sha256:` of a container image is a digest, so it does not match."""
+"""`@host:` in the syntax of scp and rsync, or `@host/` as in an address without its scheme (`//me:secret@host/share`).
+The `@sha256:` of a container image is a digest and the `@0.8/` of a prompt is a number, so they do not match."""
 _REMOTE_LOGIN: Final = re.compile(r"""(?<![^\s"'<>`\\=(,;/])([^\s"'<>`\\=(,;/:@]{1,64}):([^\s"'<>`\\]{1,256})\Z""")
 """`user:password` at the end of the text, which is cut before the `@`."""
 _LONGEST_LOGIN: Final = 330
@@ -129,15 +131,21 @@ _LONGEST_LOGIN: Final = 330
 
 
 def _remote_logins(text: str) -> Iterator[tuple[int, int, str]]:
-    """Find each `user:password@host:/path`. Yields the start and end of the login, and the password."""
+    """Find each `user:password@host:/path` and `user:password@host/path`.
+
+    Yields the start and end of the login, and the password.
+    """
     done = 0
     for found in _REMOTE_HOST.finditer(text):
         at = found.start()
         first = max(done, at - _LONGEST_LOGIN)
         login = _REMOTE_LOGIN.search(text[first:at])
-        if login is not None and "://" not in login[0] and not login[2].endswith(HIDDEN):
-            yield first + login.start(), at, login[2]
         done = at + 1
+        if login is None or "://" in login[0] or login[2].endswith(HIDDEN):
+            continue
+        # A password before `@host/` has no slash: `host:8080/@me/x` is a port and a path.
+        if found["slash"] is None or "/" not in login[2]:
+            yield first + login.start(), at, login[2]
 
 
 def _without_remote_logins(text: str) -> str:

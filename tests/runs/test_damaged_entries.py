@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from faults.commands import Commands
 from faults.injection import Fault
 from gracetune.cache.encode_passes import EncodeMemoryError
 from gracetune.cache.store import DiskStore
+from gracetune.cli.train_view import print_result
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import Problem
 from gracetune.train.view import CollectingView
@@ -86,7 +89,7 @@ def test_damaged_entries_are_encoded_again(kind: str, tiny_model: TinyModel, tmp
     message = "\n".join([*view.warnings, *view.lines])
     assert damaged > 3
     if kind == "disk":
-        assert "cache entries are damaged" in message
+        assert re.search("cache entr(y is|ies are) damaged", message)
         assert "encoded again; the run continues" in message
     else:
         assert "encoded again: they were damaged on the disk" in message
@@ -114,7 +117,7 @@ def test_a_file_that_cannot_be_decoded_any_more_is_left_out(tiny_model: TinyMode
 
 
 def test_a_run_that_has_to_stop_is_saved_and_the_same_command_goes_on(
-    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is no room for the encoder beside the model. The next start encodes before it loads the model."""
     whole = config_of(tiny_model, tmp_path, "whole")
@@ -131,6 +134,8 @@ def test_a_run_that_has_to_stop_is_saved_and_the_same_command_goes_on(
     assert stopped.stop.kind == "failed"
     assert 3 <= stopped.step < 8
     assert "could not be encoded again: encoding" in stopped.stop.reason
+    print_result(Console(), stopped, config, None)
+    assert "      found     out of memory\n" in capsys.readouterr().out, "each row of an error is a line"
     view = CollectingView()
     assert run(config, view).step == 8
     assert any("encoded again: they were damaged on the disk" in line for line in view.lines)

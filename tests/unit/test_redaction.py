@@ -82,6 +82,11 @@ def test_names_of_anything_else(name: str) -> None:
         ("image:1.2@sha256:0abc", "image:1.2@sha256:0abc"),
         ("a sign: SALE @noon: 5:30 (he:she@home)", "a sign: SALE @noon: 5:30 (he:she@home)"),
         ("C:/me@home/x and /data@2024/x:/y@z", "C:/me@home/x and /data@2024/x:/y@z"),
+        ("//me:pw@host/share", "//(hidden)@host/share"),
+        ("no folder me:pw@nas.local/x, or u:p@10.0.0.7/x", "no folder (hidden)@nas.local/x, or (hidden)@10.0.0.7/x"),
+        ("'u:p@ss@h/x' and u:p@[::1]/x", "'(hidden)@h/x' and (hidden)@[::1]/x"),
+        ("me@host/x and 8:30 @home/x", "me@host/x and 8:30 @home/x"),
+        ("<lora:style@0.8/0.9> image:1.2@sha256:0abc/x", "<lora:style@0.8/0.9> image:1.2@sha256:0abc/x"),
         ("datasets[0].path: found 3, expected 4", "datasets[0].path: found 3, expected 4"),
     ],
 )
@@ -138,6 +143,7 @@ def texts_with(secret: str) -> list[Any]:
         {"args": f"--seed=1 --hub_token={secret}"},
         {"path": f"me:{secret}@host:/data"},
         {"error": f"no file /home/me/me:{secret}@nas.local:data/x"},
+        {"path": f"//me:{secret}@host/share"},
         [f"WANDB_API_KEY='{secret}'"],
     ]
 

@@ -141,17 +141,19 @@ class TerminalView(View):
         self._print(f"warning {text}", yellow=len("warning"))
 
     def _print(self, text: str, *, style: str = "", yellow: int = 0) -> None:
-        """Print a line. On a terminal it is wrapped between words, never inside one; elsewhere it stays one line."""
-        text = visible(redact(text))
+        """Print a text line by line: an error has several. On a terminal, lines are wrapped between words."""
+        lines = [visible(line) for line in redact(text).split("\n")]
         if self._console.is_terminal:
-            text = "\n".join(
-                textwrap.wrap(
-                    text, self._console.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-                )
-            )
-        line = Text(text, style)
+            lines = [part for line in lines for part in self._wrapped(line)]
+        line = Text("\n".join(lines), style)
         line.stylize("yellow", 0, yellow)
         self._console.print(line)
+
+    def _wrapped(self, line: str) -> list[str]:
+        width = self._console.width
+        return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) or [
+            ""
+        ]
 
     def planned(self, planned: PlannedRun, machine: Machine) -> None:
         if planned.mismatch is not None:
@@ -301,12 +303,11 @@ def print_result(console: Console, result: Result, config: RunConfig, price: flo
     outcomes = {"finished": "finished", "interrupted": f"interrupted{saved}", "failed": f"stopped{saved}"}
     end = f"of {result.steps}" if result.step <= result.steps else f"already, past the configured {result.steps}"
     console.print(f"{mark(console, ok=good)} [bold]{outcomes[result.stop.kind]}[/] at step {result.step} {end}")
-    if result.first_batch is None:
-        console.print(f"    {shown(result.stop.reason)}")
-    if not good:
-        console.print(f"    {shown(result.stop.reason)}")
-        if result.step:
-            console.print("    run the same command again to resume from here")
+    if result.first_batch is None or not good:
+        for line in result.stop.reason.split("\n"):
+            console.print(f"    {shown(line)}")
+    if not good and result.step:
+        console.print("    run the same command again to resume from here")
     for path in result.files:
         console.print(f"    {shown(str(path))}")
     if result.files and _is_for_comfyui(config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import warnings
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from gracetune.cli.library_output import libraries_quiet
 from gracetune.cli.log_level import LogLevel, logging_at
 from gracetune.cli.train_view import TerminalView, bars
+from gracetune.errors import Problem
 from gracetune.telemetry.progress import RunStatus
 
 
@@ -78,6 +80,17 @@ def test_lines_are_wrapped_between_words_on_a_terminal_only(
     monkeypatch.delenv("FORCE_COLOR")
     TerminalView().report(text)
     assert capsys.readouterr().err == f"{text}\n"
+
+
+def test_the_rows_of_an_error_stay_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"the log: {Problem(f'a{chr(10)}b', 'nothing', 'word ' * 20, 'try again')}"
+    rows = ["warning the log: a\\nb", "  found     nothing", f"  expected  {'word ' * 20}", "  try       try again"]
+    TerminalView().warn(text)
+    assert capsys.readouterr().err.splitlines() == rows
+    terminal(monkeypatch).warn(text)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err).splitlines()
+    assert (lines[:2], lines[-1]) == (rows[:2], rows[-1])
+    assert max(map(len, lines)) <= 80
 
 
 def test_warnings_without_a_remedy_are_hidden() -> None:

@@ -1,7 +1,8 @@
-"""Groups of commands: suggestions for an unknown command or option, and help texts without the type of a switch."""
+"""Groups of commands: suggestions for an unknown command or option, and help texts that fit any width."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,9 +31,10 @@ class CommandGroup(TyperGroup):
         return "" if ctx.parent is None else f"{ctx.info_name} "
 
 
-def without_switch_types(command: Command) -> Command:
-    """Remove `<bool>` from the help of a command's switches, and of the commands of a group."""
+def with_tidy_help(command: Command) -> Command:
+    """Remove `<bool>` and the line breaks inside of paragraphs from the help of a command and of a group's commands."""
     context = Context(command)
+    command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help or "")
     for parameter in command.get_params(context):
         if isinstance(parameter, TyperOption) and parameter.is_flag:
             parameter.metavar = ""
@@ -40,7 +42,7 @@ def without_switch_types(command: Command) -> Command:
         for name in command.list_commands(context):
             inner = command.get_command(context, name)
             if inner is not None:
-                without_switch_types(inner)
+                with_tidy_help(inner)
     return command
 
 

@@ -16,7 +16,7 @@ from typer.main import get_command
 from typer.rich_utils import rich_abort_error, rich_format_error
 
 from gracetune import __version__
-from gracetune.cli.command_groups import CommandGroup, suggest_option, without_switch_types
+from gracetune.cli.command_groups import CommandGroup, suggest_option, with_tidy_help
 from gracetune.cli.console import Session, print_json, start, start_bare
 
 
@@ -196,7 +196,7 @@ def _command(name: str, loaded: typer.Typer | Callable[..., None]) -> Any:
         alone.command(name)(loaded)
         command = get_command(alone)
     command.name = name
-    return without_switch_types(command)
+    return with_tidy_help(command)
 
 
 class Commands(CommandGroup):

@@ -79,6 +79,7 @@ def test_help_shows_every_option_whole_at_80_columns(
     shown = capsys.readouterr().out
     assert "…" not in shown
     assert "<bool>" not in shown
+    assert "--install-completion" not in shown  # typer's, which changes the shell's files; ours prints a script
     assert COMMANDS[command] <= set(re.findall(r"--[a-z-]+", shown))
 
 
@@ -123,6 +124,16 @@ def test_problems_are_wrapped_between_words_on_a_terminal_only() -> None:
     lines = printed(narrow).splitlines()
     assert all(len(line) <= 40 for line in lines)
     assert lines[2:4] == ["    expected  a folder or an id of the", "              hub, such as owner/name"]
+
+
+def test_paragraphs_of_a_help_text_have_no_line_breaks_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert gracetune("report", "--help") == 0
+    assert (
+        "losses, speed, memory) and report.json (the same as data) in the run's folder are" in capsys.readouterr().out
+    )
 
 
 def test_output_is_wrapped_between_words_on_a_terminal_only(

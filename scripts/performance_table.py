@@ -115,8 +115,25 @@ def numerics(found: list[Result]) -> str:
     return "\n".join(["| what | found | bar | | where |", "|---|---|---|---|---|", *lines])
 
 
-TABLES = {"speed": speed, "steps": steps, "numerics": numerics}
-DOCUMENTS = {ROOT / "README.md": ["speed"], ROOT / "docs" / "performance.md": ["steps", "numerics"]}
+def peers(found: list[Result]) -> str:
+    """Other programs' own trainers beside ours, as they were recorded by hand in one sitting."""
+    lines = [
+        f"| {row['program']} | {result['commits'][row['program']] or 'not recorded'} | {row['adapter']} "
+        f"| {row['setting']} | {row['ms_per_step']:,g} | {_or_dash(row['peak_gib'], '{:g}')} "
+        f"| {_or_dash(row['first_step_s'], '{:g}')} |"
+        for _, result in found
+        if result.get("bench") == "peers"
+        for row in result["rows"]
+    ]
+    head = "| own trainer of | commit | adapter | setting | ms/step | peak GiB | first step s |"
+    return "\n".join([head, "|" + "---|" * 7, *lines]) if lines else NOTHING
+
+
+TABLES = {"speed": speed, "peers": peers, "steps": steps, "numerics": numerics}
+DOCUMENTS = {
+    ROOT / "README.md": ["peers", "speed"],
+    ROOT / "docs" / "performance.md": ["steps", "peers", "numerics"],
+}
 
 
 def filled(path: Path, found: list[Result]) -> str:

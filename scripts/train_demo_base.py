@@ -1,10 +1,11 @@
 """Train the base model of `gracetune demo` from nothing: a tiny SDXL that knows circles, squares and triangles.
 
-    python scripts/train_demo_base.py OUTPUT [--seed 0]
+    python scripts/train_demo_base.py OUTPUT [--seed 0] [--share 0.01]
 
 OUTPUT is a new model folder in diffusers' layout, with float16 weights. Everything runs on one CPU core and takes about
 20 minutes of an idle one: 5 for the VAE, 15 for the U-Net. The VAE and sheets of samples go to OUTPUT.work; a VAE that
-is already there is used again.
+is already there is used again. With --share, the script takes that share of the steps and images, to try the script
+itself: the result has learned nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,16 @@ from gracetune.models.common.tiny_parts import TinyWeights, build_part
 from gracetune.train.demo_shapes import BASE_SHAPES, COLORS, CONCEPT, SIDE, ShapeImage, caption, random_shape
 
 TEXT_WIDTH, TOKENS = 64, 16
-VAE_STEPS, VAE_BATCH, VAE_RATE = 2_000, 8, 3e-3
-DECODER_STEPS, DECODER_RATE = 5_000, 2e-3
+VAE_BATCH, VAE_RATE, DECODER_RATE = 8, 3e-3, 2e-3
 DECODER_NOISE = 0.03
 """Standard deviation of the noise on the latents that the decoder is refined with, relative to theirs."""
-UNET_STEPS, UNET_BATCH, UNET_RATE = 1_600, 32, 1.5e-3
-POLYGONS, SHAPES, IMAGES = 3_072, 1_024, 6_144
-"""Random drawings and shapes that the VAE is trained on; images that the U-Net is trained on."""
+UNET_BATCH, UNET_RATE = 32, 1.5e-3
 DROPPED = 0.1
 """Share of captions that are dropped, for classifier-free guidance."""
 KL_WEIGHT = 2e-4
 AVERAGED = 0.995
 """Decay of the average of the U-Net's weights."""
-REPORT_EVERY, SHEET_EVERY = 100, 200
+REPORT_EVERY = 100
 UNTRAINED_WORDS = (CONCEPT, "heart", "moon", "cross", "arrow", "ring", "flower", "cloud", "drop", "leaf")
 """One token each, as most words are for CLIP's tokenizer. No caption of the base has them."""
 WORDS = ("a", "an", "on", "background", "photo", "of", "the", *COLORS, *BASE_SHAPES, *UNTRAINED_WORDS)
@@ -66,6 +64,25 @@ SHEET = (
     ("circle", "orange", "black"), ("triangle", "pink", "green"), ("square", "white", "red"),
     (CONCEPT, "yellow", "blue"), (CONCEPT, "red", "white"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How long the parts are trained, and on how many images."""
+
+    vae_steps: int = 2_000
+    decoder_steps: int = 5_000
+    unet_steps: int = 1_600
+    sheet_every: int = 200
+    """Steps of the U-Net between two sheets of samples."""
+    drawings: int = 3_072
+    """Random drawings that the VAE is trained on, beside `shapes`."""
+    shapes: int = 1_024
+    images: int = 6_144
+    """Images that the U-Net is trained on."""
+
+    def share(self, share: float) -> Amounts:
+        return Amounts(**{name: math.ceil(share * amount) for name, amount in asdict(self).items()})
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -176,44 +193,45 @@ def step_with(optimizer: torch.optim.Optimizer, loss: Tensor, network: nn.Module
     optimizer.zero_grad()
 
 
-def vae_images(seed: int) -> Tensor:
+def vae_images(seed: int, amounts: Amounts) -> Tensor:
     generator = np.random.default_rng(seed)
-    drawings = [random_drawing(generator) for _ in range(POLYGONS)]
-    return pixels([*drawings, *(random_shape(generator, BASE_SHAPES).draw() for _ in range(SHAPES))])
+    drawings = [random_drawing(generator) for _ in range(amounts.drawings)]
+    return pixels([*drawings, *(random_shape(generator, BASE_SHAPES).draw() for _ in range(amounts.shapes))])
 
 
-def train_vae(seed: int) -> Any:
+def train_vae(seed: int, amounts: Amounts) -> Any:
     torch.manual_seed(seed)
-    images = vae_images(seed)
-    vae, progress = new_vae(), Progress("VAE", VAE_STEPS)
+    images, steps = vae_images(seed, amounts), amounts.vae_steps
+    vae, progress = new_vae(), Progress("VAE", steps)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=VAE_RATE, weight_decay=0.0)
-    for step in range(VAE_STEPS):
+    for step in range(steps):
         batch = images[torch.randint(len(images), (VAE_BATCH,))]
         posterior = vae.encode(batch).latent_dist
         difference = vae.decode(posterior.sample()).sample - batch
         kl = posterior.kl().mean() / posterior.mean[0].numel()
         loss = difference.abs().mean() + difference.square().mean() + KL_WEIGHT * kl
-        step_with(optimizer, loss, vae, rate(step, VAE_STEPS, VAE_RATE))
-        progress.add(step, float(difference.abs().mean()))
+        step_with(optimizer, loss, vae, rate(step, steps, VAE_RATE))
+        progress.add(step, float(difference.detach().abs().mean()))
     vae.eval().requires_grad_(False)
     latents = torch.cat([vae.encode(part).latent_dist.mean for part in images[-512:].split(64)])
     vae.register_to_config(scaling_factor=round(1 / float(latents.std()), 5))
     return vae
 
 
-def refine_decoder(vae: Any, seed: int) -> None:
+def refine_decoder(vae: Any, seed: int, amounts: Amounts) -> None:
     """Train only the decoder further. The latents stay as they are, so this can run beside the U-Net's training."""
     torch.manual_seed(seed)
-    images, decoder = vae_images(seed), nn.ModuleList([vae.post_quant_conv, vae.decoder]).requires_grad_(True)
+    images, steps = vae_images(seed, amounts), amounts.decoder_steps
+    decoder = nn.ModuleList([vae.post_quant_conv, vae.decoder]).requires_grad_(True)
     noise = DECODER_NOISE / vae.config.scaling_factor
-    optimizer, progress = torch.optim.AdamW(decoder.parameters(), lr=DECODER_RATE), Progress("decoder", DECODER_STEPS)
-    for step in range(DECODER_STEPS):
+    optimizer, progress = torch.optim.AdamW(decoder.parameters(), lr=DECODER_RATE), Progress("decoder", steps)
+    for step in range(steps):
         batch = images[torch.randint(len(images), (VAE_BATCH,))]
         with torch.no_grad():
             latents = vae.encode(batch).latent_dist.mean
         difference = vae.decode(latents + noise * torch.randn_like(latents)).sample - batch
         loss = difference.abs().mean() + difference.square().mean()
-        step_with(optimizer, loss, decoder, rate(step, DECODER_STEPS, DECODER_RATE))
+        step_with(optimizer, loss, decoder, rate(step, steps, DECODER_RATE))
         progress.add(step, float(difference.detach().abs().mean()))
     vae.eval().requires_grad_(False)
 
@@ -290,23 +308,23 @@ def encode(pipeline: Any, shapes: list[ShapeImage]) -> Encoded:
     )
 
 
-def train_unet(pipeline: Any, seed: int, work: Path) -> None:
+def train_unet(pipeline: Any, seed: int, amounts: Amounts, work: Path) -> None:
     """Train the U-Net. It ends with the average of its weights."""
     torch.manual_seed(seed)
-    generator = np.random.default_rng(seed + 1)
-    data = encode(pipeline, [random_shape(generator, BASE_SHAPES) for _ in range(IMAGES)])
+    generator, steps = np.random.default_rng(seed + 1), amounts.unet_steps
+    data = encode(pipeline, [random_shape(generator, BASE_SHAPES) for _ in range(amounts.images)])
     unet, schedule = pipeline.unet, DDPMScheduler(**SCHEDULE)
     average = {name: value.detach().clone() for name, value in unet.named_parameters()}
-    optimizer, progress = torch.optim.AdamW(unet.parameters(), lr=UNET_RATE), Progress("U-Net", UNET_STEPS)
-    for step in range(UNET_STEPS):
+    optimizer, progress = torch.optim.AdamW(unet.parameters(), lr=UNET_RATE), Progress("U-Net", steps)
+    for step in range(steps):
         loss = velocity_loss(unet, schedule, data)
-        step_with(optimizer, loss, unet, rate(step, UNET_STEPS, UNET_RATE))
+        step_with(optimizer, loss, unet, rate(step, steps, UNET_RATE))
         progress.add(step, float(loss.detach()))
         decay = min(AVERAGED, (1 + step) / (10 + step))
         with torch.no_grad():
             for name, value in unet.named_parameters():
                 average[name].lerp_(value, 1 - decay)
-        if (step + 1) % SHEET_EVERY == 0:
+        if (step + 1) % amounts.sheet_every == 0:
             with weights_of(unet, average):
                 sheet(pipeline, work / f"step_{step + 1}.png")
                 unet.save_pretrained(work / "unet")
@@ -358,12 +376,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--share", type=float, default=1.0)
     options = parser.parse_args()
+    amounts = Amounts().share(options.share)
     torch.set_num_threads(1)
     work = options.output.with_name(options.output.name + ".work")
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "vae" / "config.json").is_file():
-        train_vae(options.seed).save_pretrained(work / "vae")
+        train_vae(options.seed, amounts).save_pretrained(work / "vae")
     vae: Any = AutoencoderKL.from_pretrained(work / "vae")
     weights, tokens, tokens_2 = TinyWeights(options.seed), tokenizer("<|endoftext|>"), tokenizer("!")
     torch.manual_seed(options.seed)
@@ -377,8 +397,8 @@ def main() -> None:
         unet=new_unet(),
         scheduler=EulerDiscreteScheduler(**SCHEDULE, steps_offset=1, timestep_spacing="trailing"),
     )
-    train_unet(pipeline, options.seed, work)
-    refine_decoder(pipeline.vae, options.seed)
+    train_unet(pipeline, options.seed, amounts, work)
+    refine_decoder(pipeline.vae, options.seed, amounts)
     pipeline.to(torch.float16).save_pretrained(options.output)
     shutil.rmtree(work / "unet", ignore_errors=True)
 

@@ -29,7 +29,12 @@ if TYPE_CHECKING:  # torch and diffusers are loaded by the command that needs th
     from gracetune.cli.adapter_view import Converted
 
 _LARGEST_ALPHA = 1e6
-app = typer.Typer(cls=CommandGroup, help="Look into adapter files, check them, convert them.", no_args_is_help=True)
+app = typer.Typer(
+    cls=CommandGroup,
+    help="Look into adapter files, check them, convert them.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 
 if TYPE_CHECKING:

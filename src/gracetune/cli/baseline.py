@@ -24,7 +24,10 @@ DEFAULT_STEPS = 60
 DEFAULT_TOLERANCE = "5%"
 
 app = typer.Typer(
-    cls=CommandGroup, help="Measure what a config costs here, and compare it later.", no_args_is_help=True
+    cls=CommandGroup,
+    help="Measure what a config costs here, and compare it later.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 

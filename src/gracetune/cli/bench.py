@@ -86,6 +86,7 @@ app = typer.Typer(
     cls=_Benches,
     help="Measure a part of gracetune on this machine. Exit 1 if a bar is missed.",
     no_args_is_help=True,
+    add_completion=False,
 )
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON result to this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON result and nothing else.")]

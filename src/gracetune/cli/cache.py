@@ -33,7 +33,9 @@ if TYPE_CHECKING:  # torch and the models' code are loaded by the command that n
     from gracetune.cli.cache_view import Cleared, ProgressBars
     from gracetune.data.index import DataIndex
 
-app = typer.Typer(cls=CommandGroup, help="Build, check and clear the caches of a run.", no_args_is_help=True)
+app = typer.Typer(
+    cls=CommandGroup, help="Build, check and clear the caches of a run.", no_args_is_help=True, add_completion=False
+)
 
 Config = Annotated[Path, typer.Argument(readable=False, metavar="CONFIG", help="A configuration file of any dialect.")]
 TakeOver = Annotated[

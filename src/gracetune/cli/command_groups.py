@@ -1,11 +1,13 @@
-"""Groups of commands: the suggestion for an unknown command, and help texts without the type of a switch."""
+"""Groups of commands: suggestions for an unknown command or option, and help texts that fit any width."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from typer._click.core import Command, Context
+from typer._click.exceptions import NoSuchOption
 from typer.core import TyperGroup, TyperOption
 
 
@@ -29,9 +31,10 @@ class CommandGroup(TyperGroup):
         return "" if ctx.parent is None else f"{ctx.info_name} "
 
 
-def without_switch_types(command: Command) -> Command:
-    """Remove `<bool>` from the help of a command's switches, and of the commands of a group."""
+def with_tidy_help(command: Command) -> Command:
+    """Remove `<bool>` and the line breaks inside of paragraphs from the help of a command and of a group's commands."""
     context = Context(command)
+    command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help or "")
     for parameter in command.get_params(context):
         if isinstance(parameter, TyperOption) and parameter.is_flag:
             parameter.metavar = ""
@@ -39,5 +42,25 @@ def without_switch_types(command: Command) -> Command:
         for name in command.list_commands(context):
             inner = command.get_command(context, name)
             if inner is not None:
-                without_switch_types(inner)
+                with_tidy_help(inner)
     return command
+
+
+def suggest_option(error: NoSuchOption) -> None:
+    """Give an unknown option better suggestions: `--max-steps` for `--steps`, `--set optimizer.lr=VALUE` for `--lr`.
+
+    Those of typer have `--help` and `--set` for most words. A value of the config is set with `--set` where the command
+    has it.
+    """
+    names = {name for one in error.ctx.command.params for name in one.opts} if error.ctx is not None else set()
+    similar = [name for name in error.possibilities or () if name not in ("--help", "--set")]
+    error.possibilities = similar or (_settings(error.option_name) if "--set" in names else [])
+
+
+def _settings(option: str) -> list[str]:
+    """`--set` for each value of this name in the config or in one of its sections."""
+    from gracetune.config.pydantic_errors import field_names
+
+    name, sections = option.lstrip("-").replace("-", "_").lower(), field_names(())
+    keys = [name] * (name in sections) + [f"{one}.{name}" for one in sections if name in field_names((one,))]
+    return [f"--set {key}=VALUE" for key in keys]

@@ -18,7 +18,12 @@ from gracetune.config.pydantic_errors import schema as config_schema
 from gracetune.errors import ConfigError, Problem, visible
 from gracetune.hardware import probe
 
-app = typer.Typer(cls=CommandGroup, help="Check, resolve and describe configuration files.", no_args_is_help=True)
+app = typer.Typer(
+    cls=CommandGroup,
+    help="Check, resolve and describe configuration files.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value; repeatable.")

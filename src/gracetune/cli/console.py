@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -131,8 +132,39 @@ def session(context: typer.Context) -> Session:
     return found if found is not None else Session(Environment.capture())
 
 
+class Output(Console):
+    """On a terminal, wraps text between words, so that a path or a command is never broken inside a word.
+
+    In a file or a pipe each text is one line, so that programs can search it.
+    """
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, soft_wrap=True)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if not self.is_terminal or len(objects) != 1 or not isinstance(objects[0], str):
+            super().print(*objects, **options)
+            return
+        for line in self.render_str(objects[0], highlight=False).split(allow_blank=True):
+            indent = len(line.plain) - len(line.plain.lstrip())
+            first, *more = line.divide(_breaks(line.plain, self.width, indent))
+            super().print(first, **options)
+            for part in more:
+                super().print(Text(" " * indent).append(part), **options)
+
+
+def _breaks(line: str, width: int, indent: int) -> list[int]:
+    """Where the lines after the first one begin. A word that is longer than a line has a line of its own."""
+    begin, found = 0, []
+    for word in re.finditer(r"\S+", line):
+        if word.end() - begin > width and line[begin : word.start()].strip():
+            begin = word.start() - indent
+            found.append(word.start())
+    return found
+
+
 def out() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    return Output()
 
 
 @contextmanager

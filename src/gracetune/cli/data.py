@@ -28,7 +28,9 @@ if TYPE_CHECKING:  # numpy, Pillow and FFmpeg are loaded by the command that nee
     from gracetune.data.index_builder import OnDataset
     from gracetune.data.sampler import Order, SampleGroup
 
-app = typer.Typer(cls=CommandGroup, help="Look at the data of a run, and caption images.", no_args_is_help=True)
+app = typer.Typer(
+    cls=CommandGroup, help="Look at the data of a run, and caption images.", no_args_is_help=True, add_completion=False
+)
 app.command()(caption)
 app.command()(judge)
 

@@ -19,7 +19,9 @@ from gracetune.errors import ConfigError, MachineError, Problem
 from gracetune.storage.atomic import write_file
 
 INDEX = "index.json"
-app = typer.Typer(cls=CommandGroup, help="List the examples, and copy one to start from.", no_args_is_help=True)
+app = typer.Typer(
+    cls=CommandGroup, help="List the examples, and copy one to start from.", no_args_is_help=True, add_completion=False
+)
 
 
 @dataclass(frozen=True)

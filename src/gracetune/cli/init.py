@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from gracetune.cli.config import AsJson
-from gracetune.cli.console import Session, mark, out, print_json, session, shown
+from gracetune.cli.console import Output, Session, mark, out, print_json, session, shown
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import load
 from gracetune.config.path_status import inspect_path
@@ -251,7 +251,7 @@ def _whole_number(text: str) -> int:
 
 
 def _report(text: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(shown(text))
+    Output(stderr=True).print(shown(text))
 
 
 def _header(request: InitRequest, answers: Answers, proposal: Proposal, path: Path) -> list[str]:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer._click.exceptions import UsageError  # base class of `typer.BadParameter`
+from typer._click.exceptions import NoSuchOption, UsageError  # base class of `typer.BadParameter`
 from typer.core import TyperCommand
 from typer.main import get_command
 from typer.rich_utils import rich_abort_error, rich_format_error
 
 from gracetune import __version__
-from gracetune.cli.command_groups import CommandGroup, without_switch_types
+from gracetune.cli.command_groups import CommandGroup, suggest_option, with_tidy_help
 from gracetune.cli.console import Session, print_json, start, start_bare
 
 
@@ -154,10 +154,11 @@ ENTRIES = {
 }
 MEANT = {
     "start": "train", "run": "train", "finetune": "train", "fine-tune": "train", "launch": "train", "resume": "train",
+    "fit": "train", "generate": "validate-now",
     "new": "init", "configure": "init", "setup": "init", "create": "init", "quickstart": "init",
     "sample": "validate-now", "validate": "validate-now", "check": "config check", "show": "config show",
     "plan": "estimate", "memory": "estimate", "convert": "adapter convert", "inspect": "adapter inspect",
-    "pick": "adapter pick", "judge": "data judge",
+    "pick": "adapter pick", "judge": "data judge", "export": "adapter convert", "monitor": "report", "status": "report",
     "example": "examples", "caption": "data caption", "diagnose": "doctor", "benchmark": "bench",
 }  # fmt: skip
 """Names from other programs, and the command of ours that they stand for. Used for suggestions."""
@@ -195,7 +196,7 @@ def _command(name: str, loaded: typer.Typer | Callable[..., None]) -> Any:
         alone.command(name)(loaded)
         command = get_command(alone)
     command.name = name
-    return without_switch_types(command)
+    return with_tidy_help(command)
 
 
 class Commands(CommandGroup):
@@ -267,6 +268,8 @@ def _invoke(arguments: list[str], session: Session | None, *, as_json: bool) -> 
     try:
         code = app(args=arguments, obj=session, standalone_mode=False)
     except UsageError as error:
+        if isinstance(error, NoSuchOption):
+            suggest_option(error)
         rich_format_error(error)
         if as_json:
             print_json({"ok": False, "error": error.format_message(), "problems": []})

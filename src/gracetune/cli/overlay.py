@@ -23,7 +23,10 @@ from gracetune.integrations.trees import opened
 from gracetune.integrations.upstreams import UPSTREAMS
 
 app = typer.Typer(
-    cls=CommandGroup, help="Run SimpleTuner or ai-toolkit with features of gracetune.", no_args_is_help=True
+    cls=CommandGroup,
+    help="Run SimpleTuner or ai-toolkit with features of gracetune.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 

@@ -108,8 +108,12 @@ class Draft:
             self.put(path, value, origin)
 
     def default(self, path: Path, value: Any, whose: str, key: str = "") -> None:
-        """Put a peer's default that differs from ours, unless the path already has a value."""
-        if path not in self.origins:
+        """Put a peer's default that differs from ours, unless the path has a value, or is inside of one.
+
+        `checkpoints: 100` is such a value. It is invalid, and a default of `checkpoints.format` must not hide it.
+        """
+        around = (self.get(path[:length]) for length in range(1, len(path)))
+        if path not in self.origins and all(one is None or isinstance(one, dict | list) for one in around):
             self.put(path, value, Origin("default", key, whose))
 
     def get(self, path: Path) -> Any:

@@ -60,17 +60,34 @@ def _sections(data: Mapping[Any, Any], draft: Draft, prefix: str, file: str) -> 
     for key, value in data.items():
         if key != VERSION_KEY:
             kept = _without_retired(value, draft) if key == "cache" and isinstance(value, Mapping) else value
-            draft.put_tree((str(key),), _written_out(str(key), kept), Origin("file", f"{prefix}{key}", file))
+            path, value = written_out((str(key),), kept)
+            draft.put_tree(path, value, Origin("file", f"{prefix}{key}", file))
 
 
-def _written_out(key: str, value: Any) -> Any:
-    """Expand short forms: a folder or a list of folders for `datasets`, one dataset without a list, plain prompts."""
-    if key == "datasets" and isinstance(value, str | Mapping | list) and value:
-        return [_dataset(one) for one in (value if isinstance(value, list) else [value])]
-    prompts = value.get("prompts") if key == "validation" and isinstance(value, Mapping) else None
-    if isinstance(prompts, list):
-        return {**value, "prompts": [{"prompt": one} if isinstance(one, str) else one for one in prompts]}
-    return value
+_NAMED_BY = {"adapter": "kind", "optimizer": "name", "schedule": "name"}
+"""Sections that can be written as one name."""
+
+
+def written_out(path: Path, value: Any) -> tuple[Path, Any]:
+    """Expand the short form of a value, also of one that a flag sets. Returns the value and the path it belongs to.
+
+    Short forms are a name for `adapter`, `optimizer` and `schedule`; a folder, a list of folders or one dataset without
+    a list for `datasets`; and texts for `validation.prompts`.
+    """
+    match path:
+        case (str(section),) if section in _NAMED_BY and isinstance(value, str):
+            return (section, _NAMED_BY[section]), value
+        case ("datasets",) if isinstance(value, str | Mapping | list) and value:
+            return path, [_dataset(one) for one in (value if isinstance(value, list) else [value])]
+        case ("datasets", int()):
+            return path, _dataset(value)
+        case ("validation",) if isinstance(value, Mapping) and "prompts" in value:
+            return path, {**value, "prompts": _prompts(value["prompts"])}
+        case ("validation", "prompts"):
+            return path, _prompts(value)
+        case ("validation", "prompts", int()):
+            return path, _prompt(value)
+    return path, value
 
 
 def _dataset(value: Any) -> Any:
@@ -78,6 +95,18 @@ def _dataset(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     return {"id": value.rstrip("/").rpartition("/")[2] or value, "path": value}
+
+
+def _prompts(value: Any) -> Any:
+    return (
+        [_prompt(one) for one in ([value] if isinstance(value, str) else value)]
+        if isinstance(value, str | list)
+        else value
+    )
+
+
+def _prompt(value: Any) -> Any:
+    return {"prompt": value} if isinstance(value, str) else value
 
 
 def _without_retired(cache: Mapping[Any, Any], draft: Draft) -> dict[Any, Any]:

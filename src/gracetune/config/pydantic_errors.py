@@ -221,14 +221,22 @@ def suggestion(path: Path, found: Any, key: str, *, by_flag: bool = False) -> st
 
 
 def _section_meant(found: Any, options: list[Mapping[str, Any]]) -> str | None:
-    """Expand a single value to the section it was meant for: `model: ./sdxl`, `adapter: lora`. None if unclear."""
+    """Expand a single value to the section it was meant for: `model: ./sdxl`, `training: 500`. None if unclear."""
     section = next((option for option in options if option.get("properties")), None)
-    if section is None or not isinstance(found, str):
+    if section is None or isinstance(found, bool) or not isinstance(found, str | int | float):
         return None
     fields, required = section["properties"], section.get("required", [])
-    named = next((name for name, field in fields.items() if found.lower() in _choices(field)), None)
-    if named is not None:
-        return f"{{{named}: {found.lower()}}}"
+    if not isinstance(found, str):
+        return next((f"{{{name}: {number}}}" for name in _USUAL_NUMBERS if name in fields
+                     and (number := _number_meant(found, fields[name])) is not None), None)  # fmt: skip
+    for name, field in fields.items():
+        if found.lower() in _choices(field):
+            return f"{{{name}: {found.lower()}}}"
+        if found.lower() in _choices(_item(field)):
+            return f"{{{name}: [{found.lower()}]}}"
+    prompts = _item(fields.get("prompts", {}))
+    if prompts is not None:
+        return one_line_yaml({"prompts": [{_options(prompts)[0]["required"][0]: found}]})
     texts = [
         name for name, field in fields.items()
         if any(one.get("type") == "string" and not _allowed(one) for one in _options(field))
@@ -239,6 +247,21 @@ def _section_meant(found: Any, options: list[Mapping[str, Any]]) -> str | None:
     choices = {one: _choices(fields[one]) for one in required if one != name}
     filled = {one: _named_in(found, known) for one, known in choices.items() if known}
     return one_line_yaml({**filled, name: found})
+
+
+_USUAL_NUMBERS = ("max_steps", "every_steps", "rank", "lr")
+"""What a number stands for that is written instead of a section, such as `training: 500`."""
+
+
+def _number_meant(found: float, field: Mapping[str, Any]) -> str | None:
+    options = _options(field)
+    kinds = [str(option.get("type", "")) for option in options]
+    return next((text for kind in kinds if (text := _meant(kind, found, options)) is not None), None)
+
+
+def _item(field: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema of a list's items."""
+    return next((option["items"] for option in _options(field) if isinstance(option.get("items"), Mapping)), None)
 
 
 def _named_in(text: str, choices: list[str]) -> str:

@@ -239,7 +239,7 @@ def _override(draft: Draft, path: Path, text: str, origin: Origin) -> None:
         draft.problems.append(Problem(origin.key, error.found, error.expected, error.hint))
         return
     draft.problems += [Problem(origin.key, one.found, one.expected, one.hint) for one in invalid]
-    draft.put(path, value, origin)
+    draft.put(*native.written_out(path, value), origin)
 
 
 def _beyond_lists(draft: Draft, path: Path) -> bool:

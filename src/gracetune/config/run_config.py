@@ -446,13 +446,13 @@ class RunConfig(Section):
     """The data to train on, and data of other roles: references, masks, held-out files. A folder, a list of folders, or
     a list of sections."""
     adapter: Adapter = Adapter()
-    """What is trained: an adapter of some kind, or the weights themselves."""
+    """What is trained: an adapter of some kind, or the weights themselves. A section, or the kind alone."""
     training: Training = Training()
     """Length, batch size, precision and memory of the training steps."""
     optimizer: Optimizer = Optimizer()
-    """The optimizer and its options."""
+    """The optimizer and its options. A section, or the name alone."""
     schedule: Schedule = Schedule()
-    """How the learning rate changes during the run."""
+    """How the learning rate changes during the run. A section, or the name alone."""
     objective: Objective = Objective()
     """The loss, and the noise levels that it is computed at."""
     cache: Cache = Cache()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,14 +35,11 @@ def test_every_command_and_option_is_in_the_script(shell: str, scripts: dict[str
         assert (f"-l {option[2:]} " if shell == "fish" else option) in text
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_shell_accepts_the_script(shell: str, scripts: dict[str, Path]) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    subprocess.run([shell, "-n", scripts[shell]], check=True)
+def needs(shell: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(shell) is None, reason=f"{shell} is not installed")
 
 
-@pytest.mark.parametrize(
+typed_and_completed = pytest.mark.parametrize(
     ("typed", "completed"),
     [
         ("tr", "train"),
@@ -51,6 +51,16 @@ def test_the_shell_accepts_the_script(shell: str, scripts: dict[str, Path]) -> N
         ("train --set ", ""),
     ],
 )
+
+
+@pytest.mark.parametrize(
+    "shell", ["bash", pytest.param("zsh", marks=needs("zsh")), pytest.param("fish", marks=needs("fish"))]
+)
+def test_the_shell_parses_the_script(shell: str, scripts: dict[str, Path]) -> None:
+    subprocess.run([shell, "-n", scripts[shell]], check=True)
+
+
+@typed_and_completed
 def test_bash_completes(typed: str, completed: str, scripts: dict[str, Path]) -> None:
     """Where nothing is suggested, bash completes files."""
     words = " ".join(f"'{word}'" for word in ("gracetune", *typed.split(" ")))
@@ -59,3 +69,60 @@ def test_bash_completes(typed: str, completed: str, scripts: dict[str, Path]) ->
         ["bash", "-c", f'{code}; echo "${{COMPREPLY[*]}}"'], capture_output=True, text=True, check=True
     )
     assert (done.stdout.strip(), done.stderr) == (completed, "")
+
+
+@needs("fish")
+@typed_and_completed
+def test_fish_completes(typed: str, completed: str, scripts: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "photos.yaml").touch()
+    code = f"source {scripts['fish']}; complete -C 'gracetune {typed}'"
+    done = subprocess.run(["fish", "--no-config", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    candidates = [line.partition("\t")[0] for line in done.stdout.splitlines()]
+    assert (candidates, done.stderr) == (completed.split() or ["photos.yaml"], "")
+
+
+ZSHRC = """
+fpath+=$ZDOTDIR
+autoload -Uz compinit; compinit -u -D
+compadd() {  # what completion functions offer; a call with -O, -A or -D only computes
+    if [[ ${@[1,(i)(-|--)]} == *-(O|A|D)\\ * ]]; then builtin compadd "$@"; return; fi
+    local -a offered
+    builtin compadd -A offered "$@"
+    print -rl -- $offered >> $OFFERED
+    builtin compadd "$@"
+}
+zle-line-init() { BUFFER=$TYPED; CURSOR=$#BUFFER; zle complete-word; exit 0 }
+zle -N zle-line-init
+"""
+"""An interactive zsh that presses Tab once at its first prompt."""
+
+
+@needs("zsh")
+@typed_and_completed
+def test_zsh_completes(typed: str, completed: str, scripts: dict[str, Path], tmp_path: Path) -> None:
+    """The script is where its first lines say: in a file `_gracetune` of a folder in fpath."""
+    home, folder, offered = tmp_path / "home", tmp_path / "folder", tmp_path / "offered"
+    home.mkdir()
+    folder.mkdir()
+    (folder / "photos.yaml").touch()
+    (home / ".zshrc").write_text(ZSHRC)
+    shutil.copy(scripts["zsh"], home / "_gracetune")
+    keyboard, terminal = pty.openpty()
+    variables = {"ZDOTDIR": str(home), "OFFERED": str(offered), "TYPED": f"gracetune {typed}", "TERM": "xterm"}
+    with subprocess.Popen(
+        ["zsh", "-i"], cwd=folder, env=os.environ | variables, stdin=terminal, stdout=terminal, stderr=terminal
+    ) as shell:
+        os.close(terminal)
+        printed = read_all(keyboard)
+        assert shell.wait(timeout=30) == 0, printed
+    assert offered.read_text().split() == (completed.split() or ["photos.yaml"]), printed
+
+
+def read_all(terminal: int) -> bytes:
+    """What is printed until the other end closes, which Linux reports as an error."""
+    printed = b""
+    with contextlib.suppress(OSError):
+        while part := os.read(terminal, 4096):
+            printed += part
+    os.close(terminal)
+    return printed

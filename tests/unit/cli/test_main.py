@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.main import get_command
 
 from gracetune import __version__
-from gracetune.cli.console import print_problems
+from gracetune.cli.console import out, print_problems
 from gracetune.cli.main import ENTRIES, MEANT, app
 from gracetune.errors import Problem
 from runs.test_commands import gracetune
@@ -79,6 +79,7 @@ def test_help_shows_every_option_whole_at_80_columns(
     shown = capsys.readouterr().out
     assert "…" not in shown
     assert "<bool>" not in shown
+    assert "--install-completion" not in shown  # typer's, which changes the shell's files; ours prints a script
     assert COMMANDS[command] <= set(re.findall(r"--[a-z-]+", shown))
 
 
@@ -91,6 +92,23 @@ def test_usage_errors_as_json(arguments: list[str], capsys: pytest.CaptureFixtur
     assert "Error" in printed.err
     assert gracetune(*arguments) == 2
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "suggestion"),
+    [
+        ("--steps", "(Possible options: --max-steps)"),
+        ("--dryrun", "(Possible options: --dry-run)"),
+        ("--lr", "(Possible options: --set optimizer.lr=VALUE)"),
+        ("--batch-size", "(Possible options: --set training.batch_size=VALUE)"),
+        ("--qqq", ""),
+    ],
+)
+def test_an_unknown_option_suggests_what_was_meant(
+    option: str, suggestion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gracetune("train", "run.yaml", option, "1", "--json") == 2
+    assert json.loads(capsys.readouterr().out)["error"] == f"No such option: {option} {suggestion}".rstrip()
 
 
 def test_problems_are_wrapped_between_words_on_a_terminal_only() -> None:
@@ -106,6 +124,30 @@ def test_problems_are_wrapped_between_words_on_a_terminal_only() -> None:
     lines = printed(narrow).splitlines()
     assert all(len(line) <= 40 for line in lines)
     assert lines[2:4] == ["    expected  a folder or an id of the", "              hub, such as owner/name"]
+
+
+def test_paragraphs_of_a_help_text_have_no_line_breaks_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert gracetune("report", "--help") == 0
+    assert (
+        "losses, speed, memory) and report.json (the same as data) in the run's folder are" in capsys.readouterr().out
+    )
+
+
+def test_output_is_wrapped_between_words_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "/a/folder/whose/path/is/longer/than/the/terminal"
+    text = f"[bold]samples[/]  a grid of all samples, in {path} and more"
+    monkeypatch.setenv("COLUMNS", "30")
+    out().print(text)
+    assert capsys.readouterr().out == f"samples  a grid of all samples, in {path} and more\n"
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    out().print(text)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert [line.rstrip() for line in lines] == ["samples  a grid of all", "samples, in", path, "and more"]
 
 
 def printed(console: Console) -> str:

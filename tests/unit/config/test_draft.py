@@ -53,6 +53,14 @@ def test_replacing_a_section_forgets_the_origins_inside_it() -> None:
     assert draft.origin(("a", "b")) == Origin("flag", "--set a")
 
 
+def test_a_default_inside_of_a_value_does_not_replace_it() -> None:
+    """`checkpoints: 100` is invalid, which has to be reported."""
+    draft = Draft("f")
+    draft.put(("checkpoints",), 100, FILE)
+    draft.default(("checkpoints", "format"), "kohya", "sdxl")
+    assert draft.get(("checkpoints",)) == 100
+
+
 def test_a_default_never_replaces_what_was_given() -> None:
     draft = Draft("f")
     draft.put(("lr",), 1.0, FILE)

@@ -113,3 +113,29 @@ def test_a_folder_alone_is_a_dataset(datasets: Any, tmp_path: Path) -> None:
     config = load(path, environment=Environment({})).config
     assert [(one.id, one.path.rstrip("/")) for one in config.datasets] == [("photos", "data/photos")]
     assert [one.prompt for one in config.validation.prompts] == ["a cat", "a dog"]
+
+
+def short(folder: Path, changes: dict[str, Any], *flags: str) -> RunConfig:
+    path = folder / "run.yaml"
+    tree = {"gracetune": 1, "name": "a", "output_dir": "out", "model": {"family": "sdxl"}, "training": {"max_steps": 1}}
+    path.write_text(yaml.safe_dump({**tree, "datasets": "photos", **changes}))
+    return load(path, environment=Environment({}), overrides=flags).config
+
+
+def test_a_name_alone_is_an_adapter_an_optimizer_or_a_schedule(tmp_path: Path) -> None:
+    config = short(tmp_path, {"adapter": "lokr", "optimizer": "adamw", "schedule": "cosine"})
+    assert (config.adapter.kind, config.optimizer.name, config.schedule.name) == ("lokr", "adamw", "cosine")
+
+
+def test_short_forms_are_read_from_flags_too(tmp_path: Path) -> None:
+    """A name changes the kind, and leaves the section's other values as they are."""
+    changes = {"adapter": {"kind": "lora", "rank": 5}, "validation": {"prompts": "a cat"}}
+    config = short(tmp_path, changes, "adapter=dora", "datasets=more/dogs")
+    assert (config.adapter.kind, config.adapter.rank) == ("dora", 5)
+    assert [(one.id, one.path) for one in config.datasets] == [("dogs", "more/dogs")]
+    assert [one.prompt for one in config.validation.prompts] == ["a cat"]
+    config = short(tmp_path, changes, "datasets[0]=dogs", "validation.prompts=[a dog, {prompt: a cow}]")
+    assert [one.id for one in config.datasets] == ["dogs"]
+    assert [one.prompt for one in config.validation.prompts] == ["a dog", "a cow"]
+    config = short(tmp_path, changes, "validation.prompts[1]=a cow")
+    assert [one.prompt for one in config.validation.prompts] == ["a cat", "a cow"]

@@ -49,3 +49,19 @@ def test_a_measured_row_becomes_a_line_and_a_smoke_test_does_not(tables: ModuleT
 def test_every_bar_of_the_suite_is_written_down(tables: ModuleType) -> None:
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert [name for name in WAN14B if f"| `{name}` |" not in text] == []
+
+
+def test_other_programs_are_listed_with_their_commits_and_whose_figures_they_are(tables: ModuleType) -> None:
+    """The figures were recorded by hand, so the record has to say what is not known of them."""
+    found = [(name, result) for name, result in tables.results() if name == "peers-h200.json"]
+    ((_, record),) = found
+    assert record["provenance"]["samples_kept"] is False
+    assert record["provenance"]["unknown"]
+    lines = tables.peers(found).splitlines()
+    assert len(lines) == 2 + len(record["rows"])
+    assert "| SimpleTuner | bc8e6ab | LoRA | regional compile | 573.5 | 74.4 | 44 |" in lines
+    assert "| musubi-tuner | not recorded | LoRA | eager | 813 | 95.8 | - |" in lines
+    assert tables.peers([]) == tables.NOTHING
+    for document in ("README.md", "docs/performance.md"):
+        text = (ROOT / document).read_text(encoding="utf-8")
+        assert "These figures are ours" in text

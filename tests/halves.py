@@ -1,7 +1,7 @@
 """The test files in two parts that take about equally long. `make test` and `make test-full` run one process for each.
 
-`seconds.txt` holds the seconds of each file under `make test` that takes more than half a second, `seconds_full.txt` those
-under `make test-full`. To write them anew:
+`seconds.txt` holds the seconds of each file under `make test` that takes more than half a second, `seconds_full.txt`
+those under `make test-full`. To write them anew:
 
     PYTEST_ADDOPTS=--durations=0 make test > log
     .venv/bin/python tests/halves.py everyday < log

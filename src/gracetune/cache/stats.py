@@ -83,7 +83,7 @@ class SourceStats:
 def add_cache_stats(
     memory: Mapping[str, Any], source: SourceStats, latents: StoreStats, texts: StoreStats
 ) -> dict[str, Any]:
-    """A copy of torch's memory statistics with `cache.*` added: `cache.batches`, `cache.latents.hits`, …"""
+    """A copy of torch's memory statistics with the fields of all arguments added as `cache.*`."""
     parts: dict[str, SourceStats | StoreStats] = {"": source, "latents.": latents, "texts.": texts}
     added = {f"{PREFIX}{part}{name}": value for part, stats in parts.items() for name, value in asdict(stats).items()}
     for part, stats in (("latents", latents), ("texts", texts)):

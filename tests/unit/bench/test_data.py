@@ -72,7 +72,7 @@ def test_staging_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_said_to_shrink_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "FILES", 2)
     monkeypatch.setattr(bench, "ROUNDS", 1)
-    bench._make(tmp_path / "shrinking", bench._compressible)
+    bench._make(tmp_path / "shrinking", bench._half_noise)
     stored = next(bench.lz4_staging_rows(tmp_path / "shrinking", this_machine()))
     assert 0.4 < stored.value < 0.6
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.adapters.formats.names import locate, split
+from gracetune.adapters.formats.names import locate, split_key
 from gracetune.errors import ConfigError
 from gracetune.models.registry import KEY_MAPS
 from gracetune.optim.automagic import Automagic
@@ -143,7 +143,7 @@ class TestGroups:
     def test_the_expert_is_the_one_our_formats_read(self, checkout: Checkout, spelling: str, expert: int) -> None:
         key = spelling.format(expert)
         trained = checkout.ours("automagic").Trained(("high_noise", "low_noise"), {})
-        parts = split(key)
+        parts = split_key(key)
         assert parts is not None
         located = locate(parts.stem, KEY_MAPS["wan"])
         assert located is not None

@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # importing the config schema takes longer than printing a he
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NARROWEST = 24
+_LABEL = re.compile(r"\s*(?:(?:found|expected|try) +)?")
+"""A line's beginning, under which the lines that it is wrapped to are indented."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,9 @@ def print_error(error: GracetuneError) -> None:
         first, *others = (visible(line) for line in str(error).split("\n"))
         _print_row(console, Text.assemble(("error ", "bold red")), first)
         for line in others:
-            _print_row(console, Text(), line)
+            label = _LABEL.match(line)
+            indent = label.end() if label is not None else 0
+            _print_row(console, Text(line[:indent]), line[indent:])
     sys.stderr.flush()
 
 

@@ -9,7 +9,7 @@ An image is compared with the other images of the run, by the distance from the 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,7 +105,11 @@ def unusual(values: Sequence[float]) -> list[float]:
 
 
 def _mislabelled(samples: Sequence[JudgedSample]) -> Iterator[DataFinding]:
-    """Images whose own caption does not help, and images that were learned far less than the others."""
+    """Images whose own caption is worse than another, hard images whose caption hardly helps, and images that were
+    learned far less than the others.
+
+    A hard image alone is not reported: an image with much detail has a high loss too, but its caption helps as usual.
+    """
     gains = {number: one.caption_gain for number, one in enumerate(samples) if one.caption_gain is not None}
     reported = set()
     for (number, gain), distance in zip(gains.items(), unusual([*gains.values()]), strict=True):
@@ -113,6 +117,14 @@ def _mislabelled(samples: Sequence[JudgedSample]) -> Iterator[DataFinding]:
             reported.add(number)
             reason = f"its loss is {-gain:.1%} lower with the caption of another image"
             yield DataFinding("mislabelled", (number,), reason, -distance)
+    for number, distance in enumerate(unusual([one.last for one in samples])):
+        helped = gains.get(number)
+        if distance > UNUSUAL and helped is not None and number not in reported and helped <= _low(gains.values()):
+            reported.add(number)
+            times = samples[number].last / statistics.median(one.last for one in samples)
+            usual = statistics.median(gains.values())
+            reason = f"its loss is {times:.1f} times a usual image's, and with another caption only {helped:.0%} higher"
+            yield DataFinding("mislabelled", (number,), f"{reason} (usually {usual:.0%})", distance)
     improvements = [one.improvement for one in samples]
     for number, distance in enumerate(unusual(improvements)):
         if distance < -UNUSUAL and number not in reported:
@@ -120,6 +132,11 @@ def _mislabelled(samples: Sequence[JudgedSample]) -> Iterator[DataFinding]:
             own, others = -improvements[number], -usual
             reason = f"training changed its loss by {own:+.1%}, and a usual image's by {others:+.1%}"
             yield DataFinding("mislabelled", (number,), reason, -distance)
+
+
+def _low(gains: Collection[float]) -> float:
+    """What captions of the lowest quarter gain at most."""
+    return sorted(gains)[(len(gains) - 1) // 4]
 
 
 def _memorised(samples: Sequence[JudgedSample]) -> Iterator[DataFinding]:

@@ -14,9 +14,9 @@ from rich.console import Console
 from typer.main import get_command
 
 from gracetune import __version__
-from gracetune.cli.console import out, print_problems
+from gracetune.cli.console import out, print_error, print_problems
 from gracetune.cli.main import ENTRIES, MEANT, app
-from gracetune.errors import Problem
+from gracetune.errors import GracetuneError, Problem
 from runs.test_commands import gracetune
 from unit.cli.test_options_in_messages import OURS as COMMANDS
 
@@ -124,6 +124,21 @@ def test_problems_are_wrapped_between_words_on_a_terminal_only() -> None:
     lines = printed(narrow).splitlines()
     assert all(len(line) <= 40 for line in lines)
     assert lines[2:4] == ["    expected  a folder or an id of the", "              hub, such as owner/name"]
+
+
+def test_an_error_is_wrapped_under_its_label(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    print_error(GracetuneError("unreadable files\n  try       repair or remove the files below\n    a.png: damaged"))
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().err).splitlines()
+    assert lines == [
+        "error unreadable files",
+        "  try       repair or remove the files",
+        "            below",
+        "    a.png: damaged",
+    ]
 
 
 def test_paragraphs_of_a_help_text_have_no_line_breaks_of_their_own(

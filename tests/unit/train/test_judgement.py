@@ -54,6 +54,18 @@ def test_one_of_each_kind() -> None:
     ]
 
 
+def test_a_hard_image_whose_caption_hardly_helps_is_likely_mislabelled() -> None:
+    """Not a hard image whose caption helps as much as those of other images do."""
+    samples = usual()
+    hard = {"first": 1.1 * samples[2].first / samples[2].last, "last": 1.1}
+    samples[2] = replace(samples[2], **hard, other_caption=1.1 * 1.01)
+    (found,) = find_all(samples, LOOKS)
+    assert (found.kind, found.samples) == ("mislabelled", (2,))
+    assert found.reason == "its loss is 2.9 times a usual image's, and with another caption only 1% higher (usually 4%)"
+    samples[2] = replace(samples[2], **hard, other_caption=1.1 * 1.05)
+    assert find_all(samples, LOOKS) == ()
+
+
 def test_duplicates_are_groups() -> None:
     samples = [replace(one, digest="same", caption="x") if number in (1, 4, 9) else one
                for number, one in enumerate(usual())]  # fmt: skip

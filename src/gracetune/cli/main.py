@@ -104,6 +104,18 @@ def _report() -> Callable[..., None]:
     return report
 
 
+def _studio() -> Callable[..., None]:
+    from gracetune.cli.studio import studio
+
+    return studio
+
+
+def _watch() -> Callable[..., None]:
+    from gracetune.cli.studio import watch
+
+    return watch
+
+
 def _doctor() -> Callable[..., None]:
     from gracetune.cli.doctor import doctor
 
@@ -136,6 +148,8 @@ ENTRIES = {
     ),
     "validate-now": Entry("Request a validation from a running job.", _validate_now),
     "report": Entry("Write the report of a run: finished, still running, or crashed.", _report),
+    "studio": Entry("Watch, compare and steer runs in a browser.", _studio),
+    "watch": Entry("Watch one run in a browser.", _watch),
     "doctor": Entry("Examine this machine: GPU, driver, memory mode, limits, versions.", _doctor),
     "demo": Entry(
         "Examine this machine, check the examples, and teach a tiny model a new shape.",
@@ -158,6 +172,7 @@ MEANT = {
     "sample": "validate-now", "validate": "validate-now", "check": "config check", "show": "config show",
     "plan": "estimate", "memory": "estimate", "convert": "adapter convert", "inspect": "adapter inspect",
     "pick": "adapter pick", "judge": "data judge",
+    "dashboard": "studio", "ui": "studio", "web": "studio", "monitor": "watch",
     "example": "examples", "caption": "data caption", "diagnose": "doctor", "benchmark": "bench",
 }  # fmt: skip
 """Names from other programs, and the command of ours that they stand for. Used for suggestions."""

@@ -62,7 +62,8 @@ def _table(section: OptionSection) -> Iterator[str]:
             name = next(str(part) for part in reversed(path) if part != 0)
             yield f"| [`{name}`](#{anchor}) | section | | {_cell(field.description or '')} |"
         else:
-            yield f"| `{path[-1]}` | {_cell(expectation(path))} | {_default(field)} | {_cell(field.description or '')} |"
+            values, about = _cell(expectation(path)), _cell(field.description or "")
+            yield f"| `{path[-1]}` | {values} | {_default(field)} | {about} |"
 
 
 def _default(field: FieldInfo) -> str:

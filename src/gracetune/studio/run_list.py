@@ -13,6 +13,7 @@ from typing import Any
 from gracetune.checkpoint.folder import LOCK_FILE
 from gracetune.studio.replies import StudioError
 from gracetune.studio.run_locks import RunLocks
+from gracetune.studio.run_log import RunLog
 from gracetune.studio.run_rows import RunSummary, row_of, state_of
 
 MOST_FOLDERS = 20_000
@@ -33,6 +34,7 @@ class RunEntry:
     shown: str
     """The path relative to the studio's folder."""
     summary: RunSummary = field(repr=False, compare=False)
+    log: RunLog = field(repr=False, compare=False)
 
 
 class RunList:
@@ -103,7 +105,9 @@ class RunList:
         for path in run_folders(self.root):
             shown = self._shown(path)
             identifier = identifier_of(shown)
-            found[identifier] = self._runs.get(identifier) or RunEntry(identifier, path, shown, RunSummary(path))
+            found[identifier] = self._runs.get(identifier) or RunEntry(
+                identifier, path, shown, RunSummary(path), RunLog(path)
+            )
         self._runs = found
         ended = time.monotonic()
         self._next_search = ended + max(_SEARCH_S, 20 * (ended - began))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import time
@@ -22,6 +21,7 @@ from gracetune import __version__
 from gracetune.config.environment import Environment
 from gracetune.errors import GracetuneError
 from gracetune.studio.access import Access, AccessRules
+from gracetune.studio.feeds import Feeds
 from gracetune.studio.job_files import JobFiles
 from gracetune.studio.job_queue import JobQueue
 from gracetune.studio.replies import StudioError, error_reply, json_reply, os_error_reply
@@ -48,10 +48,12 @@ class Studio:
     machine: str = ""
     """The machine in one line."""
     started_s: float = field(default_factory=time.time)
-    closing: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the server stops, so that streams end."""
     working_folder: Path = field(default_factory=Path.cwd)
     """Where the studio was started: relative paths in new configs are resolved against it."""
+    feeds: Feeds = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "feeds", Feeds(self.runs))
 
     @property
     def folder(self) -> Path:
@@ -66,7 +68,7 @@ class Studio:
 def routes(studio: Studio) -> list[BaseRoute]:
     """The routes of all pages."""
     # These modules name `Studio` in their signatures, so they are imported here and not above.
-    from gracetune.studio import datasets, form, job_queue, machine_pages, new_run, run_pages
+    from gracetune.studio import actions, datasets, form, job_queue, machine_pages, new_run, run_pages
 
     async def about(request: Request) -> Response:
         return json_reply(
@@ -88,6 +90,7 @@ def routes(studio: Studio) -> list[BaseRoute]:
         *new_run.routes(studio),
         *job_queue.routes(studio.queue, control=studio.control),
         *machine_pages.routes(studio),
+        *actions.routes(studio),
         Route("/{path:path}", _static),
     ]
 
@@ -184,5 +187,5 @@ class StudioServer(uvicorn.Server):
         self._studio = studio
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._studio.closing.set()
+        self._studio.feeds.close()
         await super().shutdown(sockets)

@@ -128,9 +128,7 @@ def test_a_caption_is_saved_and_undone(client: StudioClient, base: str, root: Pa
     assert not (root / "photos" / "006.txt").exists()
 
 
-def test_captions_are_not_written_through_links_or_without_control(
-    client: StudioClient, base: str, root: Path
-) -> None:
+def test_captions_are_not_written_through_links_or_without_control(client: StudioClient, base: str, root: Path) -> None:
     item = client.get(f"{base}/photos/items?offset=5")["items"][0]
     (root / "photos" / "006.txt").symlink_to(root / "secret.txt")
     shown = client.get(f"{base}/photos/items?offset=5")["items"][0]

@@ -11,10 +11,10 @@ export const expertName = (expert, otherwise) => (expert ? expert.replaceAll("_"
 function lossCurves(series) {
   const experts = Object.keys(series.loss);
   return experts.flatMap((expert, at) => [
-    { key: `raw ${expert}`, label: `${expertName(expert, "loss")}, each step`, colour: at, faint: true },
-    { key: `smoothed ${expert}`, label: `${expertName(expert, "loss")}, smoothed`, colour: at, width: 2, dash: [] },
+    { key: `raw ${expert}`, label: [expertName(expert, ""), "raw"].filter(Boolean).join(" · "), colour: at, faint: true },
+    { key: `smoothed ${expert}`, label: [expertName(expert, ""), "smoothed"].filter(Boolean).join(" · "), colour: at, width: 2, dash: [] },
   ]).concat(Object.keys(series.held_out).map((expert, at) =>
-    ({ key: `held ${expert}`, label: `${expertName(expert, "")} held-out`.trim(), colour: experts.length + at, points: true, faint: false, width: 2, dash: [5, 4] })));
+    ({ key: `held ${expert}`, label: [expertName(expert, ""), "held-out"].filter(Boolean).join(" · "), colour: experts.length + at, points: true, faint: false, width: 2, dash: [5, 4] })));
 }
 
 /** @param {any} series */

@@ -27,8 +27,8 @@ export async function show(root, { id }) {
   const charts = runCharts(series);
   const shown = samples(detail.validations);
   const log = logPanel(id, () => row.state === "running" || row.state === "preparing");
-  const panels = el("div", { class: "grid two" });
-  fill(root, head.node, figures.node, charts.large, shown.node, el("div", { class: "grid charts" }, charts.small), panels);
+  const panels = el("div", { class: "grid two panels" });
+  fill(root, head.node, figures.node, charts.large, shown.node, el("div", { class: "charts" }, charts.small), panels);
 
   function drawFigures() {
     const done = row.total_steps ? row.step / row.total_steps : null;

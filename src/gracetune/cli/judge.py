@@ -38,7 +38,7 @@ def judge(
     import contextlib
     import sys
 
-    from gracetune.train.validation_request import is_running
+    from gracetune.train.run_requests import is_running
 
     folder = run_folder.expanduser().absolute()
     file = folder / "config.yaml"

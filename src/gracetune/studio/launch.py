@@ -56,12 +56,15 @@ def serve(options: StudioOptions, environment: Environment, report: Callable[[st
         report(replace(options.address, port=port).link(prefix, token))
         before = signal.getsignal(signal.SIGHUP)
         signal.signal(signal.SIGHUP, lambda number, frame: server.handle_exit(number, None))
+        if studio.control:
+            studio.queue.start_runner()
         try:
             anyio.run(server.serve, [listening])
         except KeyboardInterrupt:  # uvicorn raises the signal again after its own clean end
             pass
         finally:
             signal.signal(signal.SIGHUP, before)
+            studio.queue.stop_runner()
 
 
 def _listen(options: StudioOptions) -> socket.socket:

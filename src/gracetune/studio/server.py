@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import uvicorn
@@ -21,6 +22,8 @@ from gracetune.config.environment import Environment
 from gracetune.errors import GracetuneError
 from gracetune.studio.access import Access, AccessRules
 from gracetune.studio.feeds import Feeds
+from gracetune.studio.job_files import JobFiles
+from gracetune.studio.job_queue import JobQueue
 from gracetune.studio.replies import StudioError, error_reply, json_reply, os_error_reply
 from gracetune.studio.run_list import RunList
 
@@ -45,6 +48,8 @@ class Studio:
     machine: str = ""
     """The machine in one line."""
     started_s: float = field(default_factory=time.time)
+    working_folder: Path = field(default_factory=Path.cwd)
+    """Where the studio was started: relative paths in new configs are resolved against it."""
     feeds: Feeds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,11 +60,15 @@ class Studio:
         """The studio's own files, of the queue and of captions that can be undone."""
         return self.root / ".studio"
 
+    @cached_property
+    def queue(self) -> JobQueue:
+        return JobQueue(JobFiles(self.folder / "queue"), self.runs, self.environment, self.working_folder)
+
 
 def routes(studio: Studio) -> list[BaseRoute]:
     """The routes of all pages."""
     # These modules name `Studio` in their signatures, so they are imported here and not above.
-    from gracetune.studio import actions, run_pages
+    from gracetune.studio import actions, datasets, form, job_queue, machine_pages, new_run, run_pages
 
     async def about(request: Request) -> Response:
         return json_reply(
@@ -76,6 +85,11 @@ def routes(studio: Studio) -> list[BaseRoute]:
     return [
         Route("/api/studio", about),
         *run_pages.routes(studio),
+        *datasets.routes(studio),
+        *form.routes(),
+        *new_run.routes(studio),
+        *job_queue.routes(studio.queue, control=studio.control),
+        *machine_pages.routes(studio),
         *actions.routes(studio),
         Route("/{path:path}", _static),
     ]

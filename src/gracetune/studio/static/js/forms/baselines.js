@@ -20,7 +20,7 @@ export function baselineCards(measured) {
 /** @param {any[]} all */
 function baselineTable(all) {
   const head = ["Name", "Date", "Device", "Samples/s", "ms/step", "Peak memory", "Folder"];
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Baselines" }, el("table", { class: "table" },
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of baselines" }, el("table", { class: "table" },
     el("thead", null, el("tr", null, head.map((text, index) => el("th", { scope: "col", class: index > 2 && index < 6 ? "right" : null }, text)))),
     el("tbody", null, all.map((one) => el("tr", null,
       el("th", { scope: "row" }, one.name), el("td", null, String(one.date ?? "").slice(0, 16).replace("T", " ")), el("td", null, one.device ?? ""),
@@ -40,7 +40,7 @@ function comparison(compared) {
   if (compared.error) return card(title, {}, el("p", { class: "note" }, compared.error.found ?? String(compared.error)));
   const head = ["Measure", "Before", "After", "Ratio", "Verdict"];
   return card(title, { note: `${compared.compared_as ?? ""}${compared.tolerance ? `, tolerance ${fmt.percent(compared.tolerance)}` : ""}` },
-    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `Comparison ${title}` }, el("table", { class: "table compact" },
+    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `Table of ${title}` }, el("table", { class: "table compact" },
       el("thead", null, el("tr", null, head.map((text, index) => el("th", { scope: "col", class: index > 0 && index < 4 ? "right" : null }, text)))),
       el("tbody", null, (compared.rows ?? []).map((/** @type {any} */ row) => el("tr", null,
         el("th", { scope: "row" }, row.name), el("td", { class: "right" }, value(row.before, row.unit)), el("td", { class: "right" }, value(row.after, row.unit)),

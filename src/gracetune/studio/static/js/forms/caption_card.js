@@ -153,6 +153,6 @@ function lossText(item) {
   const { loss_before: before, loss_after: after } = item;
   if (typeof before !== "number" && typeof after !== "number") return "loss not judged";
   const change = typeof before === "number" && typeof after === "number" && before > 0 ? (after - before) / before : null;
-  const words = change === null ? "" : change < 0 ? `, ${fmt.percent(-change)} lower` : `, ${fmt.percent(change)} higher`;
+  const words = change === null ? "" : Math.abs(change) < 0.0005 ? ", unchanged" : change < 0 ? `, ${fmt.percent(-change)} lower` : `, ${fmt.percent(change)} higher`;
   return `loss ${fmt.number(before, 3)} → ${fmt.number(after, 3)}${words}`;
 }

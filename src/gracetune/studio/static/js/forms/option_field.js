@@ -23,12 +23,12 @@ export function optionField(option, change, openText) {
     onclick: () => { change(undefined); input.focus(); } }, "reset");
   const elsewhere = el("button", { class: "btn small", type: "button", hidden: true,
     onclick: () => openText(option.path) }, "Edit in the YAML");
-  const help = option.help ? el("span", { class: "help", id: `${id}-help` }, option.help) : null;
+  const help = option.help ? el("span", { class: "help", id: `${id}-help` }, withCode(option.help)) : null;
   const describedBy = [help && `${id}-help`, `${id}-problem`].filter(Boolean).join(" ");
   input.setAttribute("aria-describedby", describedBy);
   const head = el("div", { class: "option-head" },
     el("label", { for: id }, option.label), el("code", { class: "option-path" }, option.path), reset);
-  const node = el("div", { class: `field option ${option.type}`, dataset: { path: option.path } }, head,
+  const node = el("div", { class: "field option", dataset: { path: option.path } }, head,
     option.type === "boolean" ? el("div", { class: "option-check" }, input, el("span", { class: "option-state" })) : input,
     elsewhere, help, problem);
 
@@ -39,7 +39,7 @@ export function optionField(option, change, openText) {
     option, node, input,
     update(value) {
       const isSet = value !== undefined && value !== null && !same(value, option.default);
-      const isComplex = Array.isArray(value) && value.some((one) => one !== null && typeof one === "object");
+      const isComplex = value !== null && typeof value === "object" && Object.values(value).some((one) => one !== null && typeof one === "object");
       reset.hidden = !isSet || option.required === true;
       node.classList.toggle("is-set", isSet);
       elsewhere.hidden = !isComplex;
@@ -51,7 +51,7 @@ export function optionField(option, change, openText) {
     },
     report(text) {
       problem.hidden = !text;
-      fill(problem, text);
+      fill(problem, withCode(text));
       if (text) input.setAttribute("aria-invalid", "true");
       else input.removeAttribute("aria-invalid");
       node.classList.toggle("has-problem", Boolean(text));
@@ -78,11 +78,21 @@ function valueOf(option, input) {
   const text = input.value.trim();
   if (text === "") return undefined;
   if (option.type === "list") return text.split("\n").map((/** @type {string} */ line) => number(line.trim())).filter((/** @type {any} */ one) => one !== "");
-  return option.type === "integer" || option.type === "number" ? number(text) : text;
+  if (option.expects === "a mapping") return mapping(text);
+  return option.type !== "string" && option.type !== "path" || /number/.test(option.expects ?? "") ? number(text) : text;
 }
 
 /** @param {string} text */
 const number = (text) => (NUMBER.test(text) ? Number(text) : text);
+
+/** A mapping is typed as JSON; the check says what is wrong with anything else. @param {string} text */
+function mapping(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text;
+  }
+}
 
 /** @param {Option} option @param {any} input @param {any} value undefined: the default */
 function showValue(option, input, value) {
@@ -110,3 +120,8 @@ function asText(value) {
 
 /** @param {any} a @param {any} b */
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+
+/** Text whose parts in backticks are code. @param {string} text */
+export function withCode(text) {
+  return text.split(/`([^`]*)`/).map((part, index) => (index % 2 ? el("code", null, part) : part));
+}

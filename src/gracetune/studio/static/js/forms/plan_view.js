@@ -4,6 +4,7 @@ import { el, fill, fmt } from "../ui.js";
 
 /** Swatches and bars use the chart colours in this order. */
 const COLOURS = 8;
+const OTHERS = "others";
 /** Verdict -> colour class and sign; the words come from the planner. */
 const VERDICTS = { fits: ["good", "✓"], "fits with changes": ["warn", "!"], "does not fit": ["bad", "✕"], unknown: ["calm", "?"] };
 
@@ -28,14 +29,15 @@ export function showPlan(node, plan) {
     lines(plan.lines ?? [], plan.tiers ?? []));
 }
 
-/** Roles by the bytes they take, the largest first. @param {any[]} all */
+/** Roles by the bytes they take, the largest first; the smallest share a colour. @param {any[]} all */
 function rolesOf(all) {
   const bytes = new Map();
   for (const line of all.filter((one) => one.tier !== "disk")) {
     const role = roleOf(line);
     bytes.set(role, Math.max(bytes.get(role) ?? 0, line.bytes));
   }
-  return [...bytes.keys()].sort((a, b) => bytes.get(b) - bytes.get(a));
+  const roles = [...bytes.keys()].sort((a, b) => bytes.get(b) - bytes.get(a));
+  return roles.length <= COLOURS ? roles : [...roles.slice(0, COLOURS - 1), OTHERS];
 }
 
 /** @param {any} line */
@@ -64,7 +66,14 @@ function tierBar(tier, plan, roles) {
   const scale = Math.max(tier.capacity ?? limit ?? 0, peak, 1);
   const used = usedAtPeak(tier, plan);
   const overfull = limit !== null && limit !== undefined && peak > limit;
-  const words = `${fmt.bytes(peak)}${limit ? ` of ${fmt.bytes(limit)}` : ""}`;
+  // A limit is rounded down.
+  const words = `${fmt.bytes(peak)}${limit ? ` of ${fmt.bytes(limit - 1)}` : ""}`;
+  if (!limit && !tier.capacity) {
+    return el("li", null, el("div", { class: "plan-tier" }, el("span", null, tier.label), el("span", { class: "num" }, words)));
+  }
+  for (const [role, bytes] of used) {
+    if (!roles.includes(role)) { used.set(OTHERS, (used.get(OTHERS) ?? 0) + bytes); used.delete(role); }
+  }
   const parts = roles.filter((role) => used.has(role)).map((role) =>
     el("span", { class: "plan-part", title: `${role}: ${fmt.bytes(used.get(role))}`,
       style: { width: `${(100 * used.get(role)) / scale}%`, background: colour(roles.indexOf(role)) } }));

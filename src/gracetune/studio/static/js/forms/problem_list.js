@@ -1,6 +1,7 @@
 /** What is wrong with a config, as a list: what was found, what was expected, what to type. */
 
 import { el, fill, fmt, icon } from "../ui.js";
+import { withCode } from "./option_field.js";
 
 /** @typedef {{key: string, found: string, expected: string, try: string}} Problem */
 
@@ -26,6 +27,6 @@ function row(problem, go) {
       go ? el("button", { class: "link mono", type: "button", onclick: go, "aria-label": `Go to ${key}` }, key) : el("code", null, key),
       el("dl", null,
         problem.found && [el("dt", null, "found"), el("dd", null, problem.found)],
-        problem.expected && [el("dt", null, "expected"), el("dd", null, problem.expected)],
-        problem.try && [el("dt", null, "try"), el("dd", { class: "try" }, problem.try)])));
+        problem.expected && [el("dt", null, "expected"), el("dd", null, withCode(problem.expected))],
+        problem.try && [el("dt", null, "try"), el("dd", { class: "try" }, withCode(problem.try))])));
 }

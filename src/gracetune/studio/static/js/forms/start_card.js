@@ -19,7 +19,7 @@ export function startCard(form, actions) {
     (family.flavours.length ? family.flavours.map((/** @type {any} */ one) => `${family.name}/${one.name ?? one}`) : [family.name])
       .map((/** @type {string} */ name) => el("option", { value: name }))));
   const trigger = el("input", { id: "start-trigger", type: "text", autocomplete: "off", spellcheck: "false",
-    placeholder: "none, or the folder's name if nothing has a caption" });
+    placeholder: "none if there are captions" });
   const steps = el("input", { id: "start-steps", type: "text", inputmode: "numeric", autocomplete: "off",
     placeholder: "by the number of files" });
   const problem = el("div", { id: "start-problem", role: "alert" });
@@ -84,14 +84,12 @@ function problemText(found, expected, hint) {
 /** @param {any[]} presets */
 function presetChoice(presets) {
   const choices = [{ name: "", title: "chosen by what is in the folder", media: "" }, ...presets];
-  return el("fieldset", { class: "choices" }, el("legend", { class: "label" }, "What to teach"),
-    el("div", { class: "choice-grid" }, choices.map((preset, index) => el("label", { class: "choice" },
+  return el("fieldset", { class: "presets" }, el("legend", { class: "label" }, "What to teach"),
+    el("div", { class: "preset-grid" }, choices.map((preset, index) => el("label", { class: "preset" },
       el("input", { type: "radio", name: "preset", value: preset.name, checked: index === 0 }),
-      el("span", { class: "choice-text" }, el("b", null, preset.name || "automatic"),
-        el("span", { class: "help" }, [preset.title, MEDIA[/** @type {keyof MEDIA} */ (preset.media)]].filter(Boolean).join(" · ")))))));
+      el("span", { class: "preset-text" }, el("b", null, preset.name || "automatic"),
+        el("span", { class: "help" }, preset.title))))));
 }
-
-const MEDIA = { image: "images", video: "clips", audio: "sounds", edit: "pairs of images" };
 
 /** @param {(text: string, name: string) => void} imported */
 export function dropZone(imported) {

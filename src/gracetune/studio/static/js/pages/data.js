@@ -81,7 +81,7 @@ function buckets(dataset) {
   if (all.length === 0) return card("Buckets", {}, el("p", { class: "note" }, "No items."));
   const most = Math.max(...all.map((/** @type {any} */ one) => one.items));
   return card("Buckets", { note: "Items of one bucket have the same size and are batched together." },
-    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Buckets" }, el("table", { class: "table compact" },
+    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of buckets" }, el("table", { class: "table compact" },
       el("thead", null, el("tr", null, el("th", { scope: "col" }, "Size"), el("th", { scope: "col", class: "right" }, "Items"),
         el("th", { scope: "col", class: "share-cell" }, el("span", { class: "visually-hidden" }, "Share")),
         el("th", { scope: "col", class: "right" }, "Batches per epoch"))),
@@ -99,7 +99,7 @@ function dropped(dataset) {
   const byReason = new Map();
   for (const { file, reason } of all) byReason.set(reason, [...(byReason.get(reason) ?? []), file]);
   return card("Dropped files", { note: `${fmt.plural(all.length, "file")} that the run does not use` },
-    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Dropped files" },
+    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Files and reasons" },
       [...byReason].map(([reason, files]) => el("details", { open: all.length <= 20 },
         el("summary", null, `${reason} (${fmt.integer(files.length)})`),
         el("ul", { class: "reason-list" }, files.map((file) => el("li", { class: "mono" }, file)))))));
@@ -132,7 +132,7 @@ class Sheet {
   }
 
   build() {
-    this.list = el("ul", { class: "sheet", "aria-label": "Items" });
+    this.list = el("ul", { class: "sheet", "aria-label": "Contact sheet" });
     this.said = el("div", { class: "visually-hidden", role: "status" });
     this.place = el("span", { class: "note", role: "status" });
     const button = (/** @type {string} */ text, /** @type {number} */ by) => el("button", { class: "btn", type: "button", onclick: () => this.turnPage(by) }, text);

@@ -53,9 +53,15 @@ function checks(report) {
     el("table", { class: "table" },
       el("thead", null, el("tr", null, ["Check", "Result", "Finding"].map((head) => el("th", { scope: "col" }, head)))),
       el("tbody", null, sorted.map((check) => el("tr", { dataset: { check: check.name } },
-        el("th", { scope: "row" }, check.name.replaceAll("_", " ")),
+        el("th", { scope: "row" }, words(check.name)),
         el("td", null, statusBadge(check.status)),
         el("td", null, check.finding, check.remedy ? remedy(check.remedy) : null))))));
+}
+
+/** `gpu_memory` is "GPU memory". @param {string} name */
+function words(name) {
+  const text = name.replaceAll("_", " ").replace(/\b(gpu|cpu|numa|cuda|uvm)\b/g, (letters) => letters.toUpperCase());
+  return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
 /** @param {string} status */

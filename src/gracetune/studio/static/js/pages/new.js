@@ -36,10 +36,14 @@ class NewRun {
     this.status = el("div", { class: "check-status", role: "status" });
     this.problems = el("div", { class: "stack" });
     this.planNode = el("div", { class: "stack plan" });
+    this.planState = el("div", { class: "plan-state", role: "status" });
+    this.bar = el("div", { class: "new-bar" });
     this.origin = el("div", { class: "origin" });
     this.fileName = el("input", { id: "file-name", type: "text", autocomplete: "off", spellcheck: "false", "aria-describedby": "save-why" });
     this.saved = el("div", { role: "status" });
     this.named = false;
+    /** @type {any} */
+    this.shownPlan = null;
     this.fileName.addEventListener("input", () => { this.named = this.fileName.value !== ""; });
     this.build();
     if (this.draft.text) { this.changed("text"); this.draft.checkSoon(); } else this.showStart();
@@ -57,13 +61,14 @@ class NewRun {
     this.startOver = el("button", { class: "btn", type: "button", onclick: () => this.clear() }, "Start over");
     this.editor = el("div", { class: "new-grid" },
       el("div", { class: "new-main" }, this.origin, el("div", { class: "new-views" }, this.options.node, this.yaml.node)),
-      el("div", { class: "new-side" },
+      this.side = el("div", { class: "new-side" },
         card("Check", { class: "check" }, this.status, this.problems),
-        card("Plan", { class: "plan-card" }, this.planNode),
+        card("Plan", { class: "plan-card" }, this.planState, this.planNode),
         card("Save", { class: "save" },
           el("div", { class: "field" }, el("label", { for: "file-name" }, "File name"), this.fileName,
             el("span", { class: "help", id: "save-why" }, why || `Written below ${this.studio.root}; never over another file.`)),
-          el("div", { class: "row" }, this.saveButtons), this.saved)));
+          el("div", { class: "row" }, this.saveButtons), this.saved)),
+      this.bar);
     this.head = pageHead({ title: "New run", note: "From a folder or a file to a config that is checked and planned before it starts.",
       actions: [this.views, this.startOver] });
     fill(this.root, this.head, this.start.node, this.editor);
@@ -186,20 +191,24 @@ class NewRun {
     const kind = doing === "checking" ? "busy" : failed ? "warn" : checked?.ok ? "good" : "bad";
     const sign = { busy: "◔", warn: "!", good: "✓", bad: "✕" }[kind];
     if (this.status.textContent === `${sign}${words}`) return;
-    fill(this.status, words && el("span", { class: `badge ${kind}` }, el("span", { class: "sign", "aria-hidden": "true" }, sign), words));
+    const badge = () => words && el("span", { class: `badge ${kind}` }, el("span", { class: "sign", "aria-hidden": "true" }, sign), words);
+    fill(this.status, badge());
+    // On a narrow screen the check and the plan are below the form; this bar is always in view.
+    fill(this.bar, badge(), el("button", { class: "btn small", type: "button", onclick: () => this.side.scrollIntoView({ block: "start" }) }, "Check, plan and save"));
   }
 
   showPlan() {
     const { draft, planNode } = this;
-    const isOld = draft.doing !== "idle" || (draft.checked !== null && !draft.checked.ok);
-    planNode.classList.toggle("is-old", isOld && draft.plan !== null);
-    planNode.setAttribute("aria-busy", String(draft.doing !== "idle"));
-    if (draft.plan && planNode.dataset.of !== draft.plan.summary + draft.text) {
-      planNode.dataset.of = draft.plan.summary + draft.text;
+    const isOld = draft.plan !== null && (draft.doing !== "idle" || !draft.checked?.ok);
+    planNode.classList.toggle("is-old", isOld);
+    const broken = draft.checked !== null && !draft.checked.ok;
+    setText(this.planState, draft.doing === "planning" ? "Planning…" : isOld && broken ? "Of the last text without problems" : "");
+    if (draft.plan && this.shownPlan !== draft.plan) {
+      this.shownPlan = draft.plan;
       showPlan(planNode, draft.plan);
     } else if (!draft.plan) {
-      const text = draft.doing === "idle" ? "A plan needs a config without problems." : "Planning…";
-      fill(planNode, el("p", { class: "note plan-empty" }, text));
+      this.shownPlan = null;
+      fill(planNode, el("p", { class: "note" }, broken ? "A plan needs a config without problems." : ""));
     }
   }
 

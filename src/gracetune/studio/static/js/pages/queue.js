@@ -22,7 +22,7 @@ class Queue {
     this.jobs = new Map();
     this.turn = 0;
     this.runner = el("div", { class: "runner", role: "status" });
-    this.failure = el("div");
+    this.failure = el("div", { class: "failure" });
     this.list = el("ol", { class: "jobs", "aria-label": "Jobs" });
     this.empty = el("div", { hidden: true }, emptyState("The queue is empty", "Make a config, save it and start it; or add one by its path.",
       el("a", { class: "btn primary", href: "#/new" }, "New run")));
@@ -123,19 +123,21 @@ class Job {
   constructor(data, queue) {
     this.queue = queue;
     this.data = data;
+    this.number = 0;
     const button = (/** @type {string} */ text, /** @type {string} */ label, /** @type {() => void} */ onclick) =>
       el("button", { class: "btn small", type: "button", "aria-label": label, title: queue.why || label, onclick, disabled: !queue.control }, text);
     this.up = button("↑", `Move ${data.name} up`, () => this.move("up"));
     this.down = button("↓", `Move ${data.name} down`, () => this.move("down"));
     this.cancel = button("Cancel", `Cancel ${data.name}`, () => this.stop());
     this.drop = button("Remove", `Remove ${data.name} from the list`, () => this.remove());
-    this.number = el("span", { class: "job-position", "aria-hidden": "true" });
+    this.place = el("span", { class: "job-place" });
+    this.state = el("div", { class: "job-state" });
     this.head = el("div", { class: "job-head" });
     this.line = el("div", { class: "job-line" });
     this.reason = el("div", { class: "job-why" });
     this.log = el("pre", { tabindex: 0, role: "region", "aria-label": `Log of ${data.name}` });
     this.details = el("details", null, el("summary", null, "Log"), this.log);
-    this.node = el("li", { class: "job", tabindex: 0, dataset: { row: "" } }, this.number,
+    this.node = el("li", { class: "job", tabindex: 0, dataset: { row: "" } }, this.state,
       el("div", null, this.head, this.line, this.reason),
       el("div", { class: "job-actions" }, this.up, this.down, this.cancel, this.drop), this.details);
     this.node.addEventListener("keydown", (event) => this.key(event));
@@ -145,11 +147,13 @@ class Job {
   update(data, place, waiting) {
     this.data = data;
     const isWaiting = data.state === "waiting";
-    setText(this.number, isWaiting ? String(place + 1) : "");
+    setText(this.place, isWaiting ? `${place + 1} of ${waiting}` : "");
+    this.number = place + 1;
     const head = `${data.state}|${data.run}|${data.name}`;
     if (this.head.dataset.of !== head) {
       this.head.dataset.of = head;
-      fill(this.head, el("h3", null, data.run ? el("a", { href: `#/run/${data.run}` }, data.name) : data.name), stateBadge(data.state));
+      fill(this.head, el("h2", null, data.run ? el("a", { href: `#/run/${data.run}` }, data.name) : data.name));
+      fill(this.state, stateBadge(data.state), this.place);
     }
     setText(this.line, `${data.config} · ${times(data)}`);
     setText(this.reason, data.why ?? "");
@@ -178,7 +182,7 @@ class Job {
   async move(where) {
     if ((where === "up" ? this.up : this.down).getAttribute("aria-disabled") === "true") return;
     await this.queue.act(() => this.post(where), "");
-    setText(this.queue.said, `${this.data.name} is now number ${this.number.textContent}.`);
+    setText(this.queue.said, `${this.data.name} is now number ${this.number}.`);
   }
 
   async stop() {

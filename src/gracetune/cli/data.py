@@ -58,6 +58,7 @@ def show(
         ),
     ] = False,
     no_sheets: Annotated[bool, typer.Option("--no-sheets", help="Make no contact sheets.")] = False,
+    items: Annotated[bool, typer.Option("--items", help="With --json: list every sample too.")] = False,
     overrides: Overrides = None,
     allow_unsupported: AllowUnsupported = False,
     json_output: AsJson = False,
@@ -88,7 +89,7 @@ def show(
     if sheets:
         notes.append(f"{counted(len(sheets), 'contact sheet')} in {folder}")
     accumulated = config.training.gradient_accumulation_steps
-    shown = Shown(index, order, accumulated, sheets, tuple(notes), rehearsal.estimates)
+    shown = Shown(index, order, accumulated, sheets, tuple(notes), rehearsal.estimates, items)
     if json_output:
         print_json(as_json(shown))
     else:

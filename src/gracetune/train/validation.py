@@ -29,9 +29,9 @@ from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepEnds
 from gracetune.train.job import EvaluatedModel, Pauses
 from gracetune.train.output import RunFolder
 from gracetune.train.prompts import Prompts
+from gracetune.train.run_requests import REQUESTS
 from gracetune.train.sample_files import NotWrittenError, contact_sheet, write_sample
 from gracetune.train.sample_requests import ConfiguredSample, requests_of
-from gracetune.train.validation_request import VALIDATE_NOW
 from gracetune.train.view import View
 
 
@@ -113,16 +113,14 @@ class Sampling(Callback):
     def _take_request(self) -> bool:
         """Whether a request file exists; removes it. A file that cannot be removed is ignored: it would request a
         validation at every step."""
-        file = self._folder.path / VALIDATE_NOW
+        file = self._folder.path / REQUESTS["validate"].file
         try:
             if not file.exists():
                 return False
             file.unlink(missing_ok=True)
         except OSError as error:
             if not self._warned_of_request:
-                self._view.warn(
-                    f"{VALIDATE_NOW} is ignored, because it cannot be removed: {explain(error, file).found}"
-                )
+                self._view.warn(f"validate-now is ignored, because it cannot be removed: {explain(error, file).found}")
             self._warned_of_request = True
             return False
         return True

@@ -21,7 +21,7 @@ const cssColour = (name) => getComputedStyle(document.documentElement).getProper
 
 /**
  * @param {{title: string, curves: Curve[], height?: number, unit?: string, format?: (value: number|null) => string,
- *   log?: boolean, zero?: boolean, sync?: string, xLabel?: string, xFormat?: (value: number) => string, actions?: any}} options
+ *   lead?: Node, log?: boolean, zero?: boolean, sync?: string, xLabel?: string, xFormat?: (value: number) => string, actions?: any}} options
  */
 export function chart(options) {
   const { title, height = 220, format = (value) => fmt.number(value), sync, xLabel = "step",
@@ -40,7 +40,7 @@ export function chart(options) {
   const logButton = el("button", { class: "btn small quiet", type: "button", "aria-pressed": String(log),
     title: "Logarithmic scale", onclick: () => { log = !log; logButton.setAttribute("aria-pressed", String(log)); rebuild(); } }, "log");
   const node = el("figure", { class: "chart" },
-    el("figcaption", null, el("span", { class: "chart-title" }, title),
+    el("figcaption", null, options.lead ?? el("span", { class: "chart-title" }, title),
       options.unit && el("span", { class: "chart-unit" }, options.unit), where,
       el("span", { class: "chart-actions" }, options.actions, options.log === undefined ? null : logButton)),
     legend, plot);

@@ -7,7 +7,7 @@ export const KEYS = [
   ["/", "search"],
   ["j  k", "next and previous row"],
   ["Enter", "open the row"],
-  ["Space", "select the row, where rows can be selected"],
+  ["x", "select the row for comparison"],
   ["g r  g c  g n  g q  g m", "go to Runs, Compare, New run, Queue, Machine"],
   ["← →", "in a chart: move along the curve; in samples: change the step"],
   ["Esc", "leave a field, close a dialog, show all of a chart"],

@@ -10,11 +10,13 @@ const VERDICTS = {
 /** @param {any} measured what `api/baselines` says */
 export function baselineCards(measured) {
   const all = measured.baselines ?? [];
+  const unreadable = (measured.unreadable ?? []).length ? card("Unreadable baselines", {},
+    el("ul", { class: "plain-list" }, measured.unreadable.map((/** @type {any} */ one) => el("li", null, el("code", null, one.path), `: ${one.why}`)))) : null;
   if (all.length === 0) {
-    return card("Baselines", {}, emptyState("No baselines yet", "A baseline records what a config costs on this machine, to compare with later.",
-      el("p", null, el("code", null, "gracetune baseline capture CONFIG --output FOLDER/baseline"))));
+    return [card("Baselines", {}, emptyState("No baselines yet", "A baseline records what a config costs on this machine, to compare with later.",
+      el("p", null, el("code", null, "gracetune baseline capture CONFIG")))), unreadable];
   }
-  return [card("Baselines", { note: "what a config cost on this machine" }, baselineTable(all)), ...(measured.comparisons ?? []).map(comparison)];
+  return [card("Baselines", { note: "what a config cost on this machine" }, baselineTable(all)), ...(measured.comparisons ?? []).map(comparison), unreadable];
 }
 
 /** @param {any[]} all */
@@ -24,20 +26,20 @@ function baselineTable(all) {
     el("thead", null, el("tr", null, head.map((text, index) => el("th", { scope: "col", class: index > 2 && index < 6 ? "right" : null }, text)))),
     el("tbody", null, all.map((one) => el("tr", null,
       el("th", { scope: "row" }, one.name), el("td", null, String(one.date ?? "").slice(0, 16).replace("T", " ")), el("td", null, one.device ?? ""),
-      el("td", { class: "right" }, fmt.number(one.throughput_samples_per_s)), el("td", { class: "right" }, fmt.number(one.ms_per_step ?? one.median_ms)),
-      el("td", { class: "right" }, peaks(one)), el("td", { class: "mono" }, one.folder ?? one.path ?? ""))))));
+      el("td", { class: "right" }, fmt.number(one.samples_per_s)), el("td", { class: "right" }, fmt.number(one.step_ms)),
+      el("td", { class: "right" }, peaks(one)), el("td", { class: "mono" }, one.path))))));
 }
 
 /** @param {any} one */
 function peaks(one) {
-  const bytes = one.peak_bytes ?? one.memory?.peak_bytes ?? {};
+  const bytes = one.peak_bytes ?? {};
   return Object.entries(bytes).map(([tier, value]) => `${tier} ${fmt.bytes(/** @type {number} */ (value))}`).join(", ") || "–";
 }
 
 /** @param {any} compared */
 function comparison(compared) {
   const title = `${compared.a} → ${compared.b}`;
-  if (compared.error) return card(title, {}, el("p", { class: "note" }, compared.error.found ?? String(compared.error)));
+  if (compared.why) return card(title, { note: "not compared" }, el("p", null, compared.why));
   const head = ["Measure", "Before", "After", "Ratio", "Verdict"];
   return card(title, { note: `${compared.compared_as ?? ""}${compared.tolerance ? `, tolerance ${fmt.percent(compared.tolerance)}` : ""}` },
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `Table of ${title}` }, el("table", { class: "table compact" },

@@ -6,14 +6,16 @@ const MEDIA_SIGNS = { audio: "sound", video: "clip", image: "image" };
 
 /**
  * @param {any} item @param {{base: string, media: string, editable: boolean, why: string, drafts: Map<string, string>,
- *   judged: boolean, announce: (text: string) => void}} sheet
+ *   judged: boolean, place: string, announce: (text: string) => void}} sheet `place` is the query for this item alone
  */
 export function captionCard(item, sheet) {
   let { caption } = item;
   /** @type {string|null} */
-  let undo = null;
-  const area = el("textarea", { "aria-label": `Caption of ${item.file}`, readonly: !sheet.editable, spellcheck: "true",
-    title: sheet.editable ? "Ctrl+Enter saves, Esc discards" : sheet.why, placeholder: "no caption" });
+  let { undo } = item;
+  const editable = sheet.editable && item.editable;
+  const why = sheet.why || item.why;
+  const area = el("textarea", { "aria-label": `Caption of ${item.file}`, readonly: !editable, spellcheck: "true",
+    title: editable ? "Ctrl+Enter saves, Esc discards" : why, placeholder: "no caption" });
   area.value = sheet.drafts.get(item.key) ?? caption;
   const state = el("div", { class: "item-state" });
   const conflict = el("div", { role: "alert" });
@@ -42,7 +44,7 @@ export function captionCard(item, sheet) {
         el("button", { class: "btn small", type: "button", onclick: revert }, "Discard"), "not saved");
     } else {
       fill(state, said && [icon("check"), said],
-        undo !== null && el("button", { class: "btn small", type: "button", onclick: takeBack, "aria-label": `Undo the change of ${item.file}` }, "Undo"));
+        undo && editable && el("button", { class: "btn small", type: "button", onclick: takeBack, "aria-label": `Undo the change of ${item.file}` }, "Undo"));
     }
   }
 
@@ -81,8 +83,8 @@ export function captionCard(item, sheet) {
   async function takeBack() {
     const id = undo;
     try {
-      const answer = await api.post(`${sheet.base}/undo`, { undo: id });
-      undo = null;
+      const answer = await api.post(`${sheet.base}/items/${encodeURIComponent(item.key)}/undo`, { undo: id });
+      undo = answer.item.undo;
       accept(answer.item, "undone");
       area.focus();
     } catch (error) {
@@ -114,24 +116,15 @@ export function captionCard(item, sheet) {
         el("button", { class: "btn small", type: "button", onclick: () => { caption = theirs; save(theirs); } }, "Save mine over it"))));
   }
 
-  /** The caption as the file is now; null if the item is gone. */
+  /** The caption as the file is now; null if the list of items has changed. */
   async function currentCaption() {
-    const found = await findItem(sheet.base, item.key);
+    const page = await api.get(`${sheet.base}/items?${sheet.place}`);
+    const found = page.items.find((/** @type {any} */ one) => one.key === item.key);
     return found ? found.caption : null;
   }
 
   draw();
   return { node, area };
-}
-
-/** @param {string} base @param {string} key */
-async function findItem(base, key) {
-  const step = 500;
-  for (let offset = 0; ; offset += step) {
-    const page = await api.get(`${base}/items?offset=${offset}&limit=${step}&sort=name`);
-    const found = page.items.find((/** @type {any} */ one) => one.key === key);
-    if (found || page.items.length === 0 || offset + page.items.length >= page.total) return found ?? null;
-  }
 }
 
 /** @param {any} item @param {string} media */
@@ -145,7 +138,7 @@ function picture(item, media) {
 /** @param {any} item */
 function shape(item) {
   const size = item.width ? `${item.width}×${item.height}` : "";
-  return [size, item.frames > 1 ? `${item.frames} frames` : ""].filter(Boolean).join(" · ");
+  return [size, item.frames > 1 ? `${item.frames} frames` : "", item.held_out ? "held out" : ""].filter(Boolean).join(" · ");
 }
 
 /** @param {any} item */

@@ -30,6 +30,8 @@ export class Draft {
   doing = "idle";
   /** @type {Record<string, any>} changes of the form that are not in the text yet */
   #changes = {};
+  /** @type {Record<string, string>} other files that the text names */
+  #files = {};
   #turn = 0;
   #timer = 0;
 
@@ -50,10 +52,11 @@ export class Draft {
     return { ...this.checked?.values, ...this.#changes };
   }
 
-  /** Another config. @param {string} text @param {string} name */
-  begin(text, name) {
+  /** Another config. @param {string} text @param {string} name @param {Record<string, string>} [files] */
+  begin(text, name, files = {}) {
     this.checked = this.plan = this.failed = null;
     this.#changes = {};
+    this.#files = files;
     this.write(text, name);
   }
 
@@ -105,10 +108,16 @@ export class Draft {
   async #checkAndPlan(turn) {
     try {
       const sent = this.#changes;
-      const checked = await api.post("api/new/check", { text: this.text, name: this.name || "run.yaml", set: sent });
+      const checked = await api.post("api/new/check", { text: this.text, name: this.name || "run.yaml", set: sent, files: this.#files });
       if (turn !== this.#turn) return;
       this.#changes = {};
       this.#accept(checked, Object.keys(sent).length > 0);
+      if (!this.isNative && checked.yaml && Object.keys(this.#files).length > 0) {
+        // A file of its own does not find the others: it becomes one config of ours.
+        this.#files = {};
+        this.translate();
+        return;
+      }
       if (!checked.ok) return;
       const plan = await api.post("api/new/plan", { text: this.text, name: this.name || "run.yaml" });
       if (turn !== this.#turn) return;

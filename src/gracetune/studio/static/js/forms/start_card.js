@@ -1,14 +1,17 @@
 /** The first questions of a new run: the folder, what to teach, the model, the trigger word, the steps; or a file. */
 
-import { api, card, el, fill, fmt, icon, setText, toastError } from "../ui.js";
+import { api, card, el, fill, fmt, icon, setText, toast } from "../ui.js";
 
 /** Largest file that is read from a drop: configs are a few kilobytes. */
 const MOST_BYTES = 2 * 1024 * 1024;
+const MOST_FILES = 8;
 const ACCEPT = ".yaml,.yml,.json,.toml";
+
+/** @typedef {(text: string, name: string, others: Record<string, string>) => void} Imported `others` are files that it names */
 
 /**
  * @param {any} form what `api/form` describes
- * @param {{proposed: (answer: any) => void, imported: (text: string, name: string) => void, written: () => void}} actions
+ * @param {{proposed: (answer: any) => void, imported: Imported, written: () => void}} actions
  */
 export function startCard(form, actions) {
   const folder = el("input", { id: "start-folder", type: "text", autocomplete: "off", spellcheck: "false", required: true,
@@ -91,19 +94,19 @@ function presetChoice(presets) {
         el("span", { class: "help" }, preset.title))))));
 }
 
-/** @param {(text: string, name: string) => void} imported */
+/** @param {Imported} imported */
 export function dropZone(imported) {
-  const picker = el("input", { type: "file", accept: ACCEPT, class: "visually-hidden", id: "import-file", "aria-label": "Config file to import" });
+  const picker = el("input", { type: "file", accept: ACCEPT, multiple: true, class: "visually-hidden", id: "import-file", "aria-label": "Config files to import" });
   const node = el("div", { class: "drop" }, icon("download"),
     el("p", null, "Drop a config of gracetune, SimpleTuner or ai-toolkit here"),
     el("label", { class: "btn", for: "import-file" }, "Choose a file"), picker,
-    el("p", { class: "help" }, "It is only read. Nothing is written before you save."));
+    el("p", { class: "help" }, "Files are only read; nothing is written before you save. Of SimpleTuner, drop config.json and its multidatabackend.json together."));
   picker.addEventListener("change", () => { readInto(picker.files, imported); picker.value = ""; });
   acceptDrops(node, imported);
   return node;
 }
 
-/** Reads files that are dropped on an element. @param {HTMLElement} node @param {(text: string, name: string) => void} imported */
+/** Reads files that are dropped on an element. @param {HTMLElement} node @param {Imported} imported */
 export function acceptDrops(node, imported) {
   /** @param {DragEvent} event */
   const hasFiles = (event) => event.dataTransfer?.types.includes("Files") ?? false;
@@ -124,14 +127,19 @@ export function acceptDrops(node, imported) {
   });
 }
 
-/** @param {FileList|null} files @param {(text: string, name: string) => void} imported */
-async function readInto(files, imported) {
-  const file = files?.[0];
-  if (!file) return;
-  if (file.size > MOST_BYTES) {
-    const { ApiError } = await import("../ui.js");
-    toastError(new ApiError(0, { found: `${file.name} has ${fmt.bytes(file.size)}.`, expected: "a config file, below 2 MiB" }));
+/** @param {FileList|null} list @param {Imported} imported */
+async function readInto(list, imported) {
+  const files = [...(list ?? [])];
+  if (files.length === 0) return;
+  const tooLarge = files.find((file) => file.size > MOST_BYTES);
+  if (tooLarge || files.length > MOST_FILES) {
+    const found = tooLarge ? `${tooLarge.name} has ${fmt.bytes(tooLarge.size)}.` : `${files.length} files.`;
+    toast(`${found} Expected: a config of less than ${fmt.bytes(MOST_BYTES)}, and at most ${MOST_FILES - 1} files that it names.`, "bad");
     return;
   }
-  imported((await file.text()).replaceAll("\r\n", "\n"), file.name);
+  const texts = await Promise.all(files.map(async (file) => (await file.text()).replaceAll("\r\n", "\n")));
+  // SimpleTuner's list of datasets is a JSON list; its config, which names it, is not.
+  const main = Math.max(0, texts.findIndex((text) => !text.trimStart().startsWith("[")));
+  const others = Object.fromEntries(files.flatMap((file, index) => (index === main ? [] : [[file.name, texts[index]]])));
+  imported(texts[main], files[main].name, others);
 }

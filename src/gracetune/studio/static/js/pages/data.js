@@ -1,6 +1,6 @@
 /** The data of a run: buckets, captions that can be changed, dropped files, and the loss of each item when judged. */
 
-import { api, card, el, emptyState, errorState, fill, fmt, icon, runHeader, setText, tiles } from "../ui.js";
+import { api, card, el, emptyState, errorState, fill, fmt, icon, runHeader, setText, skeleton, tiles } from "../ui.js";
 import { replaceQuery } from "../router.js";
 import { captionCard } from "../forms/caption_card.js";
 
@@ -10,16 +10,19 @@ const unsaved = new Map();
 
 /** @param {HTMLElement} root @param {any} params */
 export async function show(root, params) {
-  const [run, data] = await Promise.all([api.get(`api/runs/${params.id}`), api.get(`api/runs/${params.id}/data`)]);
+  const run = await api.get(`api/runs/${params.id}`);
   const header = runHeader(run.row, "data");
+  fill(root, header.node, el("p", { class: "note", role: "status" }, "Listing the data…"), skeleton(84), skeleton(420));
+  const data = await api.get(`api/runs/${params.id}/data`);
   if (data.datasets.length === 0) {
     fill(root, header.node, emptyState("No datasets", "The config of this run names no dataset that can be shown.",
       (data.notes ?? []).map((/** @type {string} */ note) => el("p", null, note))));
     return () => {};
   }
   const body = el("div", { class: "stack" });
+  const notes = notesOf(data);
   const tabs = datasetTabs(data.datasets, (dataset) => open(dataset));
-  fill(root, header.node, data.datasets.length > 1 ? tabs.node : null, body);
+  fill(root, header.node, data.datasets.length > 1 ? tabs.node : null, body, notes);
 
   /** @type {Sheet|null} */
   let sheet = null;
@@ -48,7 +51,7 @@ export async function show(root, params) {
 /** @param {any[]} datasets @param {(dataset: any) => void} open */
 function datasetTabs(datasets, open) {
   const buttons = datasets.map((dataset) => el("button", { type: "button", dataset: { id: dataset.id }, onclick: () => open(dataset) },
-    `${dataset.id} (${fmt.integer(dataset.items)})`));
+    `${dataset.name ?? dataset.id} (${fmt.integer(dataset.items)})`));
   return {
     node: el("div", { class: "tabs", role: "group", "aria-label": "Datasets" }, buttons),
     /** @param {string} id */
@@ -105,9 +108,9 @@ function dropped(dataset) {
         el("ul", { class: "reason-list" }, files.map((file) => el("li", { class: "mono" }, file)))))));
 }
 
-/** @param {any} dataset */
+/** @param {any} dataset or the answer for all of them */
 function notesOf(dataset) {
-  return dataset.notes?.length ? card("Notes", {}, el("ul", { class: "plain-list" }, dataset.notes.map((/** @type {string} */ note) => el("li", null, note)))) : null;
+  return dataset.notes?.length ? card(dataset.id ? `Notes on ${dataset.id}` : "Notes", {}, el("ul", { class: "plain-list" }, dataset.notes.map((/** @type {string} */ note) => el("li", null, note)))) : null;
 }
 
 /** The contact sheet of a dataset, one page at a time. */
@@ -125,7 +128,7 @@ class Sheet {
     this.turn = 0;
     const control = params.studio.control;
     this.why = !control ? "This studio is read only. To change captions: gracetune studio --control"
-      : dataset.editable ? "" : dataset.why ?? "The captions of this dataset are not text files beside its items, so they cannot be changed here.";
+      : dataset.editable ? "" : dataset.why ? `Captions cannot be changed here: ${dataset.why}.` : "The captions of this dataset are not text files beside its items, so they cannot be changed here.";
     this.editable = dataset.editable && control;
     this.cards = /** @type {{node: HTMLElement, area: HTMLTextAreaElement}[]} */ ([]);
     this.build();
@@ -181,7 +184,8 @@ class Sheet {
     this.back.disabled = this.offset === 0;
     this.next.disabled = last >= page.total;
     // Previews and captions have fixed heights: the sheet keeps its own while a page is replaced.
-    this.cards = page.items.map((/** @type {any} */ item) => captionCard(item, { base: this.base, media: this.dataset.media, editable: this.editable,
+    this.cards = page.items.map((/** @type {any} */ item, /** @type {number} */ index) => captionCard(item, {
+      place: `offset=${this.offset + index}&limit=1&sort=${this.sort}`, base: this.base, media: this.dataset.media, editable: this.editable,
       why: this.why, drafts: /** @type {Map<string, string>} */ (unsaved.get(this.base)), judged: this.judged,
       announce: (text) => setText(this.said, text) }));
     fill(this.list, this.cards.map((one) => one.node));

@@ -28,7 +28,7 @@ class NewRun {
     this.draft = new Draft((what) => this.changed(what));
     this.start = startCard(form, {
       proposed: (answer) => this.begin(answer.yaml, `${nameIn(answer.yaml) || "my-run"}.yaml`),
-      imported: (text, name) => this.imported(text, name),
+      imported: (text, name, others) => this.imported(text, name, others),
       written: () => { this.begin(BLANK, "my-run.yaml"); this.setView("both"); },
     });
     this.options = optionForm(form, { change: (path, value) => this.draft.set(path, value ?? null), openText: (path) => this.openText(path) });
@@ -72,7 +72,7 @@ class NewRun {
     this.head = pageHead({ title: "New run", note: "From a folder or a file to a config that is checked and planned before it starts.",
       actions: [this.views, this.startOver] });
     fill(this.root, this.head, this.start.node, this.editor);
-    acceptDrops(this.root, (text, name) => this.imported(text, name));
+    acceptDrops(this.root, (text, name, others) => this.imported(text, name, others));
     this.setView(localStorage.getItem(VIEW_KEPT) ?? (window.innerWidth >= 1700 ? "both" : "form"));
   }
 
@@ -91,18 +91,18 @@ class NewRun {
     }
   }
 
-  /** @param {string} text @param {string} name */
-  begin(text, name) {
+  /** @param {string} text @param {string} name @param {Record<string, string>} [others] */
+  begin(text, name, others = {}) {
     this.named = false;
     fill(this.saved);
-    this.draft.begin(text, name);
+    this.draft.begin(text, name, others);
     /** @type {HTMLElement} */ (this.head.querySelector("h1")).focus();
   }
 
-  /** @param {string} text @param {string} name */
-  async imported(text, name) {
+  /** @param {string} text @param {string} name @param {Record<string, string>} others */
+  async imported(text, name, others) {
     if (this.draft.text && !(await this.mayReplace(`Replace it by ${name}?`))) return;
-    this.begin(text, name);
+    this.begin(text, name, others);
     toast(`${name} was read.`, "good");
   }
 

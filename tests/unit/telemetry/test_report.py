@@ -122,7 +122,8 @@ class TestWholeRun:
     def test_its_structure(self, run: tuple[Page, dict[str, object]]) -> None:
         page, _ = run
         assert page.headings == [
-            "Samples through time", "How to load the result", "Loss", "Speed", "Learning rate and batch", "Memory", "Memory plan",
+            "Samples through time", "How to load the result", "Loss", "Speed", "Learning rate and batch", "Memory",
+            "Memory plan",
             "Transitions", "Prefetch and cache statistics", "Self-check", "Checkpoints", "Warnings", "Versions",
             "Configuration",
         ]  # fmt: skip

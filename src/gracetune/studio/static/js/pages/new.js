@@ -26,7 +26,7 @@ class NewRun {
     this.root = root;
     this.studio = studio;
     this.draft = new Draft((what) => this.changed(what));
-    this.start = startCard(form, {
+    this.start = startCard(form, studio.control, {
       proposed: (answer) => this.begin(answer.yaml, `${nameIn(answer.yaml) || "my-run"}.yaml`),
       imported: (text, name, others) => this.imported(text, name, others),
       written: () => { this.begin(BLANK, "my-run.yaml"); this.setView("both"); },
@@ -46,7 +46,7 @@ class NewRun {
     this.shownPlan = null;
     this.fileName.addEventListener("input", () => { this.named = this.fileName.value !== ""; });
     this.build();
-    if (this.draft.text) { this.changed("text"); this.draft.checkSoon(); } else this.showStart();
+    if (this.draft.text && studio.control) { this.changed("text"); this.draft.checkSoon(); } else this.showStart();
   }
 
   build() {
@@ -72,7 +72,7 @@ class NewRun {
     this.head = pageHead({ title: "New run", note: "From a folder or a file to a config that is checked and planned before it starts.",
       actions: [this.views, this.startOver] });
     fill(this.root, this.head, this.start.node, this.editor);
-    acceptDrops(this.root, (text, name, others) => this.imported(text, name, others));
+    if (allowed) acceptDrops(this.root, (text, name, others) => this.imported(text, name, others));
     this.setView(localStorage.getItem(VIEW_KEPT) ?? (window.innerWidth >= 1700 ? "both" : "form"));
   }
 

@@ -63,7 +63,7 @@ class NewRun {
       el("div", { class: "new-main" }, this.origin, el("div", { class: "new-views" }, this.options.node, this.yaml.node)),
       this.side = el("div", { class: "new-side" },
         card("Check", { class: "check" }, this.status, this.problems),
-        card("Plan", { class: "plan-card" }, this.planState, this.planNode),
+        card("Plan", { class: "plan-card", actions: this.planState }, this.planNode),
         card("Save", { class: "save" },
           el("div", { class: "field" }, el("label", { for: "file-name" }, "File name"), this.fileName,
             el("span", { class: "help", id: "save-why" }, why || `Written below ${this.studio.root}; never over another file.`)),
@@ -202,7 +202,7 @@ class NewRun {
     const isOld = draft.plan !== null && (draft.doing !== "idle" || !draft.checked?.ok);
     planNode.classList.toggle("is-old", isOld);
     const broken = draft.checked !== null && !draft.checked.ok;
-    setText(this.planState, draft.doing === "planning" ? "Planning…" : isOld && broken ? "Of the last text without problems" : "");
+    setText(this.planState, draft.doing === "planning" ? "Planning…" : isOld && broken ? "of the last text without problems" : "");
     if (draft.plan && this.shownPlan !== draft.plan) {
       this.shownPlan = draft.plan;
       showPlan(planNode, draft.plan);

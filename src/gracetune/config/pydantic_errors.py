@@ -158,10 +158,10 @@ def accepted(path: Path) -> list[Mapping[str, Any]]:
     return [option for option in _options(node) if option.get("type") != "null"] if node is not None else []
 
 
-def choices(path: Path) -> list[str]:
+def choices(path: Path) -> list[Any]:
     """The values to choose from at a path; empty if others are allowed too."""
     options = accepted(path)
-    return _choices(schema_at(path)) if options and all(_allowed(option) for option in options) else []
+    return [value for option in options for value in _allowed(option)] if all(map(_allowed, options)) else []
 
 
 def _choices(node: Mapping[str, Any] | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from gracetune.config import load
 from gracetune.studio.replies import StudioError, json_reply
 from gracetune.train.run_requests import REQUESTS, AskedBy, RequestName, create
 
@@ -43,9 +45,21 @@ def routes(studio: Studio) -> list[BaseRoute]:
         if not known[action]["allowed"]:
             raise StudioError(409, known[action]["why"], "a run that can do this", "reload the page")
         if action == "resume":
-            raise StudioError(409, "no queue", "a studio with a queue", "gracetune train RUN/config.yaml")
+            return json_reply({"message": await anyio.to_thread.run_sync(_resume, studio, run.path)})
         wanted = REQUESTS[_BUTTONS[action]]
         await anyio.to_thread.run_sync(create, run.path, wanted, AskedBy.STUDIO)
         return json_reply({"message": f"requested: {wanted.promise}"})
 
     return [Route("/api/runs/{id}/actions/{action}", act, methods=["POST"])]
+
+
+def _resume(studio: Studio, run: Path) -> str:
+    """Put the run's own config into the queue. It resumes from the last checkpoint."""
+    file = run / "config.yaml"
+    output = load(file, environment=studio.environment).config.output_dir
+    # A run folder that was moved or copied has a config that names another folder.
+    if Path(output).expanduser().resolve() != run:
+        hint = f"gracetune train {shlex.quote(str(file))} --set output_dir={shlex.quote(str(run))}"
+        raise StudioError(409, f"a config that writes to {output}", f"output_dir: {run}", hint)
+    added = studio.queue.add(file)
+    return f"{added['name']} is in the queue and resumes from its last checkpoint"

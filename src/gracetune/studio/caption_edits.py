@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ FORMAT: Final = "gracetune-caption-edit"
 VERSION: Final = 1
 KEPT = 100
 """Edits of one file that can be undone."""
-_ID = re.compile(r"[0-9]{20}")
+_ID = re.compile(r"([0-9]{20})-[0-9a-f]{6}")
 
 
 class CaptionEdit(BaseModel):
@@ -124,19 +125,19 @@ class CaptionEdits:
             _write(path, text)
         return identifier
 
-    def undo(self, captions: CaptionFolder, media: str, identifier: str | None = None) -> None:
-        """Restore what was there before an edit, by default the last one. The file must be as that edit left it."""
+    def undo(self, captions: CaptionFolder, identifier: str) -> str:
+        """Restore what a file held before an edit. It must be as that edit left it. Returns the file's path relative to
+        the dataset's folder."""
         with self._locked():
-            path = captions.file_of(media)
-            kept = self._kept(path)
-            if identifier is None and kept:
-                identifier = kept[-1]
-            if identifier is None or identifier not in kept:
-                raise StudioError(404, "no such edit of this caption", "the id that saving it returned", "reload it")
-            record = self._of(path) / f"{identifier}.json"
-            edit = self._read(record)
-            if edit.file != str(path):
-                raise StudioError(409, "an edit of another file", "one of this caption", "reload it")
+            root = captions.root.resolve()
+            record = next(self._folder.glob(f"*/{identifier}.json"), None) if _ID.fullmatch(identifier) else None
+            edit = None if record is None else self._read(record)
+            path = None if edit is None else Path(edit.file)
+            if record is None or edit is None or path is None or not path.resolve().is_relative_to(root):
+                raise StudioError(
+                    404, "no such edit in this dataset", "the id that saving a caption returned", "reload"
+                )
+            path = path.resolve()
             now = read_caption(path)
             if _plain(now) != _plain(edit.after):
                 raise _changed(path, now)
@@ -145,6 +146,7 @@ class CaptionEdits:
             else:
                 _write(path, edit.before)
             record.unlink()
+        return str(path.relative_to(root))
 
     def last(self, captions: CaptionFolder, media: str) -> str | None:
         """The id of the last edit that can be undone."""
@@ -156,8 +158,9 @@ class CaptionEdits:
         folder.mkdir(exist_ok=True)
         sweep(folder)
         kept = self._kept(Path(edit.file))
-        number = max(time.time_ns(), int(kept[-1]) + 1 if kept else 0)  # in order, whatever the clock does
-        identifier = f"{number:020}"
+        # In order, whatever the clock does.
+        number = max(time.time_ns(), int(kept[-1].partition("-")[0]) + 1 if kept else 0)
+        identifier = f"{number:020}-{secrets.token_hex(3)}"
         write_file(folder / f"{identifier}.json", f"{edit.model_dump_json(indent=1)}\n".encode())
         for old in kept[: len(kept) + 1 - KEPT]:
             (folder / f"{old}.json").unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from gracetune.config import load
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
+from gracetune.data.items import stem_of
 from gracetune.errors import ConfigError
 from gracetune.studio.caption_edits import CaptionEdits, CaptionFolder, why_not_editable
 from gracetune.studio.commands import Commands, SlowWork, reject_errors
@@ -71,6 +72,11 @@ class DatasetListing:
         if not path.is_file():
             raise StudioError(404, f"{path.name}, which is gone", "a file of the dataset", "reload the page")
         return path
+
+    def key_of_caption(self, file: str) -> str | None:
+        """The key of the item with this caption file; None if it is no longer part of the dataset."""
+        stem = stem_of(file)
+        return next((key for key, item in self.items.items() if stem_of(item["path"]) == stem), None)
 
     def item(self, key: str) -> Mapping[str, Any]:
         if key not in self.items:
@@ -334,15 +340,16 @@ def routes(studio: Studio) -> list[Route]:
         return json_reply(await slow.run(save))
 
     async def undo(request: Request) -> Response:
-        run, name, key = (request.path_params[part] for part in ("run", "dataset", "key"))
+        run, name = request.path_params["run"], request.path_params["dataset"]
         identifier = (await json_body(request)).get("undo")
-        if not isinstance(identifier, str | None):
-            raise StudioError(400, f"undo of type {type(identifier).__name__}", "an id", '{"undo": "000…"}')
+        if not isinstance(identifier, str):
+            found = f"undo of type {type(identifier).__name__}"
+            raise StudioError(400, found, "the id that saving a caption returned", '{"undo": "..."}')
 
         def restore() -> dict[str, Any]:
             dataset = data.editable(run, name)
-            data.edits.undo(dataset.captions, dataset.item(key)["path"], identifier)
-            return {"item": data.item(run, dataset, key, data.losses(run))}
+            key = dataset.key_of_caption(data.edits.undo(dataset.captions, identifier))
+            return {"item": None if key is None else data.item(run, dataset, key, data.losses(run))}
 
         return json_reply(await slow.run(restore))
 
@@ -353,5 +360,5 @@ def routes(studio: Studio) -> list[Route]:
         Route(f"{base}/{{dataset}}/items", items),
         Route(f"{item}/thumbnail", thumbnail),
         Route(f"{item}/caption", edit, methods=["PUT"]),
-        Route(f"{item}/undo", undo, methods=["POST"]),
+        Route(f"{base}/{{dataset}}/undo", undo, methods=["POST"]),
     ]

@@ -77,9 +77,10 @@ class RunList:
             run.summary.refresh()
             return state_of(run.summary, is_locked=self._locks.is_held(run.path))[0]
 
-    def is_locked(self, run: RunEntry) -> bool:
+    def process_of(self, run: RunEntry) -> int | None:
+        """The id of the run's process on this machine; None if there is none."""
         with self._mutex:
-            return self._locks.is_held(run.path)
+            return self._locks.holder(run.path)
 
     def id_of(self, path: Path) -> str | None:
         """The id of the run in this folder; None if it is not below the studio's folder."""

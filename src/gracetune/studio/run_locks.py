@@ -30,16 +30,21 @@ class RunLocks:
 
     def is_held(self, run: Path) -> bool:
         """Whether a process holds the run's lock."""
+        return self.holder(run) is not None
+
+    def holder(self, run: Path) -> int | None:
+        """The id of the process that holds the run's lock."""
+        file = f"{run}/checkpoints/{LOCK_FILE}"
         try:
-            found = (run / "checkpoints" / LOCK_FILE).lstat()
+            found = os.lstat(file)
         except OSError:
-            return False
+            return None
         self._refresh()
         for device, process in self._holders.get(found.st_ino, ()):
             # btrfs and overlay file systems show another device in /proc/locks than in `stat`.
-            if device == found.st_dev or _has_open(process, run / "checkpoints" / LOCK_FILE):
-                return True
-        return False
+            if device == found.st_dev or _has_open(process, Path(file)):
+                return process
+        return None
 
     def _refresh(self) -> None:
         if time.monotonic() - self._read_at < _SECONDS:

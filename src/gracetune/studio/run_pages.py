@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from gracetune.studio.feeds import Feed, Message, stream
 from gracetune.studio.log_lines import mapping
+from gracetune.studio.machine_memory import MachineMemory
 from gracetune.studio.replies import StudioError, integer, json_reply
 from gracetune.studio.run_details import details, log_lines
 from gracetune.studio.run_files import file_reply
@@ -32,7 +33,7 @@ Value = TypeVar("Value")
 
 
 def routes(studio: Studio) -> list[BaseRoute]:
-    runs = studio.runs
+    runs, machine = studio.runs, MachineMemory()
 
     async def listed(request: Request) -> Response:
         return json_reply({"runs": await anyio.to_thread.run_sync(runs.rows)})
@@ -53,7 +54,7 @@ def routes(studio: Studio) -> list[BaseRoute]:
         return _streamed(studio, studio.feeds.of_run(run), [("status", row)])
 
     async def memory(request: Request) -> Response:
-        return await _in_thread(request, lambda run: memory_page(run, is_active=runs.is_locked(run)))
+        return await _in_thread(request, lambda run: memory_page(run, machine, process=runs.process_of(run)))
 
     async def log(request: Request) -> Response:
         most = integer(request, "lines", 200, 1, POINTS)

@@ -21,6 +21,7 @@ from gracetune.models.spec import Expert
 from gracetune.storage.atomic import sweep, sweep_folders
 from gracetune.storage.os_errors import explain
 from gracetune.train.output import RunFolder
+from gracetune.train.run_requests import discard
 
 _ENDED_BY_REMOVAL: Final[tuple[Work, ...]] = ("saving", "retiring")
 """Operations whose files are removed if they were interrupted: writing a step's weights, and deleting old ones."""
@@ -35,6 +36,7 @@ def remove_leftovers(
         with suppress(OSError):  # it does not exist, or the run will report the problem when it uses the folder
             sweep(path)
     try:
+        discard(folder.path)  # a stop that was meant for an earlier process must not end this one
         for model in folder.model_folders():
             _sweep_model(model, [expert.component for expert in experts])
     except OSError as error:

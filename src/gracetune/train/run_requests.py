@@ -12,7 +12,7 @@ says who asked.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -109,9 +109,10 @@ class RequestFiles:
         self._folder, self._warn = folder, warn
         self._stuck: set[RequestName] = set()
 
-    def take(self) -> dict[RequestName, AskedBy]:
-        """The requests since the last call, and how each was made."""
-        return {name: asked for name, request in REQUESTS.items() if (asked := self._take(request)) is not None}
+    def take(self, names: Iterable[RequestName] | None = None) -> dict[RequestName, str]:
+        """The requests since the last call, of these names or of all, and how each was made."""
+        found = {name: self._take(REQUESTS[name]) for name in names or REQUESTS}
+        return {name: str(asked) for name, asked in found.items() if asked is not None}
 
     def _take(self, request: RunRequest) -> AskedBy | None:
         file = self._folder / request.file

@@ -16,12 +16,16 @@ import { fmt } from "./format.js";
 const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [4, 2], [1, 3], [12, 4], [3, 6]];
 const COLOURS = DASHES.length;
 
+/** Distances between ticks of axes that count bytes or seconds. */
+export const BINARY_STEPS = Array.from({ length: 48 }, (_, power) => 2 ** power);
+export const TIME_STEPS = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800];
+
 /** @param {string} name */
 const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /**
  * @param {{title: string, curves: Curve[], height?: number, unit?: string, format?: (value: number|null) => string,
- *   lead?: Node, log?: boolean, zero?: boolean, sync?: string, xLabel?: string, xFormat?: (value: number) => string, actions?: any}} options
+ *   lead?: Node, log?: boolean, zero?: boolean, sync?: string, steps?: number[], xSteps?: number[], xLabel?: string, xFormat?: (value: number) => string, actions?: any}} options
  */
 export function chart(options) {
   const { title, height = 220, format = (value) => fmt.number(value), sync, xLabel = "step",
@@ -73,7 +77,8 @@ export function chart(options) {
       return [given?.step ?? [], given?.value ?? []];
     });
     if (tables.length === 0) return [[]];
-    return uPlot.join(tables, tables.map(() => [0, 2]));
+    // A missing step is no gap; a value that is not finite is.
+    return uPlot.join(tables);
   }
 
   /** @param {any} u @param {number|null} index */
@@ -101,11 +106,11 @@ export function chart(options) {
         points: { size: 6 }, focus: { prox: 24 } },
       scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : rangeOf(options.zero ?? false) } },
       axes: [
-        { ...axis, size: 26, gap: 4, values: (_u, splits) => splits.map(xFormat), space: 64 },
-        { ...axis, size: 60, gap: 6, values: (_u, splits) => splits.map((value) => value === null ? "" : format(value)), space: 34 },
+        { ...axis, size: 26, gap: 4, values: (_u, splits) => splits.map(xFormat), space: 64, ...(options.xSteps && { incrs: options.xSteps }) },
+        { ...axis, size: 60, gap: 6, values: (_u, splits) => splits.map((value) => value === null ? "" : format(value)), space: 34, ...(options.steps && { incrs: options.steps }) },
       ],
       series: [{}, ...curves.map((curve) => ({
-        label: curve.label, show: !hidden.has(curve.key), spanGaps: true,
+        label: curve.label, show: !hidden.has(curve.key), spanGaps: false,
         stroke: () => cssColour(`--c${curve.colour % COLOURS}`), alpha: curve.faint ? 0.35 : 1,
         width: curve.width ?? (curve.faint ? 1 : 1.75), dash: curve.faint ? [] : curve.dash ?? DASHES[curve.colour % COLOURS],
         points: { show: curve.points ?? false, size: 5 },

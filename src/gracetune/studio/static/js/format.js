@@ -43,7 +43,8 @@ export const fmt = {
   /** Duration of one step: 480 ms, 2.31 s @param {number|null|undefined} seconds */
   pace(seconds) {
     if (!isNumber(seconds)) return NONE;
-    return seconds < 1 ? `${significant(seconds * 1000, 3)} ms` : `${significant(seconds, 3)} s`;
+    if (seconds > 0 && seconds < 1e-5) return "<0.01 ms";
+    return seconds < 1 ? `${significant(seconds * 1000, seconds < 1e-3 ? 2 : 3)} ms` : `${significant(seconds, 3)} s`;
   },
 
   /** 0.08213 @param {number|null|undefined} value @param {number} [digits] */

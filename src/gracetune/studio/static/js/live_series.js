@@ -31,22 +31,16 @@ function of(curves, key) {
   return curves[key];
 }
 
-/** How strongly the server smooths, told from its own points: the weight of a new value.
- * @param {Curve} curve */
-function weightOf(curve) {
-  const smoothed = curve.smoothed ?? [];
-  for (let at = smoothed.length - 1; at > 0; at -= 1) {
-    const [before, after, value] = [smoothed[at - 1], smoothed[at], curve.value[at]];
-    if (before === null || after === null || value === null || curve.step[at] - curve.step[at - 1] !== 1) continue;
-    if (Math.abs(value - before) > 1e-9) return Math.min(1, Math.max(0.001, (after - before) / (value - before)));
-  }
-  return 0.05;
-}
+/** Weight of a new value, as in the server's moving average over a twentieth of all points.
+ * @param {number} count points until now */
+const weightOf = (count) => 2 / (Math.max(1, count / 20) + 1);
 
 /** @param {any} series what `api/runs/ID/series` sent */
 export function liveSeries(series) {
-  const weights = Object.fromEntries(Object.entries(series.loss).map(([expert, curve]) =>
-    [expert, weightOf(/** @type {Curve} */ (curve))]));
+  // The server thins long curves, so the number of points is told from the steps that they cover.
+  const share = Object.keys(series.loss).length || 1;
+  const counts = Object.fromEntries(Object.entries(series.loss).map(([expert, curve]) =>
+    [expert, Math.max(curve.step.length, (curve.step.at(-1) ?? 0) / share)]));
   let samples = 0;
   let sampledStep = 0;
 
@@ -58,10 +52,11 @@ export function liveSeries(series) {
       const loss = of(series.loss, expert);
       if (!add(loss, event.step, event.loss)) return false;
       loss.smoothed ??= [];
+      counts[expert] = (counts[expert] ?? 0) + 1;
       const before = loss.smoothed.at(-1);
       const last = loss.value.at(-1) ?? null;
       loss.smoothed.push(before === null || before === undefined || last === null ? last ?? before ?? null
-        : before + (weights[expert] ?? 0.05) * (last - before));
+        : before + weightOf(counts[expert]) * (last - before));
       for (const [group, value] of Object.entries(event.lr ?? {})) add(of(series.lr, group), event.step, value);
       add(series.grad_norm, event.step, event.grad_norm);
       add(series.step_ms, event.step, event.step_ms);

@@ -74,7 +74,7 @@ export function tiles(items) {
     const value = el("span", { class: "tile-value" }, "–");
     const detail = el("span", { class: "tile-detail" }, "");
     values.set(key, [value, detail]);
-    return el("div", null, el("dt", null, label), el("dd", null, value, detail));
+    return el("div", { "data-tile": key }, el("dt", null, label), el("dd", null, value, detail));
   }));
   return {
     node,

@@ -8,12 +8,16 @@ import { card, el, fill, fmt, setText } from "./ui.js";
 const ZOOM_BELOW = 0.12;
 
 /** Colours of owners, the same in each pool. @type {Map<string, number>} */
-const colours = new Map(["weights", "activations", "optimizer", "gradients", "caches", "adapter", "batches", "idle expert"].map((owner, at) => [owner, at]));
+const colours = new Map(["frozen weights", "activations", "optimizer state", "trained weights", "gradients", "caches", "process", "batches"].map((owner, at) => [owner, at]));
 
-/** @param {string} owner */
+/** Owners that stand for what has no owner. */
+const NEUTRAL = new Set(["other", "unaccounted"]);
+
+/** Class of an owner's colour. @param {string} owner */
 function colourOf(owner) {
+  if (NEUTRAL.has(owner)) return "rest";
   if (!colours.has(owner)) colours.set(owner, colours.size);
-  return /** @type {number} */ (colours.get(owner)) % 8;
+  return `c${/** @type {number} */ (colours.get(owner)) % 8}`;
 }
 
 /** @param {{bytes: number}[]} parts */
@@ -58,7 +62,7 @@ export function poolPanel(tier, onePool) {
     const part = (/** @type {number} */ bytes, /** @type {string} */ kind, /** @type {string} */ title) =>
       el("span", { class: `pool-part ${kind}`, title, style: { width: `${100 * bytes / end}%` } });
     const parts = [
-      ...tier.used.map((/** @type {any} */ one) => part(one.bytes, `c${colourOf(one.owner)}`, `${one.owner}: ${fmt.bytes(one.bytes)}`)),
+      ...tier.used.map((/** @type {any} */ one) => part(one.bytes, colourOf(one.owner), `${one.owner}: ${fmt.bytes(one.bytes)}`)),
       ...tier.others.map((/** @type {any} */ one) => part(one.bytes, "other", `${one.name}, process ${one.pid}: ${fmt.bytes(one.bytes)}`)),
       tier.reclaimable_bytes ? part(tier.reclaimable_bytes, "reclaimable", `reclaimable page cache: ${fmt.bytes(tier.reclaimable_bytes)}`) : null,
     ];
@@ -70,7 +74,7 @@ export function poolPanel(tier, onePool) {
   /** @param {number} end */
   function drawPlanned(end) {
     fill(planned, el("div", { class: "pool-parts" }, tier.planned.map((/** @type {any} */ one) =>
-      el("span", { class: `pool-outline c${colourOf(one.owner)}`, title: [`${one.owner}: ${fmt.bytes(one.bytes)}`, one.why].filter(Boolean).join(", "), style: { width: `${100 * one.bytes / end}%` } }))),
+      el("span", { class: `pool-outline ${colourOf(one.owner)}`, title: [`${one.owner}: ${fmt.bytes(one.bytes)}`, one.why].filter(Boolean).join(", "), style: { width: `${100 * one.bytes / end}%` } }))),
       line(tier.planned_peak_bytes, "peak", end));
   }
 
@@ -94,7 +98,7 @@ export function poolPanel(tier, onePool) {
     const plans = new Map(tier.planned.map((/** @type {any} */ one) => [one.owner, one]));
     const owners = [...new Set([...tier.used.map((/** @type {any} */ one) => one.owner), ...plans.keys()])];
     const uses = new Map(tier.used.map((/** @type {any} */ one) => [one.owner, one.bytes]));
-    fill(body, owners.map((owner) => entry(`swatch square c${colourOf(owner)}`, owner, plans.get(owner)?.why ?? "", uses.get(owner), plans.get(owner)?.bytes)),
+    fill(body, owners.map((owner) => entry(`swatch square ${colourOf(owner)}`, owner, plans.get(owner)?.why ?? "", uses.get(owner), plans.get(owner)?.bytes)),
       tier.others.map((/** @type {any} */ one) => entry("swatch square other", one.name, `another process, ${one.pid}`, one.bytes, undefined)),
       tier.reclaimable_bytes === null || tier.reclaimable_bytes === undefined ? null : entry("swatch square reclaimable", "reclaimable page cache", "freed when memory is needed", tier.reclaimable_bytes, undefined));
   }

@@ -1,6 +1,6 @@
 /** The charts of one run, and which curve is drawn how. Charts share the pointer's position. */
 
-import { chart, el, fmt } from "./ui.js";
+import { BINARY_STEPS, chart, el, fmt } from "./ui.js";
 
 const SYNC = "run";
 
@@ -47,7 +47,7 @@ export function runCharts(series) {
   const batch = chart({ title: "Effective batch", unit: "samples per step", sync: SYNC, zero: true, height: 180,
     format: (value) => fmt.number(value, 3), curves: [{ key: "batch", label: "batch", colour: 2 }] });
   const memory = chart({ title: "Memory", curves: byKey(series.memory, (key) => key), sync: SYNC, zero: true, height: 180,
-    format: (value) => fmt.bytes(value) });
+    format: (value) => fmt.bytes(value), steps: BINARY_STEPS });
   const all = [loss, rate, norm, time, batch, memory];
   let known = signature(series);
 

@@ -129,7 +129,14 @@ export function configPanel(detail) {
   const rows = flat(detail.config, "");
   const versions = Object.entries(detail.versions);
   const table = (/** @type {any[]} */ lines) => el("table", { class: "table" }, el("tbody", null, lines.map(([key, value]) => el("tr", null, el("th", { scope: "row", class: "mono" }, key), el("td", { class: "mono" }, value)))));
-  return card("Configuration", { note: fmt.plural(rows.length, "value"), actions: copyButton(() => JSON.stringify(detail.config, null, 2), "Copy as JSON") },
+  const field = el("input", { type: "search", placeholder: "Filter keys", "aria-label": "Filter keys of the configuration", class: "config-filter", oninput: () => {
+    const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const line of node.querySelectorAll("tbody tr")) {
+      /** @type {HTMLElement} */ (line).hidden = !words.every((word) => line.textContent?.toLowerCase().includes(word));
+    }
+  } });
+  const node = card("Configuration", { note: fmt.plural(rows.length, "value"), actions: [field, copyButton(() => JSON.stringify(detail.config, null, 2), "Copy as JSON")] },
     el("div", { class: "panel-body scroll", tabindex: "0", role: "region", "aria-label": "Configuration" }, table(rows),
       versions.length > 0 && [el("h3", { class: "sub" }, "Versions"), table(versions)]));
+  return node;
 }

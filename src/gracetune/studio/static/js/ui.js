@@ -6,4 +6,4 @@ export { api, ApiError, stream } from "./api.js";
 export { toast, toastError, confirmDialog, modal, helpDialog, copyButton } from "./dialogs.js";
 export { card, emptyState, errorState, pageHead, progress, setTitle, skeleton, stateBadge, tiles } from "./parts.js";
 export { runHeader } from "./run_header.js";
-export { chart } from "./chart.js";
+export { BINARY_STEPS, TIME_STEPS, chart } from "./chart.js";

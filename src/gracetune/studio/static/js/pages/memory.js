@@ -1,6 +1,6 @@
 /** Where a run's memory is: a bar for each pool, what changed and why, traffic between the pools, what moves next. */
 
-import { api, card, chart, el, emptyState, fill, fmt, runHeader, stream } from "../ui.js";
+import { TIME_STEPS, api, card, chart, el, emptyState, fill, fmt, runHeader, stream } from "../ui.js";
 import { poolPanel } from "../pool_panel.js";
 import { changesPanel, nextPanel, stagePanel, unavailablePanel } from "../memory_panels.js";
 
@@ -16,7 +16,7 @@ export async function show(root, { id }) {
   const head = runHeader(row, "memory");
   const pools = el("div", { class: "grid pools" });
   const link = chart({ title: "Link traffic", unit: "GB/s between CPU and GPU", curves: [{ key: "link", label: "traffic", colour: 0 }], zero: true,
-    xLabel: "after", xFormat: (seconds) => fmt.duration(Math.max(0, seconds)), format: (value) => (value === null ? fmt.none : fmt.number(value, 3)), height: 180 });
+    xLabel: "after", xSteps: TIME_STEPS, xFormat: (seconds) => fmt.duration(Math.max(0, seconds)), format: (value) => (value === null ? fmt.none : fmt.number(value, 3)), height: 180 });
   const waits = chart({ title: "Waits for prefetched batches", curves: [{ key: "wait", label: "wait", colour: 1 }], zero: true,
     format: (value) => (value === null ? fmt.none : fmt.pace(value / 1000)), height: 180 });
   const depth = chart({ title: "Look-ahead", unit: "batches moved ahead", curves: [{ key: "depth", label: "batches ahead", colour: 2 }], zero: true,

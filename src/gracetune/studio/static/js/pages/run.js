@@ -35,7 +35,7 @@ export async function show(root, { id }) {
     figures.set("step", `${fmt.integer(row.step)} / ${fmt.integer(row.total_steps)}`, done === null ? "" : `${fmt.percent(done)} · epoch ${fmt.integer(row.epoch)}`);
     figures.set("loss", fmt.number(row.loss_smoothed), row.loss === null ? "" : `last step ${fmt.number(row.loss)}`);
     figures.set("held", fmt.number(row.held_out), row.held_out === null ? "not evaluated" : "on samples never trained on");
-    figures.set("pace", fmt.pace(row.seconds_per_step), row.seconds_per_step ? `${fmt.number(3600 / row.seconds_per_step, 3)} steps/h` : "");
+    figures.set("pace", fmt.pace(row.seconds_per_step), row.seconds_per_step ? `${fmt.integer(3600 / row.seconds_per_step)} steps/h` : "");
     figures.set("left", row.state === "running" ? fmt.duration(row.eta_s) : fmt.none,
       row.state === "running" && row.eta_s ? `until ${fmt.time(Date.now() / 1000 + row.eta_s)}` : row.state);
     figures.set("memory", row.memory ? fmt.bytes(row.memory.used_bytes) : fmt.none, row.memory ? `of ${fmt.bytes(row.memory.capacity_bytes)} · ${row.memory.tier}` : "");

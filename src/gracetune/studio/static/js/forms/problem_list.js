@@ -14,9 +14,9 @@ import { withCode } from "./option_field.js";
 export function showProblems(node, problems, notes, locate) {
   fill(node,
     problems.length ? el("ol", { class: "problems" }, problems.map((problem) => row(problem, locate(problem)))) : null,
-    notes.length ? el("details", { open: problems.length === 0 && notes.length < 3 },
+    notes.length ? el("details", null,
       el("summary", null, fmt.plural(notes.length, "note")),
-      el("ul", { class: "plain-list" }, notes.map((text) => el("li", null, text)))) : null);
+      el("ul", { class: "plain-list" }, notes.map((text) => el("li", null, withCode(text))))) : null);
 }
 
 /** @param {Problem} problem @param {(() => void)|null} go */

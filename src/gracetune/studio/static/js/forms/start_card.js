@@ -11,9 +11,10 @@ const ACCEPT = ".yaml,.yml,.json,.toml";
 
 /**
  * @param {any} form what `api/form` describes
+ * @param {boolean} control whether this studio may do anything
  * @param {{proposed: (answer: any) => void, imported: Imported, written: () => void}} actions
  */
-export function startCard(form, actions) {
+export function startCard(form, control, actions) {
   const folder = el("input", { id: "start-folder", type: "text", autocomplete: "off", spellcheck: "false", required: true,
     placeholder: "/data/photos", "aria-describedby": "start-folder-help start-problem" });
   const model = el("input", { id: "start-model", type: "text", list: "start-models", autocomplete: "off", spellcheck: "false",
@@ -64,11 +65,14 @@ export function startCard(form, actions) {
     }
   }
 
+  const part = (/** @type {any[]} */ ...content) => el("fieldset", { class: "bare", disabled: !control }, content);
   const node = el("div", { class: "start" },
-    card("From a folder", { class: "start-folder" }, form_),
-    card("From a file", { class: "start-file" }, dropZone(actions.imported),
+    control ? null : el("div", { class: "callout warn start-why" }, icon("lock"), el("div", null,
+      "This studio is read only, so it makes no configs. To make some, start it with ", el("code", null, "gracetune studio --control"), ".")),
+    card("From a folder", { class: "start-folder" }, part(form_)),
+    card("From a file", { class: "start-file" }, part(dropZone(actions.imported),
       el("p", { class: "note" }, "Or begin with nothing: ",
-        el("button", { class: "link", type: "button", onclick: actions.written }, "write a config by hand"), ".")));
+        el("button", { class: "link", type: "button", onclick: actions.written }, "write a config by hand"), "."))));
   return { node, focus: () => folder.focus() };
 }
 
@@ -96,13 +100,12 @@ function presetChoice(presets) {
 
 /** @param {Imported} imported */
 export function dropZone(imported) {
-  const picker = el("input", { type: "file", accept: ACCEPT, multiple: true, class: "visually-hidden", id: "import-file", "aria-label": "Config files to import" });
+  const picker = el("input", { type: "file", accept: ACCEPT, multiple: true, id: "import-file", hidden: true, "aria-label": "Config files to import" });
   const node = el("div", { class: "drop" }, icon("download"),
     el("p", null, "Drop a config of gracetune, SimpleTuner or ai-toolkit here"),
-    el("label", { class: "btn", for: "import-file" }, "Choose a file"), picker,
+    el("button", { class: "btn", type: "button", onclick: () => picker.click() }, "Choose a file"), picker,
     el("p", { class: "help" }, "Files are only read; nothing is written before you save. Of SimpleTuner, drop config.json and its multidatabackend.json together."));
   picker.addEventListener("change", () => { readInto(picker.files, imported); picker.value = ""; });
-  acceptDrops(node, imported);
   return node;
 }
 
@@ -141,5 +144,16 @@ async function readInto(list, imported) {
   // SimpleTuner's list of datasets is a JSON list; its config, which names it, is not.
   const main = Math.max(0, texts.findIndex((text) => !text.trimStart().startsWith("[")));
   const others = Object.fromEntries(files.flatMap((file, index) => (index === main ? [] : [[file.name, texts[index]]])));
-  imported(texts[main], files[main].name, others);
+  imported(besides(texts[main], Object.keys(others)), files[main].name, others);
+}
+
+/** The text with the dropped files beside it, whatever folder it names: `"config/data.json"` is `"data.json"`.
+ * @param {string} text @param {string[]} names */
+function besides(text, names) {
+  let moved = text;
+  for (const name of names) {
+    const quoted = name.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+    moved = moved.replace(new RegExp(`"[^"\\n]*/${quoted}"`, "g"), JSON.stringify(name));
+  }
+  return moved;
 }

@@ -13,7 +13,13 @@ export async function show(root, params) {
   const run = await api.get(`api/runs/${params.id}`);
   const header = runHeader(run.row, "data");
   fill(root, header.node, el("p", { class: "note", role: "status" }, "Listing the data…"), skeleton(84), skeleton(420));
-  const data = await api.get(`api/runs/${params.id}/data`);
+  let data;
+  try {
+    data = await api.get(`api/runs/${params.id}/data`);
+  } catch (error) {
+    fill(root, header.node, errorState(error, () => show(root, params)));
+    return () => {};
+  }
   if (data.datasets.length === 0) {
     fill(root, header.node, emptyState("No datasets", "The config of this run names no dataset that can be shown.",
       (data.notes ?? []).map((/** @type {string} */ note) => el("p", null, note))));

@@ -50,12 +50,13 @@ function checks(report) {
   const sorted = [...report.checks].sort((a, b) => ORDER.indexOf(a.status) - ORDER.indexOf(b.status));
   const bad = sorted.filter((check) => check.status !== "ok").length;
   return card("Checks", { note: bad ? `${bad} of ${sorted.length} need attention` : `all ${sorted.length} are fine` },
-    el("table", { class: "table" },
-      el("thead", null, el("tr", null, ["Check", "Result", "Finding"].map((head) => el("th", { scope: "col" }, head)))),
-      el("tbody", null, sorted.map((check) => el("tr", { dataset: { check: check.name } },
-        el("th", { scope: "row" }, words(check.name)),
-        el("td", null, statusBadge(check.status)),
-        el("td", null, check.finding, check.remedy ? remedy(check.remedy) : null))))));
+    // On a phone the cells are laid out as a grid, which takes the roles of a table from them.
+    el("table", { class: "table checks", role: "table" },
+      el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ["Check", "Result", "Finding"].map((head) => el("th", { scope: "col", role: "columnheader" }, head)))),
+      el("tbody", { role: "rowgroup" }, sorted.map((check) => el("tr", { role: "row", dataset: { check: check.name } },
+        el("th", { scope: "row", role: "rowheader" }, words(check.name)),
+        el("td", { role: "cell" }, statusBadge(check.status)),
+        el("td", { role: "cell" }, check.finding, check.remedy ? remedy(check.remedy) : null))))));
 }
 
 /** `gpu_memory` is "GPU memory". @param {string} name */

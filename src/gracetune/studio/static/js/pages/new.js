@@ -26,7 +26,7 @@ class NewRun {
     this.root = root;
     this.studio = studio;
     this.draft = new Draft((what) => this.changed(what));
-    this.start = startCard(form, {
+    this.start = startCard(form, studio.control, {
       proposed: (answer) => this.begin(answer.yaml, `${nameIn(answer.yaml) || "my-run"}.yaml`),
       imported: (text, name, others) => this.imported(text, name, others),
       written: () => { this.begin(BLANK, "my-run.yaml"); this.setView("both"); },
@@ -46,7 +46,7 @@ class NewRun {
     this.shownPlan = null;
     this.fileName.addEventListener("input", () => { this.named = this.fileName.value !== ""; });
     this.build();
-    if (this.draft.text) { this.changed("text"); this.draft.checkSoon(); } else this.showStart();
+    if (this.draft.text && studio.control) { this.changed("text"); this.draft.checkSoon(); } else this.showStart();
   }
 
   build() {
@@ -63,7 +63,7 @@ class NewRun {
       el("div", { class: "new-main" }, this.origin, el("div", { class: "new-views" }, this.options.node, this.yaml.node)),
       this.side = el("div", { class: "new-side" },
         card("Check", { class: "check" }, this.status, this.problems),
-        card("Plan", { class: "plan-card" }, this.planState, this.planNode),
+        card("Plan", { class: "plan-card", actions: this.planState }, this.planNode),
         card("Save", { class: "save" },
           el("div", { class: "field" }, el("label", { for: "file-name" }, "File name"), this.fileName,
             el("span", { class: "help", id: "save-why" }, why || `Written below ${this.studio.root}; never over another file.`)),
@@ -72,7 +72,7 @@ class NewRun {
     this.head = pageHead({ title: "New run", note: "From a folder or a file to a config that is checked and planned before it starts.",
       actions: [this.views, this.startOver] });
     fill(this.root, this.head, this.start.node, this.editor);
-    acceptDrops(this.root, (text, name, others) => this.imported(text, name, others));
+    if (allowed) acceptDrops(this.root, (text, name, others) => this.imported(text, name, others));
     this.setView(localStorage.getItem(VIEW_KEPT) ?? (window.innerWidth >= 1700 ? "both" : "form"));
   }
 
@@ -202,7 +202,7 @@ class NewRun {
     const isOld = draft.plan !== null && (draft.doing !== "idle" || !draft.checked?.ok);
     planNode.classList.toggle("is-old", isOld);
     const broken = draft.checked !== null && !draft.checked.ok;
-    setText(this.planState, draft.doing === "planning" ? "Planning…" : isOld && broken ? "Of the last text without problems" : "");
+    setText(this.planState, draft.doing === "planning" ? "Planning…" : isOld && broken ? "of the last text without problems" : "");
     if (draft.plan && this.shownPlan !== draft.plan) {
       this.shownPlan = draft.plan;
       showPlan(planNode, draft.plan);

@@ -21,6 +21,7 @@ from gracetune import __version__
 from gracetune.config.environment import Environment
 from gracetune.errors import GracetuneError
 from gracetune.studio.access import Access, AccessRules
+from gracetune.studio.commands import CommandRunner
 from gracetune.studio.feeds import Feeds
 from gracetune.studio.job_files import JobFiles
 from gracetune.studio.job_queue import JobQueue
@@ -59,6 +60,10 @@ class Studio:
     def folder(self) -> Path:
         """The studio's own files, of the queue and of captions that can be undone."""
         return self.root / ".studio"
+
+    @cached_property
+    def commands(self) -> CommandRunner:
+        return CommandRunner(self.environment, self.working_folder)
 
     @cached_property
     def queue(self) -> JobQueue:
@@ -188,4 +193,5 @@ class StudioServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._studio.feeds.close()
+        self._studio.commands.close()
         await super().shutdown(sockets)

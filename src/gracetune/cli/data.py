@@ -101,12 +101,13 @@ def _with_copies(context: typer.Context, config: RunConfig, *, download: bool, q
 
     Without `download`, nothing is downloaded: the size of each missing copy is printed.
     """
-    from gracetune.cli.train_view import QuietView, TerminalView
     from gracetune.data.copies.local import Copies
     from gracetune.hub.access import HubAccess
 
     copies = Copies(config, HubAccess.of(session(context).environment))
     if download:
+        from gracetune.cli.train_view import QuietView, TerminalView  # imports torch and diffusers
+
         with QuietView(first=True) if quiet else TerminalView() as view:
             copies.make(report=view.report, warn=view.warn, on_fetched=view.on_download)
     elif not quiet:

@@ -117,10 +117,10 @@ class JobQueue:
     def _start(self, job: QueuedJob, gpu: str | None) -> None:
         """Start a job. It is written before and after, so that a killed studio leaves no process without a job."""
         start = JobStart(time_s=time.time(), boot=boot_id(), gpu=gpu)
-        self._files.write(job.model_copy(update={"start": start}))
+        held = self._files.open_job_lock(job)  # first: a job without a process id is alive while this is locked
         variables = dict(self._environment.variables) | ({} if gpu is None else {_VISIBLE: gpu})
-        held = self._files.open_job_lock(job)
         try:
+            self._files.write(job.model_copy(update={"start": start}))
             with self._files.log(job).open("ab") as log:
                 child = subprocess.Popen(
                     command_line("train", job.config), cwd=job.folder, env=variables, start_new_session=True,

@@ -7,6 +7,7 @@ import ipaddress
 import signal
 import socket
 import stat
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +54,7 @@ def serve(options: StudioOptions, environment: Environment, report: Callable[[st
             machine=_in_one_line(probe()),
         )  # fmt: skip
         server = StudioServer(studio, rules, options.address)
+        threading.Thread(target=studio.runs.rows, name="first look at the runs", daemon=True).start()
         report(replace(options.address, port=port).link(prefix, token))
         before = signal.getsignal(signal.SIGHUP)
         signal.signal(signal.SIGHUP, lambda number, frame: server.handle_exit(number, None))

@@ -14,7 +14,7 @@ from gracetune.checkpoint.folder import LOCK_FILE
 from gracetune.studio.replies import StudioError
 from gracetune.studio.run_locks import RunLocks
 from gracetune.studio.run_log import RunLog
-from gracetune.studio.run_rows import RunSummary, row_of, state_of
+from gracetune.studio.run_rows import RunSummary, config_time, row_of, state_of
 
 MOST_FOLDERS = 20_000
 MOST_DEPTH = 6
@@ -45,6 +45,7 @@ class RunList:
         self._locks = RunLocks() if locks is None else locks
         self._mutex = threading.Lock()
         self._runs: dict[str, RunEntry] = {}
+        self._rows: dict[str, tuple[tuple[int, bool, float], dict[str, Any]]] = {}
         self._next_search = 0.0
 
     def rows(self) -> list[dict[str, Any]]:
@@ -88,7 +89,13 @@ class RunList:
         return identifier_of(self._shown(absolute)) if absolute.is_relative_to(self.root) else None
 
     def _row(self, run: RunEntry) -> dict[str, Any]:
-        return row_of(run.summary, run.id, run.shown, is_locked=self._locks.is_held(run.path))
+        """The row, made again only if something that it shows may have changed."""
+        is_locked = self._locks.is_held(run.path)
+        key = (run.summary.version, is_locked, config_time(run.path) if is_locked else 0.0)
+        known = self._rows.get(run.id)
+        if known is None or known[0] != key:
+            known = self._rows[run.id] = (key, row_of(run.summary, run.id, run.shown, is_locked=is_locked))
+        return known[1]
 
     def _search_middles(self) -> None:
         until = time.monotonic() + _MIDDLE_S
@@ -110,6 +117,7 @@ class RunList:
                 identifier, path, shown, RunSummary(path), RunLog(path)
             )
         self._runs = found
+        self._rows = {name: row for name, row in self._rows.items() if name in found}
         ended = time.monotonic()
         self._next_search = ended + max(_SEARCH_S, 20 * (ended - began))
 

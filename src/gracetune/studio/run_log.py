@@ -27,7 +27,7 @@ from gracetune.telemetry.sinks.jsonl import valid_until
 
 MOST_PARSED = 2000
 """Events of a rare kind that are parsed; evenly chosen ones if there are more."""
-_PIECE = 16 << 20
+_PIECE = 4 << 20
 _LATEST_LINE = 1024
 """Bytes that are read for each of the last lines; most are a third as long."""
 _MOST_KEPT = 16_000
@@ -35,9 +35,7 @@ _MOST_KEPT = 16_000
 _PREFIX = np.frombuffer(b'{"v":?,"kind":"', np.uint8)
 _NAME = 8
 """Letters of a kind that are looked at. They differ for all kinds."""
-_CODES = {
-    int(np.frombuffer(kind.__name__.encode().ljust(_NAME, b'"')[:_NAME], "<u8")[0]): kind.__name__ for kind in EVENTS
-}
+_CODES = {int(np.frombuffer(f'{kind.__name__}",'.encode()[:_NAME], "<u8")[0]): kind.__name__ for kind in EVENTS}
 _MOST_UNUSUAL = 20_000
 """Lines in another form that are parsed to find their kind."""
 

@@ -5,19 +5,33 @@ from __future__ import annotations
 import os
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from gracetune.studio.log_lines import Fields, items, mapping, number, numbers, open_log, parse_line, text, whole
+from gracetune.studio.log_lines import (
+    EVENTS_FILE,
+    Fields,
+    items,
+    mapping,
+    number,
+    numbers,
+    open_log,
+    parse_line,
+    text,
+    whole,
+)
 from gracetune.telemetry.curves import smoothed
 
-HEAD, TAIL = 32 << 10, 48 << 10
+HEAD, TAIL = 16 << 10, 24 << 10
 _PIECE = 8 << 20
 _KINDS = ("RunStarted", "RunEnded", "StepDone", "MemorySampled", "HeldOutLoss", "ValidationDone")
+_IN_HEAD = ("RunStarted", "HeldOutLoss", "ValidationDone")
+"""Kinds whose latest event may be in the head of a long log."""
 _RARE = re.compile(rb'"kind": ?"(RunStarted|RunEnded|HeldOutLoss|ValidationDone|Warned)"')
-_SMOOTHED = 60
+_SMOOTHED = 20
 """Steps over which the row's pace and smoothed loss are taken."""
 Stamp = tuple[int, int, int]
 """Size, time of change and inode of a log."""
@@ -33,9 +47,11 @@ class RunSummary:
     """The first `RunStarted`."""
     last: dict[str, tuple[int, Fields]] = field(default_factory=dict)
     """Kind -> offset and fields of the latest event of this kind."""
-    steps: list[Fields] = field(default_factory=list)
-    """The latest `StepDone` events."""
+    steps: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """Expert, loss and duration of the latest steps."""
     warnings: int = 0
+    version: int = 0
+    """Grows whenever something here changes."""
     _tail_read_to: int = 0
     _searched: int = 0
     """Offset up to which the middle of a long log has been searched for rare events."""
@@ -44,7 +60,7 @@ class RunSummary:
     def refresh(self) -> bool:
         """Read what is new. Returns whether there was anything. A missing log is an empty one."""
         try:
-            found = (self.run / "logs" / "events.jsonl").stat()
+            found = os.stat(f"{self.run}/{EVENTS_FILE}")  # noqa: PTH116 - done for a thousand runs, and `Path` is slow
         except OSError:
             return self._clear(None) if self.stamp is not None else False
         stamp = (found.st_size, found.st_mtime_ns, found.st_ino)
@@ -61,6 +77,7 @@ class RunSummary:
         finally:
             os.close(descriptor)
         self.stamp = stamp
+        self.version += 1
         return True
 
     def search_middle(self, most: int = _PIECE) -> bool:
@@ -76,6 +93,7 @@ class RunSummary:
             data = os.pread(descriptor, min(most, self._middle_end - self._searched), self._searched)
         finally:
             os.close(descriptor)
+        self.version += 1
         end = data.rfind(b"\n") + 1
         for found in _RARE.finditer(data, 0, end):
             begin = data.rfind(b"\n", 0, found.start()) + 1
@@ -89,11 +107,12 @@ class RunSummary:
     def _clear(self, stamp: Stamp | None) -> bool:
         self.stamp, self.first, self.last, self.steps, self.warnings = stamp, None, {}, [], 0
         self._tail_read_to = self._searched = self._middle_end = 0
+        self.version += 1
         return True
 
     def _read(self, descriptor: int, size: int) -> None:
         if self._tail_read_to == 0 and size > HEAD + TAIL:
-            self._searched = self._add(descriptor, 0, HEAD)
+            self._searched = self._add(descriptor, 0, HEAD, _IN_HEAD)
             self._middle_end = self._begin_of_line(descriptor, size - TAIL)
             self._tail_read_to = max(self._middle_end, self._searched)
         elif size - self._tail_read_to > 4 * TAIL and self._searched >= self._middle_end:
@@ -102,41 +121,34 @@ class RunSummary:
             self._tail_read_to = max(self._middle_end, self._tail_read_to)
         self._tail_read_to = self._add(descriptor, self._tail_read_to, size)
 
-    def _add(self, descriptor: int, begin: int, end: int) -> int:
+    def _add(self, descriptor: int, begin: int, end: int, kinds: Sequence[str] = _KINDS) -> int:
         """Add the complete lines of a part of the log, and return where the next part begins."""
         while begin < end:
             data = os.pread(descriptor, min(_PIECE, end - begin), begin)
             complete = data.rfind(b"\n") + 1
             if not complete:
                 return end if len(data) >= _PIECE else begin  # a line of this length is skipped
-            self._add_lines(data[:complete], begin)
+            self._add_lines(data[:complete], begin, kinds)
             begin += complete
         return begin
 
-    def _add_lines(self, data: bytes, begin: int) -> None:
+    def _add_lines(self, data: bytes, begin: int, kinds: Sequence[str]) -> None:
         """Only the lines that a row shows are parsed: the latest of each kind, and the latest steps."""
         self.warnings += data.count(b'"kind":"Warned"')
-        lines, offset = data.split(b"\n"), begin
-        wanted: dict[str, list[tuple[int, bytes]]] = {kind: [] for kind in _KINDS}
-        for line in lines:
-            kind = _kind_of(line)
-            if kind in wanted:
-                wanted[kind].append((offset, line))
-            offset += len(line) + 1
-        for kind, found in wanted.items():
-            most = _SMOOTHED if kind == "StepDone" else 1
-            first = found[:1] if kind == "RunStarted" and self.first is None else []
-            for at, line in [*first, *found[-most:]]:
-                event = parse_line(line)
-                if event is not None and event["kind"] == kind:
-                    self._note(at, event)
+        if self.first is None:
+            for at, event in _found(data, "RunStarted", 1, from_end=False):
+                self._note(begin + at, event)
+        for kind in kinds:
+            found = _found(data, kind, _SMOOTHED if kind == "StepDone" else 1, from_end=True)
+            for at, event in reversed(found):
+                self._note(begin + at, event)
 
     def _note(self, offset: int, event: Fields) -> None:
         kind = event["kind"]
         if kind == "RunStarted" and self.first is None:
             self.first = event
         if kind == "StepDone":
-            self.steps = [*self.steps, event][-_SMOOTHED:]
+            self.steps = [*self.steps, (text(event.get("stage")), event.get("loss"), event.get("step_ms"))][-_SMOOTHED:]
         if kind in _KINDS and offset >= self.last.get(kind, (-1, {}))[0]:
             self.last[kind] = (offset, event)
 
@@ -154,12 +166,22 @@ class RunSummary:
         return self.last.get(kind, (-1, {}))[0]
 
 
-def _kind_of(line: bytes) -> str:
-    begin = line.find(b'"kind":', 0, 64)
-    if begin < 0:
-        return ""
-    begin = line.find(b'"', begin + 7, begin + 10) + 1
-    return line[begin : line.find(b'"', begin, begin + 40)].decode("ascii", "replace") if begin else ""
+def _found(data: bytes, kind: str, most: int, *, from_end: bool) -> list[tuple[int, Fields]]:
+    """Offsets and fields of the last events of a kind, the last one first; or of the first ones. Other lines are not
+    parsed: quotes in a text are escaped in JSON, so the kind is rarely found in another place."""
+    sought, found, tries = f'"kind":"{kind}"'.encode(), list[tuple[int, Fields]](), 4 * most
+    low, high = 0, len(data)
+    while len(found) < most and tries:
+        tries -= 1
+        at = data.rfind(sought, low, high) if from_end else data.find(sought, low, high)
+        if at < 0:
+            break
+        begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
+        event = parse_line(data[begin : end if end >= 0 else len(data)])
+        if event is not None and event["kind"] == kind:
+            found.append((begin, event))
+        low, high = (low, begin) if from_end else (end if end >= 0 else len(data), high)
+    return found
 
 
 def state_of(summary: RunSummary, *, is_locked: bool) -> tuple[str, str]:
@@ -167,7 +189,7 @@ def state_of(summary: RunSummary, *, is_locked: bool) -> tuple[str, str]:
     started, ended = summary.offset("RunStarted"), summary.offset("RunEnded")
     latest = max((number(event.get("time_s")) or 0.0 for _, event in summary.last.values()), default=0.0)
     if is_locked:
-        if started < 0 or _config_time(summary.run) > latest + 0.001:
+        if started < 0 or config_time(summary.run) > latest + 0.001:
             return "preparing", "the process has not begun to train"
         if started > ended:
             return "running", ""
@@ -180,10 +202,10 @@ def state_of(summary: RunSummary, *, is_locked: bool) -> tuple[str, str]:
     return "stale", "the process ended before training began"
 
 
-def _config_time(run: Path) -> float:
+def config_time(run: Path) -> float:
     """When the latest process wrote the run's config, which it does before it trains."""
     try:
-        return (run / "config.yaml").stat().st_mtime
+        return os.stat(f"{run}/config.yaml").st_mtime  # noqa: PTH116 - as above
     except OSError:
         return 0.0
 
@@ -235,16 +257,12 @@ def _step_of(summary: RunSummary, start: Fields) -> int:
 
 
 def _seconds_per_step(summary: RunSummary) -> float | None:
-    times = [found for one in summary.steps if (found := number(one.get("step_ms"))) is not None and found >= 0]
+    times = [found for _, _, one in summary.steps if (found := number(one)) is not None and found >= 0]
     return statistics.median(times) / 1000 if times else None
 
 
 def _losses(summary: RunSummary, expert: str) -> list[float]:
-    return [
-        found
-        for one in summary.steps
-        if text(one.get("stage")) == expert and (found := number(one.get("loss"))) is not None
-    ]
+    return [found for stage, one, _ in summary.steps if stage == expert and (found := number(one)) is not None]
 
 
 def _memory(sampled: Fields) -> dict[str, Any] | None:

@@ -69,6 +69,7 @@ def _image(path: Path) -> Image.Image:
             image = eight_bits(image, path.name)
         elif image.mode == "P":  # its numbers are colours of a palette, which cannot be averaged
             image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+        image.load()  # `thumbnail` does not load a small image, and the file is closed here
         image.thumbnail((SIDE, SIDE))
         transpose = UPRIGHT.get(orientation) if isinstance(orientation, int) and kind != "TIFF" else None
         return image if transpose is None else image.transpose(transpose)

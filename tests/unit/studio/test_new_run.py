@@ -96,7 +96,8 @@ def test_an_ai_toolkit_job_becomes_the_same_config_in_our_dialect(client: Studio
 
 def test_a_simpletuner_config_with_its_dataset_file(client: StudioClient, tmp_path: Path) -> None:
     config = {
-        "model_family": "sdxl", "model_type": "lora", "optimizer": "adamw_bf16", "lora_rank": 4, "max_train_steps": 5, "num_train_epochs": 0,
+        "model_family": "sdxl", "model_type": "lora", "optimizer": "adamw_bf16",
+        "lora_rank": 4, "max_train_steps": 5, "num_train_epochs": 0,
         "output_dir": str(tmp_path / "out"), "data_backend_config": "backends.json", "train_batch_size": 1,
         "pretrained_model_name_or_path": "stabilityai/stable-diffusion-xl-base-1.0",
     }  # fmt: skip

@@ -25,7 +25,7 @@ const cssColour = (name) => getComputedStyle(document.documentElement).getProper
 
 /**
  * @param {{title: string, curves: Curve[], height?: number, unit?: string, format?: (value: number|null) => string,
- *   lead?: Node, log?: boolean, zero?: boolean, sync?: string, steps?: number[], xSteps?: number[], xLabel?: string, xFormat?: (value: number) => string, actions?: any}} options
+ *   lead?: Node, log?: boolean, zero?: boolean, empty?: string, sync?: string, steps?: number[], xSteps?: number[], xLabel?: string, xFormat?: (value: number) => string, actions?: any}} options
  */
 export function chart(options) {
   const { title, height = 220, format = (value) => fmt.number(value), sync, xLabel = "step",
@@ -40,7 +40,7 @@ export function chart(options) {
   const legend = el("div", { class: "legend", role: "group", "aria-label": `Curves of ${title}` });
   const where = el("span", { class: "legend-x" }, "");
   const plot = el("div", { class: "plot", style: { height: `${height}px` }, tabindex: "0", role: "img" });
-  const nothing = el("p", { class: "plot-empty" }, "No values yet");
+  const nothing = el("p", { class: "plot-empty" }, options.empty ?? "No values yet");
   const logButton = el("button", { class: "btn small quiet", type: "button", "aria-pressed": String(log),
     title: "Logarithmic scale", onclick: () => { log = !log; logButton.setAttribute("aria-pressed", String(log)); rebuild(); } }, "log");
   const node = el("figure", { class: "chart" },
@@ -58,9 +58,9 @@ export function chart(options) {
     fill(legend, curves.map((curve) => {
       const value = el("span", { class: "legend-value" }, "");
       values.set(curve.key, value);
-      const swatch = el("span", { class: `swatch c${curve.colour % COLOURS}${curve.faint ? " faint" : ""}`, "aria-hidden": "true" });
+      const mark = el("span", { class: `mark c${curve.colour % COLOURS}${curve.faint ? " faint" : ""}`, "aria-hidden": "true" });
       return el("button", { class: "legend-item", type: "button", "aria-pressed": String(!hidden.has(curve.key)),
-        title: "Show or hide this curve", onclick: (/** @type {Event} */ event) => toggle(curve.key, event) }, swatch, el("span", { class: "legend-label" }, curve.label), value);
+        title: "Show or hide this curve", onclick: (/** @type {Event} */ event) => toggle(curve.key, event) }, mark, el("span", { class: "legend-label" }, curve.label), value);
     }));
   }
 
@@ -166,6 +166,8 @@ export function chart(options) {
       drawLegend();
       rebuild();
     },
+    /** What is shown in place of curves. @param {string} text */
+    setEmpty(text) { setText(nothing, text); },
     destroy() {
       cancelAnimationFrame(frame);
       observer.disconnect();

@@ -13,7 +13,7 @@ export function differences(runs, found) {
   if (runs.length < 2) return card("Differences of the configurations", {}, emptyState("One run is chosen", "Add another one to see where they differ."));
   if (found.length === 0) return card("Differences of the configurations", {}, emptyState("The configurations are equal", "Only names and folders differ."));
   const head = el("tr", null, el("th", { scope: "col" }, "Key"), runs.map((row, at) => el("th", { scope: "col" },
-    el("span", { class: "row nowrap" }, el("span", { class: `swatch square c${at % 8}`, "aria-hidden": "true" }), row.name))));
+    el("span", { class: "row nowrap" }, el("span", { class: `mark square c${at % 8}`, "aria-hidden": "true" }), row.name))));
   const lines = found.map(({ key, values }) => {
     const usual = mostCommon(runs.map((row) => JSON.stringify(values[row.id] ?? null)));
     return el("tr", null, el("th", { scope: "row", class: "mono" }, key), runs.map((row) =>

@@ -23,6 +23,9 @@ function colourOf(owner) {
 /** @param {{bytes: number}[]} parts */
 const sum = (parts) => parts.reduce((total, part) => total + part.bytes, 0);
 
+/** @param {string} text */
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
 /** @param {any} tier @param {boolean} onePool */
 export function poolPanel(tier, onePool) {
   const summary = el("span", { class: "num" });
@@ -34,8 +37,8 @@ export function poolPanel(tier, onePool) {
   /** @type {boolean|null} */
   let zoom = null;
   const zoomButton = el("button", { class: "btn small", type: "button", onclick: () => { zoom = zoomButton.getAttribute("aria-pressed") !== "true"; update(tier); } }, "Zoom to what is used");
-  const node = card(tier.label || tier.name, { note: summary, actions: zoomButton, class: "pool" },
-    el("div", { class: "pool-bar" }, el("span", { class: "pool-label" }, "planned"), planned, el("span", { class: "pool-label" }, "in use"), used, el("span"), scale), marks,
+  const node = card(capital(tier.label || tier.name), { note: summary, actions: zoomButton, class: "pool" },
+    el("div", { class: "tier-bar" }, el("span", { class: "pool-label" }, "planned"), planned, el("span", { class: "pool-label" }, "in use"), used, el("span"), scale), marks,
     el("div", { class: "pool-table scroll", tabindex: "0", role: "region", "aria-label": `Owners of ${tier.label || tier.name}` }, el("table", { class: "table" }, el("caption", { class: "visually-hidden" }, `Memory of ${tier.label || tier.name} by owner`),
       el("thead", null, el("tr", null, el("th", { scope: "col" }, "Owner"), el("th", { scope: "col", class: "right" }, "In use"), el("th", { scope: "col", class: "right" }, "Planned"))), body)));
 
@@ -49,7 +52,7 @@ export function poolPanel(tier, onePool) {
     const zoomed = zoom ?? small;
     const end = zoomed ? Math.min(capacity, Math.max(1, Math.max(sum(tier.used), sum(tier.planned), tier.planned_peak_bytes ?? 0) * 1.15)) : capacity;
     zoomButton.setAttribute("aria-pressed", String(zoomed));
-    setText(summary, `${fmt.bytes(sum(tier.used))} of ${fmt.bytes(tier.capacity_bytes)} used by this run${onePool ? " · CPU and GPU share this pool" : ""}`);
+    setText(summary, `${fmt.bytes(sum(tier.used))} of ${fmt.bytes(tier.capacity_bytes)} used by this run${tier.free_bytes ? ` · ${fmt.bytes(tier.free_bytes)} free` : ""}${onePool ? " · CPU and GPU share this pool" : ""}`);
     drawUsed(end, capacity, zoomed);
     drawPlanned(end);
     fill(scale, [0, 0.25, 0.5, 0.75, 1].map((part) => el("span", { style: { left: `${100 * part}%` } }, fmt.bytes(part * end))));
@@ -98,9 +101,9 @@ export function poolPanel(tier, onePool) {
     const plans = new Map(tier.planned.map((/** @type {any} */ one) => [one.owner, one]));
     const owners = [...new Set([...tier.used.map((/** @type {any} */ one) => one.owner), ...plans.keys()])];
     const uses = new Map(tier.used.map((/** @type {any} */ one) => [one.owner, one.bytes]));
-    fill(body, owners.map((owner) => entry(`swatch square ${colourOf(owner)}`, owner, plans.get(owner)?.why ?? "", uses.get(owner), plans.get(owner)?.bytes)),
-      tier.others.map((/** @type {any} */ one) => entry("swatch square other", one.name, `another process, ${one.pid}`, one.bytes, undefined)),
-      tier.reclaimable_bytes === null || tier.reclaimable_bytes === undefined ? null : entry("swatch square reclaimable", "reclaimable page cache", "freed when memory is needed", tier.reclaimable_bytes, undefined));
+    fill(body, owners.map((owner) => entry(`mark square ${colourOf(owner)}`, owner, plans.get(owner)?.why ?? "", uses.get(owner), plans.get(owner)?.bytes)),
+      tier.others.map((/** @type {any} */ one) => entry("mark square other", one.name, `another process, ${one.pid}`, one.bytes, undefined)),
+      tier.reclaimable_bytes === null || tier.reclaimable_bytes === undefined ? null : entry("mark square reclaimable", "reclaimable page cache", "freed when memory is needed", tier.reclaimable_bytes, undefined));
   }
 
   update(tier);

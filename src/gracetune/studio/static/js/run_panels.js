@@ -3,6 +3,9 @@
 import { api, card, copyButton, el, emptyState, fill, fmt } from "./ui.js";
 
 const LOG_MS = 4000;
+const MOST_LINES = 100;
+/** Files that a checkpoint wrote carry its step. */
+const OF_STEP = /_\d{9}(?=[_.])/;
 
 /** Sum by owner of what the plan says of one tier. @param {any} plan @param {string} tier */
 function planned(plan, tier) {
@@ -50,10 +53,14 @@ function planTable(tier, forecast, real) {
 
 /** Resulting files, and how each program loads them. @param {any} detail */
 export function filesPanel(detail) {
+  const list = (/** @type {any[]} */ some) => el("ul", { class: "file-list" }, some.map((file) => el("li", null,
+    el("a", { href: file.url, download: true, class: "mono" }, file.name), el("span", { class: "note num" }, fmt.bytes(file.bytes)))));
+  const last = detail.outputs.filter((/** @type {any} */ file) => !OF_STEP.test(file.name));
+  const earlier = detail.outputs.filter((/** @type {any} */ file) => OF_STEP.test(file.name));
   const files = detail.outputs.length === 0
     ? emptyState("No files yet", detail.row.state === "running" ? "The adapter is written with each checkpoint and at the end." : "This run has written no result.")
-    : el("ul", { class: "file-list" }, detail.outputs.map((/** @type {any} */ file) => el("li", null,
-      el("a", { href: file.url, download: true, class: "mono" }, file.name), el("span", { class: "note num" }, fmt.bytes(file.bytes)))));
+    : list(last.length > 0 ? last : earlier);
+  const others = last.length === 0 || earlier.length === 0 ? null : el("details", null, el("summary", null, fmt.plural(earlier.length, "file of an earlier step", "files of earlier steps")), list(earlier));
   const programs = Object.entries(detail.how_to_load);
   const snippets = detail.outputs.length === 0 ? null : programs.map(([program, text]) => el("div", { class: "snippet" },
     el("div", { class: "row" }, el("h3", null, program), el("span", { class: "spacer" }), copyButton(() => text)), el("pre", { tabindex: "0" }, text)));
@@ -62,10 +69,10 @@ export function filesPanel(detail) {
     el("ul", { class: "file-list" }, detail.checkpoints.map((/** @type {any} */ one) => el("li", null,
       el("span", { class: "mono" }, one.path), el("span", { class: "note num" }, `step ${fmt.integer(one.step)} · ${fmt.bytes(one.bytes)}`)))));
   const note = detail.adapter_format ? `format: ${detail.adapter_format}` : "";
-  return card("Files", { note }, el("div", { class: "panel-body scroll", tabindex: "0", role: "region", "aria-label": "Files and how to load them" }, files, snippets, checkpoints));
+  return card("Files", { note }, el("div", { class: "panel-body scroll", tabindex: "0", role: "region", "aria-label": "Files and how to load them" }, files, snippets, others, checkpoints));
 }
 
-/** Warnings, checks and switches, newest first. @param {any} detail */
+/** Warnings first, then checks and switches, newest first. @param {any} detail */
 export function eventsPanel(detail) {
   /** @type {{step: number|null, kind: string, text: string, time_s?: number}[]} */
   const lines = [
@@ -74,11 +81,14 @@ export function eventsPanel(detail) {
     ...(detail.batch_changes ?? []).map((/** @type {any} */ one) => ({ step: one.step, kind: "batch", text: `${one.before ?? ""} → ${one.after}${one.reason ? `: ${one.reason}` : ""}` })),
     ...(detail.self_checks ?? []).map((/** @type {any} */ one) => ({ step: one.step, kind: "check", text: checkText(one) })),
   ];
-  lines.sort((a, b) => (b.step ?? -1) - (a.step ?? -1));
+  // Experts may take turns at each step: what needs attention must not be lost among them.
+  lines.sort((a, b) => Number(b.kind === "warning") - Number(a.kind === "warning") || (b.step ?? -1) - (a.step ?? -1));
+  const left = lines.splice(MOST_LINES).length;
   const body = lines.length === 0 ? emptyState("Nothing to report", "Warnings, changes of the expert or batch, and self-checks appear here.")
     : el("table", { class: "table" }, el("thead", null, el("tr", null, el("th", { scope: "col" }, "Step"), el("th", { scope: "col" }, "Kind"), el("th", { scope: "col" }, "What happened"))),
       el("tbody", null, lines.map((line) => el("tr", null, el("td", { class: "num" }, line.step === null ? fmt.none : fmt.integer(line.step)),
-        el("td", null, el("span", { class: `badge ${line.kind === "warning" ? "warn" : "calm"}` }, line.kind)), el("td", null, line.text)))));
+        el("td", null, el("span", { class: `badge ${line.kind === "warning" ? "warn" : "calm"}` }, line.kind)), el("td", null, line.text)))),
+      left > 0 && el("caption", { class: "below-table" }, `and ${fmt.integer(left)} earlier`));
   return card("Warnings and events", { note: detail.warnings.length ? fmt.plural(detail.warnings.length, "warning") : "no warnings" },
     el("div", { class: "panel-body scroll", tabindex: "0", role: "region", "aria-label": "Warnings and events" }, body));
 }

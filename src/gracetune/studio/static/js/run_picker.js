@@ -78,7 +78,7 @@ export function runPicker(runs, picked, changed) {
   }
 
   function draw() {
-    fill(chips, [...chosen].map((id, at) => el("li", { class: "chip" }, el("span", { class: `swatch square c${at % 8}`, "aria-hidden": "true" }), el("span", null, byId.get(id).name),
+    fill(chips, [...chosen].map((id, at) => el("li", { class: "chip" }, el("span", { class: `mark square c${at % 8}`, "aria-hidden": "true" }), el("span", null, byId.get(id).name),
       el("button", { class: "icon-btn", type: "button", "aria-label": `Remove ${byId.get(id).name}`, onclick: () => remove(id) }, icon("close")))));
   }
 

@@ -12,7 +12,7 @@ export function sampleComparison(runs, details) {
   const slider = el("input", { type: "range", min: 0, max: steps.length - 1, value: steps.length - 1, "aria-label": "Step of the samples", oninput: draw });
   const boxes = prompts.map(() => runs.map(() => ({ box: el("div", { class: "sample-box" }), note: el("p", { class: "sample-note" }) })));
   const grid = el("table", { class: "side-by-side", style: { "--runs": runs.length } }, el("caption", { class: "visually-hidden" }, "A row for each prompt, a column for each run"),
-    el("thead", null, el("tr", null, runs.map((row, at) => el("th", { scope: "col" }, el("span", { class: "row nowrap" }, el("span", { class: `swatch square c${at % 8}`, "aria-hidden": "true" }), row.name))))),
+    el("thead", null, el("tr", null, runs.map((row, at) => el("th", { scope: "col" }, el("span", { class: "row nowrap" }, el("span", { class: `mark square c${at % 8}`, "aria-hidden": "true" }), row.name))))),
     prompts.map((prompt, line) => el("tbody", null,
       el("tr", null, el("th", { scope: "rowgroup", colspan: runs.length, class: "prompt-row" }, prompt || "(no prompt)")),
       el("tr", null, boxes[line].map(({ box, note }) => el("td", null, box, note))))));

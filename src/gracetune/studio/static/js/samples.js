@@ -21,7 +21,7 @@ export function samples(given) {
   const where = el("output", { class: "sample-where" });
   const first = el("select", { "aria-label": "Step on the left", onchange: () => { before = Number(first.value); draw(); } });
   const firstField = el("label", { class: "row small-label" }, "before", first);
-  const tabs = el("div", { class: "segments", role: "group", "aria-label": "View of the samples" }, VIEWS.map(([name, label]) =>
+  const tabs = el("div", { class: "views", role: "group", "aria-label": "View of the samples" }, VIEWS.map(([name, label]) =>
     el("button", { type: "button", class: "btn small", "data-view": name, onclick: () => { view = name; draw(); } }, label)));
   const tools = el("div", { class: "sample-tools" }, tabs, el("label", { class: "sample-slider" }, el("span", { class: "small-label" }, "step"), slider), where, firstField);
   const body = el("div", { class: "sample-body" });

@@ -85,7 +85,7 @@ export async function show(root, { query }) {
     fill(table, el("div", { class: "card flush" }, el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Compared runs" }, el("table", { class: "table" },
       el("thead", null, el("tr", null, columns.map((name) => el("th", { scope: "col" }, name)))),
       el("tbody", null, answer.runs.map((/** @type {any} */ row, /** @type {number} */ at) => el("tr", { "data-row": true },
-        el("th", { scope: "row" }, el("span", { class: "row nowrap" }, el("span", { class: `swatch c${at % 8}`, "aria-hidden": "true" }), el("a", { href: `#/run/${row.id}` }, row.name))),
+        el("th", { scope: "row" }, el("span", { class: "row nowrap" }, el("span", { class: `mark c${at % 8}`, "aria-hidden": "true" }), el("a", { href: `#/run/${row.id}` }, row.name))),
         el("td", null, stateBadge(row.state, row.reason)), el("td", { class: "num" }, `${fmt.integer(row.step)} / ${fmt.integer(row.total_steps)}`),
         el("td", { class: "num" }, fmt.number(row.loss_smoothed)), el("td", { class: "num" }, fmt.number(row.held_out)),
         el("td", { class: "num" }, fmt.pace(row.seconds_per_step)), el("td", { class: "num" }, row.memory ? fmt.bytes(row.memory.used_bytes) : fmt.none))))))));

@@ -42,8 +42,10 @@ function planTable(tier, forecast, real) {
   const line = (/** @type {string} */ name, /** @type {number|undefined} */ plan, /** @type {number|undefined} */ measured, /** @type {string} */ why) =>
     el("tr", null, el("th", { scope: "row" }, name, why && el("span", { class: "why" }, why)),
       el("td", { class: "right" }, fmt.bytes(plan)), el("td", { class: "right" }, fmt.bytes(measured)));
-  const whole = el("tr", { class: "sum" }, el("th", { scope: "row" }, "together"),
-    el("td", { class: "right" }, fmt.bytes(sum([...forecast.values()].map(({ bytes }) => bytes)))),
+  // Not everything planned is there at the same time: the peak is less than the sum.
+  const peak = real?.planned_peak_bytes ?? null;
+  const whole = el("tr", { class: "sum" }, el("th", { scope: "row" }, peak === null ? "together" : "peak, and now"),
+    el("td", { class: "right" }, fmt.bytes(peak ?? sum([...forecast.values()].map(({ bytes }) => bytes)))),
     el("td", { class: "right" }, real ? fmt.bytes(sum(used.values())) : fmt.none));
   return el("table", { class: "table plan-table" },
     el("caption", null, `${tier.label || tier.name} · ${fmt.bytes(tier.budget_bytes)} of ${fmt.bytes(tier.capacity_bytes)} may be used`),

@@ -140,7 +140,7 @@ export function configPanel(detail) {
     : [[path, typeof value === "string" ? value : JSON.stringify(value)]];
   const rows = flat(detail.config, "");
   const versions = Object.entries(detail.versions);
-  const table = (/** @type {any[]} */ lines) => el("table", { class: "table" }, el("tbody", null, lines.map(([key, value]) => el("tr", null, el("th", { scope: "row", class: "mono" }, key), el("td", { class: "mono" }, value)))));
+  const table = (/** @type {any[]} */ lines) => el("table", { class: "table config-table" }, el("tbody", null, lines.map(([key, value]) => el("tr", null, el("th", { scope: "row", class: "mono" }, key), el("td", { class: "mono" }, value)))));
   const field = el("input", { type: "search", placeholder: "Filter keys", "aria-label": "Filter keys of the configuration", class: "config-filter", oninput: () => {
     const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const line of node.querySelectorAll("tbody tr")) {

@@ -23,7 +23,7 @@ def details(runs: RunList, run: RunEntry, *, control: bool) -> dict[str, Any]:
     run.log.update()
     log, row = run.log, runs.row(run)
     start, end = log.last("RunStarted") or mapping(run.summary.first), log.last("RunEnded")
-    removed = {name for one in log.events("CheckpointWritten") for name in items(one.get("removed"))}
+    removed = {text(name) for one in log.events("CheckpointWritten") for name in items(one.get("removed"))}
     checkpoints = [_checkpoint(run, one) for one in log.events("CheckpointWritten")]
     return {
         "row": row,

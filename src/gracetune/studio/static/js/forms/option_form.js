@@ -86,7 +86,7 @@ export function optionForm(form, actions) {
     return el("div", { class: "row entry-buttons" },
       list.count > 1 ? el("button", { class: "btn small", type: "button", onclick: () => actions.change(`${list.path}[${list.index}]`, undefined) },
         `Remove ${title}`) : null,
-      list.index === list.count - 1 ? el("button", { class: "btn small", type: "button", onclick: add }, `Add a ${title.replace(/ \d+$/, "")}`) : null);
+      list.index >= list.count - 1 ? el("button", { class: "btn small", type: "button", onclick: add }, `Add a ${title.replace(/ \d+$/, "")}`) : null);
   }
 
   function filter() {

@@ -36,7 +36,7 @@ function instances(pattern, keys) {
     if (!part.endsWith("[0]")) paths = paths.map((path) => path + part);
     else {
       const list = part.slice(0, -3);
-      paths = paths.flatMap((path) => Array.from({ length: countOf(path + list, keys) }, (_, index) => `${path}${list}[${index}]`));
+      paths = paths.flatMap((path) => Array.from({ length: Math.max(1, countOf(path + list, keys)) }, (_, index) => `${path}${list}[${index}]`));
     }
   }
   return paths;
@@ -48,7 +48,7 @@ function countOf(list, keys) {
   for (const key of keys) {
     if (key.startsWith(`${list}[`)) most = Math.max(most, 1 + (Number.parseInt(key.slice(list.length + 1), 10) || 0));
   }
-  return Math.max(1, most);
+  return most;
 }
 
 /** @param {SchemaGroup} group @param {string} path @param {string[]} keys @returns {Section} */

@@ -144,5 +144,16 @@ async function readInto(list, imported) {
   // SimpleTuner's list of datasets is a JSON list; its config, which names it, is not.
   const main = Math.max(0, texts.findIndex((text) => !text.trimStart().startsWith("[")));
   const others = Object.fromEntries(files.flatMap((file, index) => (index === main ? [] : [[file.name, texts[index]]])));
-  imported(texts[main], files[main].name, others);
+  imported(besides(texts[main], Object.keys(others)), files[main].name, others);
+}
+
+/** The text with the dropped files beside it, whatever folder it names: `"config/data.json"` is `"data.json"`.
+ * @param {string} text @param {string[]} names */
+function besides(text, names) {
+  let moved = text;
+  for (const name of names) {
+    const quoted = name.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+    moved = moved.replace(new RegExp(`"[^"\\n]*/${quoted}"`, "g"), JSON.stringify(name));
+  }
+  return moved;
 }

@@ -148,8 +148,9 @@ def _item_json(item: Item, rate: int | None) -> dict[str, Any]:
 def _bucket_json(shown: Shown, position: int, group: SampleGroup) -> dict[str, Any]:
     own, *others = ({"width": b.width, "height": b.height, "frames": b.frames, "audio_samples": b.audio_samples,
                      "audio_channels": b.audio_channels} for b in group.shape)  # fmt: skip
+    label = shape_label(group.shape, rate_of(shown.index, shown.index.datasets[position]))
     return {
-        "name": shape_label(group.shape, rate_of(shown.index, shown.index.datasets[position])),
+        **({"name": label} if shown.lists_items else {}),  # the name by which items refer to it
         **own,
         "references": others,
         "samples": len(group.samples),

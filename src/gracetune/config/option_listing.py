@@ -47,9 +47,9 @@ def _below(path: Path, section: type[BaseModel]) -> Iterator[OptionSection]:
     for name, field in section.model_fields.items():
         inner = section_of(field)
         if inner is not None:
-            where = inner_path(path, name, field)
-            yield OptionSection(where, inner, one_line(field.description or inner.__doc__ or ""))
-            yield from _below(where, inner)
+            inside = inner_path(path, name, field)
+            yield OptionSection(inside, inner, one_line(field.description or inner.__doc__ or ""))
+            yield from _below(inside, inner)
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Commands:
+class CommandRunner:
     """Runs commands in `folder`, against which they resolve relative paths."""
 
     environment: Environment

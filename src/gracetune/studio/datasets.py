@@ -27,7 +27,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.items import stem_of
 from gracetune.errors import ConfigError
 from gracetune.studio.caption_edits import CaptionEdits, CaptionFolder, why_not_editable
-from gracetune.studio.commands import Commands, SlowWork, reject_errors
+from gracetune.studio.commands import CommandRunner, SlowWork, reject_errors
 from gracetune.studio.replies import StudioError, integer, json_body, json_reply
 from gracetune.studio.thumbnails import Thumbnails
 from gracetune.telemetry.report.judged_losses import JudgedLosses, read_losses
@@ -99,7 +99,7 @@ class RunData:
 
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
-        self._commands = Commands(studio.environment, studio.working_folder)
+        self._commands = CommandRunner(studio.environment, studio.working_folder)
         self._mutex = threading.Lock()
         self._listings: OrderedDict[str, RunListing] = OrderedDict()
         self._making: dict[str, threading.Lock] = {}
@@ -196,14 +196,14 @@ class RunData:
                 404, "no config.yaml in the run's folder", "a run that has begun", "wait until it has loaded its config"
             ) from None
         stamp = (found.st_mtime_ns, found.st_size)
-        asked_s = time.monotonic()
+        requested_s = time.monotonic()
         with self._mutex:
             making = self._making.setdefault(run_id, threading.Lock())
         with making:  # several tabs wait for one command
             with self._mutex:
                 kept = self._listings.get(run_id)
             if kept is not None and kept.stamp == stamp:
-                is_fresh = asked_s - kept.made_s < (0 if refresh else _FRESH_S)
+                is_fresh = requested_s - kept.made_s < (0 if refresh else _FRESH_S)
                 if is_fresh:
                     return kept
             made = self._list(run, file, stamp)
@@ -235,7 +235,7 @@ class RunData:
 def working_folder_of(run: Path, config: RunConfig, otherwise: Path) -> Path:
     """The folder that a run was started in, against which the paths of its config are resolved.
 
-    A relative output folder tells it: it leads from there to the run. If it is absolute, the run's paths usually are.
+    A relative output folder leads from there to the run. If it is absolute, the run's paths usually are.
     """
     output = Path(config.output_dir).expanduser()
     count = len(output.parts)
@@ -333,8 +333,8 @@ def routes(studio: Studio) -> list[Route]:
         def save() -> dict[str, Any]:
             dataset = data.editable(run, name)
             media = dataset.item(key)["path"]
-            there = dataset.captions.read(media) is not None
-            undo = data.edits.save(dataset.captions, media, text, was if there or was else None)
+            exists = dataset.captions.read(media) is not None
+            undo = data.edits.save(dataset.captions, media, text, was if exists or was else None)
             return {"item": data.item(run, dataset, key, data.losses(run)), "undo": undo}
 
         return json_reply(await slow.run(save))

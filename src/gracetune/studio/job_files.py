@@ -85,7 +85,7 @@ class JobFiles:
         self.folder = folder
 
     def jobs(self) -> list[QueuedJob]:
-        """All readable jobs by position. Files that are none are ignored."""
+        """All readable jobs by position. Other files are ignored."""
         try:
             names = sorted(path.stem for path in self.folder.glob("*.json") if _ID.fullmatch(path.stem))
         except OSError:

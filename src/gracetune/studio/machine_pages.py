@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from gracetune.baselines.baseline import FILE, Baseline, read_baseline
 from gracetune.baselines.regression import compare
-from gracetune.studio.commands import Commands, SlowWork, reject_errors
+from gracetune.studio.commands import CommandRunner, SlowWork, reject_errors
 from gracetune.studio.replies import json_reply
 from gracetune.telemetry.errors import TelemetryError
 
@@ -37,7 +37,7 @@ class MachineReport:
     """The report of `gracetune doctor`, made once and again on request. It leaves out the allocation test, which would
     take memory from running jobs."""
 
-    def __init__(self, commands: Commands) -> None:
+    def __init__(self, commands: CommandRunner) -> None:
         self._commands, self._lock = commands, threading.Lock()
         self._report: dict[str, Any] | None = None
 
@@ -125,7 +125,7 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def routes(studio: Studio) -> list[Route]:
-    report = MachineReport(Commands(studio.environment, studio.working_folder))
+    report = MachineReport(CommandRunner(studio.environment, studio.working_folder))
     slow = SlowWork()
 
     async def show(_request: Request) -> Response:

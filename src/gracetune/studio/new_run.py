@@ -27,7 +27,7 @@ from gracetune.errors import ConfigError, Problem, short
 from gracetune.hardware.probe import read_host_memory
 from gracetune.redaction import HIDDEN
 from gracetune.storage.atomic import write_file
-from gracetune.studio.commands import Commands, SlowWork, reject_errors
+from gracetune.studio.commands import CommandRunner, SlowWork, reject_errors
 from gracetune.studio.replies import StudioError, json_body, json_reply
 from gracetune.studio.yaml_edits import sections_of, with_values
 
@@ -45,7 +45,7 @@ class RunMaker:
 
     def __init__(self, root: Path, environment: Environment, folder: Path) -> None:
         self._root, self._environment = root, environment
-        self._commands = Commands(environment, folder)
+        self._commands = CommandRunner(environment, folder)
 
     def propose(self, folder: str, answers: Mapping[str, Any]) -> dict[str, Any]:
         """The config that `gracetune init` proposes for a folder."""
@@ -69,9 +69,9 @@ class RunMaker:
             try:
                 resolved = load(path, environment=self._environment)
             except UnresolvedError as error:
-                answer = _refused(error, error.dialect, error.notes, text)
+                answer = _rejected(error, error.dialect, error.notes, text)
             except ConfigError as error:
-                answer = _refused(error, None, (), text)
+                answer = _rejected(error, None, (), text)
             else:
                 answer = self._accepted(resolved, text)
             shown: dict[str, Any] = _without_folder(answer, path.parent)
@@ -150,7 +150,7 @@ def _entered(node: Any, step: str | int, empty: Any) -> Any:
     return node.setdefault(step, empty)
 
 
-def _refused(error: ConfigError, dialect: str | None, notes: tuple[str, ...], text: str) -> dict[str, Any]:
+def _rejected(error: ConfigError, dialect: str | None, notes: tuple[str, ...], text: str) -> dict[str, Any]:
     sections = sections_of(text)
     found = {key: value for key, value in (sections or {}).items() if key != native.VERSION_KEY}
     return {
@@ -275,10 +275,10 @@ def routes(studio: Studio) -> list[Route]:
 
     async def propose(request: Request) -> Response:
         body = await json_body(request)
-        where = text_in(body, "folder", most=4096)
-        if not where.strip() or "\0" in where:
+        folder = text_in(body, "folder", most=4096)
+        if not folder.strip() or "\0" in folder:
             raise StudioError(400, "no folder", "the folder of the images, clips or sounds", '{"folder": "photos"}')
-        return json_reply(await slow.run(maker.propose, where, _answers(body)))
+        return json_reply(await slow.run(maker.propose, folder, _answers(body)))
 
     async def check(request: Request) -> Response:
         body = await json_body(request)

@@ -33,7 +33,7 @@ def test_checks_and_baselines_are_shown(open_page: OpenPage, control: Studio, ro
         expect(row).to_contain_text(check["finding"][:60])
         if check["remedy"]:
             expect(row).to_contain_text(check["remedy"])
-    assert page.get_by_role("region", name="Table of baselines").locator("tbody tr").count() == 2
+    assert page.get_by_role("region", name="Table of baselines", exact=True).locator("tbody tr").count() == 2
     compared = page.get_by_role("region", name="Table of baselines/may → baselines/june")
     expect(compared.get_by_role("row", name="step time")).to_contain_text("regression")
     page.get_by_role("button", name="Examine again").click()

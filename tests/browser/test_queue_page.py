@@ -92,7 +92,7 @@ def test_jobs_are_added_reordered_cancelled_and_removed(page: Page, configs: dic
 def test_a_config_that_is_not_there_is_explained(page: Page) -> None:
     page.get_by_label("Config file").fill("no-such-config.yaml")
     page.keyboard.press("Enter")
-    expect(page.locator(".toast.bad")).to_contain_text("no-such-config.yaml")
+    expect(page.get_by_role("alert")).to_contain_text("expected")
     expect(page.get_by_label("Config file")).to_have_value("no-such-config.yaml")
 
 

@@ -144,7 +144,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 @dataclass(frozen=True)
-class Address:
+class ListenAddress:
     """Where the server listens."""
 
     host: str = "127.0.0.1"
@@ -162,7 +162,7 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}{prefix}/?token={token}"
 
 
-def listen(address: Address) -> socket.socket:
+def listen(address: ListenAddress) -> socket.socket:
     """The listening socket. Raises OSError, for example if the port is in use."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -180,7 +180,7 @@ def listen(address: Address) -> socket.socket:
 class StudioServer(uvicorn.Server):
     """A server that ends its streams when it stops: browsers keep them open for ever."""
 
-    def __init__(self, studio: Studio, rules: AccessRules, address: Address) -> None:
+    def __init__(self, studio: Studio, rules: AccessRules, address: ListenAddress) -> None:
         super().__init__(
             uvicorn.Config(
                 application(studio, rules),

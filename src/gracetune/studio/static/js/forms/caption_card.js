@@ -19,7 +19,7 @@ export function captionCard(item, sheet) {
   area.value = sheet.drafts.get(item.key) ?? caption;
   const state = el("div", { class: "item-state" });
   const conflict = el("div", { role: "alert" });
-  const node = el("li", { class: "item", dataset: { row: "", key: item.key }, tabindex: -1 },
+  const node = el("li", { class: "item", dataset: { row: "", key: item.key }, tabindex: 0, "aria-label": item.file },
     el("div", { class: "item-picture" }, picture(item, sheet.media)),
     el("div", { class: "item-body" },
       el("div", { class: "item-name" }, el("b", { title: item.file }, item.file), el("span", null, shape(item))),

@@ -30,3 +30,9 @@ function row(problem, go) {
         problem.expected && [el("dt", null, "expected"), el("dd", null, withCode(problem.expected))],
         problem.try && [el("dt", null, "try"), el("dd", { class: "try" }, withCode(problem.try))])));
 }
+
+/** One problem beside what caused it. @param {{found: string, expected: string, hint: string}} problem */
+export function problemBox({ found, expected, hint }) {
+  return el("div", { class: "callout bad" }, icon("warning"), el("div", null, el("div", null, withCode(found)),
+    expected && el("div", { class: "note" }, "expected: ", withCode(expected)), hint && el("div", { class: "note" }, "try: ", withCode(hint))));
+}

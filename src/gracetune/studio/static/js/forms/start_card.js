@@ -1,6 +1,7 @@
 /** The first questions of a new run: the folder, what to teach, the model, the trigger word, the steps; or a file. */
 
-import { api, card, el, fill, fmt, icon, setText, toast } from "../ui.js";
+import { api, ApiError, card, el, fill, fmt, icon, setText, toast } from "../ui.js";
+import { problemBox } from "./problem_list.js";
 
 /** Largest file that is read from a drop: configs are a few kilobytes. */
 const MOST_BYTES = 2 * 1024 * 1024;
@@ -44,7 +45,7 @@ export function startCard(form, control, actions) {
     event.preventDefault();
     fill(problem);
     if (!folder.value.trim()) {
-      fill(problem, problemText("nothing", "a folder", "/data/photos, for example"));
+      fill(problem, problemBox({ found: "nothing", expected: "a folder", hint: "/data/photos, for example" }));
       folder.focus();
       return;
     }
@@ -56,9 +57,8 @@ export function startCard(form, control, actions) {
     try {
       actions.proposed(await api.post("api/new/propose", request));
     } catch (error) {
-      if (!(error instanceof Error && "found" in error)) throw error;
-      const { found, expected, hint } = /** @type {any} */ (error);
-      fill(problem, problemText(found, expected, hint));
+      if (!(error instanceof ApiError)) throw error;
+      fill(problem, problemBox(error));
     } finally {
       button.disabled = false;
       setText(busy, "");
@@ -80,12 +80,6 @@ export function startCard(form, control, actions) {
 function field(label, input, help = "", helpId = "") {
   return el("div", { class: "field" }, el("label", { for: input.id }, label), input,
     help ? el("span", { class: "help", id: helpId }, help) : null);
-}
-
-/** @param {string} found @param {string} expected @param {string} hint */
-function problemText(found, expected, hint) {
-  return el("div", { class: "callout bad" }, icon("warning"), el("div", null,
-    el("div", null, found), expected && el("div", { class: "note" }, `expected: ${expected}`), hint && el("div", { class: "note" }, `try: ${hint}`)));
 }
 
 /** @param {any[]} presets */

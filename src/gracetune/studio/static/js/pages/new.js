@@ -1,10 +1,10 @@
 /** A new run: a form, the text and the plan of one config, kept equal while either is changed; then save and start. */
 
-import { api, ApiError, card, confirmDialog, el, emptyState, fill, icon, pageHead, setText, setTitle, toast, toastError } from "../ui.js";
+import { api, ApiError, card, confirmDialog, el, fill, icon, pageHead, setText, setTitle, toast, toastError } from "../ui.js";
 import { Draft } from "../forms/draft.js";
 import { optionForm } from "../forms/option_form.js";
 import { showPlan } from "../forms/plan_view.js";
-import { showProblems } from "../forms/problem_list.js";
+import { problemBox, showProblems } from "../forms/problem_list.js";
 import { acceptDrops, startCard } from "../forms/start_card.js";
 import { yamlView } from "../forms/yaml_view.js";
 
@@ -244,8 +244,7 @@ class NewRun {
   /** @param {unknown} error */
   saveFailed(error) {
     if (!(error instanceof ApiError)) throw error;
-    fill(this.saved, el("div", { class: "callout bad" }, icon("warning"),
-      el("div", null, error.found, error.hint && el("div", { class: "note" }, `try: ${error.hint}`))));
+    fill(this.saved, problemBox(error));
     this.fileName.focus();
   }
 

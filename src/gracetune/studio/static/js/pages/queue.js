@@ -1,6 +1,7 @@
 /** The queue: jobs wait for their turn, one run at a time for each GPU. */
 
 import { api, ApiError, confirmDialog, el, emptyState, errorState, fill, fmt, icon, pageHead, setText, setTitle, stateBadge, toastError } from "../ui.js";
+import { problemBox } from "../forms/problem_list.js";
 
 const EVERY_MS = 2000;
 
@@ -35,13 +36,23 @@ class Queue {
     const input = el("input", { id: "add-config", type: "text", autocomplete: "off", spellcheck: "false", disabled: !this.control,
       placeholder: "configs/my-run.yaml", "aria-describedby": "add-why" });
     const why = el("span", { class: "help", id: "add-why" }, this.why || "Relative to the studio's folder, or absolute.");
+    const problem = el("div", { class: "add-problem", role: "alert" });
     const button = el("button", { class: "btn", type: "submit", disabled: !this.control, "aria-describedby": "add-why" }, "Add to the queue");
     return el("form", { class: "card", novalidate: true, onsubmit: async (/** @type {Event} */ event) => {
       event.preventDefault();
       if (!input.value.trim()) { input.focus(); return; }
-      if (await this.act(() => api.post("api/queue", { config: input.value.trim() }), `${input.value.trim()} was added.`)) input.value = "";
+      fill(problem);
+      try {
+        await api.post("api/queue", { config: input.value.trim() });
+        setText(this.said, `${input.value.trim()} was added.`);
+        input.value = "";
+        await this.refresh(false);
+      } catch (error) {
+        if (!(error instanceof ApiError)) throw error;
+        fill(problem, problemBox(error));
+      }
       input.focus();
-    } }, el("div", { class: "queue-add" }, el("div", { class: "field" }, el("label", { for: "add-config" }, "Config file"), input), button), why);
+    } }, el("div", { class: "queue-add" }, el("div", { class: "field" }, el("label", { for: "add-config" }, "Config file"), input), button), why, problem);
   }
 
   /** @param {boolean} first */

@@ -33,7 +33,7 @@ ROUTES = {
 }
 WAIT_MS = 2500
 SLOW_MS = 15_000
-"""Lists of data and the machine's checks are made when they are first asked for."""
+"""Lists of data and the machine's checks are made when a page first needs them."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ test-other-half:
 	TEST_HALF=2 $(everyday)
 
 test-full: environment ## the long CPU tests (under 45 minutes; needs the network)
+	@bash scripts/install_browser.sh
 	$(pytest) -m 'full and not gpu'
 
 # Results of cases are functions of the seed; STORM_OUTPUT=FILE writes the table as JSON too.

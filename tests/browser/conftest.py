@@ -138,7 +138,7 @@ def training(root: Path, tiny_model: TinyModel) -> Iterator[Path]:
 def run_id(page: Page, name: str) -> str:
     """The id of the run with this name, from the studio's list."""
     rows = page.evaluate("fetch('api/runs').then((answer) => answer.json())")["runs"]
-    return next(row["id"] for row in rows if row["name"] == name)
+    return next(str(row["id"]) for row in rows if row["name"] == name)
 
 
 def settle(seconds: float) -> None:

@@ -59,8 +59,8 @@ def test_a_sample_that_is_requested_appears(open_page: OpenPage, control: Studio
     image = page.locator(".sample-box img").first
     expect(image).to_be_visible(timeout=60_000)
     page.wait_for_function("document.querySelector('.sample-box img').naturalWidth === 64")
-    asked = [line for line in events(training) if line["kind"] == "ValidationDone"]
-    assert asked[-1]["requested"]
+    requested = [line for line in events(training) if line["kind"] == "ValidationDone"]
+    assert requested[-1]["requested"]
     # The other prompt is markup, and is shown as text.
     assert page.locator(".sample-prompt").nth(1).text_content() == HOSTILE
     assert "hostile" not in page.title()

@@ -48,7 +48,7 @@ def test_nothing_is_wider_than_the_screen(
     page = open_page(control, viewport={"width": width, "height": 900})
     go(page, control, route)
     assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
-    assert page.get_by_role("alert").count() == 0
+    assert page.locator(".empty.error").all_text_contents() == []
 
 
 def test_the_list_of_runs_is_used_with_the_keyboard(open_page: OpenPage, control: Studio, training: Path) -> None:

@@ -39,10 +39,9 @@ export function chart(options) {
   const values = new Map();
   const legend = el("div", { class: "legend", role: "group", "aria-label": `Curves of ${title}` });
   const where = el("span", { class: "legend-x" }, "");
-  const plot = el("div", { class: "plot", style: { height: `${height}px` }, tabindex: "0", role: "img" });
+  const plot = el("div", { class: "plot", style: { height: `${height}px` }, tabindex: "0", role: "img", "aria-label": `${title}. No values yet.` });
   const nothing = el("p", { class: "plot-empty" }, options.empty ?? "No values yet");
-  const logButton = el("button", { class: "btn small quiet", type: "button", "aria-pressed": String(log),
-    title: "Logarithmic scale", onclick: () => { log = !log; logButton.setAttribute("aria-pressed", String(log)); rebuild(); } }, "log");
+  const logButton = el("button", { class: "btn small quiet", type: "button", "aria-pressed": String(log), onclick: () => { log = !log; logButton.setAttribute("aria-pressed", String(log)); rebuild(); } }, "log scale");
   const node = el("figure", { class: "chart" },
     el("figcaption", null, options.lead ?? el("span", { class: "chart-title" }, title),
       options.unit && el("span", { class: "chart-unit" }, options.unit), where,
@@ -101,7 +100,7 @@ export function chart(options) {
     };
     graph = new uPlot({
       width: Math.max(120, plot.clientWidth), height, legend: { show: false }, pxAlign: true,
-      padding: [8, 12, 0, 0],
+      padding: [8, 20, 0, 0],
       cursor: { sync: sync ? { key: sync, setSeries: false } : undefined, drag: { x: true, y: false, setScale: true },
         points: { size: 6 }, focus: { prox: 24 } },
       scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : rangeOf(options.zero ?? false) } },

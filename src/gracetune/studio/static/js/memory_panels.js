@@ -50,7 +50,7 @@ export function changesPanel(memory) {
 /** @param {any} memory */
 export function unavailablePanel(memory) {
   const entries = Object.entries(memory.unavailable);
-  const rows = entries.map(([what, why]) => el("tr", null, el("th", { scope: "row" }, what), el("td", null, why)));
+  const rows = entries.map(([what, why]) => el("tr", null, el("th", { scope: "row", class: "mono unbroken" }, what), el("td", null, why)));
   return card("Not available on this machine", { note: entries.length ? fmt.plural(entries.length, "value") : "" }, region("Not available on this machine",
     rows.length === 0 ? emptyState("Everything is available", "This machine provides every value of this page.") : table(["Value", "Reason"], rows)));
 }

@@ -42,8 +42,10 @@ function planTable(tier, forecast, real) {
   const line = (/** @type {string} */ name, /** @type {number|undefined} */ plan, /** @type {number|undefined} */ measured, /** @type {string} */ why) =>
     el("tr", null, el("th", { scope: "row" }, name, why && el("span", { class: "why" }, why)),
       el("td", { class: "right" }, fmt.bytes(plan)), el("td", { class: "right" }, fmt.bytes(measured)));
-  const whole = el("tr", { class: "sum" }, el("th", { scope: "row" }, "together"),
-    el("td", { class: "right" }, fmt.bytes(sum([...forecast.values()].map(({ bytes }) => bytes)))),
+  // Not everything planned is there at the same time: the peak is less than the sum.
+  const peak = real?.planned_peak_bytes ?? null;
+  const whole = el("tr", { class: "sum" }, el("th", { scope: "row" }, peak === null ? "together" : "peak, and now"),
+    el("td", { class: "right" }, fmt.bytes(peak ?? sum([...forecast.values()].map(({ bytes }) => bytes)))),
     el("td", { class: "right" }, real ? fmt.bytes(sum(used.values())) : fmt.none));
   return el("table", { class: "table plan-table" },
     el("caption", null, `${tier.label || tier.name} · ${fmt.bytes(tier.budget_bytes)} of ${fmt.bytes(tier.capacity_bytes)} may be used`),
@@ -138,7 +140,7 @@ export function configPanel(detail) {
     : [[path, typeof value === "string" ? value : JSON.stringify(value)]];
   const rows = flat(detail.config, "");
   const versions = Object.entries(detail.versions);
-  const table = (/** @type {any[]} */ lines) => el("table", { class: "table" }, el("tbody", null, lines.map(([key, value]) => el("tr", null, el("th", { scope: "row", class: "mono" }, key), el("td", { class: "mono" }, value)))));
+  const table = (/** @type {any[]} */ lines) => el("table", { class: "table config-table" }, el("tbody", null, lines.map(([key, value]) => el("tr", null, el("th", { scope: "row", class: "mono" }, key), el("td", { class: "mono" }, value)))));
   const field = el("input", { type: "search", placeholder: "Filter keys", "aria-label": "Filter keys of the configuration", class: "config-filter", oninput: () => {
     const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const line of node.querySelectorAll("tbody tr")) {

@@ -32,9 +32,9 @@ export async function show(root, { id }) {
 
   function drawFigures() {
     const done = row.total_steps ? row.step / row.total_steps : null;
-    figures.set("step", `${fmt.integer(row.step)} / ${fmt.integer(row.total_steps)}`, done === null ? "" : `${fmt.percent(done)} · epoch ${fmt.integer(row.epoch)}`);
+    figures.set("step", fmt.integer(row.step), `of ${fmt.integer(row.total_steps)}${done === null ? "" : ` · ${fmt.percent(done)}`} · epoch ${fmt.integer(row.epoch)}`);
     figures.set("loss", fmt.number(row.loss_smoothed), row.loss === null ? "" : `last step ${fmt.number(row.loss)}`);
-    figures.set("held", fmt.number(row.held_out), row.held_out === null ? "not evaluated" : "on samples never trained on");
+    figures.set("held", fmt.number(row.held_out), row.held_out === null ? "not evaluated" : "never trained on");
     figures.set("pace", fmt.pace(row.seconds_per_step), row.seconds_per_step ? `${fmt.integer(3600 / row.seconds_per_step)} steps/h` : "");
     figures.set("left", row.state === "running" ? fmt.duration(row.eta_s) : fmt.none,
       row.state === "running" && row.eta_s ? `until ${fmt.time(Date.now() / 1000 + row.eta_s)}` : row.state);

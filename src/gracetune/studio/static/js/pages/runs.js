@@ -23,6 +23,9 @@ const ORDERS = {
 const COLUMNS = [["run", "Run"], ["state", "State"], ["steps", "Steps"], ["loss", "Loss"], ["held", "Held-out"],
   ["pace", "Per step"], ["left", "Time left"], ["memory", "Memory"], ["when", "Last event"]];
 
+/** Rows made at first, and more whenever the end of the list comes near: a thousand at once would take a second. */
+const ROWS = 60;
+
 /** @param {any} row */
 const isActive = (row) => Number(row.state === "running" || row.state === "preparing");
 
@@ -38,10 +41,12 @@ export async function show(root, { query, studio }) {
   let filter = query.get("state") ?? "all";
   if (!(filter in FILTERS)) filter = "all";
 
+  let limit = ROWS;
+
   const head = el("div");
   const search = el("input", { type: "search", id: "search", placeholder: "Search name, family, adapter, machine",
-    "aria-label": "Search runs", "data-search": true, value: query.get("q") ?? "", oninput: arrange });
-  const order = el("select", { "aria-label": "Order of the runs", onchange: arrange },
+    "aria-label": "Search runs", "data-search": true, value: query.get("q") ?? "", oninput: () => { limit = ROWS; arrange(); } });
+  const order = el("select", { "aria-label": "Order of the runs", onchange: () => { limit = ROWS; arrange(); } },
     Object.entries(ORDERS).map(([name, [label]]) => el("option", { value: name }, label)));
   order.value = query.get("order") ?? "recent";
   if (!order.value) order.value = "recent";
@@ -53,7 +58,12 @@ export async function show(root, { query, studio }) {
     el("thead", null, el("tr", null, el("th", { class: "pick", scope: "col" }, el("span", { class: "visually-hidden" }, "Compare")),
       COLUMNS.map(([key, label]) => el("th", { scope: "col", class: `col-${key}` }, label)))), body);
   const none = el("div", { hidden: true });
-  const list = el("div", { class: "card runs-card" }, table, none);
+  const end = el("p", { class: "runs-end note" }, "more runs below");
+  const list = el("div", { class: "card runs-card" }, table, end, none);
+  const observer = new IntersectionObserver(([entry]) => {
+    if (entry.isIntersecting && !end.hidden) { limit += 3 * ROWS; arrange(); }
+  }, { rootMargin: "1200px" });
+  observer.observe(end);
 
   function drawHead() {
     const active = [...rows.values()].filter(isActive).length;
@@ -63,7 +73,7 @@ export async function show(root, { query, studio }) {
     fill(chips, Object.entries(FILTERS).map(([name, [label, states]]) => {
       const count = [...rows.values()].filter((row) => states === null || states.includes(row.state)).length;
       return el("button", { class: "btn small", type: "button", "aria-pressed": String(name === filter),
-        onclick: () => { filter = name; arrange(); drawHead(); } }, label, el("span", { class: "count" }, fmt.integer(count)));
+        onclick: () => { filter = name; limit = ROWS; arrange(); drawHead(); } }, label, el("span", { class: "count" }, fmt.integer(count)));
     }));
   }
 
@@ -90,7 +100,7 @@ export async function show(root, { query, studio }) {
   function arrange() {
     const found = matching();
     replaceQuery({ q: search.value, state: filter === "all" ? "" : filter, order: order.value === "recent" ? "" : order.value });
-    body.replaceChildren(...found.map((row) => {
+    body.replaceChildren(...found.slice(0, limit).map((row) => {
       let line = shown.get(row.id);
       if (line === undefined) {
         line = runRow(row, (id, on) => { if (on) selected.add(id); else selected.delete(id); drawCompare(); });
@@ -98,6 +108,7 @@ export async function show(root, { query, studio }) {
       }
       return line.node;
     }));
+    end.hidden = found.length <= limit;
     table.hidden = found.length === 0;
     none.hidden = found.length > 0;
     if (found.length === 0) fill(none, nothing(rows.size, studio.root));
@@ -110,7 +121,7 @@ export async function show(root, { query, studio }) {
     el("div", { class: "search" }, icon("search"), search, el("kbd", { "aria-hidden": "true" }, "/")),
     chips, el("span", { class: "spacer" }), order, compare), list);
 
-  return stream("api/runs/stream", {
+  const close = stream("api/runs/stream", {
     runs({ changed, removed }) {
       let moved = false;
       for (const row of changed) {
@@ -132,6 +143,7 @@ export async function show(root, { query, studio }) {
       arrange();
     },
   });
+  return () => { close(); observer.disconnect(); };
 }
 
 /** @param {number} total @param {string} root */

@@ -117,7 +117,7 @@ export function optionForm(form, actions) {
     /** Shows a config's values. @param {Record<string, any>} values by path */
     update(values) {
       const chapters = chaptersOf(form.groups, values);
-      const shape = chapters.flatMap((chapter) => chapter.sections.map((section) => section.path)).join();
+      const shape = chapters.flatMap((chapter) => chapter.sections.map((section) => `${section.path} ${section.list?.count}`)).join();
       if (shape !== built) { build(chapters); built = shape; }
       const family = form.families.find((/** @type {any} */ one) => one.name === values["model.family"]);
       fill(flavours, (family?.flavours ?? []).map((/** @type {string} */ name) => el("option", { value: name })));

@@ -80,7 +80,7 @@ export function optionForm(form, actions) {
   function entryButtons({ list, title }) {
     if (!list || !(list.path in NEW_ENTRIES)) return null;
     const add = () => {
-      const values = NEW_ENTRIES[/** @type {keyof NEW_ENTRIES} */ (list.path)](list.count);
+      const values = NEW_ENTRIES[/** @type {keyof typeof NEW_ENTRIES} */ (list.path)](list.count);
       for (const [path, value] of Object.entries(values)) actions.change(path, value);
     };
     return el("div", { class: "row entry-buttons" },

@@ -42,7 +42,7 @@ from gracetune.telemetry.events import (
 from gracetune.telemetry.progress import RunStatus
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.logs import MEMORY_SECONDS, MemorySampling
-from gracetune.train.run_requests import REQUESTS, AskedBy, create
+from gracetune.train.run_requests import REQUESTS, RequestSource, create
 from gracetune.train.view import View
 from gracetune.units import GIB
 from runs.launched import write_config
@@ -56,7 +56,7 @@ from unit.memory.test_sensors import Card
 STEPS = 10
 NEEDED = {3: 60 * GIB, 4: 70 * GIB}
 """Peak memory of these steps; all others need 20 GiB."""
-ASKED_AT = 7
+REQUESTED_AT = 7
 """After this step, a checkpoint is requested."""
 WAITED_MS = (0.0, 50.0)
 """Milliseconds that the GPU waits for the first batch and for the batch of step 1; 0 for all others."""
@@ -145,8 +145,8 @@ def collected(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytes
     def run_step(job: Any) -> Any:
         done = original(job)
         card.work(NEEDED.get(job.position.step, 20 * GIB))
-        if job.position.step == ASKED_AT:
-            create(Path(config.output_dir), REQUESTS["save"], AskedBy.STUDIO)
+        if job.position.step == REQUESTED_AT:
+            create(Path(config.output_dir), REQUESTS["save"], RequestSource.STUDIO)
         return done
 
     def late(mover: InPlace, batch: Any, *, ahead: bool = True) -> Late:
@@ -185,8 +185,8 @@ def test_the_plan_follows_the_start(collected: CollectedEvents) -> None:
 
 def test_a_requested_checkpoint_is_written_and_recorded(collected: CollectedEvents) -> None:
     (request,) = collected.of(RequestServed)
-    assert (request.request, request.step, request.asked_by) == ("save", ASKED_AT, "studio")
-    assert [one.step for one in collected.of(CheckpointWritten)] == [5, ASKED_AT, 10]
+    assert (request.request, request.step, request.source) == ("save", REQUESTED_AT, "studio")
+    assert [one.step for one in collected.of(CheckpointWritten)] == [5, REQUESTED_AT, 10]
     assert not (collected.folder / "save-now").exists()
 
 

@@ -48,9 +48,9 @@ def test_save_and_stop_on_request_and_resume_bit_for_bit(
     assert not [one for one in REQUESTS.values() if (folder / one.file).exists()]
     assert [one.step for one in events(parted, CheckpointWritten)] == [2, 5]
     assert (folder / "tiny_000000002.safetensors").is_file(), "a saved step has weights that other programs load"
-    asked = [(one.request, one.step, one.asked_by) for one in events(parted, RequestServed)]
-    assert asked == [("save", 2, "command"), ("stop", 5, "command")]
-    # A request that nobody reads any more must not stop the next process.
+    found = [(one.request, one.step, one.source) for one in events(parted, RequestServed)]
+    assert found == [("save", 2, "command"), ("stop", 5, "command")]
+    # A request that is no longer read must not stop the next process.
     (folder / "stop-now").touch()
     second = run(parted)
     assert second.stop is not None
@@ -79,7 +79,7 @@ def test_a_stop_while_the_run_is_prepared_ends_it_before_its_first_step(tiny_mod
     result = run(config, view)
     assert result.stop is not None
     assert (result.stop.kind, result.step) == ("interrupted", 0)
-    assert [(one.request, one.step, one.asked_by) for one in events(config, RequestServed)] == [("stop", 0, "file")]
+    assert [(one.request, one.step, one.source) for one in events(config, RequestServed)] == [("stop", 0, "file")]
     assert events(config, RunEnded)[0].outcome == "interrupted"
 
 

@@ -59,6 +59,9 @@ def show(
     ] = False,
     no_sheets: Annotated[bool, typer.Option("--no-sheets", help="Make no contact sheets.")] = False,
     items: Annotated[bool, typer.Option("--items", help="With --json: list every sample too.")] = False,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Write nothing: no contact sheets, and no scan results for later.")
+    ] = False,
     overrides: Overrides = None,
     allow_unsupported: AllowUnsupported = False,
     json_output: AsJson = False,
@@ -77,11 +80,12 @@ def show(
     rehearsal = StagingCheck(config.datasets)
     with _progress(quiet=json_output) as on_scanned, private_if_new(Path(config.output_dir).expanduser()):
         index = build_index(
-            config, geometry, open_backend=rehearsal.open, memory=scan_folder(config), on_scanned=on_scanned
-        )
+            config, geometry, open_backend=rehearsal.open, memory=scan_folder(config), saves_scans=not read_only,
+            on_scanned=on_scanned,
+        )  # fmt: skip
     order = index.order(config.training.batch_size)
     folder = output or Path(config.output_dir).expanduser() / "data_show"
-    sheets, damaged = ({}, []) if no_sheets else make_sheets(index, order, folder)
+    sheets, damaged = ({}, []) if no_sheets or read_only else make_sheets(index, order, folder)
     notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes, *rehearsal.notes, *damaged]
     if not order.whole_epoch(0, order.batch_size, 0, 1).batches:
         periods = "; ".join(source.period for source in order.sources)

@@ -58,10 +58,10 @@ def studio(
     """
     _check_installed()
     from gracetune.studio.launch import StudioOptions, serve
-    from gracetune.studio.server import Address
+    from gracetune.studio.server import ListenAddress
 
     options = StudioOptions(
-        folder=folder, control=control, address=Address(host, port, certificate, key), token_file=token_file,
+        folder=folder, control=control, address=ListenAddress(host, port, certificate, key), token_file=token_file,
         host_names=tuple(host_name or ()), prefix=prefix, any_port=port == _DEFAULT_PORT,
     )  # fmt: skip
     serve(options, session(context).environment, lambda link: _report(f"gracetune studio: {link}"))
@@ -76,10 +76,10 @@ def watch(
     """Show one run in a browser. `gracetune studio` shows all runs below a folder, and has more options."""
     _check_installed()
     from gracetune.studio.launch import StudioOptions, check_run, run_link, serve
-    from gracetune.studio.server import Address
+    from gracetune.studio.server import ListenAddress
 
     folder = check_run(run_folder)
-    options = StudioOptions(folder=folder, control=control, address=Address(port=port))
+    options = StudioOptions(folder=folder, control=control, address=ListenAddress(port=port))
     serve(options, session(context).environment, lambda link: _report(f"gracetune watch: {run_link(link)}"))
 
 

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from gracetune.config import load
 from gracetune.studio.replies import StudioError, json_reply
-from gracetune.train.run_requests import REQUESTS, AskedBy, RequestName, create
+from gracetune.train.run_requests import REQUESTS, RequestName, RequestSource, create
 
 if TYPE_CHECKING:
     from gracetune.studio.server import Studio
@@ -47,7 +47,7 @@ def routes(studio: Studio) -> list[BaseRoute]:
         if action == "resume":
             return json_reply({"message": await anyio.to_thread.run_sync(_resume, studio, run.path)})
         wanted = REQUESTS[_BUTTONS[action]]
-        await anyio.to_thread.run_sync(create, run.path, wanted, AskedBy.STUDIO)
+        await anyio.to_thread.run_sync(create, run.path, wanted, RequestSource.STUDIO)
         return json_reply({"message": f"requested: {wanted.promise}"})
 
     return [Route("/api/runs/{id}/actions/{action}", act, methods=["POST"])]

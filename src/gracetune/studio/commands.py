@@ -28,20 +28,49 @@ _THREADS = 12
 T = TypeVar("T")
 
 
+class _RunningCommands:
+    """The commands that run now, of one studio."""
+
+    def __init__(self) -> None:
+        self.free = threading.BoundedSemaphore(AT_ONCE)
+        self._mutex, self._is_closed = threading.Lock(), False
+        self._processes: set[subprocess.Popen[bytes]] = set()
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        with self._mutex:
+            self._processes.add(process)
+            if self._is_closed:
+                process.kill()
+
+    def discard(self, process: subprocess.Popen[bytes]) -> None:
+        with self._mutex:
+            self._processes.discard(process)
+
+    def close(self) -> None:
+        with self._mutex:
+            self._is_closed = True
+            for process in self._processes:
+                process.kill()
+
+
 @dataclass(frozen=True)
 class CommandRunner:
     """Runs commands in `folder`, against which they resolve relative paths."""
 
     environment: Environment
     folder: Path
-    _free: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(AT_ONCE))
+    _running: _RunningCommands = field(default_factory=_RunningCommands)
+
+    def close(self) -> None:
+        """End the commands that run, and all later ones: the studio stops, and does not wait for them."""
+        self._running.close()
 
     def json(self, *arguments: str, timeout_s: float) -> dict[str, Any]:
         """The JSON object that the command prints, also if it ends with an error.
 
         Raises StudioError if it prints none or takes too long.
         """
-        with self._free:
+        with self._running.free:
             output, errors, code = self._run(arguments, timeout_s)
         try:
             value = json.loads(output)
@@ -61,6 +90,7 @@ class CommandRunner:
             command_line(*arguments), cwd=self.folder, env=dict(self.environment.variables), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         ) as process:  # fmt: skip
+            self._running.add(process)
             try:
                 output, errors = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
@@ -69,6 +99,8 @@ class CommandRunner:
                     422, f"{_words(arguments)} took more than {timeout_s:g} s", "an answer by then",
                     f"run it on a terminal: {_words(arguments)}",
                 ) from None  # fmt: skip
+            finally:
+                self._running.discard(process)
         return output, errors, process.returncode
 
 

@@ -27,7 +27,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.items import stem_of
 from gracetune.errors import ConfigError
 from gracetune.studio.caption_edits import CaptionEdits, CaptionFolder, why_not_editable
-from gracetune.studio.commands import CommandRunner, SlowWork, reject_errors
+from gracetune.studio.commands import SlowWork, reject_errors
 from gracetune.studio.replies import StudioError, integer, json_body, json_reply
 from gracetune.studio.thumbnails import Thumbnails
 from gracetune.telemetry.report.judged_losses import JudgedLosses, read_losses
@@ -99,7 +99,7 @@ class RunData:
 
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
-        self._commands = CommandRunner(studio.environment, studio.working_folder)
+        self._commands = studio.commands
         self._mutex = threading.Lock()
         self._listings: OrderedDict[str, RunListing] = OrderedDict()
         self._making: dict[str, threading.Lock] = {}
@@ -221,7 +221,7 @@ class RunData:
             raise StudioError.of(error, 409) from None
         folder = working_folder_of(run, config, self._studio.working_folder)
         answer = replace(self._commands, folder=folder).json(
-            "data", "show", str(file), "--json", "--no-sheets", "--items",
+            "data", "show", str(file), "--json", "--read-only", "--items",
             "--set", f"output_dir={json.dumps(str(run))}", timeout_s=LISTING_LIMIT_S,
         )  # fmt: skip
         reject_errors(answer)

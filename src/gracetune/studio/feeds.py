@@ -1,7 +1,7 @@
-"""Live updates: one poller for each run that somebody looks at, shared by all who do, asleep when nobody does.
+"""Live updates: one poller for each run that is shown, shared by all pages that show it, asleep otherwise.
 
 A poller compares the size of the log twice a second, which costs next to nothing, and reads only what was added. Each
-browser gets the messages through a bounded queue; one that does not keep up is told to fetch everything again.
+browser gets the messages through a bounded queue; one that does not keep up gets a message to fetch everything again.
 """
 
 from __future__ import annotations

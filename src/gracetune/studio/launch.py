@@ -21,7 +21,7 @@ from gracetune.storage.os_errors import problem_of
 from gracetune.storage.regular_files import read_small_file
 from gracetune.studio.access import AccessRules, new_token
 from gracetune.studio.run_list import RunList, identifier_of, is_run
-from gracetune.studio.server import Address, Studio, StudioServer, listen
+from gracetune.studio.server import ListenAddress, Studio, StudioServer, listen
 
 _SHORTEST_TOKEN = 16
 
@@ -32,7 +32,7 @@ class StudioOptions:
 
     folder: Path
     control: bool = False
-    address: Address = field(default_factory=Address)
+    address: ListenAddress = field(default_factory=ListenAddress)
     token_file: Path | None = None
     host_names: tuple[str, ...] = ()
     prefix: str = ""

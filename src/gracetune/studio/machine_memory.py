@@ -41,12 +41,12 @@ class MachineMemory:
 
     def others(self, *, gpu: bool, but: int) -> list[dict[str, Any]]:
         """The largest processes but one: name, id and bytes."""
-        where = "gpu" if gpu else "host"
+        kind = "gpu" if gpu else "host"
         with self._mutex:
-            if time.monotonic() - self._read_at[where] > _SECONDS:
-                self._processes[where] = _on_gpu() if gpu else _in_main_memory()
-                self._read_at[where] = time.monotonic()
-            return [one for one in self._processes[where] if one["pid"] != but][:_MOST]
+            if time.monotonic() - self._read_at[kind] > _SECONDS:
+                self._processes[kind] = _on_gpu() if gpu else _in_main_memory()
+                self._read_at[kind] = time.monotonic()
+            return [one for one in self._processes[kind] if one["pid"] != but][:_MOST]
 
     def _read(self) -> dict[str, int]:
         try:

@@ -125,7 +125,7 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def routes(studio: Studio) -> list[Route]:
-    report = MachineReport(CommandRunner(studio.environment, studio.working_folder))
+    report = MachineReport(studio.commands)
     slow = SlowWork()
 
     async def show(_request: Request) -> Response:

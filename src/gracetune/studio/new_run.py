@@ -43,9 +43,8 @@ _MOST_FILES = 8
 class RunMaker:
     """Proposes, checks, plans and saves configs."""
 
-    def __init__(self, root: Path, environment: Environment, folder: Path) -> None:
-        self._root, self._environment = root, environment
-        self._commands = CommandRunner(environment, folder)
+    def __init__(self, root: Path, environment: Environment, commands: CommandRunner) -> None:
+        self._root, self._environment, self._commands = root, environment, commands
 
     def propose(self, folder: str, answers: Mapping[str, Any]) -> dict[str, Any]:
         """The config that `gracetune init` proposes for a folder."""
@@ -271,7 +270,7 @@ def _answers(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def routes(studio: Studio) -> list[Route]:
-    maker, slow = RunMaker(studio.root, studio.environment, studio.working_folder), SlowWork()
+    maker, slow = RunMaker(studio.root, studio.environment, studio.commands), SlowWork()
 
     async def propose(request: Request) -> Response:
         body = await json_body(request)

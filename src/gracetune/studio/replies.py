@@ -32,10 +32,10 @@ class StudioError(Exception):
             return cls(status, str(error), "a request that can be done", "see `found`")
         first, *others = error.problems
         more = f" (and {len(others)} more)" if others else ""
-        return cls(status, f"{_where(first)}{first.found}{more}", first.expected, first.hint)
+        return cls(status, f"{_location(first)}{first.found}{more}", first.expected, first.hint)
 
 
-def _where(problem: Problem) -> str:
+def _location(problem: Problem) -> str:
     return f"{problem.key}: " if problem.key else ""
 
 
@@ -66,7 +66,7 @@ def error_reply(error: StudioError) -> Response:
 
 
 def os_error_reply(error: OSError) -> Response:
-    """The reply where the operating system refused: a folder that vanished, a file of another user."""
+    """The reply where the operating system rejected an operation: a folder that vanished, a file of another user."""
     cause = explain(error, Path(error.filename if isinstance(error.filename, str) else "."))
     return error_reply(StudioError(409, cause.found, cause.expected, cause.remedy))
 

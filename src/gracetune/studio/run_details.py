@@ -91,7 +91,7 @@ def _from_report(run: Path) -> dict[str, str]:
         report = mapping(json.loads(read_small_file(run / "report.json", _LARGEST_REPORT)))
     except (OSError, ValueError, RecursionError):
         return {}
-    return {str(name): text(how, 20_000) for name, how in mapping(report.get("how_to_load")).items()}
+    return {str(name): text(lines, 20_000) for name, lines in mapping(report.get("how_to_load")).items()}
 
 
 def _validation(run: RunEntry, event: Fields) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from gracetune.storage.regular_files import open_regular
 from gracetune.studio.replies import StudioError
 
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 _SHOWN = {
     ".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp", ".gif": "image/gif",
     ".mp4": "video/mp4", ".webm": "video/webm", ".wav": "audio/wav", ".flac": "audio/flac", ".mp3": "audio/mpeg",
@@ -36,7 +36,7 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 @dataclass(frozen=True)
 class OpenFile:
-    """An open file. Whoever holds it closes the descriptor."""
+    """An open file. The caller closes the descriptor."""
 
     descriptor: int
     name: str
@@ -85,7 +85,7 @@ async def file_reply(request: Request, folder: Path, inner: str) -> Response:
     if status == 206:
         headers["content-range"] = f"bytes {begin}-{end - 1}/{file.size}"
     headers["content-length"] = str(end - begin)
-    return StreamingResponse(_pieces(file, begin, end, send=request.method != "HEAD"), status, headers)
+    return StreamingResponse(_chunks(file, begin, end, send=request.method != "HEAD"), status, headers)
 
 
 def _headers(file: OpenFile) -> dict[str, str]:
@@ -117,13 +117,13 @@ def _part(wanted: str | None, if_range: str | None, etag: str, file: OpenFile) -
     return begin, end, 206
 
 
-async def _pieces(file: OpenFile, begin: int, end: int, *, send: bool) -> AsyncIterator[bytes]:
+async def _chunks(file: OpenFile, begin: int, end: int, *, send: bool) -> AsyncIterator[bytes]:
     try:
         while send and begin < end:
-            piece = await anyio.to_thread.run_sync(os.pread, file.descriptor, min(_PIECE, end - begin), begin)
-            if not piece:  # it became shorter; the connection ends with fewer bytes than announced
+            chunk = await anyio.to_thread.run_sync(os.pread, file.descriptor, min(_CHUNK, end - begin), begin)
+            if not chunk:  # it became shorter; the connection ends with fewer bytes than announced
                 return
-            begin += len(piece)
-            yield piece
+            begin += len(chunk)
+            yield chunk
     finally:
         os.close(file.descriptor)

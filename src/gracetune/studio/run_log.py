@@ -27,7 +27,7 @@ from gracetune.telemetry.sinks.jsonl import valid_until
 
 MOST_PARSED = 2000
 """Events of a rare kind that are parsed; evenly chosen ones if there are more."""
-_PIECE = 4 << 20
+_CHUNK = 4 << 20
 _LATEST_LINE = 1024
 """Bytes that are read for each of the last lines; most are a third as long."""
 _MOST_KEPT = 16_000
@@ -88,9 +88,9 @@ class RunLog:
             self._index, self._parsed, self._limits = _Index(inode=found.st_ino), {}, []
         index = self._index
         while index.end < found.st_size:
-            data = os.pread(descriptor, _PIECE, index.end)
+            data = os.pread(descriptor, _CHUNK, index.end)
             complete = data.rfind(b"\n") + 1
-            if not complete and len(data) < _PIECE:
+            if not complete and len(data) < _CHUNK:
                 break
             if complete:
                 _add_lines(index, data[:complete])
@@ -206,10 +206,10 @@ def _line_at(descriptor: int, offset: int) -> bytes:
         size *= 16
 
 
-def _add_lines(index: _Index, piece: bytes) -> None:
-    """Note the kind and the offset of each line of a piece, which ends with a line's end."""
-    letters = np.frombuffer(piece + b"\0" * (len(_PREFIX) + _NAME), np.uint8)
-    ends = np.flatnonzero(letters[: len(piece)] == ord("\n"))
+def _add_lines(index: _Index, chunk: bytes) -> None:
+    """Note the kind and the offset of each line of a chunk, which ends with a line's end."""
+    letters = np.frombuffer(chunk + b"\0" * (len(_PREFIX) + _NAME), np.uint8)
+    ends = np.flatnonzero(letters[: len(chunk)] == ord("\n"))
     begins = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else np.zeros(1, np.int64)
     heads = letters[begins[:, None] + np.arange(len(_PREFIX) + _NAME)]
     same = heads[:, : len(_PREFIX)] == _PREFIX
@@ -224,8 +224,8 @@ def _add_lines(index: _Index, piece: bytes) -> None:
         else:
             index.add(kind, offsets.tolist())
     for number in np.flatnonzero(~usual):
-        end = ends[number] if number < len(ends) else len(piece)
-        _add_unusual(index, piece[begins[number] : end], int(begins[number]) + index.end)
+        end = ends[number] if number < len(ends) else len(chunk)
+        _add_unusual(index, chunk[begins[number] : end], int(begins[number]) + index.end)
 
 
 def _add_unusual(index: _Index, line: bytes, offset: int) -> None:

@@ -26,7 +26,7 @@ from gracetune.studio.log_lines import (
 from gracetune.telemetry.curves import smoothed
 
 HEAD, TAIL = 16 << 10, 24 << 10
-_PIECE = 8 << 20
+_CHUNK = 8 << 20
 _KINDS = ("RunStarted", "RunEnded", "StepDone", "MemorySampled", "HeldOutLoss", "ValidationDone")
 _IN_HEAD = ("RunStarted", "HeldOutLoss", "ValidationDone")
 """Kinds whose latest event may be in the head of a long log."""
@@ -80,7 +80,7 @@ class RunSummary:
         self.version += 1
         return True
 
-    def search_middle(self, most: int = _PIECE) -> bool:
+    def search_middle(self, most: int = _CHUNK) -> bool:
         """Search a part of a long log for events that neither its head nor its tail holds. Returns whether there is
         more to search."""
         if self._searched >= self._middle_end:
@@ -124,10 +124,10 @@ class RunSummary:
     def _add(self, descriptor: int, begin: int, end: int, kinds: Sequence[str] = _KINDS) -> int:
         """Add the complete lines of a part of the log, and return where the next part begins."""
         while begin < end:
-            data = os.pread(descriptor, min(_PIECE, end - begin), begin)
+            data = os.pread(descriptor, min(_CHUNK, end - begin), begin)
             complete = data.rfind(b"\n") + 1
             if not complete:
-                return end if len(data) >= _PIECE else begin  # a line of this length is skipped
+                return end if len(data) >= _CHUNK else begin  # a line of this length is skipped
             self._add_lines(data[:complete], begin, kinds)
             begin += complete
         return begin

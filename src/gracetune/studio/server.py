@@ -21,6 +21,7 @@ from gracetune import __version__
 from gracetune.config.environment import Environment
 from gracetune.errors import GracetuneError
 from gracetune.studio.access import Access, AccessRules
+from gracetune.studio.commands import CommandRunner
 from gracetune.studio.feeds import Feeds
 from gracetune.studio.job_files import JobFiles
 from gracetune.studio.job_queue import JobQueue
@@ -59,6 +60,10 @@ class Studio:
     def folder(self) -> Path:
         """The studio's own files, of the queue and of captions that can be undone."""
         return self.root / ".studio"
+
+    @cached_property
+    def commands(self) -> CommandRunner:
+        return CommandRunner(self.environment, self.working_folder)
 
     @cached_property
     def queue(self) -> JobQueue:
@@ -139,7 +144,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 @dataclass(frozen=True)
-class Address:
+class ListenAddress:
     """Where the server listens."""
 
     host: str = "127.0.0.1"
@@ -157,7 +162,7 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}{prefix}/?token={token}"
 
 
-def listen(address: Address) -> socket.socket:
+def listen(address: ListenAddress) -> socket.socket:
     """The listening socket. Raises OSError, for example if the port is in use."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -175,7 +180,7 @@ def listen(address: Address) -> socket.socket:
 class StudioServer(uvicorn.Server):
     """A server that ends its streams when it stops: browsers keep them open for ever."""
 
-    def __init__(self, studio: Studio, rules: AccessRules, address: Address) -> None:
+    def __init__(self, studio: Studio, rules: AccessRules, address: ListenAddress) -> None:
         super().__init__(
             uvicorn.Config(
                 application(studio, rules),
@@ -188,4 +193,5 @@ class StudioServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._studio.feeds.close()
+        self._studio.commands.close()
         await super().shutdown(sockets)

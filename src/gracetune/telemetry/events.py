@@ -271,7 +271,7 @@ class RequestServed(Event):
 
     request: Annotated[Literal["validate", "save", "stop"], "what was requested"]
     step: Annotated[int, "optimizer steps done"]
-    asked_by: Annotated[str, "command, studio, file (created in another way), or the name of a signal"] = ""
+    source: Annotated[str, "command, studio, file (created in another way), or the name of a signal"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)

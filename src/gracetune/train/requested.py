@@ -52,18 +52,18 @@ class TakenRequests(Callback):
         """Record a stop by a signal. Its reason begins with the rank that got it, if there are several."""
         name = ended.stop.reason.rpartition(": ")[2]
         if ended.stop.kind == "interrupted" and name in _SIGNALS:
-            self._telemetry.emit(RequestServed(request="stop", step=ended.position.step, asked_by=name))
+            self._telemetry.emit(RequestServed(request="stop", step=ended.position.step, source=name))
 
     def _take(self, step: int, *, only_stop: bool = False) -> None:
         runtime = self._model.runtime
-        agreed = [one for each in runtime.all_of(self._here(only_stop=only_stop) or None) for one in each]
+        agreed = [one for each in runtime.all_of(self._received(only_stop=only_stop) or None) for one in each]
         self._now = frozenset(name for name, _ in agreed)
-        for name, asked_by in dict(agreed).items():
-            self._telemetry.emit(RequestServed(request=name, step=step, asked_by=asked_by))
+        for name, source in dict(agreed).items():
+            self._telemetry.emit(RequestServed(request=name, step=step, source=source))
             if name == "stop":
-                self._control.ask_to_stop("interrupted", f"gracetune stop ({asked_by})")
+                self._control.ask_to_stop("interrupted", f"gracetune stop ({source})")
 
-    def _here(self, *, only_stop: bool) -> _Requests:
+    def _received(self, *, only_stop: bool) -> _Requests:
         """The requests that this rank received."""
         found: dict[RequestName, str] = {}
         if self._control.validate and not only_stop:

@@ -28,7 +28,7 @@ RequestName = Literal["validate", "save", "stop"]
 _LONGEST = 64
 
 
-class AskedBy(StrEnum):
+class RequestSource(StrEnum):
     """How a request was made."""
 
     COMMAND = "command"
@@ -72,13 +72,13 @@ def ask(run_folder: Path, request: RunRequest) -> str:
     if not is_running(folder):
         found, expected = "no run is active here", "a running job"
         raise ConfigError([Problem("RUN", found, expected, request.instead, str(folder))])
-    create(folder, request, AskedBy.COMMAND)
+    create(folder, request, RequestSource.COMMAND)
     return f"requested: {request.promise} ({folder})"
 
 
-def create(folder: Path, request: RunRequest, asked_by: AskedBy) -> None:
+def create(folder: Path, request: RunRequest, source: RequestSource) -> None:
     """Create the file of a request. It does not check that a run is active."""
-    write_file(folder / request.file, f"{asked_by}\n".encode())
+    write_file(folder / request.file, f"{source}\n".encode())
 
 
 def is_running(folder: Path) -> bool:
@@ -112,27 +112,27 @@ class RequestFiles:
     def take(self, names: Iterable[RequestName] | None = None) -> dict[RequestName, str]:
         """The requests since the last call, of these names or of all, and how each was made."""
         found = {name: self._take(REQUESTS[name]) for name in names or REQUESTS}
-        return {name: str(asked) for name, asked in found.items() if asked is not None}
+        return {name: str(source) for name, source in found.items() if source is not None}
 
-    def _take(self, request: RunRequest) -> AskedBy | None:
+    def _take(self, request: RunRequest) -> RequestSource | None:
         file = self._folder / request.file
         try:
             if not file.exists():
                 return None
-            asked = _asked_by(file)
+            source = _source_of(file)
             file.unlink(missing_ok=True)
         except OSError as error:
             if request.name not in self._stuck:
                 self._warn(f"{request.file} is ignored, because it cannot be removed: {explain(error, file).found}")
             self._stuck.add(request.name)
             return None
-        return asked
+        return source
 
 
-def _asked_by(file: Path) -> AskedBy:
+def _source_of(file: Path) -> RequestSource:
     """The first word of the file. It may be a pipe or a folder, which are not read."""
     if not file.is_file():
-        return AskedBy.FILE
+        return RequestSource.FILE
     with file.open("rb") as opened:
         word = opened.read(_LONGEST).decode("ascii", "replace").strip()
-    return AskedBy(word) if word in list(AskedBy) else AskedBy.FILE
+    return RequestSource(word) if word in list(RequestSource) else RequestSource.FILE

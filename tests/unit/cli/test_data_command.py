@@ -86,6 +86,13 @@ class TestReport:
         assert epoch["optimizer_steps"] == -(-epoch["batches"] // 2)
         assert all(Path(bucket["sheet"]).is_file() for bucket in first["buckets"])
 
+    def test_a_read_only_look_writes_nothing(self, tmp_path: Path, photos: str) -> None:
+        config = write(tmp_path, {"path": photos})
+        before = sorted(tmp_path.rglob("*"))
+        found = run(config, "--json", "--read-only").stdout
+        assert sorted(tmp_path.rglob("*")) == before
+        assert run(config, "--json", "--no-sheets").stdout == found
+
     def test_samples_are_listed_on_request(self, tmp_path: Path, photos: str) -> None:
         config = write(tmp_path, {"path": photos, "minimum_size": 32, "held_out": 2})
         report = json.loads(run(config, "--json", "--no-sheets", "--items").stdout)

@@ -12,7 +12,7 @@ from gracetune.config.environment import Environment
 from gracetune.errors import ConfigError
 from gracetune.studio.access import Access, AccessRules
 from gracetune.studio.launch import StudioOptions, serve
-from gracetune.studio.server import Address
+from gracetune.studio.server import ListenAddress
 from unit.studio.clients import HOST, StudioClient, client_of
 from unit.studio.logs import small_run
 
@@ -187,10 +187,10 @@ def rejected(folder: Path, **more: Any) -> str:
 
 def test_other_machines_are_served_only_with_a_token_file_or_tls(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.168.1.5"):
-        text = rejected(tmp_path, address=Address(host))
+        text = rejected(tmp_path, address=ListenAddress(host))
         assert "--token-file FILE" in text
         assert "ssh -L" in text
-    assert "an IP address" in rejected(tmp_path, address=Address("gpu.lab"))
+    assert "an IP address" in rejected(tmp_path, address=ListenAddress("gpu.lab"))
 
 
 def test_a_token_file_must_be_private_and_long(tmp_path: Path) -> None:
@@ -207,5 +207,5 @@ def test_a_token_file_must_be_private_and_long(tmp_path: Path) -> None:
 def test_other_options_are_checked(tmp_path: Path) -> None:
     assert "no such folder" in rejected(tmp_path / "none")
     assert "--prefix /studio" in rejected(tmp_path, prefix="https://x")
-    assert "both of them" in rejected(tmp_path, address=Address(certificate=tmp_path / "a.pem"))
-    assert "no such file" in rejected(tmp_path, address=Address(certificate=tmp_path / "a", key=tmp_path / "b"))
+    assert "both of them" in rejected(tmp_path, address=ListenAddress(certificate=tmp_path / "a.pem"))
+    assert "no such file" in rejected(tmp_path, address=ListenAddress(certificate=tmp_path / "a", key=tmp_path / "b"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 import yaml
 
 from gracetune.config import Environment, load
+from gracetune.studio.replies import StudioError
 from gracetune.studio.yaml_edits import with_values
+from unit.data.folders import images, write
 from unit.studio.clients import StudioClient, client_of
 
 NATIVE = """\
@@ -171,3 +175,43 @@ def test_secrets_of_the_environment_stay_out_of_the_yaml(tmp_path: Path) -> None
     secret = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
     client = client_of(tmp_path, environment=Environment({"SOME_TOKEN": secret}))
     assert secret not in json.dumps(client.post("new/check", {"text": text, "name": "job.yaml"}))
+
+
+def test_a_folder_becomes_a_proposal_that_can_be_checked_and_planned(tmp_path: Path) -> None:
+    write(tmp_path / "cats & dogs", images(12))
+    client = client_of(tmp_path)
+    request = {"folder": "cats & dogs", "model": "sdxl", "preset": "style", "trigger": "sks", "steps": 500}
+    found = client.post("new/propose", request)
+    assert (found["media"], found["files"], found["preset"], found["steps"]) == ("image", 12, "style", 500)
+    assert found["plan"]["verdict"]
+    assert [path.name for path in tmp_path.iterdir()] == ["cats & dogs"]  # nothing is written
+    checked = client.post("new/check", {"text": found["yaml"], "name": "cats.yaml"})
+    assert checked["ok"], checked["problems"]
+    assert checked["values"]["datasets[0].path"] == str(tmp_path / "cats & dogs")
+    assert checked["values"]["datasets[0].captions.trigger_word"] == "sks"
+    status, error = client.rejected("POST", "new/propose", {"folder": "--help"})
+    assert (status, error["expected"]) == (422, "a folder of images, clips or sounds")
+    status, error = client.rejected("POST", "new/propose", {**request, "preset": "--yes"})
+    assert status == 422
+
+
+def test_a_plan_needs_a_valid_config(client: StudioClient, tmp_path: Path) -> None:
+    status, error = client.rejected("POST", "new/plan", {"text": NATIVE.replace("rank: 8", "rank: none")})
+    assert (status, error["found"]) == (422, 'adapter.rank: "none"')
+    assert str(tmp_path) not in json.dumps(error)
+
+
+def test_a_studio_that_stops_ends_its_commands(client: StudioClient) -> None:
+    runner = client.studio.commands
+    with ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        waiting = pool.submit(runner.json, "bench", "cache", "--json", timeout_s=100)
+        time.sleep(0.5)
+        runner.close()
+        with pytest.raises(StudioError, match="exit code -9"):
+            waiting.result()
+        with pytest.raises(StudioError, match="exit code -9"):
+            runner.json("doctor", "--json", timeout_s=100)
+        assert time.monotonic() - began < 20
+    with pytest.raises(StudioError, match="took more than 0"):
+        client_of(client.studio.root).studio.commands.json("doctor", "--json", timeout_s=0.01)

@@ -121,9 +121,9 @@ def test_steps_that_a_resumed_run_repeated_are_void(tmp_path: Path) -> None:
 
 
 def test_curves_of_two_experts_with_gaps(tmp_path: Path) -> None:
-    stages = [step(one, stage=("high", "low")[one % 2], loss=float("nan") if one == 3 else 0.5) for one in range(1, 7)]
+    steps = [step(one, stage=("high", "low")[one % 2], loss=float("nan") if one == 3 else 0.5) for one in range(1, 7)]
     switch = StageSwitched(step=2, before="low", after="high", reason="turns")
-    write_run(tmp_path / "run", [started(), *stages, switch, HeldOutLoss(step=2, stage="low", mean=0.25)])
+    write_run(tmp_path / "run", [started(), *steps, switch, HeldOutLoss(step=2, stage="low", mean=0.25)])
     client = client_of(tmp_path)
     found = client.get(f"runs/{client.get('runs')['runs'][0]['id']}/series?points=100")
     assert found["loss"]["low"]["step"] == [1, 3, 5]
@@ -194,7 +194,7 @@ MALFORMED = [
     b'{"v":3,"kind":"StageSwitched","step":[],"before":7}\n{"v":3,"kind":"HeldOutLoss","stage":[],"mean":"NaN"}\n',
     b'{"v":99,"kind":"Novelty"}\n' * 50, b'{"kind":"StepDone","v":3,"step":5,"loss":1}\n', b"x" * 200_000,
     b'{"v":3,"kind":"StepDone","step":' + b"9" * 5000 + b"}\n",
-    b'{"v":3,"kind":"RequestServed","asked_by":{},"step":{}}\n{"v":3,"kind":"Warned","message":[],"step":"a"}\n',
+    b'{"v":3,"kind":"RequestServed","source":{},"step":{}}\n{"v":3,"kind":"Warned","message":[],"step":"a"}\n',
 ]  # fmt: skip
 
 

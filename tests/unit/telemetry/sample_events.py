@@ -135,7 +135,7 @@ def whole_run(folder: Path) -> list[Event]:
     events.append(LookAheadChanged(step=10, before=3, after=2, reason="memory is tight"))
     events.append(SelfChecked(step=6, expert="high_noise", layers=40, idle=("proj_out",), change=1.25e-3))
     events.append(SelfChecked(step=9, expert="high_noise", layers=40, file="a.safetensors", file_difference=3e-6))
-    events.append(RequestServed(request="save", step=8, asked_by="studio"))
+    events.append(RequestServed(request="save", step=8, source="studio"))
     events.append(Warned(message=f"something odd {NASTY}", step=9))
     return events
 

@@ -231,7 +231,7 @@ def _transitions(history: RunHistory) -> str:
         for one in history.reclamations
     ]  # fmt: skip
     depths = [(f"{one.step:,}", str(one.before), str(one.after), one.reason) for one in history.look_ahead]
-    requests = [(f"{one.step:,}", one.request, one.asked_by) for one in history.requests]
+    requests = [(f"{one.step:,}", one.request, one.source) for one in history.requests]
     reclaimed_head = ("step", "extent", "GPU memory returned", "moved to main memory", "training paused", "reason")
     return "".join(
         (
@@ -241,7 +241,7 @@ def _transitions(history: RunHistory) -> str:
             _table("Overflow arena", head, arena),
             _table("Reclamations", reclaimed_head, reclaimed),
             _table("Batches brought to the GPU ahead of their step", head, depths),
-            _table("Requests to the run", ("step", "request", "asked by"), requests),
+            _table("Requests to the run", ("step", "request", "source"), requests),
         )
     )
 

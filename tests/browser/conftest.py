@@ -49,6 +49,7 @@ def browser() -> Iterator[Browser]:
     if found is None:
         pytest.skip("no Chromium; where apt and root are to be had: bash scripts/install_browser.sh")
     playwright = pytest.importorskip("playwright.sync_api", reason="Playwright: pip install 'gracetune[dev]'")
+    playwright.expect.set_options(timeout=20_000)  # other tests and runs may keep the machine busy
     with playwright.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield opened

@@ -60,7 +60,7 @@ def test_a_caption_is_saved_and_the_change_is_undone(page: Page, finished: Path)
     expect(field).to_have_value("picture number 0")
     field.fill("a cat on a wall")
     field.press("Control+Enter")
-    expect(page.locator(".item", has=field).get_by_text("saved")).to_be_visible()
+    expect(page.locator(".item", has=field).get_by_text("saved", exact=True)).to_be_visible()
     assert (finished / "00.txt").read_text() == "a cat on a wall"
     page.reload()
     undo = page.get_by_role("button", name="Undo the change of 00.png")
@@ -89,7 +89,7 @@ def test_a_caption_that_changed_meanwhile_is_not_overwritten(page: Page, finishe
     expect(field).to_have_value("mine")
     assert serious_problems(page) == []
     item.get_by_role("button", name="Save mine over it").click()
-    expect(item.get_by_text("saved")).to_be_visible()
+    expect(item.get_by_text("saved", exact=True)).to_be_visible()
     assert (finished / "02.txt").read_text() == "mine"
     (finished / "02.txt").write_text("of another editor")
     field.fill("mine again")
@@ -105,7 +105,7 @@ def test_the_next_run_trains_on_the_new_caption(
     field = caption_of(page, "00.png")
     field.fill("a lighthouse in the fog")
     field.press("Control+Enter")
-    expect(page.locator(".item", has=field).get_by_text("saved")).to_be_visible()
+    expect(page.locator(".item", has=field).get_by_text("saved", exact=True)).to_be_visible()
     data = [{"id": "pictures", "path": str(finished), "resolution": 64.0}]
     config = config_for(
         "sdxl", tiny_model, root / "files", name="next", output_dir=str(root / "runs" / "next"), datasets=data,

@@ -198,7 +198,7 @@ class _Builder:
         extensions = dataset.in_memory.file_extensions if dataset.type == "in_memory" else None
         key = (dataset.path, kind, extensions)
         backend = self.backend(dataset)
-        memory = self.memory and ScanMemory(self.memory, backend.root, kind, saves=self.saves_scans)
+        memory = None if self.memory is None else ScanMemory(self.memory, backend.root, kind, saves=self.saves_scans)
         if key not in self.scans:
             self.scans[key] = scan(
                 backend,

@@ -15,7 +15,7 @@ export const KEYS = [
 ];
 const GO = { r: "#/runs", c: "#/compare", n: "#/new", q: "#/queue", m: "#/machine" };
 
-let afterG = 0;
+let afterG = -Infinity;
 
 /** @param {KeyboardEvent} event */
 export function handleKey(event) {
@@ -24,7 +24,7 @@ export function handleKey(event) {
   if (event.key === "Escape" && typing) target.blur();
   if (typing || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const isGo = performance.now() - afterG < 1500 && event.key in GO;
-  afterG = event.key === "g" ? performance.now() : 0;
+  afterG = event.key === "g" ? performance.now() : -Infinity;
   if (isGo) location.hash = GO[/** @type {keyof GO} */ (event.key)];
   else if (event.key === "/") focusSearch(event);
   else if (event.key === "j" || event.key === "k") moveRow(event.key === "j" ? 1 : -1);

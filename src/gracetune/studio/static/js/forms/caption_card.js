@@ -41,9 +41,9 @@ export function captionCard(item, sheet) {
     if (isEdited()) {
       if (state.querySelector("[data-save]")) return;
       fill(state, el("button", { class: "btn small primary", type: "button", dataset: { save: "" }, onclick: () => save() }, "Save"),
-        el("button", { class: "btn small", type: "button", onclick: revert }, "Discard"), "not saved");
+        el("button", { class: "btn small", type: "button", onclick: revert }, "Discard"), el("span", null, "not saved"));
     } else {
-      fill(state, said && [icon("check"), said],
+      fill(state, said && [icon("check"), el("span", null, said)],
         undo && editable && el("button", { class: "btn small", type: "button", onclick: takeBack, "aria-label": `Undo the change of ${item.file}` }, "Undo"));
     }
   }
@@ -83,9 +83,9 @@ export function captionCard(item, sheet) {
   async function takeBack() {
     const id = undo;
     try {
-      const answer = await api.post(`${sheet.base}/items/${encodeURIComponent(item.key)}/undo`, { undo: id });
-      undo = answer.item.undo;
-      accept(answer.item, "undone");
+      const answer = await api.post(`${sheet.base}/undo`, { undo: id });
+      undo = answer.item?.undo ?? null;
+      accept(answer.item ?? { caption: "" }, "undone");
       area.focus();
     } catch (error) {
       refused(error);

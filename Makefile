@@ -23,6 +23,7 @@ test-other-half:
 	TEST_HALF=everyday-2 $(everyday)
 
 test-full: environment ## the long CPU tests (under 45 minutes on 2 cores; needs the network)
+	@bash scripts/install_browser.sh
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-full-half test-full-other-half
 
 long := $(pytest) -m 'full and not gpu'

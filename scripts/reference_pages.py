@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import typer.main
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gracetune.cli.main import app
-from gracetune.config.dataset_config import BACKEND_SECTIONS
+from gracetune.config.option_listing import OptionSection, default_of, one_line, option_sections, section_of
 from gracetune.config.pydantic_errors import expectation
-from gracetune.config.run_config import RunConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OPTIONS = """# Options
@@ -43,63 +41,40 @@ Generated from the commands by `scripts/reference_pages.py`; a test compares the
 
 
 def options_page() -> str:
-    lines = [OPTIONS, "## The file\n", *_table(RunConfig, ()), ""]
-    for path, section, description in _sections(RunConfig, ()):
-        lines += [f"{'#' * min(4, 1 + len([part for part in path if part != 0]))} {_written(path)}\n"]
-        lines += [f"{_one_line(description)}\n"] if description else []
-        lines += [*_table(section, path), ""]
+    lines = [OPTIONS]
+    for section in option_sections():
+        depth = min(4, 1 + len([part for part in section.path if part != 0]))
+        lines += [f"{'#' * depth} {section.written}\n" if section.path else "## The file\n"]
+        lines += [f"{section.description}\n"] if section.description else []
+        lines += [*_table(section), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _sections(
-    section: type[BaseModel], prefix: tuple[str | int, ...]
-) -> Iterator[tuple[tuple[str | int, ...], type[BaseModel], str]]:
-    """Every section below this one: its path, its class, and what it is for."""
-    for name, field in section.model_fields.items():
-        inner = _inner(field)
-        if inner is not None:
-            path = (*prefix, name, 0) if get_origin(field.annotation) is tuple else (*prefix, name)
-            yield path, inner, field.description or inner.__doc__ or ""
-            yield from _sections(inner, path)
-
-
-def _inner(field: FieldInfo) -> type[BaseModel] | None:
-    kinds = [field.annotation, *get_args(field.annotation)]
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-
-
-def _table(section: type[BaseModel], prefix: tuple[str | int, ...]) -> Iterator[str]:
+def _table(section: OptionSection) -> Iterator[str]:
     """The options of one section; sections inside it have tables of their own."""
-    fields = {name: field for name, field in section.model_fields.items() if name not in BACKEND_SECTIONS}
     yield "| option | values | default | |"
     yield "|---|---|---|---|"
-    for name, field in fields.items():
-        if _inner(field) is not None:
-            heading = _written((*prefix, name, 0) if get_origin(field.annotation) is tuple else (*prefix, name))
+    for path, field in section.fields():
+        inner = section_of(field)
+        if inner is not None:
+            heading = OptionSection(path, inner, "").written
             anchor = "".join(sign for sign in heading if sign.isalnum() or sign in "_-")
+            name = next(str(part) for part in reversed(path) if part != 0)
             yield f"| [`{name}`](#{anchor}) | section | | {_cell(field.description or '')} |"
         else:
-            values = _cell(expectation((*prefix, name)))
-            yield f"| `{name}` | {values} | {_default(field)} | {_cell(field.description or '')} |"
+            values, about = _cell(expectation(path)), _cell(field.description or "")
+            yield f"| `{path[-1]}` | {values} | {_default(field)} | {about} |"
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=True)
-    return "–" if value is None else f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
-
-
-def _written(path: tuple[str | int, ...]) -> str:
-    return ".".join(str(part) for part in path).replace(".0", "[]")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    value = default_of(field)
+    return "–" if value is None else f"`{json.dumps(value)}`"
 
 
 def _cell(text: str) -> str:
-    return _one_line(text).replace("|", r"\|")
+    return one_line(text).replace("|", r"\|")
 
 
 def commands_page() -> str:
@@ -111,8 +86,8 @@ def commands_page() -> str:
     for names, one in found:
         arguments = [parameter for parameter in one.params if not parameter.opts[0].startswith("-")]
         written = [_argument(argument) for argument in arguments]
-        lines += ["", f"## {' '.join(names)}", "", _one_line(_help(one))]
-        listed = [f"- {name}: {_one_line(about.help)}" for name, about in zip(written, arguments, strict=True)]
+        lines += ["", f"## {' '.join(names)}", "", one_line(_help(one))]
+        listed = [f"- {name}: {one_line(about.help)}" for name, about in zip(written, arguments, strict=True)]
         lines += ["", *listed] if listed else []
         rows = [_option(option) for option in one.params if option not in arguments]
         same = next((name for name, others in before.items() if others == tuple(rows) and len(rows) > 3), None)

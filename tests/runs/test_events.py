@@ -31,7 +31,10 @@ from gracetune.telemetry.events import (
     MemorySampled,
     MemoryStageChanged,
     OverflowArenaChanged,
+    Planned,
     Record,
+    RequestServed,
+    RunStarted,
     StageSwitched,
     StepDone,
     step_of,
@@ -39,6 +42,7 @@ from gracetune.telemetry.events import (
 from gracetune.telemetry.progress import RunStatus
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.logs import MEMORY_SECONDS, MemorySampling
+from gracetune.train.run_requests import REQUESTS, RequestSource, create
 from gracetune.train.view import View
 from gracetune.units import GIB
 from runs.launched import write_config
@@ -52,6 +56,8 @@ from unit.memory.test_sensors import Card
 STEPS = 10
 NEEDED = {3: 60 * GIB, 4: 70 * GIB}
 """Peak memory of these steps; all others need 20 GiB."""
+REQUESTED_AT = 7
+"""After this step, a checkpoint is requested."""
 WAITED_MS = (0.0, 50.0)
 """Milliseconds that the GPU waits for the first batch and for the batch of step 1; 0 for all others."""
 
@@ -139,6 +145,8 @@ def collected(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytes
     def run_step(job: Any) -> Any:
         done = original(job)
         card.work(NEEDED.get(job.position.step, 20 * GIB))
+        if job.position.step == REQUESTED_AT:
+            create(Path(config.output_dir), REQUESTS["save"], RequestSource.STUDIO)
         return done
 
     def late(mover: InPlace, batch: Any, *, ahead: bool = True) -> Late:
@@ -162,6 +170,24 @@ def collected(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytes
 
 def test_every_event_of_the_schema_is_emitted(collected: CollectedEvents) -> None:
     assert {type(event) for event in collected.events} == set(EVENTS)
+
+
+def test_the_plan_follows_the_start(collected: CollectedEvents) -> None:
+    assert isinstance(collected.events[0], RunStarted)
+    (plan,) = collected.of(Planned)
+    assert collected.index(plan) == 1
+    assert {line.tier for line in plan.lines} <= {tier.name for tier in plan.tiers}
+    compute = plan.tiers[0]
+    training = sum(line.bytes for line in plan.lines if line.tier == compute.name and "train" in line.phases)
+    assert 0 < training <= compute.peak_bytes
+    assert plan.summary
+
+
+def test_a_requested_checkpoint_is_written_and_recorded(collected: CollectedEvents) -> None:
+    (request,) = collected.of(RequestServed)
+    assert (request.request, request.step, request.source) == ("save", REQUESTED_AT, "studio")
+    assert [one.step for one in collected.of(CheckpointWritten)] == [5, REQUESTED_AT, 10]
+    assert not (collected.folder / "save-now").exists()
 
 
 def test_memory_events_come_when_they_happen_and_in_order(collected: CollectedEvents) -> None:

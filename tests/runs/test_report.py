@@ -14,6 +14,7 @@ from PIL import Image
 
 from gracetune.adapters.checkpoint_choice import Candidate, recommend
 from gracetune.config import load
+from gracetune.telemetry.report.judged_losses import read_losses
 from gracetune.train.view import View
 from runs.made_runs import ALONE, TinyModel, images, run
 from runs.test_commands import gracetune
@@ -140,6 +141,12 @@ def test_the_images_are_judged(finished: Reporting, capsys: pytest.CaptureFixtur
     assert findings["duplicate"]["images"] == ["00.png", "copy.png"]
     assert findings["duplicate"]["reason"] == "2 times the same file, with 2 different captions"
     assert findings["too small"]["images"] == ["small.png"]
+    judged = read_losses(finished.folder)
+    assert judged is not None
+    assert judged.losses["a", "small.png"] == next(
+        (one["first_loss"], one["last_loss"]) for one in found["images"] if one["path"] == "small.png"
+    )
+    assert judged.findings["a", "copy.png"] == ("duplicate: 2 times the same file, with 2 different captions",)
     page = Path(found["report"]).read_text()
     assert "Data: what the losses of single images show" in page
     assert 'alt="small.png: scaled up 1.6 times"' in page

@@ -17,7 +17,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.telemetry.events import HeldOutLoss, ValidationDone, Warned
 from gracetune.telemetry.sinks.jsonl import read_log
-from gracetune.train.validation_request import ask_for_validation
+from gracetune.train.run_requests import REQUESTS, ask
 from gracetune.train.view import CollectingView
 from runs.made_runs import TinyModel, config_for, images, run
 from runs.test_commands import gracetune as command
@@ -42,7 +42,7 @@ class Asking(CollectingView):
         if step == 3 and self.by_signal:
             os.kill(os.getpid(), signal.SIGUSR1)
         elif step == 3:
-            ask_for_validation(self.folder)
+            ask(self.folder, REQUESTS["validate"])
 
 
 class Falling(CollectingView):
@@ -230,10 +230,10 @@ def test_a_reference_that_is_gone_meanwhile_is_said_and_the_run_goes_on(tiny_mod
 
 def test_nobody_can_be_asked_where_nobody_trains(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
-        ask_for_validation(tmp_path / "nothing")
+        ask(tmp_path / "nothing", REQUESTS["validate"])
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match="no run is active here"):
-        ask_for_validation(tmp_path)
+        ask(tmp_path, REQUESTS["validate"])
 
 
 @pytest.mark.parametrize(("room", "loads"), [(1 << 40, 1), pytest.param(0, 3, marks=pytest.mark.full)])

@@ -231,7 +231,7 @@ def pick(
     from gracetune.telemetry.report.sections import write_section
     from gracetune.telemetry.report.write import LOG_FILE
     from gracetune.telemetry.sinks.jsonl import LogReader
-    from gracetune.train.validation_request import is_running
+    from gracetune.train.run_requests import is_running
 
     folder = run_folder.expanduser().absolute()
     history = read_history(LogReader(folder / LOG_FILE))

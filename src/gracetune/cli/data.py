@@ -60,6 +60,10 @@ def show(
         ),
     ] = False,
     no_sheets: Annotated[bool, typer.Option("--no-sheets", help="Make no contact sheets.")] = False,
+    items: Annotated[bool, typer.Option("--items", help="With --json: list every sample too.")] = False,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Write nothing: no contact sheets, and no scan results for later.")
+    ] = False,
     overrides: Overrides = None,
     allow_unsupported: AllowUnsupported = False,
     json_output: AsJson = False,
@@ -78,11 +82,12 @@ def show(
     rehearsal = StagingCheck(config.datasets)
     with _progress(quiet=json_output) as on_scanned, private_if_new(Path(config.output_dir).expanduser()):
         index = build_index(
-            config, geometry, open_backend=rehearsal.open, scans=scan_folder(config), on_scanned=on_scanned
-        )
+            config, geometry, open_backend=rehearsal.open, scans=scan_folder(config), saves_scans=not read_only,
+            on_scanned=on_scanned,
+        )  # fmt: skip
     order = index.order(config.training.batch_size)
     folder = output or Path(config.output_dir).expanduser() / "data_show"
-    sheets, damaged = ({}, []) if no_sheets else make_sheets(index, order, folder)
+    sheets, damaged = ({}, []) if no_sheets or read_only else make_sheets(index, order, folder)
     notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes, *rehearsal.notes, *damaged]
     if not order.whole_epoch(0, order.batch_size, 0, 1).batches:
         periods = "; ".join(source.period for source in order.sources)
@@ -90,7 +95,7 @@ def show(
     if sheets:
         notes.append(f"{counted(len(sheets), 'contact sheet')} in {folder}")
     accumulated = config.training.gradient_accumulation_steps
-    shown = Shown(index, order, accumulated, sheets, tuple(notes), rehearsal.estimates)
+    shown = Shown(index, order, accumulated, sheets, tuple(notes), rehearsal.estimates, items)
     if json_output:
         print_json(as_json(shown))
     else:
@@ -102,12 +107,13 @@ def _with_copies(context: typer.Context, config: RunConfig, *, download: bool, q
 
     Without `download`, nothing is downloaded: the size of each missing copy is printed.
     """
-    from gracetune.cli.train_view import QuietView, TerminalView
     from gracetune.data.copies.local import Copies
     from gracetune.hub.access import HubAccess
 
     copies = Copies(config, HubAccess.of(session(context).environment))
     if download:
+        from gracetune.cli.train_view import QuietView, TerminalView  # imports torch and diffusers
+
         with QuietView(first=True) if quiet else TerminalView() as view:
             copies.make(report=view.report, warn=view.warn, on_fetched=view.on_download)
     elif not quiet:

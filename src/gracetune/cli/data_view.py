@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from gracetune.data.index import DataIndex
-from gracetune.data.items import DatasetIndex, Dropped
+from gracetune.data.items import DatasetIndex, Dropped, Item
+from gracetune.data.media.probe import AudioFacts, VideoFacts
 from gracetune.data.refs import Bucket
 from gracetune.data.sampler import Order, SampleGroup
 from gracetune.data.staging.memory import Estimate, decimal
@@ -20,6 +21,7 @@ from gracetune.data.text_format import counted, some
 
 FORMAT = 1
 _NAMES_IN_JSON = 100
+_CAPTIONS_IN_JSON = 8
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Shown:
     notes: tuple[str, ...]
     staged: Mapping[str, Estimate]
     """Main memory that each in_memory dataset will take, by id."""
+    lists_items: bool = False
+    """Whether the JSON lists every sample."""
 
 
 def bucket_label(bucket: Bucket, sample_rate: int | None) -> str:
@@ -73,7 +77,10 @@ def as_json(shown: Shown) -> dict[str, Any]:
         "format": FORMAT,
         "seed": shown.index.seed,
         "datasets": [_dataset_json(shown, position, found) for position, found in enumerate(shown.index.datasets)],
-        "held_out": [{"id": found.id, "samples": len(found.items)} for found in shown.index.held_out],
+        "held_out": [
+            {"id": found.id, "path": found.dataset.path, "samples": len(found.items), **_items_json(shown, found)}
+            for found in shown.index.held_out
+        ],
         "first_epoch": {
             "samples": epoch.consumed,
             "batches": epoch.batches,
@@ -112,13 +119,38 @@ def _dataset_json(shown: Shown, position: int, found: DatasetIndex) -> dict[str,
         "unreadable": [{"path": one.path, "reason": one.reason} for one in found.unreadable],
         "captions": caption_statistics(found),
         "notes": list(found.notes),
+        **_items_json(shown, found),
     }  # fmt: skip
+
+
+def _items_json(shown: Shown, found: DatasetIndex) -> dict[str, Any]:
+    """Every sample, if they are listed. Of many caption variants the first ones."""
+    if not shown.lists_items:
+        return {}
+    rate = rate_of(shown.index, found)
+    return {"items": [_item_json(item, rate) for item in found.items]}
+
+
+def _item_json(item: Item, rate: int | None) -> dict[str, Any]:
+    facts = item.file.facts
+    width, height = (0, 0) if isinstance(facts, AudioFacts) else (facts.width, facts.height)
+    return {
+        "path": item.path,
+        "width": width,
+        "height": height,
+        "frames": facts.frames if isinstance(facts, VideoFacts) else 1,
+        "bucket": shape_label(item.shape, rate),
+        "captions": list(item.captions[:_CAPTIONS_IN_JSON]),
+        "caption_origin": item.caption_origin,
+    }
 
 
 def _bucket_json(shown: Shown, position: int, group: SampleGroup) -> dict[str, Any]:
     own, *others = ({"width": b.width, "height": b.height, "frames": b.frames, "audio_samples": b.audio_samples,
                      "audio_channels": b.audio_channels} for b in group.shape)  # fmt: skip
+    label = shape_label(group.shape, rate_of(shown.index, shown.index.datasets[position]))
     return {
+        **({"name": label} if shown.lists_items else {}),  # the name by which items refer to it
         **own,
         "references": others,
         "samples": len(group.samples),

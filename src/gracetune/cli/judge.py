@@ -38,7 +38,7 @@ def judge(
     import contextlib
     import sys
 
-    from gracetune.train.validation_request import is_running
+    from gracetune.train.run_requests import is_running
 
     folder = run_folder.expanduser().absolute()
     file = folder / "config.yaml"
@@ -55,6 +55,7 @@ def judge(
         from gracetune.cli.library_output import libraries_quiet
         from gracetune.cli.train_view import QuietView, TerminalView
         from gracetune.telemetry.report import write_report
+        from gracetune.telemetry.report.judged_losses import write_losses
         from gracetune.telemetry.report.sections import FOLDER, write_section
         from gracetune.train.judging import judge_run
 
@@ -66,6 +67,7 @@ def judge(
         )
     images = {number: str(thumbnails / name) for number, name in names.items()}
     write_section(folder, "judgement", as_section(judgement, images))
+    write_losses(folder, judgement_json(judgement))
     report = write_report(folder, loading_steps).html
     if as_json:
         print_json({**judgement_json(judgement), "report": str(report)})

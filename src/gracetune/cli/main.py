@@ -93,15 +93,39 @@ def _train() -> Callable[..., None]:
 
 
 def _validate_now() -> Callable[..., None]:
-    from gracetune.cli.train import validate_now
+    from gracetune.cli.run_requests import validate_now
 
     return validate_now
+
+
+def _save_now() -> Callable[..., None]:
+    from gracetune.cli.run_requests import save_now
+
+    return save_now
+
+
+def _stop() -> Callable[..., None]:
+    from gracetune.cli.run_requests import stop
+
+    return stop
 
 
 def _report() -> Callable[..., None]:
     from gracetune.cli.report import report
 
     return report
+
+
+def _studio() -> Callable[..., None]:
+    from gracetune.cli.studio import studio
+
+    return studio
+
+
+def _watch() -> Callable[..., None]:
+    from gracetune.cli.studio import watch
+
+    return watch
 
 
 def _doctor() -> Callable[..., None]:
@@ -135,7 +159,11 @@ ENTRIES = {
         _train,
     ),
     "validate-now": Entry("Request a validation from a running job.", _validate_now),
+    "save-now": Entry("Request a checkpoint from a running job.", _save_now),
+    "stop": Entry("Stop a running job after its current step.", _stop),
     "report": Entry("Write the report of a run: finished, still running, or crashed.", _report),
+    "studio": Entry("Show all runs below a folder in a browser.", _studio),
+    "watch": Entry("Show one run in a browser.", _watch),
     "doctor": Entry("Examine this machine: GPU, driver, memory mode, limits, versions.", _doctor),
     "demo": Entry(
         "Examine this machine, check the examples, and teach a tiny model a new shape.",
@@ -156,9 +184,11 @@ MEANT = {
     "start": "train", "run": "train", "finetune": "train", "fine-tune": "train", "launch": "train", "resume": "train",
     "fit": "train", "generate": "validate-now",
     "new": "init", "configure": "init", "setup": "init", "create": "init", "quickstart": "init",
-    "sample": "validate-now", "validate": "validate-now", "check": "config check", "show": "config show",
+    "sample": "validate-now", "validate": "validate-now", "save": "save-now", "checkpoint": "save-now",
+    "cancel": "stop", "kill": "stop", "end": "stop", "check": "config check", "show": "config show",
     "plan": "estimate", "memory": "estimate", "convert": "adapter convert", "inspect": "adapter inspect",
-    "pick": "adapter pick", "judge": "data judge", "export": "adapter convert", "monitor": "report", "status": "report",
+    "pick": "adapter pick", "judge": "data judge", "export": "adapter convert", "monitor": "watch", "status": "watch",
+    "dashboard": "studio", "ui": "studio", "web": "studio",
     "example": "examples", "caption": "data caption", "diagnose": "doctor", "benchmark": "bench",
 }  # fmt: skip
 """Names from other programs, and the command of ours that they stand for. Used for suggestions."""

@@ -22,7 +22,7 @@ def report(
     """
     from gracetune.adapters.loading_steps import loading_steps
     from gracetune.telemetry.report import write_report
-    from gracetune.train.validation_request import is_running
+    from gracetune.train.run_requests import is_running
 
     folder = run_folder.expanduser().absolute()
     written = write_report(folder, loading_steps, running=is_running(folder))

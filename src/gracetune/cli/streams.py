@@ -42,6 +42,11 @@ class RedactedText(io.TextIOWrapper):
         super().write(self.redactor.redact(text))
         return len(text)
 
+    def write_unredacted(self, text: str) -> None:
+        """For the one secret that a command exists to print: the link of the studio."""
+        super().write(text)
+        self.flush()
+
 
 class GuardedOutput(io.RawIOBase):
     """Writes to a descriptor until a write fails. It has no buffer and no lock, so signal handlers may print too."""

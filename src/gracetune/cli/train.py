@@ -15,7 +15,6 @@ from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import Session, out, print_json, session, spinner
 from gracetune.cli.library_output import libraries_quiet
 from gracetune.cli.log_level import LogLevel, logging_at
-from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import Resolved
 from gracetune.config.machine_checks import named_path_problems
 from gracetune.config.path_status import inspect_path
@@ -244,13 +243,3 @@ def _missing_paths(resolved: Resolved) -> list[tuple[str, Problem]]:
         (key, replace(problem, hint=problem.hint.removesuffix(ending)))
         for key, problem in named_path_problems(resolved)
     ]
-
-
-def validate_now(
-    run_folder: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="The run's output folder.")],
-) -> None:
-    """Request a validation from a running job. It generates the samples after its current step."""
-    from gracetune.train.validation_request import ask_for_validation
-
-    ignore_lost_stdout()
-    print(ask_for_validation(run_folder))

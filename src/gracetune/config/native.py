@@ -6,7 +6,7 @@ SimpleTuner file can have the same sections in a `gracetune` block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gracetune.config.draft import OUR_DEFAULT, Draft, Origin, Path, describe, dotted
@@ -128,15 +128,16 @@ def has_secrets(config: RunConfig) -> bool:
 
 def write(config: RunConfig) -> str:
     """Write the complete config in this dialect. A run can be started from the result."""
-    return _written(config.model_dump(mode="json"))
+    return write_values(config.model_dump(mode="json"))
 
 
 def show(config: RunConfig, origins: Mapping[Path, Origin], redactor: Redactor) -> str:
     """Write the config without secrets, and with a comment on the origin of each value."""
-    return _written(redactor.redact_values(config.model_dump(mode="json")), origins)
+    return write_values(redactor.redact_values(config.model_dump(mode="json")), origins)
 
 
-def _written(values: Mapping[str, Any], origins: Mapping[Path, Origin] | None = None) -> str:
+def write_values(values: Mapping[str, Any], origins: Mapping[Path, Origin] | None = None) -> str:
+    """Write sections, which need not be complete."""
     lines: list[tuple[str, str]] = [(f"{VERSION_KEY}: {VERSION}", "")]
     _write_mapping(values, (), "", lines, origins)
     width = min(max((len(text) for text, origin in lines if origin), default=0), 60)
@@ -165,7 +166,7 @@ def _write_mapping(
                 lines[start] = (f"{indent}- {text[len(indent) + 2 :]}", origin)
         else:
             # Keys and file names can have line breaks, but a comment must not.
-            origin = visible(str(_origin(inner, origins))) if origins is not None else ""
+            origin = visible(str(origin_of(inner, origins))) if origins is not None else ""
             lines.append((f"{label} {one_line_yaml(value)}", origin))
 
 
@@ -173,7 +174,7 @@ def _is_section(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value)
 
 
-def _origin(path: Path, origins: Mapping[Path, Origin]) -> Origin:
+def origin_of(path: Path, origins: Mapping[Path, Origin]) -> Origin:
     for length in range(len(path), 0, -1):
         if path[:length] in origins:
             return origins[path[:length]]
@@ -182,18 +183,20 @@ def _origin(path: Path, origins: Mapping[Path, Origin]) -> Origin:
 
 def flat(config: RunConfig, origins: Mapping[Path, Origin]) -> dict[str, dict[str, str]]:
     """Map the dotted name of every value to its origin, for `config show --json`."""
-    lines: dict[str, dict[str, str]] = {}
-    _flatten(config.model_dump(mode="json"), (), origins, lines)
-    return lines
+    found = {}
+    for path, _ in leaves(config.model_dump(mode="json")):
+        origin = origin_of(path, origins)
+        found[dotted(path)] = {"kind": origin.kind, "where": origin.location, "key": origin.key}
+    return found
 
 
-def _flatten(value: Any, path: Path, origins: Mapping[Path, Origin], out: dict[str, dict[str, str]]) -> None:
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value below a section, with its path. Lists of sections are entered, other lists are one value."""
     if _is_section(value):
         for key, item in value.items():
-            _flatten(item, (*path, key), origins, out)
+            yield from leaves(item, (*path, key))
     elif isinstance(value, list) and value and all(_is_section(item) for item in value):
         for index, item in enumerate(value):
-            _flatten(item, (*path, index), origins, out)
+            yield from leaves(item, (*path, index))
     else:
-        origin = _origin(path, origins)
-        out[dotted(path)] = {"kind": origin.kind, "where": origin.location, "key": origin.key}
+        yield path, value

@@ -152,6 +152,18 @@ def expectation(path: Path) -> str:
     return " or ".join(dict.fromkeys(texts)) or "a value"
 
 
+def accepted(path: Path) -> list[Mapping[str, Any]]:
+    """The schema of every kind of value that is allowed at a path; null is left out."""
+    node = schema_at(path)
+    return [option for option in _options(node) if option.get("type") != "null"] if node is not None else []
+
+
+def choices(path: Path) -> list[Any]:
+    """The values to choose from at a path; empty if others are allowed too."""
+    options = accepted(path)
+    return [value for option in options for value in _allowed(option)] if all(map(_allowed, options)) else []
+
+
 def _choices(node: Mapping[str, Any] | None) -> list[str]:
     options = _options(node) if node is not None else []
     return [str(choice) for option in options for choice in _allowed(option)]

@@ -136,6 +136,15 @@ def parse_yaml(text: str) -> Any:
         raise too_deep() from None
 
 
+def compose_yaml(text: str) -> yaml.Node | None:
+    """The nodes of a text, with their positions. Raises like `parse_yaml`."""
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
+    except RecursionError:
+        raise too_deep() from None
+    return node
+
+
 def parse_scalar(text: str) -> Any:
     """Parse a value from the command line as YAML: `4`, `1e-4`, `true`, `[a, b]`. Invalid YAML is text."""
     try:

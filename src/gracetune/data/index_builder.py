@@ -49,16 +49,18 @@ def build_index(
     *,
     open_backend: OpenBackend = open_unstaged,
     scans: Path | None = None,
+    saves_scans: bool = True,
     workers: int = 8,
     on_scanned: OnDataset = lambda name, done, total: None,
 ) -> DataIndex:
     """Scan all enabled datasets and build the index. `scans` is the folder for scan results; None stores none.
+    With `saves_scans=False`, results of earlier scans are used and none are written.
 
     By default files are read from their source and nothing is staged. Pass `open_backend` to change that.
     """
     reject_unsupported(config, geometry)
     with rare_collections():
-        return _Builder(config, geometry, open_backend, scans, workers, on_scanned).build()
+        return _Builder(config, geometry, open_backend, scans, saves_scans, workers, on_scanned).build()
 
 
 def mixing_of(config: RunConfig) -> BatchMixing:
@@ -120,6 +122,7 @@ class _Builder:
     geometry: Geometry
     open_backend: OpenBackend
     scan_folder: Path | None
+    saves_scans: bool
     workers: int
     on_scanned: OnDataset
 
@@ -195,11 +198,13 @@ class _Builder:
         extensions = dataset.in_memory.file_extensions if dataset.type == "in_memory" else None
         key = (dataset.path, kind, extensions)
         backend = self.backend(dataset)
+        folder = self.scan_folder
+        saved = None if folder is None else SavedScan(folder, backend.root, kind, saves=self.saves_scans)
         if key not in self.scans:
             self.scans[key] = scan(
                 backend,
                 kind,
-                saved=None if self.scan_folder is None else SavedScan(self.scan_folder, backend.root, kind),
+                saved=saved,
                 extensions=extensions,
                 workers=self.workers,
                 on_scanned=lambda done, total: self.on_scanned(dataset.id, done, total),

@@ -145,9 +145,9 @@ class _SavedEntry(NamedTuple):
 class SavedScan:
     """The saved results of a folder's last scan: a JSON file in the run's cache folder."""
 
-    def __init__(self, folder: Path, root: str, kind: Kind) -> None:
+    def __init__(self, folder: Path, root: str, kind: Kind, *, saves: bool = True) -> None:
         """`root` is the scanned folder. Datasets of the same folder share their results."""
-        self._folder, self._kind = folder, kind
+        self._folder, self._kind, self._saves = folder, kind, saves
         readable = re.sub(r"[^\w.-]+", "_", redact(root).rstrip("/").rpartition("/")[2])[:60]
         self._name = f"{readable}-{kind}-{xxhash.xxh3_64_hexdigest(root.encode())}.json"
 
@@ -184,6 +184,8 @@ class SavedScan:
 
     def save(self, files: Mapping[str, _SavedEntry]) -> str | None:
         """Save the results. Returns the reason if they could not be written, or None."""
+        if not self._saves:
+            return None
         described = {
             path: {
                 "size": one.file.size,

@@ -6,6 +6,7 @@ version in `READ_VERSIONS` can be read.
 
     1   the first version
     2   adds EffectiveBatchChanged, OverflowArenaChanged, MemoryReclaimed, LookAheadChanged and SelfChecked
+    3   adds Planned and RequestServed
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-SCHEMA_VERSION = 2
-READ_VERSIONS = (1, 2)
+SCHEMA_VERSION = 3
+READ_VERSIONS = (1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,53 @@ class RunStarted(Event):
         default_factory=dict
     )
     config: Annotated[Mapping[str, Any], "the resolved configuration"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTier:
+    """A kind of memory in the plan."""
+
+    name: Annotated[str, "device, host, pool (one memory for CPU and GPU) or disk"]
+    label: Annotated[str, "the same in words"]
+    capacity_bytes: Annotated[int | None, "its size; null: unknown"] = None
+    budget_bytes: Annotated[int | None, "the part that the plan may use; null: unknown or not limited"] = None
+    peak_bytes: Annotated[int, "most that the run needs of it"] = 0
+    why: Annotated[str, "how the budget was found"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMemory:
+    """Memory that one consumer needs."""
+
+    owner: Annotated[str, "the consumer"]
+    tier: Annotated[str, "the name of a tier"]
+    bytes: Annotated[int, "its size"]
+    phases: Annotated[tuple[str, ...], "phases of the run in which it is there: encode, load, train, ..."] = ()
+    why: Annotated[str, "why it is there"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedChange:
+    """A deviation of the plan from the config or from the fastest placement."""
+
+    key: Annotated[str, "what is changed"]
+    before: Annotated[str, "as configured, or fastest"]
+    after: Annotated[str, "as planned"]
+    saves_bytes: Annotated[int, "bytes saved at the peak"] = 0
+    why: Annotated[str, "what the change means"] = ""
+    automatic: Annotated[bool, "made without an edit of the config"] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Event):
+    """The memory plan of the run on this machine, as `gracetune estimate` shows it. Follows each `RunStarted`."""
+
+    verdict: Annotated[str, "fits, fits with these changes, does not fit, or unknown"]
+    summary: Annotated[str, "the decisive number, as a sentence"] = ""
+    tiers: Annotated[tuple[PlannedTier, ...], "the memory of this machine, the compute tier first"] = ()
+    lines: Annotated[tuple[PlannedMemory, ...], "where every consumer is placed"] = ()
+    changes: Annotated[tuple[PlannedChange, ...], "deviations from the config"] = ()
+    not_ours: Annotated[str, "why the plan does not apply to these weights; empty: it applies"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +266,15 @@ class SelfChecked(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestServed(Event):
+    """A request to the running job was read. It is carried out before the next step begins."""
+
+    request: Annotated[Literal["validate", "save", "stop"], "what was requested"]
+    step: Annotated[int, "optimizer steps done"]
+    source: Annotated[str, "command, studio, file (created in another way), or the name of a signal"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Something the user should know that did not stop the run."""
 
@@ -241,6 +298,7 @@ class RunEnded(Event):
 
 EVENTS: tuple[type[Event], ...] = (
     RunStarted,
+    Planned,
     StepDone,
     StageSwitched,
     EffectiveBatchChanged,
@@ -253,9 +311,13 @@ EVENTS: tuple[type[Event], ...] = (
     ValidationDone,
     HeldOutLoss,
     SelfChecked,
+    RequestServed,
     Warned,
     RunEnded,
 )
+
+PARTS: tuple[type[Any], ...] = (SampleFile, PlannedTier, PlannedMemory, PlannedChange)
+"""What events consist of."""
 
 
 @dataclass(frozen=True)
@@ -283,6 +345,7 @@ def step_of(event: Event) -> int | None:
             | ValidationDone(step=step)
             | HeldOutLoss(step=step)
             | SelfChecked(step=step)
+            | RequestServed(step=step)
             | Warned(step=step)
             | RunEnded(step=step)
         ):

@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union
 
-from gracetune.telemetry.events import EVENTS, READ_VERSIONS, SCHEMA_VERSION, Record, SampleFile
+from gracetune.telemetry.events import EVENTS, PARTS, READ_VERSIONS, SCHEMA_VERSION, Record
 
 _KINDS = {kind.__name__: kind for kind in EVENTS}
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -74,7 +74,7 @@ def from_json(value: Any) -> Record:
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         raise NotAnEventError("no event")
     if value.get("v") not in READ_VERSIONS:
-        supported = " and ".join(map(str, READ_VERSIONS))
+        supported = ", ".join(map(str, READ_VERSIONS))
         raise NotAnEventError(f"an event of version {value.get('v')} (versions {supported} are read): update gracetune")
     kind = _KINDS.get(value["kind"])
     if kind is None:
@@ -161,7 +161,7 @@ def _reject(value: Any, name: str) -> Any:
 
 
 _SCALARS: dict[Any, _Reader] = {float: _float, int: _int, str: _str, bool: _bool}
-_FIELDS = {kind: _fields(kind) for kind in (*EVENTS, SampleFile)}
+_FIELDS = {kind: _fields(kind) for kind in (*EVENTS, *PARTS)}
 
 
 # -- the schema -------------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def _schema(hint: Any) -> dict[str, Any]:
 def document() -> str:
     """The text of docs/events.md."""
     parts = [_INTRODUCTION.format(version=SCHEMA_VERSION)]
-    parts += [_table(kind) for kind in (*EVENTS, SampleFile)]
+    parts += [_table(kind) for kind in (*EVENTS, *PARTS)]
     schema = json.dumps(json_schema(), indent=1, ensure_ascii=False)
     parts.append(
         f"## JSON Schema\n\nThe schema of one line. Every field is always written.\n\n```json\n{schema}\n```\n"
@@ -266,7 +266,8 @@ of the event.
   that earlier processes wrote for these steps are void. If `resumed_step` is null, all earlier events are void.
 - New fields may appear within a version; readers ignore fields they do not know. Any other change raises the version.
 - Version 2 adds `EffectiveBatchChanged`, `OverflowArenaChanged`, `MemoryReclaimed`, `LookAheadChanged` and
-  `SelfChecked` to version 1 and changes nothing else. The run's report reads both, also mixed in one log.
+  `SelfChecked` to version 1; version 3 adds `Planned` and `RequestServed`. Nothing else changed. The run's report reads
+  all of them, also mixed in one log.
 - Secrets of the configuration and of the environment are written as `(hidden)` (docs/configuration.md, "Secrets").
 - With several processes, memory events describe the first process.
 """

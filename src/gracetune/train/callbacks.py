@@ -14,6 +14,7 @@ from gracetune.train.load import LoadedRun
 from gracetune.train.logs import MemoryUsage, TrainingLog
 from gracetune.train.preflight import Preflight
 from gracetune.train.prompts import prompts_of
+from gracetune.train.requested import TakenRequests
 from gracetune.train.run_identity import metadata_of
 from gracetune.train.run_uploads import RunUploads
 from gracetune.train.saving import Saving
@@ -45,25 +46,28 @@ def callbacks_of(
         usage=MemoryUsage(machine, job.device, job.trained_model, state.optimizer, job.source, job.step), state=state,
         source=job.source, ramp=job.ramp, pauses=pauses, model=job.trained_model.source.name,
         trained=job.trained_model.trained,
-        resumed=None if ready.start.checkpoint is None else ready.start.step, first_ms=loaded.first_batch.once_ms,
+        resumed=None if ready.start.checkpoint is None else ready.start.step, planned=ready.planned,
+        first_ms=loaded.first_batch.once_ms,
     )  # fmt: skip
+    requested = TakenRequests(folder, model, control, telemetry, view)
     self_check = SelfCheck(
         config, folder, model, loaded.example, control, pauses, telemetry, view, steps=job.length.steps
     )  # fmt: skip
     held_out = HeldOut(config, cached, model, pauses, telemetry, view, repair=job.repair)
     samples = Sampling(
         config, folder, model, ready.store, control, pauses, telemetry, view, room=host_room(machine, memory),
-        prompts=prompts,
+        prompts=prompts, requested=requested,
     )  # fmt: skip
     saving = Saving(
         loaded.saved, folder, ready.store, metadata, runtime, control, pauses, telemetry, view,
         failure=gradients.settle, check_saved=self_check.check_saved, samples_follow=samples.is_due,
-        on_saved=uploads.upload_checkpoint,
+        requested=requested, on_saved=uploads.upload_checkpoint,
     )  # fmt: skip
     every: tuple[Callback, ...] = (
         gradients,  # the guards come first, so that the others see a stop they request
         pressure,
         log,  # before the slow ones, so that a step's log line does not wait for them
+        requested,  # before what carries requests out
         self_check,  # before saving, which checks the first saved file with it
         held_out,
         saving,

@@ -22,6 +22,7 @@ from gracetune.models.spec import Expert
 from gracetune.storage.atomic import sweep, sweep_folders
 from gracetune.storage.os_errors import explain
 from gracetune.train.output import RunFolder
+from gracetune.train.run_requests import discard
 
 _ENDED_BY_REMOVAL: Final[tuple[Work, ...]] = ("saving", "retiring")
 """Operations of the journal that end by removing the step's weights: writing new weights, deleting old ones."""
@@ -36,6 +37,7 @@ def remove_leftovers(
         with suppress(OSError):  # it does not exist, or the run will report the problem when it uses the folder
             sweep(path)
     try:
+        discard(folder.path)  # a stop that was meant for an earlier process must not end this one
         for model in folder.model_folders():
             _sweep_model(model, [expert.component for expert in experts])
     except OSError as error:

@@ -42,6 +42,10 @@ from gracetune.telemetry.events import (
     MemorySampled,
     MemoryStageChanged,
     OverflowArenaChanged,
+    Planned,
+    PlannedChange,
+    PlannedMemory,
+    PlannedTier,
     Record,
     RunStarted,
     StageSwitched,
@@ -54,6 +58,7 @@ from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepEnds, StepSt
 from gracetune.train.job import Pauses
 from gracetune.train.live_progress import LiveProgress
 from gracetune.train.output import RunFolder
+from gracetune.train.planning import PlannedRun
 from gracetune.train.runtime import Runtime
 from gracetune.train.step import TrainStep
 from gracetune.train.trained_model import TrainedModel
@@ -182,6 +187,7 @@ class TrainingLog(Callback):
     trained: tuple[ExpertName, ...]
     resumed: int | None
     """The step of the checkpoint that the run resumes from; None for a new run."""
+    planned: PlannedRun
     first_ms: float
     """How much longer the first pass took than the second, mostly for compiling."""
     clock: Callable[[], float] = time.perf_counter
@@ -225,6 +231,7 @@ class TrainingLog(Callback):
                 config=shareable(self.config),
             )
         )
+        self.telemetry.emit(planned_event(self.planned))
         self.view.record_with(self.telemetry.warn)
         self.source.on_depth(self._depth_changes)
         self.telemetry.add(self.sampling)
@@ -333,6 +340,34 @@ class TrainingLog(Callback):
 
     def _begin(self) -> None:
         self._since, self._waited_ms, self._paused = self.clock(), self.source.stats.wait_ms, self.pauses.seconds
+
+
+def planned_event(planned: PlannedRun) -> Planned:
+    """The memory plan as an event."""
+    plan = planned.plan
+    return Planned(
+        verdict=plan.verdict,
+        summary=plan.summary,
+        tiers=tuple(
+            PlannedTier(
+                name=use.tier.name, label=use.tier.label, capacity_bytes=use.tier.capacity,
+                budget_bytes=use.tier.budget, peak_bytes=use.peak, why=use.tier.why,
+            )
+            for use in plan.tiers
+        ),
+        lines=tuple(
+            PlannedMemory(owner=line.name, tier=line.tier, bytes=line.bytes, phases=line.phases, why=line.why)
+            for line in plan.lines
+        ),
+        changes=tuple(
+            PlannedChange(
+                key=change.key, before=change.before, after=change.after, saves_bytes=change.saves, why=change.why,
+                automatic=change.automatic,
+            )
+            for change in plan.changes
+        ),
+        not_ours=planned.not_ours or "",
+    )  # fmt: skip
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:

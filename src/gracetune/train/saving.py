@@ -1,4 +1,4 @@
-"""Save checkpoints, each with weights that other programs can load: periodically, and when a run ends."""
+"""Save checkpoints, each with weights that other programs can load: periodically, on request, and when a run ends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gracetune.train.control import Control, Stop
 from gracetune.train.hooks import Callback, RunEnds, StepEnds
 from gracetune.train.job import Pauses
 from gracetune.train.output import RunFolder, WrongFileError, save_weights
+from gracetune.train.requested import TakenRequests
 from gracetune.train.runtime import Runtime
 from gracetune.train.state_parts import CheckpointSource, shared_parts
 from gracetune.train.view import View
@@ -28,7 +29,8 @@ class Saving(Callback):
         self, saved: CheckpointSource, folder: RunFolder, store: CheckpointStore, metadata: Metadata, runtime: Runtime,
         control: Control, pauses: Pauses, telemetry: Telemetry, view: View, *,
         failure: Callable[[], Stop | None], check_saved: Callable[[Sequence[Path]], str | None],
-        samples_follow: Callable[[StepEnds], bool], on_saved: Callable[[int, Sequence[Path]], None],
+        samples_follow: Callable[[StepEnds], bool], requested: TakenRequests,
+        on_saved: Callable[[int, Sequence[Path]], None],
     ) -> None:  # fmt: skip
         """`failure` waits until all steps are checked for non-finite gradients, and returns a `Stop` if the run failed.
 
@@ -40,7 +42,7 @@ class Saving(Callback):
         self._runtime, self._control, self._pauses = runtime, control, pauses
         self._telemetry, self._view = telemetry, view
         self._failure, self._check_saved = failure, check_saved
-        self._samples_follow, self._on_saved = samples_follow, on_saved
+        self._samples_follow, self._requested, self._on_saved = samples_follow, requested, on_saved
         self._parts = shared_parts(saved)
         self._random = RandomState(runtime.device)
         self._experts = [one for one in saved.trained_model.facts.experts if one.name in saved.trained_model.trained]
@@ -53,6 +55,7 @@ class Saving(Callback):
         due = requested.every_steps is not None and done.step % requested.every_steps == 0
         if requested.every_epochs is not None:
             due = due or any((ended.epoch + 1) % requested.every_epochs == 0 for ended in done.epochs)
+        due = due or self._requested.includes("save")
         if due and self._failure() is None:  # a failed run is saved at its end, at the step before the failure
             if self._samples_follow(done):
                 self._store.begin_work("sampling", done.step)

@@ -1,6 +1,6 @@
 """Generate images, clips or audio during training: at the start, periodically, and on request.
 
-A request is a file `validate-now` in the run's folder (`gracetune validate-now RUN` creates it) or the signal SIGUSR1.
+A request is made with `gracetune validate-now RUN` or the signal SIGUSR1 (`requested.py`).
 Validation does not change the training: all state it touches is restored.
 """
 
@@ -21,7 +21,6 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.memory.reclaim import trim_heap
 from gracetune.models.spec import PartPlacement, Sampled
-from gracetune.storage.os_errors import explain
 from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import SampleFile, ValidationDone, Warned
 from gracetune.train.control import Control
@@ -29,9 +28,9 @@ from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepEnds
 from gracetune.train.job import EvaluatedModel, Pauses
 from gracetune.train.output import RunFolder
 from gracetune.train.prompts import Prompts
+from gracetune.train.requested import TakenRequests
 from gracetune.train.sample_files import NotWrittenError, contact_sheet, write_sample
 from gracetune.train.sample_requests import ConfiguredSample, requests_of
-from gracetune.train.validation_request import VALIDATE_NOW
 from gracetune.train.view import View
 
 
@@ -39,13 +38,13 @@ class Sampling(Callback):
     def __init__(
         self, config: RunConfig, folder: RunFolder, model: EvaluatedModel, store: CheckpointStore, control: Control,
         pauses: Pauses, telemetry: Telemetry, view: View, *, room: Callable[[], int], prompts: Prompts | str,
+        requested: TakenRequests,
     ) -> None:  # fmt: skip
         """`room` returns how much host memory may still be used. `prompts` holds the prompts' embeddings, or says why
         there are none."""
         self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
         self._model, self._store, self._control, self._pauses = model, store, control, pauses
-        self._room, self._prompts = room, prompts
-        self._warned_of_request = False
+        self._room, self._prompts, self._requests = room, prompts, requested
         self._last_step: int | None = None
         """The step of the last validation in this process."""
         self._kept: Any = None
@@ -84,7 +83,9 @@ class Sampling(Callback):
         return due and bool(self._samples)
 
     def step_ends(self, done: StepEnds) -> None:
-        requested = self._requested()
+        requested = self._requests.includes("validate")
+        if requested and not self._samples:
+            self._view.warn("a validation was requested, but the config has no validation.prompts")
         if requested or self.is_due(done):
             with self._pauses.counted():
                 # `Saving` may just have rewound the run to before a failed step, so `done.step` can be too high.
@@ -98,34 +99,6 @@ class Sampling(Callback):
         if is_due and ended.stop.kind == "finished" and self._last_step != ended.position.step:
             self._generate(ended.position.step, requested=False)
         self._kept = None
-
-    def _requested(self) -> bool:
-        """Whether a validation is requested on any rank. All ranks get the same answer, which a sharded model needs."""
-        runtime = self._model.runtime
-        requested_here = self._control.validate or (runtime.is_main and self._take_request())
-        self._control.validate = False
-        if not runtime.highest(int(requested_here)):
-            return False
-        if not self._samples:
-            self._view.warn("a validation was requested, but the config has no validation.prompts")
-        return True
-
-    def _take_request(self) -> bool:
-        """Whether a request file exists; removes it. A file that cannot be removed is ignored: it would request a
-        validation at every step."""
-        file = self._folder.path / VALIDATE_NOW
-        try:
-            if not file.exists():
-                return False
-            file.unlink(missing_ok=True)
-        except OSError as error:
-            if not self._warned_of_request:
-                self._view.warn(
-                    f"{VALIDATE_NOW} is ignored, because it cannot be removed: {explain(error, file).found}"
-                )
-            self._warned_of_request = True
-            return False
-        return True
 
     def _generate(self, step: int, *, requested: bool) -> None:
         # All ranks generate with a sharded model. Otherwise rank 0 generates, and the others wait at

@@ -86,6 +86,25 @@ class TestReport:
         assert epoch["optimizer_steps"] == -(-epoch["batches"] // 2)
         assert all(Path(bucket["sheet"]).is_file() for bucket in first["buckets"])
 
+    def test_a_read_only_look_writes_nothing(self, tmp_path: Path, photos: str) -> None:
+        config = write(tmp_path, {"path": photos})
+        before = sorted(tmp_path.rglob("*"))
+        found = run(config, "--json", "--read-only").stdout
+        assert sorted(tmp_path.rglob("*")) == before
+        assert run(config, "--json", "--no-sheets").stdout == found
+
+    def test_samples_are_listed_on_request(self, tmp_path: Path, photos: str) -> None:
+        config = write(tmp_path, {"path": photos, "minimum_size": 32, "held_out": 2})
+        report = json.loads(run(config, "--json", "--no-sheets", "--items").stdout)
+        items = [*report["datasets"][0]["items"], *report["held_out"][0]["items"]]
+        assert {item["path"] for item in items} == {*(f"{n:03}.png" for n in range(9)), "none.png"}
+        (first,) = [item for item in items if item["path"] == "001.png"]
+        assert first == {
+            "path": "001.png", "width": 96, "height": 64, "frames": 1, "bucket": "160x96",
+            "captions": ["picture 1"], "caption_origin": "own",
+        }  # fmt: skip
+        assert "items" not in json.loads(run(config, "--json", "--no-sheets").stdout)["datasets"][0]
+
     def test_a_second_run_opens_no_file_and_prints_the_same(self, tmp_path: Path, photos: str) -> None:
         config = write(tmp_path, {"path": photos})
         first = run(config, "--json", "--no-sheets").stdout

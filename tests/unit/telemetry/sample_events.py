@@ -22,7 +22,12 @@ from gracetune.telemetry.events import (
     MemorySampled,
     MemoryStageChanged,
     OverflowArenaChanged,
+    Planned,
+    PlannedChange,
+    PlannedMemory,
+    PlannedTier,
     Record,
+    RequestServed,
     RunEnded,
     RunStarted,
     SampleFile,
@@ -70,6 +75,28 @@ def step(number: int, loss: float | None = None, **more: Any) -> StepDone:
     return StepDone(**{**given, **more})
 
 
+def planned() -> Planned:
+    return Planned(
+        verdict="fits with these changes",
+        summary="peak 85.8 GiB of 90.2 GiB usable in GPU memory",
+        tiers=(
+            PlannedTier(
+                name="device", label="GPU memory", capacity_bytes=96 << 30, budget_bytes=90 << 30, peak_bytes=86 << 30
+            ),
+            PlannedTier(name="disk", label="disk", why="not asked"),
+        ),
+        lines=(
+            PlannedMemory(
+                owner="weights", tier="device", bytes=28 << 30, phases=("load", "train"), why=f"bf16 {NASTY}"
+            ),
+            PlannedMemory(owner="latent cache", tier="host", bytes=7 << 30, phases=("train",)),
+        ),
+        changes=(
+            PlannedChange(key="model.vae_tiling", before="false", after="true", saves_bytes=1 << 30, automatic=False),
+        ),
+    )
+
+
 def memory(number: int) -> MemorySampled:
     return MemorySampled(
         step=number,
@@ -85,7 +112,7 @@ def whole_run(folder: Path) -> list[Event]:
     samples = folder / "samples"
     samples.mkdir(parents=True, exist_ok=True)
     (samples / "clip #1.mp4").write_bytes(b"a clip")
-    events: list[Event] = [start()]
+    events: list[Event] = [start(), planned()]
     for number in range(21):
         if number:
             events += [step(number), memory(number)]
@@ -108,6 +135,7 @@ def whole_run(folder: Path) -> list[Event]:
     events.append(LookAheadChanged(step=10, before=3, after=2, reason="memory is tight"))
     events.append(SelfChecked(step=6, expert="high_noise", layers=40, idle=("proj_out",), change=1.25e-3))
     events.append(SelfChecked(step=9, expert="high_noise", layers=40, file="a.safetensors", file_difference=3e-6))
+    events.append(RequestServed(request="save", step=8, source="studio"))
     events.append(Warned(message=f"something odd {NASTY}", step=9))
     return events
 

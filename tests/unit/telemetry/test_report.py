@@ -123,6 +123,7 @@ class TestWholeRun:
         page, _ = run
         assert page.headings == [
             "Samples through time", "How to load the result", "Loss", "Speed", "Learning rate and batch", "Memory",
+            "Memory plan",
             "Transitions", "Prefetch and cache statistics", "Self-check", "Checkpoints", "Warnings", "Versions",
             "Configuration",
         ]  # fmt: skip

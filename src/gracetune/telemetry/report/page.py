@@ -41,6 +41,7 @@ def page(
         ("Speed", _plots(_speed_plots(history), 100)),
         ("Learning rate and batch", _plots(_rate_plots(history), 200)),
         ("Memory", _memory(history)),
+        ("Memory plan", _plan(history)),
         ("Transitions", _transitions(history)),
         ("Prefetch and cache statistics", _counters(history)),
         ("Self-check", _self_checks(history)),
@@ -183,6 +184,30 @@ def _held(samples: Sequence[MemorySampled], tier: str, owner: str) -> tuple[tupl
     return tuple((one.step, float(one.used_bytes.get(tier, {}).get(owner, 0))) for one in samples)
 
 
+def _plan(history: RunHistory) -> str:
+    """What was planned before the run: each kind of memory, its largest consumers, and what differs from the config."""
+    plan = history.plan
+    if plan is None:
+        return ""
+
+    def size(value: int | None) -> str:
+        return number_format.UNKNOWN if value is None else number_format.size(value)
+
+    tiers = [(one.label, size(one.peak_bytes), size(one.budget_bytes), one.why) for one in plan.tiers]
+    labels = {one.name: one.label for one in plan.tiers}
+    largest = sorted(plan.lines, key=lambda line: -line.bytes)
+    lines = [
+        (one.owner, labels.get(one.tier, one.tier), size(one.bytes), ", ".join(one.phases), one.why) for one in largest
+    ]
+    changes = [(one.key, one.before, one.after, size(one.saves_bytes), one.why) for one in plan.changes]
+    return (
+        f"<p>{_text(plan.not_ours or f'{plan.verdict}: {plan.summary}')}</p>"
+        + _table("Kinds of memory", ("memory", "planned peak", "usable", "reason"), tiers)
+        + _table("Consumers", ("owner", "memory", "size", "phases", "reason"), lines)
+        + _table("Differences from the config", ("key", "before", "after", "saves", "reason"), changes)
+    )
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +231,7 @@ def _transitions(history: RunHistory) -> str:
         for one in history.reclamations
     ]  # fmt: skip
     depths = [(f"{one.step:,}", str(one.before), str(one.after), one.reason) for one in history.look_ahead]
+    requests = [(f"{one.step:,}", one.request, one.source) for one in history.requests]
     reclaimed_head = ("step", "extent", "GPU memory returned", "moved to main memory", "training paused", "reason")
     return "".join(
         (
@@ -215,6 +241,7 @@ def _transitions(history: RunHistory) -> str:
             _table("Overflow arena", head, arena),
             _table("Reclamations", reclaimed_head, reclaimed),
             _table("Batches brought to the GPU ahead of their step", head, depths),
+            _table("Requests to the run", ("step", "request", "source"), requests),
         )
     )
 

@@ -18,7 +18,9 @@ from gracetune.telemetry.events import (
     MemorySampled,
     MemoryStageChanged,
     OverflowArenaChanged,
+    Planned,
     Record,
+    RequestServed,
     RunEnded,
     RunStarted,
     SelfChecked,
@@ -62,7 +64,10 @@ class RunHistory:
     validations: tuple[ValidationDone, ...]
     held_out: tuple[HeldOutLoss, ...]
     self_checks: tuple[SelfChecked, ...]
+    requests: tuple[RequestServed, ...]
     warnings: tuple[Warned, ...]
+    plan: Planned | None
+    """The memory plan of the last process."""
     end: RunEnded | None
     began_s: float | None
     ended_s: float | None
@@ -184,7 +189,7 @@ def read_history(log: LogReader, *, running: bool = False) -> RunHistory:
             unreadable.append((line.number, line.why))
         else:
             found.add(line.begin, line.record, is_valid=line.is_valid)
-    ends = found.of(RunEnded)
+    ends, plans = found.of(RunEnded), found.of(Planned)
     kept_steps = [record.event for record in log.at(found.steps.kept())]
     kept_memory = [record.event for record in log.at(found.memory.kept())]
     return RunHistory(
@@ -203,7 +208,9 @@ def read_history(log: LogReader, *, running: bool = False) -> RunHistory:
         validations=found.of(ValidationDone),
         held_out=found.of(HeldOutLoss),
         self_checks=found.of(SelfChecked),
+        requests=found.of(RequestServed),
         warnings=found.of(Warned),
+        plan=plans[-1] if plans else None,
         end=ends[-1] if ends else None,
         began_s=found.began_s,
         ended_s=found.ended_s,
@@ -232,6 +239,7 @@ def summary(history: RunHistory, how_to_load: dict[str, str], outputs: Sequence[
         "self_checks": history.self_checks,
         "validations": history.validations,
         "checkpoints": history.checkpoints,
+        "requests": history.requests,
         "warnings": history.warnings,
         "unreadable_lines": history.unreadable,
     }
@@ -257,6 +265,7 @@ def summary(history: RunHistory, how_to_load: dict[str, str], outputs: Sequence[
         "capacity_bytes": {} if last is None else last.capacity_bytes,
         "counters": {} if last is None else last.counters,
         "unavailable": {} if last is None else last.unavailable,
+        "plan": history.plan,
         "logged": {
             "steps": len(history.steps),
             "memory": len(history.memory),

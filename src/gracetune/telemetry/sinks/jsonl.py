@@ -134,7 +134,7 @@ class LogReader:
     def __init__(self, path: Path) -> None:
         """Raises TelemetryError if the file cannot be read."""
         self._path = path
-        self._limits = _valid_until(self._resumed_steps())
+        self._limits = valid_until(self._resumed_steps())
 
     def lines(self) -> Iterator[LogLine]:
         """All lines but empty ones. A line that is not an event has no record; its `why` gives the reason."""
@@ -212,7 +212,7 @@ def read_log(path: Path) -> EventLog:
 
 def merge(records: Sequence[Record]) -> tuple[Record, ...]:
     """One history: steps that were repeated after a resume are dropped, and so are the ends of earlier processes."""
-    limits = _valid_until([one.event.resumed_step for one in records if isinstance(one.event, RunStarted)])
+    limits = valid_until([one.event.resumed_step for one in records if isinstance(one.event, RunStarted)])
     kept, process = [], 0
     for record in records:
         process += isinstance(record.event, RunStarted)
@@ -221,7 +221,7 @@ def merge(records: Sequence[Record]) -> tuple[Record, ...]:
     return tuple(kept)
 
 
-def _valid_until(resumed_steps: Sequence[int | None]) -> list[int | None]:
+def valid_until(resumed_steps: Sequence[int | None]) -> list[int | None]:
     """The last valid step of each part of a log but the last: what precedes the first `RunStarted`, then each process.
 
     It is the lowest step that any later process resumed from, because that process repeats the steps after it. None:

@@ -1,0 +1,1 @@
+"""The studio in a real browser, on real runs of tiny models."""

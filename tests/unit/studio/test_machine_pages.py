@@ -1,0 +1,49 @@
+"""The machine's report and the baselines below the studio's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unit.baselines.sample_baselines import baseline
+from unit.studio.clients import client_of
+
+
+def capture(folder: Path, ms: float, **changes: object) -> None:
+    folder.mkdir(parents=True)
+    (folder / "baseline.json").write_text(baseline((ms,) * 30, **changes).to_json())
+
+
+def test_baselines_are_compared_with_the_one_before(tmp_path: Path) -> None:
+    capture(tmp_path / "baseline" / "one", 100.0, name="cats", date="2026-11-01T00:00:00Z")
+    capture(tmp_path / "deep" / "er" / "two", 150.0, name="cats", date="2026-11-02T00:00:00Z")
+    capture(tmp_path / "baseline" / "dogs", 100.0, name="dogs")
+    capture(tmp_path / "cats" / "checkpoints" / "no", 100.0)
+    (tmp_path / "linked").symlink_to(tmp_path / "baseline")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "baseline.json").write_text("{")
+    found = client_of(tmp_path).get("baselines")
+    assert [one["path"] for one in found["baselines"]] == ["baseline/one", "deep/er/two", "baseline/dogs"]
+    assert found["baselines"][0]["step_ms"] == 100.0
+    (compared,) = found["comparisons"]
+    assert (compared["a"], compared["b"], compared["why"]) == ("baseline/one", "deep/er/two", "")
+    assert compared["regression"]
+    assert {"name", "before", "after", "ratio", "verdict"} <= {*compared["rows"][0]}
+    assert [one["path"] for one in found["unreadable"]] == ["broken"]
+
+
+def test_baselines_that_cannot_be_compared_say_why(tmp_path: Path) -> None:
+    capture(tmp_path / "one", 100.0, date="2026-11-01T00:00:00Z")
+    capture(tmp_path / "two", 100.0, date="2026-11-02T00:00:00Z", config_fingerprint="0" * 32, config={"a": 1})
+    (compared,) = client_of(tmp_path).get("baselines")["comparisons"]
+    assert compared["why"]
+    assert compared["rows"] == []
+
+
+def test_the_doctor_examines_once_and_again_on_request(tmp_path: Path) -> None:
+    client = client_of(tmp_path)
+    report = client.get("machine")
+    assert {check["status"] for check in report["checks"]} <= {"ok", "warn", "fail", "skip", "info"}
+    assert report["machine"]
+    assert client.get("machine") == report
+    assert client.post("machine/refresh")["made_s"] > report["made_s"]
+    assert client_of(tmp_path, control=False).rejected("POST", "machine/refresh")[0] == 403

@@ -8,6 +8,9 @@ export const KEYS = [
   ["j  k", "next and previous row"],
   ["Enter", "open the row"],
   ["x", "select the row for comparison"],
+  ["n  p", "in the items of a dataset: next and previous page"],
+  ["e", "edit the caption of the item; Ctrl+Enter saves it, Esc discards the change"],
+  ["Alt+↑  Alt+↓", "in the queue: move the waiting job"],
   ["g r  g c  g n  g q  g m", "go to Runs, Compare, New run, Queue, Machine"],
   ["← →", "in a chart: move along the curve; in samples: change the step"],
   ["Esc", "leave a field, close a dialog, show all of a chart"],
@@ -15,7 +18,7 @@ export const KEYS = [
 ];
 const GO = { r: "#/runs", c: "#/compare", n: "#/new", q: "#/queue", m: "#/machine" };
 
-let afterG = 0;
+let afterG = -Infinity;
 
 /** @param {KeyboardEvent} event */
 export function handleKey(event) {
@@ -24,7 +27,7 @@ export function handleKey(event) {
   if (event.key === "Escape" && typing) target.blur();
   if (typing || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const isGo = performance.now() - afterG < 1500 && event.key in GO;
-  afterG = event.key === "g" ? performance.now() : 0;
+  afterG = event.key === "g" ? performance.now() : -Infinity;
   if (isGo) location.hash = GO[/** @type {keyof GO} */ (event.key)];
   else if (event.key === "/") focusSearch(event);
   else if (event.key === "j" || event.key === "k") moveRow(event.key === "j" ? 1 : -1);

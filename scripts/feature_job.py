@@ -36,7 +36,7 @@ from gracetune.optim.batch_ramp import ramp_of
 from gracetune.telemetry.events import Event, MemorySampled, RunEnded, StepDone, ValidationDone
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.testing.tiny_models import cached
-from gracetune.train.validation_request import is_running
+from gracetune.train.run_requests import is_running
 
 SKIPPED = 77
 PATIENCE_S = 240

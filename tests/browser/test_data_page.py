@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ def train(file: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(root: Path, tiny_model: TinyModel) -> Iterator[Path]:
+def finished(root: Path, tiny_model: TinyModel) -> Path:
     """The folder of the images of a run that has ended and was judged. One of them is too small to be used."""
     pictures = images(root / "pictures", ITEMS)
     Image.new("RGB", (16, 16)).save(pictures / "small.png")
@@ -40,7 +39,7 @@ def finished(root: Path, tiny_model: TinyModel) -> Iterator[Path]:
     train(write_config(config, root / "ended.yaml"), root)
     with process("data", "judge", config.output_dir, "--most", "4", output=root / "judge.txt") as judged:
         assert judged.wait(240) == 0, (root / "judge.txt").read_text()
-    yield pictures
+    return pictures
 
 
 @pytest.fixture

@@ -145,9 +145,7 @@ def test_options_are_searched_and_added(owl: Page) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_dropped_ai_toolkit_file_is_trained(
-    page: Page, control: Studio, tiny_model: TinyModel, root: Path
-) -> None:
+def test_a_dropped_ai_toolkit_file_is_trained(page: Page, control: Studio, tiny_model: TinyModel, root: Path) -> None:
     (root / "job").mkdir()
     job = sdxl_job(tiny_model, root / "job", training_folder=str(root / "runs"))
     drop(page, ("cats.yaml", job.read_text()))
@@ -167,9 +165,7 @@ def test_a_dropped_ai_toolkit_file_is_trained(
     expect(row).to_have_count(0)
 
 
-def test_a_peers_file_is_translated_by_the_first_change(
-    page: Page, tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_a_peers_file_is_translated_by_the_first_change(page: Page, tiny_model: TinyModel, tmp_path: Path) -> None:
     drop(page, ("cats.yaml", sdxl_job(tiny_model, tmp_path).read_text()))
     expect(page.get_by_text("A file of ai-toolkit")).to_be_visible()
     option(page, "adapter.rank").fill("8")

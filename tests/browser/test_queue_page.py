@@ -63,9 +63,8 @@ def test_jobs_are_added_reordered_cancelled_and_removed(page: Page, configs: dic
     page.keyboard.press("Alt+ArrowUp")
     settle(0.5)
     assert order(page) == ["third", "second", "fourth"]
-    assert [row.split(",")[0] for row in page.locator(".job").evaluate_all("(all) => all.map((one) => one.ariaLabel)")] == [
-        "first", "third", "second", "fourth",
-    ]  # fmt: skip
+    labels = page.locator(".job").evaluate_all("(all) => all.map((one) => one.ariaLabel)")
+    assert [label.split(",")[0] for label in labels] == ["first", "third", "second", "fourth"]
     assert serious_problems(page) == []
 
     page.get_by_role("button", name="Cancel fourth").click()

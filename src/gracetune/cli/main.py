@@ -160,10 +160,10 @@ ENTRIES = {
     ),
     "validate-now": Entry("Request a validation from a running job.", _validate_now),
     "save-now": Entry("Request a checkpoint from a running job.", _save_now),
-    "stop": Entry("Stop a running job after its current step, saved.", _stop),
+    "stop": Entry("Stop a running job after its current step.", _stop),
     "report": Entry("Write the report of a run: finished, still running, or crashed.", _report),
-    "studio": Entry("Watch, compare and steer runs in a browser.", _studio),
-    "watch": Entry("Watch one run in a browser.", _watch),
+    "studio": Entry("Show all runs below a folder in a browser.", _studio),
+    "watch": Entry("Show one run in a browser.", _watch),
     "doctor": Entry("Examine this machine: GPU, driver, memory mode, limits, versions.", _doctor),
     "demo": Entry(
         "Examine this machine, check the examples, and teach a tiny model a new shape.",

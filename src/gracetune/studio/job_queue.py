@@ -59,11 +59,13 @@ class JobQueue:
         self._thread: threading.Thread | None = None
         self._lock: int | None = None
         self._slots: Sequence[str | None] = ()
+        self._trouble = ""
 
     # -- the runner ---------------------------------------------------------------------------------------------------
 
-    def start_runner(self) -> None:
-        """Start jobs from now on, as soon as no other process does."""
+    def start_runner(self, slots: Sequence[str | None] = ()) -> None:
+        """Start jobs from now on, as soon as no other process does. `slots` are by default those of this machine."""
+        self._slots = slots
         self._thread = threading.Thread(target=self._run, name="queue", daemon=True)
         self._thread.start()
 
@@ -78,17 +80,20 @@ class JobQueue:
             self._lock = None
 
     def _run(self) -> None:
-        self._slots = gpu_slots(self._environment)
+        self._slots = self._slots or slots_of(len(probe().gpus), self._environment.get(_VISIBLE))
         while not self._stopping.is_set():
             self._wake.clear()
             busy = False
-            with suppress(OSError):  # a full disk or a folder that was removed: tried again at the next look
+            try:
                 if self._lock is None:
                     self._lock = self._files.take_runner_lock()
                     if self._lock is not None:
                         sweep(self._files.folder)
                 if self._lock is not None:
                     busy = self._look()
+                self._trouble = ""
+            except OSError as error:  # a full disk or a folder that was removed: tried again at the next look
+                self._trouble = f"{error.filename or self._files.folder}: {error.strerror}"
             self._wake.wait(_BUSY_S if busy else _IDLE_S)
 
     def _look(self) -> bool:
@@ -245,7 +250,9 @@ class JobQueue:
         return {"jobs": rows, "runner": self._runner_state(control)}
 
     def _runner_state(self, control: bool) -> dict[str, Any]:
-        if self._lock is not None:
+        if self._trouble:
+            return {"active": False, "why": self._trouble}
+        if self._lock is not None and self._thread is not None and self._thread.is_alive():
             gpus = [slot for slot in self._slots if slot is not None]
             return {"active": True, "why": f"one run at a time on each of {len(gpus)} GPUs" if len(gpus) > 1
                     else "one run at a time"}  # fmt: skip
@@ -276,11 +283,13 @@ class JobQueue:
         }
 
 
-def gpu_slots(environment: Environment) -> Sequence[str | None]:
-    """What CUDA_VISIBLE_DEVICES is for each job that may run at a time. Without a GPU: one job, and no such value."""
-    count = len(probe().gpus)
-    named = [name.strip() for name in (environment.get(_VISIBLE) or "").split(",") if name.strip()]
-    return (named or [*map(str, range(count))])[:count] or (None,)
+def slots_of(gpus: int, visible: str | None) -> Sequence[str | None]:
+    """The value of CUDA_VISIBLE_DEVICES for each job that may run at a time. Without a GPU: one job without a value.
+
+    `gpus` is the number of GPUs that this process may use, and `visible` its own CUDA_VISIBLE_DEVICES.
+    """
+    named = [name.strip() for name in (visible or "").split(",") if name.strip()]
+    return (named or [*map(str, range(gpus))])[:gpus] or (None,)
 
 
 def _between(ordered: Sequence[QueuedJob], place: int) -> float | None:

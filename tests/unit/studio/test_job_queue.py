@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from gracetune.config.environment import Environment
 from gracetune.studio.job_files import JobFiles, JobStart, QueuedJob, boot_id, ticks_of
-from gracetune.studio.job_queue import JobQueue, gpu_slots
+from gracetune.studio.job_queue import JobQueue, slots_of
 from gracetune.studio.replies import StudioError
 from gracetune.studio.run_list import RunList
 from gracetune.telemetry.events import Record, RunEnded
@@ -241,6 +240,36 @@ def test_nothing_is_written_to_look(tmp_path: Path) -> None:
     assert client.rejected("POST", "queue", {"config": "a.yaml"})[0] == 403
 
 
-def test_without_a_gpu_there_is_one_place() -> None:
-    assert len(gpu_slots(Environment({}))) >= 1
-    assert json.dumps(gpu_slots(Environment({"CUDA_VISIBLE_DEVICES": ""})))
+@pytest.mark.parametrize(
+    ("gpus", "visible", "slots"),
+    [(0, None, [None]), (0, "0", [None]), (1, None, ["0"]), (2, "", ["0", "1"]), (2, "3, GPU-5", ["3", "GPU-5"]),
+     (1, "3,-1", ["3"])],
+)  # fmt: skip
+def test_one_job_for_each_gpu(gpus: int, visible: str | None, slots: list[str | None]) -> None:
+    assert list(slots_of(gpus, visible)) == slots
+
+
+def test_jobs_of_several_gpus_run_side_by_side(tmp_path: Path) -> None:
+    client = client_of(tmp_path)
+    for name in "abc":
+        path = config(tmp_path, name)
+        client.post("queue", {"config": str(path)})
+        path.write_text("gracetune: 1\nname: 5\n")
+    client.studio.queue.start_runner(slots=("0", "5"))
+    try:
+        until(lambda: all(job["state"] == "failed" for job in client.get("queue")["jobs"]))
+    finally:
+        client.studio.queue.stop_runner()
+    third, *first = sorted(client.get("queue")["jobs"], key=lambda job: job["started_s"], reverse=True)
+    assert {job["gpu"] for job in first} == {"0", "5"}
+    assert third["started_s"] >= min(job["ended_s"] for job in first)
+
+
+def test_a_queue_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / ".studio").write_text("not a folder")
+    queue = queue_of(tmp_path)
+    queue.start_runner()
+    try:
+        until(lambda: "Not a directory" in str(queue.state(control=True)["runner"]["why"]))
+    finally:
+        queue.stop_runner()

@@ -59,6 +59,6 @@ const value = (amount, unit) => (unit === "bytes" ? fmt.bytes(amount) : `${fmt.n
 
 /** @param {string} name */
 function verdict(name) {
-  const [sign, word, kind] = VERDICTS[/** @type {keyof VERDICTS} */ (name)] ?? ["·", name, "calm"];
+  const [sign, word, kind] = VERDICTS[/** @type {keyof typeof VERDICTS} */ (name)] ?? ["·", name, "calm"];
   return el("span", { class: `badge ${kind}` }, el("span", { class: "sign", "aria-hidden": "true" }, sign), word);
 }

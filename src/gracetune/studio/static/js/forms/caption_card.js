@@ -129,7 +129,7 @@ export function captionCard(item, sheet) {
 
 /** @param {any} item @param {string} media */
 function picture(item, media) {
-  if (!item.thumbnail) return el("span", null, MEDIA_SIGNS[/** @type {keyof MEDIA_SIGNS} */ (media)] ?? media);
+  if (!item.thumbnail) return el("span", null, MEDIA_SIGNS[/** @type {keyof typeof MEDIA_SIGNS} */ (media)] ?? media);
   const image = el("img", { src: item.thumbnail, alt: "", loading: "lazy", decoding: "async" });
   image.addEventListener("error", () => image.replaceWith("no preview"));
   return image;

@@ -80,7 +80,7 @@ export function optionForm(form, actions) {
   function entryButtons({ list, title }) {
     if (!list || !(list.path in NEW_ENTRIES)) return null;
     const add = () => {
-      const values = NEW_ENTRIES[/** @type {keyof NEW_ENTRIES} */ (list.path)](list.count);
+      const values = NEW_ENTRIES[/** @type {keyof typeof NEW_ENTRIES} */ (list.path)](list.count);
       for (const [path, value] of Object.entries(values)) actions.change(path, value);
     };
     return el("div", { class: "row entry-buttons" },
@@ -117,7 +117,7 @@ export function optionForm(form, actions) {
     /** Shows a config's values. @param {Record<string, any>} values by path */
     update(values) {
       const chapters = chaptersOf(form.groups, values);
-      const shape = chapters.flatMap((chapter) => chapter.sections.map((section) => section.path)).join();
+      const shape = chapters.flatMap((chapter) => chapter.sections.map((section) => `${section.path} ${section.list?.count}`)).join();
       if (shape !== built) { build(chapters); built = shape; }
       const family = form.families.find((/** @type {any} */ one) => one.name === values["model.family"]);
       fill(flavours, (family?.flavours ?? []).map((/** @type {string} */ name) => el("option", { value: name })));

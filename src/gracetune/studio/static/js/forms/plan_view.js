@@ -6,11 +6,11 @@ import { el, fill, fmt } from "../ui.js";
 const COLOURS = 8;
 const OTHERS = "others";
 /** Verdict -> colour class and sign; the words come from the planner. */
-const VERDICTS = { fits: ["good", "✓"], "fits with changes": ["warn", "!"], "does not fit": ["bad", "✕"], unknown: ["calm", "?"] };
+const VERDICTS = { fits: ["good", "✓"], "does not fit": ["bad", "✕"], unknown: ["calm", "?"] };
 
 /** @param {string} verdict */
 export function verdictBadge(verdict) {
-  const [kind, sign] = VERDICTS[/** @type {keyof VERDICTS} */ (verdict)] ?? (verdict.startsWith("fits") ? ["warn", "!"] : ["calm", "?"]);
+  const [kind, sign] = VERDICTS[/** @type {keyof typeof VERDICTS} */ (verdict)] ?? (verdict.startsWith("fits") ? ["warn", "!"] : ["calm", "?"]);
   return el("span", { class: `badge ${kind}` }, el("span", { class: "sign", "aria-hidden": "true" }, sign), verdict);
 }
 

@@ -67,7 +67,7 @@ function words(name) {
 
 /** @param {string} status */
 function statusBadge(status) {
-  const [sign, word, kind] = SIGNS[/** @type {keyof SIGNS} */ (status)] ?? ["?", status, "calm"];
+  const [sign, word, kind] = SIGNS[/** @type {keyof typeof SIGNS} */ (status)] ?? ["?", status, "calm"];
   return el("span", { class: `badge ${kind}` }, el("span", { class: "sign", "aria-hidden": "true" }, sign), word);
 }
 

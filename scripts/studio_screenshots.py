@@ -74,7 +74,7 @@ def runs(page: Page, chosen: str) -> tuple[str, list[str]]:
     return first, (alike if len(alike) > 1 else [row["id"] for row in rows])[:3]
 
 
-def screenshots(browser: Browser, link: str, pages: list[str], chosen: str, output: Path) -> None:
+def screenshots(browser: Browser, link: str, pages: list[str], chosen: str, folder: str, output: Path) -> None:
     for variant in VARIANTS:
         size = ViewportSize(width=variant.width, height=variant.height)
         context = browser.new_context(
@@ -88,6 +88,11 @@ def screenshots(browser: Browser, link: str, pages: list[str], chosen: str, outp
             route = ROUTES[name].replace("RUN", run).replace("ALL", ",".join(compared))
             page.goto(link.partition("?")[0] + route)
             page.wait_for_timeout(SLOW_MS if name in ("data", "machine") else WAIT_MS)
+            if name == "new" and folder:
+                page.get_by_label("Folder of images").fill(folder)
+                page.get_by_role("button", name="Propose a config").click()
+                page.locator(".plan-headline").wait_for(timeout=120_000)
+                page.wait_for_timeout(WAIT_MS)
             if name == "samples":
                 page.get_by_role("button", name="Before and after").click()
                 page.locator(".samples").scroll_into_view_if_needed()
@@ -103,11 +108,12 @@ def main() -> None:
     parser.add_argument("link")
     parser.add_argument("--pages", default=",".join(ROUTES))
     parser.add_argument("--run", default="", help="name of the run to show")
+    parser.add_argument("--folder", default="", help="folder of images to propose a config for")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images")
     options = parser.parse_args()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        screenshots(browser, options.link, options.pages.split(","), options.run, options.output)
+        screenshots(browser, options.link, options.pages.split(","), options.run, options.folder, options.output)
         browser.close()
 
 

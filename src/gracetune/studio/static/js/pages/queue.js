@@ -163,7 +163,7 @@ class Job {
     const head = `${data.state}|${data.run}|${data.name}`;
     if (this.head.dataset.of !== head) {
       this.head.dataset.of = head;
-      fill(this.head, el("h2", null, data.run ? el("a", { href: `#/run/${data.run}` }, data.name) : data.name));
+      fill(this.head, el("h2", null, data.run && !isWaiting ? el("a", { href: `#/run/${data.run}` }, data.name) : data.name));
       fill(this.state, stateBadge(data.state), this.place);
     }
     setText(this.line, `${data.config} · ${times(data)}`);

@@ -23,7 +23,7 @@ export async function show(root, { id }) {
   const actions = runActions(id, () => scheduleRefresh());
   const head = runHeader(row, "", actions.node);
   const figures = tiles([["step", "Step"], ["loss", "Loss, smoothed"], ["held", "Held-out loss"], ["pace", "Per step"],
-    ["left", "Time left"], ["memory", "Memory"], ["written", "Last event"]]);
+    ["left", "Time left"], ["epoch", "Epoch"], ["memory", "Memory"], ["written", "Last event"]]);
   const charts = runCharts(series);
   const shown = samples(detail.validations);
   const log = logPanel(id, () => row.state === "running" || row.state === "preparing");
@@ -32,7 +32,8 @@ export async function show(root, { id }) {
 
   function drawFigures() {
     const done = row.total_steps ? row.step / row.total_steps : null;
-    figures.set("step", fmt.integer(row.step), `of ${fmt.integer(row.total_steps)}${done === null ? "" : ` · ${fmt.percent(done)}`} · epoch ${fmt.integer(row.epoch)}`);
+    figures.set("step", fmt.integer(row.step), done === null ? "" : `${fmt.percent(done)} of ${fmt.integer(row.total_steps)}`);
+    figures.set("epoch", fmt.integer(row.epoch), "counted from 0");
     figures.set("loss", fmt.number(row.loss_smoothed), row.loss === null ? "" : `last step ${fmt.number(row.loss)}`);
     figures.set("held", fmt.number(row.held_out), row.held_out === null ? "not evaluated" : "never trained on");
     figures.set("pace", fmt.pace(row.seconds_per_step), row.seconds_per_step ? `${fmt.integer(3600 / row.seconds_per_step)} steps/h` : "");

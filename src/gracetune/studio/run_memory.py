@@ -49,7 +49,7 @@ def memory_page(run: RunEntry, machine: MachineMemory, *, process: int | None) -
         "link": {"gb_per_s": _traffic(samples), "wait_ms": _waits(samples)},
         "next": _next_moves(last, log.last("LookAheadChanged"), used, has_gpu=has_gpu),
         "plan": {"verdict": text(plan.get("verdict"), 40), "summary": text(plan.get("summary")),
-                 "not_ours": text(plan.get("not_ours"))} if plan else None,
+                 "mismatch": text(plan.get("mismatch"))} if plan else None,
         "unavailable": _unavailable(last, plan, samples, has_gpu=has_gpu, is_active=process is not None),
     }  # fmt: skip
 

@@ -89,7 +89,7 @@ class Planned(Event):
     tiers: Annotated[tuple[PlannedTier, ...], "the memory of this machine, the compute tier first"] = ()
     lines: Annotated[tuple[PlannedMemory, ...], "where every consumer is placed"] = ()
     changes: Annotated[tuple[PlannedChange, ...], "deviations from the config"] = ()
-    not_ours: Annotated[str, "why the plan does not apply to these weights; empty: it applies"] = ""
+    mismatch: Annotated[str, "why the plan does not apply to these weights; empty: it applies"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)

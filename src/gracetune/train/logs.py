@@ -366,7 +366,7 @@ def planned_event(planned: PlannedRun) -> Planned:
             )
             for change in plan.changes
         ),
-        not_ours=planned.mismatch or "",
+        mismatch=planned.mismatch or "",
     )  # fmt: skip
 
 

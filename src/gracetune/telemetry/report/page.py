@@ -201,7 +201,7 @@ def _plan(history: RunHistory) -> str:
     ]
     changes = [(one.key, one.before, one.after, size(one.saves_bytes), one.why) for one in plan.changes]
     return (
-        f"<p>{_text(plan.not_ours or f'{plan.verdict}: {plan.summary}')}</p>"
+        f"<p>{_text(plan.mismatch or f'{plan.verdict}: {plan.summary}')}</p>"
         + _table("Kinds of memory", ("memory", "planned peak", "usable", "reason"), tiers)
         + _table("Consumers", ("owner", "memory", "size", "phases", "reason"), lines)
         + _table("Differences from the config", ("key", "before", "after", "saves", "reason"), changes)

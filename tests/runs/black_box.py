@@ -626,7 +626,8 @@ def commands(work: Work) -> Group:
         found[f"{len(found) + 1}. {' '.join(words)}"] = work.run(*command, config, *options, "--json")
     out = work.folder / "runs" / "commands"
     found["events"] = events(work, out)
-    found["report"] = work.normalised(json.loads((out / "report.json").read_text()))
+    report = json.loads((out / "report.json").read_text())
+    found["report"] = work.normalised(report | {"plan": sorted(report["plan"])})
     found["files"] = sorted(_file_name(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     return found
 
@@ -647,10 +648,12 @@ def benches(work: Work) -> Group:
 
 
 def events(work: Work, out: Path) -> list[Any]:
-    """The run's log. A memory sample is reduced to the names it has."""
+    """The run's log. Memory samples and plans, which depend on the machine, are reduced to the names they have."""
     found = [json.loads(line) for line in (out / "logs" / "events.jsonl").read_text().splitlines()]
     return [
-        {"kind": one["kind"], "fields": sorted(one)} if one["kind"] == "MemorySampled" else work.normalised(one)
+        {"kind": one["kind"], "fields": sorted(one)}
+        if one["kind"] in ("MemorySampled", "Planned")
+        else work.normalised(one)
         for one in found
     ]
 

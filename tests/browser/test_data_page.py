@@ -29,9 +29,9 @@ def train(file: Path, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def finished(root: Path, tiny_model: TinyModel) -> Path:
     """The folder of the images of a run that has ended and was judged. One of them is too small to be used."""
-    pictures = images(root / "pictures", ITEMS)
-    Image.new("RGB", (16, 16)).save(pictures / "small.png")
-    data = [{"id": "pictures", "path": str(pictures), "resolution": 64.0, "minimum_size": 32.0}]
+    folder = images(root / "pictures", ITEMS)
+    Image.new("RGB", (16, 16)).save(folder / "small.png")
+    data = [{"id": "pictures", "path": str(folder), "resolution": 64.0, "minimum_size": 32.0}]
     config = config_for(
         "sdxl", tiny_model, root / "files", name="ended", output_dir=str(root / "runs" / "ended"), datasets=data,
         training={"max_steps": 2}, validation=SAMPLES,
@@ -39,7 +39,7 @@ def finished(root: Path, tiny_model: TinyModel) -> Path:
     train(write_config(config, root / "ended.yaml"), root)
     with process("data", "judge", config.output_dir, "--most", "4", output=root / "judge.txt") as judged:
         assert judged.wait(240) == 0, (root / "judge.txt").read_text()
-    return pictures
+    return folder
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def test_form_and_text_follow_each_other(owl: Page) -> None:
     wait_for(lambda: "lokr" not in text_of(owl), "the text", 20)
 
 
-def test_problems_stand_at_their_fields_and_in_a_list(owl: Page) -> None:
+def test_problems_are_shown_at_their_fields_and_in_a_list(owl: Page) -> None:
     field = option(owl, "training.max_steps")
     field.fill("many")
     expect(field).to_have_attribute("aria-invalid", "true")

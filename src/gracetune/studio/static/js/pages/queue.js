@@ -105,7 +105,7 @@ class Queue {
   drawRunner({ runner, jobs }) {
     const running = jobs.filter((/** @type {any} */ one) => one.state === "running").length;
     const words = !runner.active ? `Jobs are not started: ${runner.why || "no runner is active"}.`.replace(/\.\.$/, ".")
-      : running ? `${fmt.plural(running, "job")} running.` : runner.why || "Ready for the next job.";
+      : running ? `${fmt.plural(running, "job")} running.` : runner.why ? `Ready: ${runner.why}.` : "Ready for the next job.";
     if (this.runner.dataset.words === words) return;
     this.runner.dataset.words = words;
     fill(this.runner, el("div", { class: `callout ${runner.active ? (running ? "good" : "") : "warn"}` }, icon(runner.active ? "play" : "warning"), el("div", null, words)));

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from playwright.sync_api import expect
 
 from browser.conftest import HOSTILE, OpenPage, run_id, settle
-from browser.studio_process import Studio, events
+from browser.studio_process import Studio, events, wait_for
 
 SHOWN = """
 window.shown = [];
@@ -58,7 +57,8 @@ def test_a_sample_that_is_requested_appears(open_page: OpenPage, control: Studio
     dialog.get_by_role("button", name="Sample now").click()
     image = page.locator(".sample-box img").first
     expect(image).to_be_visible(timeout=60_000)
-    page.wait_for_function("document.querySelector('.sample-box img').naturalWidth === 64")
+    # Not `wait_for_function`: it evaluates text in the page, which the content security policy forbids.
+    wait_for(lambda: image.evaluate("(one) => one.naturalWidth") == 64, "the image")
     requested = [line for line in events(training) if line["kind"] == "ValidationDone"]
     assert requested[-1]["requested"]
     # The other prompt is markup, and is shown as text.
@@ -84,10 +84,7 @@ def test_a_checkpoint_that_is_requested_is_written(open_page: OpenPage, control:
     page.goto(f"{control.address}#/run/{run_id(page, 'live')}")
     page.get_by_role("button", name="Save now").click()
     page.get_by_role("dialog").get_by_role("button", name="Save now").click()
-    end = time.monotonic() + 60
-    while not (found := [line for line in events(training) if line["kind"] == "CheckpointWritten"]):
-        assert time.monotonic() < end, "no checkpoint"
-        settle(0.2)
+    found = wait_for(lambda: [line for line in events(training) if line["kind"] == "CheckpointWritten"], "a checkpoint")
     assert (training / found[-1]["path"]).is_dir()
 
 

@@ -113,7 +113,7 @@ def test_a_browser_without_the_link_sees_nothing(browser: Any, control: Studio) 
     context.close()
 
 
-def test_lost_and_found_again(open_page: OpenPage, control: Studio, training: Path) -> None:
+def test_the_connection_is_shown(open_page: OpenPage, control: Studio, training: Path) -> None:
     page = open_page(control)
     go(page, control, "#/run/RUN")
     expect(page.locator(".connection")).to_have_class(re.compile("live"))

@@ -262,6 +262,13 @@ def test_what_is_in_the_place_of_a_result_is_said_before_the_first_step(
     assert "--set output_dir=FOLDER" in problem.hint
 
 
+def test_a_run_folder_that_is_a_link_to_nowhere(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 1})
+    link_to_nowhere(tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"output_dir\n  found     out, a link to .*, which does not exist"):
+        run(config)
+
+
 def test_a_result_that_lies_behind_a_link_is_one(finished: RunConfig, tmp_path: Path) -> None:
     """Links to a disk for results are allowed."""
     result = tmp_path / "out" / "tiny.safetensors"

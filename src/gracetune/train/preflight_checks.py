@@ -130,7 +130,7 @@ def check_output_paths(folder: RunFolder, experts: Sequence[Expert], kind: Adapt
 
     Results of an earlier run are checked by `RunFolder.reject_finished`.
     """
-    folders, files = [folder.samples, folder.logs], [folder.path / CONFIG, folder.path / LOG_FILE]
+    folders, files = [folder.path, folder.samples, folder.logs], [folder.path / CONFIG, folder.path / LOG_FILE]
     with folder.refusing():
         steps = folder.steps()
     for step in (None, *steps):

@@ -55,7 +55,7 @@ class MissingEntryError(EntriesError):
             keys,
             folder,
             Problem(
-                key=f"{_entries(len(keys))} missing",
+                key="1 cache entry is missing" if len(keys) == 1 else f"{len(keys):,} cache entries are missing",
                 found=_of(sample, listed(keys)),
                 expected="all entries that the run uses",
                 hint="run `gracetune cache build CONFIG`; it encodes only missing entries",
@@ -73,17 +73,13 @@ class CorruptEntryError(EntriesError):
             keys,
             folder,
             Problem(
-                key=f"{_entries(len(keys))} damaged",
+                key="1 cache entry is damaged" if len(keys) == 1 else f"{len(keys):,} cache entries are damaged",
                 found=f"bytes that do not match their checksum: {_of(sample, listed(keys))}",
                 expected="the bytes that were written",
                 hint="run `gracetune cache build CONFIG` to encode them again; check the disk (`dmesg`, `smartctl -a`)",
                 file=str(folder),
             ),
         )
-
-
-def _entries(count: int) -> str:
-    return "1 cache entry is" if count == 1 else f"{count:,} cache entries are"
 
 
 def _of(sample: str | None, keys: str) -> str:

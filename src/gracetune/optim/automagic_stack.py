@@ -16,8 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from gracetune.adapters.layer import local
 from gracetune.errors import GracetuneError
 from gracetune.optim.element_rates import RateGrid
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
 
 NO_SIGN = 2
 """Value of the last sign (otherwise 0 or 1) before the first update."""
@@ -275,13 +270,6 @@ def kernels_for(parameter: Tensor, fused: bool | None) -> bool:
     return can and fused is not False
 
 
-@cache
-def _kernels() -> ModuleType:
-    from gracetune.kernels import automagic
-
-    return automagic
-
-
 @dataclass(eq=False)
 class _Addresses:
     """A device table of numbers (addresses or indices), uploaded again only when one of them changes."""
@@ -334,26 +322,27 @@ class CudaStack(Stack):
     def _launch(
         self, parameters: list[Tensor], gradients: list[Tensor], active: list[int], rule: UpdateRule, bad: Tensor
     ) -> None:  # fmt: skip
+        from gracetune.kernels import automagic as kernels  # needs Triton
+
         device = parameters[0].device
         slots = self._slots.numbers(active, device)
-        calls: Any = _kernels()
         addresses, grads = self._parameter_addresses.of(parameters), self._gradients.of(gradients)
         dtype = parameters[0].dtype
         aligned = self._parameter_addresses.aligned and self._gradients.aligned
-        shapes = calls.Shape.of(self.shape, len(active), aligned=aligned and _is_even(self.shape, dtype))
+        shapes = kernels.KernelShape.of(self.shape, len(active), aligned=aligned and _is_even(self.shape, dtype))
         row, col = self.moments["row"], self.moments["col"]
-        calls.average_rows(grads, slots, row, bad, shapes, dtype, beta2=rule.beta2, eps=rule.eps)
-        calls.average_columns(grads, slots, col, bad, shapes, dtype, beta2=rule.beta2, eps=rule.eps)
+        kernels.average_rows(grads, slots, row, bad, shapes, dtype, beta2=rule.beta2, eps=rule.eps)
+        kernels.average_columns(grads, slots, col, bad, shapes, dtype, beta2=rule.beta2, eps=rule.eps)
         # The kernels read moments by position among the active parameters, so others are selected out first.
         whole = len(active) == len(self.parameters)
         row, col = (row, col) if whole else (row[slots], col[slots])
         by_row = (row / row.mean(-1, keepdim=True)).clamp_(min=TINY).rsqrt_()
         by_col = col.clamp(min=TINY).rsqrt_()
-        partial = calls.square_sums(grads, by_row, by_col, shapes, dtype)
+        partial = kernels.square_sums(grads, by_row, by_col, shapes, dtype)
         rms = (partial.sum(-1) / self.shape.numel()).sqrt_()
         damping = rms.div_(rule.clip).clamp_(min=1.0).reciprocal_()
         grid = rule.grid
-        calls.move(
+        kernels.move(
             addresses, grads, slots, by_row, by_col, damping, bad, self.rates, self.signs, shapes, dtype,
             unit=grid.unit, bump=grid.bump, lowest=grid.lowest, highest=grid.highest, bias=grid.bias,
             min_lr=grid.limits.min_lr, max_lr=grid.limits.max_lr, weight_decay=rule.weight_decay, no_sign=NO_SIGN,

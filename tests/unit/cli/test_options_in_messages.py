@@ -30,7 +30,7 @@ NOT_SHOWN = (
     "hub/access.py",
     "studio/machine_memory.py",
 )
-"""Style sheets, arguments for other programs (`hf download`, `nvidia-smi`), and the options of SimpleTuner's own command line."""
+"""Style sheets, arguments for other programs (`hf download`, `nvidia-smi`), and SimpleTuner's own command line."""
 OF_A_RUN = (
     "adapters", "cache", "checkpoint", "config", "data", "diffusion", "hostmem", "memory", "models", "optim",
     "planning", "storage", "telemetry", "train",

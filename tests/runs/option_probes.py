@@ -395,6 +395,9 @@ _CLOCKS = ("_s", "_ms", "time", "hours", "bytes", "memory", "per_second", "host"
 EXPECTED_TEXT = ("latents", "texts", "deterministic")
 """Printed lines about choices that have no other visible effect."""
 
+_NOT_COMPARED = ("config", "run", "tiers", "summary")
+"""Fields of events with the changed option, a random name, or the memory that is free at the moment (`Planned`)."""
+
 
 def whole_run(config: RunConfig) -> Any:
     """The result of a run in a new folder: files, and events without times and facts of the machine."""
@@ -424,7 +427,7 @@ def _left_by(config: RunConfig) -> Any:
         for record in read_log(log).merged():
             name = type(record.event).__name__
             if name != "MemorySampled":  # times and sizes
-                values = {key: value for key, value in _plain(record.event).items() if key not in ("config", "run")}
+                values = {key: value for key, value in _plain(record.event).items() if key not in _NOT_COMPARED}
                 events.append((name, values))
     stated = [re.sub(r"[0-9.]+ \w+/?s?", "", one) for one in view.lines if one.startswith(EXPECTED_TEXT)]
     held = {name: {key: (str(one.dtype), digest(one)) for key, one in found.items()} for name, found in tensors.items()}

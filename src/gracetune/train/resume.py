@@ -200,9 +200,9 @@ def rates_to_start_with(
     requested = config.optimizer
     if requested.rates_from is None or not reads_key(requested.name, "rates_from") or start.checkpoint is not None:
         return None
-    one_of_two = len(facts.experts) > 1 and config.model.experts != "both"
+    single_expert = len(facts.experts) > 1 and config.model.experts != "both"
     path = Path(requested.rates_from).expanduser()
-    return read_rates(path, shapes, kind=config.adapter.kind, one_of_two=one_of_two)
+    return read_rates(path, shapes, kind=config.adapter.kind, single_expert=single_expert)
 
 
 def _rates_beside(config: RunConfig) -> list[str]:

@@ -12,7 +12,7 @@ from gracetune.optim.automagic import Automagic
 
 SHAPES = {"high_noise/a": (4, 6), "high_noise/b": (3,), "low_noise/a": (4, 6), "low_noise/b": (3,)}
 """Our names in the order of the file: the high-noise expert comes first."""
-LORA: dict[str, Any] = {"kind": "lora", "one_of_two": False}
+LORA: dict[str, Any] = {"kind": "lora", "single_expert": False}
 
 
 def quantised(rates: torch.Tensor) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_rates_and_signs_get_our_names_in_the_files_order(tmp_path: Path, groups
     [
         ({"a": (4, 6)}, {}, "found 4 parameters; expected the 1 that this run trains"),
         (dict(reversed(SHAPES.items())), {}, "parameters of other sizes"),
-        (SHAPES, {"one_of_two": True}, "their expert is unknown"),
+        (SHAPES, {"single_expert": True}, "their expert is unknown"),
         (SHAPES, {"kind": "dora"}, "kind dora; expected one of kind lora or lokr"),
     ],
 )

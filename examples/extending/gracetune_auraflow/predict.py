@@ -1,4 +1,4 @@
-"""What AuraFlow's transformer says about noisy latents."""
+"""The prediction of AuraFlow's transformer for noisy latents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gracetune.extension import ModelFacts
 def predict(
     denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
 ) -> Tensor:
-    """See `gracetune.models.spec.Predict`. Whatever goes in is brought to the dtype of `noisy`."""
+    """See `gracetune.models.spec.Predict`. Inputs are cast to the dtype of `noisy`."""
     answer: Tensor = denoiser(
         noisy,
         encoder_hidden_states=batch["prompt_embeds"].to(noisy.dtype),

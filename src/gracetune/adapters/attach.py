@@ -8,7 +8,7 @@
 
 Trained parameters are fp32 whatever the base model's precision is. The base model stays unchanged and gets no gradient.
 The initial values of a layer depend only on the seed, the expert and the layer's path; global random generators are not
-used. A linear layer is computed without materialising the change of its weight wherever its algorithm has a factorised
+used. A linear layer is computed without materializing the change of its weight wherever its algorithm has a factorised
 form; `attached.decisions` reports which form is used and why.
 """
 

@@ -1,6 +1,6 @@
 """Our own dialect: YAML with the keys of `RunConfig`, as `gracetune config show` prints it.
 
-The first key is `gracetune: 1`, the version of the format, by which the dialect is recognised. An ai-toolkit or
+The first key is `gracetune: 1`, the version of the format, by which the dialect is recognized. An ai-toolkit or
 SimpleTuner file can have the same sections in a `gracetune` block.
 """
 

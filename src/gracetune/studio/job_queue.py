@@ -2,7 +2,7 @@
 
 Its state is in files (`job_files`), so it survives the studio. A job is `gracetune train CONFIG` in a process of its
 own session: it goes on when the studio ends, is killed or runs out of memory. After a restart, a job that was running
-is recognised by its process; its outcome is read from the event log of its run.
+is recognized by its process; its outcome is read from the event log of its run.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ SHAPES = {"high_noise/a": (4, 6), "high_noise/b": (3,), "low_noise/a": (4, 6), "
 LORA: dict[str, Any] = {"kind": "lora", "single_expert": False}
 
 
-def quantised(rates: torch.Tensor) -> dict[str, Any]:
+def quantized(rates: torch.Tensor) -> dict[str, Any]:
     """Rates as ai-toolkit stores them: one byte per element and one scale per tensor."""
     scale = float(rates.max()) / 127
     return {"quantized": (rates / scale).round().to(torch.int8), "scale": scale, "orig_dtype": torch.float32}
@@ -27,7 +27,7 @@ def written(folder: Path, shapes: Mapping[str, tuple[int, ...]] = SHAPES, groups
     state = {
         at: {
             "step": 7,
-            "lr_mask": quantised(torch.rand(shape, generator=draw) * 1e-4 + 1e-5),
+            "lr_mask": quantized(torch.rand(shape, generator=draw) * 1e-4 + 1e-5),
             "last_polarity": torch.rand(shape, generator=draw) > 0.5,
             "avg_lr": torch.tensor(5e-5),
             "RMS": torch.tensor(0.1),

@@ -1,4 +1,4 @@
-"""The adapter's output on a linear layer, computed from the factors without materialising the change of the weight.
+"""The adapter's output on a linear layer, computed from the factors without materializing the change of the weight.
 
 The input x [..., in] is in the compute precision. The trained factors are fp32. They are cast to the compute precision
 once for each call, after the scale was multiplied into the smaller one.

@@ -39,8 +39,8 @@ class ImageProcessor(Qwen2VLProcessor):
     def __init__(
         self, image_processor: Any = None, tokenizer: PreTrainedTokenizerFast | None = None, **others: Any
     ) -> None:
-        initialise: Any = super().__init__  # transformers does not annotate it
-        initialise(image_processor, tokenizer, chat_template=others.get("chat_template"))
+        initialize: Any = super().__init__  # transformers does not annotate it
+        initialize(image_processor, tokenizer, chat_template=others.get("chat_template"))
 
 
 PIPELINES: Mapping[str, Any] = {

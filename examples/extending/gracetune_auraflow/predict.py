@@ -13,10 +13,10 @@ def predict(
     denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
 ) -> Tensor:
     """See `gracetune.models.spec.Predict`. Inputs are cast to the dtype of `noisy`."""
-    answer: Tensor = denoiser(
+    prediction: Tensor = denoiser(
         noisy,
         encoder_hidden_states=batch["prompt_embeds"].to(noisy.dtype),
         timestep=facts.schedule.model_time(level),
         return_dict=False,
     )[0]
-    return answer
+    return prediction

@@ -101,8 +101,8 @@ def reject_other_data_early(
 
 
 _WORTH_DECODING: Final = 64
-"""Largest number of samples to decode in this check. If more are missing, the caches themselves are gone, and encoding
-will find the damaged files."""
+"""Largest number of samples to decode in this check. If more are missing, the caches themselves were removed, and
+encoding will find the damaged files."""
 
 
 def _may_be_damaged(before: Fingerprint, index: DataIndex, missing: Callable[[], Sequence[LatentItem]]) -> bool:

@@ -79,7 +79,7 @@ class _Expert:
     """The number of steps at which the device is read to see how many of them were applied."""
     applied: Tensor | None = None
     """On the device: steps that were not skipped and had a loss. A loss of 0 teaches nothing: all of the samples are
-    masked, or regularisation data asks an adapter that has learned nothing for the base model's answer."""
+    masked, or regularisation data asks an adapter that has learned nothing for the base model's prediction."""
     begins_as_base: bool = True
     """When this process began, the adapter changed nothing."""
     judged: bool = False

@@ -65,16 +65,16 @@ class QwenPairwiseAttention(QwenDoubleStreamAttnProcessor2_0):
         key = _norm_and_rope(key, attn.norm_k, attn, image_angles)
         caption_query = _norm_and_rope(caption_query, attn.norm_added_q, attn, caption_angles)
         caption_key = _norm_and_rope(caption_key, attn.norm_added_k, attn, caption_angles)
-        answer = dispatch_attention_fn(
+        attended = dispatch_attention_fn(
             torch.cat([caption_query, query], dim=1), torch.cat([caption_key, key], dim=1),
             torch.cat([_by_heads(caption_value, attn), _by_heads(value, attn)], dim=1),
             attn_mask=_joint_mask(encoder_hidden_states_mask, hidden_states), backend=self._attention_backend,
             parallel_config=self._parallel_config,
         )  # fmt: skip
-        answer = answer.flatten(2, 3).type_as(query)
+        attended = attended.flatten(2, 3).type_as(query)
         caption = encoder_hidden_states.shape[1]
-        result: Tensor = attn.to_out[1](attn.to_out[0](answer[:, caption:].contiguous()))
-        caption_result: Tensor = attn.to_add_out(answer[:, :caption].contiguous())
+        result: Tensor = attn.to_out[1](attn.to_out[0](attended[:, caption:].contiguous()))
+        caption_result: Tensor = attn.to_add_out(attended[:, :caption].contiguous())
         return result, caption_result
 
 

@@ -116,11 +116,11 @@ class WanPairwiseAttention(WanAttnProcessor):
             key, value = apply_layers(encoder_hidden_states, (attn.to_k, attn.to_v))
         query = _norm_and_rope(query, attn.norm_q, attn.heads, rotary_emb)
         key = _norm_and_rope(key, attn.norm_k, attn.heads, rotary_emb)
-        answer = dispatch_attention_fn(
+        attended = dispatch_attention_fn(
             query, key, value.unflatten(2, (attn.heads, -1)), attn_mask=attention_mask, backend=self._attention_backend,
             parallel_config=self._parallel_config if encoder_hidden_states is None else None,
         )  # fmt: skip
-        output: Tensor = attn.to_out[1](attn.to_out[0](answer.flatten(2, 3).type_as(query)))
+        output: Tensor = attn.to_out[1](attn.to_out[0](attended.flatten(2, 3).type_as(query)))
         return output
 
 

@@ -343,12 +343,12 @@ class Step:
         for module in self.chain.modules():
             if isinstance(module, WidenedLora):
                 module.refresh()
-        answer = self.answer()
+        prediction = self.prediction()
         self.chain.zero_grad(set_to_none=True)
-        answer.backward(self.inputs[0].detach())
-        return answer.detach()[0, 0, 0]
+        prediction.backward(self.inputs[0].detach())
+        return prediction.detach()[0, 0, 0]
 
-    def answer(self) -> Tensor:
+    def prediction(self) -> Tensor:
         device = self.inputs[0].device
         held: AbstractContextManager[object] = nullcontext() if self.attention is None else sdpa_kernel(self.attention)
         lowered = self.precision != torch.float32
@@ -382,8 +382,8 @@ def gradient_size(step: Step) -> tuple[float, float]:
     """Of the answer and of the adapters' gradients: the same for two ways that are the same."""
     step()
     with torch.no_grad():
-        answer = float(step.answer().double().norm())
-    return answer, float(sum(one.grad.double().square().sum() for one in step.chain.trained if one.grad is not None))
+        norm = float(step.prediction().double().norm())
+    return norm, float(sum(one.grad.double().square().sum() for one in step.chain.trained if one.grad is not None))
 
 
 def kernels_of(step: Step) -> tuple[int, float]:

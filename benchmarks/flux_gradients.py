@@ -149,8 +149,8 @@ def step(backend: str, size: Size, device: torch.device) -> tuple[dict[str, Tens
         with torch.no_grad(), _Seen() as seen_frozen:
             model(**given)
         with _Seen() as seen:
-            answer = model(**given, return_dict=False)[0]
-    loss = (answer.float() - target).square().mean()
+            prediction = model(**given, return_dict=False)[0]
+    loss = (prediction.float() - target).square().mean()
     loss.backward()
     found = {name: one.grad.cpu() for name, one in model.named_parameters() if one.grad is not None}
     return found, {"loss": float(loss), "kernels": sorted(seen.names or seen_frozen.names)}
@@ -174,8 +174,8 @@ def alone(backend: str, size: Size, device: torch.device, file: Path) -> None:
         leaves = [one.to(kind, copy=True).requires_grad_() for one in random_tensor]
         q, k, v = (one.permute(0, 2, 1, 3) for one in leaves)
         with kernel:
-            answer = scaled_dot_product_attention(q, k, v).permute(0, 2, 1, 3)
-            answer.backward(gradient.to(kind) if kind != gradient.dtype else gradient)
+            attended = scaled_dot_product_attention(q, k, v).permute(0, 2, 1, 3)
+            attended.backward(gradient.to(kind) if kind != gradient.dtype else gradient)
         return [leaf.grad.float() for leaf in leaves if leaf.grad is not None]
 
     wanted = gradients(torch.float32, slice_, sdpa_kernel(SDPBackend.MATH))

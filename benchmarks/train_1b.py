@@ -370,10 +370,10 @@ class PlainLoop:
         share = level.view(-1, 1, 1, 1, 1)
         seen = ((1 - share) * self._latents + share * noise).to(torch.bfloat16)
         with torch.autocast(self._device.type, dtype=torch.bfloat16):
-            answer = self._denoiser(
+            prediction = self._denoiser(
                 hidden_states=seen, timestep=1000 * level, encoder_hidden_states=self._text, return_dict=False
             )[0]
-        loss = torch.nn.functional.mse_loss(answer.float(), noise - self._latents)
+        loss = torch.nn.functional.mse_loss(prediction.float(), noise - self._latents)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()

@@ -34,7 +34,7 @@ def speed(found: list[Result]) -> str:
     ]
     if not lines:
         return NOTHING
-    head = "| job | ms/step | diffusers with peft or lycoris-lora | | peak GiB | bar |"
+    head = "| job | ms/step | diffusers with peft or lycoris-lora | speedup | peak GiB | bar |"
     return "\n".join([head, "|" + "---|" * 6, *lines])
 
 
@@ -55,7 +55,7 @@ def steps(found: list[Result]) -> str:
         return NOTHING
     head = (
         "| job | ms/step | baseline | ratio | tokens/s | TFLOP/s | of the ceiling | with repeats "
-        "| peak GiB (estimated) | once s | gradients' error | bar | where |"
+        "| peak GiB (estimated) | compile s | gradients' error | bar | where |"
     )
     return "\n".join([head, "|" + "---|" * 13, *lines])
 
@@ -116,7 +116,7 @@ def numerics(found: list[Result]) -> str:
 
 
 def peers(found: list[Result]) -> str:
-    """Other programs' own trainers beside ours, as they were recorded by hand in one sitting."""
+    """Other programs' own trainers beside ours, as they were recorded by hand in one session."""
     lines = [
         f"| {row['program']} | {result['commits'][row['program']] or 'not recorded'} | {row['adapter']} "
         f"| {row['setting']} | {row['ms_per_step']:,g} | {_or_dash(row['peak_gib'], '{:g}')} "
@@ -125,7 +125,7 @@ def peers(found: list[Result]) -> str:
         if result.get("bench") == "peers"
         for row in result["rows"]
     ]
-    head = "| own trainer of | commit | adapter | setting | ms/step | peak GiB | first step s |"
+    head = "| trainer | commit | adapter | setting | ms/step | peak GiB | first step s |"
     return "\n".join([head, "|" + "---|" * 7, *lines]) if lines else NOTHING
 
 

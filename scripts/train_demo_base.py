@@ -338,13 +338,13 @@ def velocity_loss(unet: Any, schedule: Any, data: Encoded) -> Tensor:
     clean, times = data.latents[chosen], torch.randint(1000, (UNET_BATCH,))
     noise = torch.randn_like(clean)
     sizes = torch.tensor([[SIDE, SIDE, 0, 0, SIDE, SIDE]]).float().expand(UNET_BATCH, -1)
-    answer = unet(
+    prediction = unet(
         schedule.add_noise(clean, noise, times),
         times,
         encoder_hidden_states=data.texts[captions],
         added_cond_kwargs={"text_embeds": data.pooled[captions], "time_ids": sizes},
     ).sample
-    return F.mse_loss(answer, schedule.get_velocity(clean, noise, times))
+    return F.mse_loss(prediction, schedule.get_velocity(clean, noise, times))
 
 
 @contextmanager

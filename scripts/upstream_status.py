@@ -59,12 +59,12 @@ def record(upstream: Upstream, source: Path) -> Path:
     file = FACTS / f"{upstream.name}-{whole.version}.json"
     FACTS.mkdir(parents=True, exist_ok=True)
     write_facts(kept, file)
-    if answers(read_facts(file), upstream) != answers(whole, upstream):
+    if check_results(read_facts(file), upstream) != check_results(whole, upstream):
         raise GracetuneError(f"{file}: does not say what the code says; this is a mistake in gracetune")
     return file
 
 
-def answers(facts: UpstreamFacts, upstream: Upstream) -> object:
+def check_results(facts: UpstreamFacts, upstream: Upstream) -> object:
     return check(replace(facts, unreadable={}), upstream.points).findings
 
 

@@ -3,7 +3,7 @@
 redact("https://me:secret@host/data")          # https://(hidden)@host/data
 redact_values({"hub_token": "hf_abc"})         # {"hub_token": "(hidden)"}
 
-Secrets are recognised by position and form:
+Secrets are recognized by position and form:
 
 - the login and the query of a URL
 - the login of `user:password@host:/path` and `user:password@host/path`
@@ -35,7 +35,7 @@ LONGEST_CUT: Final = 12
 
 
 def redact(text: str) -> str:
-    """The text with all recognisable secrets hidden."""
+    """The text with all recognizable secrets hidden."""
     text = _TOKEN.sub(HIDDEN, text)
     if "://" in text:
         text = _URL.sub(lambda found: f"://{_redact_url(found[1])}", text)
@@ -277,7 +277,7 @@ def redact_value(text: str, name: str = "", redact_text: Callable[[str], str] = 
 
 
 class Redactor:
-    """Hides the secrets it has learned, and everything that `redact` recognises."""
+    """Hides the secrets it has learned, and everything that `redact` recognizes."""
 
     def __init__(self, *sources: Any) -> None:
         """The arguments are those of `learn`."""

@@ -86,7 +86,7 @@ class GpuTestResults:
     def begin(
         cls, file: Path, circumstances: Circumstances, seed: int, *, selected: int, existing: Collection[str]
     ) -> GpuTestResults:
-        """`existing` are the ids of all tests in the collected files: others of these files are gone."""
+        """`existing` are the ids of all tests in the collected files: others of these files were removed."""
         before: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         files = {name.partition("::")[0] for name in existing}
         tests = {

@@ -1,4 +1,4 @@
-"""cuDNN's attention on tensors as a model has them: [B, tokens, heads, width], turned and not copied."""
+"""cuDNN's attention on tensors as a model has them: [B, tokens, heads, width], transposed and not copied."""
 
 from __future__ import annotations
 

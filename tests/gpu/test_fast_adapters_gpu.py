@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gracetune.adapters.attach import Attached
 from gracetune.adapters.fast.modules import LoraLinear
-from gracetune.models.common.attention import answers
+from gracetune.models.common.attention import apply_layers
 from unit.adapters.fast.nets import CASES, WIDTH, adapt, distance, net
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ class Three(nn.Module):
             self.layers = nn.ModuleList(nn.Linear(WIDTH, width, bias=width != 64) for width in (WIDTH, 256, 64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat(answers(x, tuple(self.layers)), dim=-1)
+        return torch.cat(apply_layers(x, tuple(self.layers)), dim=-1)
 
 
 def gradients(model: nn.Module, attached: Attached, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

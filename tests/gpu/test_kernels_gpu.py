@@ -64,7 +64,7 @@ def both_ways(function: Function, gradient: Tensor, x: Tensor, *others: Any) -> 
 # -- fused norm and RoPE ----------------------------------------------------------------------------------------------
 
 
-def plainly_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def plainly_rotated(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     modulated_norm = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
     a, b = modulated_norm.unflatten(2, (-1, cos.shape[-1] // 2, 2)).unbind(-1)
     c, s = cos[..., 0::2], sin[..., 1::2]
@@ -93,7 +93,7 @@ def test_normed_and_turned(
     x, gradient = 2 * noise(batch, tokens, width), noise(batch, tokens, width)
     others = ((1 + noise(width)).to(weight_dtype), EPS, *tables(tokens, head))
     found = both_ways(run_as(norm_rope, compiled), gradient, x, *others)
-    wanted = both_ways(plainly_turned, gradient, x.float(), *others)
+    wanted = both_ways(plainly_rotated, gradient, x.float(), *others)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == torch.bfloat16
         assert error(ours, theirs) <= ROUNDING
@@ -107,7 +107,7 @@ def test_normed_and_turned_with_positions_of_each_samples_own(compiled: bool) ->
     x, gradient = 2 * noise(3, 77, 1536), noise(3, 77, 1536)
     others = (1 + noise(1536), EPS, *tables(77, 128, samples=3))
     found = both_ways(run_as(norm_rope, compiled), gradient, x, *others)
-    wanted = both_ways(plainly_turned, gradient, x.float(), *others)
+    wanted = both_ways(plainly_rotated, gradient, x.float(), *others)
     assert max(error(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)) <= ROUNDING
 
 
@@ -123,7 +123,7 @@ def test_normed_and_turned_among_other_work_and_by_columns(compiled: bool) -> No
         return norm_rope((x + 1).transpose(1, 2), *others).transpose(1, 2) * 0.5
 
     def plain(x: Tensor, *others: Any) -> Tensor:
-        return plainly_turned((x + 1).transpose(1, 2), *others).transpose(1, 2) * 0.5
+        return plainly_rotated((x + 1).transpose(1, 2), *others).transpose(1, 2) * 0.5
 
     x, gradient = noise(2, width, tokens), noise(2, width, tokens)
     found = both_ways(run_as(ours, compiled), gradient, x, *others)

@@ -68,14 +68,14 @@ def test_a_checkpoints_tensors_alone_are_rejected(
             main(["adapter", command[0], str(alone), "--family", "flux", *command[1:]])
         assert done.value.code == 1
         captured = capsys.readouterr()
-        assert "nothing says how this adapter is scaled" in " ".join((captured.out + captured.err).split())
+        assert "no other information about the scale of this adapter" in " ".join((captured.out + captured.err).split())
     with pytest.raises(BrokenLayerError, match="--alpha"):
         open_adapter(alone, "flux").state()
     given = open_adapter(alone, "flux", alpha=2.0).state()
     whole = open_adapter(folder / "parameters.safetensors", "flux").state()
     assert {layer.scale for layer in given.layers.values()} == {layer.scale for layer in whole.layers.values()} == {0.5}
     next_run = {"kind": "lora", "rank": 4, "init_from": str(alone)}
-    with pytest.raises(ConfigError, match="nothing says how this adapter is scaled"):
+    with pytest.raises(ConfigError, match="no other information about the scale of this adapter"):
         run(config_for("flux", tiny_model, tmp_path / "next", **SECTIONS, adapter=next_run))
 
 

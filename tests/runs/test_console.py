@@ -164,7 +164,7 @@ def test_a_reader_that_reads_nothing(
     assert child.join() == ["0"]
     os.close(reading)
     os.close(writing)
-    assert_undisturbed(config, undisturbed, "stderr took nothing for 0 s: output is left out until it does")
+    assert_undisturbed(config, undisturbed, "stderr accepted no output for 0 s: output is dropped until it does")
 
 
 def fill(descriptor: int) -> None:

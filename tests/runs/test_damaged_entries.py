@@ -180,7 +180,7 @@ def test_a_cache_that_is_gone_for_good(number: int, commands: Commands, tiny_mod
     ended = commands.run(["train", str(file)], faults=gone)
     assert ended.code == 1, ended.errors
     assert "Traceback" not in ended.errors
-    assert "stopped, and saved at step" in ended.out, ended.errors
+    assert "stopped and saved at step" in ended.out, ended.errors
     ended = commands.run(["train", str(file)])
     assert ended.code == 0, ended.errors
     assert losses(config) == losses(whole)

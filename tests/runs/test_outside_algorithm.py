@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALGORITHM = '''
 """The outer product of a column and a row."""
 
-from gracetune.adapters.algorithms.matrices import shaped
+from gracetune.adapters.algorithms.matrices import reshape_change
 from gracetune.adapters.algorithms.record import Algorithm
 
 
@@ -39,7 +39,7 @@ class Outer(Algorithm):
         return {"outer_column": torch.zeros(rows.shape[0]), "outer_row": torch.randn(rows.shape[1])}, None
 
     def added(self, tensors, shape):
-        return shaped(tensors["outer_column"].unsqueeze(1) * tensors["outer_row"], shape)
+        return reshape_change(tensors["outer_column"].unsqueeze(1) * tensors["outer_row"], shape)
 
     def outputs(self, tensors):
         return tensors["outer_column"].numel()

@@ -52,7 +52,7 @@ def test_recorded_steps_learn_what_others_learn(
         config_for("wan", tiny_model, tmp_path / name, datasets=data, **SECTIONS) for name in ("plain", "replayed")
     )
     run(plain)
-    device, heard = Device(waits=True, error=None, free=1 << 50, synchronises=False), CollectingView()
+    device, heard = Device(waits=True, error=None, free=1 << 50, synchronizes=False), CollectingView()
 
     def replay(config: Any, trained_model: TrainedModel, gradients: dict[ExpertName, FlatGradients], *_: Any) -> Replay:
         flat = {trained_model.host.module(name): one for name, one in gradients.items()}

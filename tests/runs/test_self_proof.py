@@ -222,8 +222,8 @@ def test_an_answer_that_is_not_finite_is_no_proof_against_the_adapter(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp16 a sample may overflow. Such steps are skipped and do not end the run."""
-    original = TrainStep.answer
-    monkeypatch.setattr(TrainStep, "answer", lambda *given: original(*given) * torch.nan)
+    original = TrainStep.predict
+    monkeypatch.setattr(TrainStep, "predict", lambda *given: original(*given) * torch.nan)
     view = CollectingView()
     assert run(config_for("flux", tiny_model, tmp_path, training={"max_steps": STEPS}), view).files
     assert "the adapter changes the output by nan" in lines(view)[0]

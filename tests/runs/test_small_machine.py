@@ -113,7 +113,7 @@ def test_the_floor_follows_the_size_of_the_machine(commands: Commands, tiny_mode
     with when(lambda: log.exists() and b'"step":2' in log.read_bytes(), lambda: machine.leave(100 * MIB)):
         ended = train("--max-steps", "2000")
     assert ended.code == 3, ended.errors
-    assert "interrupted, and saved at step" in ended.out
+    assert "interrupted and saved at step" in ended.out
     machine.leave(1536 * MIB)
     assert train().code == 0
     whole = config.model_copy(update={"output_dir": str(tmp_path / "whole")})

@@ -90,7 +90,7 @@ def test_names_of_anything_else(name: str) -> None:
         ("datasets[0].path: found 3, expected 4", "datasets[0].path: found 3, expected 4"),
     ],
 )
-def test_what_is_recognised_in_text(text: str, shown: str) -> None:
+def test_what_is_recognized_in_text(text: str, shown: str) -> None:
     assert redact(text) == shown
     assert redact(shown) == shown
 

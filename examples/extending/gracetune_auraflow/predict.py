@@ -1,4 +1,4 @@
-"""What AuraFlow's transformer says about noisy latents."""
+"""The prediction of AuraFlow's transformer for noisy latents."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gracetune.extension import ModelFacts
 def predict(
     denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
 ) -> Tensor:
-    """See `gracetune.models.spec.Predict`. Whatever goes in is brought to the dtype of `noisy`."""
-    answer: Tensor = denoiser(
+    """See `gracetune.models.spec.Predict`. Inputs are cast to the dtype of `noisy`."""
+    prediction: Tensor = denoiser(
         noisy,
         encoder_hidden_states=batch["prompt_embeds"].to(noisy.dtype),
         timestep=facts.schedule.model_time(level),
         return_dict=False,
     )[0]
-    return answer
+    return prediction

@@ -83,7 +83,7 @@ def test_predict_is_what_the_pipeline_asks_and_gets(folder: Path) -> None:
     pipeline.set_progress_bar_config(disable=True)
     seen: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor]] = []
     pipeline.transformer.register_forward_hook(
-        lambda _module, given, named, answer: seen.append((given[0], named, answer[0])), with_kwargs=True
+        lambda _module, given, named, prediction: seen.append((given[0], named, prediction[0])), with_kwargs=True
     )
     pipeline(
         prompt=CAPTIONS, width=WIDTH, height=HEIGHT, num_inference_steps=3, guidance_scale=1.0, output_type="latent"
@@ -91,11 +91,11 @@ def test_predict_is_what_the_pipeline_asks_and_gets(folder: Path) -> None:
     facts, batch = SPEC.inspect(source(folder)), batch_of(folder)
     denoiser = SPEC.load_denoiser(source(folder), facts.experts[0], CPU)
     assert len(seen) == 3
-    for noisy, named, answer in seen:
+    for noisy, named, prediction in seen:
         torch.testing.assert_close(batch["prompt_embeds"], named["encoder_hidden_states"])
         level = named["timestep"] / facts.schedule.model_time(torch.ones(1))
         with torch.no_grad():
-            torch.testing.assert_close(SPEC.predict(denoiser, noisy, level, batch, facts), answer)
+            torch.testing.assert_close(SPEC.predict(denoiser, noisy, level, batch, facts), prediction)
     assert facts.shift == pipeline.scheduler.config.shift
 
 

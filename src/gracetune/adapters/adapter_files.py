@@ -22,7 +22,7 @@ from gracetune.adapters.errors import (
 )
 from gracetune.adapters.formats.detection import Detected, detect
 from gracetune.adapters.formats.names import is_of_text_encoder, split_key
-from gracetune.adapters.formats.programs import readable
+from gracetune.adapters.formats.programs import reasons_by_program
 from gracetune.adapters.formats.reading import AdapterContents, dtype_of
 from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.state import AdapterState, ExpertStage
@@ -68,7 +68,7 @@ class OpenedAdapter:
         name = self.detected.format
         if name == "other" or not self._is_spelled_as(state, name):
             return {}
-        return readable(state, name)
+        return reasons_by_program(state, name)
 
     def _is_spelled_as(self, state: AdapterState, format: FormatName) -> bool:
         """Whether the file has exactly the keys that gracetune writes in this format."""

@@ -7,7 +7,7 @@ works on the model as it was published.
     y = x W^T + s (x A^T) B^T        inside `absent`: y = x W^T
 
 The assistant is computed beside its layer instead of being merged into the weight. Therefore `absent` gives the
-published model bit for bit, and 8-bit weights are quantised without it. Its tensors are non-persistent buffers: they
+published model bit for bit, and 8-bit weights are quantized without it. Its tensors are non-persistent buffers: they
 get no gradient and are not part of any `state_dict`.
 """
 

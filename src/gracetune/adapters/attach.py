@@ -8,7 +8,7 @@
 
 Trained parameters are fp32 whatever the base model's precision is. The base model stays unchanged and gets no gradient.
 The initial values of a layer depend only on the seed, the expert and the layer's path; global random generators are not
-used. A linear layer is computed without materialising the change of its weight wherever its algorithm has a factorised
+used. A linear layer is computed without materializing the change of its weight wherever its algorithm has a factorised
 form; `attached.decisions` reports which form is used and why.
 """
 
@@ -28,7 +28,7 @@ from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.assistant import Assisted
 from gracetune.adapters.computation import REFERENCE, AdapterPath, Computation
 from gracetune.adapters.fast.modules import AdaptedLinear, FastLayer, HoldsWeightOtherwise, choice, reference
-from gracetune.adapters.layer import AttachedLayer, local
+from gracetune.adapters.layer import AttachedLayer, local_shard
 from gracetune.adapters.load_checks import fit_to_layers
 from gracetune.adapters.lycoris import Factors
 from gracetune.adapters.options import LayerOptions, resolver
@@ -315,7 +315,7 @@ class _LayersAttached(Attached):
         acting = {f"{path}.{number}": one for path, some in self.acting().items() for number, one in enumerate(some)}
         with _restored(acting):
             with torch.no_grad():
-                torch._foreach_mul_([local(parameter) for parameter in acting.values()], factor)
+                torch._foreach_mul_([local_shard(parameter) for parameter in acting.values()], factor)
             yield
 
     @contextmanager
@@ -340,7 +340,7 @@ class _LayersAttached(Attached):
 @contextmanager
 def _restored(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
     """Save this process's shards and restore them afterwards in place, so references to the parameters stay valid."""
-    parts = [local(parameter).detach() for parameter in parameters.values()]
+    parts = [local_shard(parameter).detach() for parameter in parameters.values()]
     own = [*map(torch.empty_like, parts)]
     _copy_all(own, parts)
     try:

@@ -1,4 +1,4 @@
-"""The interface of one adapted layer in a model. An `Attached` model consists of these.
+"""The interface of one adapted layer. `attach.Attached` is a model with all of its adapted layers.
 
 Each way to compute an adapter is a subclass: `peft_lora.PeftLayer`, `lycoris.LycorisLayer`, `fast.modules.FastLayer`.
 """
@@ -43,7 +43,7 @@ class AttachedLayer(ABC):
 
     @property
     def constants(self) -> Mapping[str, Tensor]:
-        """Tensors of a file that are flags and are not trained."""
+        """Untrained flag tensors, which files of this algorithm contain."""
         return {name: torch.tensor(value) for name, value in self.record.constants.items()}
 
     @property
@@ -57,7 +57,7 @@ class AttachedLayer(ABC):
     def state(self) -> Layer:
         """A copy on the CPU, in fp32. With sharded parameters this is a collective: every rank must call it."""
         shapes = self.shapes()
-        tensors = {name: _whole(parameter).reshape(shapes[name]) for name, parameter in self.parameters().items()}
+        tensors = {name: _full_tensor(parameter).reshape(shapes[name]) for name, parameter in self.parameters().items()}
         return Layer(self.algorithm, {**tensors, **self.constants}, self.alpha, self.rank)
 
     def layout(self) -> Layer:
@@ -75,12 +75,12 @@ class AttachedLayer(ABC):
             parameter.copy_(tensor)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This process's shard of a tensor that may be distributed. It shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _full_tensor(parameter: Tensor) -> Tensor:
     """A full fp32 copy on the CPU, gathered from all ranks if the parameter is sharded."""
     tensor = parameter.detach()
     if isinstance(tensor, DTensor):

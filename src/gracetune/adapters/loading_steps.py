@@ -125,7 +125,7 @@ def _converted(
     close = f"--for {program} --lora-rank {_LORA_RANK}"
     base = f" --model {shlex.quote(model)}" if model else ""
     return {
-        name: f"{name} does not load this file: {reason}. The command below makes a LoRA that comes close.",
+        name: f"{name} does not load this file: {reason}. The command below writes the nearest LoRA.",
         f"{name}, in a shell": _commands(close + base, files, converted),
     }
 

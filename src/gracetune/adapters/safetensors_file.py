@@ -64,7 +64,7 @@ class AdapterFile:
 
 
 def read(path: Path) -> AdapterFile:
-    """Read the tensors and the header of one file. A pickle is recognised by its content and rejected, never loaded."""
+    """Read the tensors and the header of one file. A pickle is recognized by its content and rejected, never loaded."""
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             path = _in_folder(path)

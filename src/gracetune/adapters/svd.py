@@ -101,7 +101,7 @@ def _reject_too_large(numbers: int, shape: torch.Size, kind: str) -> None:
     needed, free = numbers * _BYTES_PER_ELEMENT, HostSensor().read().headroom
     if free is None or needed <= free:
         return
-    found = f"a {kind} of {shape[0]:,} x {shape[1:].numel():,}: about {format_bytes(needed)} to take it apart"
+    found = f"a {kind} of {shape[0]:,} x {shape[1:].numel():,}: about {format_bytes(needed)} to decompose it"
     hint = "a machine with more memory; --to lycoris or --merge-into MODEL need no more than the layer"
     raise ConfigError([Problem("--lora-rank", found, f"at most the {format_bytes(free)} that are free here", hint)])
 

@@ -120,7 +120,7 @@ class Base:
         if found is None:
             names = ", ".join(expert.name for expert in self.experts)
             hint = "name the file ..._high_noise.safetensors or ..._low_noise.safetensors"
-            raise ConfigError([Problem("stage", "the file does not tell which expert it is for", names, hint)])
+            raise ConfigError([Problem("stage", "the file does not identify its expert", names, hint)])
         return found
 
     def shapes(self) -> dict[str, Shapes]:

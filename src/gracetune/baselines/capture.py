@@ -4,7 +4,7 @@ baseline/<name>-<date>/
   baseline.json          see `baselines.baseline`; docs/baselines.md
   baseline_report.txt    the same as readable text
   nvidia_smi.log         the output of nvidia-smi, once per second, if there is one
-The folder appears complete or not at all, and the config's own output folder is not touched.
+The folder is written atomically, and the config's own output folder is not touched.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def loader_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
     detail = f"{_rate(memory)} batches/s from memory, {_rate(warm)} from the warm folder; {BATCH} x {SIDE}x{SIDE}"
     ratio = _ratio(warm, memory)
     yield BenchRow("batches_over_local", ratio, "ratio", ">= 1", ratio >= 1, detail)
-    detail = f"{_rate(alone)} batches/s with the folder gone, {_rate(memory)} with it there"
+    detail = f"{_rate(alone)} batches/s after the folder was removed, {_rate(memory)} with it there"
     ratio = _ratio(memory, alone)
     yield BenchRow("batches_without_source", ratio, "ratio", ">= 0.95", ratio >= 0.95, detail)
 

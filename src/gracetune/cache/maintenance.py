@@ -370,7 +370,7 @@ def recheck_suspects(store: DiskStore) -> bool:
     for name in suspects:
         with store.mutex:
             store.catalogue.drop_shards([name] if name in store.catalogue.sizes else [])
-            store.refresh()  # reads its header again, or notices that it is damaged or gone
+            store.refresh()  # reads its header again, or notices that it is damaged or was removed
         with suppress(DamagedFileError, OSError):
             keys = [entry.key for entry in read_shard(store.shards_folder / name).entries()]
             plan, _ = store.locate_present(keys)

@@ -128,7 +128,7 @@ class PageCache:
             self._left[shard] -= 1
             is_last = not self._left[shard]
         if is_last:
-            with suppress(OSError):  # the file was removed, so its pages are gone too
+            with suppress(OSError):  # the file was removed, so its pages were dropped too
                 file = self._files.get(shard)
                 os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 

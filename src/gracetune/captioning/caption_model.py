@@ -30,11 +30,11 @@ _SENTENCE: Final = re.compile(r".*[.!?](?=[\s\"')\]]|$)", re.DOTALL)
 
 @dataclass(frozen=True)
 class GeneratedCaption:
-    """The model's answer for one image, tidied to one line. May be empty."""
+    """The model's output for one image, tidied to one line. May be empty."""
 
     text: str
     cut: bool
-    """The answer was longer than the style allows. It ends with its last whole sentence or tag."""
+    """The output was longer than the style allows. It ends with its last whole sentence or tag."""
 
 
 class CaptionModel:
@@ -54,13 +54,13 @@ class CaptionModel:
                 **inputs, max_new_tokens=limit, num_beams=self.kind.beams, do_sample=False, temperature=None,
                 top_p=None, top_k=None,
             )  # fmt: skip
-        # An encoder-decoder answers with its start token first, a decoder with the whole prompt.
+        # An encoder-decoder generates its start token first, a decoder repeats the whole prompt.
         begin = 1 if self._model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-        answers = tokens[:, begin:]
-        texts = self._processor.batch_decode(answers, skip_special_tokens=True)
+        generated = tokens[:, begin:]
+        texts = self._processor.batch_decode(generated, skip_special_tokens=True)
         return [
             tidied(text, style, cut=self._length(row) >= limit)
-            for text, row in zip(texts, answers.tolist(), strict=True)
+            for text, row in zip(texts, generated.tolist(), strict=True)
         ]
 
     def _length(self, row: list[int]) -> int:
@@ -71,7 +71,7 @@ class CaptionModel:
 
 
 def tidied(text: str, style: Style, *, cut: bool) -> GeneratedCaption:
-    """The answer on one line, because each line of a caption file is a caption. Tags are listed once each."""
+    """The output on one line, because each line of a caption file is a caption. Tags are listed once each."""
     line = " ".join("".join(letter if letter.isprintable() and letter != "\ufffd" else " " for letter in text).split())
     if style == "tags":
         tags = [tag.strip(" .\"'") for tag in line.split(",")]

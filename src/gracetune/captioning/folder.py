@@ -1,6 +1,6 @@
 """Caption the images of a folder. Each caption is written atomically beside its image; existing files stay as they are.
 
-So a command that was killed is continued by running it again: what has a caption is not asked about a second time.
+To continue a command that was killed, run it again: images that have a caption are skipped.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CaptionedFolder:
     """Relative paths of the caption files."""
     cut: int = 0
     kept: int = 0
-    """Images that got a caption file from elsewhere meanwhile."""
+    """Images whose caption file another program created in the meantime."""
     skipped: list[LeftOut] = field(default_factory=list)
     """Images without a caption, and why."""
 
@@ -73,7 +73,9 @@ def plan_captions(folder: Path) -> CaptionTask:
         path for path in survey(LocalBackend(root)).files if not is_hidden(path) and kind_of(path) == "image"
     )
     if not images:
-        problem = Problem("FOLDER", f"{folder}, without images", "a folder of images", "name the folder they are in")
+        problem = Problem(
+            "FOLDER", f"{folder}, without images", "a folder of images", "pass the folder that contains them"
+        )
         raise ConfigError([problem])
     extension = Captions().extension
     missing: dict[str, str] = {}
@@ -99,7 +101,10 @@ def write_captions(
     result: CaptionedFolder,
     on_done: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Caption the missing images. `result` is filled on the way, so it is right after an interrupt too."""
+    """Caption the missing images.
+
+    `result` is updated as captions are written, so it is also valid after an interrupt.
+    """
     for folder in {(task.root / path).parent for path in task.missing}:
         sweep(folder)
     backend, done = LocalBackend(task.root), 0
@@ -119,7 +124,7 @@ def _write(
     root: Path, path: str, caption: GeneratedCaption, style: Style, trigger: str | None, result: CaptionedFolder
 ) -> None:
     if not caption.text:
-        result.skipped.append(LeftOut(path, "the model answered nothing"))
+        result.skipped.append(LeftOut(path, "the model returned an empty caption"))
         return
     name = caption_path(path, Captions().extension)
     try:

@@ -18,5 +18,5 @@ class Qwen3ImageProcessor(Qwen3VLProcessor):
         chat_template: str | None = None,
         **_others: Any,
     ) -> None:
-        initialise: Any = super().__init__  # transformers does not annotate it
-        initialise(image_processor, tokenizer, chat_template=chat_template)
+        initialize: Any = super().__init__  # transformers does not annotate it
+        initialize(image_processor, tokenizer, chat_template=chat_template)

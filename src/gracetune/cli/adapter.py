@@ -266,11 +266,11 @@ class _TargetFormat:
 
     def choose(self, state: AdapterState) -> str:
         """The format to write. Raises ConfigError if the program of `--for` would load it incorrectly."""
-        from gracetune.adapters.formats.programs import format_for, reject_misread
+        from gracetune.adapters.formats.programs import choose_format, reject_misread
 
         if self.format is None:
             assert self.program is not None
-            return format_for(state, self.program)
+            return choose_format(state, self.program)
         reject_misread(state, self.format, self.program)
         return self.format
 
@@ -288,7 +288,7 @@ def _convert(
     model: str | None,
 ) -> list[Converted]:
     from gracetune.adapters.adapter_files import save
-    from gracetune.adapters.formats.programs import readable
+    from gracetune.adapters.formats.programs import reasons_by_program
     from gracetune.cli.adapter_view import Converted
 
     base = _base(states[0].family, model) if model is not None else None
@@ -307,7 +307,7 @@ def _convert(
             state = _measured_by_base(state, base)
         to = target_format.choose(state)
         target = _target(opened.file.path, state, to, output, several=len(states) > 1)
-        conversions.append(Converted(state, str(target), to, error, readable(state, to)))
+        conversions.append(Converted(state, str(target), to, error, reasons_by_program(state, to)))
     for one in conversions:  # only now, so that an error in the second expert writes nothing
         save(Path(one.path), one.state, one.format, precision)
     return conversions

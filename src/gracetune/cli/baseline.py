@@ -76,7 +76,7 @@ def capture(
             command=" ".join(["gracetune", *sys.argv[1:]]),
             git_commit=git_commit(),
         )
-        view = QuietView(first=True) if as_json else TerminalView()
+        view = QuietView(is_rank_0=True) if as_json else TerminalView()
         for note in resolved.notes:
             view.warn(note)
         with view:

@@ -1,6 +1,6 @@
 """`gracetune completion SHELL`: a completion script with all commands and options, made from their definitions.
 
-The script holds the names themselves, so that a shell completes without starting Python.
+The script contains all names, so completing does not start Python.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def completion(
 
 def _commands(command: Command, path: str) -> Iterator[CompletedCommand]:
     context = Context(command)
-    inner = _inner(command, context)
+    inner = _subcommands(command, context)
     yield CompletedCommand(
         path,
-        tuple((name, _first_line(one.help)) for name, one in inner.items()),
+        tuple((name, _first_sentence(one.help)) for name, one in inner.items()),
         tuple(_option(one) for one in command.get_params(context) if isinstance(one, TyperOption) and not one.hidden),
     )
     for name, one in inner.items():
         yield from _commands(one, f"{path}/{name}")
 
 
-def _inner(command: Command, context: Context) -> dict[str, Command]:
+def _subcommands(command: Command, context: Context) -> dict[str, Command]:
     """The commands of a group. They are taken from `commands`, which has the whole command and not only its name."""
     if not isinstance(command, TyperGroup):
         return {}
@@ -74,16 +74,16 @@ def _inner(command: Command, context: Context) -> dict[str, Command]:
 def _option(option: TyperOption) -> CompletedOption:
     choices = option.type_descriptor.choices if option.type_descriptor.is_choice else ()
     names = (*option.opts, *option.secondary_opts)
-    return CompletedOption(names, _first_line(option.help), not option.is_flag, tuple(map(str, choices or ())))
+    return CompletedOption(names, _first_sentence(option.help), not option.is_flag, tuple(map(str, choices or ())))
 
 
-def _first_line(help_text: str | None) -> str:
+def _first_sentence(help_text: str | None) -> str:
     """The first sentence, without what a shell would interpret."""
     line = (help_text or "").strip().partition("\n")[0].partition(". ")[0].rstrip(".")
     return "".join(letter for letter in line if letter.isprintable() and letter not in "'\"`\\$[]")
 
 
-def _of_values(found: list[CompletedCommand]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _value_options(found: list[CompletedCommand]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """`path:option` for each option with a value, and the values that it allows; none if it is any text or file."""
     for command in found:
         for option in command.options:
@@ -95,7 +95,7 @@ def _of_values(found: list[CompletedCommand]) -> Iterator[tuple[str, tuple[str, 
 def _cases(found: list[CompletedCommand], with_choices: str, files: str) -> Iterator[str]:
     """Cases of a shell's `case`, for the word that follows an option with a value."""
     anything = []
-    for key, choices in _of_values(found):
+    for key, choices in _value_options(found):
         if choices:
             yield f"        {key}) {with_choices.format(' '.join(map(shlex.quote, choices)))}; return ;;"
         else:
@@ -116,21 +116,22 @@ def _bash(found: list[CompletedCommand]) -> str:
     lines = [
         "# gracetune completion bash > ~/.local/share/bash-completion/completions/gracetune",
         "_gracetune() {",
-        '    local now="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" at= word commands= options=',
+        '    local current="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD-1]}" path=',
+        "    local word commands= options=",
         '    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
-        f'        case "$at/$word" in {_paths(found, "|")}) at="$at/$word" ;; esac',
+        f'        case "$path/$word" in {_paths(found, "|")}) path="$path/$word" ;; esac',
         "    done",
         "    COMPREPLY=()",
-        '    case "$at:$before" in',
-        *_cases(found, 'COMPREPLY=($(compgen -W "{}" -- "$now"))', ":"),
+        '    case "$path:$previous" in',
+        *_cases(found, 'COMPREPLY=($(compgen -W "{}" -- "$current"))', ":"),
         "    esac",
-        '    case "$at" in',
+        '    case "$path" in',
         *words,
         "    esac",
-        '    if [[ $now == -* ]]; then commands="$options"; fi',
-        '    COMPREPLY=($(compgen -W "$commands" -- "$now"))',
+        '    if [[ $current == -* ]]; then commands="$options"; fi',
+        '    COMPREPLY=($(compgen -W "$commands" -- "$current"))',
         "}",
-        "complete -o default -F _gracetune gracetune  # files, where nothing else fits",
+        "complete -o default -F _gracetune gracetune  # complete files if nothing else matches",
     ]
     return "\n".join(lines)
 

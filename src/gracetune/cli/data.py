@@ -114,7 +114,7 @@ def _with_copies(context: typer.Context, config: RunConfig, *, download: bool, q
     if download:
         from gracetune.cli.train_view import QuietView, TerminalView  # imports torch and diffusers
 
-        with QuietView(first=True) if quiet else TerminalView() as view:
+        with QuietView(is_rank_0=True) if quiet else TerminalView() as view:
             copies.make(report=view.report, warn=view.warn, on_fetched=view.on_download)
     elif not quiet:
         for plan in copies.plans():

@@ -16,7 +16,7 @@ from gracetune.data.items import DatasetIndex, Dropped, Item
 from gracetune.data.media.probe import AudioFacts, VideoFacts
 from gracetune.data.refs import Bucket
 from gracetune.data.sampler import Order, SampleGroup
-from gracetune.data.staging.memory import Estimate, decimal
+from gracetune.data.staging.memory import StagingEstimate, format_decimal
 from gracetune.data.text_format import counted, some
 
 FORMAT = 1
@@ -35,7 +35,7 @@ class Shown:
     sheets: Mapping[tuple[int, str], str]
     """Contact sheet of each group, by the dataset's position and the group's name."""
     notes: tuple[str, ...]
-    staged: Mapping[str, Estimate]
+    staged: Mapping[str, StagingEstimate]
     """Main memory that each in_memory dataset will take, by id."""
     lists_items: bool = False
     """Whether the JSON lists every sample."""
@@ -93,7 +93,7 @@ def as_json(shown: Shown) -> dict[str, Any]:
     }
 
 
-def _estimate_json(estimate: Estimate) -> dict[str, Any]:
+def _estimate_json(estimate: StagingEstimate) -> dict[str, Any]:
     return {"files": estimate.files, "bytes": estimate.raw, "stored_bytes": estimate.stored}
 
 
@@ -183,7 +183,9 @@ def print_data(shown: Shown, console: Console) -> None:
         console.print(f"[bold]{escape(found.id)}[/]  held out: {counted(len(found.items), 'sample')}")
         console.print()
     for name, estimate in shown.staged.items():
-        console.print(f"in memory  {escape(name)}: about {decimal(estimate.stored)} to keep ({escape(str(estimate))})")
+        console.print(
+            f"in memory  {escape(name)}: about {format_decimal(estimate.stored)} to keep ({escape(str(estimate))})"
+        )
     console.print(escape(_epoch(shown)))
     for note in shown.notes:
         console.print(f"note  {escape(note)}")

@@ -21,7 +21,7 @@ from gracetune.config import load
 from gracetune.config.path_status import inspect_path
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
-from gracetune.proposal.contents import FolderContents, look_at
+from gracetune.proposal.contents import FolderContents, inspect_folder
 from gracetune.proposal.models import ChosenModel, model_named
 from gracetune.proposal.presets import TrainingPreset, preset_named, presets_for
 from gracetune.proposal.proposal import (
@@ -106,10 +106,10 @@ def run_init(request: InitRequest, started: Session, *, may_ask: bool = True) ->
     """Write the config. Raises ConfigError, and writes nothing, if the folder, an answer or the output is unusable."""
     path = _output(request)
     questions = _Questions(request, on_terminal=may_ask and sys.stdin.isatty() and sys.stderr.isatty())
-    contents = look_at(request.folder)
-    _report(f"{request.folder}: {contents.words}")
-    if contents.passed_over:
-        _report(f"left out: {contents.passed_over} files of other kinds than most")
+    contents = inspect_folder(request.folder)
+    _report(f"{request.folder}: {contents.summary}")
+    if contents.ignored:
+        _report(f"left out: {contents.ignored} files of other kinds than most")
     machine = probe()
     answers = questions.answers(slug(path.stem), contents, machine)
     proposal = propose(contents, answers, machine)

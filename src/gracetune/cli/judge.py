@@ -60,7 +60,7 @@ def judge(
         from gracetune.train.judging import judge_run
 
     thumbnails = Path(FOLDER) / "judged"
-    shows = QuietView(first=True) if as_json else TerminalView()
+    shows = QuietView(is_rank_0=True) if as_json else TerminalView()
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), shows as view:
         judgement, names = judge_run(
             config, environment=started.environment, view=view, most=most, thumbnail_folder=folder / thumbnails

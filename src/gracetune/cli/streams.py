@@ -145,7 +145,7 @@ class GuardedOutput(io.RawIOBase):
     def _report_stuck(self) -> None:
         if not self._has_been_stuck:
             self._has_been_stuck = True
-            self.on_lost(f"{self.name} took nothing for {PATIENCE_S:.0f} s: output is left out until it does")
+            self.on_lost(f"{self.name} accepted no output for {PATIENCE_S:.0f} s: output is dropped until it does")
 
     def _lose(self, error: OSError) -> None:
         self.lost = error

@@ -195,7 +195,7 @@ def _train(request: TrainRequest, started: Session, control: Control) -> int:
             force_oversubscription=request.force_oversubscription,
             default_samples=_has_no_prompts(resolved),
         )
-        view = TerminalView() if shows else QuietView(first=first)
+        view = TerminalView() if shows else QuietView(is_rank_0=first)
         for text in early:
             view.record(text)
         for note in resolved.notes:

@@ -45,7 +45,7 @@ from gracetune.train.run import Result
 from gracetune.train.view import View
 from gracetune.units import MIB, format_bytes, format_duration
 
-_LINE_EVERY = 30.0
+_LINE_SECONDS = 30.0
 """Seconds between lines about a download or the training, if there is no progress bar."""
 _TRAINING = "training"
 _NARROW = 90
@@ -53,15 +53,15 @@ _NARROW = 90
 
 
 class QuietView(View):
-    """The view for --json and for ranks above 0. The first rank prints warnings on stderr; nothing else is printed."""
+    """The view for --json and for ranks above 0. Only rank 0 prints, and only warnings, on stderr."""
 
-    def __init__(self, *, first: bool) -> None:
+    def __init__(self, *, is_rank_0: bool) -> None:
         super().__init__()
-        self._first = first
+        self._is_rank_0 = is_rank_0
 
     def warn(self, text: str) -> None:
         super().warn(text)
-        if self._first:
+        if self._is_rank_0:
             print(f"warning: {text}", file=sys.stderr)
 
     def __enter__(self) -> QuietView:
@@ -70,8 +70,8 @@ class QuietView(View):
     def __exit__(self, *_: object) -> None: ...
 
 
-def bars(console: Console) -> Progress:
-    """Progress bars and spinners. In a narrow terminal a line loses its last parts, never its counts."""
+def create_progress(console: Console) -> Progress:
+    """Progress bars and spinners. A narrow terminal omits the last parts of a line, never the counts."""
     room = (console.width - _NARROW) // 3
     return Progress(
         SpinnerColumn(table_column=Column(no_wrap=True)),
@@ -96,15 +96,15 @@ class _Count(MofNCompleteColumn):
 
 
 class _More(ProgressColumn):
-    def render(self, task: Task) -> _Fitting:
+    def render(self, task: Task) -> _TruncatedParts:
         if task.total is None:  # a spinner
             elapsed = task.elapsed or 0.0
-            return _Fitting(f"{elapsed:.0f} s" if elapsed >= 1 else "")
-        return _Fitting(task.fields["more"])
+            return _TruncatedParts(f"{elapsed:.0f} s" if elapsed >= 1 else "")
+        return _TruncatedParts(task.fields["more"])
 
 
 @dataclass(frozen=True)
-class _Fitting:
+class _TruncatedParts:
     """Text of parts, of which as many are shown as there is room for."""
 
     text: str
@@ -122,16 +122,17 @@ class _Fitting:
 
 
 class TerminalView(View):
-    """The view for people, on stderr. A terminal has bars, spinners and lines that stay. Elsewhere there are lines."""
+    """The interactive view, on stderr. A terminal shows bars, spinners and permanent lines; otherwise only lines are
+    printed."""
 
     def __init__(self) -> None:
         super().__init__()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._progress = bars(self._console)
+        self._progress = create_progress(self._console)
         self._tasks: dict[str, TaskID] = {}
-        self._waits: list[TaskID] = []
+        self._spinners: list[TaskID] = []
         """The spinners of `waiting` and `phase`, the innermost last. Only that one is shown, and only without a bar."""
-        self._last_line = -_LINE_EVERY
+        self._last_line = -_LINE_SECONDS
 
     def report(self, text: str) -> None:
         self._print(text)
@@ -170,21 +171,21 @@ class TerminalView(View):
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         before = {*self._tasks}
-        self._waits.append(self._progress.add_task(what, total=None, more=""))
+        self._spinners.append(self._progress.add_task(what, total=None, more=""))
         self._show_spinner()
         try:
             yield
         finally:
             for name in [name for name in self._tasks if name not in before]:
                 self._progress.remove_task(self._tasks.pop(name))
-            self._progress.remove_task(self._waits.pop())
+            self._progress.remove_task(self._spinners.pop())
             self._show_spinner()
 
     def _show_spinner(self) -> None:
         """Show the innermost spinner, unless a bar shows what is going on."""
-        busy = bool({*self._tasks} - {_TRAINING}) or (_TRAINING in self._tasks and len(self._waits) == 1)
-        for number, task in enumerate(self._waits, start=1):
-            self._progress.update(task, visible=number == len(self._waits) and not busy)
+        busy = bool({*self._tasks} - {_TRAINING}) or (_TRAINING in self._tasks and len(self._spinners) == 1)
+        for number, task in enumerate(self._spinners, start=1):
+            self._progress.update(task, visible=number == len(self._spinners) and not busy)
 
     def on_scanned(self, name: str, done: int, total: int) -> None:
         self._bar(f"looking at {name}", done, total)
@@ -200,7 +201,7 @@ class TerminalView(View):
             left = format_duration((total - done) / pace) if pace > 0 else "unknown"
             more = f"{format_bytes(done)} of {format_bytes(total)}, {format_bytes(int(pace))}/s, {left} left"
             self._bar(f"downloading {name}", done // MIB, -(-total // MIB), more)
-            if self._progress.disable and time.monotonic() - last_line > _LINE_EVERY:
+            if self._progress.disable and time.monotonic() - last_line > _LINE_SECONDS:
                 last_line = time.monotonic()
                 self.report(f"downloading {name}: {more}")
 
@@ -232,7 +233,7 @@ class TerminalView(View):
     def on_status(self, status: RunStatus) -> None:
         if not self._progress.disable:
             self._refresh(status)
-        elif time.monotonic() - self._last_line > _LINE_EVERY:
+        elif time.monotonic() - self._last_line > _LINE_SECONDS:
             self.on_summary(status)
 
     def on_summary(self, status: RunStatus) -> None:
@@ -299,10 +300,10 @@ def print_result(console: Console, result: Result, config: RunConfig, price: flo
     if result.stop is None:
         return
     good = result.stop.kind == "finished"
-    saved = ", and saved" if result.step else ", with nothing to save"
+    saved = " and saved" if result.step else ", with nothing to save"
     outcomes = {"finished": "finished", "interrupted": f"interrupted{saved}", "failed": f"stopped{saved}"}
-    end = f"of {result.steps}" if result.step <= result.steps else f"already, past the configured {result.steps}"
-    console.print(f"{mark(console, ok=good)} [bold]{outcomes[result.stop.kind]}[/] at step {result.step} {end}")
+    end = f" of {result.steps}" if result.step <= result.steps else f", beyond the configured {result.steps}"
+    console.print(f"{mark(console, ok=good)} [bold]{outcomes[result.stop.kind]}[/] at step {result.step}{end}")
     if result.first_batch is None or not good:
         for line in result.stop.reason.split("\n"):
             console.print(f"    {shown(line)}")

@@ -42,7 +42,7 @@ FrameRate = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
 Text = Annotated[str, Strict()]
 Name = Annotated[str, Strict(), StringConstraints(min_length=1, pattern=r"\S")]
 Secret = Annotated[Name | None, Field(repr=False, json_schema_extra={"writeOnly": True})]
-"""A credential, or None. `gracetune.redaction.is_secret_name` must recognise the name of the field."""
+"""A credential, or None. `gracetune.redaction.is_secret_name` must recognize the name of the field."""
 LONGEST_FILE_NAME = 200
 """In bytes. File systems allow 255; step numbers and extensions are appended to the name."""
 

@@ -227,7 +227,7 @@ def problem_with(
 
 
 def describe(value: Any, key: str = "") -> str:
-    """Describe a value as its writer would recognise it; lists and mappings by their type and length.
+    """Describe a value as its writer would recognize it; lists and mappings by their type and length.
 
     `key` is the name it was found under. A value whose key names a secret is hidden.
     """
@@ -241,6 +241,6 @@ def describe(value: Any, key: str = "") -> str:
         return f"a mapping with {len(value)} keys" if value else "an empty mapping"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}" if value else "an empty list"
-    shown = redact_values(value, key)  # before it is shortened: a truncated secret would not be recognised
+    shown = redact_values(value, key)  # before it is shortened: a truncated secret would not be recognized
     text = f'"{visible(shown)}"' if isinstance(shown, str) and shown != HIDDEN else str(shown)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -142,7 +142,7 @@ def _from_hints_switch(env: Environment, settings: dict[str, MemorySetting], pro
 def claim_allocator_options(environ: MutableMapping[str, str] | None = None, *, torch_takes_them: bool) -> list[str]:
     """Remove our options from the allocator strings. Returns one log line for each string that changed.
 
-    Call this after `Environment.capture()` and before torch initialises CUDA. A patched PyTorch keeps its string.
+    Call this after `Environment.capture()` and before torch initializes CUDA. A patched PyTorch keeps its string.
     """
     environ = os.environ if environ is None else environ
     lines = []

@@ -175,7 +175,7 @@ class AiToolkitNames:
     unet: bool = False
     """Whether the denoiser is a U-Net. Alpha is then used as written, and the noise schedule can be DDPM's."""
     text_encoder_qtype: str = "qtype_te"
-    """The key of the `model` block with the text encoder's quantised type."""
+    """The key of the `model` block with the text encoder's quantized type."""
     guidance_embedding: str = ""
     """Why `bypass_guidance_embedding` is rejected. Empty if there is no such embedding, and the key does nothing."""
     blocks: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Our own dialect: YAML with the keys of `RunConfig`, as `gracetune config show` prints it.
 
-The first key is `gracetune: 1`, the version of the format, by which the dialect is recognised. An ai-toolkit or
+The first key is `gracetune: 1`, the version of the format, by which the dialect is recognized. An ai-toolkit or
 SimpleTuner file can have the same sections in a `gracetune` block.
 """
 
@@ -112,7 +112,7 @@ def _prompt(value: Any) -> Any:
 def _without_retired(cache: Mapping[Any, Any], draft: Draft) -> dict[Any, Any]:
     """Drop `image_embeds_dir`, which was never used. Saved configs of earlier runs have every key, also this one."""
     if cache.get("image_embeds_dir") is not None:
-        draft.note("cache.image_embeds_dir: never had an effect, and is gone; latents have cache.vae_cache_dir")
+        draft.note("cache.image_embeds_dir: never had an effect, and was removed; latents have cache.vae_cache_dir")
     return {key: value for key, value in cache.items() if key != "image_embeds_dir"}
 
 

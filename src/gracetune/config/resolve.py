@@ -85,7 +85,7 @@ def _load(
 ) -> Resolved:
     document = _read(path, redactor)
     redactor.learn(document.data)
-    dialect = _recognise(document)
+    dialect = _recognize(document)
     draft = Draft(document.name, problems=list(document.problems), redactor=redactor)
     _read_environment(draft, environment)
     try:
@@ -111,7 +111,7 @@ _VARIABLE = re.compile(r"\$\{\w+\}")
 def _read(path: FilePath, redactor: Redactor) -> Document:
     """Parse a file. For a dialect that substitutes `${NAME}` before parsing, it may be malformed until then.
 
-    Such a file is parsed with placeholders for its variables, only to recognise its dialect.
+    Such a file is parsed with placeholders for its variables, only to recognize its dialect.
     """
     document = open_document(path)
     redactor.learn(document.text)
@@ -121,7 +121,7 @@ def _read(path: FilePath, redactor: Redactor) -> Document:
         if not _VARIABLE.search(document.text):
             raise
         data = _parsed_with_blanks(document)
-        if not any(dialect.variables_in_text and dialect.recognises(data) for dialect in DIALECTS):
+        if not any(dialect.variables_in_text and dialect.recognizes(data) for dialect in DIALECTS):
             raise
         return replace(document, data=data)
 
@@ -133,9 +133,9 @@ def _parsed_with_blanks(document: Document) -> Any:
         return None
 
 
-def _recognise(document: Document) -> Dialect:
+def _recognize(document: Document) -> Dialect:
     for dialect in DIALECTS:
-        if dialect.recognises(document.data):
+        if dialect.recognizes(document.data):
             return dialect
     article = "an" if document.format == "env" else "a"
     empty = document.data is None or document.data == {}

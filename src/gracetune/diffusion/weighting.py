@@ -68,8 +68,8 @@ def bell_weight(level: Tensor) -> Tensor:
 LevelWeights = Literal["bell", "half_bell", "measured"]
 _LEVEL_WEIGHTS: dict[LevelWeights | None, str] = {
     None: "1 at every noise level",
-    "bell": "a bell around the middle noise levels, 1 on average",
-    "half_bell": "a bell around the middle noise levels, without its fall towards the image",
+    "bell": "a bell curve around the middle noise levels, 1 on average",
+    "half_bell": "a bell curve around the middle noise levels that does not fall towards low noise levels",
     "measured": "by noise level, from ai-toolkit's measured table",
 }
 

@@ -13,7 +13,7 @@ from gracetune.errors import Problem
 from gracetune.hardware.allocation import CAREFUL_CAP, AllocationResult, host_reserve
 from gracetune.hardware.driver import CUDA_ERROR_NO_DEVICE
 from gracetune.hardware.machine import Gpu, Machine
-from gracetune.hardware.software import MINIMUM_TORCH, at_least, release
+from gracetune.hardware.software import MINIMUM_TORCH, is_at_least, release_numbers
 from gracetune.units import GIB, KIB, MIB, format_bytes
 
 Status = Literal["ok", "warn", "fail"]
@@ -125,7 +125,7 @@ def driver_cuda(exam: Examination) -> Check | None:
         return None
     if has is None:
         return Check("driver_cuda", "warn", "the driver does not report its CUDA version", "run nvidia-smi")
-    driver_version, torch_version = release(has)[:2], release(needs)[:2]
+    driver_version, torch_version = release_numbers(has)[:2], release_numbers(needs)[:2]
     if driver_version >= torch_version:
         return Check("driver_cuda", "ok", f"driver CUDA {has} runs torch built for CUDA {needs}")
     remedy = f"install a driver for CUDA {needs} or later, or a torch built for CUDA {has}"
@@ -243,7 +243,7 @@ def torch(exam: Examination) -> Check:
     install = f"pip install 'torch>={MINIMUM_TORCH}'"
     if software.torch is None:
         return Check("torch", "fail", "torch is not installed", install)
-    if not at_least(software.torch, MINIMUM_TORCH):
+    if not is_at_least(software.torch, MINIMUM_TORCH):
         return Check("torch", "fail", f"torch {software.torch} is too old, {MINIMUM_TORCH} is the oldest", install)
     if exam.machine.gpus and software.torch_cuda is None:
         return Check("torch", "fail", f"torch {software.torch} has no CUDA, but there is a GPU", _cuda_torch(exam))
@@ -274,7 +274,7 @@ def libraries(exam: Examination) -> Check:
 
 
 def _older(version: str | None, minimum: str) -> bool:
-    return version is not None and not at_least(version, minimum)
+    return version is not None and not is_at_least(version, minimum)
 
 
 def host_memory(exam: Examination) -> Check:

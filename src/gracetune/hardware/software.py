@@ -17,6 +17,8 @@ from pathlib import Path
 from gracetune.hardware.machine import Software
 
 MINIMUM_TORCH = "2.11"
+"""Checked separately, because it also applies to a source tree that is not installed. Keep it equal to
+pyproject.toml."""
 REPORTED = (
     "accelerate",
     "cuda-bindings",
@@ -50,9 +52,9 @@ def installed_version(distribution: str) -> str | None:
 
 
 def minimum_versions() -> dict[str, str]:
-    """The minimum versions from gracetune's package metadata, so that pyproject.toml is their only source.
+    """The minimum versions of required libraries, from gracetune's package metadata (pyproject.toml).
 
-    Empty if gracetune runs from a source tree without installation. Requirements of extras are left out.
+    Empty if gracetune runs from a source tree without installation. Requirements of optional extras are left out.
     """
     try:
         requirements = metadata.requires("gracetune") or []
@@ -67,23 +69,23 @@ def parse_minimums(requirements: list[str]) -> dict[str, str]:
     for requirement in requirements:
         specifier, _, marker = requirement.partition(";")
         match = re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", specifier)
-        lowest = re.search(r">=\s*([0-9][0-9A-Za-z.]*)", specifier)
+        minimum = re.search(r">=\s*([0-9][0-9A-Za-z.]*)", specifier)
         if match is not None and "extra" not in marker:
-            found[re.sub(r"[-_.]+", "-", match[1]).lower()] = lowest[1] if lowest else "0"
+            found[re.sub(r"[-_.]+", "-", match[1]).lower()] = minimum[1] if minimum else "0"
     return found
 
 
-def release(version: str) -> tuple[int, ...]:
+def release_numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: `2.11.0a0+nv25.10` -> (2, 11, 0).
 
-    Letters are ignored, because pre-releases of vendors, such as 2.11.0a0, have everything needed from 2.11.
+    Letters are ignored, because vendor pre-releases such as 2.11.0a0 have all features of 2.11 that gracetune needs.
     """
     match = re.match(r"[0-9]{1,9}(?:\.[0-9]{1,9})*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def at_least(version: str, minimum: str) -> bool:
-    found, wanted = release(version), release(minimum)
+def is_at_least(version: str, minimum: str) -> bool:
+    found, wanted = release_numbers(version), release_numbers(minimum)
     width = max(len(found), len(wanted))
     return found + (0,) * (width - len(found)) >= wanted + (0,) * (width - len(wanted))
 
@@ -106,7 +108,7 @@ def parse_torch_version(text: str) -> dict[str, str]:
     """The string constants assigned at the top of `torch/version.py`."""
     try:
         module = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # all four are how ast answers odd text
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # ast raises all four for malformed input
         return {}
     found: dict[str, str] = {}
     for statement in module.body:

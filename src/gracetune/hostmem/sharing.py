@@ -124,7 +124,7 @@ class Offer:
             os.close(descriptor)
 
     def _hand_over(self, peer: socket.socket) -> bool:
-        """Send the answer. False if the peer belongs to another user or has gone."""
+        """Send the answer. False if the peer belongs to another user or has disconnected."""
         if _user_of(peer) != self._user:
             return False
         self._answered.wait()

@@ -47,7 +47,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Upstream:
-    """An upstream program: how to recognise its code, and the points to check."""
+    """An upstream program: how to recognize its code, and the points to check."""
 
     name: str
     title: str

@@ -93,7 +93,7 @@ def differences(expected: Signature, found: Signature) -> tuple[str, ...]:
         if one.kind in (NORMAL, KEYWORD_ONLY):
             by_keyword = named and current is not None and current.kind in (NORMAL, KEYWORD_ONLY)
             if not by_keyword and not (takes_keywords and not named):
-                reasons.append(f"{one.name} cannot be given by name" if named else f"{one.name} is gone")
+                reasons.append(f"{one.name} cannot be given by name" if named else f"{one.name} was removed")
                 continue
         if named and current is not None and _required(current) and not _required(one):
             reasons.append(f"{one.name} is required now")
@@ -136,5 +136,5 @@ def _lost_rests(expected: Signature, found: Signature) -> list[str]:
 
 def _misplaced(name: str, current: Parameter | None) -> str:
     if current is None:
-        return f"{name} is gone"
+        return f"{name} was removed"
     return f"{name} is keyword-only now" if current.kind is KEYWORD_ONLY else f"{name} has another position"

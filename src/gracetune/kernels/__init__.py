@@ -23,7 +23,7 @@ E4M3_SMALLEST_ROW: Final = 2.0**-100
 """Rows whose largest absolute value is below this become zeros. `E4M3_MAX` divided by it is still finite in fp32."""
 
 
-def pay(x: Tensor) -> bool:
+def use_kernels(x: Tensor) -> bool:
     """Whether our kernels should be used on `x`.
 
     Launching one from Python takes 50 us (on an H200's host); a compiled graph launches it far faster. Where graphs are
@@ -34,7 +34,7 @@ def pay(x: Tensor) -> bool:
 
 def use_half_kernels(x: Tensor) -> bool:
     """The same for kernels that only support half precision."""
-    return x.dtype in HALF_DTYPES and pay(x)
+    return x.dtype in HALF_DTYPES and use_kernels(x)
 
 
 def shared_bytes(device: torch.device) -> int:

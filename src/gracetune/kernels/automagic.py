@@ -1,9 +1,11 @@
 """The kernels of `optim.automagic_stack`. Importing this module needs triton.
 
 Each works on M matrices of R x C at once; a tensor has `lead` matrices. `gradients` and `addresses` are tables of
-tensor addresses. `slots` maps a tensor to its place in the stacked optimizer state. A program works on one of the
-`blocks` of one matrix. Programs are counted in the grid's first dimension alone, because the others are limited to
-65,535. `bad` is one number: if it is not 0 (a non-finite gradient), nothing is written.
+tensor addresses. `slots` maps a tensor to its index in the stacked optimizer state. A program works on one of the
+`blocks` of one matrix. The launch grid is one-dimensional, because its other dimensions are limited to 65,535.
+`by_row` and `by_col` are the factors that normalize a gradient by its row and column moments. `damping` limits the RMS
+of a tensor's update. `high` and `wide` are the rows and columns of a tile. `bad` is a scalar flag: if it is not 0 (a
+non-finite gradient), nothing is written.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -25,7 +27,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class KernelShape:
-    """Sizes for the kernels. `matrices` counts those of all parameters with a gradient."""
+    """Sizes of the stacked parameters that have a gradient."""
 
     tensors: int
     lead: int
@@ -59,7 +61,7 @@ def _slot(slots, matrix, lead):
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _end(size, bad):
+def _writable(size, bad):
     """Number of results to write: all of them, or none in a skipped step."""
     return tl.where(tl.load(bad) == 0.0, size, 0)
 
@@ -82,7 +84,7 @@ def _rows_kernel(
     mean = tl.sum(total, axis=1) / columns
     target = moment + _slot(slots, matrix, lead) * rows + r
     before = tl.load(target, mask=r < rows, other=0.0)
-    tl.store(target, before * beta2 + (mean + eps) * rest, mask=r < _end(rows, bad))
+    tl.store(target, before * beta2 + (mean + eps) * rest, mask=r < _writable(rows, bad))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -103,7 +105,7 @@ def _columns_kernel(
     mean = tl.sum(total, axis=0) / rows
     target = moment + _slot(slots, matrix, lead) * columns + c
     before = tl.load(target, mask=c < columns, other=0.0)
-    tl.store(target, before * beta2 + (mean + eps) * rest, mask=c < _end(columns, bad))
+    tl.store(target, before * beta2 + (mean + eps) * rest, mask=c < _writable(columns, bad))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -111,9 +113,9 @@ def _update(source, by_row, by_col, matrix, rows, columns, i):
     """The gradient, normalized by its row and column, before clipping."""
     inside = i < rows * columns
     g = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(by_row + matrix.to(tl.int64) * rows + i // columns, mask=inside, other=0.0)
-    wide = tl.load(by_col + matrix.to(tl.int64) * columns + i % columns, mask=inside, other=0.0)
-    return g * high * wide
+    row_factor = tl.load(by_row + matrix.to(tl.int64) * rows + i // columns, mask=inside, other=0.0)
+    column_factor = tl.load(by_col + matrix.to(tl.int64) * columns + i % columns, mask=inside, other=0.0)
+    return g * row_factor * column_factor
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -161,11 +163,11 @@ def _move_kernel(
     units = tl.load(stored + state, mask=inside, other=0).to(tl.int32) + bias
     step = tl.where(last == none_yet, 0, tl.where(last == positive, bump, -bump))
     units = tl.minimum(tl.maximum(units + step, lowest), highest)
-    kept = i < _end(rows * columns, bad)
+    kept = i < _writable(rows * columns, bad)
     tl.store(signs + state, positive.to(tl.uint8), mask=kept)
     tl.store(stored + state, (units - bias).to(stored.dtype.element_ty), mask=kept)
 
-    # The ends of the grid are not multiples of `unit`, so they are replaced by the exact limits.
+    # min_lr and max_lr need not be multiples of `unit`: the first and last level stand for them exactly.
     rate = units.to(tl.float32) * unit
     rate = tl.where(units <= lowest, min_lr, rate)
     rate = tl.where(units >= highest, max_lr, rate)
@@ -178,7 +180,7 @@ def _move_kernel(
 # -- launching --------------------------------------------------------------------------------------------------------
 
 
-def _power(size: int, most: int) -> int:
+def _block_size(size: int, most: int) -> int:
     return min(triton.next_power_of_2(size), most)  # type: ignore[no-any-return, unused-ignore]
 
 
@@ -187,8 +189,8 @@ def average_rows(
     *, beta2: float, eps: float,
 ) -> None:  # fmt: skip
     """Update the row moments in `moment` from the gradients."""
-    wide = _power(shape.columns, 256)
-    high = _power(shape.rows, max(1, _TILE // wide))
+    wide = _block_size(shape.columns, 256)
+    high = _block_size(shape.rows, max(1, _TILE // wide))
     blocks = triton.cdiv(shape.rows, high)
     _rows_kernel[(shape.matrices * blocks,)](
         gradients, slots, moment, bad, shape.lead, shape.rows, shape.columns, blocks, beta2, 1.0 - beta2, eps,
@@ -201,8 +203,8 @@ def average_columns(
     *, beta2: float, eps: float,
 ) -> None:  # fmt: skip
     """Update the column moments in `moment` from the gradients."""
-    wide = _power(shape.columns, 128)
-    high = _power(shape.rows, max(1, _TILE // wide))
+    wide = _block_size(shape.columns, 128)
+    high = _block_size(shape.rows, max(1, _TILE // wide))
     blocks = triton.cdiv(shape.columns, wide)
     _columns_kernel[(shape.matrices * blocks,)](
         gradients, slots, moment, bad, shape.lead, shape.rows, shape.columns, blocks, beta2, 1.0 - beta2, eps,
@@ -211,8 +213,9 @@ def average_columns(
 
 
 def square_sums(gradients: Tensor, by_row: Tensor, by_col: Tensor, shape: KernelShape, dtype: torch.dtype) -> Tensor:
-    """Partial sums of squares of the normalized gradients, [tensors, blocks], to be summed for each tensor."""
-    flat = _power(shape.rows * shape.columns, _FLAT)
+    """Partial sums of squares of the normalized gradients, [tensors, lead * blocks]. Sum over the last dimension for
+    each tensor."""
+    flat = _block_size(shape.rows * shape.columns, _FLAT)
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
     partial = torch.empty((shape.matrices, blocks), dtype=torch.float32, device=gradients.device)
     _squares_kernel[(shape.matrices * blocks,)](
@@ -249,7 +252,7 @@ def move(
 
     `rates` are stored as `RateGrid` describes. `no_sign` marks entries of `signs` without an update so far.
     """
-    flat = _power(shape.rows * shape.columns, _FLAT)
+    flat = _block_size(shape.rows * shape.columns, _FLAT)
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
     _move_kernel[(shape.matrices * blocks,)](
         addresses, gradients, slots, by_row, by_col, damping, bad, rates, signs,

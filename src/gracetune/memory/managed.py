@@ -237,7 +237,8 @@ def _host_bytes(block: _Block, size: int) -> Any:
 
 
 class ManagedBuffer:
-    """Managed memory for one tensor. It is freed when the buffer and all views are gone; `close()` drops the former."""
+    """Managed memory for one tensor. It is freed when the buffer and all views have been dropped; `close()` drops the
+    buffer."""
 
     def __init__(self, heap: ManagedHeap, block: _Block, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype

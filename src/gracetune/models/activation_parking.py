@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gracetune.models.footprint import STAYING
+from gracetune.models.footprint import UNPARKED_INPUTS
 from gracetune.models.parking import CudaLane, InlineLane, Lane, pinned_bytes
 from gracetune.units import MIB, format_bytes, format_duration
 
@@ -169,7 +169,7 @@ class ActivationParking:
         self._newest.append(parked)
         # The compute stream waits for the copy before the tensor is dropped. The allocator can then reuse its memory
         # for the next tensor in stream order, without waiting for the host.
-        while len(self._newest) > STAYING:
+        while len(self._newest) > UNPARKED_INPUTS:
             leaving = self._newest.popleft()
             self._lane.wait(leaving.copied)
             leaving.on_device = None

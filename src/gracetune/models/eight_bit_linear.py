@@ -137,7 +137,7 @@ def _rounded(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     torch's compiler fuses the rounding into the preceding kernel and then computes all of that twice, once for the
     scale and once for the values. Our kernel reads each row once.
     """
-    if kernels.pay(x):
+    if kernels.use_kernels(x):
         from gracetune.kernels.fp8_rows import rounded_rows  # triton is only installed with CUDA builds of torch
 
         rounded: tuple[Tensor, Tensor] = rounded_rows(x, columns)

@@ -100,13 +100,13 @@ class StreamedParking:
         The returned function waits for the result and saves what changed.
         """
         flags = torch.stack([part.changed() for part in self.parts])
-        answer = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda).copy_(flags, non_blocking=True)
-        answered = torch.cuda.current_stream(flags.device).record_event() if flags.is_cuda else None
+        found = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda).copy_(flags, non_blocking=True)
+        copied = torch.cuda.current_stream(flags.device).record_event() if flags.is_cuda else None
 
         def keep() -> None:
-            if answered is not None:
-                answered.synchronize()
-            for part, changed in zip(self.parts, answer.tolist(), strict=True):
+            if copied is not None:
+                copied.synchronize()
+            for part, changed in zip(self.parts, found.tolist(), strict=True):
                 if changed:
                     part.keep()
             self.unchanged = True

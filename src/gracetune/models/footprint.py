@@ -18,11 +18,11 @@ from gracetune.config.families import find_flavour
 from gracetune.data.geometry import Geometry
 
 FootprintStream = Literal["image", "text", "joint", "vision", "sample"]
-"""The sequence a tensor has one row per token of: the latents, the caption, both joined, or an image encoder's output.
-`sample` has one row for the whole sample."""
+"""A sequence of tokens: the latents ("image"), the caption ("text"), both ("joint"), or an image encoder's output
+("vision"). "sample" has one row per item."""
 Tokens = Mapping[FootprintStream, int]
 NeededBy = Literal["graph", "weights", "block", "scales", "full"]
-STAYING = 2
+UNPARKED_INPUTS = 2
 """How many of the newest block inputs stay on the device when the others are parked in host memory."""
 FP8_CAPABILITY = (9, 0)
 """Hopper and later: matrix products with a scale for each row of both operands."""
@@ -30,7 +30,8 @@ FP8_CAPABILITY = (9, 0)
 
 @dataclass(frozen=True)
 class FootprintKept:
-    """A tensor that a block saves for its backward pass, per token of `stream`."""
+    """A tensor of a block, per token of `stream`: saved for the backward pass (`kept`, `enters`) or temporary
+    (`working`)."""
 
     name: str
     """For messages and for `FootprintLinear.reads`."""
@@ -92,7 +93,7 @@ class FootprintBlock:
     count: int
     kept: tuple[FootprintKept, ...]
     enters: tuple[FootprintKept, ...]
-    """The tensors a block passes to the next: all that is saved of a block under gradient checkpointing."""
+    """The block's inputs: under gradient checkpointing nothing else is saved."""
     working: tuple[FootprintKept, ...]
     """Gradients and temporaries alive at the peak of its backward pass, in addition to the saved tensors."""
     linears: tuple[FootprintLinear, ...] = ()
@@ -226,7 +227,7 @@ class Footprint:
     references: bool = False
     """Edit models: the latents of reference images join the image tokens."""
     measured: str = ""
-    """The hardware this footprint was compared with; empty if it has not been measured."""
+    """The hardware on which these numbers were compared with measurements; empty if they were not."""
 
     @property
     def block_weights(self) -> int:
@@ -242,12 +243,12 @@ class Footprint:
         return sum(count * linear.weights for count, linear in self._matrices())
 
     @property
-    def linear_rows(self) -> int:
+    def linear_rows_and_columns(self) -> int:
         """Rows and columns of the same matrices. fp8 has one scale for each."""
         return sum(count * (linear.inputs + linear.outputs) for count, linear in self._matrices())
 
     @property
-    def linear_outputs(self) -> int:
+    def linear_rows(self) -> int:
         """Rows of the same matrices. int8 has one scale for each."""
         return sum(count * linear.outputs for count, linear in self._matrices())
 

@@ -120,7 +120,7 @@ class HubFetcher:
 
         repo = Repo(name, "model", revision)
         if self.access.offline is not None:
-            return _downloaded_before(key, repo, variant, file, f"{self.access.offline} forbids asking the hub")
+            return _downloaded_before(key, repo, variant, file, f"{self.access.offline} forbids access to the hub")
         try:
             return self._download(key, repo, variant, file)
         except HfHubHTTPError as error:

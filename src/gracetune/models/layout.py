@@ -50,9 +50,9 @@ def part_config(source: ModelSource, component: str, cls: type[Any]) -> dict[str
     if named != cls.__name__:
         hint = "check model.family, and that model.path, model.vae_path and their parts belong together"
         raise ConfigError([Problem(f"the {component}'s class", str(named), cls.__name__, hint, file)])
-    quantised = config.get("quantization_config")
-    if quantised is not None:
-        found = f"weights quantized by {quantised.get('quant_method', 'an unnamed method')}"
+    quantized = config.get("quantization_config")
+    if quantized is not None:
+        found = f"weights quantized by {quantized.get('quant_method', 'an unnamed method')}"
         hint = "use the model's unquantized weights, and --set model.base_precision=fp8 to store them in 8 bits"
         raise ConfigError([Problem("quantization_config", found, "unquantized weights", hint, file)])
     parameters = inspect.signature(cls.__init__).parameters

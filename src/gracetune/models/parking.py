@@ -253,7 +253,7 @@ class HostRegistry(Protocol):
 
 
 def pinned_bytes(size: int, registry: HostRegistry) -> Tensor:
-    """Host memory of exactly this size, pinned until the last view of it is gone.
+    """Host memory of exactly this size, pinned until the last view of it is freed.
 
     torch's own pinned allocator rounds up to a power of two, which wastes 4 GB of 28.
     """

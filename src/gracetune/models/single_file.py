@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.weights.staging import too_large_for
+from gracetune.memory.weights.transfer_buffers import too_large_for
 from gracetune.models.eight_bit_layers import Put
 from gracetune.models.source import ModelSource
 from gracetune.storage.safetensors_headers import TensorEntry, WeightFileError, open_weights, shortened

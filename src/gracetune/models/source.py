@@ -209,8 +209,8 @@ def _open_part(model: Model, component: str, name: str | None, fetch: hub.Fetch)
 def _check_folder(key: str, folder: Path) -> None:
     if (folder / INDEX).is_file():
         return
-    for recognise in _WRONG_KINDS:
-        found_and_hint = recognise(folder)
+    for recognize in _WRONG_KINDS:
+        found_and_hint = recognize(folder)
         if found_and_hint is not None:
             found, hint = found_and_hint
             raise ConfigError([Problem(key, f"{folder}: {found}", _LAYOUT, hint)])

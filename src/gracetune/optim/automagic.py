@@ -221,8 +221,8 @@ def _rule(group: dict[str, Any]) -> UpdateRule:
     beta2, eps, clip = group["beta2"], group["eps"], group["clip_threshold"]
     if not 0 <= beta2 < 1 or not eps > 0 or not clip > 0 or group["weight_decay"] < 0 or group["lr"] < 0:
         raise ValueError(
-            f"beta2 {beta2} from 0 to below 1, eps {eps} and clip_threshold {clip} above 0, "
-            f"lr {group['lr']} and weight_decay {group['weight_decay']} from 0"
+            "expected beta2 in [0, 1), eps > 0, clip_threshold > 0, lr >= 0 and weight_decay >= 0; found beta2 "
+            f"{beta2}, eps {eps}, clip_threshold {clip}, lr {group['lr']} and weight_decay {group['weight_decay']}"
         )
     grid = RateGrid.of(RateLimits(group["lr_bump"], group["min_lr"], group["max_lr"]))
     return UpdateRule(grid, beta2, eps, clip, group["weight_decay"])

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from gracetune.adapters.layer import local
+from gracetune.adapters.layer import local_shard
 from gracetune.errors import GracetuneError
 from gracetune.optim.element_rates import RateGrid
 
@@ -89,7 +89,7 @@ class Stack:
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], names: Sequence[str], lr: float, rule: UpdateRule) -> Self:
-        first = local(parameters[0])
+        first = local_shard(parameters[0])
         n, shape, device = len(parameters), first.shape, first.device
 
         def zeros(*size: int) -> Tensor:
@@ -141,8 +141,8 @@ class Stack:
         # Chunk by the whole shape: processes with unequal shards must issue the same all-reduces, or they deadlock.
         most = _CHUNKS.get(self.rates.device.type, _CHUNK)
         for some in _chunks(active, max(1, most // max(1, math.prod(self.whole_shape)))):
-            parameters = [local(self.parameters[at]) for at in some]
-            gradients = [local(gradient) for at in some if (gradient := self.parameters[at].grad) is not None]
+            parameters = [local_shard(self.parameters[at]) for at in some]
+            gradients = [local_shard(gradient) for at in some if (gradient := self.parameters[at].grad) is not None]
             entries, write_back = self._views(some)
             before = None if bad is None else {name: entry.clone() for name, entry in entries.items()}
             stacked = torch.stack([gradient.float() for gradient in gradients])
@@ -239,7 +239,7 @@ def _chunks(active: list[int], size: int) -> Iterator[list[int]]:
 
 def stack_key(parameter: Tensor) -> tuple[Any, ...]:
     """Parameters with equal keys can share a stack."""
-    part = local(parameter)
+    part = local_shard(parameter)
     return tuple(part.shape), tuple(parameter.shape), part.dtype, part.device, isinstance(parameter, DTensor)
 
 
@@ -251,7 +251,7 @@ _OLDEST = (8, 0)
 
 def kernels_for(parameter: Tensor, fused: bool | None) -> bool:
     """Whether to use the kernels for `parameter`. ValueError if `fused` is True and they cannot run."""
-    part = local(parameter)
+    part = local_shard(parameter)
     can = (
         part.is_cuda
         and part.ndim >= 2
@@ -301,11 +301,11 @@ class CudaStack(Stack):
 
     @torch.no_grad()
     def step(self, active: list[int], rule: UpdateRule, bad: Tensor | None = None) -> None:
-        parameters = [local(self.parameters[at]) for at in active]
+        parameters = [local_shard(self.parameters[at]) for at in active]
         # The list keeps contiguous copies alive until the kernels are queued.
         dtype = parameters[0].dtype
         gradients = [
-            _plain(local(gradient), dtype) for at in active if (gradient := self.parameters[at].grad) is not None
+            _plain(local_shard(gradient), dtype) for at in active if (gradient := self.parameters[at].grad) is not None
         ]
         device = parameters[0].device
         # Tests run the same code on a CPU with Triton's interpreter.

@@ -1,4 +1,7 @@
-"""Lion (Chen et al., 2023): steps by the sign of an interpolated momentum. Works on all tensors of a group at once."""
+"""Lion (Chen et al., 2023): steps by the sign of an interpolated momentum.
+
+Updates all tensors of a group with torch._foreach functions.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gracetune.adapters.layer import local
+from gracetune.adapters.layer import local_shard
 from gracetune.optim.step_skipping import move_towards
 
 
 class Lion(Optimizer):
     """update = sign(b1 m + (1 - b1) g);  p <- p (1 - lr wd) - lr update;  m <- b2 m + (1 - b2) g
 
-    With `decoupled_weight_decay`, wd is divided once by the initial learning rate, so that the strength of the decay
-    does not depend on it.
+    With `decoupled_weight_decay`, wd is divided once by the initial learning rate. The decay per step is then wd at any
+    initial learning rate, and follows the schedule.
     """
 
     _step_supports_amp_scaling = True
@@ -33,7 +36,10 @@ class Lion(Optimizer):
         decoupled_weight_decay: bool = False,
     ) -> None:
         if lr < 0 or weight_decay < 0 or not all(0 <= beta <= 1 for beta in betas):
-            raise ValueError(f"lr {lr} and weight_decay {weight_decay} from 0, betas {betas} from 0 to 1")
+            raise ValueError(
+                "expected lr >= 0, weight_decay >= 0 and betas in [0, 1]; "
+                f"found lr {lr}, weight_decay {weight_decay} and betas {betas}"
+            )
         if decoupled_weight_decay and lr == 0:
             raise ValueError("decoupled_weight_decay divides by the learning rate, which is 0")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
@@ -55,11 +61,12 @@ class Lion(Optimizer):
 
     def _step_group(self, group: dict[str, Any], trained: list[Tensor]) -> None:
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-        # 0 skips the step: every change below is multiplied by it, so the host need not know.
+        # At 0 the step changes nothing, and the host does not wait for the flag. `train.gradients` has zeroed bad
+        # gradients.
         applied = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-        momenta = [local(self._momentum(parameter)) for parameter in trained]
-        gradients = [local(parameter.grad).float() for parameter in trained if parameter.grad is not None]
-        parameters = [local(parameter) for parameter in trained]
+        momenta = [local_shard(self._momentum(parameter)) for parameter in trained]
+        gradients = [local_shard(parameter.grad).float() for parameter in trained if parameter.grad is not None]
+        parameters = [local_shard(parameter) for parameter in trained]
         updates = torch._foreach_lerp(momenta, gradients, 1.0 - beta1)
         torch._foreach_sign_(updates)
         torch._foreach_mul_(updates, applied)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gracetune.adapters.layer import local
+from gracetune.adapters.layer import local_shard
 
 _CHUNK = 1 << 24
 """Elements processed at a time (64 MiB of float32); a larger tensor is processed alone."""
@@ -55,7 +55,7 @@ def waiting_note(optimizer: Optimizer, name: str, device: torch.device) -> str |
 @torch.no_grad()
 def move_towards(tensors: Sequence[Tensor], goals: Sequence[Tensor], weight: float | Tensor) -> None:
     """tensor += weight (goal - tensor), in place. Works in chunks, so it needs no second copy of all tensors."""
-    pairs = [(local(tensor), local(goal)) for tensor, goal in zip(tensors, goals, strict=True)]
+    pairs = [(local_shard(tensor), local_shard(goal)) for tensor, goal in zip(tensors, goals, strict=True)]
     for chunk in _chunks(pairs):
         current = [tensor for tensor, _ in chunk]
         steps = torch._foreach_sub([goal.to(tensor.dtype) for tensor, goal in chunk], current)

@@ -20,7 +20,14 @@ from typing import Literal
 from gracetune.adapters.computation import AdapterPath, Computation
 from gracetune.adapters.trainable import TargetLayers, TrainableSelection
 from gracetune.config.token_routes import Route
-from gracetune.models.footprint import STAYING, Footprint, FootprintBlock, FootprintKept, FootprintStream, Tokens
+from gracetune.models.footprint import (
+    UNPARKED_INPUTS,
+    Footprint,
+    FootprintBlock,
+    FootprintKept,
+    FootprintStream,
+    Tokens,
+)
 
 RecomputePolicy = Literal["off", "half", "quarter", "tenth", "full"]
 """How many activations are kept for the backward pass; the others are recomputed. `off` keeps everything. `full` keeps
@@ -133,7 +140,7 @@ def _activations_under(policy: RecomputePolicy, costs: list[_Cost], working: int
     rebuilt = _between(rebuilt // 2, max(cost.rebuilt for cost in costs), fraction)
     recomputed = max(cost.kept for cost in costs)
     # Besides the inputs that stay on the GPU, one is being copied out and one is being copied back.
-    staying = (STAYING + 2) * max(cost.enters for cost in costs)
+    staying = (UNPARKED_INPUTS + 2) * max(cost.enters for cost in costs)
     parkable = max(0, enters - staying) if policy == "full" else 0
     return Activations(policy, kept, working + int(fraction * recomputed), rebuilt + gradient, parkable)
 

@@ -39,7 +39,7 @@ class Need:
     """May wait in host memory in its idle phases. If host and device share memory, it is read from disk again."""
     managed: bool = False
     """Placed in managed memory on machines with a coherent link, and in ordinary main memory on others."""
-    insisted: bool = False
+    managed_requested: bool = False
     """`memory.enable_uvm_hints` is true: use managed memory without a coherent link too, up to a cap."""
 
 
@@ -82,7 +82,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class CodecPasses:
-    """VAE workspace, whole and in tiles: to encode each sample of a batch, and to decode one generated sample."""
+    """VAE workspace, whole and in tiles: to encode each sample of a batch (`encode`, `refresh`), and to decode
+    one generated sample."""
 
     batch: int
     batch_key: str
@@ -94,6 +95,9 @@ class CodecPasses:
     """The value in the config."""
     what: str
     """The largest sample it encodes, in words."""
+    refresh: int = 0
+    """To encode the next epoch beside the steps (`refresh_each_epoch`); 0 if no dataset does that."""
+    refresh_tiled: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,13 +108,13 @@ class PlanSettings:
     policies: tuple[RecomputePolicy, ...]
     """Available policies, from the fastest to the smallest."""
     precision: str
-    eight_bits_possible: bool
+    can_store_8_bits: bool
     """Whether there are frozen weights that could be stored in fp8 or int8."""
     use_uvm: bool
     oversubscription_ratio: float
     managed: bool
     """Whether the run uses the unified-memory layer. Otherwise experts are parked in pinned copies."""
-    few_bits: bool = False
+    may_use_int8: bool = False
     """`model.base_precision` is auto: frozen weights are stored in int8 if 16 bits do not fit."""
     rejects_managed: bool = False
     """`memory.enable_uvm_hints` is false: only the overflow arena is managed memory."""

@@ -25,7 +25,14 @@ from gracetune.memory.placement import hints_of
 from gracetune.models.footprint import Footprint, FootprintBlock, SampleShape
 from gracetune.optim.record import optimizer_state
 from gracetune.planning.activations import StepMethod, activations, casts_tensors
-from gracetune.planning.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
+from gracetune.planning.data_needs import (
+    RING_DEPTH,
+    codec_bytes,
+    data_needs,
+    encoder_needs,
+    refreshed_datasets,
+    sample_bytes,
+)
 from gracetune.planning.dataset_facts import DatasetFacts, largest_sample
 from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, PlanSettings, Workload
 from gracetune.planning.processes import (
@@ -160,8 +167,8 @@ def _settings(job: _Job) -> PlanSettings:
         checkpointing=config.training.gradient_checkpointing,
         policies=job.method.policies,
         precision="trained" if job.method.full_finetune else _first_precision(config),
-        eight_bits_possible=not job.method.full_finetune and not job.processes.sharded,
-        few_bits=config.model.base_precision == "auto",
+        can_store_8_bits=not job.method.full_finetune and not job.processes.sharded,
+        may_use_int8=config.model.base_precision == "auto",
         use_uvm=config.memory.use_uvm,
         oversubscription_ratio=config.memory.uvm_oversubscription_ratio,
         managed=config.memory.use_uvm or hints_of(config).on,
@@ -199,8 +206,8 @@ def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
         )  # 2 bytes each, and 2 more for trained ones in fp32
     matrices = footprint.linear_weights
     rest = 2 * (footprint.parameters - matrices)
-    scales = 4 * footprint.linear_rows
-    int8 = matrices + 4 * footprint.linear_outputs + _INT8_WORKING * footprint.largest_matrix + rest
+    scales = 4 * footprint.linear_rows_and_columns
+    int8 = matrices + 4 * footprint.linear_rows + _INT8_WORKING * footprint.largest_matrix + rest
     sizes = [("fp8", 2 * matrices + scales + rest), ("fp8 one layout", matrices + scales + rest), ("int8", int8)]
     if precision in _WEIGHT_BYTES:
         sizes.append((precision, _WEIGHT_BYTES[precision] * footprint.parameters))
@@ -355,6 +362,7 @@ def _codec(job: _Job, shapes: dict[str, SampleShape]) -> CodecPasses:
     model, footprint = job.config.model, job.footprint
     largest = max(shapes.values(), key=lambda shape: codec_bytes(footprint, shape, decode=False, tiled=False))
     sample_shape = _sample_shape(job, shapes) if job.sampling else None
+    refreshed = [shapes[dataset.id] for dataset in refreshed_datasets(job.config) if dataset.id in shapes]
     return CodecPasses(
         batch=1 if model.vae_slicing else job.config.cache.vae_batch_size,
         batch_key="cache.vae_batch_size",
@@ -364,6 +372,8 @@ def _codec(job: _Job, shapes: dict[str, SampleShape]) -> CodecPasses:
         decode_tiled=codec_bytes(footprint, sample_shape, decode=True, tiled=True) if sample_shape else 0,
         tiled=model.vae_tiling,
         what=_size(largest),
+        refresh=max((codec_bytes(footprint, shape, decode=False, tiled=False) for shape in refreshed), default=0),
+        refresh_tiled=max((codec_bytes(footprint, shape, decode=False, tiled=True) for shape in refreshed), default=0),
     )
 
 

@@ -1,9 +1,8 @@
-"""The choices a plan tries, in a fixed order from free to most expensive. Pure functions.
+"""The choices a plan tries, in a fixed order from no cost to the highest cost. Pure functions.
 
 The order does not depend on the amount of memory, so more memory cannot make a plan worse. Idle weights leave the
 device first, then tensors that a step reads again (inputs of recomputed blocks), and only then does a step use the
-overflow arena. So a larger batch never brings idle weights back at the expense of tensors in use, and overflow grows
-with the batch.
+overflow arena. This order is the same for every batch size, so a larger batch never needs less overflow.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from gracetune.memory.arena_size import ArenaRoom, arena_size
 from gracetune.models.footprint import FP8_CAPABILITY
 from gracetune.planning.activations import RecomputePolicy
 from gracetune.planning.demand import Demand
-from gracetune.planning.layout import MemoryLayout, PlanChoice, lay
+from gracetune.planning.layout import MemoryLayout, PlanChoice, lay_out
 from gracetune.planning.memory_tiers import Tiers
 
 
@@ -31,13 +30,13 @@ class Ladder:
     force_oversubscription: bool = False
     _layouts: dict[PlanChoice, MemoryLayout] = field(default_factory=dict)
 
-    def lay(self, choice: PlanChoice) -> MemoryLayout:
+    def lay_out(self, choice: PlanChoice) -> MemoryLayout:
         if choice not in self._layouts:
-            self._layouts[choice] = lay(self.demand, choice, self.machine, self.tiers)
+            self._layouts[choice] = lay_out(self.demand, choice, self.machine, self.tiers)
         return self._layouts[choice]
 
     def fits(self, choice: PlanChoice) -> bool:
-        return not self.lay(choice).excess(self.tiers)
+        return not self.lay_out(choice).excess(self.tiers)
 
     @property
     def start(self) -> PlanChoice:
@@ -67,7 +66,7 @@ class Ladder:
             for policy in settings.policies[1:]:
                 choice = replace(choice, policy=policy)
                 yield choice
-        if settings.few_bits and settings.eight_bits_possible:
+        if settings.may_use_int8 and settings.can_store_8_bits:
             for policy in settings.policies if settings.checkpointing == "auto" else (choice.policy,):
                 choice = replace(choice, policy=policy, precision="int8")
                 yield choice
@@ -97,7 +96,7 @@ class Ladder:
         for batch in smaller_batches(largest):
             choice = replace(choice, batch_cap=batch)
             yield choice
-        if settings.eight_bits_possible and choice.precision not in ("fp8 one layout", "int8"):
+        if settings.can_store_8_bits and choice.precision not in ("fp8 one layout", "int8"):
             held = "fp8 one layout" if _has_fp8(self.machine) else "int8"
             for batch in (largest, *smaller_batches(largest)):
                 choice = replace(choice, precision=held, batch_cap=batch)
@@ -115,7 +114,7 @@ class Ladder:
         size = arena_size(
             ArenaRoom.for_arena(self.machine, sharers=self.demand.processes.per_machine),
             settings.oversubscription_ratio,
-            other_managed=self.lay(replace(choice, spill=GRANULE)).managed,  # the same for an arena of any size
+            other_managed=self.lay_out(replace(choice, spill=GRANULE)).managed,  # the same for an arena of any size
             force=forced,
         ).bytes
         if size:
@@ -123,28 +122,30 @@ class Ladder:
 
     def pruned(self, found: PlanChoice) -> PlanChoice:
         """Undo the choices that a later choice made unnecessary."""
-        start, limit = self.start, self.lay(found)
+        start, limit = self.start, self.lay_out(found)
 
-        def is_enough(choice: PlanChoice) -> bool:
+        def is_sufficient(choice: PlanChoice) -> bool:
             """Whether `choice` fits, and no phase overflows more than in `found`."""
-            layout = self.lay(choice)
+            layout = self.lay_out(choice)
             return self.fits(choice) and all(layout.spilled(phase) <= limit.spilled(phase) for phase in layout.phases)
 
         for batch in (start.encode_batch, *smaller_batches(start.encode_batch)):
-            if batch > found.encode_batch and is_enough(replace(found, encode_batch=batch)):
+            if batch > found.encode_batch and is_sufficient(replace(found, encode_batch=batch)):
                 found = replace(found, encode_batch=batch)
         undoing: list[Callable[[PlanChoice], PlanChoice]] = [
             lambda choice: replace(choice, tiling=start.tiling),
             lambda choice: replace(choice, park_inputs=False),
         ]
-        if is_enough(replace(found, park_inputs=False)):
+        # While block inputs are parked, nothing else is moved back to the device.
+        if is_sufficient(replace(found, park_inputs=False)):
             undoing += [
                 lambda choice: replace(choice, text_cache_on_device=True),
                 lambda choice: replace(choice, park_experts=False),
+                # Encoders come back only after the experts: they are used less often.
                 lambda choice: replace(choice, park_encoders=choice.park_encoders and choice.park_experts),
-            ]  # while block inputs are parked, nothing is moved back to the device
+            ]
         for undo in undoing:
-            if is_enough(undo(found)):
+            if is_sufficient(undo(found)):
                 found = undo(found)
         return found
 

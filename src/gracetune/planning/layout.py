@@ -87,7 +87,7 @@ class MemoryLayout:
         return dict(sorted(over.items(), key=lambda item: -item[1]))
 
 
-def lay(demand: Demand, choice: PlanChoice, machine: Machine, tiers: Tiers) -> MemoryLayout:
+def lay_out(demand: Demand, choice: PlanChoice, machine: Machine, tiers: Tiers) -> MemoryLayout:
     """Lay out the demand under `choice`."""
     needs = [*needs_under(demand, choice, machine)]
     local_ranks = demand.processes.per_machine
@@ -155,6 +155,10 @@ def _codec_needs(demand: Demand, choice: PlanChoice) -> Iterator[Need]:
     encode = choice.encode_batch * (codec.encode_tiled if choice.tiling else codec.encode)
     why = f"batch {choice.encode_batch} of {codec.what}{tiles}"
     yield Need("VAE encoding", "workspace", encode, ("encode latents",), why)
+    refresh = choice.encode_batch * (codec.refresh_tiled if choice.tiling else codec.refresh)
+    if refresh:
+        why = f"batch {choice.encode_batch}{tiles}, beside the step: refresh_each_epoch"
+        yield Need("encoding the next epoch", "workspace", refresh, ("train",), why)
     decode = codec.decode_tiled if choice.tiling else codec.decode
     if decode:
         yield Need("VAE decoding", "workspace", decode, ("sample",), f"one sample{tiles}")
@@ -226,7 +230,7 @@ def _busy_tier(
     device = machine.gpus[0].memory_total if machine.gpus else None
     known = device if choice.text_cache_on_device else None
     profile = machine.profile.value
-    if need.insisted and profile == "discrete" and need.bytes <= CAREFUL_CAP:
+    if need.managed_requested and profile == "discrete" and need.bytes <= CAREFUL_CAP:
         profile = "superchip"  # as in `cache.residence.choose_residence`, which rejects more than the cap
     placement = choose_placement(role, profile, size=need.bytes, device_bytes=known, local_ranks=local_ranks)
     managed = placement.kind in ("managed_host", "managed_device")

@@ -104,9 +104,9 @@ def plan(
         verdict = "fits with these changes"
     if found is None:
         *_, smallest = ladder.with_edits()
-        return _build(ladder, "does not fit", _shortage(ladder.lay(smallest), tiers), smallest)
+        return _build(ladder, "does not fit", _shortage(ladder.lay_out(smallest), tiers), smallest)
     chosen = ladder.pruned(found)
-    return _build(ladder, verdict, _fits(ladder.lay(chosen), tiers), chosen)
+    return _build(ladder, verdict, _fits(ladder.lay_out(chosen), tiers), chosen)
 
 
 def _fits(layout: MemoryLayout, tiers: Tiers) -> str:
@@ -126,7 +126,7 @@ def _shortage(layout: MemoryLayout, tiers: Tiers) -> str:
 
 def _build(ladder: Ladder, verdict: Verdict, summary: str, chosen: PlanChoice) -> Plan:
     demand, machine, tiers = ladder.demand, ladder.machine, ladder.tiers
-    layout = ladder.lay(chosen)
+    layout = ladder.lay_out(chosen)
     return Plan(
         verdict=verdict,
         summary=summary,
@@ -165,7 +165,7 @@ def _changes(ladder: Ladder, end: PlanChoice) -> Iterator[Change]:
         after = replace(current, **decision)
         if after == current:
             continue
-        saved = ladder.lay(current).peak(tiers.compute) - ladder.lay(after).peak(tiers.compute)
+        saved = ladder.lay_out(current).peak(tiers.compute) - ladder.lay_out(after).peak(tiers.compute)
         for change in _described(demand, machine, tiers, current, after, saved):
             if saved or not change.automatic:
                 yield change
@@ -203,7 +203,7 @@ def _described(
         if settings.precision == "fp8":
             why = "the second layout is made on the fly"
             yield Change("placement: fp8 layouts", "both", "one", saved, why, automatic=True)
-        elif settings.few_bits:
+        elif settings.may_use_int8:
             why = f"{settings.precision} does not fit"
             yield Change(BASE, f"auto: {settings.precision}", "auto: int8", saved, why, automatic=True)
         else:
@@ -276,7 +276,7 @@ def _notes(ladder: Ladder, chosen: PlanChoice, verdict: Verdict) -> Iterator[str
     if verdict == "unknown":
         return
     if demand.settings.checkpointing == "full" and verdict == "fits":
-        layout = ladder.lay(replace(chosen, policy="off"))
+        layout = ladder.lay_out(replace(chosen, policy="off"))
         if not layout.excess(ladder.tiers):
             peak = format_bytes(layout.peak(ladder.tiers.compute))
             yield f"gradient_checkpointing full is not needed here: off takes {peak}, and fits"

@@ -45,12 +45,12 @@ class FolderContents:
     files: tuple[MediaFile, ...]
     unreadable: tuple[LeftOut, ...]
     captions: dict[str, str]
-    """Captions by file; files without one are missing."""
-    passed_over: int
+    """Captions by path. Files without a caption have no entry."""
+    ignored: int
     """Number of media files of another kind, which are ignored."""
 
     @property
-    def side(self) -> float:
+    def median_side(self) -> float:
         """The side of a square with as many pixels as the median image; 0 for audio."""
         sizes = [file.facts for file in self.files if not isinstance(file.facts, AudioFacts)]
         return statistics.median((size.width * size.height) ** 0.5 for size in sizes) if sizes else 0.0
@@ -60,7 +60,7 @@ class FolderContents:
         return tuple(one.facts for one in self.files if isinstance(one.facts, VideoFacts))
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """A summary, such as `25 images, 20 with captions`."""
         noun = {"image": "image", "video": "clip", "audio": "sound", "edit": "edit pair"}[self.media]
         count, captioned = len(self.files), len(self.captions)
@@ -68,7 +68,7 @@ class FolderContents:
         return f"{count} {noun}{'s' * (count != 1)}, {captions}"
 
 
-def look_at(folder: Path, on_scanned: Callable[[int, int], None] = lambda done, total: None) -> FolderContents:
+def inspect_folder(folder: Path, on_scanned: Callable[[int, int], None] = lambda done, total: None) -> FolderContents:
     """Inspect `folder`. Raises ConfigError if there is nothing to train on."""
     place = inspect_path(folder)
     if place.kind != "folder":
@@ -79,7 +79,7 @@ def look_at(folder: Path, on_scanned: Callable[[int, int], None] = lambda done, 
     if not kinds:
         empty = f"{folder}, without images, clips or sounds"
         raise ConfigError(
-            [Problem("FOLDER", empty, "a folder of images, clips or sounds", "name the folder they are in")]
+            [Problem("FOLDER", empty, "a folder of images, clips or sounds", "pass the folder that contains them")]
         )
     kind = kinds.most_common(1)[0][0]
     pair = _edit_pair(root) if kind == "image" else None

@@ -173,7 +173,7 @@ def _values(contents: FolderContents, answers: Answers, machine: Machine) -> tup
     }  # fmt: skip
     comments: Comments = {
         ("output_dir",): "the adapter, samples, report.html",
-        ("datasets", 0, "path"): contents.words,
+        ("datasets", 0, "path"): contents.summary,
     }
     for key, option in preset.options_of(model.family, model.flavour.name).items():
         place = parse_path(key)
@@ -205,7 +205,7 @@ def _fit_to_files(dataset: Values, comments: Comments, contents: FolderContents,
     if contents.media == "audio":
         dataset.pop("resolution", None)
         return
-    side, wanted = contents.side, dataset["resolution"]
+    side, wanted = contents.median_side, dataset["resolution"]
     unit = max(64, shape.side_multiple)
     if side < wanted:
         dataset["resolution"] = max(unit, int(side) // unit * unit)

@@ -131,7 +131,7 @@ def explain(error: OSError, path: Path, *, access: Access = "write") -> Cause:
 
 
 def _without_temporary(path: Path) -> Path:
-    """The nearest parent that outlives a temporary name, which is gone by the time the message is read."""
+    """The nearest parent that outlives a temporary name, which no longer exists when the message is read."""
     temporary = [folder for folder in (path, *path.parents) if is_temporary(folder.name)]
     return temporary[-1].parent if temporary else path
 

@@ -28,7 +28,7 @@ def allowed_actions(run: Path, state: str, *, control: bool) -> dict[str, dict[s
     whys = dict.fromkeys(_BUTTONS, "" if state in ("running", "preparing") else "no run is active here")
     whys["resume"] = "" if state in _CAN_RESUME else f"the run is {state}"
     if not whys["resume"] and not (run / "config.yaml").is_file():
-        whys["resume"] = "the run's config.yaml is gone"
+        whys["resume"] = "the run's config.yaml was removed"
     if not control:
         whys = dict.fromkeys(whys, "the studio only shows; start it with --control")
     return {name: {"allowed": not why, "why": why} for name, why in whys.items()}

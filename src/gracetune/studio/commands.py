@@ -127,7 +127,10 @@ def reject_errors(answer: Mapping[str, Any]) -> None:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         found = f"{first['key']}: {first['found']}{more}" if first else str(answer["error"])
         raise StudioError(
-            422, found, str(first.get("expected", "a request that can be done")), str(first.get("hint", "see `found`"))
+            422,
+            found,
+            str(first.get("expected", "a valid request")),
+            str(first.get("hint", "correct what the message names and try again")),
         )
 
 

@@ -70,7 +70,7 @@ class DatasetListing:
         if not path.is_relative_to(root):
             raise StudioError(404, "a link out of the dataset", "a file in the dataset's folder", "remove the link")
         if not path.is_file():
-            raise StudioError(404, f"{path.name}, which is gone", "a file of the dataset", "reload the page")
+            raise StudioError(404, f"{path.name}, which was removed", "a file of the dataset", "reload the page")
         return path
 
     def key_of_caption(self, file: str) -> str | None:

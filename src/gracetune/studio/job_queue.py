@@ -2,7 +2,7 @@
 
 Its state is in files (`job_files`), so it survives the studio. A job is `gracetune train CONFIG` in a process of its
 own session: it goes on when the studio ends, is killed or runs out of memory. After a restart, a job that was running
-is recognised by its process; its outcome is read from the event log of its run.
+is recognized by its process; its outcome is read from the event log of its run.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class JobQueue:
                     command_line("train", job.config), cwd=job.folder, env=variables, start_new_session=True,
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=(held,),
                 )  # fmt: skip
-        except OSError as error:  # the working folder is gone, or there is no memory for a process
+        except OSError as error:  # the working folder was removed, or there is no memory for a process
             end = JobEnd(time_s=time.time(), state="failed", why=f"it could not be started: {error.strerror}")
             self._files.write(job.model_copy(update={"start": start, "end": end}))
             return

@@ -1,4 +1,5 @@
-"""Replies of the studio's server: JSON without non-finite numbers, and errors that say what to type."""
+"""Replies of the studio's server: JSON without non-finite numbers, and errors with what was found, what was
+expected and what to type."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class StudioError(Exception):
     def of(cls, error: GracetuneError, status: int = 400) -> StudioError:
         """The same error for the browser; of several problems the first, with the number of the others."""
         if not isinstance(error, ConfigError):
-            return cls(status, str(error), "a request that can be done", "see `found`")
+            return cls(status, str(error), "a valid request", "correct what the message names and try again")
         first, *others = error.problems
         more = f" (and {len(others)} more)" if others else ""
         return cls(status, f"{_location(first)}{first.found}{more}", first.expected, first.hint)
@@ -45,7 +46,7 @@ def json_reply(value: Any, status: int = 200) -> Response:
 
 
 def json_bytes(value: Any) -> bytes:
-    # ensure_ascii: a prompt or a file name may hold lone surrogates, which UTF-8 cannot hold.
+    # ensure_ascii: a prompt or a file name may hold lone surrogates, which UTF-8 cannot encode.
     return json.dumps(finite(value), allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -76,7 +77,7 @@ async def json_body(request: Request) -> dict[str, Any]:
     try:
         value = json.loads(await request.body() or b"{}")
     except (ValueError, RecursionError) as error:
-        raise StudioError(400, f"a body that is not JSON: {error}", "a JSON object", "send application/json") from None
+        raise StudioError(400, f"an invalid JSON body: {error}", "a JSON object", "send application/json") from None
     if not isinstance(value, dict):
         raise StudioError(400, f"a JSON {type(value).__name__}", "a JSON object", 'for example {"text": "a cat"}')
     return value

@@ -23,7 +23,7 @@ from gracetune.studio.log_lines import (
     text,
     whole,
 )
-from gracetune.telemetry.curves import smoothed
+from gracetune.telemetry.curves import moving_average
 
 HEAD, TAIL = 16 << 10, 24 << 10
 _CHUNK = 8 << 20
@@ -231,7 +231,7 @@ def row_of(summary: RunSummary, identifier: str, shown_path: str, *, is_locked: 
         "total_steps": total,
         "epoch": whole(step.get("epoch")),
         "loss": number(step.get("loss")),
-        "loss_smoothed": smoothed(losses, 20)[-1][1] if losses else None,
+        "loss_smoothed": moving_average(losses, 20)[-1][1] if losses else None,
         "held_out": number(summary.event("HeldOutLoss").get("mean")),
         "seconds_per_step": seconds,
         "eta_s": left,

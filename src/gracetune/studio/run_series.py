@@ -8,7 +8,7 @@ from typing import Any
 
 from gracetune.studio.log_lines import Fields, mapping, number, numbers, text, whole
 from gracetune.studio.run_log import RunLog
-from gracetune.telemetry.curves import kept_indices, smoothed
+from gracetune.telemetry.curves import decimated_indices, moving_average
 
 _PARSED_PER_POINT = 4
 """Steps that are parsed for each point that is shown. Of these the lowest and highest of each stretch are shown."""
@@ -49,7 +49,7 @@ def _curve(events: Sequence[Fields], name: str, points: int) -> Curve:
 
 def _thinned(values: Sequence[tuple[int, float | None]], points: int) -> Curve:
     """The curve with at most `points` points. A value that is not finite stays as None: a gap."""
-    kept = kept_indices([math.nan if value is None else value for _, value in values], points)
+    kept = decimated_indices([math.nan if value is None else value for _, value in values], points)
     return {"step": [values[index][0] for index in kept], "value": [values[index][1] for index in kept]}
 
 
@@ -57,8 +57,8 @@ def _loss(events: Sequence[Fields], points: int) -> Curve:
     """The loss with its moving average at the same steps."""
     values = [number(one.get("loss")) for one in events]
     finite = [(float(index), value) for index, value in enumerate(values) if value is not None and abs(value) < 1e200]
-    averages = {int(index): value for index, value in smoothed(finite)}
-    kept = kept_indices([math.nan if value is None else value for value in values], points)
+    averages = {int(index): value for index, value in moving_average(finite)}
+    kept = decimated_indices([math.nan if value is None else value for value in values], points)
     return {
         "step": [_step(events[index]) for index in kept],
         "value": [values[index] for index in kept],

@@ -1,4 +1,4 @@
-"""Pure functions on curves: smoothing, thinning, axis ticks."""
+"""Pure functions on curves: smoothing, decimation, axis ticks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Point = tuple[float, float]
 MOST_POINTS = 600
 """Maximum number of points per curve in plots and in report.json."""
 _LARGEST = 1e200
-"""Values beyond it are treated as non-finite: sums and differences of larger ones could overflow to infinity."""
+"""Values of this magnitude or more are treated as non-finite: their sums could overflow to infinity."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,18 @@ class Series:
     """Drawn in the background, under its smoothed form."""
 
 
-def finite(points: Sequence[Point]) -> tuple[Point, ...]:
+def finite_points(points: Sequence[Point]) -> tuple[Point, ...]:
     """The points that can be plotted."""
     return tuple(point for point in points if abs(point[1]) < _LARGEST)
 
 
-def smoothed(points: Sequence[Point], span: float | None = None) -> tuple[Point, ...]:
-    """Exponential moving average over about `span` points (default: a twentieth of all), corrected for initial bias.
+def moving_average(points: Sequence[Point], span: float | None = None) -> tuple[Point, ...]:
+    """Exponential moving average of the finite points over about `span` points (default: a twentieth of them).
 
-    The decay is 1 - 2 / (span + 1). Dividing by the sum of the weights corrects the bias, as in Adam.
+    Non-finite points are left out, so the result has no gaps. The decay is 1 - 2 / (span + 1). As in Adam, dividing by
+    the sum of the weights corrects the initial bias.
     """
-    known = finite(points)
+    known = finite_points(points)
     span = max(1.0, len(known) / 20) if span is None else span
     keep = 1 - 2 / (span + 1)
     averages, total, weight = [], 0.0, 0.0
@@ -43,22 +44,22 @@ def smoothed(points: Sequence[Point], span: float | None = None) -> tuple[Point,
     return tuple(averages)
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """At most `most` points. Each stretch keeps its lowest and its highest point, so no spike is lost."""
+def decimate(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
+    """At most `most` points. Each interval keeps its lowest and its highest point, so no spike is lost."""
     if len(points) <= most:
         return tuple(points)
-    return tuple(points[index] for index in kept_indices([y for _, y in points], most))
+    return tuple(points[index] for index in decimated_indices([y for _, y in points], most))
 
 
-def kept_indices(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+def decimated_indices(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
     """Indices of at most `most` values of a curve: the first, the last, and the lowest and highest of each of
-    (most - 2) / 2 stretches of equal length. Non-finite values count as 0."""
+    (most - 2) / 2 intervals of equal length. Non-finite values count as 0."""
     if len(values) <= most:
         return [*range(len(values))]
-    stretches, inner = (most - 2) // 2, len(values) - 2
+    intervals, inner = (most - 2) // 2, len(values) - 2
     kept = [0]
-    for number in range(stretches):
-        begin, end = 1 + inner * number // stretches, 1 + inner * (number + 1) // stretches
+    for number in range(intervals):
+        begin, end = 1 + inner * number // intervals, 1 + inner * (number + 1) // intervals
         part = [value if abs(value) < _LARGEST else 0.0 for value in values[begin:end]]
         ends = {part.index(min(part)), part.index(max(part))} if part else set()
         kept += [begin + index for index in sorted(ends)]
@@ -76,7 +77,7 @@ def ticks(low: float, high: float, about: int = 5) -> tuple[float, ...]:
     return tuple(round(index * step, 12 - math.floor(math.log10(step))) for index in range(first, last + 1))
 
 
-def evenly(count: int, most: int) -> tuple[int, ...]:
+def evenly_spaced_indices(count: int, most: int) -> tuple[int, ...]:
     """At most `most` of the indices 0 to count - 1, evenly spread, including the first and the last."""
     if count <= most:
         return tuple(range(count))

@@ -50,10 +50,10 @@ class PlannedTier:
     """A kind of memory in the plan."""
 
     name: Annotated[str, "device, host, pool (one memory for CPU and GPU) or disk"]
-    label: Annotated[str, "the same in words"]
+    label: Annotated[str, "name for display"]
     capacity_bytes: Annotated[int | None, "its size; null: unknown"] = None
     budget_bytes: Annotated[int | None, "the part that the plan may use; null: unknown or not limited"] = None
-    peak_bytes: Annotated[int, "most that the run needs of it"] = 0
+    peak_bytes: Annotated[int, "largest amount of it that the run needs"] = 0
     why: Annotated[str, "how the budget was found"] = ""
 
 
@@ -64,8 +64,8 @@ class PlannedMemory:
     owner: Annotated[str, "the consumer"]
     tier: Annotated[str, "the name of a tier"]
     bytes: Annotated[int, "its size"]
-    phases: Annotated[tuple[str, ...], "phases of the run in which it is there: encode, load, train, ..."] = ()
-    why: Annotated[str, "why it is there"] = ""
+    phases: Annotated[tuple[str, ...], "phases of the run in which it is needed: encode, load, train, ..."] = ()
+    why: Annotated[str, "reason for its placement"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)

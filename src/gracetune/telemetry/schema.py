@@ -1,6 +1,6 @@
 """Conversion of events to JSON and back, and their JSON Schema. All of it is derived from the dataclasses in `events`.
 
-A line of the log is `{"v": 2, "kind": "StepDone", "time_s": ..., <the event's fields>}`. JSON has no NaN and no
+A line of the log is `{"v": 3, "kind": "StepDone", "time_s": ..., <the event's fields>}`. JSON has no NaN and no
 infinity: such a number is written as the string "NaN", "Infinity" or "-Infinity".
 
 `python -m gracetune.telemetry.schema` prints `docs/events.md`.
@@ -267,7 +267,7 @@ of the event.
 - New fields may appear within a version; readers ignore fields they do not know. Any other change raises the version.
 - Version 2 adds `EffectiveBatchChanged`, `OverflowArenaChanged`, `MemoryReclaimed`, `LookAheadChanged` and
   `SelfChecked` to version 1; version 3 adds `Planned` and `RequestServed`. Nothing else changed. The run's report reads
-  all of them, also mixed in one log.
+  all versions, even mixed in one log.
 - Secrets of the configuration and of the environment are written as `(hidden)` (docs/configuration.md, "Secrets").
 - With several processes, memory events describe the first process.
 """

@@ -1,8 +1,8 @@
 """A denoiser's forward and backward pass captured as CUDA graphs and replayed, where a step is launch-bound.
 
     predict = Replay(spec, {denoiser: gradients}, report=view.report)    # called as `models.spec.Predict`
-    answer = predict(denoiser, noisy, level, batch, facts)
-    answer.sum().backward()                                        # adds to the step's gradients
+    prediction = predict(denoiser, noisy, level, batch, facts)
+    prediction.sum().backward()                                    # adds to the step's gradients
 
 A model of many small kernels keeps a GPU waiting for their launches. A capture is two CUDA graphs, which launch all of
 them at once: the same kernels on the same memory, so the same numbers. It serves one denoiser and one shape of all
@@ -75,21 +75,21 @@ class CapturedPass:
     def __init__(
         self,
         inputs: Sequence[Tensor],
-        answer: Tensor,
+        prediction: Tensor,
         gradient: Tensor,
         graphs: tuple[Any, Any],
         pool: SharedGraphPool,
     ) -> None:
-        self._answer, self._gradient, self._pool = answer, gradient, pool
+        self._prediction, self._gradient, self._pool = prediction, gradient, pool
         self._inputs, (self._forward, self._backward) = inputs, graphs
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, int]:
-        """The answer, and the number of this forward pass."""
+        """The prediction, and the number of this forward pass."""
         for buffer, given in zip(self._inputs, inputs, strict=True):
             buffer.copy_(given)
         self._pool.forwards += 1
         self._forward.replay()
-        return self._answer.detach(), self._pool.forwards
+        return self._prediction.detach(), self._pool.forwards
 
     def backward(self, gradient: Tensor, number: int) -> None:
         if number != self._pool.forwards:
@@ -102,9 +102,9 @@ class _ReplayedPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, captured: CapturedPass, inputs: Sequence[Tensor]) -> Tensor:
         """`anchor` requires a gradient, so that autograd calls `backward`; it gets none."""
-        answer, ctx.number = captured.forward(inputs)
+        prediction, ctx.number = captured.forward(inputs)
         ctx.captured = captured
-        return answer
+        return prediction
 
     @staticmethod
     @once_differentiable
@@ -199,15 +199,15 @@ class GraphDevice:
         torch.cuda.synchronize()
         with self.side_stream():
             with self._capturing(forward, shared.pool):
-                answer = run(buffers)
-            gradient = torch.empty_like(answer)
+                prediction = run(buffers)
+            gradient = torch.empty_like(prediction)
             # Autocast is for forward passes; autograd never runs a backward pass in it.
             with (
                 self._capturing(backward, shared.pool),
-                torch.autocast(answer.device.type, enabled=False),
+                torch.autocast(prediction.device.type, enabled=False),
             ):
-                gradients.add(torch.autograd.grad((answer,), gradients.parameters, (gradient,), allow_unused=True))
-        return CapturedPass(buffers, answer.detach(), gradient, (forward, backward), shared)
+                gradients.add(torch.autograd.grad((prediction,), gradients.parameters, (gradient,), allow_unused=True))
+        return CapturedPass(buffers, prediction.detach(), gradient, (forward, backward), shared)
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
@@ -296,7 +296,7 @@ class Replay:
     def __call__(
         self, denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
     ) -> Tensor:
-        """See `models.spec.Predict`. With gradients, call the answer's backward pass before the next call."""
+        """See `models.spec.Predict`. With gradients, call the prediction's backward pass before the next call."""
         gradients = self._gradients.get(denoiser)
         if gradients is None or self._off or not torch.is_grad_enabled():
             return self._predict(denoiser, noisy, level, batch, facts)
@@ -314,8 +314,8 @@ class Replay:
             self._capture(shape, run, inputs, denoiser, gradients)
         if shape.captured is not None:
             self._replays += 1
-            answer: Tensor = _ReplayedPass.apply(self._anchor, shape.captured, inputs)  # type: ignore[no-untyped-call]
-            return answer
+            prediction: Tensor = _ReplayedPass.apply(self._anchor, shape.captured, inputs)  # type: ignore[no-untyped-call]
+            return prediction
         return self._launch(shape, run, inputs)
 
     @property
@@ -356,13 +356,13 @@ class Replay:
         self._gpu.finish()  # the work of earlier steps says nothing about this one
         before = self._gpu.held()
         with self._gpu.watched() as waited, self._gpu.side_stream():
-            answer = run(given)
+            prediction = run(given)
         shape.kept = self._gpu.held() - before
         if waited:
             self._reject(shape, "the model waits for the GPU in its forward pass")
         elif not self._gpu.is_launch_bound():
             self._reject(shape, "the step is GPU-bound")
-        return answer
+        return prediction
 
     def _make_room(self, shape: _Shape) -> None:
         """Captures hold what a step keeps, and this one needs as much beside them."""
@@ -375,9 +375,9 @@ class Replay:
             return
         self.release()
         if shape.rejected:  # it is never captured, and would evict the others every time
-            self._turn_off("there is no room for it beside samples of other shapes")
+            self._disable("there is no room for it beside samples of other shapes")
         elif self._captures > PROBES and self._replays < WORTH * self._captures:
-            self._turn_off("samples of many shapes take the memory from each other")
+            self._disable("samples of many shapes take the memory from each other")
 
     def _capture(
         self, shape: _Shape, run: Run, inputs: Sequence[Tensor], denoiser: nn.Module, gradients: FlatGradients
@@ -406,7 +406,7 @@ class Replay:
         except GraphCaptureError as error:
             torch.clear_autocast_cache()
             # Graphs captured before share the random generator's state, which was replaced.
-            self._turn_off(f"a capture failed: {error}. Losses are not affected; please report this")
+            self._disable(f"a capture failed: {error}. Losses are not affected; please report this")
             return
         self._captures += 1
         shared.size += max(0, free - self._gpu.free())
@@ -425,7 +425,7 @@ class Replay:
             self._reported.add(topic)
             self._emit(line)
 
-    def _turn_off(self, why: str) -> None:
+    def _disable(self, why: str) -> None:
         """For all shapes and the rest of the run."""
         self._off = True
         self.release()

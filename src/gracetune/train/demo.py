@@ -35,7 +35,7 @@ from gracetune.train.demo_shapes import (
     BASE_SHAPES,
     CONCEPT,
     SIDE,
-    SeenShape,
+    RecognizedShape,
     ShapeImage,
     caption,
     random_shape,
@@ -73,7 +73,7 @@ class ShapeCount:
     """What captions ask for, and what the images generated from them show."""
 
     wanted: tuple[ShapeImage, ...]
-    seen: tuple[SeenShape, ...]
+    seen: tuple[RecognizedShape, ...]
 
     @property
     def stars(self) -> int:

@@ -31,11 +31,12 @@ COLORS: Mapping[str, Color] = {
     "black": (20, 20, 24),
 }
 _OVERSAMPLING = 4
-_LEAST_SHARE = 0.02
-"""Fewer foreground pixels than this share of an image are not a shape."""
-_FOREGROUND = 70.0
-"""Distance in RGB from the background's colour from which a pixel belongs to the shape."""
-_LEAST_OVERLAP = 0.7
+_MIN_FOREGROUND = 0.02
+"""Smallest share of foreground pixels in an image with a shape."""
+_MIN_DISTANCE = 70.0
+"""RGB distance from the background color above which a pixel is foreground."""
+_MIN_OVERLAP = 0.7
+"""Smallest intersection over union at which a shape counts as recognized."""
 _INNER = 0.48
 """Inner radius of the star, relative to the outer one. A regular star has 0.38, but thin points blur at 64 pixels."""
 
@@ -68,9 +69,9 @@ def _article(word: str) -> str:
     return "an" if word[0] in "aeiou" else "a"
 
 
-def _corners(count: int, *, turn: float = 0.0, inner: float = 1.0) -> tuple[tuple[float, float], ...]:
+def _corners(count: int, *, rotation: float = 0.0, inner: float = 1.0) -> tuple[tuple[float, float], ...]:
     """Corners on a circle of radius 1, the first one at the top; with `inner`, every other one on a smaller circle."""
-    angles = [2 * math.pi * number / count + turn - math.pi / 2 for number in range(count)]
+    angles = [2 * math.pi * number / count + rotation - math.pi / 2 for number in range(count)]
     radii = [inner if number % 2 else 1.0 for number in range(count)]
     return tuple(
         (radius * math.cos(angle), radius * math.sin(angle)) for angle, radius in zip(angles, radii, strict=True)
@@ -79,7 +80,7 @@ def _corners(count: int, *, turn: float = 0.0, inner: float = 1.0) -> tuple[tupl
 
 _OUTLINES = {
     "circle": _corners(64),
-    "square": _corners(4, turn=math.pi / 4),
+    "square": _corners(4, rotation=math.pi / 4),
     "triangle": _corners(3),
     "star": _corners(10, inner=_INNER),
 }
@@ -98,7 +99,7 @@ def random_shape(
 
 
 @dataclass(frozen=True)
-class SeenShape:
+class RecognizedShape:
     """What is recognized in an image."""
 
     shape: str | None
@@ -107,7 +108,7 @@ class SeenShape:
     background: str
 
 
-def recognize(image: Image.Image) -> SeenShape:
+def recognize(image: Image.Image) -> RecognizedShape:
     """Name the shape in an image, and the nearest colours of `COLORS`.
 
     The foreground is what differs from the background, whose colour is the median of the image's border. Each shape is
@@ -115,13 +116,13 @@ def recognize(image: Image.Image) -> SeenShape:
     """
     pixels = np.asarray(image.convert("RGB").resize((SIDE, SIDE)), dtype=np.float64)
     background = np.median(np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]), axis=0)
-    foreground = np.linalg.norm(pixels - background, axis=-1) > _FOREGROUND
-    if foreground.mean() < _LEAST_SHARE:
-        return SeenShape(None, _nearest_color(background), _nearest_color(background))
+    foreground = np.linalg.norm(pixels - background, axis=-1) > _MIN_DISTANCE
+    if foreground.mean() < _MIN_FOREGROUND:
+        return RecognizedShape(None, _nearest_color(background), _nearest_color(background))
     found = {shape: _overlap(foreground, shape) for shape in _OUTLINES}
     best = max(found, key=found.__getitem__)
-    shape = best if found[best] >= _LEAST_OVERLAP else None
-    return SeenShape(shape, _nearest_color(np.median(pixels[foreground], axis=0)), _nearest_color(background))
+    shape = best if found[best] >= _MIN_OVERLAP else None
+    return RecognizedShape(shape, _nearest_color(np.median(pixels[foreground], axis=0)), _nearest_color(background))
 
 
 def _overlap(foreground: NDArray[np.bool_], shape: str) -> float:

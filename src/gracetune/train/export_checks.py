@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gracetune.adapters.formats.programs import loadable, misread_in, readable
+from gracetune.adapters.formats.programs import misread_in, reasons_by_program, without_unloadable_layers
 from gracetune.adapters.formats.reading import by_base
 from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.state import AdapterState
@@ -31,7 +31,7 @@ def reject_misread_files(layout: AdapterState, checkpoints: Checkpoints) -> None
     if program is not None:
         hints += [] if misread_in(_as_written(layout, name), name) else ["--set checkpoints.for_program=null"]
     else:
-        right = readable(_as_written(layout, name), name)
+        right = reasons_by_program(_as_written(layout, name), name)
         hints += [f"--set checkpoints.for_program={one}, for {PROGRAMS[one]} alone"
                   for one in PROGRAMS if right[one] is None]  # fmt: skip
     found = f"{name}: {'; '.join(map(str, wrong))}"
@@ -55,7 +55,7 @@ def _as_written(layout: AdapterState, name: FormatName) -> AdapterState:
     everything also stores layers that no program loads, for further training; they are left out here.
     """
     if FORMATS[name].keeps_all:
-        return loadable(layout)
+        return without_unloadable_layers(layout)
     if name != "comfyui":
         return layout
     return replace(layout, layers={path: by_base(layer) for path, layer in layout.layers.items()})

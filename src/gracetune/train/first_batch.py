@@ -57,7 +57,7 @@ class ReferenceBatch:
         """The current prediction for the batch."""
         assert self._batch is not None, "asked before it is released"
         with trained_model.strength_for(self._batch, expert), _repeatable(self._batch):
-            return step.answer(denoiser, self._batch, expert)
+            return step.predict(denoiser, self._batch, expert)
 
     def keep(self, expert: ExpertName, one: Tensor, again: Tensor) -> None:
         """Keep two predictions made before the first step."""
@@ -153,7 +153,7 @@ def _once(job: TrainingJob, batch: Batch, expert: ExpertName) -> tuple[Tensor, f
             "--set model.base_precision=bf16 or fp32, --set training.mixed_precision=bf16; look at that batch's files"
         )
         raise FirstBatchError(str(Problem("first batch", found, "a number", hint)))
-    return loss.answer.clone(), time.perf_counter() - began
+    return loss.prediction.clone(), time.perf_counter() - began
 
 
 @contextmanager

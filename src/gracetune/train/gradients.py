@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gracetune.adapters.layer import local
+from gracetune.adapters.layer import local_shard
 from gracetune.checkpoint.state_parts import SavedState
 
 Reduce = Callable[[Tensor], None]
@@ -149,7 +149,7 @@ class ShardedGradients:
 
     def finish(self, factor: float | Tensor, clip: GradientClipping) -> Tensor:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        parts = [local(gradient) for gradient in gradients]
+        parts = [local_shard(gradient) for gradient in gradients]
         # FSDP2 takes the mean over the ranks; our losses are sums.
         torch._foreach_mul_(parts, factor * self._world_size)
         norm = torch.nn.utils.get_total_norm(gradients)

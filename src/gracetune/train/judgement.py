@@ -1,4 +1,4 @@
-"""What the losses of single images show: images that are likely mislabelled or memorised, duplicates, small images.
+"""Findings from the losses of images: likely mislabelled or memorised images, duplicates, and too small images.
 
 Everything here is a pure function of measured values. `judging` measures them.
 
@@ -23,13 +23,13 @@ TITLES: dict[DataFindingKind, str] = {
     "duplicate": "Duplicates",
     "too small": "Too small",
 }
-UNUSUAL = 3.0
+MIN_DISTANCE = 3.0
 """Distance from the median, in robust standard deviations, from which an image is reported."""
-FEWEST = 8
+MIN_IMAGES = 8
 """With fewer images there is no usual behaviour to compare with."""
-ALIKE = 0.95
+MIN_SIMILARITY = 0.95
 """Cosine similarity of two images' reduced latents from which they are reported as duplicates."""
-SCALED_UP = 1.2
+MIN_ENLARGEMENT = 1.2
 """Factor of enlargement from which an image is reported as too small."""
 
 
@@ -57,7 +57,7 @@ class JudgedSample:
 
     @property
     def caption_gain(self) -> float | None:
-        """How much lower the loss is with its own caption than with another, as a share of it."""
+        """Relative increase of the loss with another image's caption; negative if that caption fits better."""
         return None if self.other_caption is None or not self.last else (self.other_caption - self.last) / self.last
 
 
@@ -88,61 +88,66 @@ class Judgement:
 
 
 def find_all(samples: Sequence[JudgedSample], looks: Sequence[Tensor]) -> tuple[DataFinding, ...]:
-    """All findings. `looks` has a vector of length 1 for each image, by which images are compared."""
+    """All findings. `looks` has one unit vector per image; their dot product is the cosine similarity of two images."""
     found = [*_mislabelled(samples), *_memorised(samples), *_duplicates(samples, looks), *_too_small(samples)]
     order = [*TITLES]
     return tuple(sorted(found, key=lambda one: (order.index(one.kind), -one.severity)))
 
 
-def unusual(values: Sequence[float]) -> list[float]:
+def robust_distances(values: Sequence[float]) -> list[float]:
     """The distance of each value from the median, in robust standard deviations. All 0 if there are too few values, or
     if at least half of them are equal."""
     middle = statistics.median(values) if values else 0.0
     spread = 1.4826 * statistics.median(abs(value - middle) for value in values) if values else 0.0
-    if len(values) < FEWEST or spread == 0:
+    if len(values) < MIN_IMAGES or spread == 0:
         return [0.0] * len(values)
     return [(value - middle) / spread for value in values]
 
 
 def _mislabelled(samples: Sequence[JudgedSample]) -> Iterator[DataFinding]:
-    """Images whose own caption is worse than another, hard images whose caption hardly helps, and images that were
-    learned far less than the others.
+    """Images with a lower loss under another caption, images with a high loss whose caption helps little, and images
+    that were learned far less than the others.
 
-    A hard image alone is not reported: an image with much detail has a high loss too, but its caption helps as usual.
+    A high loss alone is not reported: a detailed image has one too, but its caption lowers it as usual.
     """
     gains = {number: one.caption_gain for number, one in enumerate(samples) if one.caption_gain is not None}
     reported = set()
-    for (number, gain), distance in zip(gains.items(), unusual([*gains.values()]), strict=True):
-        if gain < 0 and distance < -UNUSUAL:
+    for (number, gain), distance in zip(gains.items(), robust_distances([*gains.values()]), strict=True):
+        if gain < 0 and distance < -MIN_DISTANCE:
             reported.add(number)
             reason = f"its loss is {-gain:.1%} lower with the caption of another image"
             yield DataFinding("mislabelled", (number,), reason, -distance)
-    for number, distance in enumerate(unusual([one.last for one in samples])):
+    for number, distance in enumerate(robust_distances([one.last for one in samples])):
         helped = gains.get(number)
-        if distance > UNUSUAL and helped is not None and number not in reported and helped <= _low(gains.values()):
+        if (
+            distance > MIN_DISTANCE
+            and helped is not None
+            and number not in reported
+            and helped <= _lower_quartile(gains.values())
+        ):
             reported.add(number)
             times = samples[number].last / statistics.median(one.last for one in samples)
             usual = statistics.median(gains.values())
             reason = f"its loss is {times:.1f} times a usual image's, and with another caption only {helped:.0%} higher"
             yield DataFinding("mislabelled", (number,), f"{reason} (usually {usual:.0%})", distance)
     improvements = [one.improvement for one in samples]
-    for number, distance in enumerate(unusual(improvements)):
-        if distance < -UNUSUAL and number not in reported:
+    for number, distance in enumerate(robust_distances(improvements)):
+        if distance < -MIN_DISTANCE and number not in reported:
             usual = statistics.median(improvements)
             own, others = -improvements[number], -usual
             reason = f"training changed its loss by {own:+.1%}, and a usual image's by {others:+.1%}"
             yield DataFinding("mislabelled", (number,), reason, -distance)
 
 
-def _low(gains: Collection[float]) -> float:
-    """What captions of the lowest quarter gain at most."""
+def _lower_quartile(gains: Collection[float]) -> float:
+    """The lower quartile of the captions' gains."""
     return sorted(gains)[(len(gains) - 1) // 4]
 
 
 def _memorised(samples: Sequence[JudgedSample]) -> Iterator[DataFinding]:
     improvements = [one.improvement for one in samples]
-    for number, distance in enumerate(unusual(improvements)):
-        if distance > UNUSUAL and improvements[number] > 0:
+    for number, distance in enumerate(robust_distances(improvements)):
+        if distance > MIN_DISTANCE and improvements[number] > 0:
             usual = statistics.median(improvements)
             reason = f"training removed {improvements[number]:.1%} of its loss, and {usual:.1%} of a usual image's"
             yield DataFinding("memorised", (number,), reason, distance)
@@ -168,11 +173,11 @@ def _alike(looks: Sequence[Tensor]) -> list[tuple[int, int]]:
     if not looks:
         return []
     stacked = torch.stack([*looks])
-    first, second = torch.nonzero(torch.triu(stacked @ stacked.T >= ALIKE, diagonal=1), as_tuple=True)
+    first, second = torch.nonzero(torch.triu(stacked @ stacked.T >= MIN_SIMILARITY, diagonal=1), as_tuple=True)
     return [*zip(first.tolist(), second.tolist(), strict=True)]
 
 
 def _too_small(samples: Sequence[JudgedSample]) -> Iterator[DataFinding]:
     for number, one in enumerate(samples):
-        if one.enlarged is not None and one.enlarged >= SCALED_UP:
+        if one.enlarged is not None and one.enlarged >= MIN_ENLARGEMENT:
             yield DataFinding("too small", (number,), f"scaled up {one.enlarged:.1f} times", one.enlarged)

@@ -200,7 +200,7 @@ def _losses(loaded: _LoadedForJudging, refs: Sequence[SampleRef]) -> list[float]
 
 
 def _look(latents: Tensor) -> Tensor:
-    """A vector of length 1 for the look of an image, clip or sound, on the CPU. [1, C, (F,) H, W] or [1, C, L]"""
+    """A unit vector of the reduced latents of an image, clip or sound, on the CPU. [1, C, (F,) H, W] or [1, C, L]"""
     values = latents.float()
     if values.dim() == 3:
         reduced = functional.adaptive_avg_pool1d(values, _SIDE * _SIDE)

@@ -184,7 +184,7 @@ def choose_base(config: RunConfig, planned: PlannedRun) -> tuple[BasePrecision, 
         return requested, None
     plain: BasePrecision = "fp16" if config.training.mixed_precision == "fp16" else "bf16"
     summary = f"model.base_precision auto; {planned.plan.summary}"
-    if not planned.demand.settings.eight_bits_possible:
+    if not planned.demand.settings.can_store_8_bits:
         return plain, f"sharded weights (FSDP) cannot be held in 8 bits; {summary}"
     if planned.mismatch is not None:
         return _base_without_plan(plain, planned)

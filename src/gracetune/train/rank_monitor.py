@@ -1,6 +1,6 @@
 """Monitor the other processes of a run: which are alive, why others ended, and for which this one waits.
 
-If a peer is gone, a collective fails with a message about a socket, or (NCCL) does not return at all. Every process
+If a peer has ended, a collective fails with a message about a socket, or (NCCL) does not return at all. Every process
 therefore writes to the launcher's `torch.distributed.Store`: its process id, a heartbeat every second, and why it ends.
 A process whose collective fails reads there which rank was lost (`RankMonitor.explain`). Background threads read it,
 too. If a peer is lost and the main thread does not return from its collective, they end this process.
@@ -42,7 +42,7 @@ REPORT_EVERY_S = {True: 60.0, False: 600.0}
 
 
 class LostRankError(GracetuneError):
-    """Another process of the run is gone, so this one cannot go on."""
+    """Another process of the run has ended, so this one cannot go on."""
 
     def __init__(self, message: str, lost: Sequence[int], *, speaks: bool) -> None:
         """`speaks`: this rank reports how to resume, and writes the end of the run to the log."""
@@ -119,7 +119,7 @@ class RankMonitor:
             one.set_timeout(timedelta(seconds=10))
         self._met, self._since = 0, 0.0
         """Number of collectives begun, and the time at which the current one began (0.0: none)."""
-        self._answer: BaseException | None = None
+        self._explanation: BaseException | None = None
         self._failure_number = 0
         self._this = _Process.this()
         self._failing, self._closing = threading.Event(), threading.Event()
@@ -143,7 +143,7 @@ class RankMonitor:
 
     def close(self) -> None:
         """Stop the threads. Call this after the process group is destroyed, so that the others do not wait in it."""
-        if self._answer is not None and self._store_in_rank_0 and self.rank == 0:
+        if self._explanation is not None and self._store_in_rank_0 and self.rank == 0:
             self._wait_for_readers()
         self._closing.set()
         for thread in self._threads:
@@ -173,15 +173,15 @@ class RankMonitor:
 
     def explain(self, error: BaseException) -> BaseException:
         """The error to raise in place of `error`: a LostRankError if a rank is lost, else the same error."""
-        if error is self._answer:  # explained already, at an inner level of the run
+        if error is self._explanation:  # explained already, at an inner level of the run
             return error
         self._failing.set()
-        while self._answer is None:
+        while self._explanation is None:
             with suppress(InterruptedBySignal):  # a launcher signals all processes when one has died; still explain it
                 found = self._explained(error)
                 self._leave(found)
-                self._answer = found
-        return self._answer
+                self._explanation = found
+        return self._explanation
 
     def _explained(self, error: BaseException) -> BaseException:
         speaks_for_itself = isinstance(error, GracetuneError)
@@ -224,7 +224,7 @@ class RankMonitor:
         return self._error({rank: f"it stopped: {end.reason}"}, speaks=self.rank == 0)
 
     def _is_store_gone(self, within_s: float = 0.0) -> bool:
-        """Whether the store's process is gone. Checked before each use, because torch logs pages about a dead store."""
+        """Whether the store's process ended. Checked before each use, because torch logs pages about a dead store."""
         if not self._store_in_rank_0 or self.rank == 0 or 0 not in dict(self._visible()):
             return False
         deadline = time.monotonic() + within_s
@@ -236,7 +236,7 @@ class RankMonitor:
         gone = {rank: self._died(rank) for rank, process in self._visible() if process.is_gone()}
         if not gone and self._store_in_rank_0:
             gone = {0: self._silent(0)}
-        return self._error(gone) if gone else self._error({}, "the launcher of this run is gone, or its machine")
+        return self._error(gone) if gone else self._error({}, "the launcher of this run has ended, or its machine")
 
     def _visible(self) -> list[tuple[int, _Process]]:
         own_machine = self._this.machine

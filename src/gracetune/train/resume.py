@@ -101,8 +101,8 @@ def reject_other_data_early(
 
 
 _WORTH_DECODING: Final = 64
-"""Largest number of samples to decode in this check. If more are missing, the caches themselves are gone, and encoding
-will find the damaged files."""
+"""Largest number of samples to decode in this check. If more are missing, the caches themselves were removed, and
+encoding will find the damaged files."""
 
 
 def _may_be_damaged(before: Fingerprint, index: DataIndex, missing: Callable[[], Sequence[LatentItem]]) -> bool:
@@ -200,9 +200,9 @@ def rates_to_start_with(
     requested = config.optimizer
     if requested.rates_from is None or not reads_key(requested.name, "rates_from") or start.checkpoint is not None:
         return None
-    one_of_two = len(facts.experts) > 1 and config.model.experts != "both"
+    single_expert = len(facts.experts) > 1 and config.model.experts != "both"
     path = Path(requested.rates_from).expanduser()
-    return read_rates(path, shapes, kind=config.adapter.kind, one_of_two=one_of_two)
+    return read_rates(path, shapes, kind=config.adapter.kind, single_expert=single_expert)
 
 
 def _rates_beside(config: RunConfig) -> list[str]:

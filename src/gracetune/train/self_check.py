@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.attach import Attached, LayerTensors
 from gracetune.adapters.delta import MAGNITUDE
-from gracetune.adapters.layer import local
+from gracetune.adapters.layer import local_shard
 from gracetune.adapters.targets import names
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError, Problem
@@ -79,7 +79,7 @@ class _Expert:
     """The number of steps at which the device is read to see how many of them were applied."""
     applied: Tensor | None = None
     """On the device: steps that were not skipped and had a loss. A loss of 0 teaches nothing: all of the samples are
-    masked, or regularisation data asks an adapter that has learned nothing for the base model's answer."""
+    masked, or regularisation data asks an adapter that has learned nothing for the base model's prediction."""
     begins_as_base: bool = True
     """When this process began, the adapter changed nothing."""
     judged: bool = False
@@ -330,7 +330,7 @@ class SelfCheck(Callback):
         """
         attached, dtype = self._model.trained_model.attached[name], DTYPES[self._config.checkpoints.save_dtype]
         with attached.holding(values) as own:
-            saved = [local(parameter.detach()) for parameter in attached.parameters().values()]
+            saved = [local_shard(parameter.detach()) for parameter in attached.parameters().values()]
             trained = [own[one] for one in attached.parameters()]
             rounded = _rounded(own, dtype)
             norms = [*_norms(saved, rounded), *_norms(rounded), *_norms(saved, trained), *_norms(trained)]
@@ -449,7 +449,7 @@ def _read(model: EvaluatedModel, values: Tensor) -> list[float]:
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor:
     """[len(tensors)]: the largest absolute value of each tensor's local shard, with a few kernels for all of them."""
-    parts = [local(one.detach()) for one in tensors]
+    parts = [local_shard(one.detach()) for one in tensors]
     return torch.stack(torch._foreach_norm([one if one.numel() else one.new_zeros(1) for one in parts], math.inf))
 
 
@@ -480,7 +480,7 @@ def _is_magnitude(name: str) -> bool:
 
 def _bit_sums(attached: Attached) -> Tensor:
     """[number of parameters]: a checksum of each tensor's bits."""
-    parts = [local(parameter.detach()).contiguous() for parameter in attached.parameters().values()]
+    parts = [local_shard(parameter.detach()).contiguous() for parameter in attached.parameters().values()]
     return torch.stack([part.view(torch.int32).sum(dtype=torch.int64) for part in parts])
 
 

@@ -67,7 +67,7 @@ class StepLoss:
     """[B], detached: the weighted loss of each sample."""
     level: Tensor
     """[B]: noise levels."""
-    answer: Tensor
+    prediction: Tensor
     """[B, C, ...], detached: the denoiser's prediction. A CUDA graph overwrites it in the next pass."""
 
 
@@ -105,13 +105,13 @@ class TrainStep:
         tokens = math.prod(latents.shape[2:]) // LATENTS_PER_TOKEN
         return _on(self._goal.levels[expert].levels(self._seed, batch.ref.indexes, tokens), latents.device)
 
-    def answer(self, denoiser: nn.Module, batch: Batch, expert: ExpertName) -> Tensor:
+    def predict(self, denoiser: nn.Module, batch: Batch, expert: ExpertName) -> Tensor:
         """The denoiser's prediction for this batch, by the same forward pass as in training.
 
         Existing compiled and CUDA graphs are reused, and no CUDA graph is captured.
         """
         with nullcontext() if self._replay is None else self._replay.no_capture():
-            return self(denoiser, batch, expert).answer.clone()
+            return self(denoiser, batch, expert).prediction.clone()
 
     def at(
         self, denoiser: nn.Module, batch: Batch, level: Tensor, seed: int, indexes: Sequence[int],
@@ -129,14 +129,14 @@ class TrainStep:
                 expected = self._spec.predict(denoiser, noisy_latents, level, batch.tensors, self._facts).float()
         predict = self._spec.predict if self._replay is None else self._replay
         with self._autocast():
-            answer = predict(denoiser, noisy_latents, level, batch.tensors, self._facts)
+            prediction = predict(denoiser, noisy_latents, level, batch.tensors, self._facts)
         delta = huber_delta(objective, schedule, level)
-        losses = sample_losses(answer, expected, objective, loss_mask(batch), delta)  # [B]
+        losses = sample_losses(prediction, expected, objective, loss_mask(batch), delta)  # [B]
         losses = losses * self._goal.weighting.weights(schedule, level)
         weights = [sample.loss_weight for sample in batch.ref.samples]
         if any(weight != 1.0 for weight in weights):
             losses = losses * _on(weights, losses.device)
-        return StepLoss(losses.sum(), losses.detach(), level, answer.detach())
+        return StepLoss(losses.sum(), losses.detach(), level, prediction.detach())
 
     @property
     def counters(self) -> dict[str, int]:

@@ -168,7 +168,7 @@ class Sampling(Callback):
 
     @contextmanager
     def _warn_on_failure(self, step: int, what: str) -> Iterator[None]:
-        """Warn and continue training if something cannot be generated, for example because a reference image is gone.
+        """Warn and continue training if something cannot be generated, for example if a reference image was removed.
 
         With a sharded model the error is raised: the other ranks would wait for this one for ever.
         """

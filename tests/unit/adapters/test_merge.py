@@ -131,7 +131,7 @@ class TestFolder:
         with pytest.raises(GracetuneError, match="cannot be written"):
             merge_into(one_layer(), source(tiny_model, "wan"), tmp_path / "file" / "out")
 
-    def test_quantised_weights_are_rejected(self, tmp_path: Path) -> None:
+    def test_quantized_weights_are_rejected(self, tmp_path: Path) -> None:
         folder = tmp_path / "base"
         folder.mkdir()
         weight = torch.zeros(32, 32).to(torch.float8_e4m3fn)

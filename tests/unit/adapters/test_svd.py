@@ -124,7 +124,7 @@ class TestNearest:
     ) -> None:
         """Nothing is built here: every tensor is one number."""
         layer = Layer(algorithm, {name: torch.zeros(1).expand(size) for name, size in shapes.items()}, 1.0, None)
-        with pytest.raises(ConfigError, match=r"40\.0 TiB to take it apart"):
+        with pytest.raises(ConfigError, match=r"40\.0 TiB to decompose it"):
             to_lora(layer, 4, torch.empty(shape, device="meta"))
 
     def test_a_decomposed_lokr_with_a_scale(self) -> None:

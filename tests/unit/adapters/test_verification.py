@@ -40,7 +40,7 @@ def test_a_bias_of_another_size() -> None:
 
 @pytest.mark.parametrize("algorithm", making.ALGORITHMS)
 def test_a_weight_that_is_not_a_matrix(algorithm) -> None:
-    """Such weights are in models that were quantised or flattened."""
+    """Such weights are in models that were quantized or flattened."""
     layer = making.layer(algorithm, (4, 4), 2, 1.0, torch.Generator(), frozenset({"on_input", "dora"}))
     for shape, called in (((4,), "a weight of 4"), ((), "a weight of one number")):
         assert (misfit(layer, shape) or "").startswith(called)

@@ -91,7 +91,7 @@ class TestFamilies:
             assert texts <= stored[item.key].keys()
         for item in needs(run.config, run.index, run.encoders, run.folders).latents:
             assert latents <= stored[item.key].keys()
-        # The text encoder is gone before the other is loaded.
+        # The text encoder is freed before the other is loaded.
         assert run.encoders.loaded == ["text", "text closed", "latents", "latents closed"]
         second = built(run)
         assert (second.encoded, len(run.encoders.loaded)) == (0, 4)

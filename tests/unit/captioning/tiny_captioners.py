@@ -49,7 +49,7 @@ def write(kind: str, folder: Path) -> Path:
 
 
 def _tokenizer(*special: str, **options: Any) -> PreTrainedTokenizerFast:
-    """One token per ASCII letter, so that whatever the model answers can be read."""
+    """One token per ASCII letter, so that all output of the model can be read."""
     alphabet = [*map(chr, range(ord("!"), ord("~") + 1)), "Ġ", "Ċ"]
     bare = Tokenizer(BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

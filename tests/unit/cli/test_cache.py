@@ -111,7 +111,7 @@ class TestBuild:
         assert encoded(run_json("build", file)) == (0, 1)
         report = run_json("audit", file)
         assert report["ok"]
-        # The old one is made of content that is gone.
+        # The old one is made of content that was removed.
         assert groups(report, "orphaned") == {"latents": 1, "text": 0}
 
     def test_a_renamed_file_is_not_encoded_again(self, job: Job, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_terminal_is_asked_for_missing_options(photos: Path) -> None:
     while True:
         try:
             heard += os.read(ours, 4096)
-        except OSError:  # the terminal is gone with the process
+        except OSError:  # the terminal was closed with the process
             break
     assert process.wait() == 0, heard.decode()
     text = heard.decode()

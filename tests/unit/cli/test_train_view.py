@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gracetune.cli.library_output import libraries_quiet
 from gracetune.cli.log_level import LogLevel, logging_at
-from gracetune.cli.train_view import TerminalView, bars
+from gracetune.cli.train_view import TerminalView, create_progress
 from gracetune.errors import Problem
 from gracetune.telemetry.progress import RunStatus
 
@@ -31,7 +31,7 @@ def test_a_narrow_terminal_shows_how_far_the_run_is(width: int) -> None:
     status = RunStatus(1234, 20000, 0.1234, "high_noise", 1.52, {"device": 65 * 2**30}, memory_stage=1)
     written = io.StringIO()
     console = Console(file=written, width=width, force_terminal=True, color_system=None)
-    shown = bars(console)
+    shown = create_progress(console)
     shown.add_task("training", total=20000, completed=1234, more=" · ".join(status.parts()))
     console.print(shown.get_renderable())
     line = written.getvalue().rstrip("\n")

@@ -182,7 +182,7 @@ def test_flips_alone_leave_the_cache_on(tmp_path: Path) -> None:
 
 
 def test_regularisation_images_and_weights(tmp_path: Path) -> None:
-    """`is_reg` is a weight; `prior_reg` asks for the base model's own answer."""
+    """`is_reg` is a weight; `prior_reg` asks for the base model's own prediction."""
     entries = [
         *dataset(loss_multiplier=2.0, network_weight=0.5),
         *dataset(is_reg=True, loss_multiplier=2.0),

@@ -217,7 +217,7 @@ def test_a_text_encoder_follows_the_base_unless_it_is_told_not_to(tmp_path: Path
     assert not any("more exact" in text for text in message)
 
 
-def test_what_quantising_cannot_be_combined_with(tmp_path: Path) -> None:
+def test_what_quantizing_cannot_be_combined_with(tmp_path: Path) -> None:
     full = only_problem(tmp_path, network=None, model={"quantize": True})
     assert "full fine-tune" in full.expected
     exclude = {"quantize": True, "quantize_kwargs": {"exclude": ["proj_out"]}}

@@ -86,7 +86,7 @@ def test_prodigy_and_automagic_move_a_rate_that_makes_no_sense(tmp_path: Path) -
     high = read(tmp_path, train={"optimizer": "automagic", "lr": 1.0})
     assert high.config.optimizer.lr == 1e-6
     assert "1e-06" in note(high, "too high a start for Automagic")
-    assert "--set optimizer.options.rates=upstream" in note(high, "Automagic keeps its learning rates exactly here")
+    assert "--set optimizer.options.rates=upstream" in note(high, "gracetune stores Automagic's learning rates exactly")
 
 
 @pytest.mark.parametrize("name", OTHER_OPTIMIZERS)

@@ -89,7 +89,7 @@ THIRD = Dialect("third", lambda data: "images" in data, _read, {"the file": OPTI
 def _draft(data: Mapping[str, Any]) -> Draft:
     draft = Draft("third.json")
     document = Document(Path("third.json"), "JSON", "", data)
-    assert THIRD.recognises(data)
+    assert THIRD.recognizes(data)
     THIRD.read(document, draft, Environment({}))
     return draft
 

@@ -92,7 +92,7 @@ def test_only_the_version_key_marks_the_dialect() -> None:
 
 @pytest.mark.parametrize(("value", "notes"), [("null", 0), ("/images", 1)])
 def test_a_config_of_an_earlier_run_is_read(value: str, notes: int, tmp_path: Path) -> None:
-    """It has a key that never had an effect, and is gone."""
+    """It has a key that never had an effect, and was removed."""
     values = {"name": "n", "output_dir": "o", "model": {"family": "wan"}, "datasets": [{"id": "d", "path": "p"}]}
     config = RunConfig.model_validate({**values, "training": {"max_steps": 1}})
     lines = native.write(config).splitlines()

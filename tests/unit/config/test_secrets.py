@@ -159,7 +159,7 @@ def test_addresses_are_taken_apart(user: str, password: str, query: str) -> None
     assert split_address(f"s3://{user}/x?y") == (f"s3://{user}/x?y", {})
 
 
-def test_names_of_secrets_are_recognised() -> None:
+def test_names_of_secrets_are_recognized() -> None:
     """Redaction goes by names."""
     marked = {name for name, field in StorageAccess.model_fields.items() if not field.repr}
     assert marked == {name for name in StorageAccess.model_fields if is_secret_name(name)}

@@ -1,4 +1,4 @@
-"""SimpleTuner files as a whole: recognising them, the GH200 guides' blocks, formats, names, what must be there."""
+"""SimpleTuner files as a whole: recognizing them, the GH200 guides' blocks, formats, names, what must be there."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def config(folder: Path, changes: dict[str, Any] | None = None, **options: Any) 
         [{"id": "a", "dataset_type": "image"}],
     ],
 )
-def test_simpletuner_files_are_recognised(data: Any) -> None:
-    assert SIMPLETUNER.recognises(data)
+def test_simpletuner_files_are_recognized(data: Any) -> None:
+    assert SIMPLETUNER.recognizes(data)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_simpletuner_files_are_recognised(data: Any) -> None:
      {"datasets": [{"id": "a", "path": "b"}]}],
 )  # fmt: skip
 def test_other_files_are_not(data: Any) -> None:
-    assert not SIMPLETUNER.recognises(data)
+    assert not SIMPLETUNER.recognizes(data)
 
 
 def test_a_file_of_datasets_alone_says_what_is_missing(tmp_path: Path) -> None:

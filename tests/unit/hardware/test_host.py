@@ -30,7 +30,7 @@ PARSERS: list[Callable[[str], object]] = [
     cgroup.parse_membership,
     cgroup.parse_mounts,
     software.parse_torch_version,
-    software.release,
+    software.release_numbers,
     lambda text: software.parse_minimums([text]),
 ]
 

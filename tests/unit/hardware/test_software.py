@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from gracetune.hardware.software import (
-    at_least,
+    is_at_least,
     parse_minimums,
     parse_torch_version,
     read_software,
     read_torch,
-    release,
+    release_numbers,
 )
 
 
@@ -46,12 +46,12 @@ def test_what_is_read_is_what_torch_says_of_itself() -> None:
     ],
 )
 def test_versions_compare_by_their_numbers(version: str, minimum: str, enough: bool) -> None:
-    assert at_least(version, minimum) is enough
+    assert is_at_least(version, minimum) is enough
 
 
 def test_release() -> None:
-    assert release("5.22.2rc1") == (5, 22, 2)
-    assert release("v5") == ()
+    assert release_numbers("5.22.2rc1") == (5, 22, 2)
+    assert release_numbers("v5") == ()
 
 
 def test_minimums_come_from_requirement_lines() -> None:

@@ -110,8 +110,8 @@ class TestDifferences:
         [
             ("self, batch", "self, batch, step=...", ()),
             ("self, batch", "self, *args, **kwargs", ()),
-            ("self, batch", "self, samples", ("batch is gone", "samples is new and required")),
-            ("self, batch", "self", ("batch is gone",)),
+            ("self, batch", "self, samples", ("batch was removed", "samples is new and required")),
+            ("self, batch", "self", ("batch was removed",)),
             ("self, batch", "self, batch, step", ("step is new and required",)),
             ("self, batch", "self, *, batch", ("batch is keyword-only now",)),
             ("self, a, b", "self, b, a", ("a has another position", "b has another position")),

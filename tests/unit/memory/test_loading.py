@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gracetune.memory.weights import loading
 from gracetune.memory.weights.loading import WeightLoadReport, load_into, torch_dtype
-from gracetune.memory.weights.staging import HostStaging, bytes_of, too_large_for
+from gracetune.memory.weights.transfer_buffers import HostBuffers, as_bytes, too_large_for
 from gracetune.storage.safetensors_files import TORCH_DTYPES
 from gracetune.storage.safetensors_headers import BITS, WeightFileError, open_weights, read_fully
 from gracetune.units import GIB, KIB, MIB
@@ -45,7 +45,7 @@ def same_bits(one: Tensor, two: Tensor) -> bool:
 
 
 def raw(tensor: Tensor) -> bytes:
-    return bytes_of(tensor.detach().contiguous()).numpy().tobytes()
+    return as_bytes(tensor.detach().contiguous()).numpy().tobytes()
 
 
 def like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -439,7 +439,7 @@ def test_nothing_stays_open(tmp_path: Path) -> None:
 
 
 def test_staging_uses_its_buffers_over_and_over() -> None:
-    staging = HostStaging(buffers=1, size=16)
+    staging = HostBuffers(buffers=1, size=16)
     places = set()
 
     def fill(buffer: Tensor) -> None:
@@ -450,9 +450,9 @@ def test_staging_uses_its_buffers_over_and_over() -> None:
         raise OSError("disk on fire")
 
     for _ in range(3):
-        staging.pass_on(fill, 8, torch.uint8, torch.empty(8, dtype=torch.int16))
+        staging.copy_through(fill, 8, torch.uint8, torch.empty(8, dtype=torch.int16))
         with pytest.raises(OSError, match="disk on fire"):
-            staging.pass_on(fail, 8, torch.uint8, torch.empty(8, dtype=torch.int16))
+            staging.copy_through(fail, 8, torch.uint8, torch.empty(8, dtype=torch.int16))
     assert len(places) == 1
 
 

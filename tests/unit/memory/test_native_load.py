@@ -72,7 +72,7 @@ def test_a_library_for_another_machine_is_no_crash(tmp_path):
     assert "does not load on this machine" in answer.reason
 
 
-def test_a_foreign_library_is_recognised(workshop):
+def test_a_foreign_library_is_recognized(workshop):
     answer = load(workshop.fake().path)
     assert isinstance(answer, Unavailable)
     assert "is not gracetune's native library" in answer.reason

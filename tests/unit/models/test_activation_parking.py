@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.models.activation_parking import ActivationParking, HostClock
-from gracetune.models.footprint import STAYING
+from gracetune.models.footprint import UNPARKED_INPUTS
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import PartPlacement
@@ -114,10 +114,10 @@ class TestChain:
         x, caption = inputs()
         gradients(Chain(parking.checkpoint), x, caption)
         # The newest ones and one being copied. The caption is parked with the first block, not yet known as shared.
-        assert lane.most <= (STAYING + 1) * x.nbytes
+        assert lane.most <= (UNPARKED_INPUTS + 1) * x.nbytes
         assert parking.stats.parked_bytes == (BLOCKS + 1) * x.nbytes
-        assert parking.stats.stayed == STAYING
-        assert parking.stats.returned == BLOCKS + 1 - STAYING
+        assert parking.stats.stayed == UNPARKED_INPUTS
+        assert parking.stats.returned == BLOCKS + 1 - UNPARKED_INPUTS
         assert parking.stats.returned_bytes == parking.stats.returned * x.nbytes
         assert lane.waited == parking.stats.returned, "an input leaves the device after its copy, not before"
 
@@ -129,7 +129,7 @@ class TestChain:
         def fail(gradient: Tensor) -> None:
             raise ZeroDivisionError
 
-        hook = model.layers[BLOCKS - STAYING - 1].weight.register_hook(fail)
+        hook = model.layers[BLOCKS - UNPARKED_INPUTS - 1].weight.register_hook(fail)
         with pytest.raises(ZeroDivisionError):
             gradients(model, *inputs(0))
         hook.remove()

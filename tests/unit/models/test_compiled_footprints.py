@@ -25,7 +25,7 @@ from gracetune.models.footprint import FootprintBlock
 from gracetune.models.qwen_image.attention import QwenPairwiseAttention
 from gracetune.models.registry import FOOTPRINTS
 from gracetune.models.wan import blocks as wan_attention
-from gracetune.models.wan.blocks import turn_by_pairs
+from gracetune.models.wan.blocks import use_pairwise_attention
 from gracetune.planning.activations import BUDGETS, RecomputePolicy, StepMethod, activations
 from gracetune.train.blocks import costly_work_known
 from unit.models.compiled_memory import FLASH, kept_by_compiler, split_by_compiler, use_flash_attention
@@ -153,7 +153,7 @@ def fused_wan(case: Case) -> nn.Module:
         return FastLora(linear, factors, Computation("low rank", ""), scale=1.0, dropout=0.0)
 
     block = adapted(case, wrapped).train()
-    turn_by_pairs(block)
+    use_pairwise_attention(block)
     return block
 
 

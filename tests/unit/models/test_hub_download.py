@@ -86,7 +86,7 @@ def test_earlier_download_is_enough_offline(hub: HubServer, monkeypatch: pytest.
     assert fetcher()("model.path", NAME, None, None) == folder
     assert len(hub.requests) == before
     stated = rejection("owner/another")
-    assert "HF_HUB_OFFLINE=1 forbids asking the hub" in stated
+    assert "HF_HUB_OFFLINE=1 forbids access to the hub" in stated
     assert "hf download owner/another on a machine with network" in stated
     (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
     assert "is incomplete" in rejection()

@@ -12,10 +12,10 @@ from gracetune.optim.automagic import Automagic
 
 SHAPES = {"high_noise/a": (4, 6), "high_noise/b": (3,), "low_noise/a": (4, 6), "low_noise/b": (3,)}
 """Our names in the order of the file: the high-noise expert comes first."""
-LORA: dict[str, Any] = {"kind": "lora", "one_of_two": False}
+LORA: dict[str, Any] = {"kind": "lora", "single_expert": False}
 
 
-def quantised(rates: torch.Tensor) -> dict[str, Any]:
+def quantized(rates: torch.Tensor) -> dict[str, Any]:
     """Rates as ai-toolkit stores them: one byte per element and one scale per tensor."""
     scale = float(rates.max()) / 127
     return {"quantized": (rates / scale).round().to(torch.int8), "scale": scale, "orig_dtype": torch.float32}
@@ -27,7 +27,7 @@ def written(folder: Path, shapes: Mapping[str, tuple[int, ...]] = SHAPES, groups
     state = {
         at: {
             "step": 7,
-            "lr_mask": quantised(torch.rand(shape, generator=draw) * 1e-4 + 1e-5),
+            "lr_mask": quantized(torch.rand(shape, generator=draw) * 1e-4 + 1e-5),
             "last_polarity": torch.rand(shape, generator=draw) > 0.5,
             "avg_lr": torch.tensor(5e-5),
             "RMS": torch.tensor(0.1),
@@ -65,7 +65,7 @@ def test_rates_and_signs_get_our_names_in_the_files_order(tmp_path: Path, groups
     [
         ({"a": (4, 6)}, {}, "found 4 parameters; expected the 1 that this run trains"),
         (dict(reversed(SHAPES.items())), {}, "parameters of other sizes"),
-        (SHAPES, {"one_of_two": True}, "their expert is unknown"),
+        (SHAPES, {"single_expert": True}, "their expert is unknown"),
         (SHAPES, {"kind": "dora"}, "kind dora; expected one of kind lora or lokr"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gracetune.planning.demand import Demand
-from gracetune.planning.layout import PlanChoice, lay
+from gracetune.planning.layout import PlanChoice, lay_out
 from gracetune.planning.memory_tiers import tiers_of
 from unit.hardware.machines import load as load_machine
 from unit.planning.test_estimate import demand_of, need, run_config
@@ -50,7 +50,7 @@ def test_a_parked_encoder_comes_back_for_samples_that_need_it() -> None:
     tiers = tiers_of(machine, None)
     size = need(requested("qwen_image", "edit-2509"), "text encoder (Qwen2.5-VL 7B)").bytes
     edits, draws = (
-        lay(
+        lay_out(
             requested("qwen_image", flavour), PlanChoice("off", "bf16", 1, 1, False, park_encoders=True), machine, tiers
         )
         for flavour in ("edit-2509", "t2i")

@@ -16,7 +16,7 @@ from gracetune.hardware.recording import load_recording
 from gracetune.planning.activations import Activations, RecomputePolicy
 from gracetune.planning.config_demand import demand_of
 from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, PlanSettings, Workload
-from gracetune.planning.layout import PlanChoice, lay, needs_under
+from gracetune.planning.layout import PlanChoice, lay_out, needs_under
 from gracetune.planning.memory_tiers import FRAGMENTATION, HEADROOM, tiers_of
 from gracetune.planning.plan import INPUTS, Plan, plan
 from gracetune.planning.processes import Processes
@@ -70,18 +70,20 @@ def demands(draw: st.DrawFn) -> Demand:
     sizes = (("bf16", whole), ("fp8", whole), ("fp8 one layout", whole // 2), ("int8", whole // 2))
     experts = draw(st.integers(1, 2))
     encode = draw(st.integers(0, 20 * GIB))
+    refresh = draw(st.sampled_from([0, encode]))
+    passes = draw(st.integers(1, 8)), "cache.vae_batch_size", encode, encode // 4, 0, 0, False, ""
     return Demand(
         title="anything",
         needs=tuple(draw(st.lists(needs(), max_size=6))),
         denoisers=tuple(Denoiser(f"expert {index}", sizes, idle_in_training=index > 0) for index in range(experts)),
         workloads=tuple(draw(st.lists(workloads(policies), min_size=1, max_size=3))),
-        codec=CodecPasses(draw(st.integers(1, 8)), "cache.vae_batch_size", encode, encode // 4, 0, 0, False, ""),
+        codec=CodecPasses(*passes, refresh, refresh // 4),
         settings=PlanSettings(
             checkpointing=draw(st.sampled_from(["off", "auto", "full"])),
             policies=policies,
             precision=precision,
-            eight_bits_possible=draw(st.booleans()),
-            few_bits=precision == "bf16" and draw(st.booleans()),
+            can_store_8_bits=draw(st.booleans()),
+            may_use_int8=precision == "bf16" and draw(st.booleans()),
             use_uvm=draw(st.booleans()),
             oversubscription_ratio=draw(st.floats(1.1, 8.0)),
             managed=draw(st.booleans()),
@@ -143,7 +145,7 @@ class TestEveryPlan:
             spill=data.draw(st.sampled_from([0, GIB, 500 * GIB])),
         )
         tiers = tiers_of(machine)
-        layout = lay(demand, choice, machine, tiers)
+        layout = lay_out(demand, choice, machine, tiers)
         for phase in demand.phases:
             alive = sum(n.bytes for n in needs_under(demand, choice, machine) if phase in (*n.busy, *n.idle))
             held = [x for x in layout.lines if phase in x.phases and x.role != "allowance"]

@@ -12,7 +12,7 @@ from gracetune.config import Environment
 from gracetune.config import load as load_config
 from gracetune.errors import ConfigError
 from gracetune.hardware import Machine
-from gracetune.proposal.contents import FolderContents, look_at
+from gracetune.proposal.contents import FolderContents, inspect_folder
 from gracetune.proposal.models import model_named
 from gracetune.proposal.presets import preset_named, presets
 from gracetune.proposal.proposal import Answers, Proposal, default_model, default_preset, default_trigger, propose
@@ -66,7 +66,7 @@ def read_back(proposal: Proposal, tmp_path: Path) -> None:
 def test_a_config_for_every_preset_and_model(
     preset: str, model: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:  # fmt: skip
-    contents = look_at(folders[preset_named(preset).media])
+    contents = inspect_folder(folders[preset_named(preset).media])
     proposal = propose(contents, answered(contents, model, preset), GH200)
     assert proposal.plan.verdict == "fits"
     read_back(proposal, tmp_path)
@@ -77,7 +77,7 @@ def test_a_config_for_every_preset_and_model(
 
 
 def test_images(folders: dict[str, Path]) -> None:
-    contents = look_at(folders["image"])
+    contents = inspect_folder(folders["image"])
     config = propose(contents, answered(contents, "sdxl"), GH200).config
     dataset = config.datasets[0]
     assert (dataset.held_out, config.validation.loss_every_steps) == (2, 200)
@@ -89,14 +89,14 @@ def test_images(folders: dict[str, Path]) -> None:
 
 
 def test_a_trigger_word_is_in_the_prompts(folders: dict[str, Path]) -> None:
-    contents = look_at(folders["image"])
+    contents = inspect_folder(folders["image"])
     config = propose(contents, replace(answered(contents, "sdxl"), trigger="mimi"), GH200).config
     assert config.datasets[0].captions.trigger_word == "mimi"
     assert all(one.prompt.startswith("mimi") for one in config.validation.prompts)
 
 
 def test_images_without_captions_are_called_by_the_folders_name(tmp_path: Path) -> None:
-    contents = look_at(write(tmp_path / "My Cat", images(4, captions=False)))
+    contents = inspect_folder(write(tmp_path / "My Cat", images(4, captions=False)))
     config = propose(contents, answered(contents, "sdxl"), GH200).config
     assert config.datasets[0].captions.trigger_word == "My-Cat"
     assert [one.prompt for one in config.validation.prompts] == ["My-Cat"]
@@ -104,7 +104,7 @@ def test_images_without_captions_are_called_by_the_folders_name(tmp_path: Path) 
 
 
 def test_clips_are_taken_as_long_as_the_shortest(folders: dict[str, Path]) -> None:
-    contents = look_at(folders["video"])
+    contents = inspect_folder(folders["video"])
     config = propose(contents, answered(contents, "wan/t2v-14b-2.2"), GH200).config
     assert config.datasets[0].video.num_frames == 25  # 1.6 s at 16 frames a second
     assert config.validation.num_frames == 25
@@ -112,7 +112,7 @@ def test_clips_are_taken_as_long_as_the_shortest(folders: dict[str, Path]) -> No
 
 
 def test_edit_pairs_are_sampled_with_their_reference(folders: dict[str, Path]) -> None:
-    contents = look_at(folders["edit"])
+    contents = inspect_folder(folders["edit"])
     config = propose(contents, answered(contents, "qwen_image/edit-2509"), GH200).config
     assert [one.dataset_type for one in config.datasets] == ["image", "conditioning"]
     for prompt in config.validation.prompts:
@@ -121,7 +121,7 @@ def test_edit_pairs_are_sampled_with_their_reference(folders: dict[str, Path]) -
 
 
 def test_the_plan_chooses_precision_and_model(folders: dict[str, Path]) -> None:
-    contents = look_at(folders["image"])
+    contents = inspect_folder(folders["image"])
     small = machine_with(24 * GIB)
     large, int8 = (propose(contents, answered(contents, "flux"), machine) for machine in (load("x86-h200"), small))
     assert (large.config.model.base_precision, large.plan.verdict) == ("bf16", "fits")
@@ -129,7 +129,7 @@ def test_the_plan_chooses_precision_and_model(folders: dict[str, Path]) -> None:
     assert any("int8" in why for why in int8.comments.values())
     cpu = propose(contents, answered(contents, "sdxl"), load("cpu-only"))
     assert (cpu.config.model.base_precision, cpu.config.training.mixed_precision) == ("fp32", "fp32")
-    clips = look_at(folders["video"])
+    clips = inspect_folder(folders["video"])
     assert default_model(clips, preset_named("motion"), GH200).name == "wan/t2v-14b-2.2"
     assert default_model(clips, preset_named("motion"), machine_with(16 * GIB)).name == "wan/t2v-1.3b-2.1"
 
@@ -146,7 +146,7 @@ def test_the_plan_chooses_precision_and_model(folders: dict[str, Path]) -> None:
 def test_answers_that_do_not_suit_the_folder(
     kind: str, model: str, preset: str | None, words: str, folders: dict[str, Path]
 ) -> None:
-    contents = look_at(folders[kind])
+    contents = inspect_folder(folders[kind])
     with pytest.raises(ConfigError, match=words):
         propose(contents, answered(contents, model, preset), GH200)
 

@@ -103,7 +103,7 @@ def test_a_bare_machine_gets_the_tested_versions_and_the_second_run_does_nothing
     assert "creating" not in again
     assert checkout.versions()["companion"] == "2.0"
 
-    # Its Python is gone: an upgrade of the system does that.
+    # Its Python was removed: an upgrade of the system does that.
     (checkout.path / ".venv" / "bin" / "python").unlink()
     (checkout.path / ".venv" / "bin" / "python").symlink_to("/nonexistent/python3")
     rebuilt = checkout.bootstrap()

@@ -38,7 +38,7 @@ def test_the_newest_outcome_of_each_test_counts_and_every_run_is_listed(tmp_path
     assert found["tests"]["a.py::one"]["seconds"] == 1.5
     assert found["tests"]["a.py::one"]["reason"] == "boom in PATH"
 
-    second = begun(file, 2, ("a.py::one",))  # a.py::two is gone, b.py was not collected
+    second = begun(file, 2, ("a.py::one",))  # a.py::two was removed, b.py was not collected
     second.done("a.py::one", "passed", 0.25)
     second.end()
     found = read(file)

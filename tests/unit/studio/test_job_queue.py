@@ -135,7 +135,7 @@ def test_files_that_are_no_jobs_are_ignored(client: StudioClient, tmp_path: Path
     assert names(client) == ["a"]
 
 
-def test_a_running_job_is_recognised_by_its_process(tmp_path: Path, sleeping: subprocess.Popen[bytes]) -> None:
+def test_a_running_job_is_recognized_by_its_process(tmp_path: Path, sleeping: subprocess.Popen[bytes]) -> None:
     started(tmp_path, pid=sleeping.pid, ticks=ticks_of(sleeping.pid))
     queue = queue_of(tmp_path)
     assert row(queue)["state"] == "running"

@@ -54,7 +54,7 @@ def test_the_row_of_a_run(tmp_path: Path) -> None:
 
 
 def test_the_state_is_told_from_log_and_lock(tmp_path: Path) -> None:
-    """Never from a stored flag: a killed run is stale the moment its process is gone."""
+    """Never from a stored flag: a killed run is stale the moment its process has ended."""
     for outcome in ("finished", "interrupted", "failed"):
         small_run(tmp_path / outcome, outcome=outcome)
     write_run(tmp_path / "killed", [started(), step(1)])

@@ -378,7 +378,7 @@ class TestTelemetry:
         Child(work).join()
 
     def test_attempts_to_write_take_at_most_a_tenth_of_the_time(self, tmp_path: Path) -> None:
-        """A server that is gone may block each call for a minute. This clock advances by a second per reading."""
+        """An unreachable server may block each call for a minute. This clock advances by a second per reading."""
 
         def work(report: Callable[[str], None]) -> None:
             sink = JsonlSink(tmp_path / "events.jsonl", clock=itertools.count(1.0).__next__)

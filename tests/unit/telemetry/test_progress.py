@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.telemetry import number_format
-from gracetune.telemetry.curves import evenly, finite, smoothed, thinned, ticks
+from gracetune.telemetry.curves import decimate, evenly_spaced_indices, finite_points, moving_average, ticks
 from gracetune.telemetry.events import Event, MemorySampled, MemoryStageChanged, RunStarted
 from gracetune.telemetry.progress import ProgressTracker
 from gracetune.units import format_bytes, format_duration
@@ -118,23 +118,23 @@ class TestNumberFormat:
 class TestCurves:
     @given(curve)
     def test_a_smoothed_curve_stays_between_the_extremes(self, points: list[tuple[float, float]]) -> None:
-        made = smoothed(points)
+        made = moving_average(points)
         assert [x for x, _ in made] == [x for x, _ in points]
         ys = [y for _, y in points]
         slack = 1e-9 * max((abs(y) for y in ys), default=0)
         assert all(min(ys) - slack <= y <= max(ys) + slack for _, y in made)
 
     def test_smoothing_has_no_bias_at_its_start(self) -> None:
-        assert [y for _, y in smoothed([(float(n), 5.0) for n in range(100)])] == pytest.approx([5.0] * 100)
+        assert [y for _, y in moving_average([(float(n), 5.0) for n in range(100)])] == pytest.approx([5.0] * 100)
 
     def test_non_finite_values_are_skipped(self) -> None:
         points = [(1.0, 2.0), (2.0, math.nan), (3.0, math.inf), (4.0, 4.0)]
-        assert finite(points) == ((1.0, 2.0), (4.0, 4.0))
-        assert smoothed(points, 1)[-1] == (4.0, 4.0)
+        assert finite_points(points) == ((1.0, 2.0), (4.0, 4.0))
+        assert moving_average(points, 1)[-1] == (4.0, 4.0)
 
     @given(curve, st.integers(6, 50))
     def test_thinning_keeps_order_ends_and_extremes(self, points: list[tuple[float, float]], most: int) -> None:
-        made = thinned(points, most)
+        made = decimate(points, most)
         assert len(made) <= max(most, 0)
         assert [*made] == sorted(made, key=lambda point: point[0])
         assert set(made) <= set(points)
@@ -153,7 +153,7 @@ class TestCurves:
 
     @given(st.integers(0, 500), st.integers(1, 40))
     def test_evenly(self, count: int, most: int) -> None:
-        made = evenly(count, most)
+        made = evenly_spaced_indices(count, most)
         assert len(made) == min(count, most)
         assert [*made] == sorted(set(made))
         if count:

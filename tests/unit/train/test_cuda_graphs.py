@@ -75,9 +75,9 @@ class Again:
 class Device(GraphDevice):
     """A stand-in for a GPU, launch-bound (`waits`) or not, with `free` memory. Every forward pass keeps 1 GiB."""
 
-    def __init__(self, waits: bool, error: Exception | None, free: int, synchronises: bool) -> None:
+    def __init__(self, waits: bool, error: Exception | None, free: int, synchronizes: bool) -> None:
         self.requested = self.recorded = self.pools = self.left = self.on_side_stream = 0
-        self._waits, self._error, self._free, self._synchronises = waits, error, free, synchronises
+        self._waits, self._error, self._free, self._synchronizes = waits, error, free, synchronizes
         self._held, self._kept, self._existing = 0, GIB, WeakSet[CapturedPass]()
 
     @contextmanager
@@ -98,7 +98,7 @@ class Device(GraphDevice):
 
     @contextmanager
     def watched(self) -> Iterator[list[str]]:
-        yield ["called a synchronizing CUDA operation"] if self._synchronises else []
+        yield ["called a synchronizing CUDA operation"] if self._synchronizes else []
 
     def held(self) -> int:
         self._held += self._kept
@@ -138,10 +138,10 @@ class Device(GraphDevice):
 
 class Setup:
     def __init__(
-        self, waits: bool = True, error: Exception | None = None, free: int = 8 * GIB, synchronises: bool = False
+        self, waits: bool = True, error: Exception | None = None, free: int = 8 * GIB, synchronizes: bool = False
     ) -> None:
         self.net, self.lines = Net(), list[str]()
-        self.gpu = Device(waits, error, free, synchronises)
+        self.gpu = Device(waits, error, free, synchronizes)
         self.gradients = FlatGradients(dict(self.net.named_parameters()), small=10)
         self.replay = Replay(SPEC, {self.net: self.gradients}, report=self.lines.append, gpu=self.gpu)
 
@@ -325,7 +325,7 @@ def test_captures_that_were_worth_it_make_room_for_another_shape() -> None:
 
 
 def test_a_model_that_synchronizes_is_not_captured() -> None:
-    setup = Setup(synchronises=True)
+    setup = Setup(synchronizes=True)
     for seed in range(4):
         setup.step(seed)
     assert setup.lines == ["CUDA graph: off for latents [3, 6]: the model waits for the GPU in its forward pass"]
@@ -493,7 +493,7 @@ def test_a_replay_reads_which_tokens_are_kept_from_its_inputs(tiny_model: TinyMo
     weights = {name: one for name, one in flux.denoiser.named_parameters() if name.endswith("attn.to_q.weight")}
     for one in weights.values():
         one.requires_grad_(True)
-    gradients, device = FlatGradients(weights, small=10), Device(True, None, 8 * GIB, synchronises=False)
+    gradients, device = FlatGradients(weights, small=10), Device(True, None, 8 * GIB, synchronizes=False)
     replay = Replay(router.spec, {flux.denoiser: gradients}, gpu=device)
     for index in range(WARM_UP + 3):
         batch, level = router.routed(flux.batch((index,))), torch.full((1,), 0.5)

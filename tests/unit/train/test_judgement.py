@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from gracetune.train.judgement import JudgedSample, find_all, unusual
+from gracetune.train.judgement import JudgedSample, find_all, robust_distances
 
 LOOKS = [*torch.eye(12)]
 
@@ -31,7 +31,7 @@ def test_images_that_behave_alike_have_no_findings() -> None:
     assert kinds(usual()) == []
     few = [replace(one, last=one.first * (1 - number / 8)) for number, one in enumerate(usual(6))]
     assert kinds(few, LOOKS[:6]) == [], "too few to know what is usual"
-    assert unusual([1.0] * 20) == [0.0] * 20
+    assert robust_distances([1.0] * 20) == [0.0] * 20
 
 
 def test_one_of_each_kind() -> None:

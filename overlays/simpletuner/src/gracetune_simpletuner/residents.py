@@ -50,7 +50,7 @@ def needed_bytes(value: Any) -> int:
         if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type != "cpu":
             raise UnfitError(f"holds a {type(value).__name__} that is no plain tensor in main memory")
         if value.requires_grad or value.is_quantized:
-            raise UnfitError("holds a tensor with a gradient or quantised values")
+            raise UnfitError("holds a tensor with a gradient or quantized values")
         return _rounded(value.numel() * value.element_size())
     if type(value) is dict:
         return sum(needed_bytes(item) for item in value.values())

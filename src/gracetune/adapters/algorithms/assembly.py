@@ -46,7 +46,7 @@ def defined_alpha(alpha: float | None, rank: int, convention: Convention) -> flo
     """The alpha of a layer, from the file or by the convention. Raises `NoScaleError` if neither defines it."""
     if alpha is None:
         if convention.without_alpha == "undefined":
-            raise NoScaleError("no alpha, and nothing says how this adapter is scaled", rank)
+            raise NoScaleError("no alpha, and no other information about the scale of this adapter", rank)
         return float(rank)
     return checked_alpha(alpha)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, sides
-from gracetune.adapters.algorithms.matrices import expect, factorization
+from gracetune.adapters.algorithms.matrices import check_count, factorization
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions, FirstValues, Options, Tensors, WeightShape
 from gracetune.adapters.state import Layer
 
@@ -46,7 +46,7 @@ class DiagOft(Algorithm):
         import torch
 
         blocks = tensors["oft_blocks"]  # [k, n, n]: k blocks of n rows
-        expect(blocks.shape[0] * blocks.shape[1], weight.shape[0], "rows in blocks", weight.shape)
+        check_count(blocks.shape[0] * blocks.shape[1], weight.shape[0], "rows in blocks", weight.shape)
         skew = blocks - blocks.transpose(1, 2)
         identity = torch.eye(blocks.shape[1], device=blocks.device, dtype=blocks.dtype)
         rotation = (identity + skew) @ torch.linalg.inv(identity - skew)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from gracetune.adapters.algorithms.assembly import Convention, LayerError
-from gracetune.adapters.algorithms.matrices import shaped
+from gracetune.adapters.algorithms.matrices import reshape_change
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions, FirstValues, Options, Tensors, WeightShape
 from gracetune.adapters.computation import REFERENCE, Computation
 from gracetune.adapters.state import Layer
@@ -47,7 +47,7 @@ class FullDelta(Algorithm):
         return tensors, None  # no rank
 
     def added(self, tensors: Tensors, shape: torch.Size) -> Tensor:
-        return shaped(tensors["diff"], shape)
+        return reshape_change(tensors["diff"], shape)
 
     def norm(self, tensors: Tensors, scale: float) -> float | None:
         return float(tensors["diff"].norm())

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, check_vector, sides
-from gracetune.adapters.algorithms.matrices import expect
+from gracetune.adapters.algorithms.matrices import check_count
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions, FirstValues, Options, Tensors, WeightShape
 from gracetune.adapters.state import Layer
 
@@ -50,7 +50,7 @@ class Ia3(Algorithm):
         on_input = FLAG in tensors and bool(tensors[FLAG].item())
         along = (1, -1, *trailing) if on_input else (-1, 1, *trailing)
         factors = tensors["weight"]
-        expect(factors.numel(), weight.shape[1 if on_input else 0], "factors", weight.shape)
+        check_count(factors.numel(), weight.shape[1 if on_input else 0], "factors", weight.shape)
         return weight * factors.reshape(along)
 
     def claims(self, names: set[str]) -> bool:

@@ -27,8 +27,8 @@ from gracetune.adapters.algorithms.matrices import (
     is_estimated,
     pairs_of_columns,
     parts_with_core,
-    shaped,
-    singular_vectors_of_product,
+    reshape_change,
+    svd_of_product,
     tucker,
     with_core,
 )
@@ -84,7 +84,7 @@ class Loha(Algorithm):
     def added(self, tensors: Tensors, shape: torch.Size) -> Tensor:
         first = tucker(tensors["hada_w1_a"], tensors["hada_w1_b"], tensors.get("hada_t1"))
         second = tucker(tensors["hada_w2_a"], tensors["hada_w2_b"], tensors.get("hada_t2"))
-        return shaped(first * second, shape)
+        return reshape_change(first * second, shape)
 
     def norm(self, tensors: Tensors, scale: float) -> float | None:
         right = tensors["hada_w1_b"], tensors["hada_w2_b"]
@@ -111,7 +111,7 @@ class Loha(Algorithm):
             lefts.append(left if core is None else left.T)
             rights.append(right.T if core is None else with_core(right, core).T)
         left, right = pairs_of_columns(*lefts), pairs_of_columns(*rights).T
-        found, values, other = singular_vectors_of_product(left * scale, right)
+        found, values, other = svd_of_product(left * scale, right)
         return found[:, :rank], values[:rank], other[:rank], float(values.norm())
 
     def computation(self, inputs: int, outputs: int, options: Options) -> Computation:

@@ -27,8 +27,8 @@ from gracetune.adapters.algorithms.matrices import (
     core_size,
     factorization,
     product_norm,
-    shaped,
-    singular_vectors_of_product,
+    reshape_change,
+    svd_of_product,
     tucker,
     tucker_norm,
     with_core,
@@ -186,7 +186,7 @@ class Lokr(Algorithm):
     def added(self, tensors: Tensors, shape: torch.Size) -> Tensor:
         import torch
 
-        return shaped(torch.kron(*_factors(tensors)), shape)
+        return reshape_change(torch.kron(*_factors(tensors)), shape)
 
     def norm(self, tensors: Tensors, scale: float) -> float | None:
         norms = (_norm(tensors, factor) for factor in ("lokr_w1", "lokr_w2"))
@@ -301,8 +301,8 @@ def _singular_vectors(tensors: Tensors, factor: str) -> tuple[Tensor, Tensor, Te
         return left, values, right
     left, right = tensors[f"{factor}_a"], tensors[f"{factor}_b"]
     if factor == "lokr_w1" or core is None:
-        return singular_vectors_of_product(left, right)
-    return singular_vectors_of_product(left.T, with_core(right, core))
+        return svd_of_product(left, right)
+    return svd_of_product(left.T, with_core(right, core))
 
 
 def _rows(tensors: Tensors, factor: str) -> int:

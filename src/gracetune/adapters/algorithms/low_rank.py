@@ -12,8 +12,8 @@ from gracetune.adapters.algorithms.matrices import (
     core_rejection,
     core_size,
     product_norm,
-    shaped,
-    singular_vectors_of_product,
+    reshape_change,
+    svd_of_product,
     tucker_norm,
     with_core,
 )
@@ -51,10 +51,10 @@ class LowRank(Algorithm):
         up, down = tensors[self.up].flatten(1), tensors[self.down].flatten(1)
         core = tensors.get(CORE)
         if core is None:
-            return shaped(up @ down, shape)
+            return reshape_change(up @ down, shape)
         import torch
 
-        return shaped(torch.einsum("ab...,oa,bi->oi...", core, up, down), shape)
+        return reshape_change(torch.einsum("ab...,oa,bi->oi...", core, up, down), shape)
 
     def norm(self, tensors: Tensors, scale: float) -> float | None:
         up, down, core = tensors[self.up].flatten(1), tensors[self.down].flatten(1), tensors.get(CORE)
@@ -65,7 +65,7 @@ class LowRank(Algorithm):
         core = tensors.get(CORE)
         if core is not None:
             down = with_core(down, core.detach().double())
-        left, values, right = singular_vectors_of_product(up * scale, down)
+        left, values, right = svd_of_product(up * scale, down)
         return left[:, :rank], values[:rank], right[:rank], float(values.norm())
 
     def computation(self, inputs: int, outputs: int, options: Options) -> Computation:

@@ -1,6 +1,6 @@
 """Matrix operations that several algorithms share: Tucker forms, norms and SVDs from factors, factorizations.
 
-The change is what an adapter adds to a weight. r is the rank. Norms are Frobenius norms.
+`change` is the tensor that an adapter adds to a weight. r is the rank. Norms are Frobenius norms.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 _PART = 1 << 22
 """The number of elements processed at a time."""
-_MOST_EXACT = 1 << 29
-"""The most multiplications for the exact norm of one layer. A file has hundreds of layers."""
+_MAX_EXACT = 1 << 29
+"""Maximum multiplications for the exact norm of one layer. A file has hundreds of layers, so each must be fast."""
 ROWS = 128
-"""The number of sampled rows from which a norm is estimated, if the exact norm takes more than `_MOST_EXACT`."""
+"""The number of sampled rows from which a norm is estimated, if the exact norm takes more than `_MAX_EXACT`."""
 
 
-def shaped(change: Tensor, shape: torch.Size) -> Tensor:
+def reshape_change(change: Tensor, shape: torch.Size) -> Tensor:
     """The change [out, in * kernel] in the shape of the weight. Raises `ValueError` if rows or elements differ."""
-    expect(change.shape[0], shape[0], "rows", shape)
-    expect(change.numel(), shape.numel(), "elements", shape)
+    check_count(change.shape[0], shape[0], "rows", shape)
+    check_count(change.numel(), shape.numel(), "elements", shape)
     return change.reshape(shape)
 
 
-def expect(found: int, wanted: int, what: str, shape: torch.Size) -> None:
+def check_count(found: int, wanted: int, what: str, shape: torch.Size) -> None:
     """Raise `ValueError` unless `found` is the `wanted` number of `what` (rows, elements)."""
     if found != wanted:
         raise ValueError(f"{found} {what} for a weight of shape {list(shape)}")
@@ -64,7 +64,7 @@ def _by_points(core: Tensor) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite. It works in parts, because `isfinite` allocates several tensors of the size."""
+    """Whether all elements are finite. Checked in chunks, because `isfinite` allocates several tensors of the size."""
     return not tensor.is_floating_point() or all(bool(part.isfinite().all()) for part in tensor.flatten().split(_PART))
 
 
@@ -105,8 +105,9 @@ def hadamard_norm(rows: Iterable[tuple[Tensor, Tensor]], right: tuple[Tensor, Te
     if is_estimated(count, across, rank):
         rows = [*rows]
         found = math.fsum(_estimate(*part, right, share=part[0].shape[0] / count) for part in rows)
+        # A sampled 0 proves nothing; 0 means an unchanged layer, so only the exact computation may return it.
         if found > 0:
-            return math.sqrt(found)  # 0 means that the layer is unchanged, so only the exact computation may return it
+            return math.sqrt(found)
     if _by_pairs(count, across, rank) < _row_by_row(count, across, rank):
         both = _gram_of_pairs(rows, rank) * _gram_of_pairs([(right[0].T, right[1].T)], rank)
         return math.sqrt(max(0.0, float(both.sum())))
@@ -120,7 +121,7 @@ def hadamard_norm(rows: Iterable[tuple[Tensor, Tensor]], right: tuple[Tensor, Te
 
 def is_estimated(count: int, across: int, rank: int) -> bool:
     """Whether `hadamard_norm` estimates the norm of a product [count, across]."""
-    return min(_by_pairs(count, across, rank), _row_by_row(count, across, rank)) > _MOST_EXACT
+    return min(_by_pairs(count, across, rank), _row_by_row(count, across, rank)) > _MAX_EXACT
 
 
 def _by_pairs(count: int, across: int, rank: int) -> int:
@@ -179,8 +180,8 @@ def pairs_of_columns(first: Tensor, second: Tensor) -> Tensor:
     return (first.unsqueeze(2) * second.unsqueeze(1)).flatten(1)
 
 
-def singular_vectors_of_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The SVD of L R from QR decompositions of L and R^T: it only takes an SVD of an [r, r] matrix."""
+def svd_of_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The SVD of L R. QR decompositions of L and R^T reduce it to the SVD of an [r, r] matrix."""
     import torch
 
     (first, first_upper), (second, second_upper) = torch.linalg.qr(left.double()), torch.linalg.qr(right.double().T)
@@ -203,8 +204,8 @@ def core_rejection(core: Tensor | None) -> str | None:
 def factorization(dimension: int, factor: int) -> tuple[int, int]:
     """LyCORIS' split of a dimension into two factors, the smaller first.
 
-    `factor` and the rest if `factor` divides the dimension. Otherwise the most even split whose smaller factor is at
-    most `factor`; -1 means no limit.
+    If `factor` divides the dimension, the result is `factor` and the quotient. Otherwise it is the most even split
+    whose smaller factor is at most `factor`. -1 means no limit.
     """
     if factor > 0 and dimension % factor == 0:
         return min(factor, dimension // factor), max(factor, dimension // factor)

@@ -1,1 +1,1 @@
-"""Factorised adapters on linear layers: computed from their factors, without materialising the change of the weight."""
+"""Factorised adapters on linear layers: computed from their factors, without materializing the change of the weight."""

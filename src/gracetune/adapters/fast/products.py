@@ -1,4 +1,4 @@
-"""The adapter's output on a linear layer, computed from the factors without materialising the change of the weight.
+"""The adapter's output on a linear layer, computed from the factors without materializing the change of the weight.
 
 The input x [..., in] is in the compute precision. The trained factors are fp32. They are cast to the compute precision
 once for each call, after the scale was multiplied into the smaller one.
@@ -217,7 +217,7 @@ def kronecker_by_rank(x: Tensor, w1: Tensor, up: Tensor, down: Tensor, scale: Sc
 def _mixed(small: Tensor, rows: Tensor) -> Tensor:
     """small [p, q] times each of rows [n, q, k]. Call it only inside an `autograd.Function`: the kernel has no
     gradient."""
-    if kernels.pay(rows) and mixes_in_one_pass(small):
+    if kernels.use_kernels(rows) and mixes_in_one_pass(small):
         from gracetune.kernels.lokr_mixing import mixed  # only a GPU has triton
 
         return cast(Tensor, mixed(small, rows))

@@ -50,7 +50,7 @@ def _record(tensors: Mapping[str, Tensor]) -> Algorithm:
 
 
 def _check_numbers(tensors: Mapping[str, Tensor], record: Algorithm) -> None:
-    """Reject integer tensors: they belong to a quantised file, whose scales are unknown here."""
+    """Reject integer tensors: they belong to a quantized file, whose scales are unknown here."""
     for name, tensor in tensors.items():
         if name not in record.constants and not tensor.is_floating_point():
             raise LayerError(f"{name} holds {tensor.dtype}: the weights of an adapter are bf16, fp16 or fp32")

@@ -48,10 +48,10 @@ def misread_by(state: AdapterState, format: FormatName, program: Program) -> Mis
     if format != "comfyui" and any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):
         return Misread(program, "its DoRA was converted for ComfyUI: use the file it came from")
     faults = list(FORMATS[format].readers[program](state))
-    return Misread(program, _described(faults)) if faults else None
+    return Misread(program, _describe(faults)) if faults else None
 
 
-def readable(state: AdapterState, format: FormatName) -> dict[Program, str | None]:
+def reasons_by_program(state: AdapterState, format: FormatName) -> dict[Program, str | None]:
     """For every program: None if it loads a file of this format correctly, otherwise the reason. Empty for a format of
     another package, about which nothing is known."""
     if not FORMATS[format].readers:
@@ -67,7 +67,7 @@ def misread_in(state: AdapterState, format: FormatName, program: Program | None 
         return [] if wrong is None else [wrong]
     record, known = FORMATS[format], programs_of(state.family, format)
     if record.keeps_all:
-        state = loadable(state)
+        state = without_unloadable_layers(state)
     made_for = [one for one in record.made_for if one in known]
     return [wrong for one in made_for if (wrong := misread_by(state, format, one)) is not None]
 
@@ -79,10 +79,12 @@ def reject_misread(state: AdapterState, format: FormatName, program: Program | N
         return
     right = [name for name in formats_for(state) if name != format]
     hints = [f"--to {' or '.join(right)}"] if right else []
-    alone = [one for one, reason in readable(state, format).items() if reason is None] if program is None else []
+    alone = (
+        [one for one, reason in reasons_by_program(state, format).items() if reason is None] if program is None else []
+    )
     if alone:
         hints.append(f"--to {format} --for {alone[0]} for {PROGRAMS[alone[0]]} alone")
-    hints.append("--lora-rank N (a LoRA that comes close), or --merge-into MODEL")
+    hints.append("--lora-rank N (the nearest LoRA), or --merge-into MODEL")
     programs = ", ".join(PROGRAMS[one.program] for one in wrong)
     raise CannotHoldError(
         [
@@ -104,7 +106,7 @@ def formats_for(state: AdapterState, program: Program | None = None) -> list[For
     return [name for name in names if FORMATS[name].made_for and not misread_in(state, name, program)]
 
 
-def format_for(state: AdapterState, program: Program) -> FormatName:
+def choose_format(state: AdapterState, program: Program) -> FormatName:
     """The format that this program loads correctly. Raises `CannotHoldError` with the reasons if there is none."""
     found = formats_for(state, program)
     if found:
@@ -112,7 +114,7 @@ def format_for(state: AdapterState, program: Program) -> FormatName:
     known = [name for name in EXPORT_FORMATS.ours if program in programs_of(state.family, name)]
     wrong = {str(one): None for name in known for one in misread_in(state, name, program)}
     others = [one for one in PROGRAMS if formats_for(state, one)]
-    hint = "--lora-rank N (a LoRA that comes close), or --merge-into MODEL"
+    hint = "--lora-rank N (the nearest LoRA), or --merge-into MODEL"
     raise CannotHoldError(
         [
             Problem(
@@ -126,14 +128,13 @@ def format_for(state: AdapterState, program: Program) -> FormatName:
     )
 
 
-def loadable(state: AdapterState) -> AdapterState:
-    """The state without layers that no program loads. A file with such layers is for training on from, so no program
-    has to load them."""
+def without_unloadable_layers(state: AdapterState) -> AdapterState:
+    """The state without layers that no program loads. Such layers are saved for further training only."""
     layers = {path: layer for path, layer in state.layers.items() if is_loadable(layer.algorithm)}
     return AdapterState(state.family, state.expert, layers, state.metadata)
 
 
-def _described(faults: Iterable[Fault]) -> str:
+def _describe(faults: Iterable[Fault]) -> str:
     by_reason: dict[str, list[str]] = {}
     for path, reason in faults:
         by_reason.setdefault(reason, []).append(path)

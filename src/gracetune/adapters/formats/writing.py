@@ -175,7 +175,7 @@ def cannot_hold(state: AdapterState, format: FormatName, reasons: Iterable[Fault
             key=f"{'+'.join(algorithm_names(state))} for {state.family} as {format}",
             found=f"{paths[0]}{f' and {len(paths) - 1} more layers' if paths[1:] else ''}: {reason}",
             expected=f"an adapter that the format {format} can represent",
-            hint="another format, --lora-rank N (a LoRA that comes close), or --merge-into MODEL",
+            hint="another format, --lora-rank N (the nearest LoRA), or --merge-into MODEL",
         )
         for reason, paths in by_reason.items()
     )

@@ -163,13 +163,13 @@ def _fp8_product(shape: Gemm, device: torch.device) -> Callable[[], object] | No
         return None
     if any(side % 16 for side in sides):  # a requirement of torch._scaled_mm
         return None
-    x, x_scale = _quantised(torch.randn(shape.rows, shape.inputs, device=device))
-    weight, weight_scale = _quantised(torch.randn(shape.outputs, shape.inputs, device=device))
+    x, x_scale = _quantized(torch.randn(shape.rows, shape.inputs, device=device))
+    weight, weight_scale = _quantized(torch.randn(shape.outputs, shape.inputs, device=device))
     return lambda: torch._scaled_mm(
         x, weight.t(), scale_a=x_scale, scale_b=weight_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 
-def _quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(tensor: Tensor) -> tuple[Tensor, Tensor]:
     scale = tensor.abs().amax(1, keepdim=True) / _FP8_MOST
     return (tensor / scale).to(torch.float8_e4m3fn), scale.float()

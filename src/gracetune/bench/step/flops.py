@@ -77,10 +77,10 @@ def count(job: StepJob, model: RandomModel, targets: Sequence[str]) -> StepFlops
     with sdpa_kernel(SDPBackend.MATH):
         forward = FlopCounterMode(display=False)
         with forward:
-            answer = _routed(job, model, denoiser, batch).predict(denoiser, noisy, level, batch, model.facts)
+            prediction = _routed(job, model, denoiser, batch).predict(denoiser, noisy, level, batch, model.facts)
         backward = FlopCounterMode(display=False)
         with backward:
-            answer.sum().backward()
+            prediction.sum().backward()
     main = max(shapes, key=lambda shape: shape.flops * shapes[shape])
     return StepFlops(forward.get_total_flops(), backward.get_total_flops(), main)
 

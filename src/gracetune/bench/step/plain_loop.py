@@ -51,8 +51,8 @@ class PlainLoop:
         schedule = self._model.facts.schedule
         seen = noisy(schedule, clean, noise, level).to(torch.bfloat16)
         with torch.autocast(self._device.type, dtype=torch.bfloat16):
-            answer = self._model.spec.predict(self._denoiser, seen, level, self._batch, self._model.facts)
-        loss = torch.nn.functional.mse_loss(answer.float(), target(schedule, clean, noise, level))
+            prediction = self._model.spec.predict(self._denoiser, seen, level, self._batch, self._model.facts)
+        loss = torch.nn.functional.mse_loss(prediction.float(), target(schedule, clean, noise, level))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self._optimizer.step()

@@ -9,4 +9,4 @@ from gracetune.config.dialects.simpletuner import SIMPLETUNER
 from gracetune.config.dialects.table import Dialect
 
 DIALECTS = (Dialect("native", native.looks_like, native.read), AI_TOOLKIT, SIMPLETUNER)
-"""Tried in this order; the first that recognises a file reads it."""
+"""Tried in this order; the first that recognizes a file reads it."""

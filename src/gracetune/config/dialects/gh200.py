@@ -81,7 +81,7 @@ def _trainer(options: PeerBlock, _: None) -> None:
     if not isinstance(value, bool):
         options.problem("use_gh200_trainer", "true or false", "write true")
     elif value:
-        options.note(f"{options.key('use_gh200_trainer')}: there is one trainer, so this switches nothing")
+        options.note(f"{options.key('use_gh200_trainer')}: there is one trainer, so this has no effect")
     else:
         options.note(f"{options.key('use_gh200_trainer')}: there is one trainer; to do without unified memory set "
                      "enable_uvm_hints and use_uvm to false")  # fmt: skip

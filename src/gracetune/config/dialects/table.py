@@ -1,6 +1,6 @@
 """Tables of a peer's keys, and the functions that read a file with them.
 
-A dialect is a record (`Dialect`): a function that recognises a file, tables of every key that its program knows, and a
+A dialect is a record (`Dialect`): a function that recognizes a file, tables of every key that its program knows, and a
 function that reads a file with them. A key that corresponds to one of our values is a `Key` with a path. Keys that
 depend on each other are read by a `KeyRule`. The effect of each key can be listed without a file (`KeyTable.keys`).
 """
@@ -229,7 +229,7 @@ class Dialect:
     """The configuration format of one program."""
 
     name: str
-    recognises: Callable[[Any], bool]
+    recognizes: Callable[[Any], bool]
     """Whether a parsed file is of this dialect."""
     read: Callable[[Document, Draft, Environment], None]
     tables: Mapping[str, KeyTable[Any]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from typing import BinaryIO, Protocol
 
 from gracetune.data.backend import FileStat, LeftOut, Listing
 from gracetune.data.backends.paths import checked
-from gracetune.data.backends.storage import StagedHandle, Storage, from_json, own_start, process_start
+from gracetune.data.backends.storage import StagedHandle, Storage, from_json, own_start_time, process_start_time
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.staging.report import StagingReport
@@ -88,7 +88,7 @@ class InMemoryBackend(Storage):
         self._check_open()
         return StagedHandle(
             pid=os.getpid(),
-            started=own_start(),
+            started=own_start_time(),
             root=self._root,
             segments=tuple(segment.handle() for segment in self._segments),
             left_out=self._left_out,
@@ -164,7 +164,7 @@ def _attached(expected: SegmentHandle, file: io.FileIO) -> Segment:
 
 def _open_descriptors(handle: StagedHandle) -> list[io.FileIO]:
     """Open the descriptors of the other process through /proc."""
-    if process_start(handle.pid) != handle.started:
+    if process_start_time(handle.pid) != handle.started:
         ended = f"the process that staged {handle.root} (pid {handle.pid}) has ended"
         raise StagingError(f"{ended}\n  try  restart the run: it stages again")
     files: list[io.FileIO] = []

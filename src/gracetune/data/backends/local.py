@@ -27,7 +27,7 @@ from gracetune.data.backend import FileStat, LeftOut, Listing
 from gracetune.data.backends.errors import StorageError, problem_text
 from gracetune.data.backends.paths import checked, printable
 from gracetune.data.backends.record import DatasetBackend
-from gracetune.data.backends.storage import SourceHandle, Storage, why_unlisted
+from gracetune.data.backends.storage import SourceHandle, Storage, unlisted_reason
 from gracetune.data.errors import MissingFileError, OutsideRootError, UnreadableMediaError
 
 # O_NONBLOCK: opening a named pipe must not block before its type can be checked.
@@ -88,7 +88,7 @@ class LocalBackend(Storage):
 
     def _classify(self, path: str, entry: os.DirEntry[str]) -> FileStat | str | None:
         """A file's size and time, the reason to leave it out, or None for a folder to descend into."""
-        reason = why_unlisted(path)
+        reason = unlisted_reason(path)
         if reason is not None:
             return reason
         try:

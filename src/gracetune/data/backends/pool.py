@@ -21,7 +21,7 @@ from gracetune.data.backend import Backend
 from gracetune.data.backends.open import open_backend, open_unstaged, options_of
 from gracetune.data.backends.storage import Storage
 from gracetune.data.staging.file_selection import ExtensionSelection, selection_for
-from gracetune.data.staging.memory import Estimate
+from gracetune.data.staging.memory import StagingEstimate
 from gracetune.data.staging.report import OnProgress, unwatched
 from gracetune.data.staging.stager import stager_for
 from gracetune.hardware import Machine, probe
@@ -182,7 +182,7 @@ class StagingCheck:
     def __init__(self, datasets: Iterable[Dataset] = (), machine: Machine | None = None) -> None:
         self._machine = machine
         self._folders = [*shared_folders(datasets)]
-        self.estimates: dict[str, Estimate] = {}
+        self.estimates: dict[str, StagingEstimate] = {}
         """The estimate of each folder to be staged, by the id of its first dataset. Mask folders have their own ids."""
         self.notes = [*sharing_notes(self._folders)]
 
@@ -192,7 +192,7 @@ class StagingCheck:
             self.estimates[folder.dataset.id] = self._estimate(folder)
         return open_unstaged(dataset)
 
-    def _estimate(self, folder: SharedFolder) -> Estimate:
+    def _estimate(self, folder: SharedFolder) -> StagingEstimate:
         self._machine = self._machine or probe()
         taken = sum(estimate.stored for estimate in self.estimates.values())
         stager = stager_for(folder.dataset, self._machine, selection=folder.selection)

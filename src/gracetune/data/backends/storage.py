@@ -1,6 +1,7 @@
 """The base class of all backends, and their handles.
 
-A handle is plain data, sent as JSON, with which another process opens the same backend. Never a pickle.
+Another process opens the same backend with a handle. A handle is sent as JSON instead of a pickle, so that reading one
+executes no code.
 """
 
 from __future__ import annotations
@@ -68,17 +69,17 @@ class Storage(ABC):
         self.close()
 
 
-def why_unlisted(path: str) -> str | None:
+def unlisted_reason(path: str) -> str | None:
     """Why an existing file is left out of the listing; None if it is not."""
     reason = rejection(path)
     return None if reason is None else f"it cannot be used: {reason}"
 
 
-class _Message(BaseModel):
+class _HandleModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class SourceHandle(_Message):
+class SourceHandle(_HandleModel):
     """A folder or URL that any process can open itself."""
 
     kind: Literal["local", "url"]
@@ -86,7 +87,7 @@ class SourceHandle(_Message):
     """An absolute path for a folder, because the other process may have a different working directory."""
 
 
-class StagedHandle(_Message):
+class StagedHandle(_HandleModel):
     """Staged data of a running process. Valid for as long as that process keeps it open."""
 
     kind: Literal["in_memory"] = "in_memory"
@@ -118,7 +119,7 @@ def from_json(text: str) -> BackendHandle:
         ) from error
 
 
-def process_start(pid: int) -> int | None:
+def process_start_time(pid: int) -> int | None:
     """The start time of a process in clock ticks since boot; None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -129,9 +130,9 @@ def process_start(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])
 
 
-def own_start() -> int:
+def own_start_time() -> int:
     """The start time of this process."""
-    started = process_start(os.getpid())
+    started = process_start_time(os.getpid())
     if started is None:
         raise StagingError("/proc is not mounted, and without it other processes cannot open staged data")
     return started

@@ -19,7 +19,7 @@ from gracetune.data.backend import FileStat, LeftOut, Listing
 from gracetune.data.backends.errors import StorageError, problem_text
 from gracetune.data.backends.paths import checked, printable
 from gracetune.data.backends.record import DatasetBackend
-from gracetune.data.backends.storage import BackendHandle, SourceHandle, Storage, why_unlisted
+from gracetune.data.backends.storage import BackendHandle, SourceHandle, Storage, unlisted_reason
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.backends.url_access import (
     WEB,
@@ -116,7 +116,7 @@ class UrlBackend(Storage):
         left_out: list[LeftOut] = []
         for name, info in found.items():
             path = self._relative(name)
-            reason = "it lies outside the URL" if path is None else why_unlisted(path)
+            reason = "it lies outside the URL" if path is None else unlisted_reason(path)
             if path is None or reason is not None:
                 left_out.append(LeftOut(printable(path or name), f"{reason}"))
             else:
@@ -147,7 +147,9 @@ class UrlBackend(Storage):
         if [*found] == [self._base]:
             self._alone = alone
             return {alone: remote_file(self._protocol, found[self._base])}
-        paths = {name: path for name in found if (path := self._relative(name)) is not None and not why_unlisted(path)}
+        paths = {
+            name: path for name in found if (path := self._relative(name)) is not None and not unlisted_reason(path)
+        }
         if self._protocol in WEB:  # an HTML page of links has no file sizes: request each file's headers
             with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
                 found = dict(zip(paths, pool.map(self._fs.info, paths), strict=True))

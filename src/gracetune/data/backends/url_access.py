@@ -176,8 +176,8 @@ def explain(key: str, protocol: str, error: Exception) -> Problem:
         hint = "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or storage: {anonymous: true} for a public bucket"
         return Problem(key, "no credentials", "credentials, or public data", hint)
     if isinstance(error, PermissionError) or status in (401, 403):
-        answer = f"{status}, {reason}" if status else reason
-        return Problem(key, f"the storage denied access: {answer}", "permission to read it", _login(protocol))
+        denial = f"{status}, {reason}" if status else reason
+        return Problem(key, f"the storage denied access: {denial}", "permission to read it", _login(protocol))
     # fsspec also raises FileNotFoundError if the server does not answer.
     if status in (404, 410) or (isinstance(error, FileNotFoundError) and (cause is None or bool(status))):
         hint = "check the spelling of the address; private data also looks missing without credentials"

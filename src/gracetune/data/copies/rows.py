@@ -1,4 +1,4 @@
-"""Rows of a dataset's tables: filtering them, writing them to the copy, and recognising their media.
+"""Rows of a dataset's tables: filtering them, writing them to the copy, and recognizing their media.
 
 Each part of a copy stores its rows in `.rows.jsonl`: `file_name`, relative to the copy, and all other columns except
 media and long lists of numbers. The copy's `metadata.jsonl` has the rows of all parts and can be used as a caption

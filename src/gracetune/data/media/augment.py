@@ -106,10 +106,10 @@ def _flip_y(image: Image.Image, values: Values) -> Image.Image:
 
 
 def _rotate90(image: Image.Image, values: Values) -> Image.Image:
-    turns = (None, Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
+    rotations = (None, Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
     quarters = int(values["turn"] * 4)
-    turn = turns[quarters if image.width == image.height else quarters // 2 * 2]
-    return image if turn is None else image.transpose(turn)
+    rotation = rotations[quarters if image.width == image.height else quarters // 2 * 2]
+    return image if rotation is None else image.transpose(rotation)
 
 
 def _brightness_contrast(image: Image.Image, values: Values) -> Image.Image:

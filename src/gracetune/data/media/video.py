@@ -196,7 +196,7 @@ _TRANSPOSES = {
     (0, 1, 1, 0): Image.Transpose.TRANSPOSE,
     (0, -1, -1, 0): Image.Transpose.TRANSVERSE,
 }
-_SIDEWAYS = {turn for signs, turn in _TRANSPOSES.items() if signs[0] == 0}
+_SIDEWAYS = {transpose for signs, transpose in _TRANSPOSES.items() if signs[0] == 0}
 
 
 def shown_packets(video: VideoSource) -> list[tuple[int, int]]:
@@ -295,7 +295,7 @@ class _FrameConverter:
     def __init__(self, video: VideoSource, max_pixels: int) -> None:
         self._video, self._max_pixels = video, max_pixels
         self._reformatter = VideoReformatter()
-        self._turn: tuple[Image.Transpose | None] | None = None
+        self._orientation: tuple[Image.Transpose | None] | None = None
 
     def image(self, frame: VideoFrame) -> Image.Image:
         if frame.is_corrupt:  # FFmpeg has concealed the parts it could not decode
@@ -319,8 +319,8 @@ class _FrameConverter:
             image = image.resize(square, Image.Resampling.LANCZOS)
         # Read the orientation once per file: accessing a frame's side data puts the frame into a reference cycle, which
         # keeps its pixels in memory until the next garbage collection.
-        self._turn = self._turn or (orientation_of(frame),)
-        return image if self._turn[0] is None else image.transpose(self._turn[0])
+        self._orientation = self._orientation or (orientation_of(frame),)
+        return image if self._orientation[0] is None else image.transpose(self._orientation[0])
 
 
 def _square(stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:

@@ -27,7 +27,7 @@ import xxhash
 
 from gracetune.data.backend import Backend, FileStat, LeftOut, Listing
 from gracetune.data.errors import DataError, MissingFileError, UnreadableMediaError
-from gracetune.data.staging.memory import Estimate, StagingMemoryGuard, estimate_stored
+from gracetune.data.staging.memory import StagingEstimate, StagingMemoryGuard, estimate_stored
 from gracetune.data.staging.report import OnProgress, StagingProgress, StagingReport, unwatched
 from gracetune.hostmem.compression import CHUNK, CHUNK_OVERHEAD, RAW, Compression, CompressionCodec, codec_for, shrinks
 from gracetune.hostmem.hint import together
@@ -108,7 +108,7 @@ def _sealed(open_segments: list[_OpenSegment]) -> list[Segment]:
 def _report(
     options: StagingOptions,
     open_segments: list[_OpenSegment],
-    estimate: Estimate,
+    estimate: StagingEstimate,
     unreadable: tuple[LeftOut, ...],
     listing: Listing,
     seconds: float,

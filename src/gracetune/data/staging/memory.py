@@ -1,6 +1,4 @@
-"""The memory that staging needs: estimated from the sizes of the files and from compressing a few of each kind, and
-checked against its limits before staging and while it runs.
-"""
+"""Estimate the memory that staging needs, and check it against the limits before and while files are staged."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ from gracetune.data.text_format import counted
 from gracetune.hostmem.compression import CHUNK, CompressionCodec, shrinks
 from gracetune.units import MIB, format_bytes
 
-SAMPLES_PER_KIND: Final = 4
-KINDS: Final = 16
+FILES_PER_EXTENSION: Final = 4
+MOST_EXTENSIONS: Final = 16
 """The number of extensions that are sampled, those with the most bytes first. The others count uncompressed."""
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StagingEstimate:
     files: int
     raw: int
     stored: int
@@ -33,7 +31,7 @@ class Estimate:
     """Compressed size divided by size, by extension, for the sampled ones."""
 
     def __str__(self) -> str:
-        text = f"{counted(self.files, 'file')} of {decimal(self.raw)}"
+        text = f"{counted(self.files, 'file')} of {format_decimal(self.raw)}"
         if self.compression == "none":
             return text
         kinds = ", ".join(f"{kind or 'no extension'} {ratio:.0%}" for kind, ratio in self.ratios.items())
@@ -41,7 +39,7 @@ class Estimate:
         return f"{text}; {self.compression} leaves {share:.0%} (sampled: {kinds or 'nothing'})"
 
 
-def decimal(count: int) -> str:
+def format_decimal(count: int) -> str:
     """Format bytes in powers of ten, the units of `memory_limit_gb`."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
@@ -49,27 +47,27 @@ def decimal(count: int) -> str:
     return f"{count} B"
 
 
-def estimate_stored(source: Backend, files: Mapping[str, FileStat], codec: CompressionCodec | None) -> Estimate:
+def estimate_stored(source: Backend, files: Mapping[str, FileStat], codec: CompressionCodec | None) -> StagingEstimate:
     """Estimate the stored size. Without a codec it is exact."""
     raw = sum(facts.size for facts in files.values())
     if codec is None:
-        return Estimate(len(files), raw, raw)
+        return StagingEstimate(len(files), raw, raw)
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in files:
         kinds[suffix_of(path)].append(path)
     sizes = {kind: sum(files[path].size for path in paths) for kind, paths in kinds.items()}
-    largest = sorted(kinds, key=lambda kind: (-sizes[kind], kind))[:KINDS]
+    largest = sorted(kinds, key=lambda kind: (-sizes[kind], kind))[:MOST_EXTENSIONS]
     ratios = {kind: _ratio(source, kinds[kind], files, codec) for kind in largest if sizes[kind]}
     stored = sum(int(size * ratios.get(kind, 1.0)) for kind, size in sizes.items())
-    return Estimate(len(files), raw, stored, codec.name, ratios)
+    return StagingEstimate(len(files), raw, stored, codec.name, ratios)
 
 
 def _ratio(source: Backend, paths: list[str], files: Mapping[str, FileStat], codec: CompressionCodec) -> float:
     """The compression ratio of a few files of different sizes, by their first chunk, as staging decides too."""
     by_size = sorted(paths, key=lambda path: (files[path].size, path))
-    step = max(1, len(by_size) // SAMPLES_PER_KIND)
+    step = max(1, len(by_size) // FILES_PER_EXTENSION)
     raw = stored = 0
-    for path in by_size[step // 2 :: step][:SAMPLES_PER_KIND]:
+    for path in by_size[step // 2 :: step][:FILES_PER_EXTENSION]:
         try:
             with source.open(path) as stream:
                 chunk = memoryview(stream.read(CHUNK))
@@ -81,7 +79,7 @@ def _ratio(source: Backend, paths: list[str], files: Mapping[str, FileStat], cod
     return stored / raw if raw else 1.0
 
 
-ASK_EVERY: Final = 128 * MIB
+MEASURE_EVERY: Final = 128 * MIB
 """Free main memory is measured again each time this many bytes have been staged."""
 
 
@@ -98,23 +96,25 @@ class StagingMemoryGuard:
         limit: int | None,
         headroom: Callable[[], int | None],
         reserve: int,
-        ask_every: int = ASK_EVERY,
+        ask_every: int = MEASURE_EVERY,
     ) -> None:
         self._dataset = dataset
         self._limit, self._headroom, self._reserve = limit, headroom, reserve
         self._used, self._measured_at, self._measure_every = 0, 0, ask_every
         self._lock = threading.Lock()
 
-    def check(self, estimate: Estimate) -> str | None:
+    def check(self, estimate: StagingEstimate) -> str | None:
         """Raise MemoryLimitError if the estimate does not fit. Returns a note if something could not be checked."""
         wanted = self._used + estimate.stored
         if self._limit is not None and wanted > self._limit:
-            raise MemoryLimitError(self._over_limit(f"about {decimal(wanted)} to stage: {estimate}", wanted))
+            raise MemoryLimitError(self._over_limit(f"about {format_decimal(wanted)} to stage: {estimate}", wanted))
         left = self._headroom()
         if left is None:
             return "main memory: the free amount is unknown, so only memory_limit_gb was checked"
         if estimate.stored > left - self._reserve:
-            raise MemoryLimitError(self._over_headroom(f"about {decimal(estimate.stored)} to stage: {estimate}", left))
+            raise MemoryLimitError(
+                self._over_headroom(f"about {format_decimal(estimate.stored)} to stage: {estimate}", left)
+            )
         return None
 
     def take(self, count: int) -> None:
@@ -126,12 +126,13 @@ class StagingMemoryGuard:
             if measure:
                 self._measured_at = used
         if self._limit is not None and used > self._limit:
-            raise MemoryLimitError(self._over_limit(f"{decimal(used)} staged, with more to come", used))
+            raise MemoryLimitError(self._over_limit(f"{format_decimal(used)} staged, with more to come", used))
         left = self._headroom() if measure else None
         if left is not None and left < self._reserve:
-            raise MemoryLimitError(self._over_headroom(f"{decimal(used)} staged, with more to come", left))
+            raise MemoryLimitError(self._over_headroom(f"{format_decimal(used)} staged, with more to come", left))
 
     def give_back(self, count: int) -> None:
+        """Subtract bytes of a file that was discarded."""
         with self._lock:
             self._used -= count
 
@@ -144,7 +145,7 @@ class StagingMemoryGuard:
         return problem_text(
             f"dataset {self._dataset}: in_memory.memory_limit_gb",
             found=found,
-            expected=f"at most {decimal(self._limit or 0)}",
+            expected=f"at most {format_decimal(self._limit or 0)}",
             hint=f"memory_limit_gb: {enough} or more, fewer file_extensions, compression: zstd, or type: local",
         )
 
@@ -153,7 +154,7 @@ class StagingMemoryGuard:
         return problem_text(
             f"dataset {self._dataset}: main memory",
             found=found,
-            expected=f"at most {decimal(usable)}: {format_bytes(left)} is free in main memory and the control group, "
-            f"minus a reserve of {format_bytes(self._reserve)}",
+            expected=f"at most {format_decimal(usable)}: {format_bytes(left)} is free in main memory and the control "
+            f"group, minus a reserve of {format_bytes(self._reserve)}",
             hint="type: local, compression: zstd, fewer file_extensions, or more memory for the container",
         )

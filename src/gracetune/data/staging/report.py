@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from gracetune.data.backend import LeftOut
 from gracetune.data.staging.file_selection import reasons
-from gracetune.data.staging.memory import Estimate
+from gracetune.data.staging.memory import StagingEstimate
 from gracetune.data.text_format import counted
 from gracetune.hostmem.hint import Hint
 from gracetune.units import format_bytes, format_duration
@@ -65,7 +65,7 @@ class StagingReport:
     """The other files did not shrink enough. They are stored uncompressed and can be read without a copy."""
     threads: int
     seconds: float
-    estimate: Estimate
+    estimate: StagingEstimate
     unreadable: tuple[LeftOut, ...]
     """Files that could not be read. Reading them from the staged data raises the reason."""
     left_out: tuple[LeftOut, ...]

@@ -20,7 +20,7 @@ from gracetune.data.backends.storage import to_json
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.staging.copying import StagingOptions, default_threads, stage_files
 from gracetune.data.staging.file_selection import ExtensionSelection, selection_for
-from gracetune.data.staging.memory import Estimate, StagingMemoryGuard, estimate_stored
+from gracetune.data.staging.memory import StagingEstimate, StagingMemoryGuard, estimate_stored
 from gracetune.data.staging.report import OnProgress, StagingReport, unwatched
 from gracetune.hardware import Machine, probe
 from gracetune.hardware.allocation import host_reserve
@@ -45,7 +45,7 @@ class Stager:
         """The files to stage, from the source's current content."""
         return self.selection.apply(survey(self.source))
 
-    def estimate(self, *, spoken_for: int = 0) -> tuple[Estimate, str | None]:
+    def estimate(self, *, spoken_for: int = 0) -> tuple[StagingEstimate, str | None]:
         """Estimate the memory, and return a note if something could not be checked.
 
         Raises MemoryLimitError if staging would. `spoken_for` is the main memory that other datasets will use by then.

@@ -364,9 +364,9 @@ class Uvm:
 
     def _find_features(self) -> Features:
         def has(name: str) -> bool:
-            answer: int = self._shim.gt_has_function(name.encode())
-            self._check(min(answer, 0))
-            return answer == 1
+            found: int = self._shim.gt_has_function(name.encode())
+            self._check(min(found, 0))
+            return found == 1
 
         return Features(
             advise=has("cuMemAdvise_v2") or has("cuMemAdvise"),

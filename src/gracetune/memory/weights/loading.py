@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import Problem
-from gracetune.memory.weights.staging import CudaStaging, HostStaging, Staging, bytes_of
+from gracetune.memory.weights.transfer_buffers import CudaBuffers, HostBuffers, TransferBuffers, as_bytes
 from gracetune.storage.regular_files import open_regular
 from gracetune.storage.safetensors_files import TORCH_DTYPES
 from gracetune.storage.safetensors_headers import (
@@ -139,7 +139,7 @@ def _jobs(wanted: list[TensorEntry], destinations: Mapping[str, Tensor]) -> Iter
             continue
         item = TORCH_DTYPES[entry.dtype].itemsize
         if _is_direct(tensor, entry):
-            whole = bytes_of(tensor)
+            whole = as_bytes(tensor)
             for start in range(0, entry.size, CHUNK):
                 chunk = whole[start : start + CHUNK]
                 yield _Job(entry, entry.start + start, len(chunk), chunk, direct=True)
@@ -170,12 +170,12 @@ def _chunks(tensor: Tensor, most: int, first: int = 0) -> Iterator[tuple[int, Te
 
 def _stagings(
     wanted: list[TensorEntry], destinations: Mapping[str, Tensor], threads: int
-) -> dict[torch.device, Staging]:
+) -> dict[torch.device, TransferBuffers]:
     """Create buffers for the devices that need them."""
     staged = [entry for entry in wanted if entry.size > 0 and not _is_direct(destinations[entry.name], entry)]
     size = min(CHUNK, max((entry.size for entry in staged), default=0))
     return {
-        device: HostStaging(threads, size) if device.type == "cpu" else CudaStaging(device, threads, size)
+        device: HostBuffers(threads, size) if device.type == "cpu" else CudaBuffers(device, threads, size)
         for device in {destinations[entry.name].device for entry in staged}
     }
 
@@ -213,7 +213,7 @@ class _Reader:
     def __init__(
         self,
         descriptors: Mapping[Path, int],
-        stagings: Mapping[torch.device, Staging],
+        stagings: Mapping[torch.device, TransferBuffers],
         page_caches: Mapping[Path, _PageCache],
     ) -> None:
         self._descriptors = descriptors
@@ -226,7 +226,7 @@ class _Reader:
             self._read(job, job.destination)
         else:
             staging = self._stagings[job.destination.device]
-            bad = staging.pass_on(lambda buffer: self._read(job, buffer), job.size, dtype, job.destination)
+            bad = staging.copy_through(lambda buffer: self._read(job, buffer), job.size, dtype, job.destination)
             if bad is not None:
                 raise _does_not_fit(job, bad)
         if job.entry.path in self._page_caches:

@@ -24,7 +24,7 @@ class SharesInput(nn.Module):
         raise NotImplementedError
 
 
-def answers(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+def apply_layers(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """The outputs of `layers` for the input `x`."""
     first = layers[0]
     if isinstance(first, SharesInput):

@@ -48,16 +48,16 @@ class PerSamplePositions(FluxAttnProcessor):
             key = torch.cat([attn.norm_added_k(caption_key), key], dim=1)
             value = torch.cat([caption_value, value], dim=1)
         cos, sin = (table[:, :, None, ::2] for table in image_rotary_emb)  # each angle is stored twice
-        answer = dispatch_attention_fn(
+        attended = dispatch_attention_fn(
             apply_rope(query, cos, sin), apply_rope(key, cos, sin), value, attn_mask=attention_mask,
             backend=self._attention_backend, parallel_config=self._parallel_config,
         )  # fmt: skip
-        answer = answer.flatten(2, 3).to(query.dtype)
+        attended = attended.flatten(2, 3).to(query.dtype)
         if encoder_hidden_states is None:
-            return answer
+            return attended
         caption = encoder_hidden_states.shape[1]
-        result = attn.to_out[1](attn.to_out[0](answer[:, caption:].contiguous()))
-        return result, attn.to_add_out(answer[:, :caption].contiguous())
+        result = attn.to_out[1](attn.to_out[0](attended[:, caption:].contiguous()))
+        return result, attn.to_add_out(attended[:, :caption].contiguous())
 
 
 def _by_heads(x: Tensor, attn: Any, names: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,10 +74,10 @@ class SingleStreamProcessor(PerSamplePositions):
         attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
     ) -> Tensor:  # fmt: skip
         """The arguments keep diffusers' names, because diffusers inspects the signature."""
-        answer: Tensor = _ContiguousGradient.apply(  # type: ignore[no-untyped-call]
+        attended: Tensor = _ContiguousGradient.apply(  # type: ignore[no-untyped-call]
             super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         )
-        return answer
+        return attended
 
 
 class _ContiguousGradient(torch.autograd.Function):

@@ -18,10 +18,10 @@ from diffusers.models.transformers.transformer_qwenimage import (
 )
 from torch import Tensor, nn
 
-from gracetune.models.common.attention import answers, apply_rope
+from gracetune.models.common.attention import apply_layers, apply_rope
 
 
-def turn_by_pairs(denoiser: nn.Module) -> None:
+def use_pairwise_attention(denoiser: nn.Module) -> None:
     """Replace the RoPE tables and attention processors of a Qwen-Image denoiser."""
     assert isinstance(denoiser, QwenImageTransformer2DModel)
     if type(denoiser.pos_embed) is not QwenEmbedRope:  # models for layered images have other positions
@@ -57,24 +57,24 @@ class QwenPairwiseAttention(QwenDoubleStreamAttnProcessor2_0):
         assert attention_mask is None, "the model's blocks pass encoder_hidden_states_mask"
         assert image_rotary_emb is not None, "the model's blocks pass image_rotary_emb"
         image_angles, caption_angles = image_rotary_emb
-        query, key, value = answers(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
-        caption_query, caption_key, caption_value = answers(
+        query, key, value = apply_layers(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
+        caption_query, caption_key, caption_value = apply_layers(
             encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         )
         query = _norm_and_rope(query, attn.norm_q, attn, image_angles)
         key = _norm_and_rope(key, attn.norm_k, attn, image_angles)
         caption_query = _norm_and_rope(caption_query, attn.norm_added_q, attn, caption_angles)
         caption_key = _norm_and_rope(caption_key, attn.norm_added_k, attn, caption_angles)
-        answer = dispatch_attention_fn(
+        attended = dispatch_attention_fn(
             torch.cat([caption_query, query], dim=1), torch.cat([caption_key, key], dim=1),
             torch.cat([_by_heads(caption_value, attn), _by_heads(value, attn)], dim=1),
             attn_mask=_joint_mask(encoder_hidden_states_mask, hidden_states), backend=self._attention_backend,
             parallel_config=self._parallel_config,
         )  # fmt: skip
-        answer = answer.flatten(2, 3).type_as(query)
+        attended = attended.flatten(2, 3).type_as(query)
         caption = encoder_hidden_states.shape[1]
-        result: Tensor = attn.to_out[1](attn.to_out[0](answer[:, caption:].contiguous()))
-        caption_result: Tensor = attn.to_add_out(answer[:, :caption].contiguous())
+        result: Tensor = attn.to_out[1](attn.to_out[0](attended[:, caption:].contiguous()))
+        caption_result: Tensor = attn.to_add_out(attended[:, :caption].contiguous())
         return result, caption_result
 
 

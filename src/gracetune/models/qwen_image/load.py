@@ -27,7 +27,7 @@ from gracetune.models.layout import (
     require_parts,
 )
 from gracetune.models.loading import build_component, load_component, load_text_model
-from gracetune.models.qwen_image.attention import turn_by_pairs
+from gracetune.models.qwen_image.attention import use_pairwise_attention
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, PartPlacement
 
@@ -39,8 +39,8 @@ class ImageProcessor(Qwen2VLProcessor):
     def __init__(
         self, image_processor: Any = None, tokenizer: PreTrainedTokenizerFast | None = None, **others: Any
     ) -> None:
-        initialise: Any = super().__init__  # transformers does not annotate it
-        initialise(image_processor, tokenizer, chat_template=others.get("chat_template"))
+        initialize: Any = super().__init__  # transformers does not annotate it
+        initialize(image_processor, tokenizer, chat_template=others.get("chat_template"))
 
 
 PIPELINES: Mapping[str, Any] = {
@@ -96,7 +96,7 @@ def _flavour(pipeline: str, transformer: Mapping[str, Any]) -> str:
 
 def use_fused_operations(denoiser: nn.Module) -> None:
     """Make the denoiser compute the same with fewer reads and writes of its activations."""
-    turn_by_pairs(denoiser)
+    use_pairwise_attention(denoiser)
     use_sigmoid(denoiser)
 
 

@@ -18,7 +18,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import Tensor, nn
 
 from gracetune import kernels
-from gracetune.models.common.attention import answers, apply_rope
+from gracetune.models.common.attention import apply_layers, apply_rope
 
 
 def use_fused_blocks(denoiser: nn.Module) -> None:
@@ -65,7 +65,8 @@ FusedBlock.__name__ = WanTransformerBlock.__name__  # adapter targets and repeat
 
 
 class _Gated(torch.autograd.Function):
-    """x + a gate. No norm follows, so torch's compiler makes one pass of each direction on its own.
+    """x + a * gate. No norm follows, so torch's compiler fuses the forward and the backward pass without a kernel of
+    ours.
 
     Plain autograd would compute the gradient of x through fp32 and save a second tensor with the same values.
     """
@@ -82,13 +83,13 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(x: Tensor, a: Tensor, gate: Tensor) -> Tensor:
-    """x + a gate, for x and a [batch, tokens, width] and gate [batch, width]. Only x and a get gradients."""
+    """x + a * gate, for x and a [batch, tokens, width] and gate [batch, width]. Only x and a get gradients."""
     result: Tensor = _Gated.apply(x, a.to(x.dtype), gate)  # type: ignore[no-untyped-call]
     return result
 
 
-def turn_by_pairs(denoiser: nn.Module) -> None:
-    """Replace the attention processors of a Wan denoiser."""
+def use_pairwise_attention(denoiser: nn.Module) -> None:
+    """Switch the denoiser's attention to processors that rotate each pair in one expression."""
     for module in denoiser.modules():
         if isinstance(module, WanAttention):
             module.set_processor(cast(Any, WanPairwiseAttention)())
@@ -102,29 +103,30 @@ class WanPairwiseAttention(WanAttnProcessor):
         attention_mask: Tensor | None = None, rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """The arguments keep diffusers' names, because diffusers inspects the signature."""
-        # Fused projections are for inference. Image-to-video cross-attention (2.1) has few image keys: no gain.
+        # Fused projections are for inference. Wan 2.1's image-to-video cross-attention has too few image keys to gain
+        # from it.
         if attn.fused_projections or attn.add_k_proj is not None:
             given = (attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
             result: Tensor = super().__call__(*given)
             return result
         if encoder_hidden_states is None:
-            query, key, value = answers(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
+            query, key, value = apply_layers(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
         else:
             query = attn.to_q(hidden_states)
-            key, value = answers(encoder_hidden_states, (attn.to_k, attn.to_v))
+            key, value = apply_layers(encoder_hidden_states, (attn.to_k, attn.to_v))
         query = _norm_and_rope(query, attn.norm_q, attn.heads, rotary_emb)
         key = _norm_and_rope(key, attn.norm_k, attn.heads, rotary_emb)
-        answer = dispatch_attention_fn(
+        attended = dispatch_attention_fn(
             query, key, value.unflatten(2, (attn.heads, -1)), attn_mask=attention_mask, backend=self._attention_backend,
             parallel_config=self._parallel_config if encoder_hidden_states is None else None,
         )  # fmt: skip
-        output: Tensor = attn.to_out[1](attn.to_out[0](answer.flatten(2, 3).type_as(query)))
+        output: Tensor = attn.to_out[1](attn.to_out[0](attended.flatten(2, 3).type_as(query)))
         return output
 
 
 def _norm_and_rope(x: Tensor, norm: nn.RMSNorm, heads: int, angles: tuple[Tensor, Tensor] | None) -> Tensor:
     """[B, tokens, width] -> [B, tokens, heads, head size], normalized and rotated. Cross-attention has no RoPE."""
-    if kernels.pay(x) and not norm.weight.requires_grad:
+    if kernels.use_kernels(x) and not norm.weight.requires_grad:
         from gracetune.kernels.fused_rope import norm_rope  # triton is only installed with CUDA builds of torch
 
         assert norm.eps is not None, "Wan's norms set eps"

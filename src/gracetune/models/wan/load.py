@@ -30,7 +30,7 @@ from gracetune.models.layout import (
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import INDEX, ModelSource
 from gracetune.models.spec import Expert, ModelFacts, PartPlacement
-from gracetune.models.wan.blocks import turn_by_pairs, use_fused_blocks
+from gracetune.models.wan.blocks import use_fused_blocks, use_pairwise_attention
 
 FROM_TEXT, FROM_IMAGE = "WanPipeline", "WanImageToVideoPipeline"
 TEXT_TOKENS = 512
@@ -191,7 +191,7 @@ PIPELINES: Mapping[str, Any] = {FROM_TEXT: WanPipeline, FROM_IMAGE: WanImageToVi
 
 def use_fused_operations(denoiser: nn.Module) -> None:
     """Make the denoiser compute the same with fewer reads and writes of its activations."""
-    turn_by_pairs(denoiser)
+    use_pairwise_attention(denoiser)
     use_fused_blocks(denoiser)
     use_sigmoid(denoiser)
 

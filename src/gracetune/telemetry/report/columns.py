@@ -1,7 +1,8 @@
 """The values of all `StepDone` and `MemorySampled` events of a run, as compact columns.
 
 A long run has hundreds of thousands of these events. The report keeps only a few of them whole. They are selected like
-the points of a plot (`curves.kept_indices`): the first, the last, and the extremes of each stretch of every curve.
+the points of a plot (`curves.decimated_indices`): the first, the last, and the extremes of each interval of every
+curve.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from gracetune.telemetry.curves import Point, kept_indices
+from gracetune.telemetry.curves import Point, decimated_indices
 from gracetune.telemetry.events import MemorySampled, StepDone
 
 
@@ -26,7 +27,7 @@ class _Curve:
         self.values.append(value)
 
     def kept(self) -> Iterator[int]:
-        return (self.positions[index] for index in kept_indices(self.values))
+        return (self.positions[index] for index in decimated_indices(self.values))
 
 
 class StepColumns:

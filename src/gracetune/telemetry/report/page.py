@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gracetune.telemetry import number_format
-from gracetune.telemetry.curves import Series, evenly, smoothed
+from gracetune.telemetry.curves import Series, evenly_spaced_indices, moving_average
 from gracetune.telemetry.events import MemorySampled
 from gracetune.telemetry.report.plots import TABLE_ROWS, Plot, figure
 from gracetune.telemetry.report.run_history import RunHistory, loss_facts, moment
@@ -117,7 +117,7 @@ def _loss_plots(history: RunHistory) -> list[Plot]:
     series = []
     for expert in history.experts:
         points, name = history.steps.losses(expert), expert or "loss"
-        series += [Series(f"{name}, each", points, faint=True), Series(name, smoothed(points))]
+        series += [Series(f"{name}, each", points, faint=True), Series(name, moving_average(points))]
     markers = [(event.step, f"{event.before or 'start'} to {event.after}") for event in history.switches]
     markers += [(start.resumed_step, "resumed") for start in history.starts if start.resumed_step is not None]
     missing = sum(int(loss_facts(history.steps.losses(expert))["not_finite"] or 0) for expert in history.experts)
@@ -321,7 +321,7 @@ def _mapping(values: Mapping[str, str], key: str, value: str) -> str:
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
-    shown = [rows[index] for index in evenly(len(rows), TABLE_ROWS)]
+    shown = [rows[index] for index in evenly_spaced_indices(len(rows), TABLE_ROWS)]
     if len(shown) < len(rows):
         caption = f"{caption} ({len(shown)} of {len(rows):,} rows; all are in logs/events.jsonl)"
     titles = "".join(f'<th scope="col">{_text(title)}</th>' for title in head)

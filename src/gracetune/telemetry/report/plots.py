@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gracetune.telemetry import number_format
-from gracetune.telemetry.curves import Point, Series, evenly, finite, thinned, ticks
+from gracetune.telemetry.curves import Point, Series, decimate, evenly_spaced_indices, finite_points, ticks
 
 WIDTH, HEIGHT = 380, 220
 """In the units of `TEXT_SIZE`. A phone shows a plot at about this width, so its text stays readable there."""
@@ -52,7 +52,7 @@ class _Frame:
 
 def figure(plot: Plot, number: int) -> str:
     """The plot, its key and its table, as HTML. `number` makes the element ids unique on the page."""
-    plotted = [series for series in plot.series if finite(series.points)]
+    plotted = [series for series in plot.series if finite_points(series.points)]
     if not plotted:
         return ""
     stacked = _stacked(plotted) if plot.stacked else [(series.points, ()) for series in plotted]
@@ -78,7 +78,7 @@ def figure(plot: Plot, number: int) -> str:
 
 def _frame(plot: Plot, curves: Sequence[Sequence[Point]]) -> tuple[_Frame, str]:
     """The ranges of both axes, and a sentence about values above the plot."""
-    points = [point for curve in curves for point in finite(curve)]
+    points = [point for curve in curves for point in finite_points(curve)]
     xs, ys = [x for x, _ in points], sorted(y for _, y in points)
     low, high, above = min(0.0, ys[0]) if plot.stacked else ys[0], ys[-1], ""
     usual = ys[int(0.95 * (len(ys) - 1))]
@@ -100,7 +100,7 @@ def _stacked(series: Sequence[Series]) -> list[tuple[tuple[Point, ...], tuple[Po
     floor = dict.fromkeys(xs, 0.0)
     edges = []
     for one in series:
-        known = dict(finite(one.points))
+        known = dict(finite_points(one.points))
         lower = tuple(floor.items())
         floor = {x: floor[x] + known.get(x, 0.0) for x in xs}
         edges.append((tuple(floor.items()), lower))
@@ -124,10 +124,10 @@ def _curve(curve: _Curve, frame: _Frame) -> list[str]:
     if len(curve.upper) == 1:
         return _points(curve.upper, css, frame)
     if curve.lower:
-        edge = [*thinned(curve.upper), *reversed(thinned(curve.lower))]
+        edge = [*decimate(curve.upper), *reversed(decimate(curve.lower))]
         return [f'<path class="area {css}" d="{_path(edge, frame)}Z"/>']
     parts = []
-    for finite_run, group in itertools.groupby(thinned(curve.upper), key=lambda point: bool(finite([point]))):
+    for finite_run, group in itertools.groupby(decimate(curve.upper), key=lambda point: bool(finite_points([point]))):
         points = [*group]
         if not finite_run:
             continue
@@ -139,7 +139,9 @@ def _curve(curve: _Curve, frame: _Frame) -> list[str]:
 
 
 def _points(points: Sequence[Point], css: str, frame: _Frame) -> list[str]:
-    return [f'<circle class="{css}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4"/>' for x, y in finite(points)]
+    return [
+        f'<circle class="{css}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4"/>' for x, y in finite_points(points)
+    ]
 
 
 def _as_stairs(points: Sequence[Point]) -> list[Point]:
@@ -209,7 +211,7 @@ def _key(series: Sequence[Series]) -> str:
 def _description(plot: Plot, series: Sequence[Series]) -> str:
     sentences = []
     for one in series:
-        known = finite(one.points)
+        known = finite_points(one.points)
         low, high = (choose(y for _, y in known) for choose in (min, max))
         sentences.append(
             f"{one.name}: from {plot.unit(known[0][1])} to {plot.unit(known[-1][1])}, "
@@ -220,7 +222,7 @@ def _description(plot: Plot, series: Sequence[Series]) -> str:
 
 def _table(plot: Plot, series: Sequence[Series]) -> str:
     xs = sorted({x for one in series for x, _ in one.points})
-    shown = [xs[index] for index in evenly(len(xs), TABLE_ROWS)]
+    shown = [xs[index] for index in evenly_spaced_indices(len(xs), TABLE_ROWS)]
     columns = [dict(one.points) for one in series]
     head = "".join(f'<th scope="col">{_escape(one.name)}</th>' for one in series)
     rows = "".join(

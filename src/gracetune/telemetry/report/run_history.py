@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
-from gracetune.telemetry.curves import Point, evenly, finite, smoothed
+from gracetune.telemetry.curves import Point, evenly_spaced_indices, finite_points, moving_average
 from gracetune.telemetry.events import (
     CheckpointWritten,
     EffectiveBatchChanged,
@@ -271,7 +271,10 @@ def summary(history: RunHistory, how_to_load: dict[str, str], outputs: Sequence[
             "memory": len(history.memory),
             **{name: len(events) for name, events in lists.items()},
         },
-        **{name: [events[index] for index in evenly(len(events), MOST_LISTED)] for name, events in lists.items()},
+        **{
+            name: [events[index] for index in evenly_spaced_indices(len(events), MOST_LISTED)]
+            for name, events in lists.items()
+        },
         "steps": history.kept_steps,
         "memory": history.kept_memory,
         "outputs": outputs,
@@ -284,14 +287,14 @@ def summary(history: RunHistory, how_to_load: dict[str, str], outputs: Sequence[
 
 
 def loss_facts(points: Sequence[Point]) -> dict[str, float | int | None]:
-    known = finite(points)
+    known = finite_points(points)
     if not known:
         return {"first": None, "last": None, "lowest": None, "last_smoothed": None, "not_finite": len(points)}
     return {
         "first": known[0][1],
         "last": known[-1][1],
         "lowest": min(loss for _, loss in known),
-        "last_smoothed": smoothed(points)[-1][1],
+        "last_smoothed": moving_average(points)[-1][1],
         "not_finite": len(points) - len(known),
     }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
-from gracetune.telemetry.curves import evenly
+from gracetune.telemetry.curves import evenly_spaced_indices
 from gracetune.telemetry.events import SampleFile, ValidationDone
 
 MOST_COLUMNS, MOST_ROWS = 12, 24
@@ -45,7 +45,7 @@ class SampleGrid:
 def grid(validations: Sequence[ValidationDone], run_folder: Path) -> SampleGrid:
     """The grid of a run's samples. If there are more validations than columns, it shows evenly spaced ones."""
     with_files = [one for one in validations if one.files]
-    shown = [with_files[index] for index in evenly(len(with_files), MOST_COLUMNS)]
+    shown = [with_files[index] for index in evenly_spaced_indices(len(with_files), MOST_COLUMNS)]
     rows = min(MOST_ROWS, max((len(one.files) for one in shown), default=0))
     notes = []
     if len(with_files) > len(shown):

@@ -23,7 +23,7 @@ _KEPT_BYTES = 32 << 20
 class JsonlSink:
     """Appends events to the log, which may exist from an earlier process of the same run.
 
-    If the log cannot be written (a full disk, a file server that is gone), events are kept in memory and written in
+    If the log cannot be written (a full disk, an unreachable file server), events are kept in memory and written in
     order once it can be. An attempt may block for long, so attempts take at most a tenth of the time. `close` warns of
     events that never were written.
     """

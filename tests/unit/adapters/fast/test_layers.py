@@ -179,7 +179,7 @@ class TestCompiled:
 
 
 class Held8(nn.Linear):
-    """A weight in fp8 with a scale for each row, as a quantised base has it."""
+    """A weight in fp8 with a scale for each row, as a quantized base has it."""
 
     def __init__(self, plain: nn.Linear) -> None:
         nn.Module.__init__(self)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast import products
 from gracetune.adapters.fast.modules import AdaptedLinear, LohaLinear, LokrLinear, LoraLinear
-from gracetune.models.common.attention import answers
+from gracetune.models.common.attention import apply_layers
 
 WIDTH, ROWS, RANK = 48, 40, 4
 MODE = Computation("low rank", "")
@@ -83,7 +83,7 @@ def test_one_layer(as_on_a_gpu: None) -> None:
 
 def test_three_layers_with_one_input_are_what_they_are_alone(as_on_a_gpu: None) -> None:
     layers, x = [lora(0), lora(1, 32), lora(2, 64, rank=3)], noise(2, ROWS, WIDTH).bfloat16()
-    together = run(layers, x, lambda given: answers(given, layers))
+    together = run(layers, x, lambda given: apply_layers(given, layers))
     alone = run(layers, x, lambda given: [one(given) for one in layers])
     wanted = exactly(layers, x)
     assert [one.shape for one in together] == [one.shape for one in alone]
@@ -113,7 +113,7 @@ def test_layers_that_differ_answer_one_by_one(as_on_a_gpu: None, mode: str) -> N
     x = noise(ROWS, WIDTH).bfloat16()
     with torch.no_grad():
         torch.manual_seed(0)
-        together = answers(x, layers)
+        together = apply_layers(x, layers)
         torch.manual_seed(0)
         alone = [one(x) for one in layers]
     assert all(torch.equal(one, two) for one, two in zip(together, alone, strict=True))
@@ -121,7 +121,7 @@ def test_layers_that_differ_answer_one_by_one(as_on_a_gpu: None, mode: str) -> N
 
 def test_plain_layers_answer_one_by_one() -> None:
     layers, x = [base(0), base(1)], noise(ROWS, WIDTH).bfloat16()
-    assert all(torch.equal(one, layer(x)) for one, layer in zip(answers(x, layers), layers, strict=True))
+    assert all(torch.equal(one, layer(x)) for one, layer in zip(apply_layers(x, layers), layers, strict=True))
 
 
 def test_what_needs_no_gradient_gets_none(as_on_a_gpu: None) -> None:

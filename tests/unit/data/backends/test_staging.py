@@ -21,7 +21,7 @@ from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.open import attach_backend
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.staging.copying import StagingOptions, default_threads, segments_for, stage_files
-from gracetune.data.staging.memory import Estimate, StagingMemoryGuard, estimate_stored
+from gracetune.data.staging.memory import StagingEstimate, StagingMemoryGuard, estimate_stored
 from gracetune.data.staging.report import StagingProgress
 from gracetune.hostmem.compression import CHUNK, CODECS
 from gracetune.hostmem.numa import NodeChoice
@@ -241,9 +241,9 @@ class TestLimits:
     def test_what_was_given_back_is_free_again(self) -> None:
         guard = StagingMemoryGuard("pets", limit=10, headroom=lambda: GIB, reserve=0)
         guard.take(6)
-        guard.check(Estimate(1, 4, 4))
+        guard.check(StagingEstimate(1, 4, 4))
         with pytest.raises(MemoryLimitError):
-            guard.check(Estimate(1, 5, 5))
+            guard.check(StagingEstimate(1, 5, 5))
         guard.take(4)
         guard.give_back(4)
         guard.take(4)

@@ -142,9 +142,9 @@ def test_blurs() -> None:
 
 def test_quarter_turns_only_where_the_shape_allows_them() -> None:
     square, wide = generated_image(16, 16), generated_image(24, 16)
-    turned = [changed(square, replace(always("RandomRotate90"), epoch=epoch)) for epoch in range(40)]
+    rotated = [changed(square, replace(always("RandomRotate90"), epoch=epoch)) for epoch in range(40)]
     for quarters in range(4):
-        assert any(np.array_equal(found, np.rot90(pixels(square), quarters)) for found in turned)
+        assert any(np.array_equal(found, np.rot90(pixels(square), quarters)) for found in rotated)
     halves = [changed(wide, replace(always("RandomRotate90"), epoch=epoch)) for epoch in range(40)]
     for found in halves:
         assert np.array_equal(found, pixels(wide)) or np.array_equal(found, pixels(wide)[::-1, ::-1])
@@ -200,7 +200,7 @@ def test_a_mask_moves_with_its_image_and_keeps_its_values(epoch: int) -> None:
     colours = np.zeros((16, 16, 3), np.uint8)
     colours[12:, 12:], colours[12:, :12] = 255, 128
     image = augmented([Image.fromarray(colours)], augmentation, "d")[0]
-    turned = augmented_mask(Image.fromarray(colours[..., 0]), augmentation, "d")
+    rotated = augmented_mask(Image.fromarray(colours[..., 0]), augmentation, "d")
     bright = np.asarray(image).astype(float).sum(axis=-1)
-    assert np.corrcoef(bright.ravel(), np.asarray(turned).astype(float).ravel())[0, 1] > 0.95
+    assert np.corrcoef(bright.ravel(), np.asarray(rotated).astype(float).ravel())[0, 1] > 0.95
     assert sorted(moved.ravel()) == list(range(256))

@@ -84,7 +84,7 @@ def test_when_the_sigmoid_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.ModuleList([GELU(2, 2, approximate="tanh"), nn.GELU(approximate="tanh")])
     use_sigmoid(module)
     for is_worth_it in (False, True):
-        monkeypatch.setattr(kernels, "pay", lambda x, is_worth_it=is_worth_it: is_worth_it)
+        monkeypatch.setattr(kernels, "use_kernels", lambda x, is_worth_it=is_worth_it: is_worth_it)
         for dtype in (torch.float32, *kernels.HALF_DTYPES):
             module[0].gelu(torch.ones(2, dtype=dtype))
             module[1](torch.ones(2, dtype=dtype))

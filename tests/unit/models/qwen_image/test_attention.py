@@ -10,7 +10,7 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch import nn
 
-from gracetune.models.qwen_image.attention import QwenPairwiseAttention, RealAngles, turn_by_pairs
+from gracetune.models.qwen_image.attention import QwenPairwiseAttention, RealAngles, use_pairwise_attention
 
 
 def tiny(**others: Any) -> Any:
@@ -42,7 +42,7 @@ def answered(model: Any, masked: bool, dtype: torch.dtype) -> tuple[torch.Tensor
 def test_it_equals_diffusers(masked: bool, dtype: torch.dtype, near: float, zero_cond_t: bool) -> None:
     theirs = tiny(zero_cond_t=zero_cond_t).to(dtype)
     ours = deepcopy(theirs)
-    turn_by_pairs(ours)
+    use_pairwise_attention(ours)
     assert isinstance(ours.transformer_blocks[1].attn.processor, QwenPairwiseAttention)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     answer, gradients = answered(ours, masked, dtype)
@@ -54,7 +54,7 @@ def test_it_equals_diffusers(masked: bool, dtype: torch.dtype, near: float, zero
 
 def test_nothing_complex_reaches_a_block() -> None:
     model, seen = tiny(), list[Any]()
-    turn_by_pairs(model)
+    use_pairwise_attention(model)
     assert isinstance(model.pos_embed, RealAngles)
     model.transformer_blocks[0].register_forward_pre_hook(
         lambda block, given, named: seen.extend(named["image_rotary_emb"]), with_kwargs=True
@@ -66,11 +66,11 @@ def test_nothing_complex_reaches_a_block() -> None:
 def test_layered_models_are_unchanged() -> None:
     model = tiny(use_layer3d_rope=True)
     before = {name: type(one) for name, one in model.named_modules()}
-    turn_by_pairs(model)
+    use_pairwise_attention(model)
     assert {name: type(one) for name, one in model.named_modules()} == before
     assert not any(isinstance(one.attn.processor, QwenPairwiseAttention) for one in model.transformer_blocks)
 
 
 def test_another_model_is_rejected() -> None:
     with pytest.raises(AssertionError):
-        turn_by_pairs(nn.Linear(1, 1))
+        use_pairwise_attention(nn.Linear(1, 1))

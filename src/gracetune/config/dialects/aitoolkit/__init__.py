@@ -7,7 +7,7 @@ from gracetune.config.dialects.table import Dialect
 
 AI_TOOLKIT = Dialect(
     "ai-toolkit",
-    recognises=looks_like,
+    recognizes=looks_like,
     read=read,
     tables=TABLES,
     settle=(settle_samples, settle_caches),

@@ -45,7 +45,7 @@ def read_base(block: PeerBlock, *, adapter: bool) -> None:
     kind, recovery = _type_of(block)
     if not _is_float8(kind) and not _is_few_bits(kind):
         hint = misspelt(kind, [*FEW_BITS, "qfloat8", "float8"], "write `qtype: qfloat8`", write="qtype: {}")
-        block.problem("qtype", "one of ai-toolkit's quantised types", hint, found=UnquotedText(describe(kind)))
+        block.problem("qtype", "one of ai-toolkit's quantized types", hint, found=UnquotedText(describe(kind)))
         return
     if not adapter:
         expected = "false: a full fine-tune trains the weights themselves"
@@ -66,7 +66,7 @@ def read_base(block: PeerBlock, *, adapter: bool) -> None:
 
 
 def read_text_encoder(block: PeerBlock, name: str) -> None:
-    """Note that text encoders are not quantised. They run once, before training, so fewer bits would gain nothing.
+    """Note that text encoders are not quantized. They run once, before training, so fewer bits would gain nothing.
 
     `name` is the key with the text encoder's type. If `quantize_te` is unset, upstream follows `quantize`.
     """

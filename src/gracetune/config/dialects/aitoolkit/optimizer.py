@@ -20,7 +20,7 @@ _SWAPPING = {"do_paramiter_swapping", "paramiter_swapping_factor"}  # upstream's
 
 @dataclass(frozen=True)
 class UpstreamOptimizer:
-    """One of upstream's optimizers: the name of ours, and upstream's defaults."""
+    """One of ai-toolkit's optimizers: the name of the corresponding optimizer here, and ai-toolkit's defaults."""
 
     ours: str
     weight_decay: float
@@ -50,7 +50,7 @@ OPTIMIZERS = {
     "prodigyopt": UpstreamOptimizer("prodigy", 0.0, _PRODIGY, 1e-6),
     "automagic": UpstreamOptimizer("automagic", 0.0, _AUTOMAGIC),
 }  # fmt: skip
-"""Adam equals AdamW without weight decay, which is its default."""
+"""Adam is read as AdamW with weight_decay 0, which is Adam's default."""
 
 OTHER_OPTIMIZERS = (
     "adam8", "adamw8", "adagrad", "ademamix8bit", "lion8bit", "prodigy8bit", "dadaptation", "dadaptationadam",
@@ -58,9 +58,9 @@ OTHER_OPTIMIZERS = (
 )  # fmt: skip
 UPSTREAM_LR = 1e-6
 _EXACT_RATES = (
-    "Automagic keeps its learning rates exactly here; ai-toolkit rounds them to 8 bits and loses their growth after "
-    "some 250 steps, so that rates are about 4 times as high here at step 500 and 6 times at step 2,000. For "
-    "ai-toolkit's: --set optimizer.options.rates=upstream"
+    "gracetune stores Automagic's learning rates exactly. ai-toolkit rounds them to 8 bits and loses their growth "
+    "after about 250 steps. Rates are about 4 times as high here at step 500, and 6 times at step 2,000. To compute "
+    "them as ai-toolkit does: --set optimizer.options.rates=upstream"
 )
 _HIGHEST_AUTOMAGIC_LR = 1e-3
 """For a higher initial learning rate, upstream's Automagic falls back to 1e-6."""
@@ -73,19 +73,19 @@ def read_optimizer(block: PeerBlock, job: AiToolkitJob) -> None:
     known = OPTIMIZERS.get(name) if isinstance(name, str) else None
     peer = known or OPTIMIZERS["adamw"]
     if known is None:
-        _not_ours(block, name)
+        _reject_optimizer(block, name)
     elif block.get("optimizer") is not None:
         block.assign(("optimizer", "name"), peer.ours, "optimizer")
-    _lr(block, peer)
+    _read_lr(block, peer)
     if known is not None and peer.ours == "automagic":
         block.note(f"{block.key('optimizer')}: {_EXACT_RATES}")
     if known is None:
         pass  # its options would mean nothing to the optimizer that --allow-unsupported uses instead
     elif name in ("adam", "adam8bit") and as_number(params.get("weight_decay")) not in (None, 0):
-        why = "0: Adam's coupled decay is not done here, only AdamW's"
+        why = "0: Adam's coupled decay is not supported, only AdamW's"
         params.reject("weight_decay", why, f"write `optimizer: {peer.ours}`")
     else:
-        _params(params, peer)
+        _read_params(params, peer)
     block.default(("optimizer", "weight_decay"), peer.weight_decay)
     if peer.eps is not None:
         block.default(("optimizer", "eps"), peer.eps)
@@ -93,7 +93,7 @@ def read_optimizer(block: PeerBlock, job: AiToolkitJob) -> None:
         block.default(("optimizer", "options", option), value)
 
 
-def _not_ours(block: PeerBlock, name: Any) -> None:
+def _reject_optimizer(block: PeerBlock, name: Any) -> None:
     expected = f"one of {', '.join(OPTIMIZERS)}"
     hint = misspelt(name, OPTIMIZERS, "choose one of them", write="optimizer: {}")
     if name in OTHER_OPTIMIZERS:
@@ -102,7 +102,7 @@ def _not_ours(block: PeerBlock, name: Any) -> None:
         block.problem("optimizer", expected, hint, found=name)
 
 
-def _lr(block: PeerBlock, peer: UpstreamOptimizer) -> None:
+def _read_lr(block: PeerBlock, peer: UpstreamOptimizer) -> None:
     written, key = as_number(block.get("lr")), block.key("lr")
     value, rate = written, real(written)
     if peer.ours == "prodigy" and (written is None or (rate is not None and rate < 0.1)):
@@ -118,7 +118,7 @@ def _lr(block: PeerBlock, peer: UpstreamOptimizer) -> None:
         block.assign(("optimizer", "lr"), value, "lr")
 
 
-def _params(params: PeerBlock, peer: UpstreamOptimizer) -> None:
+def _read_params(params: PeerBlock, peer: UpstreamOptimizer) -> None:
     for name, written in params.values.items():
         if written is None:
             continue
@@ -127,7 +127,7 @@ def _params(params: PeerBlock, peer: UpstreamOptimizer) -> None:
         if target is not None:
             params.assign(target, value, name)
         elif name in _SWAPPING and peer.ours in ("automagic", "adafactor"):
-            _swapping(params, name)
+            _read_swapping(params, name)
         else:
             _unknown_param(params, name, peer)
 
@@ -143,7 +143,7 @@ def _config_path(name: str, value: Any, peer: UpstreamOptimizer) -> Path | None:
     return ("optimizer", "options", name) if name in (*peer.options, "eps") else None
 
 
-def _swapping(params: PeerBlock, name: str) -> None:
+def _read_swapping(params: PeerBlock, name: str) -> None:
     if name == "paramiter_swapping_factor":
         params.list_unused(HARMLESS, name)
     elif params.get(name) is not False:
@@ -223,7 +223,7 @@ def _reject_shapes(params: PeerBlock, job: AiToolkitJob) -> None:
     defaults = {"factor": 1, "num_cycles": 0.5}
     for param, value in defaults.items():
         if params.get(param) is not None and as_number(params.get(param)) != value:
-            params.reject(param, f"{value}: the schedule keeps its shape")
+            params.reject(param, f"{value}: other shapes of the schedule are not supported")
     for param in ("step_size", "gamma"):
         if params.get(param) is not None:
             params.reject(param, f"nothing: no part of `{_schedule_of(job.train)}`")

@@ -88,7 +88,7 @@ def _counted(number: int, one: str, several: str) -> str:
 
 
 def _precision(block: PeerBlock, job: AiToolkitJob) -> None:
-    """Read the training dtype, in which upstream also loads frozen weights that it does not quantise.
+    """Read the training dtype, in which upstream also loads frozen weights that it does not quantize.
 
     `mixed_precision` is the key of the GH200 guides.
     """

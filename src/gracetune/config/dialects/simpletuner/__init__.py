@@ -7,7 +7,7 @@ from gracetune.config.dialects.table import Dialect
 
 SIMPLETUNER = Dialect(
     "simpletuner",
-    recognises=looks_like,
+    recognizes=looks_like,
     read=read,
     tables=TABLES,
     settle=(settle_samples, settle_program),

@@ -236,14 +236,14 @@ NOT_DONE = (
     _not_done("layer_freeze_strategy", None, "freezing layers is not implemented"),
     _not_done("slider_lora_target", False, "name modules in peft_lora_target_modules instead", lora_type="standard"),
     _not_done("peft_lora_mode", "standard", "only standard LoRA is implemented", lora_type="standard"),
-    _not_done("lora_init_type", "default", "only LoRA's own initialisation is implemented", lora_type="standard"),
+    _not_done("lora_init_type", "default", "only LoRA's own initialization is implemented", lora_type="standard"),
     _not_done("init_lora_step", None, "an adapter is taken up as a whole, at step 0"),
     _not_done("init_lora_ema", None, "an averaged adapter cannot be taken up"),
     _not_done("init_lokr_norm", None, "a perturbed LoKr start is not implemented", lora_type="lycoris"),
     _not_done(
-        "quantization_config", None, "base weights are bf16, fp16, fp32, fp8 or int8; pipeline quantisation is not done"
+        "quantization_config", None, "base weights are bf16, fp16, fp32, fp8 or int8; pipeline quantization is not done"
     ),
-    _not_done("quantize_activations", False, "activations are not quantised"),
+    _not_done("quantize_activations", False, "activations are not quantized"),
     _not_done("deepspeed_config", None, "DeepSpeed brings its own optimizer; memory is managed by gracetune's plan"),
     _not_done("sla_config", None, "sparse linear attention is not implemented"),
     _not_done("lr_scale", False, "the learning rate is taken as written"),

@@ -40,7 +40,7 @@ MATCHES: dict[str, OptimizerMatch] = {
     "bnb-adamw-paged": OptimizerMatch("adamw", nearly=_PAGED),
     "bnb-adamw8bit": OptimizerMatch("adamw_8bit"),
     "bnb-adamw8bit-paged": OptimizerMatch("adamw_8bit", nearly=_PAGED),
-    "ao-adamw8bit": OptimizerMatch("adamw_8bit", nearly="bitsandbytes quantises its state instead of torchao"),
+    "ao-adamw8bit": OptimizerMatch("adamw_8bit", nearly="bitsandbytes quantizes its state instead of torchao"),
     "adamw8bit": OptimizerMatch("adamw_8bit"),
     "torch-adam": OptimizerMatch("adamw", eps=1e-8, weight_decay=0.0, adam=True),
     "optimi-adam": OptimizerMatch("adamw", (0.9, 0.99), weight_decay=0.0, nearly=_MASTER, adam=True),

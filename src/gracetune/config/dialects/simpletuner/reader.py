@@ -153,7 +153,7 @@ OPTIONS: KeyTable[Any] = KeyTable(
 """Every option at the top of a config."""
 SUPPORTED = frozenset({*OPTIONS, *ALIASES})
 _MARKS = frozenset(name for name in SUPPORTED if "_" in name) - {"output_dir"} | set(ENV_NAMES)
-"""Option names by which a SimpleTuner file is recognised. Plain words such as `seed` occur in other formats too."""
+"""Option names by which a SimpleTuner file is recognized. Plain words such as `seed` occur in other formats too."""
 
 TABLES: Mapping[str, KeyTable[Any]] = {
     "the file": OPTIONS, "lycoris_config": LYCORIS, "lycoris_config.apply_preset": PRESET,

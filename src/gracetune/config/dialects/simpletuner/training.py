@@ -100,7 +100,7 @@ def _attention(options: PeerBlock, family: str) -> None:
         options.put("attention_mechanism", path, lambda given: _ATTENTION[name] if name else given)
         return
     if name.startswith("sageattention") and options.take("sageattention_usage") not in (None, "inference"):
-        options.reject("sageattention_usage", "quantised attention is not used for training",
+        options.reject("sageattention_usage", "quantized attention is not used for training",
                        f"remove it, or choose another {options.key('attention_mechanism')}")  # fmt: skip
     elif name in _SAME_MATHS or name.startswith("sageattention"):
         options.assign(path, "auto", "attention_mechanism")

@@ -1,4 +1,4 @@
-"""Small reusable buffers between a file and destinations that it cannot be read into directly."""
+"""Reusable buffers for reading a file into tensors that it cannot be read into directly."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 
-class Staging(Protocol):
+class TransferBuffers(Protocol):
     """A pool of buffers. Thread-safe; each call borrows one buffer."""
 
-    def pass_on(
+    def copy_through(
         self, fill: Callable[[Tensor], None], size: int, dtype: torch.dtype, destination: Tensor
     ) -> float | None:
         """Let `fill` write `size` bytes into a buffer, interpret them as `dtype`, and copy them to `destination`.
@@ -29,7 +29,7 @@ class Staging(Protocol):
         ...
 
 
-class HostStaging:
+class HostBuffers:
     """Buffers for destinations in main memory that have another dtype or are not contiguous."""
 
     def __init__(self, buffers: int, size: int) -> None:
@@ -37,7 +37,7 @@ class HostStaging:
         for _ in range(buffers):
             self._free.put(torch.empty(size, dtype=torch.uint8))
 
-    def pass_on(
+    def copy_through(
         self, fill: Callable[[Tensor], None], size: int, dtype: torch.dtype, destination: Tensor
     ) -> float | None:
         buffer = self._free.get()
@@ -63,7 +63,7 @@ class _Pinned:
     copied: torch.cuda.Event
 
 
-class CudaStaging:
+class CudaBuffers:
     """Pinned buffers for destinations on a GPU, with a separate stream, so that reading and copying overlap."""
 
     def __init__(self, device: torch.device, threads: int, size: int) -> None:
@@ -75,7 +75,7 @@ class CudaStaging:
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             self._free.put(_Pinned(buffer, torch.cuda.Event()))
 
-    def pass_on(
+    def copy_through(
         self, fill: Callable[[Tensor], None], size: int, dtype: torch.dtype, destination: Tensor
     ) -> float | None:
         slot = self._free.get()
@@ -102,7 +102,7 @@ class CudaStaging:
         self._stream.synchronize()
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """A uint8 view of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)
 

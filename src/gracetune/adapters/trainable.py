@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.computation import Computation
-from gracetune.adapters.options import FIELDS, kind_of
+from gracetune.adapters.options import FIELDS
 from gracetune.adapters.targets import ModuleInfo, choose, options_for
+from gracetune.config.registry import kind_of_algo
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.footprint import Footprint, FootprintBlock, FootprintLinear
@@ -144,7 +145,7 @@ def _options(adapter: Adapter, info: ModuleInfo, linear: FootprintLinear, presen
     own: Mapping[str, Any] = {} if entry is None else adapter.by_module[entry]
     changes: dict[str, Any] = {"rank": adapter.conv_rank} if linear.is_spatial and adapter.conv_rank else {}
     changes |= {field: own[name] for name, field in FIELDS.items() if name in own and field in _SIZE_OPTIONS}
-    kind = kind_of(own.get("algo"))
+    kind = kind_of_algo(own.get("algo"))
     if kind is not None:
         changes["kind"] = kind
     try:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_che
 from pydantic import AfterValidator
 
 from gracetune.config.family_names import FamilyNames, Flavour
+from gracetune.config.registry import FOREIGN_ERRORS
 from gracetune.errors import ConfigError, Problem
 
 __all__ = ["FAMILIES", "GROUP", "PACKAGES", "Family", "FamilyPackages", "Flavour", "find_flavour", "flavours",
@@ -63,7 +64,7 @@ class FamilyPackages:
             return getattr(importlib.import_module(module_name), name)
         try:
             found = importlib.import_module(module_name)
-        except Exception as error:  # importing runs another project's code: any error is theirs to fix
+        except FOREIGN_ERRORS as error:
             raise _unimportable(family, module_name, module, error) from error
         if not hasattr(found, name):
             raise rejected(family, f"{module_name} without {name}", f"{name} in it")
@@ -82,7 +83,7 @@ class FamilyPackages:
             if error.name is not None and f"{package}.".startswith(f"{error.name}."):
                 return False  # the package itself does not exist
             raise _unimportable(family, package, module, error) from error
-        except Exception as error:
+        except FOREIGN_ERRORS as error:
             raise _unimportable(family, package, module, error) from error
 
     def _package(self, family: str) -> str:
@@ -99,7 +100,7 @@ class FamilyPackages:
         raise rejected(family, f"two families of this name: {location}", "one")
 
 
-def _unimportable(family: str, module_name: str, module: str, error: Exception) -> ConfigError:
+def _unimportable(family: str, module_name: str, module: str, error: BaseException) -> ConfigError:
     why = f"{module_name} cannot be imported: {type(error).__name__}: {error}"
     return rejected(family, why, f"a package with a module {module}")
 

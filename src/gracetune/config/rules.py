@@ -11,7 +11,14 @@ from gracetune.config.dataset_config import ACCESS_PROTOCOLS, BACKEND_SECTIONS, 
 from gracetune.config.draft import Path, describe
 from gracetune.config.families import FAMILIES, Flavour, find_flavour, flavours, names_of
 from gracetune.config.limits import LARGEST_RANK, MOST_MEGAPIXELS, MOST_PROBLEMS
-from gracetune.config.registry import algorithms, is_installed, reads_key, validated
+from gracetune.config.registry import (
+    FULL_FINETUNE,
+    checked_record,
+    is_installed,
+    kind_of_algo,
+    reads_key,
+    validated,
+)
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError
@@ -332,12 +339,11 @@ def _ranks(config: RunConfig) -> Iterator[BrokenRule]:
         (("adapter", "conv_rank"), adapter.kind, adapter.conv_rank),
     ]
     for module, options in adapter.by_module.items():
-        kind = options.get("algo", adapter.kind)
+        kind = kind_of_algo(options["algo"]) if "algo" in options else adapter.kind
         ranks += [(("adapter", "by_module", module, name), kind, options.get(name)) for name in ("dim", "linear_dim")]
-    wide = [one for one in algorithms() if one.rank_is_width]
-    limited = [*(one.name for one in wide), *(one.lycoris_name for one in wide if one.lycoris_name is not None)]
     for path, kind, rank in ranks:
-        if kind in limited and isinstance(rank, int | float) and rank > LARGEST_RANK:
+        limited = kind not in (None, FULL_FINETUNE) and checked_record(kind).rank_is_width
+        if limited and isinstance(rank, int | float) and rank > LARGEST_RANK:
             yield BrokenRule(path, str(rank), f"at most {LARGEST_RANK:,} for {kind}",
                          "write 16, for example; whole matrices are learned by full_delta, or by lokr with "
                          "`full_rank: true`", (("adapter", "kind"),))  # fmt: skip

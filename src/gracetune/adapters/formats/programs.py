@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gracetune.adapters.algorithms.registry import is_loadable
 from gracetune.adapters.delta import BASE_MAGNITUDE
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.layers import algorithm_names
 from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.formats.writing import Fault
 from gracetune.adapters.state import AdapterState
-from gracetune.config.registry import EXPORT_FORMATS, PROGRAMS, FormatName, Program
+from gracetune.config.registry import EXPORT_FORMATS, PROGRAMS, FormatName, Program, is_loadable
 from gracetune.errors import Problem
 from gracetune.models.registry import KEY_MAPS
 

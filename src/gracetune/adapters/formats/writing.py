@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import LayerError, is_by_input
 from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES
-from gracetune.adapters.algorithms.registry import algorithm, algorithms
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, outputs
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats import fused_layers
@@ -30,7 +30,7 @@ FileContents = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors by key, and the entries that the format adds to the file's header."""
 
 _FILE_NAMES = {"down": LYCORIS_NAMES, "A": PEFT_NAMES}
-_ALWAYS_FP32 = tuple(name for record in algorithms() if record.name in ALGORITHMS.ours for name in record.always_fp32)
+_ALWAYS_FP32 = tuple(name for kind in ALGORITHMS.ours for name in algorithm(kind).always_fp32)
 """Tensors that stay fp32 in the file. The names apply to layers of any algorithm, because LyCORIS files can have DoRA's
 magnitudes on all of them."""
 DORA_ENTRY, BY_BASE = "gracetune.dora", "base"

@@ -172,7 +172,7 @@ def _of_a_dataset(dataset: Dataset, location: str, named: str) -> Iterator[Switc
     crop, captions = dataset.crop, dataset.captions
     yield Switch(dataset.dataset_type in ("conditioning", "eval"), location, dataset, "held_out",
                  f"the dataset's type is {dataset.dataset_type}, which is not trained on", "remove it")  # fmt: skip
-    yield Switch(dataset.type != "in_memory", f"{location}.in_memory", dataset.in_memory,
+    yield Switch(not dataset.is_staged, f"{location}.in_memory", dataset.in_memory,
                  "compression num_workers memory_limit_gb file_extensions",
                  f"the dataset's type is {dataset.type}", f"--set {named}.type=in_memory")  # fmt: skip
     if dataset.local_copy is not None:

@@ -226,7 +226,7 @@ def _local_copy(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
     if copy is None:
         return
     local_copy_path = (*path, "local_copy")
-    if dataset.type not in ("local", "in_memory"):
+    if not dataset.reads_folder:
         yield BrokenRule((*path, "type"), f"{dataset.type} with local_copy",
                      "local or in_memory: a copy is read from disk",
                      "write type: local, or remove local_copy", (local_copy_path,))  # fmt: skip

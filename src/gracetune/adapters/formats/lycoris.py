@@ -29,7 +29,11 @@ from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.config.registry import is_loadable
 
-CONVENTION = Convention(without_alpha="undefined", lora_is_locon=True)  # LyCORIS cannot rebuild a layer without alpha
+CONVENTION = Convention(
+    without_alpha="undefined",  # LyCORIS cannot rebuild a layer without alpha
+    lora_is_locon=True,
+    dora_is_locon=True,
+)
 
 
 def write(state: AdapterState, dtype: torch.dtype) -> FileContents:

@@ -33,6 +33,7 @@ _FILE_NAMES = {"down": LYCORIS_NAMES, "A": PEFT_NAMES}
 _ALWAYS_FP32 = tuple(name for kind in ALGORITHMS.ours for name in algorithm(kind).always_fp32)
 """Tensors that stay fp32 in the file. The names apply to layers of any algorithm, because LyCORIS files can have DoRA's
 magnitudes on all of them."""
+ALGORITHM_ENTRY = "gracetune.algorithm"
 DORA_ENTRY, BY_BASE = "gracetune.dora", "base"
 """A header entry and its value: the row magnitudes of DoRA in the file (`dora_scale`) were converted for ComfyUI, which
 divides by |W| where training divides by |W + D| (`delta.measured_by_base`)."""
@@ -181,11 +182,17 @@ def cannot_hold(state: AdapterState, format: FormatName, reasons: Iterable[Fault
     )
 
 
+def algorithms_in(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """The algorithms that the header lists (`identity`). Empty for files of other programs."""
+    listed = metadata.get(ALGORITHM_ENTRY)
+    return tuple(listed.split(",")) if listed else ()
+
+
 def identity(state: AdapterState, format: FormatName) -> dict[str, str]:
     """Header entries that identify a file written by gracetune."""
     found = {
         "gracetune.family": state.family,
-        "gracetune.algorithm": ",".join(sorted(algorithm_names(state))),
+        ALGORITHM_ENTRY: ",".join(sorted(algorithm_names(state))),
         "gracetune.format": format,
     }
     if any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):

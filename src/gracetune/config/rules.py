@@ -116,6 +116,9 @@ def _adapter(config: RunConfig) -> Iterator[BrokenRule]:
     if adapter.kind == "full_finetune" and (adapter.targets or adapter.init_from):
         yield BrokenRule(("adapter", "kind"), "full_finetune with targets or init_from", "an adapter for those",
                      "remove adapter.targets and adapter.init_from, or choose lora")  # fmt: skip
+    if adapter.strength == 0 and adapter.kind != FULL_FINETUNE:
+        yield BrokenRule(("adapter", "strength"), "0", "another factor: 0 switches the adapter off",
+                     "remove adapter.strength: it is 1 by default")  # fmt: skip
 
 
 def _precision(config: RunConfig) -> Iterator[BrokenRule]:
@@ -175,12 +178,19 @@ def _datasets(config: RunConfig) -> Iterator[BrokenRule]:
     ids = [dataset.id for dataset in config.datasets]
     flavour = known_flavour(config)
     for index, dataset in enumerate(config.datasets):
-        for rule in (_sizes, _frames, _periods, _backend, _storage, _local_copy, _megapixels):
+        for rule in (_sizes, _frames, _periods, _strength, _backend, _storage, _local_copy, _megapixels):
             yield from rule(dataset, ("datasets", index))
         yield from _references(dataset, ("datasets", index), ids)
         yield from _canny(dataset, ("datasets", index), flavour)
         if flavour is not None:
             yield from _modality(dataset, ("datasets", index), flavour)
+
+
+def _strength(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
+    if dataset.adapter_strength == 0 and not dataset.disabled:
+        yield BrokenRule((*path, "adapter_strength"), "0",
+                     "another factor: 0 switches the adapter off, and nothing is learned from this dataset",
+                     "remove it for full strength, or leave the dataset out")  # fmt: skip
 
 
 def _backend(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:

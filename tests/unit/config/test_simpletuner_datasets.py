@@ -279,6 +279,16 @@ def test_uniform_sampling_matters_with_more_than_one_dataset(tmp_path: Path) -> 
     assert list(problems(tmp_path, {"data_backend_sampling": "evenly"}, datasets=two)) == ["data_backend_sampling"]
 
 
+def test_a_dataset_with_slider_strength_0_is_left_out(tmp_path: Path) -> None:
+    """SimpleTuner multiplies the adapter by 0 for its batches, so all their gradients are 0."""
+    three = [{**ENTRY, "slider_strength": 0.5}, {**ENTRY, "id": "b", "slider_strength": 0}, {**ENTRY, "id": "c"}]
+    resolved = resolve(tmp_path, {}, datasets=three)
+    assert [(one.disabled, one.adapter_strength, one.turn) for one in resolved.config.datasets] == [
+        (False, 0.5, 0), (True, 1.0, 2), (False, 1.0, 2),
+    ]  # fmt: skip
+    assert any("slider_strength: 0" in note for note in resolved.notes)
+
+
 def test_a_dataset_with_probability_0_is_not_trained_on(tmp_path: Path) -> None:
     two = [ENTRY, {**ENTRY, "id": "b", "probability": 0}, {**ENTRY, "id": "c", "probability": "0.5"}]
     resolved = resolve(tmp_path, {}, datasets=two)

@@ -411,3 +411,24 @@ def test_a_choice_of_samples_is_a_note(tmp_path: Path) -> None:
     for most, stated in ((10, True), (0, False), (None, False)):
         notes = resolve(tmp_path, datasets=[{**entries[0], "max_num_samples": most}]).notes
         assert any("max_num_samples" in one for one in notes) is stated
+
+
+HUB = {"id": "a", "type": "huggingface", "dataset_name": "a/b"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        ({"caption_shuffle": {"enable": True, "count": 3}}, ["caption_shuffle"]),
+        ({"caption_shuffle": {"enable": False, "count": 3}}, []),
+        (HUB, ["description"]),
+        ({**HUB, "caption_strategy": "instanceprompt", "instance_prompt": "x"}, []),
+        ({**HUB, "caption_column": "text"}, ["description", "caption_column"]),
+        ({**HUB, "huggingface": {"caption_column": "text", "description_column": "more"}}, []),
+    ],
+)
+def test_differences_that_apply_are_named(tmp_path: Path, entry: dict[str, Any], found: list[str]) -> None:
+    notes = resolve(tmp_path, {}, datasets=[{**ENTRY, **entry}]).notes
+    (named,) = [note for note in notes if note.startswith("on purpose not as in SimpleTuner")]
+    keys = ("caption_shuffle", "description", "caption_column")
+    assert {key for key in keys if f"`{key}`" in named} == set(found)

@@ -12,7 +12,9 @@ stops only the runs that use it, and a config file is checked without importing 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -63,7 +65,8 @@ class FamilyPackages:
         if not self.is_installed(family):
             return getattr(importlib.import_module(module_name), name)
         try:
-            found = importlib.import_module(module_name)
+            with redirect_stdout(sys.stderr):  # stdout is reserved for --json
+                found = importlib.import_module(module_name)
         except FOREIGN_ERRORS as error:
             raise _unimportable(family, module_name, module, error) from error
         if not hasattr(found, name):

@@ -9,8 +9,9 @@ Records of optimizers and adapter algorithms do not import torch, which keeps `c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol, TypeVar, runtime_checkable
@@ -61,7 +62,8 @@ class Registry:
             return EntryPoint(name, self.ours[name], self.group).load()
         (point,) = self._points(name)
         try:
-            return point.load()
+            with redirect_stdout(sys.stderr):  # stdout is reserved for --json
+                return point.load()
         except FOREIGN_ERRORS as error:
             found = f"{point.value} cannot be imported: {type(error).__name__}: {error}"
             raise self.rejected(name, found, "module:NAME, the record in a module of that package") from error

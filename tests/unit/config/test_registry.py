@@ -27,7 +27,7 @@ def registry(*points: tuple[str, str]) -> Registry:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    (tmp_path / "a_things_module.py").write_text("THING = 'whole'\n")
+    (tmp_path / "a_things_module.py").write_text("print('a remark')\nTHING = 'whole'\n")
     (tmp_path / "a_broken_module.py").write_text("{}['gone']\n")
     (tmp_path / "an_ending_module.py").write_text("raise SystemExit('no GPU')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -39,10 +39,11 @@ def test_ours_come_first_and_every_name_once() -> None:
     assert registry(("b", "x:Y"), ("a", "x:Y"), ("b", "z:Y")).names == ("json", "b", "a")
 
 
-def test_both_kinds_are_loaded_the_same_way(module: str) -> None:
+def test_both_kinds_are_loaded_the_same_way(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     things = registry(("mine", f"{module}:THING"))
     assert things.load("json")({}) == "{}"
     assert things.load("mine") == "whole"
+    assert capsys.readouterr() == ("", "a remark\n")  # stdout is reserved for --json
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Resolver:
             rank = adapter.conv_rank or rank
         if spatial and "alpha" not in own:
             alpha = adapter.conv_alpha or alpha
-        if adapter.kind == "full_finetune":
+        if adapter.is_full_finetune:
             raise ValueError("a full fine-tune has no options by layer")
         return LayerOptions(
             algorithm=adapter.kind,

@@ -111,11 +111,11 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
             yield Switch(one not in chosen, "adapter", adapter, " ".join(keys),
                          f"adapter.kind is {adapter.kind}, and only {one.name} has them",
                          f"--set adapter.kind={one.name}")  # fmt: skip
-    yield Switch(adapter.kind == "full_finetune", "adapter", adapter,
+    yield Switch(adapter.is_full_finetune, "adapter", adapter,
                  "rank alpha dropout conv_rank conv_alpha within by_module strength",
                  "adapter.kind is full_finetune, which trains the weights themselves",
                  "--set adapter.kind=lora")  # fmt: skip
-    yield Switch(adapter.kind == "full_finetune", "checkpoints", config.checkpoints, "for_program",
+    yield Switch(adapter.is_full_finetune, "checkpoints", config.checkpoints, "for_program",
                  "adapter.kind is full_finetune, whose result is a model and no adapter file", "remove it")  # fmt: skip
 
 

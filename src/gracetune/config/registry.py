@@ -245,6 +245,9 @@ class AdapterAlgorithm(Protocol):
     def rank_is_width(self) -> bool: ...
 
     @property
+    def is_lora(self) -> bool: ...
+
+    @property
     def loadable(self) -> bool: ...
 
 
@@ -264,6 +267,13 @@ def kind_of_algo(algo: Any) -> str | None:
     if wanted is None:
         return None
     return next((record.name for record in algorithms() if record.lycoris_name == wanted), None)
+
+
+def is_lora(kind: str) -> bool:
+    """Whether adapters of this kind are LoRA in every program. False for a kind that cannot be loaded."""
+    with suppress(ConfigError):
+        return kind in ALGORITHM_NAMES and checked_record(kind).is_lora
+    return False
 
 
 def lycoris_names() -> tuple[str, ...]:

@@ -110,20 +110,20 @@ def _model(config: RunConfig) -> Iterator[BrokenRule]:
 
 def _adapter(config: RunConfig) -> Iterator[BrokenRule]:
     adapter = config.adapter
-    if adapter.kind == "full_finetune" and config.model.assistant_adapter is not None:
+    if adapter.is_full_finetune and config.model.assistant_adapter is not None:
         yield BrokenRule(("model", "assistant_adapter"), "one for full_finetune", "an adapter to train beside it",
                      "remove model.assistant_adapter, or choose lora", (("adapter", "kind"),))  # fmt: skip
-    if adapter.kind == "full_finetune" and (adapter.targets or adapter.init_from):
+    if adapter.is_full_finetune and (adapter.targets or adapter.init_from):
         yield BrokenRule(("adapter", "kind"), "full_finetune with targets or init_from", "an adapter for those",
                      "remove adapter.targets and adapter.init_from, or choose lora")  # fmt: skip
-    if adapter.strength == 0 and adapter.kind != FULL_FINETUNE:
+    if adapter.strength == 0 and not adapter.is_full_finetune:
         yield BrokenRule(("adapter", "strength"), "0", "another factor: 0 switches the adapter off",
                      "remove adapter.strength: it is 1 by default")  # fmt: skip
 
 
 def _precision(config: RunConfig) -> Iterator[BrokenRule]:
     held = config.model.base_precision
-    if held in ("auto", "fp8", "int8") and config.adapter.kind == "full_finetune":
+    if held in ("auto", "fp8", "int8") and config.adapter.is_full_finetune:
         yield BrokenRule(("model", "base_precision"), f"{held} with full_finetune",
                      f"bf16, fp16 or fp32: {held} is for frozen weights",
                      "--set model.base_precision=bf16, or train an adapter",

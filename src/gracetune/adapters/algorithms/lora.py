@@ -30,6 +30,7 @@ class Lora(LowRank):
     down, up = "lora_A.weight", "lora_B.weight"
     names = PEFT_NAMES
     same_as = ("locon",)
+    is_lora = True
     trained_by_peft = True
     zero_at_first = frozenset({"lora_B.weight"})
 

@@ -44,7 +44,7 @@ def misread_by(state: AdapterState, format: FormatName, program: Program) -> Mis
     """Why the program would load a file of this format wrongly; None if it loads it correctly."""
     if program not in programs_of(state.family, format):
         return Misread(program, f"it does not read {format} files of {state.family}")
-    if format != "comfyui" and any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):
+    if not FORMATS[format].dora_by_base and any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):
         return Misread(program, "its DoRA was converted for ComfyUI: use the file it came from")
     faults = list(FORMATS[format].readers[program](state))
     return Misread(program, _described(faults)) if faults else None

@@ -49,6 +49,8 @@ class Spelling:
     alpha: Callable[[Layer], float | None]
     rejection: Callable[[Layer, str, KeyMap], str | None]
     """Why the format cannot hold this layer at this path."""
+    dora_by_base: bool = False
+    """As in the format's record."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,12 @@ Stems = Callable[[AdapterState, KeyMap, list[Fault]], Iterator[Stem]]
 def write(state: AdapterState, dtype: torch.dtype, spelling: Spelling, stems: Stems) -> FileContents:
     """The contents of a file. Raises `CannotHoldError` with every layer that the format cannot represent."""
     keys = KEY_MAPS[state.family]
-    reject_what_does_not_fit(state, spelling.format, lambda layer, path: spelling.rejection(layer, path, keys))
+    reject_what_does_not_fit(
+        state,
+        spelling.format,
+        lambda layer, path: spelling.rejection(layer, path, keys),
+        dora_by_base=spelling.dora_by_base,
+    )
     tensors: dict[str, Tensor] = {}
     faults: list[Fault] = []
     for stem in stems(state, keys, faults):
@@ -151,14 +158,18 @@ def check_layers_with(reason: Callable[[Layer, str, KeyMap], str | None]) -> Cal
 
 
 def reject_what_does_not_fit(
-    state: AdapterState, format: FormatName, rejection: Callable[[Layer, str], str | None]
+    state: AdapterState,
+    format: FormatName,
+    rejection: Callable[[Layer, str], str | None],
+    *,
+    dora_by_base: bool = False,
 ) -> None:
     """Raise `CannotHoldError` if the format cannot represent some layers, or if the family does not have them."""
     keys = KEY_MAPS[state.family]
     reasons = [(path, f"no layer of {state.family} is called this") for path in state.layers if not keys.knows(path)]
     for path, layer in state.layers.items():
         reason = rejection(layer, path)
-        if reason is None and format != "comfyui" and BASE_MAGNITUDE in layer.tensors:
+        if reason is None and not dora_by_base and BASE_MAGNITUDE in layer.tensors:
             reason = "its DoRA was converted for ComfyUI and means something else elsewhere: use the file it came from"
         if reason is not None:
             reasons.append((path, reason))

@@ -25,13 +25,13 @@ from gracetune.config.dialects.values import as_flag, as_list, as_number, is_num
 from gracetune.config.draft import Draft, Origin
 from gracetune.config.families import names_of
 from gracetune.config.family_names import LoraTargets
-from gracetune.config.registry import kind_of_algo, lycoris_names
+from gracetune.config.registry import FULL_FINETUNE, kind_of_algo, lycoris_names
 
 
 def _adapter(options: PeerBlock, family: str) -> None:
     kind = options.get("model_type")
     if kind == "full":
-        options.assign(("adapter", "kind"), "full_finetune", "model_type")
+        options.assign(("adapter", "kind"), FULL_FINETUNE, "model_type")
         return
     if kind is None:
         hint = f"add {line(options, 'model_type', 'lora')}"

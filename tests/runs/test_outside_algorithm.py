@@ -59,6 +59,7 @@ for arguments in (
     ["config", "check", "--json", job],
     ["estimate", "--json", job],
     ["train", "--json", job],
+    ["train", "--json", job, "--set", f"output_dir={file}-other", "--set", "checkpoints.format=comfyui"],
     ["adapter", "inspect", "--json", file],
     ["adapter", "convert", "--json", file, "--to", "comfyui", "--lora-rank", "1", "--model", model],
     ["adapter", "convert", "--json", file, "--to", "comfyui"],
@@ -67,7 +68,7 @@ for arguments in (
         main(arguments)
     except SystemExit as done:
         # The plan's machine may be too small for the real SDXL, and ComfyUI does not know the algorithm.
-        assert not done.code or arguments[0] == "estimate" or arguments[-1] == "comfyui", arguments
+        assert not done.code or arguments[0] == "estimate" or arguments[-1].endswith("comfyui"), arguments
     print("\\0")
 """
 
@@ -88,11 +89,15 @@ def test_it_is_checked_planned_trained_written_and_read(tmp_path: Path, tiny_mod
     command = [sys.executable, "-c", COMMANDS, str(job), str(file), values["model"]["path"]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    answers = (json.loads(text) for text in done.stdout.split("\0")[:6])
-    checked, planned, trained, inspected, converted, rejected = answers
+    answers = (json.loads(text) for text in done.stdout.split("\0")[:7])
+    checked, planned, trained, unwritable, inspected, converted, rejected = answers
     assert checked["files"][0]["problems"] == []
     assert planned["run"] == "sdxl base-1.0, outer, adamw"
     assert trained["outcome"] == "finished"
+    assert any("no program that we know loads outer" in note for note in checked["files"][0]["notes"])
+    (problem,) = unwritable["problems"]
+    assert (problem["key"], problem["hint"]) == ("checkpoints.format", "--set checkpoints.format=lycoris")
+    assert "ComfyUI does not know outer" in problem["found"]
     (found,) = inspected["files"]
     assert found["usable"]
     assert [(one["algorithms"], one["unchanged_layers"]) for one in found["adapters"]] == [(["outer"], [])]

@@ -146,7 +146,7 @@ def attach(
     if adapter.strength == 0:
         raise ConfigError([Problem("adapter.strength", "0", "another number", "at 0 nothing would be trained")])
     modules = describe(denoiser)
-    if adapter.kind == "full_finetune":
+    if adapter.is_full_finetune:
         chosen = None
         if adapter.targets or adapter.exclude:
             chosen = select(

@@ -15,7 +15,7 @@ from gracetune.adapters.adapter_files import OpenedAdapter, open_adapter
 from gracetune.adapters.formats.programs import formats_for
 from gracetune.adapters.state import AdapterState
 from gracetune.config.families import FAMILIES, names_of
-from gracetune.config.registry import PROGRAMS
+from gracetune.config.registry import FULL_FINETUNE, PROGRAMS
 from gracetune.errors import GracetuneError
 from gracetune.models.hub_download import HubName
 from gracetune.models.registry import KEY_MAPS
@@ -35,7 +35,7 @@ def header_and_tensors(path):
 def loading_steps(start: RunStarted, files: Sequence[Path]) -> dict[str, str]:
     """Program -> instructions or code for the newest of the run's adapter files. Empty if there are none."""
     newest = newest_files(start.run, files)
-    if not newest or start.adapter == "full_finetune":
+    if not newest or start.adapter == FULL_FINETUNE:
         return {}
     try:
         opened = [open_adapter(path, start.family if start.family in FAMILIES else None) for path in newest]

@@ -20,7 +20,7 @@ from gracetune.adapters.algorithms.record import Algorithm
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
 from gracetune.adapters.formats.layers import algorithm_names, common_alpha, common_rank
-from gracetune.adapters.formats.writing import DORA_ENTRY
+from gracetune.adapters.formats.writing import ALGORITHM_ENTRY, DORA_ENTRY
 from gracetune.adapters.safetensors_file import PEFT_CONFIG, SUFFIX, data_hash, legacy_hash
 from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.models.registry import KEY_MAPS
@@ -29,7 +29,7 @@ SPECIFICATION = "1.0.1"
 _ARCHITECTURE = "modelspec.architecture"
 _NEVER_CARRIED_OVER = (
     "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", HEADER_ENTRY, PEFT_CONFIG, "gracetune.family",
-    "gracetune.algorithm", "gracetune.format", "gracetune.stage", DORA_ENTRY, "ss_network_module", "ss_network_dim",
+    ALGORITHM_ENTRY, "gracetune.format", "gracetune.stage", DORA_ENTRY, "ss_network_module", "ss_network_dim",
     "ss_network_alpha", "ss_network_args",
 )  # fmt: skip
 """Entries that describe a single file. They are computed for each file and never copied from another."""

@@ -12,12 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from gracetune.adapters.targets import Modules, class_names, options_for
-from gracetune.config.registry import by_lycoris_name
+from gracetune.config.registry import kind_of_algo, lycoris_names
 from gracetune.config.run_config import Adapter
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
 
-_ALGORITHMS = by_lycoris_name()
 FIELDS: Mapping[str, str] = {
     "dim": "rank",
     "linear_dim": "rank",
@@ -31,11 +30,6 @@ FIELDS: Mapping[str, str] = {
 """LyCORIS' names of a layer's options, and the keys of `adapter` they set."""
 OPTIONS = ("algo", *FIELDS)
 """The keys allowed in an entry of `adapter.by_module`."""
-
-
-def kind_of(algo: Any) -> str | None:
-    """The algorithm that LyCORIS calls `algo`; None if there is none."""
-    return _ALGORITHMS.get(algo.strip().lower()) if isinstance(algo, str) else None
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ class Resolver:
             rank = adapter.conv_rank or rank
         if spatial and "alpha" not in own:
             alpha = adapter.conv_alpha or alpha
-        if adapter.kind == "full_finetune":
+        if adapter.is_full_finetune:
             raise ValueError("a full fine-tune has no options by layer")
         return LayerOptions(
             algorithm=adapter.kind,
@@ -104,11 +98,12 @@ def _with_overrides(adapter: Adapter, module: str, options: Mapping[str, Any], p
     for name, value in options.items():
         if name in FIELDS:
             changes[FIELDS[name]] = value
-        elif name == "algo" and (kind := kind_of(value)) is not None:
+        elif name == "algo" and (kind := kind_of_algo(value)) is not None:
             changes["kind"] = kind
         elif name == "algo":
-            hint = misspelt(value, _ALGORITHMS, "choose one of them")
-            problems.append(Problem(f"{key}.algo", str(value), f"one of {', '.join(_ALGORITHMS)}", hint))
+            known = lycoris_names()
+            hint = misspelt(value, known, "choose one of them")
+            problems.append(Problem(f"{key}.algo", str(value), f"one of {', '.join(known)}", hint))
         else:
             expected = f"one of {', '.join(OPTIONS)}"
             problems.append(Problem(f"{key}.{name}", str(value), expected, misspelt(name, OPTIONS)))

@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.computation import Computation
-from gracetune.adapters.options import FIELDS, kind_of
+from gracetune.adapters.options import FIELDS
 from gracetune.adapters.targets import ModuleInfo, choose, options_for
+from gracetune.config.registry import FULL_FINETUNE, kind_of_algo
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.footprint import Footprint, FootprintBlock, FootprintLinear
@@ -49,7 +50,7 @@ class TargetLayers:
     @property
     def record(self) -> Algorithm:
         """A full fine-tune is counted like `full_delta`: it trains the weight and the bias."""
-        return algorithm("full_delta" if self.adapter.kind == "full_finetune" else self.adapter.kind)
+        return algorithm("full_delta" if self.adapter.is_full_finetune else self.adapter.kind)
 
     def tensors(self) -> Iterator[Tensors]:
         for shape in self.record.shapes(self.linear, self.adapter).values():
@@ -74,8 +75,8 @@ def select(footprint: Footprint, adapter: Adapter) -> TrainableSelection:
     """Apply `adapter.targets`, `exclude`, `within` and `by_module` to a footprint. A full fine-tune without targets
     selects every matrix and convolution."""
     pairs = [(block, linear) for block in footprint.blocks for linear in block.linears]
-    within = () if adapter.kind == "full_finetune" else adapter.within
-    if not adapter.targets and not within and adapter.kind != "full_finetune":
+    within = () if adapter.is_full_finetune else adapter.within
+    if not adapter.targets and not within and not adapter.is_full_finetune:
         pairs = [(block, linear) for block, linear in pairs if _is_default(linear, adapter)]
     layers = [(path, _module(linear), number) for number, (block, linear) in enumerate(pairs)
               for path in _paths(block, linear)]  # fmt: skip
@@ -98,7 +99,7 @@ def select(footprint: Footprint, adapter: Adapter) -> TrainableSelection:
 
 def takes_convolutions(adapter: Adapter) -> bool:
     """Whether targets include convolutions with kernels of more than one pixel."""
-    return not adapter.within or adapter.conv_rank is not None or adapter.kind == "full_finetune"
+    return not adapter.within or adapter.conv_rank is not None or adapter.is_full_finetune
 
 
 def _paths(block: FootprintBlock, linear: FootprintLinear) -> list[str]:
@@ -144,7 +145,7 @@ def _options(adapter: Adapter, info: ModuleInfo, linear: FootprintLinear, presen
     own: Mapping[str, Any] = {} if entry is None else adapter.by_module[entry]
     changes: dict[str, Any] = {"rank": adapter.conv_rank} if linear.is_spatial and adapter.conv_rank else {}
     changes |= {field: own[name] for name, field in FIELDS.items() if name in own and field in _SIZE_OPTIONS}
-    kind = kind_of(own.get("algo"))
+    kind = kind_of_algo(own.get("algo"))
     if kind is not None:
         changes["kind"] = kind
     try:
@@ -160,10 +161,10 @@ def _options(adapter: Adapter, info: ModuleInfo, linear: FootprintLinear, presen
 def trainable(footprint: Footprint, selection: TrainableSelection, adapter: Adapter) -> tuple[Tensors, ...]:
     """Every trained tensor of one denoiser."""
     tensors = [tensor for target in selection.targets for tensor in target.tensors()]
-    if adapter.kind == "full_finetune" and not adapter.targets:
+    if adapter.is_full_finetune and not adapter.targets:
         # Norms, embeddings and what else is outside the footprint's layers: it has no shapes for them, so they count as
         # one tensor.
-        every = select(footprint, Adapter(kind="full_finetune")).targets
+        every = select(footprint, Adapter(kind=FULL_FINETUNE)).targets
         rest = footprint.parameters - sum(tensor.elements for target in every for tensor in target.tensors())
         tensors.append(Tensors((rest,), 1))
     return tuple(tensors)

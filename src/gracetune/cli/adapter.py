@@ -16,7 +16,7 @@ from gracetune.cli.config import AsJson
 from gracetune.cli.console import out, print_error, print_json, spinner
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config.families import FAMILIES, flavours
-from gracetune.config.registry import FORMAT_NAMES, PROGRAMS
+from gracetune.config.registry import FORMAT_NAMES, FULL_FINETUNE, PROGRAMS
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, GracetuneError, Problem
 
@@ -242,7 +242,7 @@ def pick(
         kind = history.start.adapter or "an unknown kind"
         expected = f"adapter files of the run {history.start.run}"
         hint = "a lower checkpoints.every_steps saves more files"
-        if history.start.adapter == "full_finetune":
+        if history.start.adapter == FULL_FINETUNE:
             hint = "full fine-tunes are not compared: look at the samples in the report"
         found = "; ".join(choice.notes) or f"none ({kind})"
         raise ConfigError([Problem("RUN", found, expected, hint, str(folder))])

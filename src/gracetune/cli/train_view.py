@@ -318,7 +318,7 @@ def print_result(console: Console, result: Result, config: RunConfig, price: flo
 def _is_for_comfyui(config: RunConfig) -> bool:
     """Whether the run's files are adapters that ComfyUI loads as they were trained. Preflight has checked the format's
     programs, or the one that the config names."""
-    if config.adapter.kind == "full_finetune":
+    if config.adapter.is_full_finetune:
         return False
     saved = config.checkpoints
     made_for = FORMATS[saved.format].made_for if saved.for_program is None else (saved.for_program,)

@@ -406,6 +406,16 @@ class Dataset(Section):
     _clean_path = model_validator(mode="before")(staticmethod(without_url_credentials))
 
     @property
+    def is_staged(self) -> bool:
+        """Whether the files are copied into host memory before they are read."""
+        return self.type == "in_memory"
+
+    @property
+    def reads_folder(self) -> bool:
+        """Whether the files are read from a folder of this machine: `path`, or its local copy."""
+        return self.type in ("local", "in_memory")
+
+    @property
     def has_local_copy(self) -> bool:
         """Whether the files are copied to this machine's disk before they are read."""
         return self.local_copy is not None or (self.type == "local" and "://" in self.path)

@@ -12,7 +12,9 @@ stops only the runs that use it, and a config file is checked without importing 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_che
 from pydantic import AfterValidator
 
 from gracetune.config.family_names import FamilyNames, Flavour
+from gracetune.config.registry import FOREIGN_ERRORS
 from gracetune.errors import ConfigError, Problem
 
 __all__ = ["FAMILIES", "GROUP", "PACKAGES", "Family", "FamilyPackages", "Flavour", "find_flavour", "flavours",
@@ -62,8 +65,9 @@ class FamilyPackages:
         if not self.is_installed(family):
             return getattr(importlib.import_module(module_name), name)
         try:
-            found = importlib.import_module(module_name)
-        except Exception as error:  # importing runs another project's code: any error is theirs to fix
+            with redirect_stdout(sys.stderr):  # stdout is reserved for --json
+                found = importlib.import_module(module_name)
+        except FOREIGN_ERRORS as error:
             raise _unimportable(family, module_name, module, error) from error
         if not hasattr(found, name):
             raise rejected(family, f"{module_name} without {name}", f"{name} in it")
@@ -82,7 +86,7 @@ class FamilyPackages:
             if error.name is not None and f"{package}.".startswith(f"{error.name}."):
                 return False  # the package itself does not exist
             raise _unimportable(family, package, module, error) from error
-        except Exception as error:
+        except FOREIGN_ERRORS as error:
             raise _unimportable(family, package, module, error) from error
 
     def _package(self, family: str) -> str:
@@ -99,7 +103,7 @@ class FamilyPackages:
         raise rejected(family, f"two families of this name: {location}", "one")
 
 
-def _unimportable(family: str, module_name: str, module: str, error: Exception) -> ConfigError:
+def _unimportable(family: str, module_name: str, module: str, error: BaseException) -> ConfigError:
     why = f"{module_name} cannot be imported: {type(error).__name__}: {error}"
     return rejected(family, why, f"a package with a module {module}")
 

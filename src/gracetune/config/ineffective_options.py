@@ -14,7 +14,15 @@ from gracetune.config.base import Section
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import Draft, parse_path
 from gracetune.config.families import names_of
-from gracetune.config.registry import ALGORITHMS, AdapterAlgorithm, algorithms, reads_key
+from gracetune.config.registry import (
+    ALGORITHMS,
+    FULL_FINETUNE,
+    AdapterAlgorithm,
+    checked_record,
+    is_loadable,
+    kind_of_algo,
+    reads_key,
+)
 from gracetune.config.rules import known_flavour
 from gracetune.config.run_config import RunConfig
 
@@ -54,15 +62,15 @@ def loaded_by_no_program(config: RunConfig) -> list[str]:
         f"adapter.kind: no program that we know loads {one.name} from a file; merge the result into the model with "
         "gracetune adapter convert FILE --merge-into MODEL"
         for one in _chosen(config)
-        if not one.loadable
+        if not is_loadable(one.name)
     ]
 
 
 def _chosen(config: RunConfig) -> list[AdapterAlgorithm]:
     """The algorithms that the run trains."""
     adapter = config.adapter
-    kinds = [adapter.kind, *(str(options.get("algo")).strip().lower() for options in adapter.by_module.values())]
-    return [one for one in algorithms() if one.name in kinds or one.lycoris_name in kinds]
+    kinds = [adapter.kind, *(kind_of_algo(options.get("algo")) for options in adapter.by_module.values())]
+    return [checked_record(kind) for kind in dict.fromkeys(kinds) if kind not in (None, FULL_FINETUNE)]
 
 
 def _requested_options(switch: Switch, draft: Draft) -> list[str]:
@@ -97,17 +105,17 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
                  f"model.family is {model.family}, which has no size conditioning", "remove them")  # fmt: skip
     chosen = _chosen(config)
     read = {key for one in chosen for key in one.own_options}
-    for one in algorithms():
+    for one in map(checked_record, ALGORITHMS.ours):
         keys = one.own_options if one in chosen else [key for key in one.own_options if key not in read]
-        if keys and one.name in ALGORITHMS.ours:
+        if keys:
             yield Switch(one not in chosen, "adapter", adapter, " ".join(keys),
                          f"adapter.kind is {adapter.kind}, and only {one.name} has them",
                          f"--set adapter.kind={one.name}")  # fmt: skip
-    yield Switch(adapter.kind == "full_finetune", "adapter", adapter,
+    yield Switch(adapter.is_full_finetune, "adapter", adapter,
                  "rank alpha dropout conv_rank conv_alpha within by_module strength",
                  "adapter.kind is full_finetune, which trains the weights themselves",
                  "--set adapter.kind=lora")  # fmt: skip
-    yield Switch(adapter.kind == "full_finetune", "checkpoints", config.checkpoints, "for_program",
+    yield Switch(adapter.is_full_finetune, "checkpoints", config.checkpoints, "for_program",
                  "adapter.kind is full_finetune, whose result is a model and no adapter file", "remove it")  # fmt: skip
 
 
@@ -164,7 +172,7 @@ def _of_a_dataset(dataset: Dataset, location: str, named: str) -> Iterator[Switc
     crop, captions = dataset.crop, dataset.captions
     yield Switch(dataset.dataset_type in ("conditioning", "eval"), location, dataset, "held_out",
                  f"the dataset's type is {dataset.dataset_type}, which is not trained on", "remove it")  # fmt: skip
-    yield Switch(dataset.type != "in_memory", f"{location}.in_memory", dataset.in_memory,
+    yield Switch(not dataset.is_staged, f"{location}.in_memory", dataset.in_memory,
                  "compression num_workers memory_limit_gb file_extensions",
                  f"the dataset's type is {dataset.type}", f"--set {named}.type=in_memory")  # fmt: skip
     if dataset.local_copy is not None:

@@ -88,7 +88,7 @@ def _unless(kinds: tuple[str, ...], path: Path, name: str, expected: str, hint: 
 
 
 def _dataset_paths(dataset: Dataset, path: Path) -> Iterator[Wrong]:
-    if dataset.type not in ("local", "in_memory") or "://" in dataset.path:
+    if not dataset.reads_folder or "://" in dataset.path:
         return
     folder = inspect_path(dataset.path)
     if folder.kind == "file" and dataset.has_local_copy:

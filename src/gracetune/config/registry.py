@@ -9,8 +9,9 @@ Records of optimizers and adapter algorithms do not import torch, which keeps `c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol, TypeVar, runtime_checkable
@@ -21,6 +22,9 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.telemetry.dispatcher import Tracker
 
 T = TypeVar("T")
+FOREIGN_ERRORS: Final = (Exception, SystemExit)
+"""What importing another package can raise. It runs that project's code, so any error is theirs to fix, and none may
+end a command that does not use the package."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,9 @@ class Registry:
             return EntryPoint(name, self.ours[name], self.group).load()
         (point,) = self._points(name)
         try:
-            return point.load()
-        except Exception as error:  # importing runs another project's code: any error is theirs to fix
+            with redirect_stdout(sys.stderr):  # stdout is reserved for --json
+                return point.load()
+        except FOREIGN_ERRORS as error:
             found = f"{point.value} cannot be imported: {type(error).__name__}: {error}"
             raise self.rejected(name, found, "module:NAME, the record in a module of that package") from error
 
@@ -240,22 +245,45 @@ class AdapterAlgorithm(Protocol):
     def rank_is_width(self) -> bool: ...
 
     @property
+    def is_lora(self) -> bool: ...
+
+    @property
     def loadable(self) -> bool: ...
 
 
-def algorithms() -> tuple[AdapterAlgorithm, ...]:
-    """Return every usable record, in the order of `ALGORITHM_NAMES`."""
-    found = []
+def algorithms() -> Iterator[AdapterAlgorithm]:
+    """Yield every usable record, in the order of `ALGORITHM_NAMES`. Each is imported when it is reached, ours first."""
     for name in ALGORITHM_NAMES:
         with suppress(ConfigError):
-            found.append(checked_record(name))
-    return tuple(found)
+            yield checked_record(name)
 
 
-def by_lycoris_name() -> dict[str, str]:
-    """Map LyCORIS' names of the algorithms, as in its files and in `adapter.by_module`, to ours."""
-    records = reversed(algorithms())  # ours come first in the list, and so win where two share a LyCORIS name
-    return {record.lycoris_name: record.name for record in records if record.lycoris_name is not None}
+def kind_of_algo(algo: Any) -> str | None:
+    """The `adapter.kind` of what LyCORIS calls `algo`, in its files and in `adapter.by_module`; None if unknown.
+
+    Other packages are imported only if none of our algorithms has the name.
+    """
+    wanted = algo.strip().lower() if isinstance(algo, str) else None
+    if wanted is None:
+        return None
+    return next((record.name for record in algorithms() if record.lycoris_name == wanted), None)
+
+
+def is_lora(kind: str) -> bool:
+    """Whether adapters of this kind are LoRA in every program. False for a kind that cannot be loaded."""
+    with suppress(ConfigError):
+        return kind in ALGORITHM_NAMES and checked_record(kind).is_lora
+    return False
+
+
+def lycoris_names() -> tuple[str, ...]:
+    """LyCORIS' names of all algorithms."""
+    return tuple(dict.fromkeys(record.lycoris_name for record in algorithms() if record.lycoris_name is not None))
+
+
+def is_loadable(algorithm: str) -> bool:
+    """Whether some program loads layers of this algorithm from a file. False for algorithms of other packages."""
+    return algorithm in ALGORITHMS.ours and checked_record(algorithm).loadable
 
 
 def checked_record(name: str) -> AdapterAlgorithm:

@@ -22,8 +22,9 @@ from gracetune.config.input_paths import find_beside
 from gracetune.config.limits import DEEPEST, LONGEST_TEXT, MOST_PROBLEMS, NotPlainError
 from gracetune.config.plain_data import plain
 from gracetune.config.pydantic_errors import known_path, problems_of, required_names
+from gracetune.config.registry import is_lora
 from gracetune.config.rules import BrokenRule, broken_rules
-from gracetune.config.run_config import RunConfig
+from gracetune.config.run_config import Adapter, RunConfig
 from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document, open_document
 from gracetune.config.yaml_syntax import parse_scalar
@@ -275,7 +276,7 @@ def _choose_format(draft: Draft) -> None:
     Not for layers that the user chose, because the format may have no names for them.
     """
     family, kind = draft.get(("model", "family")), draft.get(("adapter", "kind"))
-    if family not in FAMILIES or kind not in (None, "lora", "locon"):
+    if family not in FAMILIES or not is_lora(Adapter().kind if kind is None else kind):
         return
     try:
         names = names_of(family)

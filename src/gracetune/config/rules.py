@@ -11,7 +11,14 @@ from gracetune.config.dataset_config import ACCESS_PROTOCOLS, BACKEND_SECTIONS, 
 from gracetune.config.draft import Path, describe
 from gracetune.config.families import FAMILIES, Flavour, find_flavour, flavours, names_of
 from gracetune.config.limits import LARGEST_RANK, MOST_MEGAPIXELS, MOST_PROBLEMS
-from gracetune.config.registry import algorithms, is_installed, reads_key, validated
+from gracetune.config.registry import (
+    FULL_FINETUNE,
+    checked_record,
+    is_installed,
+    kind_of_algo,
+    reads_key,
+    validated,
+)
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError
@@ -103,17 +110,20 @@ def _model(config: RunConfig) -> Iterator[BrokenRule]:
 
 def _adapter(config: RunConfig) -> Iterator[BrokenRule]:
     adapter = config.adapter
-    if adapter.kind == "full_finetune" and config.model.assistant_adapter is not None:
+    if adapter.is_full_finetune and config.model.assistant_adapter is not None:
         yield BrokenRule(("model", "assistant_adapter"), "one for full_finetune", "an adapter to train beside it",
                      "remove model.assistant_adapter, or choose lora", (("adapter", "kind"),))  # fmt: skip
-    if adapter.kind == "full_finetune" and (adapter.targets or adapter.init_from):
+    if adapter.is_full_finetune and (adapter.targets or adapter.init_from):
         yield BrokenRule(("adapter", "kind"), "full_finetune with targets or init_from", "an adapter for those",
                      "remove adapter.targets and adapter.init_from, or choose lora")  # fmt: skip
+    if adapter.strength == 0 and not adapter.is_full_finetune:
+        yield BrokenRule(("adapter", "strength"), "0", "another factor: 0 switches the adapter off",
+                     "remove adapter.strength: it is 1 by default")  # fmt: skip
 
 
 def _precision(config: RunConfig) -> Iterator[BrokenRule]:
     held = config.model.base_precision
-    if held in ("auto", "fp8", "int8") and config.adapter.kind == "full_finetune":
+    if held in ("auto", "fp8", "int8") and config.adapter.is_full_finetune:
         yield BrokenRule(("model", "base_precision"), f"{held} with full_finetune",
                      f"bf16, fp16 or fp32: {held} is for frozen weights",
                      "--set model.base_precision=bf16, or train an adapter",
@@ -168,12 +178,19 @@ def _datasets(config: RunConfig) -> Iterator[BrokenRule]:
     ids = [dataset.id for dataset in config.datasets]
     flavour = known_flavour(config)
     for index, dataset in enumerate(config.datasets):
-        for rule in (_sizes, _frames, _periods, _backend, _storage, _local_copy, _megapixels):
+        for rule in (_sizes, _frames, _periods, _strength, _backend, _storage, _local_copy, _megapixels):
             yield from rule(dataset, ("datasets", index))
         yield from _references(dataset, ("datasets", index), ids)
         yield from _canny(dataset, ("datasets", index), flavour)
         if flavour is not None:
             yield from _modality(dataset, ("datasets", index), flavour)
+
+
+def _strength(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
+    if dataset.adapter_strength == 0 and not dataset.disabled:
+        yield BrokenRule((*path, "adapter_strength"), "0",
+                     "another factor: 0 switches the adapter off, and nothing is learned from this dataset",
+                     "remove it for full strength, or leave the dataset out")  # fmt: skip
 
 
 def _backend(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
@@ -219,7 +236,7 @@ def _local_copy(dataset: Dataset, path: Path) -> Iterator[BrokenRule]:
     if copy is None:
         return
     local_copy_path = (*path, "local_copy")
-    if dataset.type not in ("local", "in_memory"):
+    if not dataset.reads_folder:
         yield BrokenRule((*path, "type"), f"{dataset.type} with local_copy",
                      "local or in_memory: a copy is read from disk",
                      "write type: local, or remove local_copy", (local_copy_path,))  # fmt: skip
@@ -332,12 +349,11 @@ def _ranks(config: RunConfig) -> Iterator[BrokenRule]:
         (("adapter", "conv_rank"), adapter.kind, adapter.conv_rank),
     ]
     for module, options in adapter.by_module.items():
-        kind = options.get("algo", adapter.kind)
+        kind = kind_of_algo(options["algo"]) if "algo" in options else adapter.kind
         ranks += [(("adapter", "by_module", module, name), kind, options.get(name)) for name in ("dim", "linear_dim")]
-    wide = [one for one in algorithms() if one.rank_is_width]
-    limited = [*(one.name for one in wide), *(one.lycoris_name for one in wide if one.lycoris_name is not None)]
     for path, kind, rank in ranks:
-        if kind in limited and isinstance(rank, int | float) and rank > LARGEST_RANK:
+        limited = kind not in (None, FULL_FINETUNE) and checked_record(kind).rank_is_width
+        if limited and isinstance(rank, int | float) and rank > LARGEST_RANK:
             yield BrokenRule(path, str(rank), f"at most {LARGEST_RANK:,} for {kind}",
                          "write 16, for example; whole matrices are learned by full_delta, or by lokr with "
                          "`full_rank: true`", (("adapter", "kind"),))  # fmt: skip

@@ -28,7 +28,7 @@ from gracetune.config.base import (
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.families import Family
 from gracetune.config.memory_options import MemoryOptions
-from gracetune.config.registry import AdapterKind, FormatName, OptimizerName, Program, TrackerName
+from gracetune.config.registry import FULL_FINETUNE, AdapterKind, FormatName, OptimizerName, Program, TrackerName
 from gracetune.config.token_routes import TokenRouting
 
 Rank = Annotated[int, Strict(), Field(ge=1, le=10**10)]
@@ -110,6 +110,11 @@ class Adapter(Section):
     """Factor of the adapter's output (LyCORIS' `multiplier`)."""
     init_from: Name | None = None
     """Adapter file to start from."""
+
+    @property
+    def is_full_finetune(self) -> bool:
+        """Whether the weights themselves are trained, without an adapter."""
+        return self.kind == FULL_FINETUNE
 
 
 class Cache(Section):

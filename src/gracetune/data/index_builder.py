@@ -195,7 +195,7 @@ class _Builder:
 
     def scan(self, dataset: Dataset, kind: Kind) -> Scan:
         """Scan a folder once, however many datasets share it."""
-        extensions = dataset.in_memory.file_extensions if dataset.type == "in_memory" else None
+        extensions = dataset.in_memory.file_extensions if dataset.is_staged else None
         key = (dataset.path, kind, extensions)
         backend = self.backend(dataset)
         folder = self.scan_folder

@@ -128,7 +128,7 @@ def data_needs(
     # Datasets with the same folder and compression share one staged copy, as `data.backends.pool` does it.
     staged: dict[tuple[str, str], list[Dataset]] = {}
     for dataset in datasets:
-        if dataset.type == "in_memory":
+        if dataset.is_staged:
             staged.setdefault((dataset.path, dataset.in_memory.compression), []).append(dataset)
     yield from (_staging_need(sharing, found) for sharing in staged.values())
 

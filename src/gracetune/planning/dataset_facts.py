@@ -57,7 +57,7 @@ def survey(
 def _facts(dataset: Dataset, samples: int | None, option: str | None) -> DatasetFacts:
     modality = modality_of(dataset)
     folder = Path(dataset.path).expanduser()
-    if dataset.type != "url" and folder.is_dir():
+    if folder.is_dir():
         sizes = sorted(_sizes(folder, _wanted(dataset, modality)))
         count = min(len(sizes), dataset.max_samples or len(sizes))
         total = sum(sizes) * count // len(sizes) if sizes else 0
@@ -68,7 +68,7 @@ def _facts(dataset: Dataset, samples: int | None, option: str | None) -> Dataset
     source = "max_samples" if dataset.max_samples else (option or "as given") if samples else guess
     each = ASSUMED_FILE_BYTES[modality]
     words = f"dataset {dataset.id}: {dataset.path} is not visible here; {count} samples ({source})"
-    if dataset.type == "in_memory":
+    if dataset.is_staged:
         words += f", files of {each // MIB} MiB"
     return DatasetFacts(dataset.id, count, count * each, words)
 
@@ -81,7 +81,7 @@ def modality_of(dataset: Dataset) -> Modality:
 
 def _wanted(dataset: Dataset, modality: Modality) -> frozenset[str]:
     chosen = dataset.in_memory.file_extensions
-    if dataset.type != "in_memory" or not chosen:
+    if not dataset.is_staged or not chosen:
         return _EXTENSIONS[modality]
     return frozenset(f".{extension.lower().lstrip('.')}" for extension in chosen)
 

@@ -139,7 +139,7 @@ def _job(
 ) -> _Job:
     if processes.sharded and config.model.base_precision in ("fp8", "int8"):
         raise ConfigError([sharded_bits_problem(config.model.base_precision)])
-    full = config.adapter.kind == "full_finetune"
+    full = config.adapter.is_full_finetune
     method = StepMethod(
         compiled=compiled,
         adapter_path=adapter_path,

@@ -88,7 +88,7 @@ def why_not_editable(dataset: Dataset, root: Path) -> str:
         return f"the captions come from a table: {table.path if table is not None else strategy}"
     if dataset.has_local_copy:
         return f"these files are a copy of {dataset.path}; edit the captions there"
-    if dataset.type not in ("local", "in_memory"):
+    if not dataset.reads_folder:
         return f"the files are read by the backend {dataset.type}, not from a folder"
     return "" if root.is_dir() else f"{root} is not a folder on this machine"
 

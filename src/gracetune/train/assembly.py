@@ -226,7 +226,7 @@ def begin(
         if note is not None:
             view.warn(note)
     for dataset in config.datasets:
-        if dataset.regularisation and not dataset.disabled and config.adapter.kind == "full_finetune":
+        if dataset.regularisation and not dataset.disabled and config.adapter.is_full_finetune:
             view.warn(whole_model_note(dataset.id))
     scale = LossScale(runtime.device) if training.mixed_precision == "fp16" else NoScale()
     ema = EmaWeights.from_config(trained_model.parameters(), training.ema)
@@ -315,7 +315,7 @@ def why_not_captured(config: RunConfig, trained_model: TrainedModel) -> str | No
         f"{trained_model.facts.family} has not been captured on a GPU yet": trained_model.spec.graph_inputs is None,
         "blocks are not compiled": not all(one.compiled for one in prepared),
         "blocks are computed again as a whole in the backward pass": any(one.repeats for one in prepared),
-        "a full fine-tune's gradients would be there twice": adapter.kind == "full_finetune",
+        "a full fine-tune's gradients would be there twice": adapter.is_full_finetune,
         "the adapter has dropout": any(drops),
         "datasets have strengths of their own": bool(trained_model.strengths),
         "experts leave the GPU": trained_model.host.moves,

@@ -51,11 +51,11 @@ def about_other_programs(layout: AdapterState, checkpoints: Checkpoints) -> tupl
 def _as_written(layout: AdapterState, name: FormatName) -> AdapterState:
     """The layers as the file stores them for other programs.
 
-    For ComfyUI, DoRA's magnitudes are relative to the base weights (`output.for_format`). A format that keeps
+    Some formats store DoRA's magnitudes relative to the base weights (`output.for_format`). A format that keeps
     everything also stores layers that no program loads, for further training; they are left out here.
     """
     if FORMATS[name].keeps_all:
         return without_unloadable_layers(layout)
-    if name != "comfyui":
+    if not FORMATS[name].dora_by_base:
         return layout
     return replace(layout, layers={path: by_base(layer) for path, layer in layout.layers.items()})

@@ -38,7 +38,7 @@ from gracetune.adapters.verification import shapes_of, verify
 from gracetune.checkpoint.folder import temporary_folder
 from gracetune.config.native import has_secrets
 from gracetune.config.native import write as write_native
-from gracetune.config.registry import AdapterKind, FormatName
+from gracetune.config.registry import FULL_FINETUNE, AdapterKind, FormatName
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.models.spec import Expert, ExpertName
@@ -161,7 +161,7 @@ class RunFolder:
 
     def final_files(self, experts: Iterable[Expert], kind: AdapterKind) -> list[Path]:
         """The paths of the final weights."""
-        whole = kind == "full_finetune"
+        whole = kind == FULL_FINETUNE
         return [self.model() / one.component if whole else self.adapter(one.name) for one in experts]
 
     def has_all(self, files: Iterable[Path]) -> bool:
@@ -257,7 +257,7 @@ def save_weights(
     named = None if final else step
     paths = []
     for expert in trained_model.trained:
-        if config.adapter.kind == "full_finetune":
+        if config.adapter.is_full_finetune:
             path = folder.model(named) / _component(trained_model, expert)
             with folder.explained(f"{path.relative_to(folder.path)} not written"):
                 _save_model(trained_model.host.module(expert), path, DTYPES[config.checkpoints.save_dtype], write=write)
@@ -279,7 +279,7 @@ def for_format(trained_model: TrainedModel, expert: ExpertName, name: FormatName
     are loaded (`delta.measured_by_base`).
     """
     state = trained_model.attached[expert].state()
-    if name != "comfyui" or not any(MAGNITUDE in layer.tensors for layer in state.layers.values()):
+    if not FORMATS[name].dora_by_base or not any(MAGNITUDE in layer.tensors for layer in state.layers.values()):
         return state
     denoiser = trained_model.host.module(expert)
     layers = {path: measured_by_base(layer, base_weight(denoiser, path)) for path, layer in state.layers.items()}
@@ -289,7 +289,7 @@ def for_format(trained_model: TrainedModel, expert: ExpertName, name: FormatName
 @torch.no_grad()
 def from_format(trained_model: TrainedModel, expert: ExpertName, name: FormatName, state: AdapterState) -> AdapterState:
     """The inverse of `for_format`: the adapter of a file, as it is trained. With a sharded model, a collective."""
-    if name != "comfyui":
+    if not FORMATS[name].dora_by_base:
         return state
     ending, denoiser = f".{MAGNITUDE}", trained_model.host.module(expert)
     paths = [own.removesuffix(ending) for own in trained_model.attached[expert].parameters() if own.endswith(ending)]
@@ -320,7 +320,7 @@ def checkpoint_bytes(shapes: Iterable[Sequence[int]]) -> int:
 
 def check_format(trained_model: TrainedModel, config: RunConfig) -> tuple[str, ...]:
     """Check, before the first step, that the export format can hold the adapters. Return notes about the files."""
-    if config.adapter.kind == "full_finetune":
+    if config.adapter.is_full_finetune:
         return ()
     dtype, name = DTYPES[config.checkpoints.save_dtype], config.checkpoints.format
     by_base = False
@@ -397,7 +397,7 @@ def verify_weights(trained_model: TrainedModel, config: RunConfig, paths: Iterab
 
     Raises GracetuneError if a file does not fit.
     """
-    if config.adapter.kind == "full_finetune":
+    if config.adapter.is_full_finetune:
         return []
     lines = []
     experts = {expert.name: expert for expert in trained_model.facts.experts}

@@ -102,7 +102,7 @@ class SelfCheck(Callback):
         self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
         self._model, self._example, self._control, self._pauses = model, example, control, pauses
         self._steps = steps
-        self._is_full = config.adapter.kind == "full_finetune"
+        self._is_full = config.adapter.is_full_finetune
         if self._is_full:
             example.release()
         self._experts = {name: _Expert() for name in model.trained_model.trained}

@@ -250,7 +250,7 @@ def load_trained_model(
             runtime.broadcast_(parameter.data for parameter in attached[name].parameters().values())
         host.add(name, denoiser)
     strengths = {one.id: one.adapter_strength for one in config.datasets if one.adapter_strength != 1.0}
-    whole = config.adapter.kind == "full_finetune"
+    whole = config.adapter.is_full_finetune
     dtype = torch.float32 if whole else placement.dtype
     regularised = frozenset(one.id for one in config.datasets if one.regularisation and not whole)
     return TrainedModel(

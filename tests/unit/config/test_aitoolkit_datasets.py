@@ -309,3 +309,18 @@ def test_images_beside_masked_ones_are_named_where_there_are_masks(tmp_path: Pat
     masked = read(tmp_path, datasets=dataset(mask_path="/data/masks"))
     assert "images without one count fully" in note(masked, "on purpose")
     assert "images without one" not in note(read(tmp_path), "on purpose")
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        ({}, ""),
+        ({"trigger_word": "sks"}, "a trigger word inside another word"),
+        ({"random_crop": True, "buckets": False}, "images smaller than the square are enlarged"),
+    ],
+)
+def test_differences_that_apply_are_named(tmp_path: Path, keys: dict[str, Any], found: str) -> None:
+    named = note(read(tmp_path, datasets=dataset(**keys)), "on purpose not as in ai-toolkit")
+    assert found in named
+    assert ("trigger word" in named) == ("trigger_word" in keys)
+    assert ("enlarged" in named) == ("buckets" in keys)

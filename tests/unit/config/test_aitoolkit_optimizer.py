@@ -33,6 +33,16 @@ def test_names_and_hidden_defaults(
     assert (found.name, found.weight_decay, found.eps) == (ours, weight_decay, eps)
 
 
+def test_an_optimizer_that_ai_toolkit_does_not_have(tmp_path: Path) -> None:
+    """Those of installed packages are read in the same way."""
+    train = {"optimizer": "torch_adafactor", "lr": "1e-3", "optimizer_params": {"weight_decay": "1e-4", "d": 2.0}}
+    resolved = read(tmp_path, train=train)
+    found = resolved.config.optimizer
+    assert (found.name, found.lr, found.weight_decay, found.options) == ("torch_adafactor", 1e-3, 1e-4, {"d": 2.0})
+    assert "not an optimizer of ai-toolkit" in note(resolved, "torch_adafactor")
+    assert read(tmp_path, train={"optimizer": "torch_adafactor", "lr": None}).config.optimizer.lr == 1e-6
+
+
 def test_options_go_where_they_belong(tmp_path: Path) -> None:
     params = {"weight_decay": "1e-4", "betas": [0.9, 0.95], "eps": 1e-8, "amsgrad": True}
     found = optimizer(tmp_path, "adamw", params)

@@ -148,6 +148,7 @@ def test_a_broken_package_stops_the_check_of_its_own_configs_only(tmp_path: Path
     broken = {
         "unimportable": ("import nosuchmod", "No module named 'nosuchmod'"),
         "raising": ("FLAVOURS = {}['a']", "raising_package.flavours cannot be imported: KeyError: 'a'"),
+        "ending": ("raise SystemExit(5)", "ending_package.flavours cannot be imported: SystemExit: 5"),
         "nameless": ("", "nameless_package.flavours without FLAVOURS"),
         "empty": ("FLAVOURS = ()", "FLAVOURS = ()"),
         "words": ("FLAVOURS = ('a',)", "FLAVOURS = ('a',)"),

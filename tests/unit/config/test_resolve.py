@@ -152,6 +152,8 @@ def test_all_problems_arrive_together(tmp_path: Path) -> None:
         ({"datasets": [{"id": "a", "path": "p", "start_epoch": 3, "end_epoch": 2}]}, "datasets[0].end_epoch"),
         ({"datasets": [{"id": "a", "path": "p", "start_step": 3, "end_step": 3}]}, "datasets[0].end_step"),
         ({"datasets": [{"id": "a", "path": "p", "conditioning": ["a"]}]}, "datasets[0].conditioning"),
+        ({"datasets": [{"id": "a", "path": "p", "adapter_strength": 0}]}, "datasets[0].adapter_strength"),
+        ({"adapter": {"strength": 0.0}}, "adapter.strength"),
         ({"gracetune": 2}, "gracetune"),
     ],
 )  # fmt: skip

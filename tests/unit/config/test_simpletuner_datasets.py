@@ -279,6 +279,16 @@ def test_uniform_sampling_matters_with_more_than_one_dataset(tmp_path: Path) -> 
     assert list(problems(tmp_path, {"data_backend_sampling": "evenly"}, datasets=two)) == ["data_backend_sampling"]
 
 
+def test_a_dataset_with_slider_strength_0_is_left_out(tmp_path: Path) -> None:
+    """SimpleTuner multiplies the adapter by 0 for its batches, so all their gradients are 0."""
+    three = [{**ENTRY, "slider_strength": 0.5}, {**ENTRY, "id": "b", "slider_strength": 0}, {**ENTRY, "id": "c"}]
+    resolved = resolve(tmp_path, {}, datasets=three)
+    assert [(one.disabled, one.adapter_strength, one.turn) for one in resolved.config.datasets] == [
+        (False, 0.5, 0), (True, 1.0, 2), (False, 1.0, 2),
+    ]  # fmt: skip
+    assert any("slider_strength: 0" in note for note in resolved.notes)
+
+
 def test_a_dataset_with_probability_0_is_not_trained_on(tmp_path: Path) -> None:
     two = [ENTRY, {**ENTRY, "id": "b", "probability": 0}, {**ENTRY, "id": "c", "probability": "0.5"}]
     resolved = resolve(tmp_path, {}, datasets=two)
@@ -401,3 +411,24 @@ def test_a_choice_of_samples_is_a_note(tmp_path: Path) -> None:
     for most, stated in ((10, True), (0, False), (None, False)):
         notes = resolve(tmp_path, datasets=[{**entries[0], "max_num_samples": most}]).notes
         assert any("max_num_samples" in one for one in notes) is stated
+
+
+HUB = {"id": "a", "type": "huggingface", "dataset_name": "a/b"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        ({"caption_shuffle": {"enable": True, "count": 3}}, ["caption_shuffle"]),
+        ({"caption_shuffle": {"enable": False, "count": 3}}, []),
+        (HUB, ["description"]),
+        ({**HUB, "caption_strategy": "instanceprompt", "instance_prompt": "x"}, []),
+        ({**HUB, "caption_column": "text"}, ["description", "caption_column"]),
+        ({**HUB, "huggingface": {"caption_column": "text", "description_column": "more"}}, []),
+    ],
+)
+def test_differences_that_apply_are_named(tmp_path: Path, entry: dict[str, Any], found: list[str]) -> None:
+    notes = resolve(tmp_path, {}, datasets=[{**ENTRY, **entry}]).notes
+    (named,) = [note for note in notes if note.startswith("on purpose not as in SimpleTuner")]
+    keys = ("caption_shuffle", "description", "caption_column")
+    assert {key for key in keys if f"`{key}`" in named} == set(found)

@@ -69,7 +69,7 @@ class Example:
 
     @property
     def is_rejected(self) -> bool:
-        return any(row.kind == "refused" for row in self.rows)
+        return any(row.kind == "rejected" for row in self.rows)
 
 
 def examples() -> dict[str, Example]:

@@ -47,14 +47,14 @@ def test_every_key_does_what_the_review_says(name: str, tmp_path: Path) -> None:
 
 def _differs(example: Example, row: Row, outcome: Outcome, passed: Outcome, folder: Path) -> str:
     """What is otherwise than the review says; empty where nothing is."""
-    if row.note and row.kind != "refused" and not any(row.note in note for note in passed.notes_about(row)):
+    if row.note and row.kind != "rejected" and not any(row.note in note for note in passed.notes_about(row)):
         return f"no note `{row.note}`: {passed.notes_about(row)}"
     problems = outcome.problems_about(row)
-    if row.kind == "refused":
+    if row.kind == "rejected":
         behind = any(problem.key == row.note for problem in outcome.problems)
         return "" if problems or behind else "no problem names it"
     if problems:
-        return f"refused: {problems[0].expected}"
+        return f"rejected: {problems[0].expected}"
     if row.kind == "note":
         return "" if row.note and not passed.sets(row) else f"sets {passed.sets(row)}"
     if row.kind == "acts" and row.sets:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from gracetune.errors import short
@@ -38,8 +38,23 @@ class Convention:
     without_alpha: AlphaRule = "rank"
     lora_is_locon: bool = False
     """LyCORIS' LoCon and LoRA have the same tensors; they differ only in the file's kind or header."""
+    dora_is_locon: bool = False
+    """The same for layers with a `dora_scale`."""
     dora_by_base: bool = False
     """Row magnitudes refer to the norms of the base weight. The header marks such files, which are for ComfyUI."""
+
+    def with_header(self, kinds: Collection[str]) -> Convention:
+        """The convention of a file whose header lists these algorithms. Only our own files have such a header."""
+        if "locon" in kinds and "lora" not in kinds:
+            return replace(self, lora_is_locon=True, dora_is_locon="dora" not in kinds)
+        if "lora" in kinds or "dora" in kinds:
+            return replace(self, lora_is_locon=False, dora_is_locon=False)
+        return self
+
+    def kind_of(self, found: str) -> str:
+        """The algorithm of a layer, given the one that its tensors' names stand for."""
+        is_locon = (found == "lora" and self.lora_is_locon) or (found == "dora" and self.dora_is_locon)
+        return "locon" if is_locon else found
 
 
 def defined_alpha(alpha: float | None, rank: int, convention: Convention) -> float:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class Locon(LowRank):
     name = "locon"
     lycoris_name = "locon"
+    is_lora = True
     down, up = "lora_down.weight", "lora_up.weight"
     names = LYCORIS_NAMES
     same_as = ("lora",)

@@ -30,6 +30,7 @@ class Lora(LowRank):
     down, up = "lora_A.weight", "lora_B.weight"
     names = PEFT_NAMES
     same_as = ("locon",)
+    is_lora = True
     trained_by_peft = True
     zero_at_first = frozenset({"lora_B.weight"})
 
@@ -88,12 +89,12 @@ class Lora(LowRank):
         if scale is not None and not by_input and scale.numel() != up.shape[0]:
             raise LayerError(f"dora_scale {sides(scale)} for {up.shape[0]} outputs and {inputs} inputs")
         alpha = defined_alpha(alpha, rank, convention)
-        if middle is not None or convention.lora_is_locon or by_input:
+        kind = "locon" if middle is not None or by_input else convention.kind_of("lora" if scale is None else "dora")
+        if kind == "locon":
             named = {LYCORIS_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
-            return Layer("locon", named, alpha, rank)
-        if scale is None:
-            return Layer("lora", dict(tensors), alpha, rank)
-        return Layer("dora", dict(tensors) | {"dora_scale": scale.reshape(-1)}, alpha, rank)
+            return Layer(kind, named, alpha, rank)
+        magnitude = {} if scale is None else {"dora_scale": scale.reshape(-1)}
+        return Layer(kind, {**tensors, **magnitude}, alpha, rank)
 
 
 ALGORITHM = Lora()

@@ -83,6 +83,9 @@ class Algorithm(ABC):
     rank_is_width: ClassVar[bool] = False
     """Whether the factors are as wide as the rank for any matrix. If so, a huge rank is a mistake."""
 
+    is_lora: ClassVar[bool] = False
+    """Whether every program that loads LoRA loads it: LoRA, and LoCon, which has the same matrices."""
+
     def described(self, options: Options) -> str:
         """The options that decide the adapter's size, for the title of a plan."""
         return f"rank {options.rank}" if self.has_rank else ""

@@ -21,11 +21,6 @@ def algorithm(name: str) -> Algorithm:
     return record
 
 
-def is_loadable(name: str) -> bool:
-    """Whether some program loads layers of this algorithm from a file. False for algorithms of other packages."""
-    return name in ALGORITHMS.ours and algorithm(name).loadable
-
-
 @cache
 def algorithms() -> tuple[Algorithm, ...]:
     """Every record, in the order of the names, without those that cannot be used."""

@@ -43,7 +43,7 @@ CONVENTION = Convention(without_alpha="rank")
 
 def write(state: AdapterState, dtype: torch.dtype) -> FileContents:
     plain = all(layer.alpha == layer.rank for layer in state.layers.values() if _is_lora(layer))
-    spelling = Spelling("comfyui", "A", lambda layer: _alpha(layer, plain=plain), rejection)
+    spelling = Spelling("comfyui", "A", lambda layer: _alpha(layer, plain=plain), rejection, dora_by_base=True)
     return write_with(state, dtype, spelling, _stems if KEY_MAPS[state.family].comfyui_takes_ours else _ORIGINAL)
 
 
@@ -136,5 +136,6 @@ FORMAT = Format(
     readers={"comfyui": check_layers_with(rejection), "diffusers": misread_by_converter},
     made_for=("comfyui",),
     all_families=("comfyui",),
+    dora_by_base=True,
     alpha_is_optional=True,
 )

@@ -10,10 +10,12 @@ from typing import Literal
 
 from torch import Tensor
 
+from gracetune.adapters.algorithms.assembly import Convention
 from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.errors import UnclearFamilyError
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
 from gracetune.adapters.formats.names import LocatedKey, locate, split_key
+from gracetune.adapters.formats.writing import algorithms_in
 from gracetune.adapters.state import ExpertStage
 from gracetune.config.registry import ALGORITHMS, FormatName
 from gracetune.errors import Problem, short
@@ -191,18 +193,15 @@ def _format(
 
 
 def _algorithms(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """The algorithms by the keys. Only LoRA and LoCon share keys; the header of our own files distinguishes them."""
-    claimed = metadata.get("gracetune.algorithm", "").split(",")
+    """The algorithms by the keys, and by the header of our own files where algorithms share keys."""
+    convention = Convention().with_header(algorithms_in(metadata))
     layers: dict[str, set[str]] = {}
     for key in tensors:
         parts = split_key(key)
         if parts:
             layers.setdefault(parts.stem, set()).add(parts.tensor)
-    kinds = Counter(kind for names in layers.values() if (kind := _kind(names)) is not None)
-    if "locon" in claimed and "lora" not in claimed:
-        for kind in ("lora", *(("dora",) if "dora" not in claimed else ())):
-            kinds["locon"] += kinds.pop(kind, 0)
-    return tuple(kind for kind, count in kinds.most_common() if count)
+    found = (kind for names in layers.values() if (kind := _kind(names)) is not None)
+    return tuple(kind for kind, _ in Counter(map(convention.kind_of, found)).most_common())
 
 
 def _kind(names: set[str]) -> str | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import Convention
 from gracetune.adapters.algorithms.lokr import split_as_lycoris_does
-from gracetune.adapters.algorithms.registry import is_loadable
 from gracetune.adapters.delta import MAGNITUDE
 from gracetune.adapters.formats.comfyui import misread_by_our_names
 from gracetune.adapters.formats.reading import AdapterContents, read_states
@@ -28,8 +27,13 @@ from gracetune.adapters.formats.writing import (
 )
 from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState, Layer
+from gracetune.config.registry import is_loadable
 
-CONVENTION = Convention(without_alpha="undefined", lora_is_locon=True)  # LyCORIS cannot rebuild a layer without alpha
+CONVENTION = Convention(
+    without_alpha="undefined",  # LyCORIS cannot rebuild a layer without alpha
+    lora_is_locon=True,
+    dora_is_locon=True,
+)
 
 
 def write(state: AdapterState, dtype: torch.dtype) -> FileContents:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gracetune.adapters.algorithms.registry import is_loadable
 from gracetune.adapters.delta import BASE_MAGNITUDE
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.layers import algorithm_names
 from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.formats.writing import Fault
 from gracetune.adapters.state import AdapterState
-from gracetune.config.registry import EXPORT_FORMATS, PROGRAMS, FormatName, Program
+from gracetune.config.registry import EXPORT_FORMATS, PROGRAMS, FormatName, Program, is_loadable
 from gracetune.errors import Problem
 from gracetune.models.registry import KEY_MAPS
 
@@ -45,7 +44,7 @@ def misread_by(state: AdapterState, format: FormatName, program: Program) -> Mis
     """Why the program would load a file of this format wrongly; None if it loads it correctly."""
     if program not in programs_of(state.family, format):
         return Misread(program, f"it does not read {format} files of {state.family}")
-    if format != "comfyui" and any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):
+    if not FORMATS[format].dora_by_base and any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):
         return Misread(program, "its DoRA was converted for ComfyUI: use the file it came from")
     faults = list(FORMATS[format].readers[program](state))
     return Misread(program, _describe(faults)) if faults else None

@@ -23,7 +23,7 @@ from gracetune.adapters.errors import (
 from gracetune.adapters.formats import fused_layers
 from gracetune.adapters.formats.layers import assemble
 from gracetune.adapters.formats.names import LocatedKey, is_of_text_encoder, locate, split_key
-from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swap_row_halves
+from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, algorithms_in, row_magnitude, swap_row_halves
 from gracetune.adapters.state import AdapterState, ExpertStage, Layer
 from gracetune.errors import Problem, short
 from gracetune.models.keys import KeyMap
@@ -142,11 +142,7 @@ def read_states(
 ) -> AdapterContents:
     """The states in a file, by expert. The expert is empty if the keys name none."""
     keys = KEY_MAPS[family]
-    kinds = metadata.get("gracetune.algorithm", "").split(",")
-    if "locon" in kinds and "lora" not in kinds:
-        convention = replace(convention, lora_is_locon=True)
-    elif "dora" in kinds or "lora" in kinds:
-        convention = replace(convention, lora_is_locon=False)
+    convention = convention.with_header(algorithms_in(metadata))
     convention = replace(convention, dora_by_base=metadata.get(DORA_ENTRY) == BY_BASE)
     gathered, unknown, broken = _gather(tensors, keys)
     layers: dict[ExpertStage, dict[str, Layer]] = {}

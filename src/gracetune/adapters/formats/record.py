@@ -40,6 +40,8 @@ class Format:
     """The programs in `readers` that know the keys of every family."""
     keeps_all: bool = False
     """Whether adapters that no program loads may be saved in this format, to train on from them or to merge them."""
+    dora_by_base: bool = False
+    """Whether DoRA's row magnitudes are stored relative to the base weights (`delta.measured_by_base`)."""
     alpha_is_optional: bool = False
     """Whether its programs load a layer without alpha with a scale of 1."""
 

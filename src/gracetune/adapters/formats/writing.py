@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import LayerError, is_by_input
 from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES
-from gracetune.adapters.algorithms.registry import algorithm, algorithms
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, outputs
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats import fused_layers
@@ -30,9 +30,10 @@ FileContents = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors by key, and the entries that the format adds to the file's header."""
 
 _FILE_NAMES = {"down": LYCORIS_NAMES, "A": PEFT_NAMES}
-_ALWAYS_FP32 = tuple(name for record in algorithms() if record.name in ALGORITHMS.ours for name in record.always_fp32)
+_ALWAYS_FP32 = tuple(name for kind in ALGORITHMS.ours for name in algorithm(kind).always_fp32)
 """Tensors that stay fp32 in the file. The names apply to layers of any algorithm, because LyCORIS files can have DoRA's
 magnitudes on all of them."""
+ALGORITHM_ENTRY = "gracetune.algorithm"
 DORA_ENTRY, BY_BASE = "gracetune.dora", "base"
 """A header entry and its value: the row magnitudes of DoRA in the file (`dora_scale`) were converted for ComfyUI, which
 divides by |W| where training divides by |W + D| (`delta.measured_by_base`)."""
@@ -48,6 +49,8 @@ class Spelling:
     alpha: Callable[[Layer], float | None]
     rejection: Callable[[Layer, str, KeyMap], str | None]
     """Why the format cannot hold this layer at this path."""
+    dora_by_base: bool = False
+    """As in the format's record."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,12 @@ Stems = Callable[[AdapterState, KeyMap, list[Fault]], Iterator[Stem]]
 def write(state: AdapterState, dtype: torch.dtype, spelling: Spelling, stems: Stems) -> FileContents:
     """The contents of a file. Raises `CannotHoldError` with every layer that the format cannot represent."""
     keys = KEY_MAPS[state.family]
-    reject_what_does_not_fit(state, spelling.format, lambda layer, path: spelling.rejection(layer, path, keys))
+    reject_what_does_not_fit(
+        state,
+        spelling.format,
+        lambda layer, path: spelling.rejection(layer, path, keys),
+        dora_by_base=spelling.dora_by_base,
+    )
     tensors: dict[str, Tensor] = {}
     faults: list[Fault] = []
     for stem in stems(state, keys, faults):
@@ -150,14 +158,18 @@ def check_layers_with(reason: Callable[[Layer, str, KeyMap], str | None]) -> Cal
 
 
 def reject_what_does_not_fit(
-    state: AdapterState, format: FormatName, rejection: Callable[[Layer, str], str | None]
+    state: AdapterState,
+    format: FormatName,
+    rejection: Callable[[Layer, str], str | None],
+    *,
+    dora_by_base: bool = False,
 ) -> None:
     """Raise `CannotHoldError` if the format cannot represent some layers, or if the family does not have them."""
     keys = KEY_MAPS[state.family]
     reasons = [(path, f"no layer of {state.family} is called this") for path in state.layers if not keys.knows(path)]
     for path, layer in state.layers.items():
         reason = rejection(layer, path)
-        if reason is None and format != "comfyui" and BASE_MAGNITUDE in layer.tensors:
+        if reason is None and not dora_by_base and BASE_MAGNITUDE in layer.tensors:
             reason = "its DoRA was converted for ComfyUI and means something else elsewhere: use the file it came from"
         if reason is not None:
             reasons.append((path, reason))
@@ -181,11 +193,17 @@ def cannot_hold(state: AdapterState, format: FormatName, reasons: Iterable[Fault
     )
 
 
+def algorithms_in(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """The algorithms that the header lists (`identity`). Empty for files of other programs."""
+    listed = metadata.get(ALGORITHM_ENTRY)
+    return tuple(listed.split(",")) if listed else ()
+
+
 def identity(state: AdapterState, format: FormatName) -> dict[str, str]:
     """Header entries that identify a file written by gracetune."""
     found = {
         "gracetune.family": state.family,
-        "gracetune.algorithm": ",".join(sorted(algorithm_names(state))),
+        ALGORITHM_ENTRY: ",".join(sorted(algorithm_names(state))),
         "gracetune.format": format,
     }
     if any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):

@@ -42,7 +42,7 @@ class SharedFolder:
         """Whether the dataset can use this backend."""
         if not _can_share(self.dataset, dataset):
             return False
-        return dataset.type != "in_memory" or self.selection.covers(selection_for(dataset))
+        return not dataset.is_staged or self.selection.covers(selection_for(dataset))
 
 
 def shared_folders(datasets: Iterable[Dataset]) -> tuple[SharedFolder, ...]:
@@ -61,7 +61,7 @@ def shared_folders(datasets: Iterable[Dataset]) -> tuple[SharedFolder, ...]:
 
 def sharing_notes(folders: Sequence[SharedFolder]) -> Iterator[str]:
     """Notes about folders that are shared between datasets or staged twice."""
-    staged = [folder for folder in folders if folder.dataset.type == "in_memory"]
+    staged = [folder for folder in folders if folder.dataset.is_staged]
     for folder in staged:
         limit = folder.dataset.in_memory.memory_limit_gb
         if len(folder.ids) > 1:
@@ -148,7 +148,7 @@ def _can_share(one: Dataset, other: Dataset) -> bool:
         return False
     if is_installed(one.type):
         return options_of(one) == options_of(other)
-    return one.type != "in_memory" or one.in_memory.compression == other.in_memory.compression
+    return not one.is_staged or one.in_memory.compression == other.in_memory.compression
 
 
 def _shared(datasets: Sequence[Dataset]) -> SharedFolder:
@@ -188,7 +188,7 @@ class StagingCheck:
 
     def open(self, dataset: Dataset) -> Backend:
         folder = find_folder(self._folders, dataset)
-        if dataset.type == "in_memory" and folder.dataset.id not in self.estimates:
+        if dataset.is_staged and folder.dataset.id not in self.estimates:
             self.estimates[folder.dataset.id] = self._estimate(folder)
         return open_unstaged(dataset)
 

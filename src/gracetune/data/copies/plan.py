@@ -53,7 +53,7 @@ class CopyPlan:
     @property
     def staged(self) -> int:
         """Bytes of main memory to stage the dataset; 0 if it is not staged."""
-        return self.layout.size if self.dataset.type == "in_memory" else 0
+        return self.layout.size if self.dataset.is_staged else 0
 
     def lines(self) -> list[str]:
         """Text for the user: what is downloaded, where it is stored, and how much space is free there."""

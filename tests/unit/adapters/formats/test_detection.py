@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -34,6 +36,16 @@ def test_our_own_files(family, algorithm, format, with_header, tiny_model) -> No
 def test_lycoris_own_dora_is_what_its_header_says() -> None:
     state = making.state("wan", {"blocks.0.attn1.to_q": (8, 8)}, "locon", options=("dora",))
     assert detect(*FORMATS["lycoris"].write(state, torch.float32)).algorithms == ("locon",)
+
+
+def test_dora_and_locon_in_one_file_are_found_and_read_alike() -> None:
+    parts = [making.state("wan", {f"blocks.{block}.attn1.to_q": (8, 8)}, kind)
+             for block, kind in enumerate(("dora", "locon"))]  # fmt: skip
+    state = replace(parts[0], layers={**parts[0].layers, **parts[1].layers})
+    contents = FORMATS["lycoris"].write(state, torch.float32)
+    assert set(detect(*contents).algorithms) == {"dora", "locon"}
+    (again,) = FORMATS["lycoris"].read(*contents, "wan").states.values()
+    assert [layer.algorithm for layer in again.layers.values()] == ["dora", "locon"]
 
 
 def test_flux_and_qwen_image_share_names() -> None:

@@ -57,6 +57,10 @@ def _differences(entries: list[DatasetEntry], job: AiToolkitJob) -> Iterator[str
         yield "masks are not blurred at random, and images without one count fully (there not, beside others with one)"
     if any(entry.random_crop for entry in entries):
         yield "a random crop is chosen again whenever latents are encoded"
+    if any(entry.random_crop and entry.block.get("buckets") is False for entry in entries):
+        yield "images smaller than the square are enlarged (there others take their place)"
+    if any(entry.trigger is not None for entry in entries):
+        yield "a trigger word inside another word does not count as present (there it does)"
 
 
 def _datasets(entries: list[DatasetEntry]) -> list[EntryAtResolution]:

@@ -9,6 +9,7 @@ from gracetune.config.dialects.aitoolkit.keys import HARMLESS, section
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import as_number
+from gracetune.config.registry import FULL_FINETUNE
 from gracetune.config.spelling import misspelt
 
 KINDS = {"lora": "lora", "locon": "locon", "lycoris": "locon", "lokr": "lokr", "loha": "lora", "dora": "dora"}
@@ -19,7 +20,7 @@ _CONV = {"conv": "conv_rank", "conv_alpha": "conv_alpha"}
 
 def read_network(process: PeerBlock, job: AiToolkitJob) -> None:
     if process.get("network") is None:
-        process.default(("adapter", "kind"), "full_finetune")
+        process.default(("adapter", "kind"), FULL_FINETUNE)
         process.note("no `network`: the whole model is fine-tuned, as in ai-toolkit; add one to train an adapter")
         return
     block = process.inner("network")

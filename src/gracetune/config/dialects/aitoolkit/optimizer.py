@@ -11,10 +11,12 @@ from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import Key, KeyRule, KeyTable, apply, noted
 from gracetune.config.dialects.values import as_number, real
 from gracetune.config.draft import Path
+from gracetune.config.registry import OPTIMIZER_NAMES
 from gracetune.config.spelling import misspelt
 
 _LIMITS = ("lr_bump", "min_lr", "max_lr")
 _EXPERTS = ("high_noise", "low_noise")
+_SETTINGS = ("weight_decay", "betas", "eps")
 _SWAPPING = {"do_paramiter_swapping", "paramiter_swapping_factor"}  # upstream's own spelling
 
 
@@ -71,6 +73,9 @@ def read_optimizer(block: PeerBlock, job: AiToolkitJob) -> None:
     params, name = job.params, block.get("optimizer")
     name = name.lower() if isinstance(name, str) else name if name is not None else "adamw"
     known = OPTIMIZERS.get(name) if isinstance(name, str) else None
+    if known is None and name in OPTIMIZER_NAMES:
+        _read_ours(block, params, name)
+        return
     peer = known or OPTIMIZERS["adamw"]
     if known is None:
         _reject_optimizer(block, name)
@@ -93,9 +98,21 @@ def read_optimizer(block: PeerBlock, job: AiToolkitJob) -> None:
         block.default(("optimizer", "options", option), value)
 
 
+def _read_ours(block: PeerBlock, params: PeerBlock, name: str) -> None:
+    """Read one of gracetune's optimizers, or of an installed package, that ai-toolkit does not have."""
+    block.assign(("optimizer", "name"), name, "optimizer")
+    block.note(f"{block.key('optimizer')}: {name} is not an optimizer of ai-toolkit; its defaults are its own")
+    block.put("lr", ("optimizer", "lr"), as_number)
+    block.default(("optimizer", "lr"), UPSTREAM_LR)
+    for param, written in params.values.items():
+        if written is not None:
+            path = ("optimizer", param) if param in _SETTINGS else ("optimizer", "options", param)
+            params.assign(path, as_number(written), param)
+
+
 def _reject_optimizer(block: PeerBlock, name: Any) -> None:
     expected = f"one of {', '.join(OPTIMIZERS)}"
-    hint = misspelt(name, OPTIMIZERS, "choose one of them", write="optimizer: {}")
+    hint = misspelt(name, [*OPTIMIZERS, *OPTIMIZER_NAMES], "choose one of them", write="optimizer: {}")
     if name in OTHER_OPTIMIZERS:
         block.reject("optimizer", expected, f"{hint}; --allow-unsupported takes adamw", found=name)
     else:

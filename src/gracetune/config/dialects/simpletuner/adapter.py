@@ -25,13 +25,13 @@ from gracetune.config.dialects.values import as_flag, as_list, as_number, is_num
 from gracetune.config.draft import Draft, Origin
 from gracetune.config.families import names_of
 from gracetune.config.family_names import LoraTargets
-from gracetune.config.registry import by_lycoris_name
+from gracetune.config.registry import FULL_FINETUNE, kind_of_algo, lycoris_names
 
 
 def _adapter(options: PeerBlock, family: str) -> None:
     kind = options.get("model_type")
     if kind == "full":
-        options.assign(("adapter", "kind"), "full_finetune", "model_type")
+        options.assign(("adapter", "kind"), FULL_FINETUNE, "model_type")
         return
     if kind is None:
         hint = f"add {line(options, 'model_type', 'lora')}"
@@ -100,7 +100,6 @@ LORA: KeyTable[str] = KeyTable(
 
 _LOCON = {"lora": "locon", "locon": "locon"}
 """LyCORIS' two names for LoCon."""
-_ALGORITHMS = {**_LOCON, **by_lycoris_name(), **_LOCON}
 _FULL_DIMENSION = 10000
 """From this dimension on, LoKr keeps its second factor whole. People write such numbers to get that."""
 
@@ -136,11 +135,11 @@ def settle_program(draft: Draft) -> None:
 
 def _algorithm(lycoris: PeerBlock, _: None) -> None:
     algorithm = lycoris.get("algo")
-    kind = _ALGORITHMS.get(algorithm.strip().lower()) if isinstance(algorithm, str) else None
+    kind = _kind_of(algorithm)
     if algorithm is None:
-        lycoris.problem("algo", f"one of {', '.join(_ALGORITHMS)}", 'add "algo": "lokr"')
+        lycoris.problem("algo", f"one of {', '.join(_names())}", 'add "algo": "lokr"')
     elif kind is None:
-        lycoris.reject("algo", f"one of {', '.join(_ALGORITHMS)}", "choose one of them")
+        lycoris.reject("algo", f"one of {', '.join(_names())}", "choose one of them")
     else:
         lycoris.assign(("adapter", "kind"), kind, "algo")
     if lycoris.is_on("dora_wd"):
@@ -148,6 +147,15 @@ def _algorithm(lycoris: PeerBlock, _: None) -> None:
             lycoris.assign(("adapter", "kind"), "dora", "dora_wd")
         else:
             lycoris.reject("dora_wd", "weight decomposition is implemented for lora alone")
+
+
+def _kind_of(algorithm: object) -> str | None:
+    name = algorithm.strip().lower() if isinstance(algorithm, str) else ""
+    return _LOCON.get(name) or kind_of_algo(name)
+
+
+def _names() -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*_LOCON, *lycoris_names())))
 
 
 def _full_dimension(lycoris: PeerBlock, _: None) -> None:

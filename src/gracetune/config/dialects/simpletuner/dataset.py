@@ -114,6 +114,17 @@ def _sizes(entry: PeerBlock, context: EntryContext) -> None:
     entry.note(f"{keys}: every image is scaled to the latter before it is cropped, as in SimpleTuner")
 
 
+def _slider(entry: PeerBlock, context: EntryContext) -> None:
+    if as_number(entry.get("slider_strength")) == 0:
+        entry.assign((*context.path, "disabled"), True, "slider_strength")
+        entry.note(
+            f"{entry.key('slider_strength')}: 0, which multiplies the adapter by 0, so SimpleTuner learns nothing from "
+            f"{entry.get('id')} in its turns; here it is left out. Remove the key to train on it at full strength"
+        )
+    else:
+        entry.put("slider_strength", (*context.path, "adapter_strength"), as_number)
+
+
 def _probability(entry: PeerBlock, context: EntryContext) -> None:
     value = as_number(entry.get("probability"))
     if value == 0 and is_number(value):
@@ -416,6 +427,7 @@ ENTRY: KeyTable[EntryContext] = KeyTable(
     KeyRule(_id, "id"),
     KeyRule(_check),
     KeyRule(_probability, "probability"),
+    KeyRule(_slider, "slider_strength"),
     KeyRule(_most, "max_num_samples"),
     KeyRule(_sizes, _LARGEST, _DOWNSAMPLED),
     KeyRule(_buckets),

@@ -40,7 +40,6 @@ ROWS = (
     Key("start_step", ("start_step",), as_number),
     Key("end_epoch", ("end_epoch",), positive_or_none),
     Key("end_step", ("end_step",), positive_or_none),
-    Key("slider_strength", ("adapter_strength",), as_number),
     Key("is_regularisation_data", ("regularisation",), as_flag),
     Key("is_regularization_data", ("regularisation",), as_flag),
     Key("conditioning_data", ("conditioning",), _ids),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,7 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
     _embeds(embeds)
     _check_unique_ids(embeds)
     if any(entry.get("dataset_type") not in ("audio", *_EMBEDS) for entry in entries):
-        differences = ", ".join(_differences(options, family))
+        differences = ", ".join(_differences(options, family, entries))
         options.note(f"on purpose not as in SimpleTuner: {differences}; see docs/fidelity.md")
     apply(options, MIXING, family)
     if not count:
@@ -67,7 +67,7 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
     return count
 
 
-def _differences(options: PeerBlock, family: str) -> Iterator[str]:
+def _differences(options: PeerBlock, family: str, entries: Sequence[PeerBlock]) -> Iterator[str]:
     """Yield how gracetune deliberately differs from SimpleTuner, with SimpleTuner's way in parentheses."""
     yield "images are scaled with Lanczos (there bilinear) and never squeezed"
     yield "transparent areas become white, and colour profiles are applied"
@@ -78,6 +78,20 @@ def _differences(options: PeerBlock, family: str) -> Iterator[str]:
     styles = [options.draft.get(("datasets", at, "crop", "style")) for at in range(len(_read_datasets(options)))]
     if names_of(family).explicit_sizes and any(style in (None, "random") for style in styles):
         yield "the model gets the position of a random crop (there always the middle)"
+    if any(_inside(entry, "caption_shuffle").get("enable") for entry in entries):
+        yield "`caption_shuffle` has as many different orders as `count` (there fewer: duplicates are dropped)"
+    from_columns = (None, "huggingface")
+    hub = [one for one in entries if one.get("type") == "huggingface" and one.get("caption_strategy") in from_columns]
+    if any("caption_column" in entry for entry in hub):
+        yield "`caption_column` beside the `huggingface` block is read (there only inside the block)"
+    named = [{*entry.values, *_inside(entry, "huggingface")} for entry in hub]
+    if any({"fallback_caption_column", "description_column"}.isdisjoint(keys) for keys in named):
+        yield "empty captions stay empty (there the column `description` is tried)"
+
+
+def _inside(entry: PeerBlock, name: str) -> Mapping[str, Any]:
+    value = entry.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _ask_for_datasets(options: PeerBlock) -> None:

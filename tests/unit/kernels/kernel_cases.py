@@ -1,8 +1,8 @@
 """Start every Triton kernel of ours on CPU tensors, through the functions that a run calls.
 
-With TRITON_INTERPRET=1, the interpreter of Triton computes the results, and plain torch computes them again. Without it,
-each launch is compiled for a GPU of capability 9.0, with the types and constants of a real layer, and then dropped. The last
-line says what ran. A kernel that nothing here starts is an error.
+With TRITON_INTERPRET=1, the interpreter of Triton computes the results, and plain torch computes them again. Without
+it, each launch is compiled for a GPU of capability 9.0, with the types and constants of a real layer, and then dropped.
+The last line says what ran. A kernel that nothing here starts is an error.
 """
 
 from __future__ import annotations

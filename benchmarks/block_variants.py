@@ -421,6 +421,8 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="two narrow blocks, on a CPU too: does everything run?")
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
     requested = parser.parse_args()
+    if not torch.cuda.is_available() and not requested.smoke:
+        parser.error("needs a CUDA GPU; --smoke runs two narrow blocks on this machine's CPU")
     size = Size(heads=2, ffn=512, image_tokens=64, text_tokens=16, blocks=2) if requested.smoke else Size()
     if not requested.smoke:
         size = Size(image_tokens=requested.image_tokens)

@@ -148,6 +148,8 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny model, on a CPU too: does everything run?")
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
     requested = parser.parse_args()
+    if not torch.cuda.is_available() and not requested.smoke:
+        parser.error("needs a CUDA GPU; --smoke runs a tiny model on this machine's CPU")
     # A plan is for whole experts; of so few blocks everything fits without repeating work.
     machine, job = probe(), StepJob("wan14b", checkpointing="off", smoke=requested.smoke)
     scale: Scale = "tiny" if requested.smoke else "small"

@@ -102,7 +102,7 @@ class Listening(View):
 def main() -> int:
     default = Size()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("layers", "heads", "ffn", "pictures", "side", "batch", "steps", "timed_steps"):
+    for name in ("layers", "heads", "ffn", "images", "side", "batch", "steps", "timed_steps"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=vars(default)[name])
     parser.add_argument("--checkpointing", choices=("off", "full"), default=default.checkpointing)
     parser.add_argument("--device", type=torch.device, default="cuda:0" if torch.cuda.is_available() else "cpu")

@@ -189,6 +189,12 @@ def prepare(requested: Preparation, facts: Facts) -> list[Any]:
     names = ("models.experts", "train.assembly", "train.loop", "train.cuda_graphs", "train.load")
     modules: list[Any] = [import_module(f"gracetune.{name}") for name in names]
     experts, assembly, loop, replay, load = modules
+    for owner, name in (
+        (replay.GraphDevice, "is_launch_bound"),
+        (assembly, "choose_parking"),
+        (experts, "device_room"),
+    ):
+        assert hasattr(owner, name), f"{owner} has no {name} to replace"  # on a CPU too, where not all are replaced
     hosts: list[Any] = []
     loop.run_step = _seen_step(requested, facts, loop.run_step)
     open_host = load.open_host

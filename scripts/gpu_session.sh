@@ -78,7 +78,7 @@ script() { limited "$1" "$python" -c "$at_once" "benchmarks/$2" "${@:3}"; }
 suite=(suite) small_train=() small_curves=(--seeds 3) small_blocks=() small=() only_collect=()
 if [ -n "$smoke" ]; then
     suite+=(--smoke)
-    small_train=(--layers 2 --heads 1 --ffn 64 --pictures 4 --side 64 --batch 2 --steps 6 --timed-steps 20)
+    small_train=(--layers 2 --heads 1 --ffn 64 --images 4 --side 64 --batch 2 --steps 6 --timed-steps 20)
     small_curves=(--seeds 2 --steps 60)
     small_blocks=(--smoke --samples 3)
     small=(--smoke)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -241,7 +240,9 @@ def _measure(task: str, folder: Path) -> None:
 
 
 def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Of this program. `ru_maxrss` would include the memory that the parent process had when it started this one."""
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM:"))
+    return int(line.split()[1]) / 1024
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ python benchmarks/host_limits.py --output benchmarks/results/host-limits-NAME.js
     storm      the storm lane of `make test-full`
 
 The machine should be idle; the result has the load averages before and after. Details state CPU time beside wall time.
-All take about half an hour on two cores; `--only NAME` measures one.
+All take about half an hour on two cores. `--only NAME` measures one and replaces its rows in an existing result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import torch
 
-from gracetune.bench.results import result_of, write_result
+from gracetune.bench.results import git_commit, result_of, write_result
 from gracetune.bench.row import BenchRow
 from gracetune.bench.startup import Spent, make_images, starting_rows
 from gracetune.cli.bench import print_rows
@@ -50,19 +50,31 @@ def main() -> int:
     parser.add_argument("--only", choices=[*PARTS], action="append", help="all without it")
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
     requested = parser.parse_args()
-    machine, rows, load = probe(), list[BenchRow](), [os.getloadavg()]
+    machine, rows, parts = probe(), list[BenchRow](), dict[str, dict[str, Any]]()
     try:
         for name in requested.only or PARTS:
+            before = os.getloadavg()
             with tempfile.TemporaryDirectory(prefix="gracetune-bench-") as folder:
-                rows += PARTS[name](Path(folder), machine)
+                found = [*PARTS[name](Path(folder), machine)]
+            rows += found
+            loads = {"load_averages_before": before, "load_averages_after": os.getloadavg()}
+            parts[name] = {"rows": [row.name for row in found], "git_commit": git_commit(), **loads}
     except GracetuneError as error:
         print(error, file=sys.stderr)
         return 1
     print_rows(out(), rows)
     if requested.output is not None:
-        load.append(os.getloadavg())
-        write_result(requested.output, {**result_of("host-limits", rows, machine), "load_averages": load})
+        _write(requested.output, result_of("host-limits", rows, machine), parts)
     return int(any(row.ok is False for row in rows))
+
+
+def _write(path: Path, result: dict[str, Any], parts: Mapping[str, Any]) -> None:
+    """Parts of an existing result that were not measured again are kept."""
+    earlier = json.loads(path.read_text()) if path.exists() else {"rows": [], "parts": {}}
+    kept = {name: part for name, part in earlier["parts"].items() if name not in parts}
+    names = {row for part in kept.values() for row in part["rows"]}
+    rows = [*(row for row in earlier["rows"] if row["name"] in names), *result["rows"]]
+    write_result(path, {**result, "parts": {**kept, **parts}, "rows": rows})
 
 
 def report_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:

@@ -119,7 +119,7 @@ def _split_address(address: str) -> tuple[str, str, str, str]:
 
 
 _REMOTE_HOST: Final = re.compile(
-    r"""@(?!sha\d+:)(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}+)|\[[0-9A-Fa-f:.%]{2,60}+\]):(?=[^\s"'<>`\\@])"""
+    r"""@(?!sha\d+:)(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}+)|\[[0-9A-Fa-f:.%]{2,60}+\]):(?!@)"""
     r"""|@(?:[A-Za-z](?:[A-Za-z0-9.-]{0,252}+)|\d{1,3}+(?:\.\d{1,3}+){3}|\[[0-9A-Fa-f:.%]{2,60}+\])(?P<slash>/)"""
 )
 """`@host:` in the syntax of scp and rsync, or `@host/` as in an address without its scheme (`//me:secret@host/share`).

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from faults.injection import Fault, environment_of
 from gracetune.adapters.checkpoint_choice import Candidate, recommend
 from gracetune.config import load
 from gracetune.telemetry.report.judged_losses import read_losses
@@ -92,6 +97,22 @@ def test_a_report_at_any_time(finished: Reporting, tmp_path: Path, capsys: pytes
 
     assert gracetune("report", str(tmp_path)) == 1
     assert "name the run's folder" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("operation", "place"), [("read", "logs/*"), ("write", ".gracetune-*"), ("sync", "*")])
+def test_a_file_server_that_fails(operation: Any, place: str, finished: Reporting, tmp_path: Path) -> None:
+    """Most of these errors are of a descriptor and name no file."""
+    folder = copied(finished, tmp_path / "out", without="nothing")
+    environment = environment_of([Fault(f"{folder}/{place}", operation, errno.ESTALE)])
+    done = subprocess.run(
+        [sys.executable, "-m", "gracetune", "report", str(folder)],
+        env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Stale file handle" in done.stderr
+    assert f"findmnt -T {folder}" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 def test_a_checkpoint_is_picked(finished: Reporting, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

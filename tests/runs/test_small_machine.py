@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -113,13 +114,16 @@ def test_the_floor_follows_the_size_of_the_machine(commands: Commands, tiny_mode
     with when(lambda: log.exists() and b'"step":2' in log.read_bytes(), lambda: machine.leave(100 * MIB)):
         ended = train("--max-steps", "2000")
     assert ended.code == 3, ended.errors
-    assert "interrupted and saved at step" in ended.out
+    (saved,) = re.findall(r"interrupted and saved at step (\d+)", ended.out)
     machine.leave(1536 * MIB)
-    assert train().code == 0
-    whole = config.model_copy(update={"output_dir": str(tmp_path / "whole")})
+    steps = max(30, int(saved) + 1)
+    assert train("--max-steps", str(steps)).code == 0
+    training = config.training.model_copy(update={"max_steps": steps})
+    whole = config.model_copy(update={"output_dir": str(tmp_path / "whole"), "training": training})
     run(whole)
+    expected = states(whole, steps)
     assert all(
-        torch.equal(tensor, states(whole, 30)[name][key])
-        for name, tensors in states(config, 30).items()
+        torch.equal(tensor, expected[name][key])
+        for name, tensors in states(config, steps).items()
         for key, tensor in tensors.items()
     )

@@ -73,6 +73,8 @@ def test_names_of_anything_else(name: str) -> None:
         ("https:/me:pw@host/c.yaml", "https:/(hidden)@host/c.yaml"),
         ("no file /home/me/s3:/pw@bucket/x", "no file /home/me/s3:/(hidden)@bucket/x"),
         ("me:pw@host:/data/x", "(hidden)@host:/data/x"),
+        ("there is no `me:pw@host:` here", "there is no `(hidden)@host:` here"),
+        ("me:pw@host: connection refused", "(hidden)@host: connection refused"),
         ("path=me:p/w:x@10.0.0.7:data, then", "path=(hidden)@10.0.0.7:data, then"),
         ("no file /home/me/u:p@ss@nas.local:/x", "no file /home/me/(hidden)@nas.local:/x"),
         ("'u:p@[fe80::1]:/x' and u2:q@h2:y", "'(hidden)@[fe80::1]:/x' and (hidden)@h2:y"),

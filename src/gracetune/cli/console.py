@@ -23,7 +23,7 @@ from rich.text import Text
 from gracetune.cli.streams import CLOSED_PIPE, OutputLostError, StandardStreams, open_streams
 from gracetune.errors import ConfigError, GracetuneError, Problem, short, visible
 from gracetune.redaction import Redactor, redact, redact_values
-from gracetune.storage.os_errors import FileError, problem_of
+from gracetune.storage.os_errors import FileError, is_of_disk, problem_of
 from gracetune.telemetry.errors import TelemetryError
 
 if TYPE_CHECKING:  # importing the config schema takes longer than printing a help text
@@ -116,6 +116,11 @@ def _run(run: _Action, streams: StandardStreams, redactor: Redactor, *, as_json:
             ours = FileError(problem_of(error, "file", Path(error.filename), access="read"))
         elif error.errno in NO_SPACE:
             ours = GracetuneError("no space left on the disk: make room and run the same command again")
+        elif is_of_disk(error):  # of a descriptor: the file is not known
+            why = error.strerror or str(error)
+            ours = GracetuneError(
+                f"a disk failed: {why}; look at `dmesg` and `findmnt`, then run the same command again"
+            )
         else:
             raise
     print_error(ours)

@@ -42,7 +42,8 @@ def sync_file(path: str | Path) -> None:
 def _sync(path: str | Path, flags: int) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
-        os.fsync(descriptor)
+        with _naming(path):
+            os.fsync(descriptor)
     except OSError as error:
         if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
             raise
@@ -62,8 +63,7 @@ def write_file(
     `replace=False` an existing file is left alone and FileExistsError is raised.
     """
     with unfinished(path.parent, mode) as (descriptor, temporary):
-        _write_all(descriptor, (data,) if isinstance(data, bytes) else data)
-        os.fsync(descriptor)
+        _write_all(descriptor, (data,) if isinstance(data, bytes) else data, path)
         if replace:
             temporary.replace(path)
         else:
@@ -82,19 +82,22 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Create a file and flush it. Fails if the path exists. For files in a folder that is not published yet.
-
-    Every OSError raised carries the path.
-    """
+    """Create a file and flush it. Fails if the path exists. For files in a folder that is not published yet."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            _write_all(descriptor, chunks)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _write_all(descriptor, chunks, path)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _naming(path: str | Path) -> Iterator[None]:
+    """Give every OSError raised the path. A call on a descriptor (`writev`, `fsync`) fails without one."""
+    try:
+        yield
     except OSError as error:
-        error.filename = str(path)  # `writev` fails on a descriptor, so its error has no path
+        if error.filename is None:
+            error.filename = str(path)
         raise
 
 
@@ -130,8 +133,9 @@ def _new(folder: Path, mode: int) -> tuple[int, Path]:
         os.close(descriptor)  # another process swept the file between its creation and our lock: try another name
 
 
-def _write_all(descriptor: int, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write all buffers in groups, so that many small ones do not cost a system call each."""
+def _write_all(descriptor: int, chunks: Iterable[bytes | memoryview], path: Path) -> None:
+    """Write all buffers and flush them. They are written in groups, so that many small ones do not cost a system call
+    each. Errors of the file name it; errors of `chunks` do not."""
     group: list[memoryview] = []
     size = 0
     for chunk in chunks:
@@ -140,9 +144,12 @@ def _write_all(descriptor: int, chunks: Iterable[bytes | memoryview]) -> None:
             size += len(group[-1])
         del chunk  # free it before the iterator produces the next one, which may be as large
         if len(group) == _MAX_BUFFERS or size >= _MAX_BYTES:
-            _write_group(descriptor, group)
+            with _naming(path):
+                _write_group(descriptor, group)
             group, size = [], 0
-    _write_group(descriptor, group)
+    with _naming(path):
+        _write_group(descriptor, group)
+        os.fsync(descriptor)
 
 
 def _write_group(descriptor: int, group: list[memoryview]) -> None:

@@ -120,10 +120,17 @@ _UNKNOWN: Final = _Words(
 )
 
 
+def is_of_disk(error: OSError) -> bool:
+    """Whether the error is one of a disk or of its file system, even if it names no file."""
+    words = _WORDS.get(error.errno or 0)
+    return error.errno in (errno.EROFS, errno.ESTALE) or (words is not None and words.kind in ("full", "broken"))
+
+
 def explain(error: OSError, path: Path, *, access: Access = "write") -> Cause:
     """Explain an error. `path` is the caller's file or folder; the error may name another one, or none."""
     words = _WORDS.get(error.errno or 0, _UNKNOWN)
     named = Path(error.filename) if isinstance(error.filename, str) else path
+    path = _without_temporary(path)
     file = _without_temporary(named)
     values = {"place": shlex.quote(str(path)), "file": shlex.quote(str(file)), "access": access}
     found = _found(error, named, path)
@@ -155,7 +162,7 @@ def problem_of(
     disk". `then` says what to do after the remedy."""
     cause = explain(error, path, access=access)
     hint = f"{cause.remedy}, or {elsewhere}" if elsewhere else cause.remedy
-    return Problem(key, cause.found, cause.expected, f"{hint}; {then}" if then else hint, str(path))
+    return Problem(key, cause.found, cause.expected, f"{hint}; {then}" if then else hint, str(_without_temporary(path)))
 
 
 @contextmanager

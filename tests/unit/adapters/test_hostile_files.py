@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gracetune.adapters.adapter_files import open_adapter
+from gracetune.adapters.algorithms.matrices import is_finite
 from gracetune.adapters.attach import Attached, attach
 from gracetune.adapters.formats.record import FORMATS
 from gracetune.adapters.statistics import norms
@@ -274,3 +275,16 @@ def test_a_header_as_long_as_it_may_be(begin: bytes, again: bytes, tmp_path: Pat
         file.truncate(8 + MAX_HEADER)
     with bounded():
         assert not inspected(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_numbers_that_are_not_finite_are_found_anywhere(dtype: torch.dtype) -> None:
+    """Reductions read vectors of numbers, and the rest one by one."""
+    generator = torch.Generator().manual_seed(1)
+    for size in ((1, 1), (7, 1), (64, 17), (129, 65)):
+        for value in (1.0, math.nan, math.inf, -math.inf):
+            for _ in range(5):
+                tensor = torch.randn(size, generator=generator).to(dtype)
+                tensor.view(-1)[torch.randint(tensor.numel(), (1,), generator=generator)] = value
+                assert is_finite(tensor) == is_finite(tensor.T) == math.isfinite(value)
+    assert is_finite(torch.empty(0, dtype=dtype))

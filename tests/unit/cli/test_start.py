@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -95,6 +96,14 @@ def test_a_full_disk_is_a_message_and_an_exit_code(capsys: pytest.CaptureFixture
 
     assert start(run) == 1
     assert "no space left on the disk: make room and run the same command again" in capsys.readouterr().err
+
+
+def test_a_disk_that_fails_is_a_message_even_if_the_error_names_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(session: Session) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    assert start(run) == 1
+    assert "a disk failed: Stale file handle; look at `dmesg`" in capsys.readouterr().err
 
 
 def test_another_error_of_the_operating_system_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

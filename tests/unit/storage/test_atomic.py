@@ -62,8 +62,9 @@ class TestWriting:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         monkeypatch.setattr(os, "fsync", crash)
-        with pytest.raises(OSError, match="Input/output error"):
+        with pytest.raises(OSError, match="Input/output error") as failed:
             write_file(tmp_path / "a.txt", b"half")
+        assert failed.value.filename == str(tmp_path / "a.txt"), "fsync itself names no file"
         assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"a.txt": b"old"}
 
     def test_a_full_disk_keeps_the_old_file(self, tiny_disk: Path) -> None:

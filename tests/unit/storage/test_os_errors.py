@@ -51,6 +51,9 @@ def test_the_message_names_the_file_of_the_error() -> None:
     assert explain(error_of(errno.EIO, PLACE / "logs" / "a"), PLACE).found.endswith("(EIO), at logs/a")
     assert explain(error_of(errno.EIO, Path("/elsewhere")), PLACE).found.endswith(", at /elsewhere")
     assert explain(error_of(errno.EIO, PLACE / temporary_name()), PLACE).found.endswith("(EIO)")
+    gone = PLACE / temporary_name()
+    assert problem_of(error_of(errno.EROFS, gone), "file", gone).file == str(PLACE)
+    assert explain(error_of(errno.EROFS, gone), gone).remedy.startswith("look at `findmnt -T '/data/my run'`")
     inside = PLACE / temporary_name() / "state.json"
     assert explain(error_of(errno.EIO, inside), PLACE).found.endswith("(EIO), at state.json")
     assert explain(error_of(errno.EACCES, inside), PLACE).remedy.startswith("`namei -l '/data/my run'`")

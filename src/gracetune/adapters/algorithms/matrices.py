@@ -64,8 +64,8 @@ def _by_points(core: Tensor) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite. Checked in chunks, because `isfinite` allocates several tensors of the size."""
-    return not tensor.is_floating_point() or all(bool(part.isfinite().all()) for part in tensor.flatten().split(_PART))
+    """Whether all elements are finite. `aminmax` propagates NaN, allocates nothing and takes a tenth of `isfinite`."""
+    return not tensor.is_floating_point() or not tensor.numel() or all(map(math.isfinite, map(float, tensor.aminmax())))
 
 
 # -- properties of a product computed from its factors: the product itself may not fit into memory --------------------

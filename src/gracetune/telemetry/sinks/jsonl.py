@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -152,7 +152,7 @@ class LogReader:
     def at(self, offsets: Iterable[int]) -> list[Record]:
         """The records of the lines at these byte offsets."""
         found = []
-        with self._open() as file:
+        with self._opened() as file:
             for offset in offsets:
                 file.seek(offset)
                 found.append(from_line(file.readline()))
@@ -169,23 +169,31 @@ class LogReader:
         return found
 
     def _raw_lines(self) -> Iterator[tuple[int, int, bytes]]:
-        with self._open() as file:
+        with self._opened() as file:
             begin = 0
             for number, raw in enumerate(file, 1):
                 if raw.strip():
                     yield number, begin, raw
                 begin += len(raw)
 
-    def _open(self) -> BinaryIO:
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
         try:
-            return self._path.open("rb")
+            with self._path.open("rb") as file:
+                yield file
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            hint = f"name the run's folder, the one that holds logs/; `ls {self._path.parent}`"
+            raise self._unreadable(error, "the log of a run", hint) from None
         except OSError as error:
-            raise TelemetryError(
-                f"event log {self._path}",
-                found=error.strerror or str(error),
-                expected="the log of a run",
-                hint=f"name the run's folder, the one that holds logs/; `ls {self._path.parent}`",
-            ) from None
+            hint = (
+                f"look at `ls -l {self._path}`, `findmnt -T {self._path}` and `dmesg`; then run the same command again"
+            )
+            raise self._unreadable(error, "a file that can be read", hint) from None
+
+    def _unreadable(self, error: OSError, expected: str, hint: str) -> TelemetryError:
+        return TelemetryError(
+            f"event log {self._path}", found=error.strerror or str(error), expected=expected, hint=hint
+        )
 
 
 @dataclass(frozen=True)

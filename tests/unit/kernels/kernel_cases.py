@@ -97,9 +97,9 @@ def compare(found: Tensor, wanted: Tensor, tolerance: float = 4e-3) -> None:
 
 def both_ways(function: Callable[..., Any], x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
-    answer = function(x)
-    (to_x,) = torch.autograd.grad(answer, x, gradient.to(answer.dtype))
-    return answer.detach(), to_x
+    output = function(x)
+    (to_x,) = torch.autograd.grad(output, x, gradient.to(output.dtype))
+    return output.detach(), to_x
 
 
 def small_or(real: int, small: int) -> int:
@@ -109,11 +109,11 @@ def small_or(real: int, small: int) -> int:
 # -- norms and RoPE ---------------------------------------------------------------------------------------------------
 
 
-def plainly_turned(x: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.float()
+def reference_norm_and_rope(x: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.float()
     if cos is None or sin is None:
-        return normed
-    a, b = normed.unflatten(2, (-1, cos.shape[-1] // 2, 2)).unbind(-1)
+        return scaled
+    a, b = scaled.unflatten(2, (-1, cos.shape[-1] // 2, 2)).unbind(-1)
     c, s = cos[..., 0::2], sin[..., 1::2]
     return torch.stack((a * c - b * s, b * c + a * s), -1).flatten(2)
 
@@ -124,7 +124,7 @@ def norm_and_rope(width: int, head: int, *, weight_dtype: torch.dtype = HALF, ta
         angles = 3 * noise(tables, 5, 1, head, dtype=torch.float32)
         cos, sin = (angles.cos(), angles.sin()) if head else (None, None)
         found = both_ways(lambda x: fused_rope.norm_rope(x, weight, EPS, cos, sin), x, gradient)
-        wanted = both_ways(lambda x: plainly_turned(x, weight, cos, sin), x.float(), gradient)
+        wanted = both_ways(lambda x: reference_norm_and_rope(x, weight, cos, sin), x.float(), gradient)
         for one, two in zip(found, wanted, strict=True):
             compare(one, two)
 

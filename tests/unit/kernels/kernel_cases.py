@@ -28,7 +28,7 @@ from gracetune import kernels
 from gracetune.adapters.fast import products
 from gracetune.kernels import fused_norm, fused_products, fused_rope, low_rank
 from gracetune.models.eight_bit_linear import Fp8Linear
-from gracetune.models.wan.blocks import FusedBlock, turn_by_pairs, use_fused_blocks
+from gracetune.models.wan.blocks import FusedBlock, use_fused_blocks, use_pairwise_attention
 from gracetune.optim.automagic_stack import CudaStack, Stack, UpdateRule
 from gracetune.optim.element_rates import RateGrid, RateLimits
 
@@ -168,7 +168,7 @@ def wan_block(*, heads: int, width: int) -> Case:
         exact = WanTransformerBlock(width, 2 * width, heads, cross_attn_norm=True).requires_grad_(False)
         exact.load_state_dict(block.state_dict())
         use_fused_blocks(block)
-        turn_by_pairs(block)
+        use_pairwise_attention(block)
         assert isinstance(block, FusedBlock)
         angles = noise(1, 5, 1, width // heads // 2, dtype=torch.float32).repeat_interleave(2, -1)
         rope = angles.cos(), angles.sin()
@@ -240,7 +240,7 @@ def fp8_layer(inputs: int, outputs: int) -> Case:
         layer = Fp8Linear(noise(outputs, inputs), None)
         x, gradient = noise(5, inputs), noise(5, outputs)
         found = both_ways(layer, x, gradient)
-        with patch.object(kernels, "pay", lambda x: False):
+        with patch.object(kernels, "use_kernels", lambda x: False):
             wanted = both_ways(layer, x, gradient)
         for one, two in zip(found, wanted, strict=True):
             compare(one, two, 0.1)
@@ -337,7 +337,7 @@ def kernels_on_cpu() -> Iterator[None]:
     library.impl("mixed_and_product", fused_products._mixed_and_product)
     with ExitStack() as stack:
         for module, name in (
-            (kernels, "pay"), (products, "is_thin"), (products, "goes_to_rank"), (fused_products, "is_thin"),
+            (kernels, "use_kernels"), (products, "is_thin"), (products, "goes_to_rank"), (fused_products, "is_thin"),
         ):  # fmt: skip
             stack.enter_context(patch.object(module, name, lambda *given: True))
         yield

@@ -169,7 +169,7 @@ def _taken(path: Path) -> Problem:
     hint = (
         f"train with it: gracetune train {path}; or write another: --output {path.with_stem(f'{path.stem}-{number}')}"
     )
-    return Problem("--output", f"{path}, which is there", "a new file", hint)
+    return Problem("--output", f"{path}, which exists", "a new file", hint)
 
 
 @dataclass(frozen=True)

@@ -130,9 +130,7 @@ class LiveProgress:
             used["device"] = max(0, used["device"] - status.memory.get("arena", 0))
         step = status.step if step is None else step
         left = self._pauses_left(step, status.total_steps)
-        return replace(
-            status, step=step, seconds_per_step=pace, memory={**status.memory, **used}, pauses_left_s=left
-        )
+        return replace(status, step=step, seconds_per_step=pace, memory={**status.memory, **used}, pauses_left_s=left)
 
     def _pauses_left(self, step: int, total: int | None) -> float:
         """The mean pause for each validation so far, times the number of those that are left. The one after `step`

@@ -277,7 +277,8 @@ def _report(text: str) -> None:
 def _header(request: InitRequest, answers: Answers, proposal: Proposal, path: Path) -> list[str]:
     return [
         f"Written by `gracetune init {request.folder}`: preset {answers.preset.name}, for {answers.model.name}. "
-        "docs/quickstart.md names the sources.",
+        "Its values are from",
+        *(f"  {source}" for source in answers.preset.sources_for(answers.model.family, answers.model.flavour.name)),
         f"gracetune config show {shlex.quote(path.name)} lists every option.",
         f"Plan for this machine: {proposal.mismatch or f'{proposal.plan.verdict}: {proposal.plan.summary}'}",
     ]

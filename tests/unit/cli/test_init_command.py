@@ -35,6 +35,7 @@ def test_flags_answer_every_question(photos: Path, capsys: pytest.CaptureFixture
     assert config.datasets[0].captions.trigger_word == "inky"
     assert config.output_dir == "output/photos"
     assert gracetune("config", "check", "photos.yaml") == 0
+    assert "#   https://github.com/ostris/ai-toolkit/" in Path("photos.yaml").read_text()
 
 
 def test_yes_uses_defaults_and_json_reports_them(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -323,6 +323,8 @@ def _mapping(values: Mapping[str, str], key: str, value: str) -> str:
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
+    columns = [number for number in range(len(head)) if any(row[number] for row in rows)]  # without empty ones
+    head, rows = [head[number] for number in columns], [[row[number] for number in columns] for row in rows]
     shown = [rows[index] for index in evenly(len(rows), TABLE_ROWS)]
     if len(shown) < len(rows):
         caption = f"{caption} ({len(shown)} of {len(rows):,} rows; all are in logs/events.jsonl)"

@@ -108,7 +108,8 @@ def _nearest_file(missing: Path) -> str:
     if not folder.is_dir():
         return f"check the spelling; {folder} does not exist"
     with contextlib.suppress(OSError):  # a folder that cannot be listed
-        names = {one.stem: one.name for one in folder.iterdir() if one.suffix in FORMATS or one.is_dir()}
+        found = [one for one in sorted(folder.iterdir(), key=Path.is_file) if one.suffix in FORMATS or one.is_dir()]
+        names = {one.stem: one.name for one in found}  # a file rather than a folder of the same name
         near = nearest(missing.stem, names)
         if near is not None:
             return f"check the spelling: {folder / names[near]} exists"

@@ -68,6 +68,8 @@ RUN_HERE = [block for block in BLOCKS if block.mark == f"run: {THIS_FILE}"]
 def test_every_block_is_marked() -> None:
     assert len(BLOCKS) > 40
     assert [str(block) for block in BLOCKS if not re.match(r"run:( tests/\S+\.py)+$|not run: \S", block.mark)] == []
+    named = {path.rstrip(",;") for block in BLOCKS for path in re.findall(r"(?:tests|scripts)/\S+", block.mark)}
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("block", [one for one in BLOCKS if one.mark.startswith("run: ")], ids=str)

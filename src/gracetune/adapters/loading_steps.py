@@ -46,7 +46,7 @@ def loading_steps(start: RunStarted, files: Sequence[Path]) -> dict[str, str]:
     if not reasons:  # a format of another package
         return {}
     found = _for_comfyui(newest, states, reasons["comfyui"], start.model)
-    found |= _for_diffusers(newest, states, reasons, start.model)
+    found |= _for_diffusers(newest, states, reasons, {one.detected.format for one in opened}, start.model)
     others = [PROGRAMS[one] for one in ("musubi", "sd-scripts", "lycoris") if reasons[one] is None]
     if others:
         found["Other programs"] = f"{' and '.join(others)} load{'s' if len(others) == 1 else ''} this file too."
@@ -94,8 +94,9 @@ def _for_comfyui(
 
 
 def _for_diffusers(
-    files: Sequence[Path], states: Sequence[AdapterState], reasons: Mapping[str, str | None], model: str
-) -> dict[str, str]:
+    files: Sequence[Path], states: Sequence[AdapterState], reasons: Mapping[str, str | None], formats: set[str],
+    model: str,
+) -> dict[str, str]:  # fmt: skip
     if reasons["diffusers"] is None:
         return {"diffusers": _diffusers_code(files, states, model)}
     if all(formats_for(state, "diffusers") for state in states):
@@ -104,7 +105,8 @@ def _for_diffusers(
             "diffusers, first in a shell": _commands("--for diffusers", files, converted),
             "diffusers": _diffusers_code(converted, states, model),
         }
-    if reasons["lycoris"] is None:
+    # Other formats name the layers of the original model, and LyCORIS finds none of them in diffusers' model.
+    if reasons["lycoris"] is None and formats == {"lycoris"}:
         return {"diffusers with LyCORIS": _lycoris_code(files, states, model)}
     if all(formats_for(state, "lycoris") for state in states):
         converted = [path.with_name(f"{path.stem}_lycoris.safetensors") for path in files]

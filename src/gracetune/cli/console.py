@@ -155,9 +155,9 @@ class Output(Console):
         for line in self.render_str(objects[0], highlight=False).split(allow_blank=True):
             indent = len(line.plain) - len(line.plain.lstrip())
             first, *more = line.divide(_breaks(line.plain, self.width, indent))
-            super().print(first, **options)
-            for part in more:
-                super().print(Text(" " * indent).append(part), **options)
+            for part in (first, *(Text(" " * indent).append(one) for one in more)):
+                part.rstrip()  # a space in the column after the last one would begin a line of its own
+                super().print(part, **options)
 
 
 def _breaks(line: str, width: int, indent: int) -> list[int]:

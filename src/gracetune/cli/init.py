@@ -18,7 +18,9 @@ from gracetune.cli.config import AsJson
 from gracetune.cli.console import Output, Session, mark, out, print_json, session, shown
 from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import load
+from gracetune.config.dataset_config import Dataset
 from gracetune.config.path_status import inspect_path
+from gracetune.data.backends.errors import too_many
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.proposal.contents import FolderContents, inspect_folder
@@ -38,6 +40,8 @@ from gracetune.proposal.text import text_of
 from gracetune.storage.atomic import write_file
 
 T = TypeVar("T")
+_NAMED = 5
+"""Number of unreadable files that are named."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ class Written:
 
     @property
     def command(self) -> str:
-        return f"gracetune train {shlex.quote(str(self.path))}"
+        """The next command: `estimate` shows what takes the memory of a config that does not fit."""
+        verb = "estimate" if self.proposal.is_rejected else "train"
+        return f"gracetune {verb} {shlex.quote(str(self.path))}"
 
 
 def init(
@@ -110,6 +116,7 @@ def run_init(request: InitRequest, started: Session, *, may_ask: bool = True) ->
     _report(f"{request.folder}: {contents.summary}")
     if contents.ignored:
         _report(f"left out: {contents.ignored} files of other kinds than most")
+    _report_unreadable(contents)
     machine = probe()
     answers = questions.answers(slug(path.stem), contents, machine)
     proposal = propose(contents, answers, machine)
@@ -121,6 +128,19 @@ def run_init(request: InitRequest, started: Session, *, may_ask: bool = True) ->
     except FileExistsError:
         raise ConfigError([_taken(path)]) from None
     return Written(path, contents, answers, proposal)
+
+
+def _report_unreadable(contents: FolderContents) -> None:
+    files, total = contents.unreadable, len(contents.unreadable) + len(contents.files)
+    if not files:
+        return
+    most = Dataset.model_fields["corrupt_threshold"].default
+    then = f"; training stops above {most:.0%}: repair or remove them" if too_many(len(files), total, most) else ""
+    _report(f"warning left out, unreadable: {len(files)} of {total} files{then}")
+    for one in files[:_NAMED]:
+        _report(f"  {one.path}: {one.reason}")
+    if len(files) > _NAMED:
+        _report(f"  and {len(files) - _NAMED} more")
 
 
 def _output(request: InitRequest) -> Path:
@@ -149,7 +169,7 @@ def _taken(path: Path) -> Problem:
     hint = (
         f"train with it: gracetune train {path}; or write another: --output {path.with_stem(f'{path.stem}-{number}')}"
     )
-    return Problem("--output", f"{path}, which is there", "a new file", hint)
+    return Problem("--output", f"{path}, which exists", "a new file", hint)
 
 
 @dataclass(frozen=True)
@@ -257,9 +277,10 @@ def _report(text: str) -> None:
 def _header(request: InitRequest, answers: Answers, proposal: Proposal, path: Path) -> list[str]:
     return [
         f"Written by `gracetune init {request.folder}`: preset {answers.preset.name}, for {answers.model.name}. "
-        "docs/quickstart.md names the sources.",
+        "Its values are from",
+        *(f"  {source}" for source in answers.preset.sources_for(answers.model.family, answers.model.flavour.name)),
         f"gracetune config show {shlex.quote(path.name)} lists every option.",
-        f"Plan for this machine: {proposal.plan.verdict}: {proposal.plan.summary}",
+        f"Plan for this machine: {proposal.mismatch or f'{proposal.plan.verdict}: {proposal.plan.summary}'}",
     ]
 
 
@@ -275,11 +296,19 @@ def _check(text: str, proposal: Proposal, started: Session) -> None:
 
 def _print(console: Console, written: Written) -> None:
     proposal, path = written.proposal, written.path
-    fits = proposal.plan.verdict in ("fits", "unknown")
     console.print(f"{mark(console, ok=True)} [bold]{shown(str(path))}[/]")
     console.print(f"    {shown(written.answers.model.name)}, {proposal.config.training.max_steps} steps, into "
                   f"{shown(proposal.config.output_dir)}")  # fmt: skip
-    console.print(f"{mark(console, ok=fits)} {proposal.plan.verdict}: {shown(proposal.plan.summary)}")
+    if written.answers.trigger and not written.contents.captions:
+        console.print(f"    trigger word, as there are no captions: {shown(written.answers.trigger)}")
+    weights = written.answers.model.missing_weights
+    if weights is not None:
+        console.print(f"    training downloads the weights: {shown(weights)}")
+    if proposal.mismatch is None:
+        fits = not proposal.is_rejected
+        console.print(f"{mark(console, ok=fits)} {proposal.plan.verdict}: {shown(proposal.plan.summary)}")
+    else:
+        console.print(f"    {shown(proposal.mismatch)}")
     console.print(f"next: [bold]{shown(written.command)}[/]")
 
 
@@ -295,6 +324,12 @@ def _as_json(written: Written) -> dict[str, object]:
         "model": answers.model.name,
         "trigger": answers.trigger,
         "steps": proposal.config.training.max_steps,
-        "plan": {"verdict": proposal.plan.verdict, "summary": proposal.plan.summary},
+        "unreadable": [one.path for one in contents.unreadable],
+        "plan": {
+            "verdict": proposal.plan.verdict,
+            "summary": proposal.plan.summary,
+            "applies": proposal.mismatch is None,
+            "note": proposal.mismatch,
+        },
         "next": written.command,
     }

@@ -50,7 +50,12 @@ class TrainRequest:
 def train(
     context: typer.Context,
     config_file: Annotated[
-        Path, typer.Argument(readable=False, metavar="CONFIG", help="A configuration file of any dialect.")
+        Path,
+        typer.Argument(
+            readable=False,
+            metavar="CONFIG",
+            help="A configuration file of any dialect, or a folder of images, clips or sounds.",
+        ),
     ],
     overrides: Overrides = None,
     resume: Annotated[
@@ -114,16 +119,20 @@ def train(
 
 
 def _config_for(folder: Path, started: Session) -> Path:
-    """On a terminal, offer to write a config for a folder of images. Elsewhere, loading it fails with a hint."""
+    """On a terminal, offer to write a config for a folder of images. Elsewhere, and for an empty folder, loading it
+    fails with a hint."""
     resolved = inspect_path(folder).path
     if (resolved / "config.yaml").is_file() or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return folder
     from gracetune.cli.init import InitRequest, default_output, run_init
+    from gracetune.proposal.contents import holds_media
 
     beside = default_output(resolved)
     if inspect_path(beside).kind == "file":
         if typer.confirm(f"{folder} is a folder. Train with {beside}?", default=True, err=True):
             return beside
+    elif not holds_media(resolved):
+        return folder
     elif typer.confirm(f"{folder} is a folder. Write a config for it and train?", default=True, err=True):
         return run_init(InitRequest(folder), started).path
     raise typer.Exit(1)

@@ -223,6 +223,9 @@ class TerminalView(View):
         left = "" if progress.seconds_left is None else f"{format_duration(progress.seconds_left)} left"
         self._bar(what, progress.done, progress.total, left)
 
+    def on_sample(self, step: int, done: int, total: int) -> None:
+        self._bar(f"samples at step {step}", done, total)
+
     def on_step(self, step: int, steps: int) -> None:
         if _TRAINING in self._tasks:
             self._progress.update(self._tasks[_TRAINING], completed=step)

@@ -60,20 +60,31 @@ def _problem(path: Path, error: ErrorDetails, draft: Draft) -> Problem:
         return _unknown_key(path, key, error["input"], draft)
     expected = expectation(path)
     if error["type"] == "missing" and draft.get(path) is None:
-        return Problem(key, "nothing", expected, _addition(path), file)
+        return Problem(key, "nothing", expected, _addition(path, draft.get(path[:-1])), file)
     found = draft.get(path) if error["type"] == "missing" else error["input"]
     origin = draft.origin(path)
     by_flag = origin is not None and origin.kind == "flag"
     return problem_with(key, found, expected, suggestion(path, found, key, by_flag=by_flag), file)
 
 
-def _addition(path: Path) -> str:
-    """Return what to add for a required key that is missing."""
+def _addition(path: Path, beside: Any) -> str:
+    """Return what to add for a required key that is missing. `beside` is the section that lacks it."""
     node = schema_at(path)
     example = _example([node, *_options(node)]) if node is not None else None
     if example is None or not isinstance(path[-1], str):
         return f"add `{dotted(path)}`"
-    return f"add `{path[-1]}: {example}`, for example" + (f", to `{dotted(path[:-1])}`" if path[:-1] else "")
+    section = f"to `{dotted(path[:-1])}`" if path[:-1] else ""
+    named = _named_beside(beside, _choices(node))
+    if named is not None:
+        return f"add `{path[-1]}: {named}` {section}".strip()
+    return f"add `{path[-1]}: {example}`, for example" + (f", {section}" if section else "")
+
+
+def _named_beside(section: Any, names: Iterable[str]) -> str | None:
+    """The first of `names` that a text of the section contains, such as the family in `path: ./sdxl`."""
+    values = section.values() if isinstance(section, Mapping) else ()
+    texts = [value.lower().replace("-", "_") for value in values if isinstance(value, str)]
+    return next((name for name in names if any(name in text for text in texts)), None)
 
 
 def _is_secret(path: Path) -> bool:

@@ -86,8 +86,8 @@ def _load(
 ) -> Resolved:
     document = _read(path, redactor)
     redactor.learn(document.data)
-    dialect = _recognize(document)
-    draft = Draft(document.name, problems=list(document.problems), redactor=redactor)
+    dialect, missing = _recognize(document)
+    draft = Draft(document.name, problems=[*missing, *document.problems], redactor=redactor)
     _read_environment(draft, environment)
     try:
         dialect.read(document, draft, environment)
@@ -106,6 +106,7 @@ def _load(
     return _build(draft, dialect.name, path, allow_unsupported)
 
 
+_NATIVE = next(dialect for dialect in DIALECTS if dialect.name == "native")
 _VARIABLE = re.compile(r"\$\{\w+\}")
 
 
@@ -134,10 +135,15 @@ def _parsed_with_blanks(document: Document) -> Any:
         return None
 
 
-def _recognize(document: Document) -> Dialect:
+def _recognize(document: Document) -> tuple[Dialect, list[Problem]]:
+    """The dialect, and what the file lacks of it: one with our two main sections may lack its first line."""
     for dialect in DIALECTS:
         if dialect.recognizes(document.data):
-            return dialect
+            return dialect, []
+    if isinstance(document.data, Mapping) and {"model", "datasets"} <= document.data.keys():
+        version = f"{native.VERSION_KEY}: {native.VERSION}"
+        lacking = Problem(native.VERSION_KEY, "nothing", version, f"write `{version}` as the first key", document.name)
+        return _NATIVE, [lacking]
     article = "an" if document.format == "env" else "a"
     empty = document.data is None or document.data == {}
     found = "an empty file" if empty else f"{article} {document.format} file of another kind"

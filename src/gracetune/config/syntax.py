@@ -5,6 +5,7 @@ Errors have line and column.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
@@ -33,6 +34,7 @@ from gracetune.config.limits import (
     too_many_values,
 )
 from gracetune.config.plain_data import plain
+from gracetune.config.spelling import nearest
 from gracetune.config.yaml_syntax import UNREADABLE, DuplicateKeyError, parse_yaml
 from gracetune.errors import ConfigError, Problem
 
@@ -90,8 +92,7 @@ def _read_text(path: Path) -> str:
             raise _shapeless(str(path), too_large())
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
-        hint = f"check the spelling; {path.parent} {'holds no such file' if path.parent.is_dir() else 'does not exist'}"
-        raise _cannot_read(path, "no file there", "a configuration file", hint) from None
+        raise _cannot_read(path, "no file there", "a configuration file", _nearest_file(path)) from None
     except IsADirectoryError:
         raise _cannot_read(path, "a directory", "a configuration file", _in_place_of(path)) from None
     except UnicodeDecodeError as error:
@@ -99,6 +100,20 @@ def _read_text(path: Path) -> str:
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         reason = error.strerror if isinstance(error, OSError) else None
         raise _cannot_read(path, reason or str(error), "a readable file", _unreadable(path, error)) from None
+
+
+def _nearest_file(missing: Path) -> str:
+    """Suggest the config file or the folder of the most similar name."""
+    folder = missing.parent
+    if not folder.is_dir():
+        return f"check the spelling; {folder} does not exist"
+    with contextlib.suppress(OSError):  # a folder that cannot be listed
+        found = [one for one in sorted(folder.iterdir(), key=Path.is_file) if one.suffix in FORMATS or one.is_dir()]
+        names = {one.stem: one.name for one in found}  # a file rather than a folder of the same name
+        near = nearest(missing.stem, names)
+        if near is not None:
+            return f"check the spelling: {folder / names[near]} exists"
+    return f"check the spelling; {folder} holds no such file"
 
 
 def _in_place_of(folder: Path) -> str:

@@ -26,6 +26,8 @@ UNPARKED_INPUTS = 2
 """How many of the newest block inputs stay on the device when the others are parked in host memory."""
 FP8_CAPABILITY = (9, 0)
 """Hopper and later: matrix products with a scale for each row of both operands."""
+_SAME_MODEL = 0.05
+"""If the number of parameters differs by a larger fraction, a footprint does not describe the weights."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,15 @@ class Footprint:
     """Edit models: the latents of reference images join the image tokens."""
     measured: str = ""
     """The hardware on which these numbers were compared with measurements; empty if they were not."""
+
+    def mismatch(self, parameters: int) -> str | None:
+        """Why this footprint does not describe weights with `parameters` in each denoiser; None if it does."""
+        if abs(parameters - self.parameters) <= _SAME_MODEL * self.parameters:
+            return None
+        return (
+            f"the memory plan is for {self.flavour} with {self.parameters:,} parameters; "
+            f"these weights have {parameters:,}, so it is not followed"
+        )
 
     @property
     def block_weights(self) -> int:

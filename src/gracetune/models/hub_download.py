@@ -367,7 +367,8 @@ def _wanted_before(repo: Repo, variant: str | None) -> list[str] | None:
 
 
 def _remedy(key: str, repo: Repo) -> str:
-    return f"{repo.command} on a machine with network, or give the model's folder: --set {key}=FOLDER"
+    typed = f"{key} FOLDER" if key.startswith("--") else f"--set {key}=FOLDER"
+    return f"{repo.command} on a machine with network, or give the model's folder: {typed}"
 
 
 def _lacking_parts(folder: Path) -> list[str]:

@@ -99,6 +99,11 @@ def inspect_folder(folder: Path, on_scanned: Callable[[int, int], None] = lambda
     )  # fmt: skip
 
 
+def holds_media(folder: Path) -> bool:
+    """Whether the folder or one below it has images, clips or sounds, damaged ones too."""
+    return bool(_kinds(LocalBackend(folder)))
+
+
 def _kinds(backend: Backend) -> Counter[Kind]:
     found: Counter[Kind] = Counter()
     for path in survey(backend).files:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,8 @@ from gracetune.config.path_status import inspect_path
 from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
+from gracetune.hub.access import Repo
+from gracetune.models.hub_download import HubName
 from gracetune.models.source import INDEX, open_source
 from gracetune.storage.regular_files import read_small_file
 
@@ -26,10 +30,20 @@ class ChosenModel:
     """None uses the published weights of the flavour."""
     is_certain: bool = True
     """False if the flavour is only assumed to be the first of its family."""
+    parameters: int | None = None
+    """Parameters of a denoiser in the model's folder; None for other models."""
 
     @property
     def name(self) -> str:
         return f"{self.family}/{self.flavour.name}"
+
+    @property
+    def missing_weights(self) -> str | None:
+        """The hub id of which nothing is in the hub's cache, so that training downloads it; None if there is none."""
+        name = self.path or self.flavour.weights
+        if inspect_path(name).kind != "nothing" or HubName.parse(name) is not None:
+            return None
+        return None if Repo(name).cache_folder.is_dir() else name
 
     @property
     def values(self) -> dict[str, Any]:
@@ -62,10 +76,12 @@ def _of_family(family: str, path: str) -> ChosenModel:
         from gracetune.models.registry import spec_of  # imports torch
 
         path = str(place.path.absolute())
-        facts = spec_of(family).inspect(open_source(Model(family=family, path=path)))
+        spec, source = spec_of(family), open_source(Model(family=family, path=path))
+        facts = spec.inspect(source)
         flavour = find_flavour(family, facts.flavour)
         assert flavour is not None
-        return ChosenModel(family, flavour, path)
+        parameters = sum(one.numel() for one in spec.build_denoiser(source, facts.experts[0]).parameters())
+        return ChosenModel(family, flavour, path, parameters=parameters)
     path = str(place.path.absolute()) if place.kind == "file" else path
     return ChosenModel(family, flavours(family)[0], path, is_certain=False)
 
@@ -86,6 +102,16 @@ def _family_of(folder: str) -> str:
     raise ConfigError([Problem("--model", f"{folder}, the parts of a {pipeline}", known, "name another model")])
 
 
+def _nearest_folder(text: str) -> str | None:
+    """The model's folder of the most similar name beside a path that does not exist, written as `text` is."""
+    parent, slash, name = text.rstrip("/").rpartition("/")
+    place = inspect_path(parent + slash if slash else ".")
+    if place.kind != "folder" or not os.access(place.path, os.R_OK | os.X_OK):
+        return None
+    near = nearest(name, [one.parent.name for one in sorted(place.path.glob(f"*/{INDEX}"))])
+    return None if near is None else f"{parent}{slash or './'}{near}"
+
+
 def _unknown(text: str) -> Problem:
     names = [*FAMILIES, *(f"{family}/{one.name}" for family in FAMILIES for one in flavours(family))]
     kind = inspect_path(text).kind
@@ -95,6 +121,9 @@ def _unknown(text: str) -> Problem:
         return Problem(
             "--model", f"{text}, a folder without {INDEX}", EXPECTED, f"--model sdxl:{text}, or another folder"
         )
+    folder = _nearest_folder(text)
+    if folder is not None:
+        return Problem("--model", f"{text}, which does not exist", EXPECTED, f"--model {shlex.quote(folder)}")
     near = nearest(text, names)
     hint = f"--model {near}" if near else f"--model sdxl:{text}, if it is one of SDXL; families: {', '.join(FAMILIES)}"
     return Problem("--model", text, EXPECTED, hint)

@@ -59,6 +59,11 @@ class TrainingPreset:
         layers += [self.options.get(family, {}), self.options.get(f"{family}/{flavour}", {})]
         return {key: option for layer in layers for key, option in layer.items()}
 
+    def sources_for(self, family: str, flavour: str) -> list[str]:
+        """The URLs behind the steps and the options, without repetition."""
+        used = [self.steps.source, *(option.source for option in self.options_of(family, flavour).values())]
+        return [*dict.fromkeys(used)]
+
 
 @cache
 def presets() -> dict[str, TrainingPreset]:

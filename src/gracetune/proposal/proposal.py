@@ -11,6 +11,7 @@ from typing import Any
 from gracetune.config.base import file_name
 from gracetune.config.draft import parse_path
 from gracetune.config.run_config import RunConfig
+from gracetune.config.yaml_syntax import parse_yaml
 from gracetune.data.buckets import UnfitFile
 from gracetune.data.captions import with_trigger
 from gracetune.data.geometry import Geometry
@@ -18,7 +19,7 @@ from gracetune.data.items import bucket_of
 from gracetune.data.refs import Bucket
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
-from gracetune.models.registry import geometry
+from gracetune.models.registry import footprint_of, geometry
 from gracetune.planning.config_demand import demand_of
 from gracetune.planning.memory_tiers import free_on_disk
 from gracetune.planning.plan import Plan, plan
@@ -59,6 +60,13 @@ class Proposal:
     """The reason for a value, by its path."""
     config: RunConfig
     plan: Plan
+    mismatch: str | None = None
+    """Why the plan does not apply to the weights in the model's folder. None if it applies."""
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether `gracetune train` would reject the config, because it does not fit."""
+        return self.mismatch is None and self.plan.verdict not in ("fits", "unknown")
 
 
 def default_preset(contents: FolderContents) -> TrainingPreset:
@@ -119,20 +127,41 @@ def _words(contents: FolderContents) -> str:
 
 
 def propose(contents: FolderContents, answers: Answers, machine: Machine) -> Proposal:
-    """Propose the first combination of micro-batch and base precision that fits the machine, or else the smallest."""
+    """Propose the first combination of micro-batch and base precision that fits the machine, else what the plan of the
+    smallest one changes. If the plan does not apply to the weights, propose the first combination."""
     check_answers(contents, answers)
     values, comments = _values(contents, answers, machine)
     _add_validation(values, comments, contents, answers)
     found = None
     for candidate, why in _candidates(values, machine):
-        config = RunConfig.model_validate(copy.deepcopy(candidate))
-        demand, _ = demand_of(config, machine, None)
-        result = plan(demand, machine, disk_free=free_on_disk(config.output_dir))
-        found = Proposal(candidate, {**comments, **why}, config, result)
-        if result.verdict in ("fits", "unknown"):
-            break
+        found = _planned(candidate, {**comments, **why}, answers.model, machine)
+        if not found.is_rejected:
+            return found
     assert found is not None
-    return found
+    if found.plan.verdict == "does not fit":
+        return found
+    changed, why = _with_changes(found)
+    return _planned(changed, {**found.comments, **why}, answers.model, machine)
+
+
+def _planned(values: Values, comments: Comments, model: ChosenModel, machine: Machine) -> Proposal:
+    config = RunConfig.model_validate(copy.deepcopy(values))
+    demand, _ = demand_of(config, machine, None)
+    result = plan(demand, machine, disk_free=free_on_disk(config.output_dir))
+    footprint, _ = footprint_of(config.model)
+    mismatch = None if model.parameters is None else footprint.mismatch(model.parameters)
+    return Proposal(values, comments, config, result, mismatch)
+
+
+def _with_changes(proposal: Proposal) -> tuple[Values, Comments]:
+    """The values with the edits that the plan asks for, each with its reason."""
+    values, comments = copy.deepcopy(proposal.values), {}
+    for change in proposal.plan.changes:
+        if not change.automatic:
+            path = parse_path(change.key)
+            _put(values, [str(step) for step in path], parse_yaml(change.after))
+            comments[path[:1]] = f"so that it fits: {change.why}"
+    return values, comments
 
 
 def _candidates(values: Values, machine: Machine) -> Iterator[tuple[Values, Comments]]:
@@ -183,8 +212,9 @@ def _values(contents: FolderContents, answers: Answers, machine: Machine) -> tup
     _fit_to_files(dataset, comments, contents, shape)
     steps = answers.steps or preset.steps.of(files)
     values["training"] = {"max_steps": steps, **values["training"]}
-    seen = steps * values["training"].get("batch_size", 1) / files
-    comments["training",] = f"each file is seen about {seen:.0f} times"
+    seen = round(steps * values["training"].get("batch_size", 1) / files)
+    times = {0: "less than once", 1: "about once"}.get(seen, f"about {seen} times")
+    comments["training",] = f"each file is seen {times}"
     if answers.trigger:
         dataset.setdefault("captions", {})["trigger_word"] = answers.trigger
         comments["datasets", 0, "captions"] = f"{answers.trigger} is added to captions without it"

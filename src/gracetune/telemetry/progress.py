@@ -32,13 +32,15 @@ class RunStatus:
     """Bytes in use by tier."""
     memory_stage: int | None = None
     """None if the unified-memory layer is not open."""
+    pauses_left_s: float = 0.0
+    """Expected duration of the validations that are left."""
 
     @property
     def eta_s(self) -> float | None:
-        """Time left for training alone, without validations and checkpoints."""
+        """Time left."""
         if self.total_steps is None or self.seconds_per_step is None:
             return None
-        return max(0, self.total_steps - self.step) * self.seconds_per_step
+        return max(0, self.total_steps - self.step) * self.seconds_per_step + self.pauses_left_s
 
     def line(self) -> str:
         """`step 120/1,000 · loss 0.1234 · 1.52 s/it · ETA 22m 17s · memory stage 1 · device 61.2 GiB`"""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.events import MemoryStageChanged, Record, RunStarted, StepDone
 from gracetune.telemetry.progress import ProgressTracker, RunStatus
 from gracetune.train.job import Pauses
@@ -50,9 +51,16 @@ class LiveProgress:
 
     def __init__(
         self, view: View, memory: Callable[[], Mapping[str, int]], pauses: Pauses, clock: Callable[[], float],
+        *, validate_every: int | None = None,
     ) -> None:  # fmt: skip
-        """`memory` returns the bytes in use by tier, without synchronizing. `clock` is in seconds."""
+        """`memory` returns the bytes in use by tier, without synchronizing. `clock` is in seconds. `validate_every` is
+        the interval of validations in steps."""
         self._view, self._memory, self._pauses, self._clock = view, memory, pauses, clock
+        self._validate_every = validate_every
+        self._begin = 0
+        """The step that this process began at."""
+        self._first_pause = 0.0
+        """Seconds that the first validation took, before the first step."""
         self._tracker = ProgressTracker()
         self._every = 1
         self._ends: deque[tuple[float, int]] = deque(maxlen=RECENT)
@@ -67,6 +75,7 @@ class LiveProgress:
         self._tracker.observe(event)
         if isinstance(event, RunStarted):
             self._every = max(1, round((event.total_steps or 0) / SUMMARIES))
+            self._begin = event.resumed_step or 0
         if isinstance(event, RunStarted | MemoryStageChanged | StepDone):
             self._view.on_status(self._status())
 
@@ -76,6 +85,8 @@ class LiveProgress:
         """Refresh the line if it is time. `mean_loss` computes the mean since the last log step. `logged` is True
         at a log step, whose loss an event has reported already."""
         now = self._clock()
+        if not self._ends:
+            self._first_pause = self._pauses.seconds
         self._ends.append((now - self._pauses.seconds, step))
         self._show_arrived()
         is_summary = step % self._every == 0
@@ -92,12 +103,12 @@ class LiveProgress:
         """Print a summary line for the last step, unless there is one."""
         self._readings.clear()
         if self._ends and self._summarised != step:
-            self._summarise(replace(self._status(), step=step))
+            self._summarise(replace(self._status(step), pauses_left_s=0.0))
 
     def _show_arrived(self) -> None:
         while self._readings and self._readings[0].is_ready():
             reading = self._readings.popleft()
-            status = replace(self._status(), step=reading.step, loss=reading.loss.item(), stage=reading.expert)
+            status = replace(self._status(reading.step), loss=reading.loss.item(), stage=reading.expert)
             if reading.is_summary:
                 self._summarise(status)
             else:
@@ -107,7 +118,8 @@ class LiveProgress:
         self._summarised = status.step
         self._view.on_summary(status)
 
-    def _status(self) -> RunStatus:
+    def _status(self, step: int | None = None) -> RunStatus:
+        """The status after `step`, or after the last step that an event reported."""
         status = self._tracker.status()
         pace = status.seconds_per_step
         if len(self._ends) > 1:
@@ -116,7 +128,26 @@ class LiveProgress:
         used = dict(self._memory())
         if "device" in used:  # torch counts the overflow arena as device memory
             used["device"] = max(0, used["device"] - status.memory.get("arena", 0))
-        return replace(status, seconds_per_step=pace, memory={**status.memory, **used})
+        step = status.step if step is None else step
+        left = self._pauses_left(step, status.total_steps)
+        return replace(status, step=step, seconds_per_step=pace, memory={**status.memory, **used}, pauses_left_s=left)
+
+    def _pauses_left(self, step: int, total: int | None) -> float:
+        """The mean pause for each validation so far, times the number of those that are left. The one after `step`
+        itself is left: the line is shown before it begins."""
+        every = self._validate_every
+        if every is None or total is None:
+            return 0.0
+        validated = max(self._begin, step - 1) // every
+        done = validated - self._begin // every + (self._begin == 0 and self._first_pause > 0)
+        return (total // every - validated) * self._pauses.seconds / done if done else 0.0
+
+
+def validation_interval(config: RunConfig) -> int | None:
+    """Steps between validations: the longer interval, if samples and held-out loss have different ones."""
+    section = config.validation
+    samples = section.every_steps if section.enabled and section.prompts else None
+    return max((one for one in (samples, section.loss_every_steps) if one is not None), default=None)
 
 
 def _begin_reading(step: int, expert: str, loss: Tensor, *, is_summary: bool) -> _Reading:

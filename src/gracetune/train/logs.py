@@ -56,7 +56,7 @@ from gracetune.telemetry.sinks.jsonl import JsonlSink
 from gracetune.telemetry.sinks.webhook import WebhookSink
 from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepEnds, StepStarts
 from gracetune.train.job import Pauses
-from gracetune.train.live_progress import LiveProgress
+from gracetune.train.live_progress import LiveProgress, validation_interval
 from gracetune.train.output import RunFolder
 from gracetune.train.planning import PlannedRun
 from gracetune.train.runtime import Runtime
@@ -209,7 +209,9 @@ class TrainingLog(Callback):
         software = self.machine.software
         versions = {name: version for name, version in software.libraries.items() if version is not None}
         if self.runtime.is_main:
-            self._live = LiveProgress(self.view, self.usage.totals, self.pauses, self.clock)
+            self._live = LiveProgress(
+                self.view, self.usage.totals, self.pauses, self.clock, validate_every=validation_interval(self.config)
+            )
             self.telemetry.add(self._live)
         self.telemetry.emit(
             RunStarted(

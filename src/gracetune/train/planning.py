@@ -29,8 +29,6 @@ from gracetune.units import format_bytes
 _MOST_OF_MEMORY = 0.5
 """Without a plan, base weights stay in 16 bits if they take at most this fraction of the memory. The step needs the
 rest."""
-_SAME_MODEL = 0.05
-"""If the number of parameters differs by a larger fraction, the footprint does not describe these weights."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +89,10 @@ def make_plan(
         config, footprint, survey(config), compiled=compiled, processes=processes, assistant_elements=elements
     )
     parameters = sum(one.numel() for one in spec.build_denoiser(source, facts.experts[0]).parameters())
-    mismatch = None
-    if abs(parameters - footprint.parameters) > _SAME_MODEL * footprint.parameters:
-        mismatch = (
-            f"the memory plan is for {footprint.flavour} with {footprint.parameters:,} parameters; "
-            f"these weights have {parameters:,}, so it is not followed"
-        )
     found = plan(
         demand, machine, disk_free=free_on_disk(config.output_dir), force_oversubscription=force_oversubscription
     )
-    return PlannedRun(demand, found, mismatch, parameters * len(facts.experts))
+    return PlannedRun(demand, found, footprint.mismatch(parameters), parameters * len(facts.experts))
 
 
 def processes_of(runtime: Runtime) -> Processes:

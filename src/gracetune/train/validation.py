@@ -87,9 +87,8 @@ class Sampling(Callback):
         if requested and not self._samples:
             self._view.warn("a validation was requested, but the config has no validation.prompts")
         if requested or self.is_due(done):
-            with self._pauses.counted():
-                # `Saving` may just have rewound the run to before a failed step, so `done.step` can be too high.
-                self._generate(self._model.state.position.step, requested=requested)
+            # `Saving` may just have rewound the run to before a failed step, so `done.step` can be too high.
+            self._generate(self._model.state.position.step, requested=requested)
             self._store.end_work("sampling", done.step)
 
     def end(self, ended: RunEnds) -> None:
@@ -101,6 +100,10 @@ class Sampling(Callback):
         self._kept = None
 
     def _generate(self, step: int, *, requested: bool) -> None:
+        with self._pauses.counted():
+            self._generate_all(step, requested=requested)
+
+    def _generate_all(self, step: int, *, requested: bool) -> None:
         # All ranks generate with a sharded model. Otherwise rank 0 generates, and the others wait at
         # the next collective between steps, whose time limit is long.
         runtime = self._model.runtime
@@ -114,6 +117,7 @@ class Sampling(Callback):
         phase = self._view.phase(f"samples at step {step}")
         with self._warn_on_failure(step, "samples"), untouched(self._model), phase, self._pipeline() as pipeline:
             for number, sample in enumerate(self._samples):
+                self._view.on_sample(step, number, len(self._samples))
                 if self._has_to_stop():
                     self._view.report(
                         f"samples at step {step}: {len(self._samples) - number} left out, the run is stopping"

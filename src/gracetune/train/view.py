@@ -78,6 +78,9 @@ class View:
     def on_latents(self, progress: PassProgress) -> None:
         """Show the progress of the encode pass over images, clips and audio."""
 
+    def on_sample(self, step: int, done: int, total: int) -> None:
+        """Show how many samples of a validation have been generated."""
+
     def on_step(self, step: int, steps: int) -> None: ...
 
     def on_status(self, status: RunStatus) -> None:

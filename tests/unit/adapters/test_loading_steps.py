@@ -21,6 +21,7 @@ from unit.adapters.formats import making
 from unit.adapters.formats.predicting import predict
 
 TinyModel = Callable[[str, str], Path]
+LYCORIS = ["diffusers with LyCORIS, first in a shell", "diffusers with LyCORIS"]
 
 
 def saved(
@@ -58,10 +59,11 @@ def pasted(steps: dict[str, str]) -> Any:
     ("family", "algorithm", "format", "programs"),
     [
         ("sdxl", "lora", "kohya", ["ComfyUI", "diffusers", "Other programs"]),
-        ("sdxl", "lokr", "comfyui", ["ComfyUI", "diffusers with LyCORIS, first in a shell", "diffusers with LyCORIS"]),
+        ("sdxl", "lokr", "comfyui", ["ComfyUI", *LYCORIS]),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
+                ("sdxl", "lokr", "kohya", ["ComfyUI", *LYCORIS, "Other programs"]),
                 ("sdxl", "lora", "comfyui", ["ComfyUI", "diffusers, first in a shell", "diffusers"]),
                 ("sdxl", "lokr", "lycoris", ["ComfyUI", "diffusers with LyCORIS", "Other programs"]),
                 ("flux", "lora", "comfyui", ["ComfyUI", "diffusers"]),

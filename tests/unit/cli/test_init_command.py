@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,13 +28,14 @@ def test_flags_answer_every_question(photos: Path, capsys: pytest.CaptureFixture
     flags = ("--model", "flux/dev", "--preset", "style", "--trigger", "inky", "--steps", "30")
     assert gracetune("init", str(photos), *flags) == 0
     message = capsys.readouterr()
-    assert "next: gracetune train photos.yaml" in message.out
+    assert re.search("next: gracetune (train|estimate) photos.yaml", message.out)  # as much as this machine's memory
     assert "12 images, all with captions" in message.err
     config = load(Path("photos.yaml"), environment=Environment({})).config
     assert (config.model.family, config.model.flavour, config.training.max_steps) == ("flux", "dev", 30)
     assert config.datasets[0].captions.trigger_word == "inky"
     assert config.output_dir == "output/photos"
     assert gracetune("config", "check", "photos.yaml") == 0
+    assert "#   https://github.com/ostris/ai-toolkit/" in Path("photos.yaml").read_text()
 
 
 def test_yes_uses_defaults_and_json_reports_them(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +43,16 @@ def test_yes_uses_defaults_and_json_reports_them(photos: Path, capsys: pytest.Ca
     message = json.loads(capsys.readouterr().out)
     assert (message["config"], message["preset"], message["model"]) == ("photos.yaml", "character", "sdxl/base-1.0")
     assert (message["files"], message["captioned"], message["steps"]) == (12, 12, 960)
+
+
+def test_unreadable_files_are_named(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (photos / "000.png").write_bytes(b"no image")
+    assert gracetune("init", str(photos), "--yes", "--json") == 0
+    message = capsys.readouterr()
+    assert json.loads(message.out)["unreadable"] == ["000.png"]
+    words = " ".join(message.err.split())
+    assert "warning left out, unreadable: 1 of 12 files; training stops above 5%" in words
+    assert "000.png: not an image" in words
 
 
 def test_without_a_terminal_missing_options_are_an_error(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,9 @@ def test_what_a_run_waits_for_is_shown_until_a_bar_shows_more(monkeypatch: pytes
         assert [task.total for task in view._progress.tasks if task.visible] == [9]
         with suppress(ValueError), view.phase("samples at step 1"):
             assert sorted(spinning()) == ["samples at step 1", "training"]
+            view.on_sample(1, 2, 4)
+            (bar,) = (task for task in view._progress.tasks if task.visible and task.description != "training")
+            assert (bar.description, bar.completed, bar.total) == ("samples at step 1", 2, 4)
             raise ValueError
         assert spinning() == ["training"]
     assert spinning() == []

@@ -370,6 +370,38 @@ def test_files_of_no_known_kind(tmp_path: Path, text: str, hint: str) -> None:
     assert hint in caught.value.problems[0].hint
 
 
+def test_a_file_that_lacks_its_first_line_is_read_with_all_its_problems(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: ./sdxl\ndatasets: photos\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(path, environment=EMPTY)
+    found = {problem.key: problem.hint for problem in caught.value.problems}
+    assert found["model"] == "write `model: {family: sdxl, path: ./sdxl}`"
+    assert {"gracetune", "output_dir"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("./sdxl", "add `family: sdxl` to `model`"),
+        ("Qwen/Qwen-Image", "add `family: qwen_image` to `model`"),
+        ("mine", "add `family: wan`, for example, to `model`"),
+    ],
+)
+def test_a_missing_family_is_read_from_the_models_name(tmp_path: Path, path: str, hint: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"gracetune: 1\nname: a\noutput_dir: out\ndatasets: photos\nmodel: {{path: {path}}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file, environment=EMPTY)
+    assert {problem.key: problem.hint for problem in caught.value.problems}["model.family"] == hint
+
+
+def test_a_misspelt_file_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "photos.yaml").write_text("gracetune: 1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"check the spelling: \S*photos\.yaml exists"):
+        load(tmp_path / "photo.yaml", environment=EMPTY)
+
+
 def test_what_is_not_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "file").write_text("x", encoding="utf-8")

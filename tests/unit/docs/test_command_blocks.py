@@ -68,15 +68,23 @@ RUN_HERE = [block for block in BLOCKS if block.mark == f"run: {THIS_FILE}"]
 def test_every_block_is_marked() -> None:
     assert len(BLOCKS) > 40
     assert [str(block) for block in BLOCKS if not re.match(r"run:( tests/\S+\.py)+$|not run: \S", block.mark)] == []
+    named = {path.rstrip(",;") for block in BLOCKS for path in re.findall(r"(?:tests|scripts)/\S+", block.mark)}
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("block", [one for one in BLOCKS if one.mark.startswith("run: ")], ids=str)
 def test_the_named_tests_run_its_commands(block: Block) -> None:
+    """A test that reads the page runs what it finds there. Others have every command and every flag in their text."""
     tests = block.mark.split()[1:]
     text = "".join((ROOT / test).read_text() for test in tests)
-    words = {_verb(line) for line in block.commands} or {_COMMAND.findall(block.text)[0].split()[0]}
-    if f'"{block.page}"' not in text and THIS_FILE not in tests:  # a test that reads the page runs what it finds there
-        assert [word for word in words if not re.search(rf"[\"' ]{word}[\"' ]", text)] == []
+    if f'"{block.page}"' in text or f'"docs/{block.page}"' in text or THIS_FILE in tests:
+        return
+    lines = [line.strip() for line in block.text.splitlines() if _COMMAND.match(line)]
+    programs = [line.split()[0] for line in lines if not line.startswith("gracetune ")]
+    words = {_verb(line) for line in block.commands} | {Path(program).name for program in programs}
+    assert [word for word in words if not re.search(rf"[\"'/ ]{re.escape(word)}[\"' ]", text)] == []
+    flags = {flag for line in lines for flag in re.findall(r" (--[a-z][\w-]*)", line.split(" #")[0])}
+    assert [flag for flag in sorted(flags) if f'"{flag}"' not in text and f"{flag} " not in text] == []
 
 
 def _verb(line: str) -> str:

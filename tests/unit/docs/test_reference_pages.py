@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from types import ModuleType
 
 import pytest
 
+from gracetune.cache import folders
+from gracetune.checkpoint import manifest
+from gracetune.config import native
+from gracetune.data.loader import STATE_VERSION
+from gracetune.data.scan import SCAN_VERSION
+from gracetune.telemetry.events import SCHEMA_VERSION
 from unit.docs.targets import ROOT, text_of
 
 SCRIPT = ROOT / "scripts" / "reference_pages.py"
@@ -33,3 +40,16 @@ def test_the_page_of_options_is_up_to_date(pages: ModuleType) -> None:
 
 def test_the_page_of_commands_is_up_to_date(pages: ModuleType) -> None:
     assert text_of("commands.md") == pages.commands_page(), HINT
+
+
+def test_the_versions_in_the_changelog_are_those_that_are_written() -> None:
+    written = {
+        "native config (`gracetune:`)": native.VERSION,
+        "checkpoint manifest, state parts": manifest.VERSION,
+        "event log (`v`)": SCHEMA_VERSION,
+        "position in the data, in a checkpoint": STATE_VERSION,
+        "cache folder": folders.VERSION,
+        "results of a folder's scan": SCAN_VERSION,
+    }
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| [^|]+ \|$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert {name: int(version) for name, version in rows if name in written} == written

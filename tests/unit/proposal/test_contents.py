@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gracetune.errors import ConfigError
-from gracetune.proposal.contents import inspect_folder
+from gracetune.proposal.contents import holds_media, inspect_folder
 from unit.data.folders import image, images, write
 from unit.data.media.generated import audio_bytes, every, tone, video_bytes
 
@@ -57,6 +57,8 @@ def test_nothing_to_train_on(tmp_path: Path) -> None:
         inspect_folder(tmp_path / "none")
     with pytest.raises(ConfigError, match="without images, clips or sounds"):
         inspect_folder(write(tmp_path / "a", {"notes.txt": "text"}))
+    assert not holds_media(tmp_path / "a")
+    assert holds_media(write(tmp_path / "below", {"more/a.png": image()}))
     with pytest.raises(ConfigError, match=r"a\.png"):
         inspect_folder(write(tmp_path / "b", {"a.png": b"no image"}))
     with pytest.raises(ConfigError, match="gracetune train"):

@@ -134,6 +134,31 @@ def test_the_plan_chooses_precision_and_model(folders: dict[str, Path]) -> None:
     assert default_model(clips, preset_named("motion"), machine_with(16 * GIB)).name == "wan/t2v-1.3b-2.1"
 
 
+def cpu_with(memory: int) -> Machine:
+    machine = load("cpu-only")
+    names = ("mem_total", "mem_available", "cpu_mem_total", "cpu_mem_available")
+    return machine.model_copy(update={"host": machine.host.model_copy(update=dict.fromkeys(names, memory))})
+
+
+def test_the_edits_that_the_plan_asks_for_are_made(folders: dict[str, Path], tmp_path: Path) -> None:
+    contents = inspect_folder(folders["image"])
+    proposal = propose(contents, answered(contents, "sdxl"), cpu_with(12 * GIB))
+    assert (proposal.config.model.base_precision, proposal.plan.verdict) == ("int8", "fits")
+    assert proposal.comments["model",].startswith("so that it fits: frozen weights in int8")
+    read_back(proposal, tmp_path)
+    assert propose(contents, answered(contents, "sdxl"), cpu_with(8 * GIB)).is_rejected
+
+
+def test_a_plan_for_other_weights_changes_nothing(folders: dict[str, Path], tiny_model: Any) -> None:
+    """SDXL itself would not fit into 8 GiB, but the model in the folder is tiny."""
+    contents = inspect_folder(folders["image"])
+    answers = answered(contents, str(tiny_model("sdxl", "base-1.0")))
+    proposal = propose(contents, answers, cpu_with(8 * GIB))
+    assert proposal.config.model.base_precision == "fp32"
+    assert "these weights have 809,284" in (proposal.mismatch or "")
+    assert not proposal.is_rejected
+
+
 @pytest.mark.parametrize(
     ("kind", "model", "preset", "words"),
     [
@@ -165,10 +190,19 @@ def test_names_of_models(text: str, name: str, path: str | None) -> None:
     assert (found.name, found.path) == (name, path)
 
 
+def test_weights_that_training_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert model_named("sdxl").missing_weights == "stabilityai/stable-diffusion-xl-base-1.0"
+    (tmp_path / "models--stabilityai--stable-diffusion-xl-base-1.0").mkdir()
+    assert model_named("sdxl").missing_weights is None
+
+
 def test_a_models_folder_says_what_it_is(tiny_model: Any, tmp_path: Path) -> None:
     folder = tiny_model("wan", "t2v-1.3b-2.1")
     found = model_named(str(folder))
-    assert (found.name, found.path) == ("wan/t2v-1.3b-2.1", str(folder))
+    assert (found.name, found.path, found.missing_weights) == ("wan/t2v-1.3b-2.1", str(folder), None)
+    with pytest.raises(ConfigError, match=f"--model {folder}"):
+        model_named(f"{folder}s")
     file = write(tmp_path, {"mine.safetensors": b"weights"}) / "mine.safetensors"
     with pytest.raises(ConfigError, match=f"--model sdxl:{file}"):
         model_named(str(file))

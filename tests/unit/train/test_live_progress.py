@@ -25,10 +25,12 @@ class Lines(View):
         self.kept.append(status)
 
 
-def steps(total: int, done: int, seconds: float, *, log_every: int = 1000) -> tuple[Lines, int]:
+def steps(
+    total: int, done: int, seconds: float, *, log_every: int = 1000, validate_every: int | None = None
+) -> tuple[Lines, int]:
     """Take steps of this duration. Return what was shown, and how many losses were read."""
     lines, now, pauses, reads = Lines(), [0.0], Pauses(), 0
-    live = LiveProgress(lines, lambda: {"host": 5}, pauses, lambda: now[0])
+    live = LiveProgress(lines, lambda: {"host": 5}, pauses, lambda: now[0], validate_every=validate_every)
     live.write(Record(0.0, RunStarted(run="r", total_steps=total)))
 
     def loss() -> Tensor:
@@ -42,7 +44,7 @@ def steps(total: int, done: int, seconds: float, *, log_every: int = 1000) -> tu
         if logged:
             live.write(Record(0.0, StepDone(step=step, epoch=0, loss=0.25, step_ms=1.0, steps=log_every)))
         live.step_ends(step, "", loss, logged=logged)
-        if step == 2:  # samples, which do not count as step time
+        if step == 2 or (validate_every and step % validate_every == 0):  # samples, which do not count as step time
             now[0] += 100.0
             pauses.seconds += 100.0
     live.end(done)
@@ -56,6 +58,20 @@ def test_slow_steps_are_shown_at_once_with_pace_time_left_and_memory() -> None:
     assert (first.step, first.loss, first.seconds_per_step) == (1, 0.5, None)
     assert (second.step, second.seconds_per_step, second.eta_s) == (2, REFRESH_S + 1, 998 * (REFRESH_S + 1))
     assert (third.seconds_per_step, third.memory) == (REFRESH_S + 1, {"host": 5})
+
+
+def test_time_left_contains_the_validations_that_are_left() -> None:
+    lines, _ = steps(8, 8, 10.0, validate_every=2)
+    assert [one.eta_s for one in lines.kept] == [
+        None,  # the pace is unknown
+        60.0,  # the duration of a validation is unknown until the first one is over
+        50.0 + 3 * 100.0,
+        40.0 + 3 * 100.0,
+        30.0 + 2 * 100.0,
+        20.0 + 2 * 100.0,
+        10.0 + 100.0,
+        100.0,  # the last validation follows the last step
+    ]
 
 
 def test_fast_steps_are_shown_every_few_seconds() -> None:

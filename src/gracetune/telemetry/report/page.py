@@ -82,7 +82,7 @@ def _tiles(history: RunHistory) -> str:
     tiles = [("Steps", f"{history.step:,}{total}")]
     last = history.steps.last
     if last is not None:
-        tiles += [("Samples", f"{last.samples:,}"), ("Epochs", f"{last.epoch + 1:,}")]
+        tiles += [("Examples", f"{last.samples:,}"), ("Epochs", f"{last.epoch + 1:,}")]
     for expert in history.experts:
         smooth = loss_facts(history.steps.losses(expert))["last_smoothed"]
         label = f"Loss, smoothed{f' ({expert})' if expert else ''}"
@@ -189,6 +189,8 @@ def _plan(history: RunHistory) -> str:
     plan = history.plan
     if plan is None:
         return ""
+    if plan.mismatch:
+        return f"<p>{_text(plan.mismatch)}</p>"
 
     def size(value: int | None) -> str:
         return number_format.UNKNOWN if value is None else number_format.size(value)
@@ -201,7 +203,7 @@ def _plan(history: RunHistory) -> str:
     ]
     changes = [(one.key, one.before, one.after, size(one.saves_bytes), one.why) for one in plan.changes]
     return (
-        f"<p>{_text(plan.mismatch or f'{plan.verdict}: {plan.summary}')}</p>"
+        f"<p>{_text(f'{plan.verdict}: {plan.summary}')}</p>"
         + _table("Kinds of memory", ("memory", "planned peak", "usable", "reason"), tiers)
         + _table("Consumers", ("owner", "memory", "size", "phases", "reason"), lines)
         + _table("Differences from the config", ("key", "before", "after", "saves", "reason"), changes)
@@ -321,6 +323,8 @@ def _mapping(values: Mapping[str, str], key: str, value: str) -> str:
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
+    columns = [number for number in range(len(head)) if any(row[number] for row in rows)]  # without empty ones
+    head, rows = [head[number] for number in columns], [[row[number] for number in columns] for row in rows]
     shown = [rows[index] for index in evenly_spaced_indices(len(rows), TABLE_ROWS)]
     if len(shown) < len(rows):
         caption = f"{caption} ({len(shown)} of {len(rows):,} rows; all are in logs/events.jsonl)"

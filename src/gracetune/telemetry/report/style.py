@@ -70,6 +70,7 @@ circle {{ fill: var(--c); }}
   border-radius: .15em; background: var(--c); }}
 .scroll {{ overflow: auto; max-height: 28rem; }}
 table {{ border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }}
+.scroll {{ margin-top: .75rem; }}
 caption {{ text-align: left; }}
 th, td {{ text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--rule); vertical-align: top;
   overflow-wrap: break-word; }}

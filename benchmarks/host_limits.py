@@ -200,7 +200,8 @@ def inspect_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
     save_file(tensors, folder / "a.safetensors")
     del tensors
     seconds, cpu, peak = _in_new_process("inspect", folder)
-    detail = f"320 layers, norms estimated from 128 rows each; {cpu:.1f} s of CPU; {peak:,.0f} MiB more than before"
+    spent = f"one thread, {cpu:.1f} s of CPU, {peak:,.0f} MiB more than before"
+    detail = f"320 layers, norms estimated from 128 rows each; {spent}"
     yield BenchRow("inspect_large_loha", seconds, "s", detail=detail)
 
 
@@ -243,6 +244,7 @@ def _measure(task: str, folder: Path) -> None:
     from gracetune.cli.adapter_view import inspected
     from gracetune.telemetry.report.write import write_report
 
+    torch.set_num_threads(1)  # several would spin while they wait for each other, if other programs run
     before, began, cpu = _peak_mib(), time.perf_counter(), time.process_time()
     if task == "report":
         write_report(folder, loading_steps)

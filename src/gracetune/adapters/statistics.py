@@ -57,18 +57,21 @@ def change_norm(layer: Layer) -> float:
     tensors = {name: tensor.detach().float() for name, tensor in layer.tensors.items()}
     record = algorithm(layer.algorithm)
     trained = [tensor for name, tensor in tensors.items() if name not in record.constants]
-    of_parameters = math.sqrt(sum(float(tensor.square().sum()) for tensor in trained))
     if needs_weight(layer):
-        return of_parameters
+        return _norm_of_all(trained)
     found = record.norm(tensors, layer.scale)
     if found is not None:
         return found
     rows, across = outputs(layer), columns(layer)
     if rows is None or across is None or rows * across > _LARGEST_BUILT:  # a record may not know its layer's width
         at_first = [tensors[name] for name in record.zero_at_first if name in tensors]
-        return 0.0 if at_first and not any(tensor.any() for tensor in at_first) else of_parameters
+        return 0.0 if at_first and not any(tensor.any() for tensor in at_first) else _norm_of_all(trained)
     # The Frobenius norm is the same for the flattened weight [out, in * kernel].
     return float(delta(layer, (rows, across)).norm())
+
+
+def _norm_of_all(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
 
 
 def estimate_note(states: Iterable[AdapterState]) -> str | None:

@@ -65,7 +65,9 @@ def _by_points(core: Tensor) -> Tensor:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all elements are finite. `aminmax` propagates NaN, allocates nothing and takes a tenth of `isfinite`."""
-    return not tensor.is_floating_point() or not tensor.numel() or all(map(math.isfinite, map(float, tensor.aminmax())))
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(map(math.isfinite, map(float, tensor.detach().aminmax())))
 
 
 # -- properties of a product computed from its factors: the product itself may not fit into memory --------------------
@@ -142,7 +144,7 @@ def _estimate(first: Tensor, second: Tensor, right: tuple[Tensor, Tensor], *, sh
     """
     import torch
 
-    ends = (first.double().square().sum(1) * second.double().square().sum(1)).cumsum(0)
+    ends = (_squares(first) * _squares(second)).cumsum(0)
     total = ends[-1]
     if total == 0:
         return 0.0
@@ -151,10 +153,18 @@ def _estimate(first: Tensor, second: Tensor, right: tuple[Tensor, Tensor], *, sh
     squared = 0.0
     for part in chosen.split(max(1, _PART // right[0].shape[1])):
         a, c = first[part], second[part]
-        probable = a.double().square().sum(1) * c.double().square().sum(1) / total
+        probable = _squares(a) * _squares(c) / total
         rows = (a @ right[0]).mul_(c @ right[1])
-        squared += float((torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square() / probable).sum())
+        squared += float((_squares(rows) / probable).sum())
     return squared / len(chosen)
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """The squared norm of each row in fp64, without a copy of the rows in fp64."""
+    import torch
+
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return lengths.square()
 
 
 def _gram_of_pairs(rows: Iterable[tuple[Tensor, Tensor]], rank: int) -> Tensor:

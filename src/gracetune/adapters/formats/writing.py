@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import LayerError, is_by_input
 from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES
+from gracetune.adapters.algorithms.matrices import is_finite
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, outputs
 from gracetune.adapters.errors import CannotHoldError
@@ -218,7 +219,7 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str, layer: Layer) -> Tensor:
     if not tensor.is_floating_point():
         return tensor.detach().cpu().contiguous()
     result = tensor.detach().to("cpu", dtype).contiguous()
-    if not result.isfinite().all() and tensor.isfinite().all():
+    if not is_finite(result) and is_finite(tensor):
         largest = tensor.abs().max().item()
         raise CannotHoldError(
             [

@@ -62,7 +62,11 @@ class Feed:
     async def _run(self) -> None:
         while True:
             began = time.monotonic()
-            for message in await anyio.to_thread.run_sync(self._poll):
+            try:
+                messages = await anyio.to_thread.run_sync(self._poll)
+            except OSError:  # of a file server or a failing disk: tried again, with the same beginning
+                messages = []
+            for message in messages:
                 for queue in self._listeners:
                     if queue.full():
                         _empty(queue)

@@ -16,6 +16,8 @@ from gracetune.studio.run_rows import file_url
 _MOST_FILES = 500
 _LARGEST_REPORT = 32 << 20
 _RESULTS = (".safetensors", ".html")
+_PLAYED = ("video", "audio")
+"""Kinds of samples with an element of their own in the page; all others are images."""
 
 
 def details(runs: RunList, run: RunEntry, *, control: bool) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def _validation(run: RunEntry, event: Fields) -> dict[str, Any]:
         "files": [
             {
                 "url": file_url(run.id, text(one.get("path"), 4096)),
-                "kind": text(one.get("kind"), 20),
+                "kind": one.get("kind") if one.get("kind") in _PLAYED else "image",
                 "prompt": text(one.get("prompt"), 20_000),
                 "seed": whole(one.get("seed")),
             }

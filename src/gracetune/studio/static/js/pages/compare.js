@@ -2,6 +2,7 @@
 
 import { api, chart, el, emptyState, fill, fmt, pageHead, setTitle, stateBadge, stream } from "../ui.js";
 import { replaceQuery } from "../router.js";
+import { lastSmoothed } from "../live_series.js";
 import { expertName } from "../run_charts.js";
 import { runPicker } from "../run_picker.js";
 import { differences } from "../config_differences.js";
@@ -87,7 +88,7 @@ export async function show(root, { query }) {
       el("tbody", null, answer.runs.map((/** @type {any} */ row, /** @type {number} */ at) => el("tr", { "data-row": true },
         el("th", { scope: "row" }, el("span", { class: "row nowrap" }, el("span", { class: `mark c${at % 8}`, "aria-hidden": "true" }), el("a", { href: `#/run/${row.id}` }, row.name))),
         el("td", null, stateBadge(row.state, row.reason)), el("td", { class: "num" }, `${fmt.integer(row.step)} / ${fmt.integer(row.total_steps)}`),
-        el("td", { class: "num" }, fmt.number(row.loss_smoothed)), el("td", { class: "num" }, fmt.number(row.held_out)),
+        el("td", { class: "num" }, fmt.number(lastSmoothed(answer.series[row.id]) ?? row.loss_smoothed)), el("td", { class: "num" }, fmt.number(row.held_out)),
         el("td", { class: "num" }, fmt.pace(row.seconds_per_step)), el("td", { class: "num" }, row.memory ? fmt.bytes(row.memory.used_bytes) : fmt.none))))))));
   }
 

@@ -68,7 +68,7 @@ def _checkpoint(run: RunEntry, event: Fields) -> dict[str, Any]:
         "step": whole(event.get("step")),
         "path": path,
         "bytes": whole(event.get("size_bytes")),
-        "exists": "\0" not in path and (run.path / path).is_dir(),
+        "exists": _is_inside(path) and (run.path / path).is_dir(),
     }
 
 
@@ -82,9 +82,14 @@ def _outputs(run: RunEntry, end: Fields) -> list[dict[str, Any]]:
     found = []
     for name in dict.fromkeys([*named, *inside[:_MOST_FILES]]):
         path = run.path / name
-        if "\0" not in name and path.is_file() and not path.is_symlink():
+        if _is_inside(name) and path.is_file() and not path.is_symlink():
             found.append({"name": name, "url": file_url(run.id, name), "bytes": path.stat().st_size})
     return found
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a path of an event can be one inside the run's folder."""
+    return "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
 
 
 def _from_report(run: Path) -> dict[str, str]:

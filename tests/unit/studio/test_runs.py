@@ -154,9 +154,18 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         SampleFile(path="samples/a.mp4", kind="video"), SampleFile(path="samples/a.js", kind="script"),
     )  # fmt: skip
     run = write_run(
-        tmp_path / "run", [started(), plan, step(1), *checkpoints, ValidationDone(step=4, files=files), ended(4)]
+        tmp_path / "run",
+        [
+            started(),
+            plan,
+            step(1),
+            *checkpoints,
+            ValidationDone(step=4, files=files),
+            ended(4, outputs=("cats.safetensors", "../outside.safetensors", "/etc/passwd")),
+        ],
     )
     (run / "checkpoints" / "checkpoint-4").mkdir()
+    (tmp_path / "outside.safetensors").write_bytes(b"1")
     (run / "cats.safetensors").write_bytes(b"12345")
     (run / "report.json").write_text(json.dumps({"how_to_load": {"ComfyUI": "copy it"}}))
     client = client_of(tmp_path)
@@ -196,6 +205,17 @@ def test_a_comparison_lists_only_what_differs(tmp_path: Path) -> None:
     assert set(found["series"]) == set(ids.values())
     assert client.rejected("GET", "compare")[0] == 400
     assert client.rejected("GET", "compare?run=nothing")[0] == 404
+
+
+def test_many_runs_are_compared_with_fewer_points_each(tmp_path: Path) -> None:
+    for number in range(60):
+        small_run(tmp_path / f"run{number}", 500 if number == 0 else 2)
+    client = client_of(tmp_path)
+    ids = {path: row["id"] for path, row in rows(client).items()}
+    found = client.get("compare?" + "&".join(f"run={one}" for one in ids.values()))
+    assert len(found["series"]) == 60
+    assert 100 < len(found["series"][ids["run0"]]["loss"][""]["step"]) <= 400
+    assert client.rejected("GET", "compare?" + "&".join(f"run={one:012x}" for one in range(101)))[0] == 400
 
 
 DEEP = b'{"a":' * 600 + b"1" + b"}" * 600

@@ -87,9 +87,9 @@ export async function show(root, { query }) {
       el("thead", null, el("tr", null, columns.map((name) => el("th", { scope: "col" }, name)))),
       el("tbody", null, answer.runs.map((/** @type {any} */ row, /** @type {number} */ at) => el("tr", { "data-row": true },
         el("th", { scope: "row" }, el("span", { class: "row nowrap" }, el("span", { class: `mark c${at % 8}`, "aria-hidden": "true" }), el("a", { href: `#/run/${row.id}` }, row.name))),
-        el("td", null, stateBadge(row.state, row.reason)), el("td", { class: "num" }, `${fmt.integer(row.step)} / ${fmt.integer(row.total_steps)}`),
-        el("td", { class: "num" }, fmt.number(lastSmoothed(answer.series[row.id]) ?? row.loss_smoothed)), el("td", { class: "num" }, fmt.number(row.held_out)),
-        el("td", { class: "num" }, fmt.pace(row.seconds_per_step)), el("td", { class: "num" }, row.memory ? fmt.bytes(row.memory.used_bytes) : fmt.none))))))));
+        el("td", null, stateBadge(row.state, row.reason)), el("td", { class: "num nowrap-text" }, `${fmt.integer(row.step)} / ${fmt.integer(row.total_steps)}`),
+        el("td", { class: "num nowrap-text" }, fmt.number(lastSmoothed(answer.series[row.id]) ?? row.loss_smoothed)), el("td", { class: "num nowrap-text" }, fmt.number(row.held_out)),
+        el("td", { class: "num nowrap-text" }, fmt.pace(row.seconds_per_step)), el("td", { class: "num nowrap-text" }, row.memory ? fmt.bytes(row.memory.used_bytes) : fmt.none))))))));
   }
 
   function drawChart() {

@@ -11,7 +11,7 @@ const DRAW_MS = 250;
 const REFRESH_MS = 400;
 /** Events after which the rest of the page is fetched again. */
 const REFRESHING = new Set(["ValidationDone", "CheckpointWritten", "Warned", "RunEnded", "RunStarted", "Planned", "SelfChecked",
-  "StageSwitched", "EffectiveBatchChanged"]);
+  "StageSwitched", "EffectiveBatchChanged", "RequestServed"]);
 
 /** @param {HTMLElement} root @param {{id: string}} params */
 export async function show(root, { id }) {

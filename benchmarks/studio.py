@@ -79,20 +79,23 @@ def main() -> int:
     with sync_playwright() as playwright:
         found = _chromium()
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        chromium = browser.version
         for name in requested.only or PARTS:
             with tempfile.TemporaryDirectory(prefix="gracetune-bench-") as folder:
                 rows += PARTS[name](Path(folder).resolve(), browser)
             loads.append(os.getloadavg()[0])
+            if requested.output is not None:  # after each part: the next one takes minutes and may fail
+                write_result(requested.output, _result(rows, loads, browser.version))
         browser.close()
     print_rows(out(), rows)
-    if requested.output is not None:
-        result = result_of("studio", rows, probe())
-        libraries = {name: version(name) for name in ("starlette", "uvicorn", "anyio", "h11", "playwright")}
-        result["versions"]["studio"] = {**libraries, "chromium": chromium, "kernel": platform.release()}
-        result["load_of_the_machine"] = [round(load, 1) for load in loads]
-        write_result(requested.output, result)
     return int(any(row.ok is False for row in rows))
+
+
+def _result(rows: Sequence[BenchRow], loads: Sequence[float], chromium: str) -> dict[str, Any]:
+    result = result_of("studio", rows, probe())
+    libraries = {name: version(name) for name in ("starlette", "uvicorn", "anyio", "h11", "playwright")}
+    result["versions"]["studio"] = {**libraries, "chromium": chromium, "kernel": platform.release()}
+    result["load_of_the_machine"] = [round(load, 1) for load in loads]
+    return result
 
 
 def _chromium() -> str:

@@ -54,19 +54,6 @@ SETTLE_S: Final = 6.0
 LIVE_S: Final = 40.0
 ROUTES: Final = ("#/run/RUN", "#/run/RUN", "#/run/RUN/memory", "#/runs", "#/compare?ids=RUN,OTHER")
 """The five open pages."""
-SHIFTS: Final = """
-window.shifts = 0;
-new PerformanceObserver((list) => {
-  for (const entry of list.getEntries()) if (!entry.hadRecentInput) window.shifts += entry.value;
-}).observe({type: "layout-shift", buffered: true});
-"""
-SHOWN: Final = """
-window.shown = [];
-const value = document.querySelector("[data-tile=step] .tile-value");
-new MutationObserver(() => {
-  window.shown.push([Date.now() / 1000, Number(value.textContent.split("/")[0].replaceAll(",", ""))]);
-}).observe(value, {characterData: true, childList: true, subtree: true});
-"""
 OPENED: Final = re.compile(r"(openat|open|creat|socket|connect|accept4?|bind)\((.*)")
 
 
@@ -206,6 +193,7 @@ def live_rows(folder: Path, browser: Browser) -> Iterator[BenchRow]:
 
 
 def _beside_training(run: Path, process: psutil.Process, alone: set[str], browser: Browser) -> Iterator[BenchRow]:
+    from browser.page_scripts import SHOWN
     from browser.studio_process import events, steps_done
 
     with _serving(run.parent) as served:
@@ -214,13 +202,13 @@ def _beside_training(run: Path, process: psutil.Process, alone: set[str], browse
         time.sleep(SETTLE_S)
         pages[0].evaluate(SHOWN)
         for page in pages:
-            page.evaluate("window.shifts = 0")
+            page.evaluate("globalThis.shifts = 0")
         before, began = served.cpu(), time.monotonic()
         beside = _trace(process, LIVE_S, lambda: pages[0].wait_for_timeout(1000))
         passed = time.monotonic() - began
         spent = (served.cpu() - before) / passed
-        shifts = {route: page.evaluate("window.shifts") for route, page in zip(ROUTES, pages, strict=True)}
-        shown = pages[0].evaluate("window.shown")
+        shifts = {route: page.evaluate("globalThis.shifts") for route, page in zip(ROUTES, pages, strict=True)}
+        shown = pages[0].evaluate("globalThis.shown")
         written = {line["step"]: line["time_s"] for line in events(run) if line["kind"] == "StepDone"}
         for page in pages:
             page.context.close()
@@ -310,9 +298,11 @@ def _serving(root: Path) -> Iterator[Served]:
 
 
 def _page(browser: Browser, served: Studio, route: str = "#/machine") -> Page:
-    """A page in a window of its own. Its first route asks for nothing that is measured."""
+    """A page with cookies of its own. Its first route asks for nothing that is measured."""
+    from browser.page_scripts import OBSERVER
+
     page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
-    page.add_init_script(SHIFTS)
+    page.add_init_script(OBSERVER)
     page.set_default_timeout(60_000)
     page.goto(served.link)
     page.goto(served.address + route)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from browser.chromium import chromium
+from browser.page_scripts import OBSERVER
 from browser.studio_process import Studio, process, steps_done, studio, wait_for
 from gracetune.config.run_config import RunConfig
 from runs.launched import write_config
@@ -21,14 +22,6 @@ if TYPE_CHECKING:
 HOSTILE = "<script>document.title = 'hostile'</script><img src=x onerror=\"document.title = 'hostile'\">"
 LONG = 100_000
 """Optimizer steps of a run that trains until the tests are done."""
-
-OBSERVER = """
-window.shifts = 0;
-new PerformanceObserver((list) => {
-  for (const entry of list.getEntries()) if (!entry.hadRecentInput) window.shifts += entry.value;
-}).observe({type: "layout-shift", buffered: true});
-"""
-"""Sums how far content moved without the user having done anything."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

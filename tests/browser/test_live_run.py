@@ -7,15 +7,8 @@ from pathlib import Path
 from playwright.sync_api import expect
 
 from browser.conftest import HOSTILE, OpenPage, run_id, settle
+from browser.page_scripts import SHOWN
 from browser.studio_process import Studio, events, wait_for
-
-SHOWN = """
-window.shown = [];
-const value = document.querySelector("[data-tile=step] .tile-value");
-new MutationObserver(() => {
-  window.shown.push([Date.now() / 1000, Number(value.textContent.split("/")[0].replaceAll(",", ""))]);
-}).observe(value, {characterData: true, childList: true, subtree: true});
-"""
 
 
 def test_new_points_appear_within_two_seconds(open_page: OpenPage, control: Studio, training: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from playwright.sync_api import Page, expect
 
 from browser.axe import AXE, serious_problems
 from browser.conftest import OpenPage, run_id, settle
-from browser.full_pages import LONG_NAME, write_runs
+from browser.full_pages import LONG_NAME, STEPS, write_runs
 from browser.studio_process import Studio, studio
-from unit.studio.logs import locked
+from unit.studio.logs import locked, step, write_run
 
 PAGES = (
     "#/runs",
@@ -79,6 +80,18 @@ def test_the_list_of_runs_is_used_with_the_keyboard(open_page: OpenPage, control
     page.keyboard.press("g")
     page.keyboard.press("c")
     expect(page.get_by_role("heading", name="Compare", exact=True)).to_be_visible()
+
+
+def test_a_comparison_follows_its_runs(open_page: OpenPage, control: Studio, live: Path) -> None:
+    page = open_page(control)
+    go(page, control, "#/compare?ids=RUN,OTHER")
+    plot = page.get_by_role("img", name="Curves.")
+    before = plot.get_attribute("aria-label")
+    write_run(live, [step(STEPS + 1, stage="high_noise"), step(STEPS + 2, stage="low_noise")], begin=time.time())
+    rows = page.get_by_role("region", name="Compared runs").locator("tbody tr")
+    expect(rows.first).to_contain_text(f"{STEPS + 2} / 2,000")
+    expect(rows).to_have_count(2)
+    assert plot.get_attribute("aria-label") != before
 
 
 def test_a_chart_is_read_with_the_keyboard(open_page: OpenPage, control: Studio) -> None:

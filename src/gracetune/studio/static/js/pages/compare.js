@@ -20,7 +20,7 @@ const MEASURES = {
   data_wait_ms: { label: "Wait for data", curves: (series) => ({ "": series.data_wait_ms }), format: (value) => (value === null ? fmt.none : fmt.pace(value / 1000)) },
 };
 
-const FOLLOW_MS = 3000;
+const FOLLOW_MS = 4000;
 
 /** @param {string[]} ids */
 const address = (ids) => `api/compare?${ids.map((id) => `run=${id}`).join("&")}`;
@@ -40,6 +40,8 @@ export async function show(root, { query }) {
   let turn = 0;
   let timer = 0;
   let drawn = "";
+  /** @type {Map<string, any>} newer rows of runs */
+  const changes = new Map();
   /** @type {any} */
   let answer = null;
   /** @type {Record<string, any>} */
@@ -111,13 +113,16 @@ export async function show(root, { query }) {
     plot.set(points);
   }
 
-  /** Newer curves of the same runs; the rest of the page stays. */
+  /** Newer curves of the runs that changed; the rest of the page stays. */
   async function follow() {
     timer = 0;
-    const [mine, ids] = [turn, picker.ids()];
-    const newer = await api.get(address(ids));
+    const mine = turn;
+    const rows = picker.ids().flatMap((id) => changes.get(id) ?? []);
+    changes.clear();
+    const { series } = rows.length === 0 ? { series: {} } : await api.get(address(rows.map((row) => row.id)));
     if (mine !== turn) return;
-    answer = newer;
+    const newer = new Map(rows.map((row) => [row.id, row]));
+    answer = { ...answer, runs: answer.runs.map((/** @type {any} */ row) => newer.get(row.id) ?? row), series: { ...answer.series, ...series } };
     drawTable();
     drawChart();
   }
@@ -126,6 +131,7 @@ export async function show(root, { query }) {
   const close = stream("api/runs/stream", {
     runs({ changed }) {
       const chosen = new Set(picker.ids());
+      for (const row of changed) changes.set(row.id, row);
       if (timer === 0 && changed.some((/** @type {any} */ row) => chosen.has(row.id))) {
         timer = window.setTimeout(() => follow().catch(console.error), FOLLOW_MS);
       }

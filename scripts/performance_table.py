@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/performance.md, made from benchmarks/results: what is written there was measured.
+"""The tables of three documents, made from benchmarks/results: what is written there was measured.
 
 performance_table.py            writes them
 performance_table.py --check    says whether they are what the results say; exit 1 if not
@@ -103,11 +103,19 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def numerics(found: list[Result]) -> str:
+    return _rows_of("numerics", found)
+
+
+def studio(found: list[Result]) -> str:
+    return _rows_of("studio", found)
+
+
+def _rows_of(bench: str, found: list[Result]) -> str:
     lines = [
         f"| {row['name'].replace('_', ' ')} | {row['value']:.2g} {row['unit']} | {row['bar'] or '-'} | {row['detail']} "
         f"| {result['gpu'] or 'CPU'}, [{name}](../benchmarks/results/{name}) |"
         for name, result in found
-        if result.get("bench") == "numerics"
+        if result.get("bench") == bench
         for row in result["rows"]
     ]
     if not lines:
@@ -129,10 +137,11 @@ def peers(found: list[Result]) -> str:
     return "\n".join([head, "|" + "---|" * 7, *lines]) if lines else NOTHING
 
 
-TABLES = {"speed": speed, "peers": peers, "steps": steps, "numerics": numerics}
+TABLES = {"speed": speed, "peers": peers, "steps": steps, "numerics": numerics, "studio": studio}
 DOCUMENTS = {
     ROOT / "README.md": ["peers", "speed"],
     ROOT / "docs" / "performance.md": ["steps", "peers", "numerics"],
+    ROOT / "docs" / "studio.md": ["studio"],
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from browser.chromium import chromium
+from browser.page_scripts import OBSERVER
 from browser.studio_process import Studio, process, steps_done, studio, wait_for
 from gracetune.config.run_config import RunConfig
 from runs.launched import write_config
@@ -18,18 +19,9 @@ from runs.made_runs import TinyModel, config_for
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome")
 HOSTILE = "<script>document.title = 'hostile'</script><img src=x onerror=\"document.title = 'hostile'\">"
 LONG = 100_000
 """Optimizer steps of a run that trains until the tests are done."""
-
-OBSERVER = """
-window.shifts = 0;
-new PerformanceObserver((list) => {
-  for (const entry of list.getEntries()) if (!entry.hadRecentInput) window.shifts += entry.value;
-}).observe({type: "layout-shift", buffered: true});
-"""
-"""Sums how far content moved without the user having done anything."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,10 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.full)
-
-
-def chromium() -> str | None:
-    return next((name for name in CHROMIUM if Path(name).exists()), shutil.which("chromium"))
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from runs.launched import command_line
+from runs.launched import COMMAND
 
-LINK = re.compile(r"(http://127\.0\.0\.1:\d+/)\?token=\S+")
+LINK = re.compile(r"(http://127\.0\.0\.1:\d+/[^\s?]*)\?token=\S+")
 START_S = 60.0
 
 
@@ -43,10 +43,13 @@ def wait_for(found: Any, what: str, seconds: float = START_S) -> Any:
 
 
 @contextmanager
-def process(*arguments: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`gracetune` with these arguments until the block ends. Its output goes to a file: a full pipe would stop it."""
+def process(*arguments: str, output: Path, before: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """`gracetune` with these arguments until the block ends. Its output goes to a file: a full pipe would stop it.
+
+    `before` is Python that its process runs first.
+    """
     with output.open("wb") as stream:
-        started = _start(arguments, stream)
+        started = _start(before, arguments, stream)
     try:
         yield started
     finally:
@@ -54,8 +57,8 @@ def process(*arguments: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
         started.wait()
 
 
-def _start(arguments: tuple[str, ...], stream: IO[bytes]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, *command_line(*arguments)]
+def _start(before: str, arguments: tuple[str, ...], stream: IO[bytes]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", f"{before}\n{COMMAND}", *arguments]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
 

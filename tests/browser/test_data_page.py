@@ -126,6 +126,13 @@ def test_the_next_run_trains_on_the_new_caption(
     expect(page.get_by_role("heading", name="next")).to_be_visible()
 
 
+def test_the_page_is_accessible_and_fits(page: Page) -> None:
+    assert serious_problems(page) == []
+    for width in (390, 3840):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+
+
 def test_pages_are_turned_without_moving_anything(page: Page) -> None:
     expect(page.get_by_text(f"1–24 of {ITEMS}")).to_be_visible()
     page.evaluate("window.shifts = 0")

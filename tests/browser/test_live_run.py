@@ -7,15 +7,8 @@ from pathlib import Path
 from playwright.sync_api import expect
 
 from browser.conftest import HOSTILE, OpenPage, run_id, settle
+from browser.page_scripts import SHOWN
 from browser.studio_process import Studio, events, wait_for
-
-SHOWN = """
-window.shown = [];
-const value = document.querySelector("[data-tile=step] .tile-value");
-new MutationObserver(() => {
-  window.shown.push([Date.now() / 1000, Number(value.textContent.split("/")[0].replaceAll(",", ""))]);
-}).observe(value, {characterData: true, childList: true, subtree: true});
-"""
 
 
 def test_new_points_appear_within_two_seconds(open_page: OpenPage, control: Studio, training: Path) -> None:
@@ -86,6 +79,9 @@ def test_a_checkpoint_that_is_requested_is_written(open_page: OpenPage, control:
     page.get_by_role("dialog").get_by_role("button", name="Save now").click()
     found = wait_for(lambda: [line for line in events(training) if line["kind"] == "CheckpointWritten"], "a checkpoint")
     assert (training / found[-1]["path"]).is_dir()
+    expect(page.get_by_role("region", name="Warnings and events")).to_contain_text(
+        "checkpoint written, requested by the studio"
+    )
 
 
 def test_a_question_can_be_declined(open_page: OpenPage, control: Studio, training: Path) -> None:

@@ -39,7 +39,7 @@ def test_checks_and_baselines_are_shown(open_page: OpenPage, control: Studio, ro
     page.get_by_role("button", name="Examine again").click()
     expect(page.get_by_text("Examined just now")).to_be_visible(timeout=60_000)
     assert serious_problems(page) == []
-    for width in (390, 2560):
+    for width in (390, 3840):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
         assert serious_problems(page) == []

@@ -50,7 +50,7 @@ def on_a_terminal(arguments: list[str], answers: bytes) -> str:
     os.close(theirs)
     os.write(ours, answers)
     printed = b""
-    with contextlib.suppress(OSError):  # the terminal is gone with the process
+    with contextlib.suppress(OSError):  # the terminal ends with the process
         while received := os.read(ours, 4096):
             printed += received
     os.close(ours)

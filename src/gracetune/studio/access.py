@@ -5,6 +5,8 @@
     token   the printed link holds it; its first use sets a cookie, and every other request needs that cookie
     change  POST, PUT and DELETE need --control, an Origin equal to the address in the Host header, and the header
             X-Gracetune-Studio, which a page of another site cannot send without a permission that we never give
+    site    a browser that says (Sec-Fetch-Site) that a page of another address asks for data gets none; cookies are
+            shared by all ports of a host, so SameSite=Strict alone does not keep such a page out
 
 Every response gets the headers that forbid inline scripts, foreign content and framing.
 """
@@ -121,6 +123,9 @@ class Access:
                 return HTMLResponse(_NO_TOKEN, 401)
             hint = "open the link that `gracetune studio` printed"
             raise StudioError(401, "no valid cookie", "a browser that opened the printed link", hint)
+        if scope["path"].startswith("/api/") and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            hint = "open the studio's own pages"
+            raise StudioError(403, "a request of a page of another address", "a request of the studio's pages", hint)
         if method in _CHANGES:
             self._check_change(scope, headers, host)
         length = headers.get("content-length", "0")
@@ -139,7 +144,7 @@ class Access:
         rest = urlencode([(name, value) for name, value in query if name != "token"])
         path = "/" + scope["path"].lstrip("/")  # not //host, which would be another site
         target = quote(self._rules.prefix + path, safe="/") + (f"?{rest}" if rest else "")
-        secure = "; Secure" if scope["scheme"] == "https" else ""
+        secure = "; Secure" if "https" in _schemes(scope, headers) else ""
         cookie = f"{self._rules.cookie_name}={self._rules.cookie_value}; Path={self._rules.prefix or '/'}"
         sent = {"set-cookie": f"{cookie}; HttpOnly; SameSite=Strict{secure}", "cache-control": "no-store"}
         if headers.get("sec-fetch-site") == "cross-site":
@@ -163,8 +168,7 @@ class Access:
         if headers.get(CHANGE_HEADER) != "1":
             raise StudioError(403, "a change without the header X-Gracetune-Studio", "a request of the studio's pages",
                               "send `X-Gracetune-Studio: 1`")  # fmt: skip
-        schemes = {scope["scheme"], headers.get("x-forwarded-proto", scope["scheme"])}
-        allowed = {f"{scheme}://{host}" for scheme in schemes}
+        allowed = {f"{scheme}://{host}" for scheme in _schemes(scope, headers)}
         origins = headers.getlist("origin")
         if len(origins) != 1 or origins[0].lower() not in allowed:
             found = f"a change from {', '.join(origins)[:100] or 'no origin'}"
@@ -172,6 +176,12 @@ class Access:
         if not self._rules.control:
             raise StudioError(403, "a studio that only shows", "a studio started with --control",
                               "stop it and start it again with `gracetune studio --control`")  # fmt: skip
+
+
+def _schemes(scope: Scope, headers: Headers) -> set[str]:
+    """That of the connection, and that which a reverse proxy in front of it reports: the first, if there are several
+    proxies. A page of another site cannot send this header."""
+    return {scope["scheme"], headers.get("x-forwarded-proto", scope["scheme"]).partition(",")[0].strip().lower()}
 
 
 def _checked_host(hosts: Sequence[str], names: Sequence[str]) -> str:

@@ -61,16 +61,26 @@ class Feed:
 
     async def _run(self) -> None:
         while True:
-            began = time.monotonic()
-            for message in await anyio.to_thread.run_sync(self._poll):
+            began, spent = time.monotonic(), 0.0
+            try:
+                messages, spent = await anyio.to_thread.run_sync(self._timed_poll)
+            except OSError:  # of a file server or a failing disk: tried again, with the same beginning
+                messages = []
+            for message in messages:
                 for queue in self._listeners:
                     if queue.full():
                         _empty(queue)
                         queue.put_nowait(("reset", {}))
                     else:
                         queue.put_nowait(message)
-            # A slow file server must not keep a core busy: polling takes at most a fiftieth of the time.
-            await asyncio.sleep(max(self._seconds, 50 * (time.monotonic() - began)))
+            # Polling takes at most a fiftieth of a core, and half of the time of a slow file server. On a machine that
+            # is busy with training a poll takes long by the clock, which is no reason to wait longer for the next one.
+            await asyncio.sleep(max(self._seconds, 50 * spent, time.monotonic() - began))
+
+    def _timed_poll(self) -> tuple[list[Message], float]:
+        """The messages, and the processor time that they took."""
+        began = time.thread_time()
+        return self._poll(), time.thread_time() - began
 
 
 def _empty(queue: asyncio.Queue[Message | None]) -> None:

@@ -29,6 +29,7 @@ from gracetune.errors import ConfigError
 from gracetune.hardware import probe
 from gracetune.redaction import redact
 from gracetune.storage.atomic import sweep
+from gracetune.storage.regular_files import open_regular
 from gracetune.studio.commands import command_line
 from gracetune.studio.job_files import EndState, JobEnd, JobFiles, JobStart, QueuedJob, ask_to_stop, boot_id, ticks_of
 from gracetune.studio.replies import StudioError, json_body, json_reply
@@ -344,7 +345,7 @@ def _end_unseen(job: QueuedJob) -> JobEnd:
 def _last_end(log: Path, since_s: float) -> tuple[float, RunEnded] | None:
     """When and how the last process of a run ended, if it was after `since_s`."""
     try:
-        with log.open("rb") as file:
+        with os.fdopen(open_regular(log), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL))
             lines = file.read(_TAIL).splitlines()

@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import signal
 import socket
+import ssl
 import stat
 import threading
 from collections.abc import Callable
@@ -112,6 +113,8 @@ def _check_address(options: StudioOptions) -> None:
     for name, file in (("--certificate", address.certificate), ("--key", address.key)):
         if file is not None and not file.is_file():
             problems.append(Problem(name, "no such file", "a PEM file", "check the path", str(file)))
+    if not problems and address.certificate is not None and address.key is not None:
+        problems += _tls_problems(address.certificate, address.key)
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -128,6 +131,18 @@ def _check_address(options: StudioOptions) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _tls_problems(certificate: Path, key: Path) -> list[Problem]:
+    try:
+        # A password of its own: without one, OpenSSL asks on the terminal for that of an encrypted key.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "none")
+    except OSError as error:  # an ssl.SSLError is one
+        cause = str(error).partition(" (_ssl")[0]
+        found = f"{certificate.name} and {key.name}, which cannot be loaded: {cause}"
+        expected = "PEM files: a certificate and its key, without a password"
+        return [Problem("--certificate", found, expected, "--certificate server.crt --key server.key")]
+    return []
 
 
 def _read_token(file: Path) -> str:

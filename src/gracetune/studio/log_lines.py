@@ -14,6 +14,8 @@ from gracetune.storage.regular_files import open_regular
 EVENTS_FILE = "logs/events.jsonl"
 MOST_LINE = 4 << 20
 """Longest line that is read. A `RunStarted` holds the whole config, usually a few KiB."""
+_MOST_DEPTH = 64
+"""Deepest nesting of values that is read. Ours is below ten; beyond about 300, replies could not be written as JSON."""
 
 Fields = dict[str, Any]
 """The fields of one event, as they stand in the log."""
@@ -25,7 +27,17 @@ def parse_line(line: bytes) -> Fields | None:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return None
+    if line.count(b"[") + line.count(b"{") > _MOST_DEPTH and _is_deeper(value, _MOST_DEPTH):
+        return None
     return value if isinstance(value, dict) and isinstance(value.get("kind"), str) else None
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        level = [inner for one in level if isinstance(one, dict | list)
+                 for inner in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
+    return bool(level)
 
 
 def number(value: Any) -> float | None:

@@ -16,6 +16,8 @@ from gracetune.studio.run_rows import file_url
 _MOST_FILES = 500
 _LARGEST_REPORT = 32 << 20
 _RESULTS = (".safetensors", ".html")
+_PLAYED = ("video", "audio")
+"""Kinds of samples with an element of their own in the page; all others are images."""
 
 
 def details(runs: RunList, run: RunEntry, *, control: bool) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def _checkpoint(run: RunEntry, event: Fields) -> dict[str, Any]:
         "step": whole(event.get("step")),
         "path": path,
         "bytes": whole(event.get("size_bytes")),
-        "exists": "\0" not in path and (run.path / path).is_dir(),
+        "exists": _is_inside(path) and (run.path / path).is_dir(),
     }
 
 
@@ -80,9 +82,14 @@ def _outputs(run: RunEntry, end: Fields) -> list[dict[str, Any]]:
     found = []
     for name in dict.fromkeys([*named, *inside[:_MOST_FILES]]):
         path = run.path / name
-        if "\0" not in name and path.is_file() and not path.is_symlink():
+        if _is_inside(name) and path.is_file() and not path.is_symlink():
             found.append({"name": name, "url": file_url(run.id, name), "bytes": path.stat().st_size})
     return found
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a path of an event can be one inside the run's folder."""
+    return "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
 
 
 def _from_report(run: Path) -> dict[str, str]:
@@ -103,7 +110,7 @@ def _validation(run: RunEntry, event: Fields) -> dict[str, Any]:
         "files": [
             {
                 "url": file_url(run.id, text(one.get("path"), 4096)),
-                "kind": text(one.get("kind"), 20),
+                "kind": one.get("kind") if one.get("kind") in _PLAYED else "image",
                 "prompt": text(one.get("prompt"), 20_000),
                 "seed": whole(one.get("seed")),
             }

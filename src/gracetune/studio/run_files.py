@@ -45,29 +45,37 @@ class OpenFile:
 
 
 def open_inside(folder: Path, inner: str) -> OpenFile:
-    """Open a regular file whose real path is inside the folder's real path. Raises StudioError for any other."""
+    """Open a regular file whose real path is inside the folder's real path. Raises StudioError for any other.
+
+    Hidden files are not sent: the folder may be a project with secrets, or hold the studio's own files.
+    """
     missing = StudioError(404, "no such file in this run", "a file of the run", "reload the page")
     if "\0" in inner or len(inner) > 4096:
         raise missing
     try:
         root = folder.resolve(strict=True)
         path = (root / inner.lstrip("/")).resolve(strict=True)
-        if not path.is_relative_to(root) or _is_secret(path):
+        if not _may_be_sent(path, root):
             raise missing
         descriptor = open_regular(path)
     except (OSError, RuntimeError, UnicodeError):  # absent, a loop of links, a folder, a device, or not permitted
         raise missing from None
     # A part of the path may have been replaced by a link meanwhile: look where the open file is.
     found, opened = os.fstat(descriptor), Path(f"/proc/self/fd/{descriptor}").readlink()
-    if not opened.is_relative_to(root):
+    if not _may_be_sent(opened, root) or _is_secret(opened, found.st_mode):
         os.close(descriptor)
         raise missing
     return OpenFile(descriptor, path.name, found.st_size, found.st_mtime_ns)
 
 
-def _is_secret(path: Path) -> bool:
+def _may_be_sent(path: Path, root: Path) -> bool:
+    """Whether a real path is inside the folder and no part of it below the folder is hidden."""
+    return path.is_relative_to(root) and not any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def _is_secret(path: Path, mode: int) -> bool:
     """Whether this is a config that holds secrets: only its owner may read it, which is how runs mark them."""
-    return path.suffix in (".yaml", ".yml") and not path.stat().st_mode & 0o044
+    return path.suffix in (".yaml", ".yml") and not mode & 0o044
 
 
 async def file_reply(request: Request, folder: Path, inner: str) -> Response:

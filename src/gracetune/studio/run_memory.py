@@ -74,7 +74,7 @@ def _tier(
     machine: MachineMemory, process: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     planned = next((one for one in map(mapping, items(plan.get("tiers"))) if one.get("name") == name), {})
-    lines = [mapping(one) for one in items(plan.get("lines"))]
+    lines = [one for one in map(mapping, items(plan.get("lines"))) if one.get("tier") == name]
     sampled = mapping(last.get("capacity_bytes"))
     capacity = whole(sampled.get({"pool": "host"}.get(name, name))) or whole(planned.get("capacity_bytes"))
     in_main_memory, is_here = name in ("host", "pool"), process is not None
@@ -85,16 +85,25 @@ def _tier(
         "budget_bytes": whole(planned.get("budget_bytes")),
         "floor_bytes": _floor(name, capacity, config),
         "used": [{"owner": owner, "bytes": int(size)} for owner, size in used.get(name, {}).items()],
-        "planned": [
-            {"owner": text(one.get("owner"), 80), "bytes": whole(one.get("bytes")) or 0, "why": text(one.get("why"))}
-            for one in lines
-            if one.get("tier") == name and "train" in items(one.get("phases"))
-        ],
+        "planned": _by_role([one for one in lines if "train" in items(one.get("phases"))]),
         "planned_peak_bytes": whole(planned.get("peak_bytes")),
         "reclaimable_bytes": machine.page_cache() if in_main_memory and is_here else None,
         "free_bytes": machine.available() if in_main_memory and is_here else None,
         "others": machine.others(gpu=name == "device", but=process) if process is not None else [],
     }
+
+
+def _by_role(lines: Sequence[Fields]) -> list[dict[str, Any]]:
+    """The forecast by role. Measured memory has owners of the same names, so the two can be compared. Logs of earlier
+    releases have no roles."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in lines:
+        name, role, why = (text(one.get(field), 80) for field in ("owner", "role", "why"))
+        known = found.setdefault(role or name, {"owner": role or name, "bytes": 0, "why": ""})
+        known["bytes"] += whole(one.get("bytes")) or 0
+        reason = ": ".join(part for part in (name if name != known["owner"] else "", why) if part)
+        known["why"] = "; ".join(part for part in (known["why"], reason) if part)
+    return list(found.values())
 
 
 def _floor(name: str, capacity: int | None, config: Fields) -> int | None:

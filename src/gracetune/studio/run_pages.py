@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from gracetune.studio.server import Studio
 
 POINTS = 2000
-MOST_COMPARED = 12
+MOST_COMPARED = 100
+_POINTS_TOGETHER = 24_000
+"""Points of all compared runs: a screen shows no more of them, however many runs there are."""
 Value = TypeVar("Value")
 
 
@@ -69,7 +71,7 @@ def routes(studio: Studio) -> list[BaseRoute]:
         if not 1 <= len(names) <= MOST_COMPARED:
             hint = "api/compare?run=ID&run=ID"
             raise StudioError(400, f"{len(names)} runs", f"1 to {MOST_COMPARED} runs", hint)
-        points = integer(request, "points", POINTS // 2, 10, POINTS)
+        points = min(integer(request, "points", POINTS // 2, 10, POINTS), _POINTS_TOGETHER // len(names))
         return json_reply(await anyio.to_thread.run_sync(lambda: _comparison(studio, names, points)))
 
     async def _in_thread(request: Request, make: Callable[[RunEntry], Value]) -> Response:

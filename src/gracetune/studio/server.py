@@ -82,6 +82,7 @@ def routes(studio: Studio) -> list[BaseRoute]:
                 "root": str(studio.root),
                 "control": studio.control,
                 "started_s": studio.started_s,
+                "working_folder": str(studio.working_folder),
                 "machine": studio.machine,
                 "prefix": studio.prefix,
             }

@@ -66,6 +66,7 @@ class PlannedMemory:
     bytes: Annotated[int, "its size"]
     phases: Annotated[tuple[str, ...], "phases of the run in which it is needed: encode, load, train, ..."] = ()
     why: Annotated[str, "reason for its placement"] = ""
+    role: Annotated[str, "what it is for: an owner as in `MemorySampled` where that measures it"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -358,7 +358,9 @@ def planned_event(planned: PlannedRun) -> Planned:
             for use in plan.tiers
         ),
         lines=tuple(
-            PlannedMemory(owner=line.name, tier=line.tier, bytes=line.bytes, phases=line.phases, why=line.why)
+            PlannedMemory(
+                owner=line.name, tier=line.tier, bytes=line.bytes, phases=line.phases, why=line.why, role=line.role
+            )
             for line in plan.lines
         ),
         changes=tuple(

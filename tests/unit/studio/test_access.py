@@ -121,9 +121,22 @@ def test_changes_of_other_sites_are_rejected(client: StudioClient, headers: dict
     assert found in reply.json()["error"]["found"]
 
 
-def test_behind_a_proxy_with_tls_the_origin_is_https(client: StudioClient) -> None:
-    headers = {"origin": f"https://{HOST}", "x-forwarded-proto": "https"}
+@pytest.mark.parametrize("reported", ["https", "https, http"])
+def test_behind_a_proxy_with_tls_the_origin_is_https(client: StudioClient, reported: str) -> None:
+    headers = {"origin": f"https://{HOST}", "x-forwarded-proto": reported}
     assert client.http.post(CHANGE, json={}, headers=headers).status_code == 400
+    cookie = bare(client, **{"x-forwarded-proto": reported}).get(f"/?token={TOKEN}").headers["set-cookie"]
+    assert cookie.endswith("; Secure")
+
+
+@pytest.mark.parametrize("site", ["same-site", "cross-site"])
+def test_a_page_on_another_port_gets_no_data(client: StudioClient, site: str) -> None:
+    """The browser sends it the cookie's value: ports of one host share cookies."""
+    reply = client.http.get("/api/runs", headers={"sec-fetch-site": site})
+    assert reply.status_code == 403
+    assert "cats" not in reply.text
+    for own in ("same-origin", "none"):
+        assert client.http.get("/api/runs", headers={"sec-fetch-site": own}).status_code == 200
 
 
 @pytest.mark.parametrize("method", ["OPTIONS", "TRACE", "PATCH", "CONNECT", "FOO"])
@@ -209,3 +222,6 @@ def test_other_options_are_checked(tmp_path: Path) -> None:
     assert "--prefix /studio" in rejected(tmp_path, prefix="https://x")
     assert "both of them" in rejected(tmp_path, address=ListenAddress(certificate=tmp_path / "a.pem"))
     assert "no such file" in rejected(tmp_path, address=ListenAddress(certificate=tmp_path / "a", key=tmp_path / "b"))
+    (tmp_path / "a.pem").write_text("no certificate")
+    both = ListenAddress(certificate=tmp_path / "a.pem", key=tmp_path / "a.pem")
+    assert "PEM files: a certificate and its key" in rejected(tmp_path, address=both)

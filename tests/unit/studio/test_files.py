@@ -72,14 +72,18 @@ def test_files_of_a_run_are_not_trusted(run: Path) -> None:
     [
         "../../secret.txt", "..%2f..%2fsecret.txt", "%2e%2e/%2e%2e/secret.txt", "/etc/passwd", "%2fetc%2fpasswd",
         "link", "linked/secret.txt", "logs", "", "pipe", "device", "nothing", "a%00b", "%ff", "x" * 5000,
-        "logs/..%2f../../secret.txt", "loop", "%2e%2e", ".", "secret.yaml",
+        "logs/..%2f../../secret.txt", "loop", "%2e%2e", ".", "secret.yaml", ".env", "shown.txt", ".studio/queue/a.json",
     ],
 )  # fmt: skip
-def test_nothing_outside_the_run_is_sent(path: str, run: Path) -> None:
+def test_nothing_outside_the_run_and_nothing_hidden_is_sent(path: str, run: Path) -> None:
     (run / "link").symlink_to(run.parent.parent / "secret.txt")
     (run / "linked").symlink_to(run.parent.parent)
     (run / "device").symlink_to("/dev/zero")
     (run / "loop").symlink_to("loop")
+    (run / ".studio" / "queue").mkdir(parents=True)  # where `gracetune watch RUN --control` keeps its own files
+    for hidden in (".env", ".studio/queue/a.json"):
+        (run / hidden).write_text("outside")
+    (run / "shown.txt").symlink_to(run / ".env")
     os.mkfifo(run / "pipe")
     (run / "secret.yaml").write_text("outside")
     (run / "secret.yaml").chmod(0o600)  # how a run marks a config with secrets

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from gracetune.studio.machine_memory import MachineMemory
 from unit.baselines.sample_baselines import baseline
 from unit.studio.clients import client_of
 
@@ -47,3 +49,16 @@ def test_the_doctor_examines_once_and_again_on_request(tmp_path: Path) -> None:
     assert client.get("machine") == report
     assert client.post("machine/refresh")["made_s"] > report["made_s"]
     assert client_of(tmp_path, control=False).rejected("POST", "machine/refresh")[0] == 403
+
+
+def test_the_largest_processes_are_named() -> None:
+    found = MachineMemory().others(gpu=False, but=os.getpid())
+    assert found == sorted(found, key=lambda one: -one["bytes"])
+    assert os.getpid() not in [one["pid"] for one in found]
+    assert all(one["bytes"] >= 64 << 20 for one in found)
+    kept = bytearray(b"x") * (300 << 20)
+    own = next((one for one in MachineMemory().others(gpu=False, but=0) if one["pid"] == os.getpid()), None)
+    assert len(kept) == 300 << 20
+    if own is not None:  # eight others may be larger
+        assert own["bytes"] > len(kept)
+        assert own["name"]

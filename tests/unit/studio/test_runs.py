@@ -141,11 +141,31 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         CheckpointWritten(step=4, path="checkpoints/checkpoint-4", size_bytes=8, snapshot_ms=1, write_ms=1,
                           removed=("checkpoint-2",)),
     ]  # fmt: skip
-    plan = Planned(verdict="fits", tiers=(PlannedTier(name="host", label="main memory", budget_bytes=9),),
-                   lines=(PlannedMemory(owner="weights", tier="host", bytes=5, phases=("train",)),))  # fmt: skip
-    sample = ValidationDone(step=4, files=(SampleFile(path="samples/a.png", kind="image", prompt=HOSTILE, seed=3),))
-    run = write_run(tmp_path / "run", [started(), plan, step(1), *checkpoints, sample, ended(4)])
+    tier = PlannedTier(name="host", label="main memory", budget_bytes=9)
+    lines = (
+        PlannedMemory(owner="U-Net", tier="host", bytes=5, phases=("train",), why="frozen", role="weights"),
+        PlannedMemory(owner="VAE", tier="host", bytes=9, phases=("sample",), role="weights"),
+        PlannedMemory(owner="assistant", tier="host", bytes=2, phases=("train",), role="weights"),
+        PlannedMemory(owner="of an old log", tier="host", bytes=1, phases=("train",)),
+    )
+    plan = Planned(verdict="fits", tiers=(tier,), lines=lines)
+    files = (
+        SampleFile(path="samples/a.png", kind="image", prompt=HOSTILE, seed=3),
+        SampleFile(path="samples/a.mp4", kind="video"), SampleFile(path="samples/a.js", kind="script"),
+    )  # fmt: skip
+    run = write_run(
+        tmp_path / "run",
+        [
+            started(),
+            plan,
+            step(1),
+            *checkpoints,
+            ValidationDone(step=4, files=files),
+            ended(4, outputs=("cats.safetensors", "../outside.safetensors", "/etc/passwd")),
+        ],
+    )
     (run / "checkpoints" / "checkpoint-4").mkdir()
+    (tmp_path / "outside.safetensors").write_bytes(b"1")
     (run / "cats.safetensors").write_bytes(b"12345")
     (run / "report.json").write_text(json.dumps({"how_to_load": {"ComfyUI": "copy it"}}))
     client = client_of(tmp_path)
@@ -159,10 +179,15 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     assert page["how_to_load"] == {"ComfyUI": "copy it"}
     assert page["validations"][0]["files"][0]["seed"] == 3
     assert page["validations"][0]["files"][0]["prompt"].startswith("<script>")
+    # The page makes an element of this name.
+    assert [one["kind"] for one in page["validations"][0]["files"]] == ["image", "video", "image"]
     assert page["actions"]["resume"]["why"] == "the run is finished"
     assert page["config"]["optimizer"] == {"lr": 1e-4}
     memory = client.get(f"runs/{identifier}/memory")
-    assert memory["tiers"][0]["planned"] == [{"owner": "weights", "bytes": 5, "why": ""}]
+    assert memory["tiers"][0]["planned"] == [
+        {"owner": "weights", "bytes": 7, "why": "U-Net: frozen; assistant"},
+        {"owner": "of an old log", "bytes": 1, "why": ""},
+    ]
     assert memory["unavailable"]["GPU memory"] == "this run has no GPU"
     log = client.get(f"runs/{identifier}/log?lines=2")["lines"]
     assert len(log) == 2
@@ -182,7 +207,21 @@ def test_a_comparison_lists_only_what_differs(tmp_path: Path) -> None:
     assert client.rejected("GET", "compare?run=nothing")[0] == 404
 
 
+def test_many_runs_are_compared_with_fewer_points_each(tmp_path: Path) -> None:
+    for number in range(60):
+        small_run(tmp_path / f"run{number}", 500 if number == 0 else 2)
+    client = client_of(tmp_path)
+    ids = {path: row["id"] for path, row in rows(client).items()}
+    found = client.get("compare?" + "&".join(f"run={one}" for one in ids.values()))
+    assert len(found["series"]) == 60
+    assert 100 < len(found["series"][ids["run0"]]["loss"][""]["step"]) <= 400
+    assert client.rejected("GET", "compare?" + "&".join(f"run={one:012x}" for one in range(101)))[0] == 400
+
+
+DEEP = b'{"a":' * 600 + b"1" + b"}" * 600
+"""Nested deeper than a reply can be."""
 MALFORMED = [
+    b'{"v":3,"kind":"RunStarted","config":%s}\n{"v":3,"kind":"StageSwitched","step":1,"before":%s}\n' % (DEEP, DEEP),
     b"", b"\n\n", b"{", b"null\n[]\n7\n", b"\xff\xfe\x00" * 100, b"[" * 50_000 + b"\n", b'{"v":3,"kind":"StepDone"}\n',
     b'{"v":3,"kind":"StepDone","time_s":1e400,"step":"x","loss":[],"lr":7,"step_ms":{}}\n',
     b'{"v":3,"kind":"RunStarted","time_s":[],"run":{},"config":"x","total_steps":1e308,"resumed_step":-1}\n',

@@ -9,7 +9,8 @@ import { fmt } from "./format.js";
 
 /**
  * @typedef {{key: string, label: string, colour: number, faint?: boolean, dash?: number[], width?: number,
- *   points?: boolean, hidden?: boolean}} Curve `colour` counts from 0; each has a dash pattern of its own
+ *   points?: boolean, hidden?: boolean}} Curve `colour` counts from 0; the first eight have a colour and a dash pattern each, and
+ *   the following ones the same colours with other patterns
  * @typedef {{step: number[], value: (number|null)[]}} Points
  */
 
@@ -111,7 +112,7 @@ export function chart(options) {
       series: [{}, ...curves.map((curve) => ({
         label: curve.label, show: !hidden.has(curve.key), spanGaps: false,
         stroke: () => cssColour(`--c${curve.colour % COLOURS}`), alpha: curve.faint ? 0.35 : 1,
-        width: curve.width ?? (curve.faint ? 1 : 1.75), dash: curve.faint ? [] : curve.dash ?? DASHES[curve.colour % COLOURS],
+        width: curve.width ?? (curve.faint ? 1 : 1.75), dash: curve.faint ? [] : curve.dash ?? DASHES[(curve.colour + Math.floor(curve.colour / COLOURS)) % COLOURS],
         points: { show: curve.points ?? false, size: 5 },
       }))],
       hooks: { setCursor: [(u) => showValues(u, u.cursor.idx)], setData: [(u) => showValues(u, u.cursor.idx)] },

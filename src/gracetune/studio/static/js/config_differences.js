@@ -17,16 +17,17 @@ export function differences(runs, found) {
   const lines = found.map(({ key, values }) => {
     const usual = mostCommon(runs.map((row) => JSON.stringify(values[row.id] ?? null)));
     return el("tr", null, el("th", { scope: "row", class: "mono" }, key), runs.map((row) =>
-      el("td", { class: runs.length > 2 && JSON.stringify(values[row.id] ?? null) !== usual ? "differs" : null }, shown(values[row.id]))));
+      el("td", { class: usual !== null && JSON.stringify(values[row.id] ?? null) !== usual ? "differs" : null }, shown(values[row.id]))));
   });
   return card("Differences of the configurations", { note: fmt.plural(found.length, "key") },
     el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Differences of the configurations" },
       el("table", { class: "table differences" }, el("thead", null, head), el("tbody", null, lines))));
 }
 
-/** @param {string[]} values */
+/** The value that most runs have; null if no two runs have the same. @param {string[]} values */
 function mostCommon(values) {
   const counts = new Map();
   for (const value of values) counts.set(value, (counts.get(value) ?? 0) + 1);
-  return [...counts].sort((a, b) => b[1] - a[1])[0][0];
+  const [value, count] = [...counts].sort((a, b) => b[1] - a[1])[0];
+  return count > 1 ? value : null;
 }

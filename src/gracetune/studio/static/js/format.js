@@ -28,14 +28,15 @@ export const fmt = {
     return `${value < 0 ? "-" : ""}${text} ${units[unit]}`;
   },
 
-  /** 2 h 05 min; 41 s @param {number|null|undefined} seconds */
+  /** 2 h 05 min; 52 min; 8 min 09 s; 41 s @param {number|null|undefined} seconds */
   duration(seconds) {
     if (!isNumber(seconds) || seconds < 0) return NONE;
     if (seconds < 10) return `${seconds.toFixed(1)} s`;
     const whole = Math.round(seconds);
     if (whole < 60) return `${whole} s`;
-    if (whole < 3600) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
+    if (whole < 600) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
     const minutes = Math.round(seconds / 60);
+    if (minutes < 60) return `${minutes} min`;
     if (minutes < 60 * 48) return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
     return `${Math.floor(minutes / 1440)} d ${Math.round((minutes % 1440) / 60)} h`;
   },

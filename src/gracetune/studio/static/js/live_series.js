@@ -16,9 +16,10 @@ function thin(curve) {
   if (curve.smoothed) curve.smoothed = curve.smoothed.filter(keep);
 }
 
-/** Adds a point unless it is already there. @param {Curve} curve @param {number} step @param {number|null|undefined} value */
-function add(curve, step, value) {
-  if (value === null || value === undefined || (curve.step.at(-1) ?? -1) >= step) return false;
+/** Adds a point unless it is already there. @param {Curve} curve @param {number} step @param {number|null|undefined} value
+ * @param {boolean} [gaps] whether null is a gap in the curve; otherwise it is a value that was not measured */
+function add(curve, step, value, gaps = false) {
+  if (value === undefined || (value === null && !gaps) || (curve.step.at(-1) ?? -1) >= step) return false;
   curve.step.push(step);
   curve.value.push(Number.isFinite(value) ? value : null);
   thin(curve);
@@ -35,6 +36,13 @@ function of(curves, key) {
  * @param {number} count points until now */
 const weightOf = (count) => 2 / (Math.max(1, count / 20) + 1);
 
+/** The last smoothed loss: that of the expert trained last. @param {any} series @returns {number|null} */
+export function lastSmoothed(series) {
+  const curves = Object.values(series.loss).filter((curve) => curve.step.length > 0);
+  const latest = curves.sort((a, b) => b.step.at(-1) - a.step.at(-1))[0];
+  return latest?.smoothed?.findLast((/** @type {number|null} */ value) => value !== null) ?? null;
+}
+
 /** @param {any} series what `api/runs/ID/series` sent */
 export function liveSeries(series) {
   // The server thins long curves, so the number of points is told from the steps that they cover.
@@ -50,7 +58,7 @@ export function liveSeries(series) {
     step(event) {
       const expert = event.expert ?? "";
       const loss = of(series.loss, expert);
-      if (!add(loss, event.step, event.loss)) return false;
+      if (!add(loss, event.step, event.loss, true)) return false;
       loss.smoothed ??= [];
       counts[expert] = (counts[expert] ?? 0) + 1;
       const before = loss.smoothed.at(-1);

@@ -8,17 +8,22 @@ import { card, el, fill, fmt, setText } from "./ui.js";
 const ZOOM_BELOW = 0.12;
 
 /** Colours of owners, the same in each pool. @type {Map<string, number>} */
-const colours = new Map(["frozen weights", "activations", "optimizer state", "trained weights", "gradients", "caches", "process", "batches"].map((owner, at) => [owner, at]));
+const colours = new Map(["frozen weights", "activations", "optimizer state", "trained weights", "gradients", "latent cache", "process", "batch ring"].map((owner, at) => [owner, at]));
+
+/** Measured, and planned under other names. */
+const NOT_PLANNED = { other: "activations, buffers and all else that is not measured by itself" };
 
 /** Owners that stand for what has no owner. */
 const NEUTRAL = new Set(["other", "unaccounted"]);
 
-/** Class of an owner's colour. @param {string} owner */
-function colourOf(owner) {
-  if (NEUTRAL.has(owner)) return "rest";
+/** Number of an owner's colour, also in charts. @param {string} owner */
+export function colourNumber(owner) {
   if (!colours.has(owner)) colours.set(owner, colours.size);
-  return `c${/** @type {number} */ (colours.get(owner)) % 8}`;
+  return /** @type {number} */ (colours.get(owner));
 }
+
+/** Class of an owner's colour. @param {string} owner */
+const colourOf = (owner) => (NEUTRAL.has(owner) ? "rest" : `c${colourNumber(owner) % 8}`);
 
 /** @param {{bytes: number}[]} parts */
 const sum = (parts) => parts.reduce((total, part) => total + part.bytes, 0);
@@ -101,7 +106,7 @@ export function poolPanel(tier, onePool) {
     const plans = new Map(tier.planned.map((/** @type {any} */ one) => [one.owner, one]));
     const owners = [...new Set([...tier.used.map((/** @type {any} */ one) => one.owner), ...plans.keys()])];
     const uses = new Map(tier.used.map((/** @type {any} */ one) => [one.owner, one.bytes]));
-    fill(body, owners.map((owner) => entry(`mark square ${colourOf(owner)}`, owner, plans.get(owner)?.why ?? "", uses.get(owner), plans.get(owner)?.bytes)),
+    fill(body, owners.map((owner) => entry(`mark square ${colourOf(owner)}`, owner, plans.get(owner)?.why ?? NOT_PLANNED[/** @type {keyof typeof NOT_PLANNED} */ (owner)] ?? "", uses.get(owner), plans.get(owner)?.bytes)),
       tier.others.map((/** @type {any} */ one) => entry("mark square other", one.name, `another process, ${one.pid}`, one.bytes, undefined)),
       tier.reclaimable_bytes === null || tier.reclaimable_bytes === undefined ? null : entry("mark square reclaimable", "reclaimable page cache", "freed when memory is needed", tier.reclaimable_bytes, undefined));
   }

@@ -41,11 +41,11 @@ export function runCharts(series) {
   const rate = chart({ title: "Learning rate", curves: byKey(series.lr, (key) => key.replaceAll("_", " ")), sync: SYNC,
     format: (value) => (value === null ? fmt.none : value === 0 ? "0" : value.toExponential(2)), zero: true, height: 180 });
   const norm = chart({ title: "Gradient norm", unit: "before clipping", sync: SYNC, height: 180, log: false,
-    curves: [{ key: "norm", label: "gradient norm", colour: 3 }] });
+    curves: [{ key: "norm", label: "gradient norm", colour: 3, dash: [] }] });
   const time = chart({ title: "Step time", sync: SYNC, format: milliseconds, zero: true, height: 180,
     curves: [{ key: "step", label: "step", colour: 0 }, { key: "wait", label: "of it waiting for data", colour: 1 }] });
   const batch = chart({ title: "Effective batch", unit: "samples per step", sync: SYNC, zero: true, height: 180,
-    format: (value) => fmt.number(value, 3), curves: [{ key: "batch", label: "batch", colour: 2 }] });
+    format: (value) => fmt.number(value, 3), curves: [{ key: "batch", label: "batch", colour: 2, dash: [] }] });
   const memory = chart({ title: "Memory", curves: byKey(series.memory, (key) => key), sync: SYNC, zero: true, height: 180,
     format: (value) => fmt.bytes(value), steps: BINARY_STEPS });
   const all = [loss, rate, norm, time, batch, memory];

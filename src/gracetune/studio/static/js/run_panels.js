@@ -4,16 +4,21 @@ import { api, card, copyButton, el, emptyState, fill, fmt } from "./ui.js";
 
 const LOG_MS = 4000;
 const MOST_LINES = 100;
+const REQUESTED = { validate: "samples generated", save: "checkpoint written", stop: "run stopped" };
+const SOURCES = { studio: "the studio", command: "a command", file: "a file" };
 /** Files that a checkpoint wrote carry its step. */
 const OF_STEP = /_\d{9}(?=[_.])/;
 
-/** Sum by owner of what the plan says of one tier. @param {any} plan @param {string} tier */
+/** Sum by role of what the plan says of one tier; measured memory has owners of the same names. Plans of earlier
+ * releases have no roles. @param {any} plan @param {string} tier */
 function planned(plan, tier) {
   /** @type {Map<string, {bytes: number, why: string}>} */
   const owners = new Map();
   for (const line of plan.lines.filter((/** @type {any} */ one) => one.tier === tier)) {
-    const known = owners.get(line.owner) ?? { bytes: 0, why: "" };
-    owners.set(line.owner, { bytes: known.bytes + line.bytes, why: [known.why, line.why].filter(Boolean).join("; ") });
+    const role = line.role || line.owner;
+    const known = owners.get(role) ?? { bytes: 0, why: "" };
+    const why = [line.owner === role ? "" : line.owner, line.why].filter(Boolean).join(": ");
+    owners.set(role, { bytes: known.bytes + line.bytes, why: [known.why, why].filter(Boolean).join("; ") });
   }
   return owners;
 }
@@ -81,12 +86,13 @@ export function eventsPanel(detail) {
     ...detail.warnings.map((/** @type {any} */ one) => ({ step: one.step, time_s: one.time_s, kind: "warning", text: one.message })),
     ...detail.switches.map((/** @type {any} */ one) => ({ step: one.step, kind: "expert", text: `${one.before ? `${one.before} → ` : ""}${one.after}${one.reason ? `: ${one.reason}` : ""}` })),
     ...(detail.batch_changes ?? []).map((/** @type {any} */ one) => ({ step: one.step, kind: "batch", text: `${one.before ?? ""} → ${one.after}${one.reason ? `: ${one.reason}` : ""}` })),
+    ...(detail.requests ?? []).map((/** @type {any} */ one) => ({ step: one.step, kind: "request", text: `${REQUESTED[/** @type {keyof typeof REQUESTED} */ (one.request)] ?? one.request}, requested by ${SOURCES[/** @type {keyof typeof SOURCES} */ (one.source)] ?? one.source}` })),
     ...(detail.self_checks ?? []).map((/** @type {any} */ one) => ({ step: one.step, kind: "check", text: checkText(one) })),
   ];
   // Experts may take turns at each step: what needs attention must not be lost among them.
   lines.sort((a, b) => Number(b.kind === "warning") - Number(a.kind === "warning") || (b.step ?? -1) - (a.step ?? -1));
   const left = lines.splice(MOST_LINES).length;
-  const body = lines.length === 0 ? emptyState("Nothing to report", "Warnings, changes of the expert or batch, and self-checks appear here.")
+  const body = lines.length === 0 ? emptyState("Nothing to report", "Warnings, requests, changes of the expert or batch, and self-checks appear here.")
     : el("table", { class: "table" }, el("thead", null, el("tr", null, el("th", { scope: "col" }, "Step"), el("th", { scope: "col" }, "Kind"), el("th", { scope: "col" }, "What happened"))),
       el("tbody", null, lines.map((line) => el("tr", null, el("td", { class: "num" }, line.step === null ? fmt.none : fmt.integer(line.step)),
         el("td", null, el("span", { class: `badge ${line.kind === "warning" ? "warn" : "calm"}` }, line.kind)), el("td", null, line.text)))),

@@ -2,6 +2,7 @@
 
 import { api, chart, el, emptyState, fill, fmt, pageHead, setTitle, stateBadge, stream } from "../ui.js";
 import { replaceQuery } from "../router.js";
+import { lastSmoothed } from "../live_series.js";
 import { expertName } from "../run_charts.js";
 import { runPicker } from "../run_picker.js";
 import { differences } from "../config_differences.js";
@@ -19,7 +20,7 @@ const MEASURES = {
   data_wait_ms: { label: "Wait for data", curves: (series) => ({ "": series.data_wait_ms }), format: (value) => (value === null ? fmt.none : fmt.pace(value / 1000)) },
 };
 
-const FOLLOW_MS = 3000;
+const FOLLOW_MS = 4000;
 
 /** @param {string[]} ids */
 const address = (ids) => `api/compare?${ids.map((id) => `run=${id}`).join("&")}`;
@@ -39,6 +40,8 @@ export async function show(root, { query }) {
   let turn = 0;
   let timer = 0;
   let drawn = "";
+  /** @type {Map<string, any>} newer rows of runs */
+  const changes = new Map();
   /** @type {any} */
   let answer = null;
   /** @type {Record<string, any>} */
@@ -86,9 +89,9 @@ export async function show(root, { query }) {
       el("thead", null, el("tr", null, columns.map((name) => el("th", { scope: "col" }, name)))),
       el("tbody", null, answer.runs.map((/** @type {any} */ row, /** @type {number} */ at) => el("tr", { "data-row": true },
         el("th", { scope: "row" }, el("span", { class: "row nowrap" }, el("span", { class: `mark c${at % 8}`, "aria-hidden": "true" }), el("a", { href: `#/run/${row.id}` }, row.name))),
-        el("td", null, stateBadge(row.state, row.reason)), el("td", { class: "num" }, `${fmt.integer(row.step)} / ${fmt.integer(row.total_steps)}`),
-        el("td", { class: "num" }, fmt.number(row.loss_smoothed)), el("td", { class: "num" }, fmt.number(row.held_out)),
-        el("td", { class: "num" }, fmt.pace(row.seconds_per_step)), el("td", { class: "num" }, row.memory ? fmt.bytes(row.memory.used_bytes) : fmt.none))))))));
+        el("td", null, stateBadge(row.state, row.reason)), el("td", { class: "num nowrap-text" }, `${fmt.integer(row.step)} / ${fmt.integer(row.total_steps)}`),
+        el("td", { class: "num nowrap-text" }, fmt.number(lastSmoothed(answer.series[row.id]) ?? row.loss_smoothed)), el("td", { class: "num nowrap-text" }, fmt.number(row.held_out)),
+        el("td", { class: "num nowrap-text" }, fmt.pace(row.seconds_per_step)), el("td", { class: "num nowrap-text" }, row.memory ? fmt.bytes(row.memory.used_bytes) : fmt.none))))))));
   }
 
   function drawChart() {
@@ -110,13 +113,16 @@ export async function show(root, { query }) {
     plot.set(points);
   }
 
-  /** Newer curves of the same runs; the rest of the page stays. */
+  /** Newer curves of the runs that changed; the rest of the page stays. */
   async function follow() {
     timer = 0;
-    const [mine, ids] = [turn, picker.ids()];
-    const newer = await api.get(address(ids));
+    const mine = turn;
+    const rows = picker.ids().flatMap((id) => changes.get(id) ?? []);
+    changes.clear();
+    const { series } = rows.length === 0 ? { series: {} } : await api.get(address(rows.map((row) => row.id)));
     if (mine !== turn) return;
-    answer = newer;
+    const newer = new Map(rows.map((row) => [row.id, row]));
+    answer = { ...answer, runs: answer.runs.map((/** @type {any} */ row) => newer.get(row.id) ?? row), series: { ...answer.series, ...series } };
     drawTable();
     drawChart();
   }
@@ -125,6 +131,7 @@ export async function show(root, { query }) {
   const close = stream("api/runs/stream", {
     runs({ changed }) {
       const chosen = new Set(picker.ids());
+      for (const row of changed) changes.set(row.id, row);
       if (timer === 0 && changed.some((/** @type {any} */ row) => chosen.has(row.id))) {
         timer = window.setTimeout(() => follow().catch(console.error), FOLLOW_MS);
       }

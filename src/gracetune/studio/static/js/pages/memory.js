@@ -1,7 +1,7 @@
 /** Where a run's memory is: a bar for each pool, what changed and why, traffic between the pools, what moves next. */
 
 import { BINARY_STEPS, TIME_STEPS, api, card, chart, el, emptyState, fill, fmt, runHeader, stream } from "../ui.js";
-import { poolPanel } from "../pool_panel.js";
+import { colourNumber, poolPanel } from "../pool_panel.js";
 import { changesPanel, nextPanel, stagePanel, unavailablePanel } from "../memory_panels.js";
 
 const REFRESH_MS = 1000;
@@ -17,9 +17,9 @@ export async function show(root, { id }) {
   const pools = el("div", { class: "grid tier-panels" });
   const link = chart({ title: "Link traffic", unit: "GB/s between CPU and GPU", curves: [{ key: "link", label: "traffic", colour: 0 }], zero: true,
     xLabel: "after", xSteps: TIME_STEPS, xFormat: (seconds) => fmt.duration(Math.max(0, seconds)), format: (value) => (value === null ? fmt.none : fmt.number(value, 3)), height: 180 });
-  const waits = chart({ title: "Waits for prefetched batches", curves: [{ key: "wait", label: "wait", colour: 1 }], zero: true,
+  const waits = chart({ title: "Waits for prefetched batches", curves: [{ key: "wait", label: "wait", colour: 1, dash: [] }], zero: true,
     format: (value) => (value === null ? fmt.none : fmt.pace(value / 1000)), height: 180 });
-  const depth = chart({ title: "Look-ahead", unit: "batches moved ahead", curves: [{ key: "depth", label: "batches ahead", colour: 2 }], zero: true,
+  const depth = chart({ title: "Look-ahead", unit: "batches moved ahead", curves: [{ key: "depth", label: "batches ahead", colour: 2, dash: [] }], zero: true,
     format: (value) => fmt.number(value, 2), height: 180 });
   const charts = el("div", { class: "charts" }, [link, waits, depth].map(({ node }) => el("div", { class: "card" }, node)));
   /** @type {Map<string, ReturnType<typeof chart>>} */
@@ -66,7 +66,7 @@ export async function show(root, { id }) {
   function drawHistory() {
     for (const tier of memory.tiers) {
       const owners = Object.keys(memory.history?.[tier.name] ?? {});
-      const curves = owners.map((owner, at) => ({ key: owner, label: owner, colour: at }));
+      const curves = owners.map((owner) => ({ key: owner, label: owner, colour: colourNumber(owner) }));
       let one = histories.get(tier.name);
       if (one === undefined) {
         one = chart({ title: `${capital(tier.label || tier.name)} over time`, curves, zero: true, height: 180, format: (value) => fmt.bytes(value), steps: BINARY_STEPS });

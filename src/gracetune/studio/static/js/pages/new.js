@@ -66,7 +66,7 @@ class NewRun {
         card("Plan", { class: "plan-card", actions: this.planState }, this.planNode),
         card("Save", { class: "save" },
           el("div", { class: "field" }, el("label", { for: "file-name" }, "File name"), this.fileName,
-            el("span", { class: "help", id: "save-why" }, why || `Written below ${this.studio.root}; never over another file.`)),
+            el("span", { class: "help", id: "save-why" }, why || `Written to ${this.studio.root}/configs; never over another file.`)),
           el("div", { class: "row" }, this.saveButtons), this.saved)),
       this.bar);
     this.head = pageHead({ title: "New run", note: "From a folder or a file to a config that is checked and planned before it starts.",

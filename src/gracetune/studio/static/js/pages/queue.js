@@ -18,6 +18,8 @@ class Queue {
   /** @param {HTMLElement} root @param {any} studio */
   constructor(root, studio) {
     this.control = studio.control;
+    this.folder = studio.working_folder;
+    this.configs = `${studio.root}/configs`;
     this.why = this.control ? "" : "This studio is read only. To act on the queue: gracetune studio --control";
     /** @type {Map<string, Job>} */
     this.jobs = new Map();
@@ -34,8 +36,8 @@ class Queue {
 
   adder() {
     const input = el("input", { id: "add-config", type: "text", autocomplete: "off", spellcheck: "false", disabled: !this.control,
-      placeholder: "configs/my-run.yaml", "aria-describedby": "add-why" });
-    const why = el("span", { class: "help", id: "add-why" }, this.why || "Relative to the studio's folder, or absolute.");
+      placeholder: `${this.configs}/my-run.yaml`, "aria-describedby": "add-why" });
+    const why = el("span", { class: "help", id: "add-why" }, this.why || `Absolute, or relative to ${this.folder}, where the studio was started.`);
     const problem = el("div", { class: "add-problem", role: "alert" });
     const button = el("button", { class: "btn", type: "submit", disabled: !this.control, "aria-describedby": "add-why" }, "Add to the queue");
     return el("form", { class: "card", novalidate: true, onsubmit: async (/** @type {Event} */ event) => {

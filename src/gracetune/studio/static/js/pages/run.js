@@ -1,7 +1,7 @@
 /** One run, live: figures, charts, samples, plan against reality, files, log, and the buttons that act on it. */
 
 import { api, el, fill, fmt, runHeader, stream, tiles } from "../ui.js";
-import { liveSeries } from "../live_series.js";
+import { lastSmoothed, liveSeries } from "../live_series.js";
 import { runActions } from "../run_actions.js";
 import { runCharts } from "../run_charts.js";
 import { configPanel, eventsPanel, filesPanel, logPanel, planPanel } from "../run_panels.js";
@@ -11,7 +11,7 @@ const DRAW_MS = 250;
 const REFRESH_MS = 400;
 /** Events after which the rest of the page is fetched again. */
 const REFRESHING = new Set(["ValidationDone", "CheckpointWritten", "Warned", "RunEnded", "RunStarted", "Planned", "SelfChecked",
-  "StageSwitched", "EffectiveBatchChanged"]);
+  "StageSwitched", "EffectiveBatchChanged", "RequestServed"]);
 
 /** @param {HTMLElement} root @param {{id: string}} params */
 export async function show(root, { id }) {
@@ -34,7 +34,7 @@ export async function show(root, { id }) {
     const done = row.total_steps ? row.step / row.total_steps : null;
     figures.set("step", fmt.integer(row.step), done === null ? "" : `${fmt.percent(done)} of ${fmt.integer(row.total_steps)}`);
     figures.set("epoch", fmt.integer(row.epoch), "counted from 0");
-    figures.set("loss", fmt.number(row.loss_smoothed), row.loss === null ? "" : `last step ${fmt.number(row.loss)}`);
+    figures.set("loss", fmt.number(lastSmoothed(live.series) ?? row.loss_smoothed), row.loss === null ? "" : `last step ${fmt.number(row.loss)}`);
     figures.set("held", fmt.number(row.held_out), row.held_out === null ? "not evaluated" : "never trained on");
     figures.set("pace", fmt.pace(row.seconds_per_step), row.seconds_per_step ? `${fmt.integer(3600 / row.seconds_per_step)} steps/h` : "");
     figures.set("left", row.state === "running" ? fmt.duration(row.eta_s) : fmt.none,

@@ -25,6 +25,7 @@ FLAVOURS = [
     ("qwen_image", "t2i"),
     ("qwen_image", "edit-2509"),
     ("flux", "dev"),
+    ("z_image", "base"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
 ]
@@ -51,7 +52,7 @@ def test_ids_need_no_loading(family: str, flavour: str, tiny_model: TinyModel, t
     assert encoders.reads_images() == texts.reads_images == (flavour == "edit-2509")
 
 
-@pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[0], FLAVOURS[2], FLAVOURS[4], FLAVOURS[5]])
+@pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[0], FLAVOURS[2], FLAVOURS[5], FLAVOURS[6]])
 def test_ids_cover_what_decides_the_entries(family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = tiny_model(family, flavour)
     moved = Path(shutil.copytree(folder, tmp_path / "elsewhere"))

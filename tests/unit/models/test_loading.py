@@ -30,9 +30,9 @@ FLAVOURS = [
     ("wan", "i2v-14b-480p-2.1"),
     ("qwen_image", "t2i"),
     ("flux", "dev"),
-    ("z_image", "base"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
+    ("z_image", "base"),
 ]
 DiffusersModel = diffusers.ModelMixin
 TinyModel = Callable[[str, str], Path]

@@ -25,14 +25,14 @@ def turn_by_pairs(denoiser: nn.Module) -> None:
     """Replace the RoPE tables and attention processors of a Z-Image denoiser."""
     assert isinstance(denoiser, ZImageTransformer2DModel)
     theirs = denoiser.rope_embedder
-    real: Any = RealAngles
+    real: Any = ZImageAngles
     denoiser.rope_embedder = real(theirs.theta, theirs.axes_dims, theirs.axes_lens)
     for module in denoiser.modules():
         if isinstance(module, ZImageTransformerBlock):
             cast(Any, module.attention).set_processor(cast(Any, ZImagePairwiseAttention)())
 
 
-class RealAngles(RopeEmbedder):
+class ZImageAngles(RopeEmbedder):
     """Cosine and sine [tokens, pairs, 2] instead of complex numbers [tokens, pairs]."""
 
     @staticmethod

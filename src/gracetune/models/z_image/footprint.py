@@ -30,7 +30,7 @@ CAPTION_TOKENS = 512
 PARAMETERS = 6_154_908_736
 VAE = FootprintCodec("VAE (FLUX)", 83_819_683, encode=643, decode=769)
 QWEN3 = FootprintEncoder(
-    "text encoder (Qwen3 4B)", 4_022_468_096, working=264_192, tokens=CAPTION_TOKENS, works_while_sampling=False
+    "text encoder (Qwen3 4B)", 4_022_468_096, working=400_904, tokens=CAPTION_TOKENS, works_while_sampling=False
 )
 
 

@@ -20,10 +20,8 @@ def _rules() -> Iterator[KeyMapRule]:
         yield KeyMapRule(layer, layer)
     for blocks in _BLOCKS:
         yield KeyMapRule(f"{blocks}.{{}}.attention.to_out.0", f"{blocks}.{{}}.attention.out")
-        own = (*("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),)
-        if blocks in _MODULATED:
-            own = (*own, "adaLN_modulation.0")
-        for layer in own:
+        modulation = ("adaLN_modulation.0",) if blocks in _MODULATED else ()
+        for layer in ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", *modulation):
             yield KeyMapRule(f"{blocks}.{{}}.{layer}", f"{blocks}.{{}}.{layer}")
     for layer in ("linear", "adaLN_modulation.1"):
         yield KeyMapRule(f"all_final_layer.2-1.{layer}", f"final_layer.{layer}")

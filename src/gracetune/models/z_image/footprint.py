@@ -58,7 +58,7 @@ def _kept(stream: FootprintStream, *, modulated: bool) -> Iterator[FootprintKept
     yield FootprintKept("attention statistics", HEADS, stream, fp32=True)
     yield from _norm("norm2", stream, reads=FootprintKept("attention output", WIDTH, stream))
     yield from scaled("norm2 output")
-    yield from _norm("norm3", stream, reads=FootprintKept("residual after attention", WIDTH, stream))
+    yield from _norm("norm3", stream, reads=FootprintKept("residual after attention", WIDTH, stream, compiled=False))
     yield from scaled("norm3 output")
     yield FootprintKept("x2", WIDTH, stream, needed_by="weights")
     yield FootprintKept("before SiLU", FFN, stream)

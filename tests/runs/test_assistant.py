@@ -27,7 +27,7 @@ from gracetune.models.spec import EightBitLayers, PartPlacement
 from gracetune.train.run import RunOptions, train
 from gracetune.train.view import CollectingView
 from runs.made_runs import FLAVOURS, TinyModel, config_for, run
-from runs.test_resume import losses
+from runs.test_resume import Interrupting, losses
 from servers.hub import HubServer
 from unit.models.model_inputs import answer
 
@@ -142,6 +142,40 @@ def test_samples_and_the_file_are_of_the_model_without_it(
     )
     run(other)
     assert images(other, 0) != [found]
+
+
+def test_z_images_turbo_is_trained_under_its_assistant_only(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """A DoRA with samples, stopped and resumed: equal to the uninterrupted run. diffusers loads its file."""
+    from diffusers import ZImagePipeline
+
+    file, folder = tmp_path / "assistant.safetensors", tiny_model("z_image", "turbo")
+    state = assistant_state(tiny_model, family="z_image")
+    save(file, state, "comfyui", torch.float32)  # as ai-toolkit writes it: `diffusion_model.` and diffusers' paths
+    assert {name.split(".")[0] for name in load_file(file)} == {"diffusion_model"}
+
+    def turbo(name: str, **model: Any) -> RunConfig:
+        return config_for(
+            "z_image", tiny_model, tmp_path / name, flavour="turbo", model=model, adapter={"kind": "dora", "rank": 2},
+            training={"max_steps": 4, "batch_size": 2}, validation=SAMPLES,
+            checkpoints={"every_steps": 2, "format": "diffusers", "save_dtype": "fp32"},
+        )  # fmt: skip
+
+    for flavour in ("turbo", None):
+        assert "distilled" in rejected(turbo("rejected", flavour=flavour))
+    whole, stopped = (turbo(name, assistant_adapter=str(file)) for name in ("whole", "stopped"))
+    heard = CollectingView()
+    run(whole, heard)
+    assert any(line.startswith("assistant adapter: ") for line in heard.lines)
+    run(stopped, Interrupting(2))
+    run(stopped)
+    assert learned(stopped) == learned(whole)
+    final = [Path(config.output_dir) / "tiny.safetensors" for config in (stopped, whole)]
+    assert final[0].read_bytes() == final[1].read_bytes()
+    assert images(stopped, 4) == images(whole, 4) != images(whole, 2)
+    pipeline = ZImagePipeline.from_pretrained(folder, text_encoder=None, tokenizer=None, vae=None)
+    pipeline.load_lora_weights(final[1])
+    loaded = {path for path, module in pipeline.transformer.named_modules() if hasattr(module, "lora_A")}
+    assert loaded == set(open_adapter(final[1], "z_image").state().layers)
 
 
 def test_another_one_is_another_run(tiny_model: TinyModel, tmp_path: Path, assistant: Path) -> None:

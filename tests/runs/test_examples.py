@@ -22,6 +22,8 @@ EXAMPLES = [
     ("gh200_large_batch.json", None, None, {"model.vae_path": None}),
     # bitsandbytes works on GPUs alone, and a run on a CPU reports it.
     ("qwen_image_edit_2509.yaml", "qwen_image", "edit-2509", {"optimizer.name": "adamw"}),
+    # Its assistant is on the hub; tests/runs/test_assistant.py trains Turbo under one.
+    ("z_image_turbo.yaml", "z_image", "base", {"model.flavour": "base", "model.assistant_adapter": None}),
     ("wan22_dual_expert_lokr.yaml", "wan", "t2v-14b-2.2", {}),
 ]
 

@@ -25,6 +25,9 @@ class Flavour:
     edits: bool = False
     from_image: bool = False
     """Image-to-video only: every clip continues a first frame."""
+    distilled: bool = False
+    """Distilled to few sampling steps, which training would undo: only adapters are trained, with an assistant adapter
+    (`config.rules.distilled_problem`)."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class SimpleTunerNames:
     untrained_flavours: tuple[str, ...] = ()
     """Flavours of this family that SimpleTuner trains and gracetune does not."""
     assistants: Mapping[str, str] = field(default_factory=dict)
-    """Our flavour -> the assistant adapter that SimpleTuner loads while it trains an adapter, if a file names none."""
+    """SimpleTuner's flavour, or ours -> the assistant adapter that SimpleTuner loads while it trains an adapter, if a
+    file names none. SimpleTuner's name comes first, for flavours that differ only in their assistant."""
     rejected_flavours: Mapping[str, RejectedFlavour] = field(default_factory=dict)
     """Our flavour -> why it is rejected in a SimpleTuner file."""
     forced_expert_shifts: Mapping[str, float] = field(default_factory=dict)
@@ -118,6 +122,9 @@ class SimpleTunerNames:
     """The shift of `flow_schedule_auto_shift`. Most published scheduler configs lack it, so the defaults apply."""
     guidance_option: str = ""
     """The option for the guidance that a guidance-distilled model is trained with."""
+    guidance_without: float = 0.0
+    """What SimpleTuner's `validation_guidance` lacks, for a pipeline that adds guidance to the prediction of the prompt
+    instead of to that of the negative prompt. Values up to 1 mean no guidance."""
     targets: LoraTargets = LoraTargets()
     vae: DefaultVae | None = None
     text_encoder_option: str = ""

@@ -108,6 +108,31 @@ def _model(config: RunConfig) -> Iterator[BrokenRule]:
                      "remove model.experts", _MODEL)  # fmt: skip
 
 
+def distilled_problem(config: RunConfig, flavour: Flavour) -> BrokenRule | None:
+    """Why these weights cannot be trained as the config says; None if they can.
+
+    Training weights that were distilled to few steps undoes the distillation. An assistant adapter prevents that.
+    """
+    if not flavour.distilled or config.model.assistant_adapter is not None:
+        return None
+    found = f"none, for {flavour.name}, which is distilled to few sampling steps"
+    hint = "give its de-distillation adapter in model.assistant_adapter (docs/training.md, assistant adapters)"
+    if config.adapter.kind == "full_finetune":
+        others = [one.name for one in flavours(config.model.family) if not one.distilled]
+        found, hint = f"full_finetune of {flavour.name}, which is distilled to few sampling steps", "train an adapter"
+        hint += "".join(f", or the weights of {name}" for name in others)
+        return BrokenRule(("adapter", "kind"), found, "an adapter, with model.assistant_adapter", hint, _MODEL)
+    expected = "an assistant adapter, because training would undo the distillation"
+    return BrokenRule(("model", "assistant_adapter"), found, expected, hint, _MODEL)
+
+
+def _distilled(config: RunConfig) -> Iterator[BrokenRule]:
+    flavour = known_flavour(config)
+    problem = None if flavour is None else distilled_problem(config, flavour)
+    if problem is not None:
+        yield problem
+
+
 def _adapter(config: RunConfig) -> Iterator[BrokenRule]:
     adapter = config.adapter
     if adapter.is_full_finetune and config.model.assistant_adapter is not None:
@@ -428,6 +453,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[BrokenRule]], ...] = (
     _determinism,
     _token_routing,
     _model,
+    _distilled,
     _adapter,
     _precision,
     _automagic,

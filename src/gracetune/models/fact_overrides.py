@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gracetune.config.families import find_flavour
+from gracetune.config.families import find_flavour, flavours
+from gracetune.config.rules import distilled_problem
 from gracetune.config.run_config import RunConfig
 from gracetune.diffusion.schedule import Ddpm, Prediction
 from gracetune.errors import ConfigError, Problem
@@ -47,7 +48,29 @@ def _planning_data(family: str, flavour: str) -> tuple[object, ...]:
     footprint = next(one for one in FOOTPRINTS[family] if one.flavour == flavour)
     names = find_flavour(family, flavour)
     assert names is not None
-    return replace(footprint, flavour="", measured=""), GEOMETRIES[family][flavour], replace(names, name="", weights="")
+    alike = replace(names, name="", weights="", distilled=False)
+    return replace(footprint, flavour="", measured=""), GEOMETRIES[family][flavour], alike
+
+
+def check_distilled(config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts) -> str | None:
+    """Reject weights that were distilled to few steps, unless they are trained with an assistant adapter.
+
+    Returns a warning if the files show such weights and the config names a flavour that is not distilled.
+    """
+    flavour, shown = (find_flavour(facts.family, name) for name in (facts.flavour, spec.inspect(source).flavour))
+    assert flavour is not None
+    broken = distilled_problem(config, flavour)
+    if broken is not None:
+        others = [one.name for one in flavours(facts.family) if not one.distilled]
+        otherwise = (f"; if they are not distilled, --set model.flavour={one}" for one in others[:1])
+        hint = "".join([broken.hint, *otherwise])
+        raise ConfigError([Problem(".".join(map(str, broken.path)), broken.found, broken.expected, hint)])
+    if shown is None or flavour.distilled or not shown.distilled:
+        return None
+    return (
+        f"model.flavour: {flavour.name}, but the files are those of {shown.name}, which is distilled to few sampling "
+        "steps: they are trained as they are. Correct for weights whose distillation was undone, wrong for all others"
+    )
 
 
 def with_boundary(facts: ModelFacts, boundary: float) -> ModelFacts:

@@ -105,7 +105,9 @@ class KeyMap:
     pipeline_loads_lora: bool = True
     """Whether the pipeline of diffusers has `load_lora_weights`."""
     comfyui_takes_ours: bool = False
-    """Whether ComfyUI loads `<component>.<diffusers path>` for this family. True if the original layout is fused."""
+    """Whether ComfyUI loads diffusers' paths for this family. True if the original layout is fused."""
+    comfyui_prefix: str = "{}."
+    """The prefix of these paths in a file for ComfyUI; `{}` is the component."""
     architecture: str = ""
     """The model's name in file headers (`modelspec.architecture`). Empty: the family's name."""
     base_version: str = ""

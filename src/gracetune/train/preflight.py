@@ -40,7 +40,7 @@ from gracetune.hardware import Machine, probe
 from gracetune.hub.access import HubAccess
 from gracetune.models.encoders import FamilyEncoders, encoders_of
 from gracetune.models.experts import trained_experts
-from gracetune.models.fact_overrides import facts_of
+from gracetune.models.fact_overrides import check_distilled, facts_of
 from gracetune.models.hub_download import Fetch, HubFetcher
 from gracetune.models.source import ASSISTANT_KEY, ModelSource, find_assistant, is_on_disk
 from gracetune.models.spec import Expert, ExpertName, ModelFacts, ModelSpec
@@ -215,6 +215,7 @@ def preflight(
             if runtime.is_main:
                 checks.run(lambda: check_output_paths(folder, model.value.experts, config.adapter.kind))
         checks.run(lambda: check_objective(config, model.value.facts, model.value.trained))
+        checks.run(lambda: _check_distilled(config, model.value, view))
         checks.run(lambda: check_requests(config, model.value.spec, model.value.facts, view.warn))
         checks.run(lambda: _check_attention(config, model.value, planned.value, runtime.device))
         checks.run(lambda: check_routes(config, model.value.spec, model.value.source, model.value.facts))
@@ -290,6 +291,12 @@ def _open_model(config: RunConfig, device: torch.device, fetch: Fetch) -> Opened
         found, expected = f"one for {facts.flavour}, which has two denoisers", "a model with one denoiser"
         raise ConfigError([Problem(ASSISTANT_KEY, found, expected, f"remove {ASSISTANT_KEY}")])
     return OpenedModel(encoders, facts, trained_experts(config.model.experts, facts), assistant)
+
+
+def _check_distilled(config: RunConfig, model: OpenedModel, view: View) -> None:
+    warning = check_distilled(config, model.spec, model.source, model.facts)
+    if warning is not None:
+        view.warn(warning)
 
 
 def _plan_copies(config: RunConfig, environment: Environment, machine: Machine, view: View) -> None:

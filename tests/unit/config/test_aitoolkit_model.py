@@ -50,6 +50,8 @@ def model(folder: Path, keys: dict[str, Any]) -> Any:
         ("flux", "black-forest-labs/flux.1-KREA-dev", "flux", "krea"),
         ("flux", "/weights/flux", "flux", None),
         ("flux_kontext", "/weights/flux", "flux", "kontext"),
+        ("zimage", "Tongyi-MAI/Z-Image", "z_image", "base"),
+        ("zimage", "/weights/z-image", "z_image", None),
         ("sdxl", "/weights/some.safetensors", "sdxl", "base-1.0"),
     ],
 )
@@ -224,13 +226,26 @@ def test_what_quantizing_cannot_be_combined_with(tmp_path: Path) -> None:
     assert only_problem(tmp_path, model=exclude).key.endswith("quantize_kwargs")
 
 
-def test_an_assistant_is_for_flux(tmp_path: Path) -> None:
+def test_an_assistant_is_for_models_that_were_distilled(tmp_path: Path) -> None:
     assert model(tmp_path, {**FLUX, "assistant_lora_path": "owner/lora"}).assistant_adapter == "owner/lora"
     problem = only_problem(tmp_path, model={"assistant_lora_path": "owner/lora"})
     assert problem.key == "config.process[0].model.assistant_lora_path"
-    assert "FLUX.1 alone" in problem.expected
+    assert "for flux, zimage alone" in problem.expected
     alone = only_problem(tmp_path, network=None, model={**FLUX, "assistant_lora_path": "owner/lora"})
     assert "add a `network`" in alone.hint
+
+
+TURBO = {"arch": "zimage:turbo", "name_or_path": "Tongyi-MAI/Z-Image-Turbo"}
+
+
+def test_z_images_turbo_has_its_assistant_on_the_hub(tmp_path: Path) -> None:
+    """ai-toolkit's `owner/name/file`, unless such a file is on disk."""
+    name = "ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"
+    found = model(tmp_path, {**TURBO, "assistant_lora_path": name})
+    assert (found.flavour, found.assistant_adapter) == ("turbo", f"hf://{name}")
+    assert "distilled" in only_problem(tmp_path, model=TURBO).found
+    other = {**TURBO, "name_or_path": "ostris/Z-Image-De-Turbo", "assistant_lora_path": name}
+    assert "without its model" in only_problem(tmp_path, model=other).expected
 
 
 def test_an_edit_model_without_references_is_asked_for_them(tmp_path: Path) -> None:

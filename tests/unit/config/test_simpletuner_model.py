@@ -53,6 +53,9 @@ def test_a_misspelt_family_hides_nothing(tmp_path: Path) -> None:
         ("qwen_image", "edit-v3", "edit-2511", "both"),
         ("flux", "dev", "dev", "both"),
         ("flux", "kontext", "kontext", "both"),
+        ("z_image", "base", "base", "both"),
+        ("z_image", "turbo", "turbo", "both"),
+        ("z_image", "turbo-ostris-v2", "turbo", "both"),
         ("sdxl", "base-1.0", "base-1.0", "both"),
         ("stable_audio", "open-1.0", "open-1.0", "both"),
     ],
@@ -69,6 +72,7 @@ def test_flavours(tmp_path: Path, family: str, theirs: str, ours: str, experts: 
 @pytest.mark.parametrize(
     ("family", "flavour"),
     [("wan", "vace-14b-2.1"), ("wan", "flf2v-14b-2.1"), ("qwen_image", "v2.1"), ("flux", "fluxbooru"),
+     ("z_image", "ostris-de-turbo"),
      ("sdxl", "refiner-1.0"), ("wan", "no such one"), ("wan", 3), ("sdxl", "base-1.0-high")],
 )  # fmt: skip
 def test_flavours_we_lack(tmp_path: Path, family: str, flavour: Any) -> None:
@@ -77,6 +81,8 @@ def test_flavours_we_lack(tmp_path: Path, family: str, flavour: Any) -> None:
 
 
 SCHNELL = {"model_family": "flux", "model_flavour": "schnell"}
+TURBO = {"model_family": "z_image", "model_flavour": "turbo"}
+TURBO_ASSISTANT = "hf://ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_{}.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -87,15 +93,26 @@ SCHNELL = {"model_family": "flux", "model_flavour": "schnell"}
         ({**SCHNELL, "disable_assistant_lora": True, "assistant_lora_path": "owner/lora"}, None),
         ({**SCHNELL, "model_type": "full"}, None),
         ({"model_family": "flux", "model_flavour": "dev", "assistant_lora_path": "owner/lora"}, None),
+        (TURBO, TURBO_ASSISTANT.format("v1")),
+        ({**TURBO, "model_flavour": "turbo-ostris-v2"}, TURBO_ASSISTANT.format("v2")),
+        ({**TURBO, "model_flavour": ...}, TURBO_ASSISTANT.format("v2")),
+        ({**TURBO, "model_flavour": ..., "pretrained_model_name_or_path": "Tongyi-MAI/Z-Image"}, None),
+        ({**TURBO, "assistant_lora_path": "owner/lora"}, "owner/lora"),
     ],
 )
-def test_schnell_is_trained_under_its_assistant(
+def test_distilled_flavours_are_trained_under_their_assistant(
     tmp_path: Path, changes: dict[str, Any], assistant: str | None
 ) -> None:  # fmt: skip
     resolved = resolve(tmp_path, changes, datasets=IMAGES)
     assert resolved.config.model.assistant_adapter == assistant
     unused = [note for note in resolved.notes if "without effect" in note and "assistant_lora_path" in note]
     assert bool(unused) == (assistant is None and "assistant_lora_path" in changes)
+
+
+@pytest.mark.parametrize("changes", [{"disable_assistant_lora": True}, {"model_type": "full"}])
+def test_z_images_turbo_is_not_trained_directly(tmp_path: Path, changes: dict[str, Any]) -> None:
+    [problem] = problems(tmp_path, {**TURBO, **changes}, datasets=IMAGES).values()
+    assert "distilled" in problem.found
 
 
 def test_the_strength_of_an_assistant_is_fixed(tmp_path: Path) -> None:

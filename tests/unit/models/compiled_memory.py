@@ -66,12 +66,13 @@ def use_opaque_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.models.transformers import transformer_flux, transformer_wan
 
     from gracetune.models.qwen_image import attention as of_qwen
+    from gracetune.models.z_image import attention as of_z_image
 
     def heads_first(query: Any, key: Any, value: Any, *_mask: Any, **_rest: Any) -> Any:
         swapped = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return _attention(*swapped)[0].transpose(1, 2)
 
-    for module in (transformer_flux, of_qwen, transformer_wan):
+    for module in (transformer_flux, of_qwen, of_z_image, transformer_wan):
         monkeypatch.setattr(module, "dispatch_attention_fn", lambda q, k, v, **_rest: _attention(q, k, v)[0])
     monkeypatch.setattr(F, "scaled_dot_product_attention", heads_first)
 
@@ -81,6 +82,7 @@ def use_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.models.transformers import transformer_flux, transformer_wan
 
     from gracetune.models.qwen_image import attention as of_qwen
+    from gracetune.models.z_image import attention as of_z_image
 
     def heads_first(query: Any, key: Any, value: Any, *_mask: Any, **_rest: Any) -> Any:
         return FLASH(query, key, value, 0.0, False, False)[0]
@@ -88,7 +90,7 @@ def use_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     def tokens_first(query: Any, key: Any, value: Any, **_rest: Any) -> Any:
         return heads_first(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
 
-    for module in (transformer_flux, of_qwen, transformer_wan):
+    for module in (transformer_flux, of_qwen, of_z_image, transformer_wan):
         monkeypatch.setattr(module, "dispatch_attention_fn", tokens_first)
     monkeypatch.setattr(F, "scaled_dot_product_attention", heads_first)
 

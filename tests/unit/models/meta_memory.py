@@ -86,7 +86,12 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 def use_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace attention and norms by operators that save what a GPU's save."""
-    from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_wan
+    from diffusers.models.transformers import (
+        transformer_flux,
+        transformer_qwenimage,
+        transformer_wan,
+        transformer_z_image,
+    )
 
     def attention(query: Any, key: Any, value: Any, **_rest: Any) -> Any:
         return _FusedAttention.apply(query, key, value)
@@ -98,7 +103,7 @@ def use_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def rms_norm(hidden: Any, _shape: Any, weight: Any = None, eps: float | None = None) -> Any:
         return _FusedRmsNorm.apply(hidden, weight)
 
-    for module in (transformer_flux, transformer_qwenimage, transformer_wan):
+    for module in (transformer_flux, transformer_qwenimage, transformer_wan, transformer_z_image):
         monkeypatch.setattr(module, "dispatch_attention_fn", attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", heads_first)
     monkeypatch.setattr(F, "rms_norm", rms_norm)
@@ -170,6 +175,7 @@ def train_step(model: nn.Module, inputs: dict[str, Any], *, checkpointing: bool)
     alive = Alive([*model.parameters(), *model.buffers(), *gradients, *given])
     with torch.device("meta"), alive:
         output = model(**inputs, return_dict=False)[0]
+        output = torch.stack(output) if isinstance(output, list) else output
         after_forward = alive.now
         output.float().square().mean().backward()
     return Step(after_forward, alive.peak)

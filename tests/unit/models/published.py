@@ -17,6 +17,7 @@ from diffusers import (
     StableAudioDiTModel,
     UNet2DConditionModel,
     WanTransformer3DModel,
+    ZImageTransformer2DModel,
 )
 from diffusers.pipelines.stable_audio.modeling_stable_audio import StableAudioProjectionModel
 from torch import nn
@@ -28,6 +29,8 @@ from transformers import (
     CLIPVisionModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -76,6 +79,8 @@ def denoiser(family: str, flavour: str, **changes: Any) -> nn.Module:
         return QwenImageTransformer2DModel(**(QWEN[flavour] | changes))
     if family == "flux":
         return FluxTransformer2DModel(**(FLUX[flavour] | changes))
+    if family == "z_image":
+        return ZImageTransformer2DModel(**({"axes_lens": [1536, 512, 512]} | changes))
     if family == "sdxl":
         return UNet2DConditionModel(**SDXL)
     return StableAudioDiTModel(**changes)
@@ -100,6 +105,12 @@ def inputs(family: str, flavour: str, *, batch: int, side: int, text: int) -> di
             "encoder_hidden_states_mask": None,
             "timestep": torch.ones(batch),
             "img_shapes": [[(1, side, side // 2)] * 2] * batch,  # an image and a reference, or both halves of an image
+        }
+    if family == "z_image":
+        return {
+            "x": [*torch.empty(batch, 16, 1, 2 * side, 2 * side)],
+            "t": torch.ones(batch),
+            "cap_feats": [*torch.empty(batch, text, 2560)],
         }
     if family == "flux":
         return {
@@ -188,6 +199,14 @@ def _qwen_vl() -> nn.Module:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
+def _qwen3() -> nn.Module:
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen3Model(config)
+
+
 _VIT_H = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
           "image_size": 224, "patch_size": 14}  # fmt: skip
 
@@ -200,6 +219,7 @@ ENCODERS: dict[str, Build] = {
     "text encoder (CLIP-L)": lambda: CLIPTextModel(_clip(768, 12, 12)),
     "text encoder (CLIP-bigG)": lambda: CLIPTextModelWithProjection(_clip(1280, 32, 20)),
     "text encoder (Qwen2.5-VL 7B)": _qwen_vl,
+    "text encoder (Qwen3 4B)": _qwen3,
     "image encoder (CLIP ViT-H)": lambda: CLIPVisionModel(CLIPVisionConfig(**_VIT_H)),
     "conditioning projection": lambda: StableAudioProjectionModel(768, 768, 0, 512),
 }

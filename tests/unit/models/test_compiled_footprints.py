@@ -14,6 +14,7 @@ from diffusers.models.transformers.stable_audio_transformer import StableAudioDi
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
 from torch import nn
 
 from gracetune.adapters.computation import Computation
@@ -26,6 +27,7 @@ from gracetune.models.qwen_image.attention import QwenPairwiseAttention
 from gracetune.models.registry import FOOTPRINTS
 from gracetune.models.wan import blocks as wan_attention
 from gracetune.models.wan.blocks import use_pairwise_attention
+from gracetune.models.z_image.attention import ZImagePairwiseAttention
 from gracetune.planning.activations import BUDGETS, RecomputePolicy, StepMethod, activations
 from gracetune.train.blocks import costly_work_known
 from unit.models.compiled_memory import FLASH, kept_by_compiler, split_by_compiler, use_flash_attention
@@ -65,6 +67,12 @@ def _by_pairs(block: QwenImageTransformerBlock) -> nn.Module:
     return block
 
 
+def _z_image() -> nn.Module:
+    block = ZImageTransformerBlock(0, 3840, 30, 30, 1e-5, True)
+    block.attention.set_processor(cast(Any, ZImagePairwiseAttention)())
+    return block
+
+
 WAN = Case(
     "wan", 0, lambda: WanTransformerBlock(5120, 13824, 40, cross_attn_norm=True),
     lambda: ((residual(4096, 5120), empty(BATCH, 512, 5120), empty(BATCH, 6, 5120), rotation(1, 4096, 1, 128)), {}),
@@ -83,6 +91,12 @@ OTHERS = {
         lambda: (
             (*_two_streams(), None, empty(BATCH, 3072)),
             {"image_rotary_emb": tuple(empty(count, 64, 2, dtype=torch.float32) for count in (4096, 512))},
+        ),
+    ),
+    "z image": Case(
+        "z_image", -1, _z_image,
+        lambda: (
+            (residual(4608, 3840), None, empty(BATCH, 4608, 64, 2, dtype=torch.float32), empty(BATCH, 256)), {},
         ),
     ),
     "stable audio": Case(

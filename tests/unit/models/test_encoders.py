@@ -27,6 +27,7 @@ FLAVOURS = [
     ("flux", "dev"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
+    ("z_image", "base"),
 ]
 TinyModel = Callable[[str, str], Path]
 
@@ -143,7 +144,7 @@ def _made_by_pipeline(pipeline: Any, family: str, text: str) -> dict[str, torch.
         return {"prompt_embeds": pipeline.encode_prompt(prompt=[text], device=CPU, max_sequence_length=512)[0][0]}
 
 
-@pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[1], FLAVOURS[3], FLAVOURS[4]])
+@pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[1], FLAVOURS[3], FLAVOURS[4], FLAVOURS[6]])
 def test_caption_embedding_equals_the_pipelines(
     family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
@@ -189,7 +190,7 @@ def test_truncated_captions_are_recorded(
     assert "truncated" not in capfd.readouterr().err, "the pass tells it once, and names the files"
 
 
-@pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[1], FLAVOURS[3], FLAVOURS[4]])
+@pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[1], FLAVOURS[3], FLAVOURS[4], FLAVOURS[6]])
 def test_each_tokenizer_runs_once_per_batch(
     family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,12 @@ def test_expert_boundary_applies_to_training_and_sampling(tiny_model: TinyModel)
 
 @pytest.mark.parametrize(
     ("family", "found", "requested"),
-    [("flux", "dev", "krea"), ("qwen_image", "t2i", "t2i-2512"), ("wan", "i2v-14b-480p-2.1", "i2v-14b-720p-2.1")],
+    [
+        ("flux", "dev", "krea"),
+        ("z_image", "turbo", "base"),
+        ("qwen_image", "t2i", "t2i-2512"),
+        ("wan", "i2v-14b-480p-2.1", "i2v-14b-720p-2.1"),
+    ],
 )
 def test_config_decides_between_indistinguishable_flavours(
     tiny_model: TinyModel, family: str, found: str, requested: str

@@ -24,8 +24,8 @@ ALLOWED = {
 """Files that name a family, with the reason. Benches may as well: they say what they measure."""
 
 
-OTHER_MEANING = {"proposal": {"edit"}}
-"""Folder -> words that are also flavours: `edit` is a purpose of training there."""
+OTHER_MEANING = {"proposal": {"edit"}, "adapters": {"base"}}
+"""Folder -> words that are also flavours: `edit` is a purpose of training there, `base` the model under an adapter."""
 
 
 def words_of_families() -> set[str]:

@@ -143,7 +143,7 @@ def matching(model: nn.Module, block: FootprintBlock, pattern: str) -> list[nn.L
 TEXT = {"sdxl": 77, "stable_audio": 130}
 SIDE = {"sdxl": 128, "stable_audio": 32}
 LORA = Adapter(kind="lora", rank=16)
-EVERY = Adapter(kind="lora", rank=16, within=("transformer_blocks", "single_transformer_blocks"))
+EVERY = Adapter(kind="lora", rank=16, within=("transformer_blocks", "single_transformer_blocks", "layers"))
 """The modulation of the blocks too."""
 LOKR = Adapter(kind="lokr", factor=16, full_rank=True)
 FULL = Adapter(kind="full_finetune")
@@ -153,12 +153,15 @@ def layers(family: str, count: int | None) -> dict[str, Any]:
     """Constructor arguments for `count` blocks of each kind; a U-Net has to stay whole."""
     if count is None or family == "sdxl":
         return {}
+    if family == "z_image":  # its refiners are not trained: no gradient reaches them
+        return {"n_layers": count}
     return {"num_layers": count, **({"num_single_layers": count} if family == "flux" else {})}
 
 
 def predicted(footprint: Footprint, case: Case, count: int | None) -> int:
     if count is not None and footprint.family != "sdxl":
-        footprint = replace(footprint, blocks=tuple(replace(block, count=count) for block in footprint.blocks))
+        blocks = (one if "refiner" in one.name else replace(one, count=count) for one in footprint.blocks)
+        footprint = replace(footprint, blocks=tuple(blocks))
     selection = select(footprint, case.adapter)
     side, text = SIDE.get(footprint.family, 64), TEXT.get(footprint.family, 512)
     image = side * side + (1 if footprint.family == "stable_audio" else 0)
@@ -210,16 +213,16 @@ class TestEagerActivations:
     def test_each_further_block(self, case: Case) -> None:
         self.check_further_blocks("wan", case)
 
-    @pytest.mark.parametrize("family", ["qwen_image", "flux", "stable_audio"])
+    @pytest.mark.parametrize("family", ["qwen_image", "flux", "z_image", "stable_audio"])
     def test_each_further_block_of_others(self, family: str) -> None:
         self.check_further_blocks(family, self.CASES[1])
 
-    @pytest.mark.parametrize("family", ["qwen_image", "flux"])
+    @pytest.mark.parametrize("family", ["qwen_image", "flux", "z_image"])
     def test_each_further_block_with_its_modulation(self, family: str) -> None:
         self.check_further_blocks(family, Case(EVERY, "auto", "off"))
 
     @pytest.mark.full
-    @pytest.mark.parametrize("family", ["qwen_image", "flux", "stable_audio"])
+    @pytest.mark.parametrize("family", ["qwen_image", "flux", "z_image", "stable_audio"])
     @pytest.mark.parametrize("case", [CASES[0], *CASES[2:]], ids=[IDS[0], *IDS[2:]])
     def test_each_further_block_of_others_further(self, family: str, case: Case) -> None:
         self.check_further_blocks(family, case)

@@ -8,7 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from diffusers.loaders.single_file_utils import (
+    convert_wan_transformer_to_diffusers,
+    convert_z_image_transformer_checkpoint_to_diffusers,
+)
 from torch import nn
 
 from gracetune.config.families import FAMILIES
@@ -21,6 +24,7 @@ FLAVOURS = [
     *(("wan", flavour) for flavour in WAN),
     *(("qwen_image", flavour) for flavour in QWEN),
     *(("flux", flavour) for flavour in FLUX),
+    ("z_image", "base"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
 ]
@@ -31,6 +35,7 @@ TINY = [
     ("wan", "i2v-14b-480p-2.1"),
     ("qwen_image", "t2i"),
     ("flux", "dev"),
+    ("z_image", "base"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
 ]
@@ -112,6 +117,18 @@ def test_stable_audios_original_names_are_those_of_comfyuis_model() -> None:
     assert {path: (one.name, one.part) for path, one in found.items() if one is not None} == expected
 
 
+def test_z_images_original_names_are_those_diffusers_converts() -> None:
+    """Each matrix of the original layout, filled with its index: diffusers puts it where our map says."""
+    keys, names = KEY_MAPS["z_image"], original_names("z_image", "base")
+    originals = sorted({*names.values()})
+    checkpoint = {f"{name}.weight": torch.full((3, 1), float(index)) for index, name in enumerate(originals)}
+    for path, tensor in convert_z_image_transformer_checkpoint_to_diffusers(checkpoint).items():
+        found = keys.original(path.removesuffix(".weight"))
+        assert found is not None
+        assert originals[int(tensor[0, 0])] == found.name
+        assert len(tensor) == 3 // len(found.mapped.paths)
+
+
 @pytest.mark.parametrize("flavour", QWEN)
 def test_qwen_images_names_are_the_original_ones(flavour: str) -> None:
     names = original_names("qwen_image", flavour)
@@ -128,6 +145,7 @@ def test_every_layer_of_the_tiny_models_has_one_name_in_each_layout(family, flav
         "wan": diffusers.WanTransformer3DModel,
         "qwen_image": diffusers.QwenImageTransformer2DModel,
         "flux": diffusers.FluxTransformer2DModel,
+        "z_image": diffusers.ZImageTransformer2DModel,
         "sdxl": diffusers.UNet2DConditionModel,
         "stable_audio": diffusers.StableAudioDiTModel,
     }[family]
@@ -166,7 +184,7 @@ def test_other_names_refer_to_existing_layers(keys: KeyMap) -> None:
 
 
 def test_fused_families_say_so() -> None:
-    assert {family for family, keys in KEY_MAPS.items() if keys.fused} == {"flux", "stable_audio"}
+    assert {family for family, keys in KEY_MAPS.items() if keys.fused} == {"flux", "z_image", "stable_audio"}
     mapped = KEY_MAPS["flux"].find("lora_unet_single_blocks_3_linear1".removeprefix("lora_unet_"))
     assert mapped == MappedLayers(
         tuple(f"single_transformer_blocks.3.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),

@@ -27,6 +27,7 @@ from gracetune.models.footprint import AudioLatents
 from gracetune.models.qwen_image.tiny import qwen_tokenizer
 from gracetune.models.registry import FOOTPRINTS, geometry, spec_of
 from gracetune.testing import tiny_models
+from unit.models.model_inputs import as_tensor
 from unit.models.tiny_samples import ALL, DENOISERS, ONE_EACH, Recorder, load, sample, small_references
 
 __all__ = ["small_references"]
@@ -146,7 +147,7 @@ def test_gradients_reach_every_parameter(family: str, flavour: str, tiny_model: 
     sample(pipeline, family, flavour, **sides)
     for name, calls in recorder.calls.items():
         module = pipeline.components[name]
-        module(**calls[0] | {"return_dict": False})[0].square().mean().backward()
+        as_tensor(module(**calls[0] | {"return_dict": False})[0]).square().mean().backward()
         trained = {key: p for key, p in module.named_parameters() if p.requires_grad}
         without = {key for key, p in trained.items() if p.grad is None or not p.grad.any()}
         supported = UNREACHED.get(family, ())

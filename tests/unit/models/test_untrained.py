@@ -13,7 +13,7 @@ from gracetune.config.run_config import Adapter
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import PartPlacement
-from unit.models.model_inputs import inputs_of
+from unit.models.model_inputs import as_tensor, inputs_of
 
 CPU = PartPlacement(torch.device("cpu"), torch.float32)
 
@@ -23,6 +23,7 @@ CPU = PartPlacement(torch.device("cpu"), torch.float32)
     [
         ("qwen_image", "t2i", 4),
         ("flux", "dev", 0),
+        ("z_image", "base", 0),
         ("sdxl", "base-1.0", 0),
         ("stable_audio", "open-1.0", 0),
         ("wan", "i2v-14b-480p-2.1", 0),
@@ -42,7 +43,7 @@ def test_default_targets_are_exactly_the_trainable_layers(
         )
         inputs = inputs_of(denoiser, torch.float32)
         assert isinstance(inputs, dict)
-        denoiser(**inputs, return_dict=False)[0].square().sum().backward()
+        as_tensor(denoiser(**inputs, return_dict=False)[0]).square().sum().backward()
         ups = {name: one for name, one in attached.parameters().items() if one.grad is not None and one.grad.any()}
         assert attached.selection is not None
         learned[left_out] = {name.rpartition(".")[0].removesuffix(".lora_B") for name in ups}, attached.selection

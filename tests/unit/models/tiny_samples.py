@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from gracetune.models.qwen_image.load import ImageProcessor
 from gracetune.models.registry import geometry
 
 PROMPT = "a red cat, 猫 🐈"
-_TWINS = ("t2v-14b-2.1", "i2v-14b-720p-2.1", "t2i-2512", "krea")
+_TWINS = ("t2v-14b-2.1", "i2v-14b-720p-2.1", "t2i-2512", "krea", "turbo")
 """Flavours that differ from another one only in a number or in the values of the weights."""
 ALL = [
     pytest.param(
@@ -27,7 +28,7 @@ ALL = [
         id=f"{family}-{flavour.name}",
         marks=[pytest.mark.full] if flavour.name in _TWINS else [],
     )
-    for family in ("wan", "qwen_image", "flux", "sdxl", "stable_audio")
+    for family in ("wan", "qwen_image", "flux", "z_image", "sdxl", "stable_audio")
     for flavour in flavours(family)
 ]
 ONE_EACH = [
@@ -70,9 +71,8 @@ class Recorder:
 
     def _note(self, name: str) -> Any:
         def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            first = ("hidden_states", "sample")["unet" in name]
-            second = {} if len(given) < 2 else {"timestep": given[1]}
-            self.calls[name].append(named | ({first: given[0]} if given else {}) | second)
+            names = inspect.signature(module.forward).parameters
+            self.calls[name].append(named | dict(zip(names, given, strict=False)))
 
         return note
 

@@ -1,9 +1,9 @@
 """ComfyUI's format: keys are `diffusion_model.<original path>.<tensor>`, with the algorithm's tensor names.
 
 ComfyUI's behaviour is taken from its `comfy/lora.py`, `comfy/utils.py` and `comfy/weight_adapter`; docs/adapters.md
-lists the facts. FLUX.1's original layout fuses query, key and value. For it, ComfyUI also accepts
-`transformer.<diffusers path>` and splits the fused matrices itself. In ComfyUI and in diffusers, a LoRA without alpha
-has a scale of 1, so alpha is written for all LoRA layers or for none.
+lists the facts. Some original layouts fuse query, key and value. For them, ComfyUI also accepts diffusers' paths
+(`KeyMap.comfyui_prefix`) and splits the fused matrices itself. In ComfyUI and in diffusers, a LoRA without alpha has a
+scale of 1, so alpha is written for all LoRA layers or for none.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ def write(state: AdapterState, dtype: torch.dtype) -> FileContents:
     return write_with(state, dtype, spelling, _stems if KEY_MAPS[state.family].comfyui_takes_ours else _ORIGINAL)
 
 
-_OURS, _ORIGINAL = diffusers_stems("{}.", "."), original_stems("diffusion_model.", ".")
+_ORIGINAL = original_stems("diffusion_model.", ".")
 
 
 def _stems(state: AdapterState, keys: KeyMap, faults: list[Fault]) -> Iterator[Stem]:
     """Layers by diffusers' paths. A layer with a bias on a matrix that ComfyUI would split or reorder is written by its
     original path instead, because ComfyUI cannot load a bias into a part of a matrix."""
     whole = {path for path, layer in state.layers.items() if _has_bias(layer) and _is_cut(path, keys)}
-    yield from _OURS(_only(state, state.layers.keys() - whole), keys, faults)
+    by_our_names = diffusers_stems(keys.comfyui_prefix, ".")
+    yield from by_our_names(_only(state, state.layers.keys() - whole), keys, faults)
     yield from _ORIGINAL(_only(state, whole), keys, faults)
 
 

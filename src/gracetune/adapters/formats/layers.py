@@ -107,5 +107,10 @@ def is_plain_lora(layer: Layer) -> bool:
 
 
 def is_in_a_block(path: str) -> bool:
-    """Whether the layer belongs to a block, not to the layers before or after all blocks."""
-    return any(part.endswith(("block", "blocks")) for part in path.split("."))
+    """Whether the layer belongs to a block, not to the layers before or after all blocks.
+
+    Lists of blocks are called so, or are the model's own lists (`layers.3.attention.to_q`).
+    """
+    parts = path.split(".")
+    in_own_list = len(parts) > 2 and parts[1].isdigit()
+    return in_own_list or any(part.endswith(("block", "blocks")) for part in parts)

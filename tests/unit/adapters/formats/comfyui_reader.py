@@ -2,9 +2,10 @@
 
 * Every weight of the model, `diffusion_model.<name>.weight`, answers to `diffusion_model.<name>` and, with
   underscores, to `lora_unet_<name>`. U-Nets also answer to diffusers' names behind `lora_unet_` and `lycoris_`,
-  Qwen-Image to its names behind `transformer.` and `lycoris_`, Flux to diffusers' names behind `transformer.` and
-  `lycoris_`, where query, key, value and the feed-forward are row ranges of a fused weight and the final norm's halves
-  change places.
+  Qwen-Image to its names behind `transformer.` and `lycoris_`, Z-Image to diffusers' names behind `diffusion_model.`,
+  `transformer.` and `lycoris_`, where query, key and value are row ranges of a fused weight, Flux to diffusers' names
+  behind `transformer.` and `lycoris_`, where query, key, value and the feed-forward are row ranges of a fused weight
+  and the final norm's halves change places.
 * A layer's tensors are looked for in the order LoRA, LoHa, LoKr, OFT, and differences. LoRA, LoHa: scale alpha / rank,
   or 1 without alpha. LoKr: alpha / rank only if a factor is decomposed, the rank being the second factor's if it is.
   OFT: alpha is a constraint, no alpha is none, rescale is not used. A Kronecker product of 2-d kernels only.
@@ -43,10 +44,34 @@ def key_map(family: str, weights: Mapping[str, Tensor], diffusers_paths: Mapping
         for ours, original in diffusers_paths.items():
             for prefix in ("lora_unet_", "lycoris_"):
                 found[prefix + ours.replace(".", "_")] = Target(f"diffusion_model.{original}.weight")
+    if family == "z_image":
+        for ours, target in _z_image(weights).items():
+            for name in (f"diffusion_model.{ours}", f"transformer.{ours}", f"lycoris_{ours.replace('.', '_')}"):
+                found[name] = target
     if family == "flux":
         for ours, target in _flux(weights).items():
             for name in (f"transformer.{ours}", f"lycoris_{ours.replace('.', '_')}"):
                 found[name] = target
+    return found
+
+
+def _z_image(weights: Mapping[str, Tensor]) -> dict[str, Target]:
+    found: dict[str, Target] = {}
+    for key, weight in weights.items():
+        name = key.removeprefix("diffusion_model.").removesuffix(".weight")
+        block, _, layer = name.partition(".attention.")
+        if layer == "qkv":
+            width = weight.shape[1]
+            for part, letter in enumerate("qkv"):
+                found[f"{block}.attention.to_{letter}"] = Target(key, (part * width, width))
+        elif layer == "out":
+            found[f"{block}.attention.to_out.0"] = Target(key)
+        elif name == "x_embedder":
+            found["all_x_embedder.2-1"] = Target(key)
+        elif name.startswith("final_layer."):
+            found[name.replace("final_layer.", "all_final_layer.2-1.")] = Target(key)
+        else:
+            found[name] = Target(key)
     return found
 
 

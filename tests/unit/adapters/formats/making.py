@@ -17,11 +17,15 @@ from gracetune.adapters.verification import shapes_of
 from gracetune.models.registry import KEY_MAPS
 
 ALGORITHMS: tuple[str, ...] = ("lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta")
-FLAVOURS = {"wan": "t2v-14b-2.2", "qwen_image": "t2i", "flux": "dev", "sdxl": "base-1.0", "stable_audio": "open-1.0"}
+FLAVOURS = {
+    "wan": "t2v-14b-2.2", "qwen_image": "t2i", "flux": "dev", "z_image": "base", "sdxl": "base-1.0",
+    "stable_audio": "open-1.0",
+}  # fmt: skip
 CLASSES: dict[str, Any] = {
     "wan": diffusers.WanTransformer3DModel,
     "qwen_image": diffusers.QwenImageTransformer2DModel,
     "flux": diffusers.FluxTransformer2DModel,
+    "z_image": diffusers.ZImageTransformer2DModel,
     "sdxl": diffusers.UNet2DConditionModel,
     "stable_audio": diffusers.StableAudioDiTModel,
 }
@@ -45,14 +49,17 @@ def _shapes(family: str, folder: Path) -> Shapes:
 
 def in_blocks(shapes: Shapes) -> Shapes:
     """Attention and feed-forward, the layers everybody trains."""
-    return {path: shape for path, shape in shapes.items() if ".attn" in path or ".ff" in path or "_mlp" in path}
+    return {path: shape for path, shape in shapes.items() if any(part in path for part in _IN_BLOCKS)}
+
+
+_IN_BLOCKS = (".attn", ".attention.", ".ff", ".feed_forward.", "_mlp")
 
 
 def one_of_each(shapes: Shapes) -> Shapes:
     """Of layers that differ in their block's number alone, the first: as many names and shapes, a tenth of the work."""
     found: dict[str, str] = {}
     for path in shapes:
-        found.setdefault(re.sub(r"(?<=blocks\.)\d+", "#", path), path)
+        found.setdefault(re.sub(r"(?<=(?:ocks|yers|iner)\.)\d+", "#", path), path)
     return {path: shapes[path] for path in found.values()}
 
 

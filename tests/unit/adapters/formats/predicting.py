@@ -15,8 +15,8 @@ def values(*shape: int, seed: int = 0) -> Tensor:
 @torch.no_grad()
 def predict(family: str, model: Any) -> Tensor:
     config = model.config
-    result: Tensor = model(**_INPUTS[family](config), return_dict=False)[0]
-    return result
+    result: Tensor | list[Tensor] = model(**_INPUTS[family](config), return_dict=False)[0]
+    return torch.stack(result) if isinstance(result, list) else result
 
 
 def _wan(config: Any) -> dict[str, Any]:
@@ -52,6 +52,14 @@ def _flux(config: Any) -> dict[str, Any]:
     }
 
 
+def _z_image(config: Any) -> dict[str, Any]:
+    return {
+        "x": [values(config.in_channels, 1, 8, 8)],
+        "t": torch.tensor([0.5]),
+        "cap_feats": [values(5, config.cap_feat_dim, seed=1)],
+    }
+
+
 def _sdxl(config: Any) -> dict[str, Any]:
     width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     extra = {"text_embeds": values(1, width, seed=2), "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]])}
@@ -79,6 +87,7 @@ _INPUTS = {
     "wan": _wan,
     "qwen_image": _qwen_image,
     "flux": _flux,
+    "z_image": _z_image,
     "sdxl": _sdxl,
     "stable_audio": _stable_audio,
 }

@@ -33,11 +33,12 @@ TARGETS = {
     "wan": ("*.attn1.*", "*.attn2.*", "*.ffn.*"),
     "qwen_image": ("*.attn.*", "*.img_mlp.*", "*.txt_mlp.*"),
     "flux": ("*.attn.*", "*.ff.*", "*.ff_context.*", "single_transformer_blocks.*.proj_*"),
+    "z_image": ("*.attention.*", "*.feed_forward.*"),
     "sdxl": ("*.attn1.*", "*.attn2.*", "*.ff.*", "*.resnets.*.conv1", "*.time_emb_proj", "*.proj_in"),
     "stable_audio": ("*.attn1.*", "*.attn2.*", "*.ff.*"),
 }
 OUTSIDE = {"flux": ("proj_out", "norm_out.linear", "x_embedder"), "qwen_image": ("proj_out", "img_in")}
-WITH_LOADER = ("wan", "qwen_image", "flux", "sdxl")
+WITH_LOADER = ("wan", "qwen_image", "flux", "z_image", "sdxl")
 
 
 def trained(
@@ -90,13 +91,14 @@ def test_diffusers_loads_our_diffusers_files(family: str, kind: str, tiny_model:
 
 
 WITHIN = {"flux": ("transformer_blocks", "single_transformer_blocks"), "qwen_image": ("transformer_blocks",),
-          "sdxl": ("attentions",)}  # fmt: skip
+          "z_image": ("layers", "noise_refiner", "context_refiner"), "sdxl": ("attentions",)}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("family", "format"),
     [("flux", "diffusers"), ("flux", "comfyui"), ("qwen_image", "diffusers"), ("qwen_image", "comfyui"),
-     ("qwen_image", "kohya"), ("sdxl", "diffusers"), ("sdxl", "kohya")],
+     ("qwen_image", "kohya"), ("z_image", "diffusers"), ("z_image", "comfyui"), ("z_image", "kohya"),
+     ("sdxl", "diffusers"), ("sdxl", "kohya")],
 )  # fmt: skip
 def test_diffusers_loads_every_layer_of_the_blocks(
     family: str, format: Any, tiny_model: TinyModel, tmp_path: Path
@@ -104,7 +106,7 @@ def test_diffusers_loads_every_layer_of_the_blocks(
     """Modulation layers, and the projections around a U-Net's attention, too: ai-toolkit's layers."""
     pipeline = pipeline_of(family, tiny_model)
     state, expected = trained(family, denoiser_of(pipeline, family), targets=(), within=WITHIN[family])
-    assert any(path.endswith((".linear", "_mod.1", "proj_in")) for path in state.layers)
+    assert any(path.endswith((".linear", "_mod.1", "_modulation.0", "proj_in")) for path in state.layers)
     file = save(tmp_path / "adapter.safetensors", state, format, torch.float32)
     pipeline.load_lora_weights(file)
     torch.testing.assert_close(predict(family, denoiser_of(pipeline, family)), expected, **TOLERANCE)
@@ -124,7 +126,7 @@ def test_a_dora_in_half_precision_loads_into_a_model_in_half_precision(tiny_mode
 
 
 @pytest.mark.parametrize("alpha", [2.0, 4.0])
-@pytest.mark.parametrize("family", ["wan", "qwen_image", "flux"])
+@pytest.mark.parametrize("family", ["wan", "qwen_image", "flux", "z_image"])
 def test_diffusers_loads_our_comfyui_files(family: str, alpha: float, tiny_model: TinyModel, tmp_path: Path) -> None:
     """One file for both programs, with and without alpha keys in it."""
     pipeline = pipeline_of(family, tiny_model)
@@ -135,7 +137,7 @@ def test_diffusers_loads_our_comfyui_files(family: str, alpha: float, tiny_model
     torch.testing.assert_close(predict(family, denoiser_of(pipeline, family)), expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["wan", "qwen_image", "sdxl"])
+@pytest.mark.parametrize("family", ["wan", "qwen_image", "z_image", "sdxl"])
 def test_diffusers_loads_our_kohya_files(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     """Flux' converter knows the published sizes only (3072 and 12288 rows), so no tiny model can be tried there."""
     pipeline = pipeline_of(family, tiny_model)

@@ -15,6 +15,7 @@ from gracetune.config.dialects.values import names, precision
 from gracetune.config.draft import UnquotedText, describe
 from gracetune.config.families import find_flavour, names_of, readable_names
 from gracetune.config.family_names import Arch, FamilyNames, Flavour
+from gracetune.config.path_status import inspect_path
 from gracetune.config.spelling import misspelt
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ _OTHER_SWITCHES = {"is_v2": "sd2", "is_v3": "sd3"}
 OTHER_ARCHS = (
     "sd1", "sd15", "sd2", "sd3", "pixart", "pixart_sigma", "auraflow", "flex1", "flex2", "lumina2", "vega", "ssd",
     "chroma", "chroma_radiance", "zeta_chroma", "hidream", "hidream_e1", "omnigen2", "flux2", "flux2_klein_4b",
-    "flux2_klein_9b", "zimage", "ltx2", "ltx2.3", "ernie_image", "f-lite", "fibo", "anima", "krea2", "boogu_image",
+    "flux2_klein_9b", "zimage_l2p", "ltx2", "ltx2.3", "ernie_image", "f-lite", "fibo", "anima", "krea2", "boogu_image",
     "boogu_image_edit", "ace_step_15", "yue2",
 )  # fmt: skip
 """Models that ai-toolkit trains and gracetune does not."""
@@ -278,13 +279,21 @@ def _assistant(block: PeerBlock, job: AiToolkitJob) -> None:
     if block.get("assistant_lora_path") is None:
         return
     if not job.target.arch.assistant:
-        expected = "nothing: ai-toolkit takes an assistant LoRA for FLUX.1 alone"
+        able = ", ".join(name for name, (_, arch) in archs().items() if arch.assistant)
+        expected = f"nothing: ai-toolkit takes an assistant LoRA for {able} alone"
         block.problem("assistant_lora_path", expected, "remove `assistant_lora_path`")
     elif not job.target.adapter:
         block.problem("assistant_lora_path", "nothing: an assistant is for an adapter that is trained",
                       "remove `assistant_lora_path`, or add a `network`")  # fmt: skip
     else:
-        block.assign(("model", "assistant_adapter"), block.get("assistant_lora_path"), "assistant_lora_path")
+        path = _hub_file(block.get("assistant_lora_path"))
+        block.assign(("model", "assistant_adapter"), path, "assistant_lora_path")
+
+
+def _hub_file(path: Any) -> Any:
+    """An address for upstream's `owner/repository/file`, which it takes for a hub file if no such file is on disk."""
+    is_hub_file = isinstance(path, str) and path.count("/") == 2 and path.endswith(".safetensors")
+    return f"hf://{path}" if is_hub_file and inspect_path(path).kind == "nothing" else path
 
 
 def _extras(block: PeerBlock, job: AiToolkitJob) -> None:

@@ -19,7 +19,7 @@ OTHER_FAMILIES = names("""
     ace_step anima auraflow boogu_image bria chroma cosmos cosmos2image cosmos3 deepfloyd ernie flux2 flux3_image
     heartmula hidream hunyuanvideo ideogram infinitetalk kandinsky5-image kandinsky5-video kandinsky5_image
     kandinsky5_video kolors krea2 longcat_image longcat_video ltxvideo ltxvideo2 lumina2 mageflow minimaxh3
-    minimaxmusic moss_image omnigen pixart pixart_sigma sana sanavideo sd1x sd2x sd3 stable_cascade wan_s2v z_image
+    minimaxmusic moss_image omnigen pixart pixart_sigma sana sanavideo sd1x sd2x sd3 stable_cascade wan_s2v
     z_image_omni zlab_i1
 """)
 """Families that SimpleTuner trains and gracetune does not."""
@@ -168,8 +168,7 @@ _ASSISTANT = "assistant_lora_path assistant_lora_strength assistant_lora_inferen
 def _assistant(options: PeerBlock, family: str) -> None:
     """Read the assistant adapter. SimpleTuner uses one only to train an adapter for a distilled flavour."""
     given = [name for name in _ASSISTANT.split() if options.take(name) is not None]
-    flavour = options.draft.get(("model", "flavour"))
-    default = names_of(family).simpletuner.assistants.get(str(flavour)) if family else None
+    default = _default_assistant(options, family) if family else None
     if default is None or options.get("model_type") == "full" or options.is_on("disable_assistant_lora"):
         options.list_unused(WITHOUT_EFFECT, *(name for name in given if not is_off(options.get(name), None)))
         return
@@ -181,6 +180,15 @@ def _assistant(options: PeerBlock, family: str) -> None:
         options.default(("model", "assistant_adapter"), default, "assistant_lora_path")
     else:
         options.put("assistant_lora_path", ("model", "assistant_adapter"))
+
+
+def _default_assistant(options: PeerBlock, family: str) -> str | None:
+    """The assistant of the file's flavour, by SimpleTuner's name for it or by ours."""
+    names, ours = names_of(family).simpletuner, str(options.draft.get(("model", "flavour")))
+    theirs = str(options.get("model_flavour") or names.default_flavour).strip().lower()
+    found, _ = _find_flavour(family, theirs)
+    is_trained = found is not None and found.name == ours
+    return (names.assistants.get(theirs) if is_trained else None) or names.assistants.get(ours)
 
 
 def _of_another_family(vae: Any, family: str) -> DefaultVae | None:

@@ -21,6 +21,7 @@ from gracetune.config.dialects.values import (
     positive_or_none,
 )
 from gracetune.config.draft import Origin, Path
+from gracetune.config.families import names_of
 
 
 def _whole(value: Any) -> Any:
@@ -44,8 +45,23 @@ def _seed(options: PeerBlock, family: str) -> None:
         options.assign(("validation", "seed"), None, random)
 
 
+def _guidance(options: PeerBlock, family: str) -> None:
+    lacks = _lacking(family)
+    options.put("validation_guidance", ("validation", "guidance"), lambda value: _with_all(as_number(value), lacks))
+
+
+def _lacking(family: str) -> float:
+    return names_of(family).simpletuner.guidance_without if family else 0.0
+
+
+def _with_all(guidance: Any, lacks: float) -> Any:
+    """SimpleTuner's guidance as gracetune counts it, where 1 means none."""
+    return guidance + lacks if is_number(guidance) and guidance > 1 else guidance
+
+
 def _defaults(options: PeerBlock, family: str) -> None:
-    for field, value in _DEFAULTS.items():
+    defaults = {**_DEFAULTS, "guidance": _with_all(_DEFAULTS["guidance"], _lacking(family))}
+    for field, value in defaults.items():
         if field != "every_steps" or "validation_epoch_interval" not in options:
             options.default(("validation", field), value)
 
@@ -212,6 +228,7 @@ VALIDATION: KeyTable[str] = KeyTable(
     Key("framerate", ("validation", "fps"), as_number),
     Key("validation_negative_prompt", ("validation", "negative_prompt"), as_text),
     KeyRule(_seed, "validation_seed"),
+    KeyRule(_guidance, "validation_guidance"),
     KeyRule(_defaults, "validation_epoch_interval"),
     KeyRule(_held_out_loss, "eval_steps_interval eval_loss_disable"),
     KeyRule(

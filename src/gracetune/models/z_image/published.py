@@ -1,0 +1,19 @@
+"""The denoiser of published Z-Image weights on the meta device: names and shapes without weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
+from torch import nn
+
+_AXES_LENGTHS = (1536, 512, 512)
+"""The only value of the published config file that differs from diffusers' defaults. All flavours have it."""
+
+
+def build_published(flavour: str) -> nn.Module:
+    build: Any = ZImageTransformer2DModel
+    with torch.device("meta"):
+        model: nn.Module = build(axes_lens=list(_AXES_LENGTHS))
+    return model

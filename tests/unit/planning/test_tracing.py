@@ -21,19 +21,22 @@ from gracetune.adapters.targets import select as select_layers
 from gracetune.adapters.trainable import select
 from gracetune.config.families import PACKAGES
 from gracetune.config.run_config import Adapter
+from gracetune.models import footprint_tables
 from gracetune.models.footprint import BudgetShare, Footprint, FootprintBlock, FootprintKept, FootprintLinear
 from gracetune.models.footprint_tables import TracedTable, as_json, from_json
 from gracetune.models.registry import FOOTPRINTS, example_inputs_of, spec_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, PartPlacement
+from gracetune.models.wan import footprint as wan_footprint
 from gracetune.planning.activations import StepMethod, activations
 from gracetune.planning.tracing.families import trace_family
 from gracetune.planning.tracing.memory import saved_tensors
-from gracetune.planning.tracing.store import with_blocks
+from gracetune.planning.tracing.store import versions, with_blocks
 from gracetune.planning.tracing.trace import TraceError, trace
 
 FAMILIES = [family for family in FOOTPRINTS if not PACKAGES.is_installed(family)]
 LORA, FULL = Adapter(kind="lora", rank=4), Adapter(kind="full_finetune")
+REGENERATED = [("wan", "t2v-1.3b-2.1")]
 BATCH, ROWS, COLUMNS, TEXT = 2, 8, 12, 17
 EAGER = StepMethod(compiled=False, adapter_path="auto", compute_bytes=4)
 EAGER_FULL = replace(EAGER, full_finetune=True)
@@ -144,6 +147,24 @@ def test_a_footprint_without_blocks_is_traced_once_and_then_read_without_torch(t
     assert json.loads(file.read_text())["format"] == 1
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "flavour"), REGENERATED)
+def test_the_packages_tables_are_what_a_trace_gives(family: str, flavour: str) -> None:
+    """Other versions of torch and diffusers may keep something else; scripts/trace_footprints.py writes the files."""
+    file = Path(footprint_tables.__file__).parent / family / footprint_tables.FILE
+    written = json.loads(file.read_text())
+    footprint = next(one for one in FOOTPRINTS[family] if one.flavour == flavour)
+    traced, table = trace_family(footprint), from_json(written["tables"][flavour])
+    if written["versions"] == versions():
+        assert traced == table
+    for method in (EAGER, EAGER_FULL, replace(EAGER, compiled=True)):
+        adapter = FULL if method.full_finetune else LORA
+        sizes = [
+            planned(replace(footprint, blocks=blocks), adapter, method) for blocks in (traced.blocks, table.blocks)
+        ]
+        assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
+
+
 def test_a_table_survives_its_file() -> None:
     block = FootprintBlock(
         name="blocks.*", count=2, tokens=Fraction(1, 4),
@@ -161,6 +182,25 @@ def test_a_budgets_share_is_that_of_the_nearest_traced_size() -> None:
     block = FootprintBlock("blocks.*", 1, (), (), (), budgets=shares)
     assert [block.share_under(0.25, image) for image in (0, 1024, 2000, 2100, 99_999)] == [0.2, 0.2, 0.2, 0.3, 0.3]
     assert block.share_under(0.1, 1024) is None
+
+
+WAN = [footprint.flavour for footprint in FOOTPRINTS["wan"]]
+
+
+@pytest.mark.parametrize("flavour", WAN)
+def test_wans_declared_and_traced_tables_agree(flavour: str) -> None:
+    """The table in the package, eager and compiled. With an image encoder, the compiler keeps less than is declared."""
+    declared = next(one for one in FOOTPRINTS["wan"] if one.flavour == flavour)
+    table = footprint_tables.tables_beside(wan_footprint.__file__)[flavour]
+    assert (table.parameters, table.width) == (declared.parameters, declared.width)
+    tokens: Any = {"image": 4096, "text": 512, "joint": 4608, "vision": declared.vision_tokens}
+    for adapter, compiled in ((LORA, False), (FULL, False), (LORA, True)):
+        method = StepMethod(compiled=compiled, adapter_path="auto", full_finetune=adapter is FULL)
+        sizes = [
+            activations(one, tokens, select(one, adapter), method)[0].kept
+            for one in (declared, replace(declared, blocks=table.blocks))
+        ]
+        assert sizes[1] == pytest.approx(sizes[0], rel=0.01 if declared.vision_tokens else 0.004)
 
 
 def test_a_block_that_is_not_proportional_to_its_tokens_is_rejected() -> None:

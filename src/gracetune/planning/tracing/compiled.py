@@ -53,13 +53,6 @@ class CompiledRun:
     def total(self) -> int:
         return sum(size for size, _ in self.kept.values())
 
-    def by_element(self, without: Collection[str] = ()) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for name, (size, element) in self.kept.items():
-            if name not in without:
-                found[element] = found.get(element, 0) + size
-        return found
-
 
 def run_compiled(
     block: nn.Module, call: BlockCall, trained: Collection[str] | None, linears: Collection[str],

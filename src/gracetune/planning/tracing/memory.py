@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,13 +33,6 @@ class SavedTensors:
     @property
     def total(self) -> int:
         return sum(size for size, _ in self.bytes_by_storage.values())
-
-    def by_element(self) -> dict[int, int]:
-        """Bytes per element -> bytes."""
-        found: dict[int, int] = {}
-        for size, element in self.bytes_by_storage.values():
-            found[element] = found.get(element, 0) + size
-        return found
 
 
 @contextmanager
@@ -86,11 +79,3 @@ class AliveTensors(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, gone)
         self.now += size
         self.peak = max(self.peak, self.now)
-
-
-def inference_peak(model: nn.Module, call: Callable[[], Any]) -> int:
-    """Peak bytes of a pass without gradients on the meta device, besides the parameters."""
-    alive = AliveTensors([*model.parameters(), *model.buffers()])
-    with torch.no_grad(), torch.device("meta"), alive:
-        call()
-    return alive.peak

@@ -267,7 +267,8 @@ class _TracedKind:
             yield FootprintKept(name, wide, stream, needed_by, fp32, eager=eager, compiled=compiled)
 
     def _eager(self) -> Iterator[FootprintKept]:
-        rest, found = self._kept.copy(), []
+        rest = self._kept.copy()
+        found: list[FootprintKept] = []
         for group in self.groups:
             if group.is_kept:
                 own = Sizes([self.frozen.saved.bytes_by_storage[self.frozen.inputs[group.linears[0]].storage]])
@@ -330,7 +331,7 @@ class _TracedKind:
         return named.get(rows, "sample" if rows <= _FEW_ROWS else "vision")
 
     def _linear(self, name: str) -> FootprintLinear:
-        module = self.module.get_submodule(name)
+        module: Any = self.module.get_submodule(name)  # an nn.Linear
         owners = _owners(self.model, f"{self.kind.second}.{name}")
         return FootprintLinear(
             name=name,

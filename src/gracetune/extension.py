@@ -176,6 +176,7 @@ if TYPE_CHECKING:
     from gracetune.optim.record import TrainedTensors as TrainedTensors
     from gracetune.optim.record import class_of as class_of
     from gracetune.optim.record import per_element as per_element
+    from gracetune.planning.tracing.store import with_blocks as _traced_footprint
     from gracetune.storage.atomic import sync_folder as sync_folder
     from gracetune.storage.atomic import write_file as write_file
     from gracetune.storage.safetensors_headers import WeightFileError as WeightFileError
@@ -211,6 +212,7 @@ if TYPE_CHECKING:
     FootprintLinear = _FootprintLinear
     FootprintStream = _FootprintStream
     FootprintText = _FootprintText
+    traced_footprint = _traced_footprint
     KeyMapRule = _KeyMapRule
     ImageCodec = _ImageCodec
     StepBatch = _StepBatch
@@ -339,6 +341,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "FootprintLinear": "gracetune.models.footprint:FootprintLinear",
     "FootprintStream": "gracetune.models.footprint:FootprintStream",
     "FootprintText": "gracetune.models.footprint:FootprintText",
+    "traced_footprint": "gracetune.planning.tracing.store:with_blocks",
     "PixelLatents": "gracetune.models.footprint:PixelLatents",
     "geometry_from": "gracetune.models.footprint:geometry_from",
     "KeyMap": "gracetune.models.keys:KeyMap",

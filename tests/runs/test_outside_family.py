@@ -29,7 +29,8 @@ def installed_from(source: Path, site: Path) -> dict[str, str]:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--no-cache-dir", "--target", site, source], check=True, timeout=240)
     paths = (str(ROOT / "src"), str(site))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    # Its traced footprint is kept there.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(site / "cache")}
 
 
 def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

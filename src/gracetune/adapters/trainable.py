@@ -114,8 +114,8 @@ def _is_default(linear: FootprintLinear, adapter: Adapter) -> bool:
 
 
 def _module(linear: FootprintLinear) -> ModuleInfo:
-    """The module as `targets.choose` expects it. A footprint knows only the layer's direct owner."""
-    owners = (linear.owner,) if linear.owner else ()
+    """The module as `targets.choose` expects it. A typed footprint knows only the layer's direct owner."""
+    owners = (linear.owner, *linear.around) if linear.owner else ()
     if linear.kernel:
         return ModuleInfo(f"Conv{len(linear.kernel)}d", "conv", owners, linear.is_spatial)
     return ModuleInfo("Linear", "linear", owners)

@@ -74,7 +74,10 @@ def estimate(
         raise ConfigError([Problem("--fsdp", "one process", expected, "--processes 2 --fsdp")])
     several = Processes.on(machine, processes, sharded=fsdp)
     remote = look_at_copies(resolved.config, session(context).environment, machine)
-    demand, assumption = demand_of(resolved.config, machine, samples, several, remote.facts, option="--samples")
+    cache = session(context).environment.cache_folder
+    demand, assumption = demand_of(
+        resolved.config, machine, samples, several, remote.facts, option="--samples", cache=cache
+    )
     disk_free = free_on_disk(resolved.config.output_dir) if machine_file is None else None
     result = plan(demand, machine, disk_free=disk_free)
     result = replace(result, notes=(*result.notes, *_hints(resolved.config, machine, demand)))

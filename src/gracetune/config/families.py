@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
 from pydantic import AfterValidator
@@ -88,6 +89,14 @@ class FamilyPackages:
             raise _unimportable(family, package, module, error) from error
         except FOREIGN_ERRORS as error:
             raise _unimportable(family, package, module, error) from error
+
+    def folder(self, family: str) -> Path:
+        """Return the folder of a family's package. This imports the package's parents, but not its modules."""
+        package = self._package(family)
+        found = find_spec(package)
+        if found is None or found.origin is None:
+            raise rejected(family, f"no package {package}", "an installed package")
+        return Path(found.origin).parent
 
     def _package(self, family: str) -> str:
         points = [point for point in (*self.ours, *self.installed) if point.name == family]

@@ -76,6 +76,8 @@ class FootprintLinear:
     """For a modulation layer: the stream that its outputs shift, scale and gate."""
     kernel: tuple[int, ...] = ()
     """Kernel size of a convolution; empty for a matrix."""
+    around: tuple[str, ...] = ()
+    """Classes of the modules around `owner`, the innermost first, if they are known."""
 
     @property
     def weights(self) -> int:
@@ -85,6 +87,21 @@ class FootprintLinear:
     def is_spatial(self) -> bool:
         """Whether it is a convolution over more than one pixel."""
         return math.prod(self.kernel) > 1
+
+
+@dataclass(frozen=True)
+class BudgetShare:
+    """A share of a block's activations, its inputs included, that torch.compile's partitioner keeps.
+
+    Not an exact function of the size: the compiler keeps what takes longest to compute again, and attention's time
+    grows with the square of the tokens.
+    """
+
+    image: int
+    """Image tokens of the traced sample."""
+    budget: float
+    """torch.compile's `activation_memory_budget`."""
+    share: float
 
 
 @dataclass(frozen=True)
@@ -101,6 +118,19 @@ class FootprintBlock:
     linears: tuple[FootprintLinear, ...] = ()
     tokens: Fraction = Fraction(1)
     """Tokens of this block per image token of the model. Below 1 for the lower levels of a U-Net."""
+    budgets: tuple[BudgetShare, ...] = ()
+    """What the compiler keeps under a budget, at one or more sizes. Empty if it was not traced; then a budget's nominal
+    share counts."""
+
+    def share_under(self, budget: float, image: int) -> float | None:
+        """The share of this block's activations that the compiler keeps for samples of this many image tokens.
+
+        That of the nearest traced size by ratio: the compiler keeps whole tensors, so shares change in steps. None if
+        it was not traced.
+        """
+        sizes = [one for one in self.budgets if one.budget == budget]
+        nearest = min(sizes, key=lambda one: abs(math.log(one.image / max(1, image))), default=None)
+        return None if nearest is None else nearest.share
 
 
 @dataclass(frozen=True)
@@ -209,18 +239,22 @@ class FootprintText:
     cached_elements: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """The memory footprint of one flavour of a family."""
+    """The memory footprint of one flavour of a family.
+
+    A family may leave out `parameters`, `width` and `blocks`: the planner then traces its denoiser
+    (`planning.tracing.store`).
+    """
 
     family: str
     flavour: str
     denoisers: tuple[str, ...]
     """One name, or two for a model with a high-noise and a low-noise expert, in this order."""
-    parameters: int
+    parameters: int = 0
     """Parameters of each denoiser."""
-    width: int
-    blocks: tuple[FootprintBlock, ...]
+    width: int = 0
+    blocks: tuple[FootprintBlock, ...] = ()
     latents: PixelLatents | AudioLatents
     codec: FootprintCodec
     encoders: tuple[FootprintEncoder, ...]

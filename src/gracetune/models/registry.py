@@ -6,7 +6,7 @@ A part is one attribute of one module of the family's package, imported on first
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gracetune.config.families import FAMILIES, PACKAGES, FamilyPackages, find_flavour, flavours, reject_another_name
 from gracetune.config.run_config import Model
@@ -105,3 +105,15 @@ def build_published(family: str, flavour: str) -> nn.Module:
         names = [supported.name for supported in flavours(family)]
         raise ConfigError([Problem("--flavour", flavour, ", ".join(names), nearest(flavour, names) or names[0])])
     return _PUBLISHED[family](flavour)
+
+
+ExampleInputs = Callable[..., Mapping[str, Any]]
+"""(model, batch=, rows=, columns=, text=) -> a denoiser's named arguments for an image of rows x columns tokens and a
+caption, made on the current device."""
+
+_EXAMPLE_INPUTS: FamilyParts[ExampleInputs] = FamilyParts("published", "example_inputs")
+
+
+def example_inputs_of(family: str) -> ExampleInputs:
+    """How to call a family's denoiser to trace it (`planning.tracing`)."""
+    return _EXAMPLE_INPUTS[family]

@@ -125,6 +125,13 @@ class _Cost:
     working: int
     rebuilt: int
     gradient: int
+    shares: Mapping[RecomputePolicy, float | None]
+    """The share that the compiler keeps under each partial policy; None if it was not traced."""
+
+    def under(self, policy: RecomputePolicy) -> int | None:
+        """Bytes that the compiler keeps of one block under its budget for this policy; None if that was not traced."""
+        share = self.shares.get(policy)
+        return None if share is None else max(self.enters, int(share * (self.kept + self.enters)))
 
 
 def _activations_under(policy: RecomputePolicy, costs: list[_Cost], working: int, method: StepMethod) -> Activations:
@@ -137,6 +144,9 @@ def _activations_under(policy: RecomputePolicy, costs: list[_Cost], working: int
     # Interpolate between `half` and `full`. At `half` the measured peaks show no recomputed tensors.
     fraction = 1 - 2 * KEPT_SHARES.get(policy, Fraction(0))
     kept = _between(max(enters, everything // 2), enters, fraction)
+    traced = [cost.count * size for cost in costs if (size := cost.under(policy)) is not None]
+    if len(traced) == len(costs):
+        kept = sum(traced)
     rebuilt = _between(rebuilt // 2, max(cost.rebuilt for cost in costs), fraction)
     recomputed = max(cost.kept for cost in costs)
     # Besides the inputs that stay on the GPU, one is being copied out and one is being copied back.
@@ -160,6 +170,7 @@ def _cost(block: FootprintBlock, tokens: Tokens, selection: TrainableSelection, 
         working=_bytes(block.working, block, tokens, method) + _scaling(block, tokens, targets, method),
         rebuilt=method.compute_bytes * sum(_constant(target, method) for target in targets),
         gradient=max((_weight_gradient(target, method) for target in targets), default=0),
+        shares={policy: block.share_under(float(budget), tokens["image"]) for policy, budget in BUDGETS.items()},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,7 @@ from gracetune.planning.estimate import estimate
 from gracetune.planning.memory_tiers import free_on_disk
 from gracetune.planning.plan import BASE, CONFIG_VALUE, INPUTS, Plan, plan
 from gracetune.planning.processes import ONE_PROCESS, Processes
+from gracetune.planning.tracing.store import with_blocks
 from gracetune.train.blocks import Shapes
 from gracetune.train.runtime import Runtime
 from gracetune.train.trained_model import BasePrecision, DenoiserChoices
@@ -81,8 +83,11 @@ class PlannedRun:
 def make_plan(
     config: RunConfig, machine: Machine, spec: ModelSpec, source: ModelSource, facts: ModelFacts,
     assistant: AssistantFile | None = None, *, processes: Processes = ONE_PROCESS, force_oversubscription: bool = False,
+    cache: Path | None = None,
 ) -> PlannedRun:  # fmt: skip
+    """The plan of a run for a machine. `cache` is gracetune's cache folder, where a traced footprint is kept."""
     footprint, _ = footprint_of(config.model.model_copy(update={"flavour": facts.flavour}))
+    footprint = with_blocks(footprint, cache)
     compiled = compiles(config, "cpu" if machine.profile.value == "cpu" else "cuda")
     elements = None if assistant is None else elements_of(assistant.path)
     demand = estimate(

@@ -189,7 +189,7 @@ def preflight(
         config = _with_samples(config, chosen, view)
     planned = CheckResult[PlannedRun]()
     if not is_one_of_several:
-        planned = checks.run(lambda: share(lambda: _plan(config, machine, model.value, runtime, options)))
+        planned = checks.run(lambda: share(lambda: _plan(config, machine, model.value, runtime, options, environment)))
     checks.run(lambda: view.planned(planned.value, machine))
     checks.run(lambda: reject_misfit(planned.value, allowed=options.allow_misfit))
 
@@ -313,10 +313,13 @@ def _call(make: Callable[[], T]) -> T:
     return make()
 
 
-def _plan(config: RunConfig, machine: Machine, model: OpenedModel, runtime: Runtime, options: RunOptions) -> PlannedRun:
+def _plan(
+    config: RunConfig, machine: Machine, model: OpenedModel, runtime: Runtime, options: RunOptions,
+    environment: Environment,
+) -> PlannedRun:  # fmt: skip
     return make_plan(
         config, machine, model.spec, model.source, model.facts, model.assistant, processes=processes_of(runtime),
-        force_oversubscription=options.force_oversubscription,
+        force_oversubscription=options.force_oversubscription, cache=environment.cache_folder,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""docs/extending.md: the code on the page is the example's, and the example's footprint is its model's."""
+"""docs/extending.md: the code on the page is the example's, and its traced footprint is its model's."""
 
 from __future__ import annotations
 
@@ -72,15 +72,26 @@ def test_a_further_block_keeps_what_the_footprint_says(
     import torch
     from diffusers import AuraFlowTransformer2DModel
     from gracetune_auraflow.footprint import CAPTION_TOKENS, CAPTION_WIDTH, FOOTPRINTS, REGISTERS
+    from gracetune_auraflow.published import build_published, example_inputs
+    from gracetune_auraflow.spec import SPEC
 
+    from gracetune.adapters import targets as layers
+    from gracetune.adapters.attach import describe
     from gracetune.adapters.trainable import select, trainable
     from gracetune.config.run_config import Adapter
     from gracetune.planning.activations import StepMethod, activations
+    from gracetune.planning.tracing.trace import trace
     from unit.models.meta_memory import LoraLinear, adapt, on_meta, train_step, use_gpu_kernels
 
     use_gpu_kernels(monkeypatch)
-    (footprint,), adapter, side, batch = FOOTPRINTS, Adapter(kind=kind, rank=16), 64, 2
+    adapter, side, batch = Adapter(kind=kind, rank=16), 64, 2
     full = kind == "full_finetune"
+    published = build_published("v0.3")
+    paths = layers.select(describe(published), SPEC.default_targets).paths
+    blocks_alone = trace(published, SPEC.repeated_blocks, paths, example_inputs, compiled=False)
+    footprint = replace(
+        FOOTPRINTS[0], parameters=blocks_alone.parameters, width=blocks_alone.width, blocks=blocks_alone.blocks
+    )
 
     def measured(counts: list[int]) -> int:
         with on_meta():
@@ -94,7 +105,7 @@ def test_a_further_block_keeps_what_the_footprint_says(
             }
             if not full:
                 model.requires_grad_(False)
-                targets = {linear.name for one in footprint.blocks for linear in one.linears}
+                targets = {linear.name for one in footprint.blocks for linear in one.linears if linear.default}
                 adapt(model, targets, lambda base: LoraLinear(base, copies=path == "reference"))
         return train_step(model, inputs, checkpointing=policy == "full").peak
 

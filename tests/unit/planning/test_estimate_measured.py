@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -27,6 +28,9 @@ class Row(NamedTuple):
     policy: RecomputePolicy
     batch: int = 1
     precision: str = "bf16"
+    tolerance: float = 0.05
+    nominal: bool = False
+    """Measured with a budget of 0.5, where `half` is 0.45 now: compared with half of the activations."""
 
 
 ROWS = [
@@ -34,9 +38,10 @@ ROWS = [
     Row("peft LoRA, eager", 72.2, {"kind": "lora"}, "reference", False, "off"),
     Row("peft LoRA, compiled", 64.0, {"kind": "lora"}, "reference", True, "off"),
     Row("plain LoRA, compiled", 60.5, {"kind": "lora"}, "auto", True, "off"),
-    Row("plain LoRA, compiled, budget 0.5", 43.6, {"kind": "lora"}, "auto", True, "half"),
+    Row("plain LoRA, compiled, budget 0.5", 43.6, {"kind": "lora"}, "auto", True, "half", nominal=True),
+    Row("LoRA, compiled, half", 42.135, {"kind": "lora"}, "auto", True, "half", tolerance=0.02),
     Row("plain LoRA, compiled, fp8", 60.6, {"kind": "lora"}, "auto", True, "off", precision="fp8"),
-    Row("the same, batch 4, budget 0.5", 91.7, {"kind": "lora"}, "auto", True, "half", 4, "fp8"),
+    Row("the same, batch 4, budget 0.5", 91.7, {"kind": "lora"}, "auto", True, "half", 4, "fp8", nominal=True),
     Row("LyCORIS LoKr, eager, checkpointed", 31.0, LOKR, "reference", False, "full"),
     Row("LyCORIS LoKr, eager", 87.0, LOKR, "reference", False, "off"),
     Row("LyCORIS LoKr, compiled", 82.0, LOKR, "reference", True, "off"),
@@ -61,6 +66,8 @@ def test_within_five_percent_of_the_measurement(row: Row) -> None:
         }
     )
     footprint, _ = footprint_of(config.model)
+    if row.nominal:
+        footprint = replace(footprint, blocks=tuple(replace(block, budgets=()) for block in footprint.blocks))
     facts = (DatasetFacts("pictures", 1, 1),)
     demand = estimate(config, footprint, facts, compiled=row.compiled, adapter_path=row.path)
-    assert demand.training_peak(row.policy) / GIB == pytest.approx(row.peak, rel=0.05)
+    assert demand.training_peak(row.policy) / GIB == pytest.approx(row.peak, rel=row.tolerance)

@@ -22,3 +22,17 @@ def build_published(flavour: str) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = build(**_DIFFERS.get(flavour, {}))
     return model
+
+
+def example_inputs(model: Any, *, batch: int, rows: int, columns: int, text: int) -> Mapping[str, Any]:
+    """The denoiser's arguments for an image of rows x columns tokens."""
+    config, tokens = model.config, rows * columns
+    return {
+        "hidden_states": torch.empty(batch, tokens, config.in_channels),
+        "encoder_hidden_states": torch.empty(batch, text, config.joint_attention_dim),
+        "pooled_projections": torch.empty(batch, config.pooled_projection_dim),
+        "timestep": torch.ones(batch),
+        "img_ids": torch.empty(tokens, 3),
+        "txt_ids": torch.empty(text, 3),
+        "guidance": torch.ones(batch) if config.guidance_embeds else None,
+    }

@@ -18,3 +18,15 @@ def build_published(flavour: str) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = build(**_DIFFERS.get(flavour, {}))
     return model
+
+
+def example_inputs(model: Any, *, batch: int, rows: int, columns: int, text: int) -> Mapping[str, Any]:
+    """The denoiser's arguments for an image and a reference, each of rows x columns / 2 tokens."""
+    config = model.config
+    return {
+        "hidden_states": torch.empty(batch, rows * columns, config.in_channels),
+        "encoder_hidden_states": torch.empty(batch, text, config.joint_attention_dim),
+        "encoder_hidden_states_mask": None,
+        "timestep": torch.ones(batch),
+        "img_shapes": [[(1, rows, columns // 2)] * 2] * batch,
+    }

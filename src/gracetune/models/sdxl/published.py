@@ -27,3 +27,16 @@ def build_published(flavour: str) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = build(**_DIFFERS.get(flavour, {}))
     return model
+
+
+def example_inputs(model: Any, *, batch: int, rows: int, columns: int, text: int) -> Mapping[str, Any]:
+    """The denoiser's arguments for rows x columns latent pixels."""
+    config = model.config
+    sizes = 6
+    pooled = config.projection_class_embeddings_input_dim - sizes * config.addition_time_embed_dim
+    return {
+        "sample": torch.empty(batch, config.in_channels, rows, columns),
+        "timestep": torch.ones(batch),
+        "encoder_hidden_states": torch.empty(batch, text, config.cross_attention_dim),
+        "added_cond_kwargs": {"text_embeds": torch.empty(batch, pooled), "time_ids": torch.empty(batch, sizes)},
+    }

@@ -2,12 +2,13 @@
 
 The saved tensors are those of diffusers' `WanTransformerBlock`, in the order of its forward pass. Its norms compute in
 fp32, so eager autograd saves an fp32 copy of the residual at each of the three; the compiler saves the bf16 residual
-instead.
+instead. What it saves under an activation budget is traced (`traced.json`, made by scripts/trace_footprints.py).
 """
 
 from __future__ import annotations
 
 from gracetune.models.footprint import (
+    BudgetShare,
     Footprint,
     FootprintBlock,
     FootprintCodec,
@@ -17,6 +18,7 @@ from gracetune.models.footprint import (
     FootprintText,
     PixelLatents,
 )
+from gracetune.models.footprint_tables import tables_beside
 
 UMT5_XXL = FootprintEncoder(
     "text encoder (UMT5-XXL)", 5_680_910_336, working=196_608, tokens=512, works_while_sampling=False
@@ -32,6 +34,7 @@ _FROM_TEXT = PixelLatents(16, temporal=4, default_frames=81)
 # Image-to-video weights read 36 channels: 16 latent ones, 16 of the first frame and 4 of its mask.
 _FROM_IMAGE = PixelLatents(16, temporal=4, condition_channels=20, default_frames=81)
 CAPTION = FootprintText(tokens=512, cached_elements=512 * 4096)
+TRACED = tables_beside(__file__)
 MEASURED = "one H200: 1024x1024, one frame, LoRA and LoKr (docs/estimate.md)"
 
 
@@ -56,7 +59,9 @@ def _cross_attention(width: int, *, image_context: bool) -> tuple[FootprintLinea
     )
 
 
-def _block(width: int, ffn: int, heads: int, layers: int, *, image_context: bool) -> FootprintBlock:
+def _block(
+    width: int, ffn: int, heads: int, layers: int, budgets: tuple[BudgetShare, ...], *, image_context: bool
+) -> FootprintBlock:
     """`image_context`: cross-attention also reads an image encoder (2.1 image-to-video)."""
     kept: tuple[FootprintKept, ...] = (
         FootprintKept("norm1 input", width, fp32=True, compiled=False),
@@ -121,6 +126,7 @@ def _block(width: int, ffn: int, heads: int, layers: int, *, image_context: bool
             FootprintKept("gradients of the residual", 4 * width),
         ),
         linears=linears,
+        budgets=budgets,
     )
 
 
@@ -137,13 +143,14 @@ def _wan(
     image_context: bool = False,
     measured: str = "",
 ) -> Footprint:
+    (traced,) = TRACED[flavour].blocks
     return Footprint(
         family="wan",
         flavour=flavour,
         denoisers=("high-noise expert", "low-noise expert") if two_experts else ("transformer",),
         parameters=parameters,
         width=width,
-        blocks=(_block(width, ffn, width // 128, layers, image_context=image_context),),
+        blocks=(_block(width, ffn, width // 128, layers, traced.budgets, image_context=image_context),),
         latents=latents,
         codec=codec,
         encoders=(UMT5_XXL, CLIP_VIT_H) if image_context else (UMT5_XXL,),

@@ -9,6 +9,8 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 
+IMAGE_TOKENS = 257
+"""What the image encoder of the 2.1 image-to-video weights returns."""
 _FROM_IMAGE_2_1 = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 _DIFFERS: Mapping[str, Mapping[str, Any]] = {
     "i2v-14b-2.2": {"in_channels": 36},
@@ -27,3 +29,15 @@ def build_published(flavour: str) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = build(**_DIFFERS.get(flavour, {}))
     return model
+
+
+def example_inputs(model: Any, *, batch: int, rows: int, columns: int, text: int) -> Mapping[str, Any]:
+    """The denoiser's arguments for one frame of rows x columns tokens."""
+    config = model.config
+    _, high, wide = config.patch_size
+    image = torch.empty(batch, config.in_channels, 1, high * rows, wide * columns)
+    caption = torch.empty(batch, text, config.text_dim)
+    given = {"hidden_states": image, "timestep": torch.ones(batch), "encoder_hidden_states": caption}
+    if config.image_dim is not None:
+        given["encoder_hidden_states_image"] = torch.empty(batch, IMAGE_TOKENS, config.image_dim)
+    return given

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -129,8 +130,8 @@ def log_rows(folder: Path, browser: Browser) -> Iterator[BenchRow]:
             if len(shown) < ROUNDS // 2 + 1:
                 shown.append(_shown_after(page, served.studio, f"#/run/{identifier}", "figure.chart canvas"))
             else:
-                cold.append(served.cost(lambda page=page, requests=requests: _fetched(page, *requests)))
-                warm.append(served.cost(lambda page=page, requests=requests: _fetched(page, *requests)))
+                cold.append(served.cost(partial(_fetched, page, *requests)))
+                warm.append(served.cost(partial(_fetched, page, *requests)))
             page.context.close()
     cpu, wall = (statistics.median(one[part] for one in cold) for part in (0, 1))
     again = statistics.median(one[0] for one in warm)

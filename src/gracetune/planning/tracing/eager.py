@@ -57,7 +57,7 @@ def run_eager(block: nn.Module, call: BlockCall, trained: Collection[str] | None
 
 
 def _reading(name: str, inputs: dict[str, LinearInput]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    held = []  # a storage that is gone could leave its address to another
+    held = []  # keeps storages alive, so that no address is used twice
 
     def read(module: nn.Module, given: tuple[Any, ...]) -> None:
         x = given[0]

@@ -79,7 +79,7 @@ def test_a_checkpoint_that_is_requested_is_written(open_page: OpenPage, control:
     page.get_by_role("dialog").get_by_role("button", name="Save now").click()
     found = wait_for(lambda: [line for line in events(training) if line["kind"] == "CheckpointWritten"], "a checkpoint")
     assert (training / found[-1]["path"]).is_dir()
-    expect(page.get_by_role("region", name="Warnings and events")).to_contain_text(
+    expect(page.get_by_role("region", name="Warnings and events").first).to_contain_text(
         "checkpoint written, requested by the studio"
     )
 

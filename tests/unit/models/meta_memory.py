@@ -8,8 +8,7 @@ things are replaced to behave as on a GPU: fused attention (which never makes th
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,41 +17,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gracetune.planning.tracing.memory import AliveTensors
+
 BF16 = torch.bfloat16
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of storages created while active: those still referenced, and their peak."""
-
-    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._existing = [tensor.untyped_storage() for tensor in existing]
-        self._known = {storage._cdata for storage in self._existing}
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf.untyped_storage())
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known or key in self._alive:
-            return
-
-        def gone(_reference: object) -> None:
-            self.now -= size
-            del self._alive[key]
-
-        self._alive[key] = weakref.ref(storage, gone)
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -172,7 +141,7 @@ def train_step(model: nn.Module, inputs: dict[str, Any], *, checkpointing: bool)
         parameter.grad = torch.empty_like(parameter)
     given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    alive = Alive([*model.parameters(), *model.buffers(), *gradients, *given])
+    alive = AliveTensors([*model.parameters(), *model.buffers(), *gradients, *given])
     with torch.device("meta"), alive:
         output = model(**inputs, return_dict=False)[0]
         output = torch.stack(output) if isinstance(output, list) else output
@@ -183,7 +152,7 @@ def train_step(model: nn.Module, inputs: dict[str, Any], *, checkpointing: bool)
 
 def inference_peak(model: nn.Module, call: Callable[[], Any]) -> int:
     """Peak bytes of a pass without gradients, not counting the parameters."""
-    alive = Alive([*model.parameters(), *model.buffers()])
+    alive = AliveTensors([*model.parameters(), *model.buffers()])
     with torch.no_grad(), torch.device("meta"), alive:
         call()
     return alive.peak

@@ -147,7 +147,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"conv_rank": 3},
     {"targets": ("Attention",)},
-    {"targets": ("to_q", "*net*"), "exclude": ("*.1.*",)},
+    {"targets": ("to_q", "*to_out*"), "exclude": ("*.1.*",)},
     {"exclude": ("to_k",)},
     {"by_module": {"FeedForward": {"algo": "LoHa", "dim": 1}}},
 )

@@ -44,9 +44,9 @@ def inputs_of(model: Any, dtype: torch.dtype) -> tuple[Any, ...] | dict[str, Any
             }
         case "ZImageTransformer2DModel":
             return {
-                "x": [draw(config.in_channels, 1, 4, 4)],
-                "t": torch.tensor([0.5], dtype=dtype),
-                "cap_feats": [draw(6, config.cap_feat_dim)],
+                "x": [draw(config.in_channels, 1, 4, 4) for _ in range(2)],
+                "t": torch.tensor([0.5, 0.5], dtype=dtype),
+                "cap_feats": [draw(tokens, config.cap_feat_dim) for tokens in (6, 40)],
             }
         case "UNet2DConditionModel":
             pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim

@@ -30,7 +30,7 @@ BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
 
 RECORDING_PYTHON = """#!/usr/bin/env bash
 case "$2" in
-    *runpy*) shift 2; printf '%s\\0' "$@" >>"$RECORDED"; printf '\\n' >>"$RECORDED" ;;
+    *runpy*) shift 2; printf '%s\\0' "$@" $'\\n' >>"$RECORDED" ;; # one write: some steps start several at once
     *) cat >/dev/null ;;
 esac
 """
@@ -92,7 +92,7 @@ def test_commands_of_a_step_are_understood(
     python.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(python), "RECORDED": str(recorded), "SMOKE": smoke}
     subprocess.run(["bash", SESSION, step, tmp_path / "out"], env=environment, timeout=60, check=True)
-    commands = [line.rstrip("\0").split("\0") for line in recorded.read_text().splitlines()]
+    commands = [line.removesuffix("\0").split("\0") for line in recorded.read_text().split("\n\0")[:-1]]
     assert commands
     for program, *arguments in commands:
         if program == "pytest":

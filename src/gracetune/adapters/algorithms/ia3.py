@@ -84,7 +84,7 @@ class Ia3(Algorithm):
         return None
 
     def rejection(self, format: str, tensors: Tensors) -> str | None:
-        return "ComfyUI does not know (IA)3" if format == "comfyui" else super().rejection(format, tensors)
+        return "ComfyUI does not support (IA)3" if format == "comfyui" else super().rejection(format, tensors)
 
 
 ALGORITHM = Ia3()

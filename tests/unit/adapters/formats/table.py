@@ -17,7 +17,7 @@ from unit.adapters.formats import making
 
 NOTES = {
     "ComfyUI divides DoRA's magnitudes by the norm of the base weight instead of the adapted one": "a",
-    "ComfyUI does not know (IA)3": "b",
+    "ComfyUI does not support (IA)3": "b",
     "diffusers loads LoRA and DoRA for this family, nothing else": "c",
     "are one matrix in the original model, and only plain LoRAs or differences of its parts can be joined": "d",
 }

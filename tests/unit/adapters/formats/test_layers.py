@@ -143,7 +143,7 @@ def test_keys_that_begin_with_the_layer_have_no_scale_of_their_own(prefix: str, 
     one = {"lora_A.weight": torch.ones(4, 8), "lora_B.weight": torch.ones(8, 4)}
     stems = [f"{prefix}blocks.{block}.attn1.to_q" for block in range(20)]
     tensors = {f"{stem}.{name}": value for stem in stems for name, value in one.items()}
-    with pytest.raises(BrokenLayerError, match="is scaled; the same for 19 more") as rejected:
+    with pytest.raises(BrokenLayerError, match="scale of this adapter; the same for 19 more") as rejected:
         read(tensors, format)
     (problem,) = rejected.value.problems
     assert "--alpha ALPHA (DiffSynth-Studio trains with alpha = rank, 4 here)" in problem.hint

@@ -23,7 +23,8 @@ _LIBRARY_ERRORS: Final = {
     **dict.fromkeys(WEB, (("aiohttp", "ClientError"),)),
     **dict.fromkeys(S3, (("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError"))),
     **dict.fromkeys(("gs", "gcs"), (("gcsfs.retry", "HttpError"),)),
-    HUB: (("httpx2", "HTTPError"), ("huggingface_hub.errors", "HFValidationError")),
+    # huggingface_hub 1 is built on httpx, later versions on httpx2.
+    HUB: (("httpx2", "HTTPError"), ("httpx", "HTTPError"), ("huggingface_hub.errors", "HFValidationError")),
     "zip": (("zipfile", "BadZipFile"),),
     "tar": (("tarfile", "TarError"),),
 }

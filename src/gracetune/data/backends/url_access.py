@@ -22,7 +22,7 @@ HUB: Final = "hf"
 _LIBRARY_ERRORS: Final = {
     **dict.fromkeys(WEB, (("aiohttp", "ClientError"),)),
     **dict.fromkeys(S3, (("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError"))),
-    **dict.fromkeys(("gs", "gcs"), (("gcsfs.retry", "HttpError"),)),
+    **dict.fromkeys(("gs", "gcs"), (("gcsfs.retry", "HttpError"), ("google.auth.exceptions", "GoogleAuthError"))),
     # huggingface_hub 1 is built on httpx, later versions on httpx2.
     HUB: (("httpx2", "HTTPError"), ("httpx", "HTTPError"), ("huggingface_hub.errors", "HFValidationError")),
     "zip": (("zipfile", "BadZipFile"),),
@@ -132,7 +132,7 @@ class UrlRanges:
 
 def is_final(error: Exception) -> bool:
     """Whether the same request would always fail again."""
-    if isinstance(error, PermissionError) or _lacks_credentials(error):
+    if _is_denial(error) or _lacks_credentials(error):
         return True
     status = status_of(error)
     if status:
@@ -141,6 +141,11 @@ def is_final(error: Exception) -> bool:
         cause = error.__cause__
         return cause is None or not isinstance(cause, Exception) or is_final(cause)
     return is_local_disk_error(error)
+
+
+def _is_denial(error: Exception) -> bool:
+    """Whether access is denied. gcsfs raises a plain OSError for status 403, with only its text to tell."""
+    return isinstance(error, PermissionError) or (isinstance(error, OSError) and str(error).startswith("Forbidden: "))
 
 
 def _lacks_credentials(error: Exception) -> bool:
@@ -159,8 +164,8 @@ def status_of(error: BaseException) -> int:
     response = values.get("response")
     if isinstance(response, Mapping):  # botocore
         return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    found = values.get("status", getattr(response, "status_code", 0))
-    return found if isinstance(found, int) else 0
+    found = values.get("status") or values.get("code") or getattr(response, "status_code", 0)  # gcsfs: code
+    return int(found) if isinstance(found, int) or (isinstance(found, str) and found.isdecimal()) else 0
 
 
 def words(error: BaseException) -> str:
@@ -176,7 +181,7 @@ def explain(key: str, protocol: str, error: Exception) -> Problem:
     if _lacks_credentials(cause or error):
         hint = "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or storage: {anonymous: true} for a public bucket"
         return Problem(key, "no credentials", "credentials, or public data", hint)
-    if isinstance(error, PermissionError) or status in (401, 403):
+    if _is_denial(error) or status in (401, 403):
         denial = f"{status}, {reason}" if status else reason
         return Problem(key, f"the storage denied access: {denial}", "permission to read it", _login(protocol))
     # fsspec also raises FileNotFoundError if the server does not answer.

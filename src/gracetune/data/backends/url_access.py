@@ -19,12 +19,17 @@ WEB: Final = frozenset(["http", "https"])
 HUB: Final = "hf"
 
 # Exceptions that the libraries raise besides OSError, as (module, class).
-_LIBRARY_ERRORS: Final = {
+LIBRARY_ERRORS: Final = {
     **dict.fromkeys(WEB, (("aiohttp", "ClientError"),)),
     **dict.fromkeys(S3, (("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError"))),
     **dict.fromkeys(("gs", "gcs"), (("gcsfs.retry", "HttpError"), ("google.auth.exceptions", "GoogleAuthError"))),
     # huggingface_hub 1 is built on httpx, later versions on httpx2.
     HUB: (("httpx2", "HTTPError"), ("httpx", "HTTPError"), ("huggingface_hub.errors", "HFValidationError")),
+    **dict.fromkeys(("az", "abfs", "abfss"), (("azure.core.exceptions", "AzureError"),)),
+    "oss": (("oss2.exceptions", "OssError"),),
+    "oci": (("oci.exceptions", "ServiceError"), ("oci.exceptions", "ClientError")),
+    **dict.fromkeys(("sftp", "ssh"), (("paramiko", "SSHException"),)),
+    "smb": (("smbprotocol.exceptions", "SMBException"),),
     "zip": (("zipfile", "BadZipFile"),),
     "tar": (("tarfile", "TarError"),),
 }
@@ -37,7 +42,7 @@ def error_types(protocols: Sequence[str]) -> tuple[type[Exception], ...]:
     """The exceptions of the protocols' libraries. A library that is not installed cannot raise any."""
     found: list[type[Exception]] = [OSError]
     for protocol in protocols:
-        for module, name in _LIBRARY_ERRORS.get(protocol, ()):
+        for module, name in LIBRARY_ERRORS.get(protocol, ()):
             try:
                 found.append(vars(import_module(module))[name])
             except ImportError:

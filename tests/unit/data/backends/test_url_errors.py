@@ -7,16 +7,17 @@ from types import ModuleType
 
 import pytest
 
-from gracetune.data.backends.url_access import error_types, explain, is_final
+from gracetune.data.backends.url import PACKAGES
+from gracetune.data.backends.url_access import LIBRARY_ERRORS, error_types, explain, is_final
 
 
-def install(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> type[Exception]:
-    """Make a module importable that has nothing but this exception."""
-    error = type(name, (Exception,), {})
+def install(monkeypatch: pytest.MonkeyPatch, module: str, *names: str) -> type[Exception]:
+    """Make a module importable that has nothing but these exceptions. Returns the first one."""
     made = ModuleType(module)
-    vars(made)[name] = error
+    errors = [type(name, (Exception,), {}) for name in names]
+    vars(made).update(zip(names, errors, strict=True))
     monkeypatch.setitem(sys.modules, module, made)
-    return error
+    return errors[0]
 
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])
@@ -24,6 +25,24 @@ def test_network_errors_of_each_version_of_the_hub_library_are_caught(
     monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     assert install(monkeypatch, library, "HTTPError") in error_types(["hf"])
+
+
+EXAMPLES = {
+    "az": ("azure.core.exceptions", "AzureError"), "oss": ("oss2.exceptions", "OssError"),
+    "oci": ("oci.exceptions", "ServiceError", "ClientError"), "sftp": ("paramiko", "SSHException"),
+    "smb": ("smbprotocol.exceptions", "SMBException"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", EXAMPLES)
+def test_errors_of_every_library_are_caught(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    error = install(monkeypatch, *EXAMPLES[protocol])
+    same_library = [other for other, package in PACKAGES.items() if package == PACKAGES[protocol]]
+    assert all(error in error_types([other]) for other in same_library)
+
+
+def test_every_offered_protocol_has_the_errors_of_its_library() -> None:
+    assert set(PACKAGES) <= set(LIBRARY_ERRORS)
 
 
 class TestGoogleStorage:

@@ -88,6 +88,9 @@ class _PlainCopier:
     def _mapping(self, value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
         copied: dict[str, Any] = {}
         for key, item in value.items():
+            if isinstance(key, int) and (number_fault := _fault(key)) is not None:
+                self.invalid.append(NonPlainValue(path, *number_fault))  # Python does not print so many digits
+                continue
             # An integer key is unambiguous as text. YAML's values of `yes`, `null` or 1.0 are not what was written.
             name = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
             fault = _key_fault(name) or (_TWICE if name in copied else None)

@@ -49,6 +49,12 @@ def test_odd_keys_are_named(key: Any, found: str) -> None:
     assert found in odd.found
 
 
+def test_a_huge_number_as_a_key_is_named_too() -> None:
+    data, (odd,) = plain({"a": {1 << 20_000: 1, "b": 2}})
+    assert data == {"a": {"b": 2}}
+    assert (odd.path, odd.found) == (("a",), "a number of hundreds of digits")
+
+
 def test_whole_numbers_are_names_but_not_twice() -> None:
     assert plain({1: "a"}) == ({"1": "a"}, [])
     data, (odd,) = plain({1: "a", "1": "b"})

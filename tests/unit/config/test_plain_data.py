@@ -41,7 +41,15 @@ def test_what_no_configuration_can_hold_is_taken_out_and_named(value: Any, found
 
 
 @pytest.mark.parametrize(
-    ("key", "found"), [(True, "true"), (None, "null"), (1.5, "1.5"), ("\udfff", "half"), ("k" * 2000, "2000")]
+    ("key", "found"),
+    [
+        (True, "true"),
+        (None, "null"),
+        (1.5, "1.5"),
+        ("\udfff", "half"),
+        ("k" * 2000, "2002"),
+        ("\U0001f600" * 200, "2402"),
+    ],
 )
 def test_odd_keys_are_named(key: Any, found: str) -> None:
     data, (odd,) = plain({"a": {key: 1, "b": 2}})

@@ -450,7 +450,11 @@ def _mark_in_use(folder: Path, *, writable: bool) -> int | None:
         if writable:
             raise
         return None  # no writer has opened this cache, or it is read-only: either way no entry is removed
-    lock(descriptor, exclusive=False, wait=True)
+    try:
+        lock(descriptor, exclusive=False, wait=True)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

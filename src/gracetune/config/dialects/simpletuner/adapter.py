@@ -143,6 +143,8 @@ def _algorithm(lycoris: PeerBlock, _: None) -> None:
     else:
         lycoris.assign(("adapter", "kind"), kind, "algo")
     if lycoris.is_on("dora_wd"):
+        if as_flag(lycoris.get("wd_on_output")) is False:
+            lycoris.reject("wd_on_output", "true: magnitudes of a layer's inputs are not trained here")
         if kind == "locon":
             lycoris.assign(("adapter", "kind"), "dora", "dora_wd")
         else:
@@ -212,7 +214,7 @@ LYCORIS: KeyTable[None] = KeyTable(
     Key("full_matrix", ("adapter", "full_rank"), as_flag),
     Key("decompose_both", ("adapter", "decompose_both"), as_flag),
     Key("multiplier", ("adapter", "strength"), as_number),
-    KeyRule(_algorithm, "algo dora_wd"),
+    KeyRule(_algorithm, "algo dora_wd wd_on_output"),
     KeyRule(_full_dimension, "linear_dim"),
     KeyRule(_preset, "apply_preset"),
     *_not_implemented("rank_dropout module_dropout", "only plain dropout is implemented"),
@@ -227,7 +229,7 @@ LYCORIS: KeyTable[None] = KeyTable(
     *_not_implemented("tlora_min_rank tlora_alpha", "T-LoRA is not implemented"),
     *_not_implemented("train_llm_adapter", "only the diffusion model is adapted"),
     *_not_implemented("preset", "name modules in apply_preset instead"),
-    *noted("speed alone", "bypass_mode wd_on_output warn_on_unmatched", Always()),
+    *noted("speed alone", "bypass_mode warn_on_unmatched", unless=Always()),
     expected="an option of LyCORIS",
 )
 """The file that `lycoris_config` names."""
@@ -243,7 +245,7 @@ PRESET: KeyTable[None] = KeyTable(
         enable_conv lora_prefix use_fnmatch unet_target_module unet_target_name text_encoder_target_module
         text_encoder_target_name
         """,
-        Always(),
+        unless=Always(),
     ),
     expected="a key of a LyCORIS preset",
 )

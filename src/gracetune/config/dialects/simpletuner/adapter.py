@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line, read_sidecar
@@ -168,7 +169,7 @@ def _full_dimension(lycoris: PeerBlock, _: None) -> None:
 
 def _preset(lycoris: PeerBlock, _: None) -> None:
     preset = lycoris.get("apply_preset")
-    if preset is None or preset == {}:
+    if preset is None or (isinstance(preset, Mapping) and _names_no_targets(preset)):
         lycoris.reject("apply_preset", "modules to adapt: without them LyCORIS wraps every layer of the model",
                        'add "apply_preset": {"target_module": ["Attention", "FeedForward"]}')  # fmt: skip
         return
@@ -178,6 +179,12 @@ def _preset(lycoris: PeerBlock, _: None) -> None:
     block = lycoris.without_nulls(preset, "apply_preset")
     check(block, PRESET)
     apply(block, PRESET, None)
+
+
+def _names_no_targets(preset: Mapping[str, Any]) -> bool:
+    """Whether the preset leaves LyCORIS's own targets. One with unknown keys may name targets that are misspelt."""
+    is_known = all(name in PRESET.keys for name in preset)
+    return is_known and preset.get("target_module") is None and preset.get("target_name") is None
 
 
 def _targets(block: PeerBlock, _: None) -> None:

@@ -214,7 +214,7 @@ class RankMonitor:
         return self._error({rank: self._silent(rank) for rank in silent}) if silent else error
 
     def _of_end(self, ends: Mapping[int, _End], *, ended: Collection[int]) -> BaseException:
-        """Repeat what other ranks found. The `ended` ranks have said why, so nobody has to explain it for them."""
+        """Repeat what other ranks found. The `ended` ranks left reasons of their own."""
         alive = {rank for rank, process in self._visible() if not process.is_gone()}
         for end in ends.values():
             unexplained = [rank for rank in end.lost if rank != self.rank and rank not in ended]

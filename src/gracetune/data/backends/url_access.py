@@ -84,7 +84,8 @@ def remote_file(protocol: str, info: Mapping[str, Any]) -> RemoteFile:
         return RemoteFile(size, digest, blob)
     tag = str(info.get("ETag") or info.get("etag") or "").strip('"') or None
     if protocol in S3 and tag is not None and _MD5.fullmatch(tag):
-        # The ETag of an unencrypted object that was uploaded in one part is its MD5. Encrypted ones only look alike.
+        # The ETag of an unencrypted object that was uploaded in one part is its MD5. Encrypted ones only look alike, so
+        # `transfer` fetches the file twice if the digest differs, and accepts it if both downloads are equal.
         return RemoteFile(size, f"md5:{tag}", tag, sure=False)
     when = info.get("Last-Modified") or info.get("LastModified") or info.get("mtime") or info.get("created")
     return RemoteFile(size, None, tag or (None if when is None else str(when)))

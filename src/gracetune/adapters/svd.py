@@ -3,8 +3,9 @@
 The result is exact (an SVD in float64) for small matrices, for every LoRA, LoCon and LoKr, and for LoHa of a small
 rank. The SVD of a product L R needs only the QR triangles of L and R; the singular vectors of a Kronecker product are
 Kronecker products of its factors' singular vectors. Larger matrices are first projected on a random subspace, which
-finds the leading vectors to many digits (randomized SVD with power iterations). The reported error is measured on the
-result, not estimated. A change that must be built and does not fit into memory is rejected.
+finds the leading vectors to many digits (randomized SVD with power iterations). The reported error is computed
+exactly or measured on the change; it is not an estimate. A change that must be built and does not fit into memory is
+rejected.
 """
 
 from __future__ import annotations

@@ -101,9 +101,11 @@ class DiskStore:
         """For modules of this package only, while they hold `mutex`."""
         self.mutex = threading.RLock()
         self.before_writing: Callable[[Path, Collection[Key]], None] = lambda folder, keys: None
-        """Called by writers with the keys they are about to add."""
+        """Called by writers with the keys they are about to add, so that entries of a killed run can be removed later
+        (`persistent_cache: false`)."""
         self.users = users
-        """Descriptor of the shared lock that marks the cache as in use; None if the folder cannot be locked."""
+        """Descriptor of `users.lock`, which is locked shared while the store is open. None if it cannot be opened
+        (read-only caches), and after `close`."""
         self._damaged: dict[str, DamagedShard] = {}
         self._created: set[Key] = set()
         self._suspects: set[str] = set()
@@ -340,7 +342,7 @@ class DiskStore:
                 self._suspects.add(copies[0].shard)
 
     def take_suspects(self) -> frozenset[str]:
-        """Shards in which a damaged entry was found since the last call."""
+        """Shards in which a damaged entry was found since the last call, for `maintenance.recheck_suspects`."""
         with self.mutex:
             found, self._suspects = frozenset(self._suspects), set()
         return found
@@ -450,7 +452,11 @@ def _mark_in_use(folder: Path, *, writable: bool) -> int | None:
         if writable:
             raise
         return None  # no writer has opened this cache, or it is read-only: either way no entry is removed
-    lock(descriptor, exclusive=False, wait=True)
+    try:
+        lock(descriptor, exclusive=False, wait=True)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

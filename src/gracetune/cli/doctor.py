@@ -54,7 +54,10 @@ def doctor(
     oversubscription_scale: Annotated[
         float, typer.Option(metavar="X", help="Size of the allocation test, in multiples of the GPU's memory.")
     ] = DEFAULT_SCALE,
-    skip_allocation: Annotated[bool, typer.Option("--skip-allocation", help="Skip the allocation test.")] = False,
+    skip_allocation: Annotated[
+        bool,
+        typer.Option("--skip-allocation", help="Skip the allocation test and the experiments with managed memory."),
+    ] = False,
     force_oversubscription: Annotated[
         bool,
         typer.Option(
@@ -65,7 +68,12 @@ def doctor(
     require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Fail if there is no usable GPU.")] = False,
     record_to: Annotated[
         Path | None,
-        typer.Option("--record", metavar="DIR", readable=False, help="Also write a recording of this machine."),
+        typer.Option(
+            "--record",
+            metavar="DIR",
+            readable=False,
+            help="Also write a recording of this machine, without host names, user names or serial numbers.",
+        ),
     ] = None,
     from_recording: Annotated[
         Path | None, typer.Option(metavar="DIR", readable=False, help="Examine a recorded machine instead of this one.")

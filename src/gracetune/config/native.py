@@ -69,7 +69,7 @@ _NAMED_BY = {"adapter": "kind", "optimizer": "name", "schedule": "name"}
 
 
 def written_out(path: Path, value: Any) -> tuple[Path, Any]:
-    """Expand the short form of a value, also of one that a flag sets. Returns the value and the path it belongs to.
+    """Expand the short form of a value, also of one that a flag sets. Returns its path and the value.
 
     Short forms are a name for `adapter`, `optimizer` and `schedule`; a folder, a list of folders or one dataset without
     a list for `datasets`; and texts for `validation.prompts`.

@@ -31,7 +31,7 @@ from gracetune.config.limits import (
 
 @dataclass(frozen=True)
 class NonPlainValue:
-    """A value that is not plain data. It was removed, and the rest of the data can be used."""
+    """A value that is not plain data. It was replaced by None, or left out if its key is invalid."""
 
     path: Path
     found: str
@@ -88,6 +88,9 @@ class _PlainCopier:
     def _mapping(self, value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
         copied: dict[str, Any] = {}
         for key, item in value.items():
+            if isinstance(key, int) and (number_fault := _fault(key)) is not None:
+                self.invalid.append(NonPlainValue(path, *number_fault))  # Python does not print so many digits
+                continue
             # An integer key is unambiguous as text. YAML's values of `yes`, `null` or 1.0 are not what was written.
             name = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
             fault = _key_fault(name) or (_TWICE if name in copied else None)
@@ -105,8 +108,8 @@ def _key_fault(key: Any) -> tuple[str, str, str] | None:
     """What is wrong with a key: found, expected, hint; None if nothing is."""
     if not isinstance(key, str):
         return f"a key that is {describe(key)} to YAML", "text as a key", "put the key in quotes"
-    if len(key) > LONGEST_KEY or len(json.dumps(key)) > LONGEST_KEY:
-        return f"a key of {len(key)} characters", "a name", "shorten it"
+    if (length := len(json.dumps(key))) > LONGEST_KEY:
+        return f"a key of {length} characters (with escapes)", f"at most {LONGEST_KEY}", "shorten it"
     return _fault(key)
 
 

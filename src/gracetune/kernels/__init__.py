@@ -33,7 +33,7 @@ def use_kernels(x: Tensor) -> bool:
 
 
 def use_half_kernels(x: Tensor) -> bool:
-    """The same for kernels that only support half precision."""
+    """Like `use_kernels` (compiled graphs on GPUs), for kernels that only support half precision."""
     return x.dtype in HALF_DTYPES and use_kernels(x)
 
 

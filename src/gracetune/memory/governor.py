@@ -7,6 +7,7 @@ boundaries, carries out the decisions, and stops the run with MemoryPressure bef
     1 -> 2  The arena is in use, or less than the floor is available on the device. Immediate, with light reclamation.
     2 -> 1  The arena is idle and more than floor + band is available, for three consecutive samples.
     in 2    Main memory is below its reserve, or the arena reached a new maximum of this stage: hard reclamation.
+            Buffers are demoted only into main memory above its reserve: none while it is short.
             If main memory is still below its reserve after that: MemoryPressure.
 """
 
@@ -222,7 +223,9 @@ class Reclaimer(Protocol):
         ...
 
     def demote_cold(self, *, at_most: int, everything: bool) -> int | None:
-        """Migrate cold managed buffers to main memory; with `everything` also recently used ones.
+        """Migrate up to `at_most` bytes of cold managed buffers to main memory.
+
+        With `everything`, recently used buffers are candidates too; the limit is the same.
 
         Returns the bytes migrated; None if unknown.
         """

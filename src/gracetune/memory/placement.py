@@ -13,7 +13,7 @@ Role = Literal["hot_weights", "activations", "cold_weights", "optimizer_state", 
 MemoryKind = Literal["device", "managed_host", "managed_device", "pinned_host", "shared_host", "host"]
 
 TEXT_ON_DEVICE_SHARE = 0.02
-"""Text embeddings that take at most this fraction of the GPU's memory are kept there, because every step reads them."""
+"""Text embeddings that take at most this fraction of a superchip's GPU memory are kept there: every step reads them."""
 
 
 @dataclass(frozen=True)

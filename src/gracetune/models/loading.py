@@ -130,7 +130,7 @@ def load_component(
     file = source.single_file if single_file.supplies(source, component) else None
     if random_fill is not None:
         _fill_random(model, destinations, random_fill, placement.device, put)
-    elif file is not None and not single_file.has_diffusers_names(file, destinations):
+    elif file is not None and not single_file.has_same_names(file, destinations):
         single_file.load(file, cls, config, destinations, put)
     else:
         weights = open_weights(file or weight_file(source, component))

@@ -47,7 +47,7 @@ def tensors_of(source: ModelSource, component: str) -> tuple[TensorEntry, ...]:
     return tuple(entry for entry in entries if entry.name.startswith(_PREFIXES[component]))
 
 
-def has_diffusers_names(file: Path, destinations: Mapping[str, Tensor]) -> bool:
+def has_same_names(file: Path, destinations: Mapping[str, Tensor]) -> bool:
     """Whether the file has exactly the tensors of `destinations`, under diffusers' names. The faster loader can then be
     used, because nothing has to be renamed."""
     return open_weights(file).entries.keys() == destinations.keys()

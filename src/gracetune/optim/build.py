@@ -128,7 +128,7 @@ def load_named_state(optimizer: Optimizer, names: Mapping[str, Tensor], saved: N
 # -- constructor arguments ---------------------------------------------------------------------------------------------
 
 
-_OURS: Final = ("params", "lr", "weight_decay", "betas", "eps")
+_WITH_OWN_KEYS: Final = ("params", "lr", "weight_decay", "betas", "eps")
 """Arguments with config keys of their own; `options` does not list them."""
 
 
@@ -171,7 +171,7 @@ def _unknown(config: OptimizerConfig, name: str, value: Any, record: OptimizerRe
     section = record.in_section.get(name)
     if section is not None:
         return Problem(key, str(value), f"optimizer.{section}.{name}", f"write it in `{section}`: {{{name}: {value}}}")
-    others = [option for option in free if option not in _OURS]
+    others = [option for option in free if option not in _WITH_OWN_KEYS]
     expected = f"an option of {config.name}: {', '.join(others)}"
     return Problem(key, str(value), expected, misspelt(name, others, write="{}"))
 

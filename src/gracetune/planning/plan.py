@@ -1,7 +1,7 @@
 """Plan a run on a machine: whether it fits, where everything is placed, what would have to change. Pure functions.
 
 The plan is the first choice of the ladder (`ladder.py`) that fits. Every deviation from the config is listed with the
-memory it saves.
+memory it saves, except a small text cache that is counted in main memory instead of on the GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """What `gradient_checkpointing: auto` means for this run."""
+    """The recomputation that the plan chose, as the config's value and as torch.compile's budget."""
 
     value: CheckpointingValue
     activation_memory_budget: float | None

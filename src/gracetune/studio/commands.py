@@ -68,7 +68,8 @@ class CommandRunner:
     def json(self, *arguments: str, timeout_s: float) -> dict[str, Any]:
         """The JSON object that the command prints, also if it ends with an error.
 
-        Raises StudioError if it prints none or takes too long.
+        Raises StudioError if it prints none or takes too long. `timeout_s` begins when the command starts, not while it
+        waits for its turn.
         """
         with self._running.free:
             output, errors, code = self._run(arguments, timeout_s)
@@ -105,7 +106,7 @@ class CommandRunner:
 
 
 class SlowWork:
-    """Runs what takes long in at most `_THREADS` threads, so that quick requests always find a free one."""
+    """Runs what takes long in at most `_THREADS` threads per instance, so that quick requests find a free one."""
 
     def __init__(self) -> None:
         self._limiter = CapacityLimiter(_THREADS)

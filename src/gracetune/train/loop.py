@@ -53,8 +53,10 @@ def run_step(job: TrainingJob) -> StepEnds | Stop:
         job.trained_model.host.prepare(following)  # its weights arrive while this step computes
     gradients = job.gradients[expert]
     gradients.open()
-    loss = torch.zeros((), device=job.device)
-    done = StepEnds(job.position.step + 1, expert, step_batch, loss, torch.zeros(()), job.state.skipped)
+    loss = torch.zeros((), device=job.device)  # sum over this rank's samples
+    done = StepEnds(
+        job.position.step + 1, expert, step_batch, loss=loss, norm=torch.zeros(()), skipped=job.state.skipped
+    )
     while len(done.batches) < step_batch.accumulation:
         if (stop := job.stop_for_memory()) is not None:
             gradients.close()

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -205,7 +205,7 @@ class RankMonitor:
             if died := {rank: self._died(rank) for rank in gone if rank not in ends}:
                 return self._error(died)
             if clear := {rank: end for rank, end in ends.items() if end.is_clear or self._failure_number > 1}:
-                return self._of_end(clear)
+                return self._of_end(clear, ended=ends)
             time.sleep(0.05)
         if by_signal:
             return error
@@ -213,10 +213,15 @@ class RankMonitor:
         silent = [rank for rank in beats if rank not in ends and now[rank] == beats[rank]]
         return self._error({rank: self._silent(rank) for rank in silent}) if silent else error
 
-    def _of_end(self, ends: Mapping[int, _End]) -> BaseException:
+    def _of_end(self, ends: Mapping[int, _End], *, ended: Collection[int]) -> BaseException:
+        """Repeat what other ranks found. The `ended` ranks left reasons of their own."""
+        alive = {rank for rank, process in self._visible() if not process.is_gone()}
         for end in ends.values():
-            if end.lost:
-                return self._error({rank: self._died(rank) for rank in end.lost if rank != self.rank})
+            unexplained = [rank for rank in end.lost if rank != self.rank and rank not in ended]
+            if unexplained:
+                return self._error(
+                    {rank: self._silent(rank) if rank in alive else self._died(rank) for rank in unexplained}
+                )
         rank, end = min(ends.items(), key=lambda item: item[1].number)
         if end.interrupted:
             return InterruptedBySignal(f"{end.reason} (rank {rank})")
@@ -313,7 +318,7 @@ class RankMonitor:
     def _lost_by(self, seen: _Seen) -> BaseException:
         dead = {rank: self._died(rank) for rank, process in self._visible() if process.is_gone()}
         silent = {rank: self._silent(rank) for rank, count in seen.missed.items() if count >= SILENT_BEATS}
-        return self._of_end(seen.ends) if seen.ends else self._error(dead or silent)
+        return self._of_end(seen.ends, ended=seen.ends) if seen.ends else self._error(dead or silent)
 
     def _report_waiting(self, last_report: float, seen: _Seen) -> float:
         """Report a long wait. Returns how long the wait was when it was last reported."""

@@ -249,13 +249,18 @@ def load_trained_model(
         else:
             runtime.broadcast_(parameter.data for parameter in attached[name].parameters().values())
         host.add(name, denoiser)
-    strengths = {one.id: one.adapter_strength for one in config.datasets if one.adapter_strength != 1.0}
+    strengths = dataset_strengths(config)
     whole = config.adapter.is_full_finetune
     dtype = torch.float32 if whole else placement.dtype
     regularised = frozenset(one.id for one in config.datasets if one.regularisation and not whole)
     return TrainedModel(
         spec, source, facts, host, attached, dtype, strengths, regularised, tuple(held), prepared, parking, assisting
     )  # fmt: skip
+
+
+def dataset_strengths(config: RunConfig) -> dict[str, float]:
+    """Adapter strength by enabled dataset, where it is not 1. Any entry keeps the run from using CUDA graphs."""
+    return {one.id: one.adapter_strength for one in config.datasets if not one.disabled and one.adapter_strength != 1.0}
 
 
 def _placement(config: RunConfig, spec: ModelSpec, runtime: Runtime, choices: DenoiserChoices) -> PartPlacement:

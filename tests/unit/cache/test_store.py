@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import mmap
 import os
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from gracetune.cache.errors import CacheFullError, ForeignFolderError, MissingEntryError, ReadOnlyCacheError
+from gracetune.cache.errors import CacheError, CacheFullError, ForeignFolderError, MissingEntryError, ReadOnlyCacheError
 from gracetune.cache.keys import EntryOrigin
 from gracetune.cache.store import DiskStore
 from gracetune.cache.writer import Flush
@@ -34,6 +35,22 @@ def slab_of(store: DiskStore, numbers: range, threads: int) -> dict[str, dict[st
     store.read_into(plan, slab, offsets, threads=threads)
     rows = zip(plan.keys, plan.layouts, offsets.tolist(), strict=True)
     return {one: layout.views(slab[at : at + layout.size]) for one, layout, at in rows}
+
+
+def test_a_store_that_cannot_be_locked_leaves_no_descriptor_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path / "cache", range(1))
+
+    def broken(descriptor: int, mode: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    before = [*Path("/proc/self/fd").iterdir()]
+    monkeypatch.setattr("fcntl.flock", broken)
+    for writable in (False, True):
+        with pytest.raises(CacheError):
+            DiskStore.open(tmp_path / "cache", writable=writable)
+    assert len([*Path("/proc/self/fd").iterdir()]) == len(before)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

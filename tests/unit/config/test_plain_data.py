@@ -41,12 +41,26 @@ def test_what_no_configuration_can_hold_is_taken_out_and_named(value: Any, found
 
 
 @pytest.mark.parametrize(
-    ("key", "found"), [(True, "true"), (None, "null"), (1.5, "1.5"), ("\udfff", "half"), ("k" * 2000, "2000")]
+    ("key", "found"),
+    [
+        (True, "true"),
+        (None, "null"),
+        (1.5, "1.5"),
+        ("\udfff", "half"),
+        ("k" * 2000, "2002"),
+        ("\U0001f600" * 200, "2402"),
+    ],
 )
 def test_odd_keys_are_named(key: Any, found: str) -> None:
     data, (odd,) = plain({"a": {key: 1, "b": 2}})
     assert data == {"a": {"b": 2}}
     assert found in odd.found
+
+
+def test_a_huge_number_as_a_key_is_named_too() -> None:
+    data, (odd,) = plain({"a": {1 << 20_000: 1, "b": 2}})
+    assert data == {"a": {"b": 2}}
+    assert (odd.path, odd.found) == (("a",), "a number of hundreds of digits")
 
 
 def test_whole_numbers_are_names_but_not_twice() -> None:

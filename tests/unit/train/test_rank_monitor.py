@@ -97,11 +97,40 @@ def test_a_rank_that_stops_with_an_error_says_why_and_the_others_repeat_it() -> 
     assert text == "rank 1 of 2 is lost: it stopped: no room; make some\nresume with: the same command"
 
 
-def test_a_rank_that_was_interrupted_interrupts_the_others() -> None:
-    def late(peers: RankMonitor, report: Report) -> None:
-        time.sleep(0.2)
-        explaining(RESET)(peers, report)
+def late(peers: RankMonitor, report: Report, *, seconds: float = 0.2) -> None:
+    time.sleep(seconds)
+    explaining(RESET)(peers, report)
 
+
+def test_a_third_rank_repeats_the_reason_and_not_that_a_rank_ended_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "GRACE_S", 30.0)  # the late ranks explain it themselves
+    stopping = explaining(MachineError("no room; make some"))
+    ranks = Ranks(partial(late, seconds=1.0), partial(late, seconds=0.3), stopping)
+    ranks.go()
+    reason = "rank 2 of 3 is lost: it stopped: no room; make some"
+    assert ranks.lines(1)[1] == reason
+    assert ranks.lines(0)[1] == f"{reason}\nresume with: the same command"
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"), [(2, "rank 2 of 3 is lost: its process"), (0, "rank 1 of 3 is lost: it stopped: found it")]
+)
+def test_a_rank_that_others_call_lost_but_that_lives_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, lost: int, expected: str
+) -> None:
+    monkeypatch.setattr(module, "GRACE_S", 30.0)
+    finder = explaining(LostRankError("found it", [lost], speaks=False))
+    ranks = Ranks(partial(late, seconds=0.5), finder, sleeping)
+    ranks.go()
+    text = ranks.lines(0)[1]
+    assert text.startswith(expected)
+    assert "ended without a message" not in text
+    ranks.children[2].kill()
+
+
+def test_a_rank_that_was_interrupted_interrupts_the_others() -> None:
     ranks = Ranks(late, explaining(InterruptedBySignal("SIGTERM")))
     ranks.go()
     assert ranks.lines(1) == ["InterruptedBySignal", "SIGTERM"]

@@ -10,14 +10,14 @@ from torch import nn
 
 from gracetune.adapters.attach import attach
 from gracetune.cache.batches import Batch
-from gracetune.config.run_config import Adapter, Model, Objective
+from gracetune.config.run_config import Adapter, Model, Objective, RunConfig
 from gracetune.data.refs import BatchRef, Bucket, CaptionRef, SampleRef
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import ModelFacts, ModelSpec, PartPlacement
 from gracetune.train.first_batch import ReferenceBatch
 from gracetune.train.step import TrainingGoal, TrainStep
-from gracetune.train.trained_model import TrainedModel
+from gracetune.train.trained_model import TrainedModel, dataset_strengths
 
 TinyModel = Callable[[str, str], Path]
 
@@ -136,3 +136,14 @@ def test_the_target_of_regularisation_data_is_the_base_models_prediction(
         assert torch.equal(unasked.each, plain.each)
     finally:
         attached.detach()
+
+
+def test_a_disabled_dataset_has_no_strength() -> None:
+    """Any strength keeps the whole run from being captured in CUDA graphs."""
+    datasets = [
+        {"id": "one", "path": "p", "adapter_strength": 0.5},
+        {"id": "off", "path": "p", "adapter_strength": 0.5, "disabled": True},
+        {"id": "plain", "path": "p"},
+    ]
+    options = {"name": "run", "output_dir": "out", "model": {"family": "wan"}, "training": {"max_steps": 1}}
+    assert dataset_strengths(RunConfig.model_validate({**options, "datasets": datasets})) == {"one": 0.5}

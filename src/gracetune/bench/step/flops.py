@@ -65,7 +65,11 @@ class StepFlops:
 
 
 def count(job: StepJob, model: RandomModel, targets: Sequence[str]) -> StepFlops:
-    """Count the FLOPs of a step. `targets` are the adapted layers, the first of which need gradients."""
+    """Count the FLOPs of a step.
+
+    `targets` are the adapted layers. Gradients of inputs are needed from the first of them on; products before it have
+    none.
+    """
     denoiser = model.spec.build_denoiser(model.source, model.expert)
     shapes: Counter[Gemm] = Counter()
     trained = torch.zeros((), device="meta", requires_grad=True)

@@ -1,8 +1,9 @@
 """Compare a run's adapter gradients with exact ones, on a small model of the same classes.
 
 The same gradients are computed three ways: in fp32 with the libraries' layers (`exact`), as in a run (on a GPU in
-compiled blocks, since only those use our kernels), and in the run's precision with the libraries' layers. All three use
-the same bf16 values as base weights.
+compiled blocks, since only those use our kernels), and in the run's precision with the libraries' layers. All three
+start from the same bf16 base weights; an fp8 job quantizes them as in a run only, so that error includes the
+quantization.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Numerics:
 
 def gradient_check(job: StepJob, model: RandomModel, device: torch.device) -> Numerics:
     """Compare gradients on a small or tiny `model`, with the adapter and precision of `job`."""
-    small = replace(job, width=SIDE, height=SIDE, frames=1, batch=1)
+    small = replace(job, width=SIDE, height=SIDE, frames=1, batch=1)  # a smoke job keeps its own, smaller shape
     exact = _gradients(small, model, device, "exact")
     ours = _gradients(small, model, device, "run")
     reference = _gradients(small, model, device, "reference")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gracetune.config.dialects import DIALECTS
-from gracetune.config.dialects.table import Effect, KeyRule, KeyTable
+from gracetune.config.dialects.table import Always, Effect, KeyRule, KeyTable
 from gracetune.config.draft import dotted
 
 _INTRODUCTION = """# Keys of ai-toolkit and SimpleTuner
@@ -43,8 +43,7 @@ def _table(table: KeyTable[Any]) -> Iterator[str]:
     if elsewhere:
         yield f"- decide how the others are read: {_names(elsewhere)}"
     for effect in (Effect.NOTED, Effect.REJECTED):
-        for note, listed in _by_note(table, effect).items():
-            what = "noted" if effect is Effect.NOTED else "rejected"
+        for (what, note), listed in _by_note(table, effect).items():
             yield f"- {what} ({note}): {_names(listed)}"
 
 
@@ -54,10 +53,14 @@ def _in_no_rule(table: KeyTable[Any], ruled: set[str]) -> Iterator[str]:
             yield name
 
 
-def _by_note(table: KeyTable[Any], effect: Effect) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _by_note(table: KeyTable[Any], effect: Effect) -> dict[tuple[str, str], list[str]]:
+    """Names of the keys by what is done with them, and by their note."""
+    found: dict[tuple[str, str], list[str]] = {}
     for key in (key for key in table.keys.values() if key.effect is effect):
-        found.setdefault(key.note, []).append(key.name)
+        what = "rejected" if effect is Effect.REJECTED else "noted"
+        if isinstance(key.unless, Always):
+            what = "ignored without a message"
+        found.setdefault((what, key.note), []).append(key.name)
     return found
 
 

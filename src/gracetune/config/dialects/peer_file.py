@@ -163,10 +163,11 @@ PLAN_DECIDES = (
 )
 
 
-def hold_in_few_bits(block: PeerBlock, name: str, requested: str, rest: str = "") -> None:
-    """Set `model.base_precision` to `auto` and add a note. `requested` is the type that the file names.
+def let_plan_choose_precision(block: PeerBlock, name: str, requested: str, rest: str = "") -> None:
+    """Set `model.base_precision` to `auto` for a type of at most 8 bits, and add a note.
 
-    The result is at least as precise as requested, so nothing has to compensate for lost precision.
+    `requested` is the type that the file names. The plan takes 16 bits where they fit, else int8. Both are at least as
+    precise as requested, so nothing has to compensate for lost precision.
     """
     block.assign(("model", "base_precision"), "auto", name)
     block.note(f"{block.key(name)}: {requested} is requested; {PLAN_DECIDES}, at least as exact as requested{rest}")

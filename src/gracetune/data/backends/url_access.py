@@ -19,11 +19,17 @@ WEB: Final = frozenset(["http", "https"])
 HUB: Final = "hf"
 
 # Exceptions that the libraries raise besides OSError, as (module, class).
-_LIBRARY_ERRORS: Final = {
+LIBRARY_ERRORS: Final = {
     **dict.fromkeys(WEB, (("aiohttp", "ClientError"),)),
     **dict.fromkeys(S3, (("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError"))),
-    **dict.fromkeys(("gs", "gcs"), (("gcsfs.retry", "HttpError"),)),
-    HUB: (("httpx2", "HTTPError"), ("huggingface_hub.errors", "HFValidationError")),
+    **dict.fromkeys(("gs", "gcs"), (("gcsfs.retry", "HttpError"), ("google.auth.exceptions", "GoogleAuthError"))),
+    # huggingface_hub 1 is built on httpx, later versions on httpx2.
+    HUB: (("httpx2", "HTTPError"), ("httpx", "HTTPError"), ("huggingface_hub.errors", "HFValidationError")),
+    **dict.fromkeys(("az", "abfs", "abfss"), (("azure.core.exceptions", "AzureError"),)),
+    "oss": (("oss2.exceptions", "OssError"),),
+    "oci": (("oci.exceptions", "ServiceError"), ("oci.exceptions", "ClientError")),
+    **dict.fromkeys(("sftp", "ssh"), (("paramiko", "SSHException"),)),
+    "smb": (("smbprotocol.exceptions", "SMBException"),),
     "zip": (("zipfile", "BadZipFile"),),
     "tar": (("tarfile", "TarError"),),
 }
@@ -36,7 +42,7 @@ def error_types(protocols: Sequence[str]) -> tuple[type[Exception], ...]:
     """The exceptions of the protocols' libraries. A library that is not installed cannot raise any."""
     found: list[type[Exception]] = [OSError]
     for protocol in protocols:
-        for module, name in _LIBRARY_ERRORS.get(protocol, ()):
+        for module, name in LIBRARY_ERRORS.get(protocol, ()):
             try:
                 found.append(vars(import_module(module))[name])
             except ImportError:
@@ -78,7 +84,8 @@ def remote_file(protocol: str, info: Mapping[str, Any]) -> RemoteFile:
         return RemoteFile(size, digest, blob)
     tag = str(info.get("ETag") or info.get("etag") or "").strip('"') or None
     if protocol in S3 and tag is not None and _MD5.fullmatch(tag):
-        # The ETag of an unencrypted object that was uploaded in one part is its MD5. Encrypted ones only look alike.
+        # The ETag of an unencrypted object that was uploaded in one part is its MD5. Encrypted ones only look alike, so
+        # `transfer` fetches the file twice if the digest differs, and accepts it if both downloads are equal.
         return RemoteFile(size, f"md5:{tag}", tag, sure=False)
     when = info.get("Last-Modified") or info.get("LastModified") or info.get("mtime") or info.get("created")
     return RemoteFile(size, None, tag or (None if when is None else str(when)))
@@ -131,7 +138,7 @@ class UrlRanges:
 
 def is_final(error: Exception) -> bool:
     """Whether the same request would always fail again."""
-    if isinstance(error, PermissionError) or _lacks_credentials(error):
+    if _is_denial(error) or _lacks_credentials(error):
         return True
     status = status_of(error)
     if status:
@@ -140,6 +147,11 @@ def is_final(error: Exception) -> bool:
         cause = error.__cause__
         return cause is None or not isinstance(cause, Exception) or is_final(cause)
     return is_local_disk_error(error)
+
+
+def _is_denial(error: Exception) -> bool:
+    """Whether access is denied. gcsfs raises a plain OSError for status 403, with only its text to tell."""
+    return isinstance(error, PermissionError) or (isinstance(error, OSError) and str(error).startswith("Forbidden: "))
 
 
 def _lacks_credentials(error: Exception) -> bool:
@@ -158,8 +170,8 @@ def status_of(error: BaseException) -> int:
     response = values.get("response")
     if isinstance(response, Mapping):  # botocore
         return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    found = values.get("status", getattr(response, "status_code", 0))
-    return found if isinstance(found, int) else 0
+    found = values.get("status") or values.get("code") or getattr(response, "status_code", 0)  # gcsfs: code
+    return int(found) if isinstance(found, int) or (isinstance(found, str) and found.isdecimal()) else 0
 
 
 def words(error: BaseException) -> str:
@@ -175,7 +187,7 @@ def explain(key: str, protocol: str, error: Exception) -> Problem:
     if _lacks_credentials(cause or error):
         hint = "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or storage: {anonymous: true} for a public bucket"
         return Problem(key, "no credentials", "credentials, or public data", hint)
-    if isinstance(error, PermissionError) or status in (401, 403):
+    if _is_denial(error) or status in (401, 403):
         denial = f"{status}, {reason}" if status else reason
         return Problem(key, f"the storage denied access: {denial}", "permission to read it", _login(protocol))
     # fsspec also raises FileNotFoundError if the server does not answer.

@@ -20,7 +20,10 @@ CUBIC: Final = 0.044715 * LINEAR
 
 
 def use_sigmoid(model: nn.Module) -> None:
-    """Switch the model's tanh-approximated GELUs to the sigmoid form."""
+    """Give the model's tanh-approximated GELUs the sigmoid form, in compiled graphs on GPUs and half precision only.
+
+    Everywhere else (uncompiled, on a CPU, in fp32) they compute as before.
+    """
     for module in model.modules():
         if type(module) is GELU and module.approximate == "tanh":
             module.__class__ = SigmoidGelu  # keeps its weights and their names
@@ -29,6 +32,8 @@ def use_sigmoid(model: nn.Module) -> None:
 
 
 class SigmoidGelu(GELU):
+    """diffusers' GELU, which has a projection in front. `use_half_kernels` is true only while a graph is compiled."""
+
     def gelu(self, gate: Tensor) -> Tensor:
         """The argument keeps diffusers' name."""
         if not kernels.use_half_kernels(gate):

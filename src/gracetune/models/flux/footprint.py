@@ -20,6 +20,7 @@ from gracetune.models.footprint import (
 
 WIDTH, FFN, HEADS = 3072, 12_288, 24
 DOUBLE, SINGLE = 19, 38
+# `encode` and `decode`: elements alive at the peak of a pass, per pixel. `working`: bytes per token.
 VAE = FootprintCodec("VAE (FLUX)", 83_819_683, encode=643, decode=769)
 CLIP_L = FootprintEncoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77, works_while_sampling=False)
 

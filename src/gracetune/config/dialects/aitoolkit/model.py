@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gracetune.config.dialects.aitoolkit.keys import HARMLESS, section
-from gracetune.config.dialects.peer_file import PeerBlock, hold_in_few_bits
+from gracetune.config.dialects.peer_file import PeerBlock, let_plan_choose_precision
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
 from gracetune.config.dialects.values import names, precision
 from gracetune.config.draft import UnquotedText, describe
@@ -30,7 +30,7 @@ FEW_BITS = names("""
 """ai-toolkit's types of at most 8 bits, except the float8 types."""
 
 
-def quantizes_base(block: PeerBlock, *, adapter: bool) -> bool:
+def _quantizes_base(block: PeerBlock, *, adapter: bool) -> bool:
     """Whether `quantize` decides the precision of the base weights, instead of the training dtype.
 
     False for a full fine-tune and for unsupported types: these are problems, which `_base` reports.
@@ -39,7 +39,8 @@ def quantizes_base(block: PeerBlock, *, adapter: bool) -> bool:
     return adapter and block.get("quantize") is True and (_is_float8(kind) or _is_few_bits(kind))
 
 
-def read_base(block: PeerBlock, *, adapter: bool) -> None:
+def _read_base(block: PeerBlock, *, adapter: bool) -> None:
+    """Read how the base weights are quantized: float8 becomes `fp8`, other types of at most 8 bits become `auto`."""
     if not block.flag("quantize", False):
         _list_as_unused(block, "quantize", "qtype", "quantize_kwargs", "accuracy_recovery_adapter")
         return
@@ -56,7 +57,7 @@ def read_base(block: PeerBlock, *, adapter: bool) -> None:
         block.reject("quantize_kwargs", "nothing: fp8 and int8 hold all of the base's large matrices")
     if not _is_float8(kind):
         rest = "" if recovery is None else f"; so {recovery}, which makes up for what {kind} loses, is not loaded"
-        hold_in_few_bits(block, "quantize", str(kind), rest)
+        let_plan_choose_precision(block, "quantize", str(kind), rest)
         return
     block.assign(("model", "base_precision"), "fp8", "quantize")
     rest = "" if recovery is None else f"; the accuracy recovery adapter {recovery} is not loaded"
@@ -66,7 +67,7 @@ def read_base(block: PeerBlock, *, adapter: bool) -> None:
     )
 
 
-def read_text_encoder(block: PeerBlock, name: str) -> None:
+def _read_text_encoder(block: PeerBlock, name: str) -> None:
     """Note that text encoders are not quantized. They run once, before training, so fewer bits would gain nothing.
 
     `name` is the key with the text encoder's type. If `quantize_te` is unset, upstream follows `quantize`.
@@ -186,7 +187,7 @@ def find_target(block: PeerBlock, *, dtype: Any, adapter: bool) -> ModelTarget:
         dtype=dtype,
         adapter=adapter,
         match_target_res=isinstance(kwargs, Mapping) and kwargs.get("match_target_res") is True,
-        quantizes_base=quantizes_base(block, adapter=adapter),
+        quantizes_base=_quantizes_base(block, adapter=adapter),
     )
 
 
@@ -268,11 +269,11 @@ def _precisions(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _base(block: PeerBlock, job: AiToolkitJob) -> None:
-    read_base(block, adapter=job.target.adapter)
+    _read_base(block, adapter=job.target.adapter)
 
 
 def _text_encoder(block: PeerBlock, job: AiToolkitJob) -> None:
-    read_text_encoder(block, job.target.names.aitoolkit.text_encoder_qtype)
+    _read_text_encoder(block, job.target.names.aitoolkit.text_encoder_qtype)
 
 
 def _assistant(block: PeerBlock, job: AiToolkitJob) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line, read_sidecar
@@ -143,6 +144,8 @@ def _algorithm(lycoris: PeerBlock, _: None) -> None:
     else:
         lycoris.assign(("adapter", "kind"), kind, "algo")
     if lycoris.is_on("dora_wd"):
+        if as_flag(lycoris.get("wd_on_output")) is False:
+            lycoris.reject("wd_on_output", "true: magnitudes of a layer's inputs are not trained here")
         if kind == "locon":
             lycoris.assign(("adapter", "kind"), "dora", "dora_wd")
         else:
@@ -166,7 +169,7 @@ def _full_dimension(lycoris: PeerBlock, _: None) -> None:
 
 def _preset(lycoris: PeerBlock, _: None) -> None:
     preset = lycoris.get("apply_preset")
-    if preset is None or preset == {}:
+    if preset is None or (isinstance(preset, Mapping) and _names_no_targets(preset)):
         lycoris.reject("apply_preset", "modules to adapt: without them LyCORIS wraps every layer of the model",
                        'add "apply_preset": {"target_module": ["Attention", "FeedForward"]}')  # fmt: skip
         return
@@ -176,6 +179,12 @@ def _preset(lycoris: PeerBlock, _: None) -> None:
     block = lycoris.without_nulls(preset, "apply_preset")
     check(block, PRESET)
     apply(block, PRESET, None)
+
+
+def _names_no_targets(preset: Mapping[str, Any]) -> bool:
+    """Whether the preset leaves LyCORIS's own targets. One with unknown keys may name targets that are misspelt."""
+    is_known = all(name in PRESET.keys for name in preset)
+    return is_known and preset.get("target_module") is None and preset.get("target_name") is None
 
 
 def _targets(block: PeerBlock, _: None) -> None:
@@ -212,7 +221,7 @@ LYCORIS: KeyTable[None] = KeyTable(
     Key("full_matrix", ("adapter", "full_rank"), as_flag),
     Key("decompose_both", ("adapter", "decompose_both"), as_flag),
     Key("multiplier", ("adapter", "strength"), as_number),
-    KeyRule(_algorithm, "algo dora_wd"),
+    KeyRule(_algorithm, "algo dora_wd wd_on_output"),
     KeyRule(_full_dimension, "linear_dim"),
     KeyRule(_preset, "apply_preset"),
     *_not_implemented("rank_dropout module_dropout", "only plain dropout is implemented"),
@@ -227,7 +236,7 @@ LYCORIS: KeyTable[None] = KeyTable(
     *_not_implemented("tlora_min_rank tlora_alpha", "T-LoRA is not implemented"),
     *_not_implemented("train_llm_adapter", "only the diffusion model is adapted"),
     *_not_implemented("preset", "name modules in apply_preset instead"),
-    *noted("speed alone", "bypass_mode wd_on_output warn_on_unmatched", Always()),
+    *noted("speed alone", "bypass_mode warn_on_unmatched", unless=Always()),
     expected="an option of LyCORIS",
 )
 """The file that `lycoris_config` names."""
@@ -243,7 +252,7 @@ PRESET: KeyTable[None] = KeyTable(
         enable_conv lora_prefix use_fnmatch unet_target_module unet_target_name text_encoder_target_module
         text_encoder_target_name
         """,
-        Always(),
+        unless=Always(),
     ),
     expected="a key of a LyCORIS preset",
 )

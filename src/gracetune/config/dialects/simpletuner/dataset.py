@@ -284,7 +284,7 @@ def _separator(block: PeerBlock, captions: Path) -> None:
 SHUFFLE: KeyTable[Path] = KeyTable(
     KeyRule(_enable, "enable"),
     Key("count", ("shuffle_variants",), as_number),
-    *noted("captions are shuffled with the run's seed", "seed", Always()),
+    *noted("captions are shuffled with the run's seed", "seed", unless=Always()),
     Key("split_on"),
     Key("position_start", ("keep_tags",), as_number),
     KeyRule(_separator, "split_on"),

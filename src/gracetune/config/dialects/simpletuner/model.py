@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gracetune.config.dialects.peer_file import PeerBlock, hold_in_few_bits
+from gracetune.config.dialects.peer_file import PeerBlock, let_plan_choose_precision
 from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.simpletuner.keys import WITHOUT_EFFECT, family_of
 from gracetune.config.dialects.table import Key, KeyRule, KeyTable
@@ -224,7 +224,7 @@ def _precision(options: PeerBlock, family: str) -> None:
         options.note(f"{options.key('base_model_precision')}: base weights are held in fp8 by gracetune itself, "
                    f"not by {str(base).partition('-')[2] or 'a library'}; they round a little differently")  # fmt: skip
     elif base in _FEW_BITS:
-        hold_in_few_bits(options, "base_model_precision", str(base))
+        let_plan_choose_precision(options, "base_model_precision", str(base))
     elif base in _SIXTEEN_BITS:
         held = mixed if mixed in ("fp16", "fp32") else "bf16"
         options.assign(("model", "base_precision"), held, "base_model_precision")

@@ -124,9 +124,13 @@ def training(root: Path, tiny_model: TinyModel) -> Iterator[Path]:
 
 
 def run_id(page: Page, name: str) -> str:
-    """The id of the run with this name, from the studio's list."""
-    rows = page.evaluate("fetch('api/runs').then((answer) => answer.json())")["runs"]
-    return next(str(row["id"]) for row in rows if row["name"] == name)
+    """The id of the run with this name, as soon as the studio's list has it."""
+
+    def listed() -> str | None:
+        rows = page.evaluate("fetch('api/runs').then((answer) => answer.json())")["runs"]
+        return next((str(row["id"]) for row in rows if row["name"] == name), None)
+
+    return str(wait_for(listed, f"the run {name}"))
 
 
 def settle(seconds: float) -> None:

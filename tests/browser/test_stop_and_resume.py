@@ -37,7 +37,7 @@ def test_stop_saves_and_resume_continues_bit_exact(
     page = open_page(control)
     with process("train", str(file), output=root / "stopped.txt") as started:
         wait_for(lambda: steps_done(stopped) >= 3, "the first steps", 120)
-        page.goto(f"{control.address}#/run/{wait_for(lambda: run_id(page, 'stopped'), 'the run')}")
+        page.goto(f"{control.address}#/run/{run_id(page, 'stopped')}")
         page.get_by_role("button", name="Stop", exact=True).click()
         page.get_by_role("dialog").get_by_role("button", name="Stop").click()
         started.wait(120)

@@ -92,7 +92,7 @@ def test_the_note_about_automagic_has_the_right_figures(tmp_path: Path) -> None:
     assert [round(exact[one] / theirs[one]) for one in at] == [4, 6]
     resolved = aitoolkit_jobs.read(tmp_path, train={"optimizer": "automagic"})
     (stated,) = [note for note in resolved.notes if "Automagic" in note]
-    assert "4 times as high here at step 500 and 6 times at step 2,000" in stated
+    assert "4 times as high here at step 500, and 6 times at step 2,000" in stated
     assert "--set optimizer.options.rates=upstream" in stated
 
 

@@ -54,9 +54,8 @@ def run_step(job: TrainingJob) -> StepEnds | Stop:
     gradients = job.gradients[expert]
     gradients.open()
     loss = torch.zeros((), device=job.device)  # sum over this rank's samples
-    done = StepEnds(
-        job.position.step + 1, expert, step_batch, loss=loss, norm=torch.zeros(()), skipped=job.state.skipped
-    )
+    step, norm = job.position.step + 1, torch.zeros(())
+    done = StepEnds(step, expert, step_batch, loss=loss, norm=norm, skipped=job.state.skipped)
     while len(done.batches) < step_batch.accumulation:
         if (stop := job.stop_for_memory()) is not None:
             gradients.close()

@@ -22,7 +22,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
      "checkpoints.format=comfyui; or --set checkpoints.format=diffusers"),
     ("wan", {"kind": "diag_oft", "rank": 4}, "kohya", "ignores diag_oft", "for_program=comfyui"),
     ("wan", {"kind": "full_delta"}, "kohya", "ignores full_delta", "for_program=comfyui"),
-    ("wan", {"kind": "ia3"}, "kohya", "ComfyUI does not know", "checkpoints.format=lycoris"),
+    ("wan", {"kind": "ia3"}, "kohya", "ComfyUI does not support", "checkpoints.format=lycoris"),
     ("wan", {"kind": "lokr", "rank": 1, "decompose_both": True}, "kohya", "first factor is decomposed",
      "checkpoints.format=comfyui"),
     ("wan", {"kind": "lora", "rank": 2, "by_module": {"FeedForward": {"algo": "lokr"}}}, "kohya", "one kind of adapter",

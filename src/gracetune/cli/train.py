@@ -192,6 +192,7 @@ def _train(request: TrainRequest, started: Session, control: Control) -> int:
         with rare_collections(), spinner("loading PyTorch and diffusers", visible=shows):
             from gracetune import gh200
             from gracetune.cli.train_view import QuietView, TerminalView
+            from gracetune.train.preparation import PreparationTimes
             from gracetune.train.run import RunOptions
             from gracetune.train.run import train as run
 
@@ -212,7 +213,7 @@ def _train(request: TrainRequest, started: Session, control: Control) -> int:
         with view, libraries_quiet(view.warn):
             result = run(
                 resolved.config, environment=environment, options=options, view=view, control=control,
-                on_memory=gh200.attach, known=_missing_paths(resolved),
+                on_memory=gh200.attach, known=_missing_paths(resolved), preparation=PreparationTimes.of_this_process(),
             )  # fmt: skip
     if first:
         _show(result, request, resolved, started)

@@ -43,6 +43,9 @@ class RunStarted(Event):
         default_factory=dict
     )
     config: Annotated[Mapping[str, Any], "the resolved configuration"] = field(default_factory=dict)
+    preparation_s: Annotated[
+        Mapping[str, float], "part -> its seconds, in order: what this process did before it trained"
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

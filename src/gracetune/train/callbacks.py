@@ -47,7 +47,7 @@ def callbacks_of(
         source=job.source, ramp=job.ramp, pauses=pauses, model=job.trained_model.source.name,
         trained=job.trained_model.trained,
         resumed=None if ready.start.checkpoint is None else ready.start.step, planned=ready.planned,
-        first_ms=loaded.first_batch.once_ms,
+        preparation=loaded.preparation, first_ms=loaded.first_batch.once_ms,
     )  # fmt: skip
     requested = TakenRequests(folder, model, control, telemetry, view)
     self_check = SelfCheck(

@@ -31,6 +31,7 @@ from gracetune.train.job import TrainingJob
 from gracetune.train.output import check_format, checkpoint_bytes
 from gracetune.train.planning import choose, shapes_of
 from gracetune.train.preflight import Preflight
+from gracetune.train.preparation import PreparationTimes
 from gracetune.train.resume import batch_change, reject_other_data, reject_other_data_early, restore, saved_epoch
 from gracetune.train.state_parts import CheckpointSource
 from gracetune.train.trained_model import load_trained_model
@@ -57,10 +58,12 @@ class LoadedRun:
     """Estimated time that is left, from the time of the first batch."""
     notes: tuple[str, ...]
     """What the user should know about the resume."""
+    preparation: PreparationTimes
 
 
 def load(
-    ready: Preflight, control: Control, view: View, stack: ExitStack, *, on_memory: Callable[[UnifiedMemory], None]
+    ready: Preflight, control: Control, view: View, stack: ExitStack, preparation: PreparationTimes, *,
+    on_memory: Callable[[UnifiedMemory], None],
 ) -> LoadedRun:  # fmt: skip
     """Load everything and return the run. What stays open is closed with `stack`.
 
@@ -75,15 +78,18 @@ def load(
     if memory is not None:
         on_memory(memory)
     resources = cache_resources(config, machine, runtime, environment, memory, view)
-    local = fetch(Copies(config, HubAccess.of(environment)), runtime, view)
-    index = stage_data(local, geometry(model.facts.family, model.facts.flavour), machine, runtime, view, stack)
+    with preparation.part("copies of remote data"):
+        local = fetch(Copies(config, HubAccess.of(environment)), runtime, view)
+    with preparation.part("reading the data"):
+        index = stage_data(local, geometry(model.facts.family, model.facts.flavour), machine, runtime, view, stack)
     epoch = saved_epoch(start)
     # Compare the data with the checkpoint's before hours of encoding, and again once damaged files are known.
     reject_other_data_early(
         start, index, lambda: missing_latents(config, index, model.encoders, epoch=epoch),
         allowed=options.allow_other_data,
     )  # fmt: skip
-    cached = fill_caches(config, index, model.encoders, runtime, resources, view, stack, epoch=epoch)
+    with preparation.part("caches of latents and captions"):
+        cached = fill_caches(config, index, model.encoders, runtime, resources, view, stack, epoch=epoch)
     reject_other_data(start, cached.index, allowed=options.allow_other_data)
 
     choices, reasons = choose(
@@ -91,7 +97,7 @@ def load(
         shapes=shapes_of(cached.index),
     )  # fmt: skip
     host = open_host(config, planned, machine, runtime, memory, model.facts)
-    with view.phase("loading the model"):
+    with view.phase("loading the model"), preparation.part("loading the model"):
         trained_model = load_trained_model(
             config, model.spec, model.source, model.facts, runtime, choices, host, model.assistant
         )
@@ -122,11 +128,13 @@ def load(
     for line in (*reasons, *trained_model.decisions, host.reason, *about_files, *cached.report, *notes):
         view.report(line)
 
-    with view.phase("first batch"):
+    with view.phase("first batch"), preparation.part("first batch, compiling"):
         first_batch, example = try_first_batch(job, config.training.batch_size, planned)
     if trained_model.compiling is not None:
         view.report(trained_model.compiling)
     # The minimum over all ranks, so that all of them go on or none does.
     check_memory(machine, -runtime.highest(-memory_left(machine, memory)))
     hours = hours_left(job, first_batch, config.training.batch_size)
-    return LoadedRun(job, saved, memory, cached, cache_refresh, watchdog, first_batch, example, hours, notes)
+    return LoadedRun(
+        job, saved, memory, cached, cache_refresh, watchdog, first_batch, example, hours, notes, preparation
+    )

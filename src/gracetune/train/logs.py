@@ -59,6 +59,7 @@ from gracetune.train.job import Pauses
 from gracetune.train.live_progress import LiveProgress, validation_interval
 from gracetune.train.output import RunFolder
 from gracetune.train.planning import PlannedRun
+from gracetune.train.preparation import PreparationTimes
 from gracetune.train.runtime import Runtime
 from gracetune.train.step import TrainStep
 from gracetune.train.trained_model import TrainedModel
@@ -188,6 +189,7 @@ class TrainingLog(Callback):
     resumed: int | None
     """The step of the checkpoint that the run resumes from; None for a new run."""
     planned: PlannedRun
+    preparation: PreparationTimes
     first_ms: float
     """How much longer the first pass took than the second, mostly for compiling."""
     clock: Callable[[], float] = time.perf_counter
@@ -231,6 +233,7 @@ class TrainingLog(Callback):
                     **versions,
                 },
                 config=shareable(self.config),
+                preparation_s=self.preparation.seconds(),
             )
         )
         self.telemetry.emit(planned_event(self.planned))

@@ -84,7 +84,9 @@ def test_lokr_is_measured_against_lycoris(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("bench", "adapter"), [("qwen", "lokr"), ("flux", "lora"), ("sdxl", "lora"), ("z-image", "lora")])
+@pytest.mark.parametrize(
+    ("bench", "adapter"), [("qwen", "lokr"), ("flux", "lora"), ("sdxl", "lora"), ("z-image", "lora")]
+)
 def test_every_model_is_measured(bench: str, adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
     row = smoke_row(capsys, bench, "--adapter", adapter, "--baseline", "--batch", "2", "--checkpointing", "full")
     assert (row["bench"], row["batch"], row["policy"]) == (bench, 2, "full")

@@ -54,6 +54,7 @@ def start(resumed_step: int | None = None) -> RunStarted:
         machine="one GH200",
         versions={"torch": "2.13.0", "gracetune": "0.1"},
         config={"name": "cats", "note": NASTY, "nested": {"lr": 1e-4, "url": "https://example.org/x"}},
+        preparation_s={"loading the model": 20.0, NASTY: 5.0, "everything else": 0.0},
     )
 
 

@@ -45,6 +45,7 @@ class Page(HTMLParser):
         self.labels: list[str] = []
         self.ids: list[str] = []
         self.headings: list[str] = []
+        self.styles: list[str] = []
         self.images = 0
         self.feed(text)
         self.close()
@@ -55,6 +56,7 @@ class Page(HTMLParser):
         values = dict(attrs)
         assert len(values) == len(attrs), "an attribute twice"
         self.addresses += [str(values[name]) for name in _ADDRESSES if name in values]
+        self.styles += [str(values["style"])] if "style" in values else []
         self.ids += [str(values["id"])] if "id" in values else []
         assert not any(name.startswith("on") for name in values)
         if tag == "img":
@@ -136,6 +138,11 @@ class TestWholeRun:
         ]  # fmt: skip
         assert page.elements.count("h1") == page.elements.count("main") == 1
         assert page.elements.count("title") == 3, "of the page, of the switch between experts and of the reclamation"
+
+    def test_a_bar_for_each_part_of_the_preparation(self, run: tuple[Page, dict[str, object]]) -> None:
+        page, _ = run
+        assert "Before training: 25.0 s" in page.text
+        assert [style for style in page.styles if "width" in style] == ["width: 100.0%", "width: 25.0%", "width: 0.0%"]
 
     def test_every_number_of_every_step_is_on_the_page(self, run: tuple[Page, dict[str, object]]) -> None:
         page, _ = run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def page(
         ("How to load the result", _loading(how_to_load, outputs, folder)),
         *((section.title, _added(section, folder)) for section in added),
         ("Loss", _plots(_loss_plots(history), 0) + _held_out(history)),
-        ("Speed", _plots(_speed_plots(history), 100)),
+        ("Speed", _plots(_speed_plots(history), 100) + _preparation(history)),
         ("Learning rate and batch", _plots(_rate_plots(history), 200)),
         ("Memory", _memory(history)),
         ("Memory plan", _plan(history)),
@@ -246,6 +247,24 @@ def _transitions(history: RunHistory) -> str:
             _table("Requests to the run", ("step", "request", "source"), requests),
         )
     )
+
+
+def _preparation(history: RunHistory) -> str:
+    """Bars of the last process: where its time went before it trained."""
+    parts = {name: value for name, value in history.start.preparation_s.items() if math.isfinite(value) and value >= 0}
+    total, longest = sum(parts.values()), max(parts.values(), default=0.0)
+    if not longest:
+        return ""
+    rows = "".join(
+        f'<tr><th scope="row">{_text(name)}</th><td class="end">{_text(number_format.duration(value))}</td>'
+        f'<td class="share"><span class="bar" style="width: {100 * value / longest:.1f}%"></span></td></tr>'
+        for name, value in parts.items()
+    )
+    caption = f"Before training: {number_format.duration(total)}"
+    if len(history.starts) > 1:
+        caption += f" (the last of {len(history.starts)} starts)"
+    table = f'<table class="bars"><caption>{_text(caption)}</caption><tbody>{rows}</tbody></table>'
+    return f'<div class="scroll">{table}</div>'
 
 
 def _held_out(history: RunHistory) -> str:

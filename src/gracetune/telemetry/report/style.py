@@ -76,6 +76,9 @@ th, td {{ text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px s
   overflow-wrap: break-word; }}
 th {{ white-space: nowrap; }}
 td:last-child {{ min-width: 9rem; }}
+.bars td.end {{ text-align: right; }}
+.bars td.share {{ width: 22rem; }}
+.bar {{ display: block; height: 1.1em; min-width: 1px; border-radius: .15em; background: var(--c0); }}
 .samples {{ display: flex; gap: .6rem; overflow-x: auto; padding: 0 0 .5rem; margin: 0; list-style: none; }}
 .samples li {{ flex: none; max-width: 12rem; font-size: .85rem; color: var(--soft); }}
 .samples img {{ display: block; min-width: 8rem; border-radius: .3rem; }}

@@ -185,6 +185,12 @@ def _figures(row: StepRow) -> Iterator[tuple[str, str]]:
     if row.peak_gib is not None:
         estimate = "no estimate" if row.estimated_peak_gib is None else f"estimated {row.estimated_peak_gib:.1f}"
         yield "peak", f"{row.peak_gib:.1f} GiB, {estimate}"
+    if row.joules_per_step is not None:
+        watts = f"{1000 * row.joules_per_step / row.ms_per_step:.0f} W"
+        clock = "" if row.clock_mhz is None else f", {row.clock_mhz:,} MHz"
+        theirs = row.baseline_joules_per_step
+        beside = "" if theirs is None else f"; baseline {theirs:.0f} J"
+        yield "energy", f"{row.joules_per_step:.1f} J per step, {watts}{clock}{beside}"
     yield "first step", f"{row.compile_s:.1f} s longer, mostly compilation"
     if row.baseline_ms is not None and row.ratio is not None:
         yield "baseline", f"{row.baseline_ms:.1f} ms: {row.baseline}; ours is {row.ratio:.2f}x as fast"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gracetune.bench.step.flops import Gemm
 from gracetune.bench.step.job import WARM_UP
+from gracetune.bench.step.power import GpuPower
 from gracetune.errors import GracetuneError
 from gracetune.models.footprint import FP8_CAPABILITY
 
@@ -38,6 +39,10 @@ class Pace:
     """Peak of torch's memory counter, including the first step; None without a GPU."""
     loss: float
     """Loss per sample of the last step."""
+    joules: float | None = None
+    """Energy of the GPU for one timed step, the mean; None if it is unknown."""
+    clock_mhz: int | None = None
+    """Clock of the GPU at the end of the timed steps."""
 
     @property
     def ms(self) -> float:
@@ -68,17 +73,22 @@ def measure(
     loss, second = _warmed_up(step, device)
     if within_s is not None:
         samples = min(samples, max(_FEWEST, int(within_s / second)))
+    power = GpuPower.of(device)
+    before = None if power is None else power.joules()  # the warm-up has just synchronized
     marks = [mark(device)]
     for _ in range(samples):
         loss = step()
         marks.append(mark(device))
+    clock_mhz = None if power is None else power.clock_mhz()  # while the GPU still computes the last steps
     synchronize(device)
+    after = None if power is None else power.joules()
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     last = float(loss)
     if not math.isfinite(last):
         raise GracetuneError(f"the loss of the last step is {last}: what was timed is no training")
     times = tuple(between(one, two) for one, two in pairwise(marks))
-    return Pace(times, first, peak, last)
+    joules = None if before is None or after is None else (after - before) / samples
+    return Pace(times, first, peak, last, joules, clock_mhz)
 
 
 def _warmed_up(step: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:

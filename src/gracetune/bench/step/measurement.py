@@ -178,6 +178,9 @@ class Bench:
             loss=_figures(ours.loss),
             numerics=numerics.as_json(),
             self_check_s=round(self_check, 3),
+            joules_per_step=None if ours.joules is None else _figures(ours.joules),
+            clock_mhz=ours.clock_mhz,
+            baseline_joules_per_step=None if plain is None or plain.joules is None else _figures(plain.joules),
             token_routing=job.token_routing,
             reasons=reasons,
         )

@@ -93,6 +93,11 @@ class StepRow:
     numerics: dict[str, float] | None = None
     self_check_s: float | None = None
     """Seconds of the self-check of the adapter and its first file, once per run."""
+    joules_per_step: float | None = None
+    """Energy of the GPU, the mean of the timed steps; None if it is unknown."""
+    clock_mhz: int | None = None
+    """Clock of the GPU's multiprocessors at the end of the timed steps."""
+    baseline_joules_per_step: float | None = None
     token_routing: float = 0.0
     """Share of tokens that skip blocks. `tokens_per_s` counts all tokens, `model_flops` only computed ones."""
     unrouted_ms: float | None = None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from gracetune.adapters.algorithms.matrices import is_finite
 from gracetune.adapters.algorithms.record import Algorithm
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE
@@ -78,7 +79,7 @@ def _mismatches(path: str, layer: Layer, target: AttachedLayer) -> list[Problem]
             problems.append(Problem(f"{path}.{name}", str(tensor.tolist()), str(target.constants[name].tolist()), hint))
         elif tensor.shape != shape:
             problems.append(Problem(f"{path}.{name}", f"shape {list(tensor.shape)}", f"shape {list(shape)}", hint))
-        elif not bool(torch.isfinite(tensor).all()):
+        elif not is_finite(tensor):
             hint_finite = "take an earlier checkpoint: this one was saved after training had diverged"
             problems.append(Problem(f"{path}.{name}", "NaN or infinite values", "finite numbers", hint_finite))
     return problems

@@ -9,7 +9,7 @@ A folder `checkpoint-<step>` of plain files:
 
 The keys of `manifest.json`: `format` ("gracetune-checkpoint"), `version` (1), `step` (optimizer steps done), `created`
 (ISO 8601, UTC), `world_size`, `identity` (names and values that identify the run), `config_digest`, `data` (fingerprint
-of the data), `versions` (of libraries), `parts` and `per_rank_parts` (names of the state parts), `files` (name ->
+of the data), `versions` (of libraries), `pieces` and `per_rank_pieces` (names of the state parts), `files` (name ->
 `size` and `checksum`, an xxh3-128), and `checksum`: the xxh3-128 of all other keys as JSON with sorted keys and without
 spaces.
 

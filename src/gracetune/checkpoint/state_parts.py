@@ -45,7 +45,7 @@ class CheckpointPart(Protocol):
 
     def save(self) -> SavedState:
         """Return the state. All ranks call this in the same order, so it may gather sharded state. Only the result of
-        rank 0 is written.
+        rank 0 is written, except for a per-rank part.
 
         The tensors need not be copies, because the store copies them before the run continues.
         """

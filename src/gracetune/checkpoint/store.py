@@ -66,6 +66,7 @@ class WrittenCheckpoint:
     step: int
     path: Path
     size: int
+    """Bytes of all its files."""
     snapshot_ms: float
     """How long the run was blocked for copying."""
     write_ms: float
@@ -84,6 +85,7 @@ class _Job:
     shared: Mapping[str, StateSnapshot]
     per_rank: Mapping[str, Sequence[bytes]]
     needed: int
+    """Bytes on the disk, an upper bound."""
     snapshot_ms: float
 
     def files(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
@@ -259,7 +261,8 @@ class CheckpointStore:
     ) -> Path:
         """Copy the state of all parts and write it in the background. Call it on all ranks, between optimizer steps.
 
-        Waits for the previous write. Returns the path of the checkpoint. Use `finished` or `wait` for its completion.
+        Waits for the previous write. A step that is on the disk already is not written again. Returns the path of the
+        checkpoint. Use `finished` or `wait` for its completion.
         """
         check_names([part.name for part in (*parts, *per_rank)])
         # Saving and gathering are collective, so they come before anything that can fail on rank 0 only.

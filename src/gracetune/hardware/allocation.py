@@ -35,6 +35,7 @@ class AllocationPlan:
     """The size of the test, and why. If `size` is 0, the test does not run."""
 
     scale: float
+    """Requested size as a multiple of the GPU's memory."""
     requested: int
     size: int
     reason: str

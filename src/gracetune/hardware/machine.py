@@ -1,4 +1,4 @@
-"""The description of a machine as frozen data. `None` always means unknown; no value is guessed.
+"""The description of a machine as frozen data. `None` always means unknown; no value is guessed. Sizes are in bytes.
 
 A Machine survives a round trip through JSON: the doctor's JSON contains it under the key "machine", and
 `gracetune estimate --machine` reads it. Serial numbers and GPU UUIDs are left out deliberately: they are not needed,

@@ -1,8 +1,8 @@
 """NUMA binding: keeps staged pages in the CPU's own memory.
 
 On a superchip in NUMA mode, GPU memory is an ordinary NUMA node. The kernel allocates from it once the CPU's memory is
-full, so a staged dataset would take the memory the model needs. Binding an arena to the CPU's nodes makes the kernel
-reclaim page cache instead.
+full, so a staged dataset would take the memory the model needs. Binding staged memory to the CPU's nodes makes the
+kernel reclaim page cache instead.
 """
 
 from __future__ import annotations

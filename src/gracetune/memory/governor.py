@@ -6,9 +6,13 @@ boundaries, carries out the decisions, and stops the run with MemoryPressure bef
 
     1 -> 2  The arena is in use, or less than the floor is available on the device. Immediate, with light reclamation.
     2 -> 1  The arena is idle and more than floor + band is available, for three consecutive samples.
+    in 1    A shortage of main memory alone has no effect; the watchdog stops the run at `host_floor`.
     in 2    Main memory is below its reserve, or the arena reached a new maximum of this stage: hard reclamation.
             Buffers are demoted only into main memory above its reserve: none while it is short.
             If main memory is still below its reserve after that: MemoryPressure.
+
+A light reclamation frees torch's cached GPU memory and demotes cold managed buffers. A hard one also waits for the GPU,
+frees cached host memory, and demotes recently used buffers too.
 """
 
 from __future__ import annotations
@@ -222,12 +226,11 @@ class Reclaimer(Protocol):
         """Free torch's cached pinned blocks and the C library's free pages."""
         ...
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> int | None:
+    def demote_cold(self, *, at_most: int, include_recent: bool) -> int | None:
         """Migrate up to `at_most` bytes of cold managed buffers to main memory.
 
-        With `everything`, recently used buffers are candidates too; the limit is the same.
-
-        Returns the bytes migrated; None if unknown.
+        With `include_recent`, recently used buffers are candidates too; the limit is the same. Returns the bytes
+        migrated; None if unknown.
         """
         ...
 
@@ -325,7 +328,7 @@ class Governor:
         released = self._reclaimer.release_device_cache()
         if hard:
             self._reclaimer.release_host_caches()
-        demoted = self._reclaimer.demote_cold(at_most=budget, everything=hard)
+        demoted = self._reclaimer.demote_cold(at_most=budget, include_recent=hard)
         return Reclamation(action, released, demoted, 1000 * (time.perf_counter() - began), reason)
 
     def _raise_if_still_short(self, reading: MemoryReading) -> None:

@@ -60,7 +60,9 @@ class _Use:
     """How a block has been used."""
 
     by_gpu: bool = False
+    """The GPU may have used it, so it is freed only after waiting for the GPU."""
     sent_to_device: bool = False
+    """It was prefetched to the GPU and has not been demoted since."""
     last_touched: float = field(default_factory=time.monotonic)
     views: weakref.WeakSet[_CudaBytes] = field(default_factory=weakref.WeakSet)
 
@@ -121,7 +123,7 @@ class ManagedHeap:
             self._live.add(block)
             self.hints.bytes += block.span.bytes
         # The finalizer must not reference the block, or the block would never be freed. It does not run at exit,
-        # because views may still be in use then, and the end of the process frees everything.
+        # because views may still be in use then, and the end of the process frees include_recent.
         weakref.finalize(block, self._give_back, block.slab, block.span, block.use).atexit = False
         return ManagedBuffer(self, block, tuple(shape), dtype)
 
@@ -131,17 +133,17 @@ class ManagedHeap:
         with self._working():
             return sum(slab.span.bytes for slab in self._slabs)
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> int:
-        """Migrate buffers that were not used recently from the GPU to host memory, the least recently used first.
+    def demote_cold(self, *, at_most: int, include_recent: bool) -> int:
+        """Migrate up to `at_most` bytes of buffers from the GPU to host memory, the least recently used first.
 
-        `everything` includes buffers in use; they stay correct but become slower. The migrations are enqueued on the
-        default stream. Returns the bytes migrated.
+        Candidates are buffers that were not used recently; with `include_recent` all are, even those in use, which stay
+        correct but become slower. The migrations are enqueued on the default stream. Returns the bytes migrated.
         """
-        oldest = math.inf if everything else time.monotonic() - COLD_AFTER_SECONDS
+        oldest = math.inf if include_recent else time.monotonic() - COLD_AFTER_SECONDS
         sent = 0
         with self._working():
             on_device = [block for block in self._live if block.use.sent_to_device]
-            cold = on_device if everything else [block for block in on_device if block.use.is_cold(oldest)]
+            cold = on_device if include_recent else [block for block in on_device if block.use.is_cold(oldest)]
             for block in sorted(cold, key=lambda block: block.use.last_touched):
                 if sent + block.span.bytes <= at_most:
                     self.uvm.prefetch(block.span, HOST, stream=0)

@@ -133,8 +133,8 @@ def rehome(
 ) -> Rehoming | None:
     """Decide whether a managed cache should move; None if it should stay. Pure.
 
-    `room`: GPU bytes that can be allocated without coming close to memory pressure. A cache that had to move back
-    because memory was tight stays in host memory, so it cannot oscillate.
+    `home`: its preferred location now. `room`: GPU bytes that can be allocated without coming close to memory pressure.
+    A cache that had to move back because memory was tight stays in host memory, so it cannot oscillate.
     """
     if home == "device":
         return Rehoming("host", "memory is tight") if memory_tight else None

@@ -89,7 +89,7 @@ class TorchCuda:
 
 @dataclass(frozen=True)
 class DeviceReading:
-    """The GPU memory still available to torch, and the total it may use."""
+    """Bytes of GPU memory still available to torch, and the total it may use."""
 
     available: int
     total: int

@@ -133,13 +133,14 @@ class UnifiedMemory:
         """Open the layer for one GPU.
 
         `managed_elsewhere`: planned bytes of caches and parked weights in managed memory. `allocator_string`: the value
-        of `PYTORCH_CUDA_ALLOC_CONF`, which may forbid splitting large blocks.
+        of `PYTORCH_CUDA_ALLOC_CONF`, which may forbid splitting large blocks. `most_arena_bytes` limits the arena
+        further.
         """
         uvm = load()
         if isinstance(uvm, Unavailable):
             return uvm
         room = ArenaRoom.for_arena(machine, device, sharers=local_ranks)
-        uvm.set_managed_cap(CAREFUL_CAP if room.careful and not force_oversubscription else None)
+        uvm.set_managed_cap(CAREFUL_CAP if room.cap_reason and not force_oversubscription else None)
         size = ArenaSize(0, 0, "none", "no arena: use_uvm is off")
         if options.use_uvm:
             size = arena_size(

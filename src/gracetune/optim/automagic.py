@@ -199,6 +199,7 @@ class Automagic(Optimizer):
                 stack.signs[at].copy_(_own_part(signs[name].to(torch.uint8), "sign", stack, at))
 
     def _members(self) -> Iterator[tuple[str, Stack, int, UpdateRule]]:
+        """Every parameter: its name, its stack, its index in the stack, and the settings of its param group."""
         for _group, rule, stack in self._stacks:
             for at, name in enumerate(stack.names):
                 if not name:

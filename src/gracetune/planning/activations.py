@@ -50,6 +50,7 @@ class StepMethod:
     compiled: bool
     adapter_path: AdapterPath
     compute_bytes: int = 2
+    """Bytes of an element in the run's precision."""
     full_finetune: bool = False
 
     @property
@@ -116,7 +117,7 @@ def _blocks_by_tokens(
 
 @dataclass(frozen=True)
 class _Cost:
-    """Bytes per sample of one kind of block; `rebuilt` and `gradient` do not grow with the batch."""
+    """Bytes per sample of one block; `count` blocks are equal. `rebuilt` and `gradient` do not grow with the batch."""
 
     count: int
     kept: int

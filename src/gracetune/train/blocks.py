@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from gracetune.kernels import fused_products as onto
+from gracetune.kernels import fused_products
 from gracetune.models.activation_parking import ActivationParking
 from gracetune.models.token_routing import checkpoint_only_blocks
 
@@ -47,8 +47,9 @@ class Preparation:
     """What was done to the blocks."""
 
     blocks: int
+    """How many."""
     compiled: bool = False
-    repeats: bool = False
+    recomputes: bool = False
     """Gradient checkpointing: Python runs whole blocks again in the backward pass."""
     stats: CompileStats = field(default_factory=CompileStats)
 
@@ -102,7 +103,7 @@ def _compile(block: nn.Module, compiler: Budgeted, shapes: Shapes) -> None:
 
 
 @contextmanager
-def costly_work_known() -> Iterator[None]:
+def list_costly_operations() -> Iterator[None]:
     """Complete the compiler's list of compute-intensive operations while it partitions a graph.
 
     torch's list lacks cuDNN's attention and our own operations. The partitioner takes an operation that is not listed
@@ -116,7 +117,7 @@ def costly_work_known() -> Iterator[None]:
     def complete() -> partitioners.OpTypes:
         known = original()
         known.compute_intensive_ops.update(
-            [torch.ops.aten._scaled_dot_product_cudnn_attention, *onto.OPERATIONS]
+            [torch.ops.aten._scaled_dot_product_cudnn_attention, *fused_products.OPERATIONS]
         )  # fmt: skip
         return known
 
@@ -153,7 +154,7 @@ class Budgeted:
         try:
             if self._budget is None:
                 return self._compile(graph, inputs)
-            with torch._functorch.config.patch(activation_memory_budget=self._budget), costly_work_known():
+            with torch._functorch.config.patch(activation_memory_budget=self._budget), list_costly_operations():
                 return self._compile(graph, inputs)
         finally:
             self._stats.graphs += 1

@@ -43,7 +43,7 @@ class LossChange:
     """The held-out loss of one expert before and after a run."""
 
     seed: int
-    stage: str
+    expert: str
     before: float
     after: float
 
@@ -85,7 +85,7 @@ def demonstrate_experts(folder: Path, report_line: Report, view: Callable[[], Vi
         learned += _loss_changes(config, seed)
         for one in learned[-2:]:
             report_line(
-                f"seed {seed}, {one.stage}: held-out loss {one.before:.3f} -> {one.after:.3f}, {one.fall:.0%} less"
+                f"seed {seed}, {one.expert}: held-out loss {one.before:.3f} -> {one.after:.3f}, {one.fall:.0%} less"
             )
     control = demo_config(folder / "control", model, trained, held_out, seed=SEEDS[0], learns=False)
     run_to_end(_until(control, CONTROL_STEPS), view())

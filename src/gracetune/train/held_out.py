@@ -1,4 +1,4 @@
-"""The held-out loss: the loss on samples that are never trained on (`dataset_type: eval`).
+"""The held-out loss: the loss on samples that are never trained on (`dataset_type: eval`, or `held_out` of a dataset).
 
 The noise and the noise levels are always the same, so two values of a run differ only by the training between them.
 """
@@ -127,7 +127,7 @@ def batch_of(
         found = store.look_up(key)
         entry.update(store.read(key) if found is None else found)
     tensors = {name: part.build(device) for name, part in collate([keys.used(entry, ref)], [ref.path]).items()}
-    return Batch(BatchRef((ref,), ref.bucket, (number,), 0, 1), tensors)
+    return Batch(BatchRef((ref,), ref.bucket, indexes=(number,), epoch=0, global_samples=1), tensors)
 
 
 def held_out_losses(model: EvaluatedModel, batches: Sequence[Batch], seed: int) -> dict[ExpertName, dict[float, float]]:

@@ -92,7 +92,7 @@ class TrainingJob:
     memory_alarm: Callable[[], str | None]
     """Called before every micro-batch. Returns why the run has to be saved and stopped now, or None."""
     first_step: int
-    """The step at which this process started; above 0 after a resume."""
+    """Optimizer steps that were done when this process started; above 0 after a resume."""
     control: Control
     pauses: Pauses = field(default_factory=Pauses)
 
@@ -120,6 +120,7 @@ class TrainingJob:
 
     def seed_step(self) -> None:
         """Seed torch's generator from the step and the rank, so that dropout repeats after a resume."""
+        # The text is part of the seed. Another one would give other random values.
         torch.manual_seed(torch_seed(self.seed, "window", self.position.step, self.runtime.rank))
 
     def agreed_stop(self) -> Stop | None:

@@ -68,6 +68,7 @@ class DataFinding:
     """Numbers of the images: one, or all of a group of duplicates."""
     reason: str
     severity: float
+    """Sorts findings of one kind; kinds cannot be compared by it."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class LiveProgress:
         """Seconds that the first validation took, before the first step."""
         self._tracker = ProgressTracker()
         self._every = 1
+        """Steps between two summary lines."""
         self._ends: deque[tuple[float, int]] = deque(maxlen=RECENT)
         """(end time minus all pauses so far, step) of the last steps. The duration of the first one is not counted."""
         self._readings: deque[_Reading] = deque()

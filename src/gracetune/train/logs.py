@@ -74,6 +74,7 @@ _CHANGES_MEMORY = (
 )  # fmt: skip
 _LOG = logging.getLogger("gracetune")
 _COUNTED = ("uvm.", "cache.", "cuda_graph.")
+"""Prefixes of the counters that a memory sample holds."""
 _NO_LAYER = "the unified-memory layer is not open in this run"
 _NO_FAULTS = "counted by CUPTI, and only where a run has an overflow arena (memory.use_uvm)"
 
@@ -114,10 +115,10 @@ def _tracker_entry(found: Tracker) -> SinkEntry:
 
 
 def open_telemetry(
-    config: RunConfig, folder: RunFolder, view: View, environment: Environment, *, main: bool
+    config: RunConfig, folder: RunFolder, view: View, environment: Environment, *, is_main: bool
 ) -> Telemetry:
     """Open the sinks on rank 0; other ranks emit nothing. Secrets of the config and the environment are redacted."""
-    if not main:
+    if not is_main:
         return Telemetry()
     try:
         sinks = [entry.open(config, folder, view) for entry in sinks_of(config)]
@@ -262,7 +263,7 @@ class TrainingLog(Callback):
         self.view.on_step(done.step, self._steps)
         logged = done.step % self.config.logging.every_steps == 0
         if logged:
-            self._show(self.state.position)
+            self._emit_steps(self.state.position)
         if self._live is not None:
             ranks = self.runtime.world_size  # the loss is of one rank, the samples are of all
             self._live.step_ends(
@@ -272,7 +273,7 @@ class TrainingLog(Callback):
     def end(self, ended: RunEnds) -> None:
         self.sampling.note_change()
         if self._sums:
-            self._show(ended.position)
+            self._emit_steps(ended.position)
         elif self.sampling.step not in (None, ended.position.step):
             self._sample_memory(ended.position.step)
         if self._live is not None:
@@ -305,7 +306,7 @@ class TrainingLog(Callback):
         step = self.state.position.step
         self.telemetry.emit(LookAheadChanged(step=step, before=before.value, after=after.value, reason=after.reason))
 
-    def _show(self, position: Position) -> None:
+    def _emit_steps(self, position: Position) -> None:
         values = torch.stack([value for sums in self._sums.values() for value in (sums.loss, sums.norm.to(sums.loss))])
         losses = values[0::2].clone()
         self.runtime.sum_(losses)

@@ -395,7 +395,7 @@ def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write:
 def verify_weights(trained_model: TrainedModel, config: RunConfig, paths: Iterable[Path]) -> list[str]:
     """Read every file back as any program would, and compare its layers with the model's. Return a line for each file.
 
-    Raises GracetuneError if a file does not fit.
+    Raises GracetuneError if a file does not fit. The weights of a full fine-tune are not checked here.
     """
     if config.adapter.is_full_finetune:
         return []

@@ -150,7 +150,10 @@ class TrainStep:
 
 
 def loss_mask(batch: Batch) -> Tensor | None:
-    """The factor of each element's loss, normalized to a mean of 1; None if the batch has no masks."""
+    """The factor of each element's loss; None if the batch has no masks.
+
+    It is normalized to a mean of 1 if the dataset of any sample asks for that.
+    """
     mask = batch.tensors.get("loss_mask")
     if mask is None or not any(sample.normalises_mask for sample in batch.ref.samples):
         return mask

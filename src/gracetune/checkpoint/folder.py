@@ -213,6 +213,7 @@ def _free_name(folder: Path, name: str) -> Path:
 
 Work = Literal["saving", "retiring", "sampling", "finishing"]
 _LONGEST = 1 << 16
+"""Bytes of the lock file that are read."""
 
 
 class Journal:

@@ -169,6 +169,7 @@ def _difference(name: str, before: str | None, now: str | None) -> Iterator[str]
 
 
 def _object(text: str | None) -> dict[str, Any] | None:
+    """The JSON object in a text; None for any other text."""
     try:
         found = json.loads(text or "")
     except ValueError:

@@ -371,6 +371,7 @@ class CheckpointStore:
         return WrittenCheckpoint(job.step, target, size, job.snapshot_ms, write_ms, removal.removed, removal.notes)
 
     def _write_folder(self, job: _Job, target: Path) -> int:
+        """Write the checkpoint's folder and return the size of its files."""
         with new_folder(target, files_synced=True) as temporary:
             facts: dict[str, Fact] = {name: write_checksummed(temporary / name, parts) for name, parts in job.files()}
             manifest = CheckpointManifest(
@@ -433,5 +434,6 @@ def _packed(name: str, saved: SavedState) -> bytes:
 
 
 def _unpacked(packed: bytes) -> tuple[memoryview, memoryview]:
+    """The JSON, and the safetensors file, which is empty without tensors."""
     view, length = memoryview(packed)[8:], int.from_bytes(packed[:8], "little")
     return view[:length], view[length:]

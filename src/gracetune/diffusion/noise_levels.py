@@ -100,6 +100,7 @@ class Beta:
 
 
 Distribution = Uniform | LogitNormal | Beta
+"""`quantile` gives the level below which a share of all samples lies; `share_below` is its inverse."""
 
 
 def _open_interval(share: float) -> float:

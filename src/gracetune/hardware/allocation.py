@@ -24,7 +24,9 @@ DEFAULT_SCALE = 1.5
 CAREFUL_CAP = 4 * GIB
 """The limit for managed memory on a machine without a coherent link, unless the user forces more."""
 GRANULE = 2 * MIB
+"""Sizes are multiples of this."""
 CHUNK = GIB
+"""Bytes that are filled between two readings of main memory."""
 PATTERN = 0x5A
 
 Status = Literal["success", "reduced", "failed", "skipped"]

@@ -81,7 +81,10 @@ class Host(FrozenFacts):
 
     @property
     def headroom(self) -> int | None:
-        """Main memory that this process can still allocate: MemAvailable without GPU memory, limited by the cgroup."""
+        """Main memory that this process can still allocate: MemAvailable without GPU memory, limited by the cgroup.
+
+        If one of the two is unknown, the other one counts; None if both are.
+        """
         known = [self.cpu_mem_available, self.cgroup.available if self.cgroup else None]
         return min((value for value in known if value is not None), default=None)
 

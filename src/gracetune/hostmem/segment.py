@@ -55,6 +55,7 @@ ALIGNMENT: Final = 64
 """Of file contents: one cache line."""
 RECORD: Final = struct.Struct("<QIHHQQQq16s")
 UNREADABLE: Final = 65534
+"""Codec number of a file that could not be read."""
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 _PUNCH_HOLE_KEEP_SIZE: Final = 0x02 | 0x01

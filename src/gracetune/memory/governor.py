@@ -42,7 +42,9 @@ class PressureLimits:
     """The levels at which pressure begins and ends, and the reserve of main memory."""
 
     threshold: float
+    """The floor as a fraction of the GPU's memory."""
     min_bytes: int
+    """The floor is at least this."""
     host_reserve: int
     band: float = 0.05
     """Fraction of the total. Between floor and floor + band the stage does not change."""
@@ -171,6 +173,7 @@ def _in_stage_2(state: GovernorState, reading: MemoryReading, limits: PressureLi
 
 
 def _pressure(reading: MemoryReading, limits: PressureLimits) -> str | None:
+    """Why GPU memory is under pressure; None if it is not."""
     if reading.arena_active:
         return f"the overflow arena holds {format_bytes(reading.arena_active)}"
     device = reading.device
@@ -186,6 +189,7 @@ def _is_calm(reading: MemoryReading, limits: PressureLimits) -> bool:
 
 
 def _shortage(reading: MemoryReading, limits: PressureLimits) -> str | None:
+    """Why main memory is short; None if it is not."""
     headroom = reading.host_headroom
     if headroom is None or headroom >= limits.host_reserve:
         return None
@@ -193,6 +197,7 @@ def _shortage(reading: MemoryReading, limits: PressureLimits) -> str | None:
 
 
 def _growth(state: GovernorState, reading: MemoryReading) -> str | None:
+    """A new maximum of the arena's use, in words; None if there is none."""
     if reading.arena_active is None or reading.arena_active <= state.arena_high:
         return None
     return f"the arena grew from {format_bytes(state.arena_high)} to {format_bytes(reading.arena_active)}"

@@ -346,9 +346,11 @@ class LookAhead:
         self._most = most
         self._tight = memory_tight
         self._under_way: deque[BatchInFlight] = deque()
+        """Batches in transfer, the next one first."""
         self._failure: Exception | None = None
         self._in_use: BatchInFlight | None = None
         self._arrivals: deque[Arrival] = deque()
+        """Of the batches whose steps are not evaluated yet."""
 
     def __iter__(self) -> Iterator[Tensors]:
         return self

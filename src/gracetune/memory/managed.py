@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Home = Literal["host", "device"]
 SLAB_BYTES: Final = 64 * MIB
 COLD_AFTER_SECONDS: Final = 30.0
+"""A buffer that was not used for longer is cold."""
 ALIGNMENT: Final = 512
 """The alignment that torch's allocator guarantees and vectorized kernels rely on."""
 
@@ -105,6 +106,7 @@ class ManagedHeap:
     hints: HintCounters = field(default_factory=HintCounters)
     _slabs: list[_Slab] = field(default_factory=list)
     _returned: deque[tuple[_Slab, ManagedSpan, _Use]] = field(default_factory=deque)
+    """Blocks that finalizers have queued to be freed."""
     _live: weakref.WeakSet[_Block] = field(default_factory=weakref.WeakSet)
     # Deliberately not re-entrant. A finalizer may run in the middle of a heap operation on the same thread; it must
     # find the lock taken and leave its work to that operation.

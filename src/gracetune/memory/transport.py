@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Transport = Literal["in_place", "pinned_copy", "managed_gather"]
 PROBE_BYTES: Final = 64 * MIB
+"""Bytes of each measured transfer."""
 _CHUNK: Final = MIB
 _REPEATS: Final = 5
 

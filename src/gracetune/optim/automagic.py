@@ -70,6 +70,7 @@ class Automagic(Optimizer):
         if rates == "upstream" and fused:
             raise ValueError("fused: kernels of our own have exact rates only; leave `fused` out, or `rates`")
         self._stacks: list[tuple[dict[str, Any], UpdateRule, Stack]] = []
+        """(param group, its settings, parameters of one shape)"""
         self._fused, self._rates = fused, rates
         defaults = {
             "lr": lr,
@@ -283,6 +284,7 @@ def _own_part(value: Tensor, entry: str, stack: Stack, at: int) -> Tensor:
 
 
 _LARGEST = 127
+"""The stored value of a tensor's largest rate."""
 
 
 @dataclass(eq=False)

@@ -74,6 +74,7 @@ class Activations:
     """The part of `kept` that can wait in host memory until the backward pass: inputs of recomputed blocks."""
 
     def total(self, batch: int, *, parked: bool = False) -> int:
+        """For a micro-batch of `batch` samples; with `parked`, without what waits in host memory."""
         return batch * (self.kept + self.working - (self.parkable if parked else 0)) + self.rebuilt
 
 

@@ -50,6 +50,7 @@ class Denoiser:
     name: str
     sizes: tuple[tuple[str, int], ...]
     idle_in_training: bool = False
+    """Whether it waits during the planned step: it is untrained, or it is not its turn (the first one's is planned)."""
     trained: bool = False
     """Whether all of it is trained (full fine-tune). Its size is then that of the fp32 master weights."""
     sharded: bool = False

@@ -85,6 +85,7 @@ def tiers_of(machine: Machine, disk_free: int | None = None, *, gpus: int = 1) -
 
 
 def _missing(tier: Tier, gpu: int = 0) -> tuple[str, ...]:
+    """The field of the machine report whose absence leaves the tier's budget unknown."""
     if tier.budget is not None:
         return ()
     return (f"gpus[{gpu}].memory_total" if tier.name == "device" else "host.cpu_mem_available",)

@@ -56,12 +56,14 @@ class Checkpointing:
 class TierUse:
     tier: Tier
     peak: int
+    """Bytes."""
 
 
 @dataclass(frozen=True)
 class PhaseUse:
     phase: Phase
     used: dict[TierName, int]
+    """Bytes by tier."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Plan:
     lines: tuple[MemoryLine, ...]
     phases: tuple[PhaseUse, ...]
     missing: tuple[str, ...] = ()
+    """Fields that the machine report lacks, without which no verdict is possible."""
     notes: tuple[str, ...] = ()
     managed_bytes: int = 0
     """Managed memory of one process besides its overflow arena."""

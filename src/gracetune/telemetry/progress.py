@@ -25,7 +25,8 @@ class RunStatus:
     step: int = 0
     total_steps: int | None = None
     loss: float | None = None
-    stage: str = ""
+    expert: str = ""
+    """Expert trained last; empty if the model has one denoiser."""
     seconds_per_step: float | None = None
     """Without the warm-up steps; None until known."""
     memory: Mapping[str, int] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class RunStatus:
         """The parts of the line without the step, the most important first: a narrow terminal leaves out the last."""
         parts = []
         if self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}" + (f" ({self.stage})" if self.stage else ""))
+            parts.append(f"loss {self.loss:.4f}" + (f" ({self.expert})" if self.expert else ""))
         parts.append(number_format.pace(self.seconds_per_step))
         if self.eta_s:
             parts.append(f"ETA {number_format.duration(self.eta_s)}")
@@ -101,7 +102,7 @@ class ProgressTracker:
             step=self._step,
             total_steps=self._total,
             loss=None if last is None else last.loss,
-            stage="" if last is None else last.stage,
+            expert="" if last is None else last.stage,
             seconds_per_step=median(self._paces) if self._paces else None,
             memory={} if memory is None else {tier: sum(used.values()) for tier, used in memory.used_bytes.items()},
             memory_stage=self._memory_stage,

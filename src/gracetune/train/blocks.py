@@ -74,7 +74,7 @@ def prepare_blocks(
         for child in denoiser.children():
             if next(child.parameters(), None) is None:  # a table of position embeddings
                 child.register_forward_hook(_without_views)
-        compiler = Budgeted(backend, budget, done.stats)
+        compiler = BudgetedBackend(backend, budget, done.stats)
         for block in blocks:
             _compile(block, compiler, shapes)
     return done
@@ -89,7 +89,7 @@ def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda one: one.clone() if one._is_view() else one, output)
 
 
-def _compile(block: nn.Module, compiler: Budgeted, shapes: Shapes) -> None:
+def _compile(block: nn.Module, compiler: BudgetedBackend, shapes: Shapes) -> None:
     # Without this setting a graph with dynamic shapes also takes Python floats as inputs. An epsilon or a dropout
     # probability becomes a CPU tensor that is read in every call, and compiling that takes a C++ compiler and up to a
     # minute. torch has the setting for the whole process only.
@@ -128,7 +128,7 @@ def list_costly_operations() -> Iterator[None]:
         partitioners.get_default_op_list = original
 
 
-class Budgeted:
+class BudgetedBackend:
     """A torch.compile backend with its own activation budget.
 
     The budget is set only while a graph is compiled, because that is when the compiler decides which activations to
@@ -140,7 +140,7 @@ class Budgeted:
         self._compile: Compile = torch._dynamo.lookup_backend(backend)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Budgeted) and self._settings == other._settings
+        return isinstance(other, BudgetedBackend) and self._settings == other._settings
 
     def __hash__(self) -> int:
         return hash(self._settings)

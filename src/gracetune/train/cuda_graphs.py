@@ -369,7 +369,10 @@ class Replay:
         return prediction
 
     def _make_room(self, shape: _Shape) -> None:
-        """Release all captures if a pass of this shape, launched kernel by kernel, may not fit beside their memory."""
+        """Release all captures if a pass of this shape, launched kernel by kernel, may not fit beside their memory.
+
+        Use no captures from then on if that would happen again and again.
+        """
         if self._shared is None or shape.beside == self._shared.size:
             return
         known = max(self._shapes.values(), key=lambda one: one.kept)

@@ -27,6 +27,7 @@ from gracetune.train.self_check import STEPS as SELF_CHECKED
 from gracetune.train.view import View
 
 STEPS = 40
+"""Optimizer steps of a run, both experts together."""
 CONTROL_STEPS = 2 * (SELF_CHECKED - 1)
 """Steps of the control run, both experts together. With one more step of either, the self-check would stop it for
 having learned nothing."""

@@ -141,6 +141,7 @@ def _twice(job: TrainingJob, batch: Batch, expert: ExpertName, example: Referenc
 
 
 def _once(job: TrainingJob, batch: Batch, expert: ExpertName) -> tuple[Tensor, float]:
+    """Run forward and backward. Returns the prediction and the seconds."""
     began = time.perf_counter()
     denoiser = job.trained_model.host.activate(expert)
     job.gradients[expert].open()

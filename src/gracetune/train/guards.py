@@ -28,6 +28,7 @@ from gracetune.train.view import View
 from gracetune.units import format_bytes
 
 _SHOWN = 8
+"""Files that a message names."""
 _UNKNOWN = 1 << 62
 """Stands for an unknown amount of free memory: no limit applies."""
 _MOST_SKIPPED = 40

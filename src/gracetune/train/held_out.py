@@ -48,7 +48,7 @@ def fixed_refs(index: DataIndex, datasets: Iterable[DatasetIndex]) -> list[Sampl
     for dataset in datasets:
         for number, item in enumerate(dataset.items):
             caption = variant_ref(item.captions, dataset.dataset.captions, index.seed, number, visit=0)
-            refs.append(index.describe(dataset, item, Appearance(0, 0), caption))
+            refs.append(index.describe(dataset, item, Appearance(variant=0, combination=0), caption))
     return refs
 
 

@@ -59,6 +59,7 @@ class StepEnds:
     samples: int = 0
     """Samples of all ranks together."""
     batches: list[BatchRef] = field(default_factory=list)
+    """This rank's micro-batches."""
     epochs: list[EpochEnd] = field(default_factory=list)
     """Epochs that ended in this step."""
 

@@ -85,6 +85,7 @@ class _LoadedForJudging:
     ready: Preflight
     saved: CheckpointSource
     steps: int
+    """Length of the whole run."""
 
     def restore(self) -> None:
         """Load the last checkpoint. The run's folder is left as it is."""
@@ -126,6 +127,7 @@ def _load(ready: Preflight, view: View, stack: ExitStack) -> _LoadedForJudging:
 
 
 def _judge(loaded: _LoadedForJudging, view: View, most: int) -> tuple[Judgement, list[SampleRef]]:
+    """The judgement, and the judged samples in the order of `Judgement.samples`."""
     index, notes = loaded.cached.index, list[str]()
     cached = []
     for one in index.datasets:
@@ -211,6 +213,7 @@ def _look(latents: Tensor) -> Tensor:
 
 
 def _enlarged(ref: SampleRef) -> float | None:
+    """The factor by which the image is scaled up; None for audio."""
     if ref.fit is None:
         return None
     return max(new / old for new, old in zip(ref.fit.resized, ref.fit.original, strict=True))

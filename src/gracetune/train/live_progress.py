@@ -109,7 +109,7 @@ class LiveProgress:
     def _show_arrived(self) -> None:
         while self._readings and self._readings[0].is_ready():
             reading = self._readings.popleft()
-            status = replace(self._status(reading.step), loss=reading.loss.item(), stage=reading.expert)
+            status = replace(self._status(reading.step), loss=reading.loss.item(), expert=reading.expert)
             if reading.is_summary:
                 self._summarise(status)
             else:

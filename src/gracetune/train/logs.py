@@ -166,6 +166,7 @@ class _Sums:
     norm: Tensor
     steps: int = 0
     samples: int = 0
+    """Of all ranks; `loss` is of this rank only."""
     last: StepEnds | None = None
 
 
@@ -194,10 +195,12 @@ class TrainingLog(Callback):
     clock: Callable[[], float] = time.perf_counter
     sampling: MemorySampling = field(default_factory=MemorySampling)
     _steps: int = 0
+    """Length of the whole run."""
     _sums: dict[ExpertName, _Sums] = field(default_factory=dict)
     _since: float = 0.0
     _waited_ms: float = 0.0
     _paused: float = 0.0
+    """Clock, total wait for data and total pauses after the last log step."""
     _expert: ExpertName | None = None
     _trained: set[ExpertName] = field(default_factory=set)
     """Experts trained since this process began."""

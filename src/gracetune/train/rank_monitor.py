@@ -245,6 +245,7 @@ class RankMonitor:
         return self._error(gone) if gone else self._error({}, "the launcher of this run has ended, or its machine")
 
     def _visible(self) -> list[tuple[int, _Process]]:
+        """The other ranks on this machine, whose processes can be looked up."""
         own_machine = self._this.machine
         return [(rank, process) for rank, process in self._processes.items() if process.machine == own_machine]
 
@@ -281,6 +282,7 @@ class RankMonitor:
         return {rank: _End(**{**end, "lost": tuple(end["lost"])}) for rank, end in found.items()}
 
     def _beats(self, store: Any) -> dict[int, tuple[int, int]]:
+        """By other rank: its beat, and the number of collectives it has begun."""
         ranks = [*self._processes]
         found = store.multi_get([f"peer/{rank}/beat" for rank in ranks])
         return {rank: _numbers(text) for rank, text in zip(ranks, found, strict=True)}
@@ -296,7 +298,9 @@ class RankMonitor:
                 seen = self._seen
                 self._threads_store.set(f"peer/{self.rank}/beat", f"{seen.beat + 1} {self._collectives}")
                 now = self._beats(self._threads_store)
-                missed = {rank: seen.missed.get(rank, 0) + 1 if now[rank][0] == seen.of(rank) else 0 for rank in now}
+                missed = {
+                    rank: seen.missed.get(rank, 0) + 1 if now[rank][0] == seen.beat_of(rank) else 0 for rank in now
+                }
                 self._seen = _Seen(seen.beat + 1, now, missed, self._ends(self._threads_store))
             except RuntimeError:
                 break
@@ -362,7 +366,7 @@ class _Seen:
     """By other rank: how many of our own beats have passed since its last one."""
     ends: Mapping[int, _End] = field(default_factory=dict)
 
-    def of(self, rank: int) -> int:
+    def beat_of(self, rank: int) -> int:
         return self.beats.get(rank, (0, 0))[0]
 
 

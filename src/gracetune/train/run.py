@@ -46,7 +46,7 @@ class Result:
     steps: int
     """Length of the whole run in optimizer steps."""
     files: tuple[Path, ...]
-    """The final weights; empty after a dry run and if the run stopped early."""
+    """The final weights; empty unless the run is complete."""
     planned: PlannedRun
     first_batch: FirstBatch | None
     """None if nothing was left to do."""

@@ -26,6 +26,7 @@ from gracetune.storage.os_errors import explain
 
 RequestName = Literal["validate", "save", "stop"]
 _LONGEST = 64
+"""Bytes of a request's file that are read."""
 
 
 class RequestSource(StrEnum):

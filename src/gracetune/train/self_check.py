@@ -335,6 +335,7 @@ class SelfCheck(Callback):
             rounded = _rounded(own, dtype)
             norms = [*_norms(saved, rounded), *_norms(rounded), *_norms(saved, trained), *_norms(trained)]
         read = _read(self._model, torch.stack(norms).double().square())
+        # For each tensor: |saved - rounded|^2, |rounded|^2, |saved - trained|^2, |trained|^2.
         columns = (read[column * len(own) : (column + 1) * len(own)] for column in range(4))
         squares = dict(zip(own, zip(*columns, strict=True), strict=True))
         # DoRA magnitudes for ComfyUI are converted with the trained factors and read back with the file's rounded ones.

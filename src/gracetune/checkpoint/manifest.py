@@ -148,7 +148,7 @@ def identity_differences(before: Mapping[str, str], now: Mapping[str, str]) -> t
     names = [*before, *(name for name in now if name not in before)]
     if has_unknown_parts(before, now):
         names = [name for name in names if not name.startswith(PART)]
-    return tuple(line for name in names for line in _difference(name, before.get(name), now.get(name)))
+    return tuple(line for name in names for line in _identity_difference(name, before.get(name), now.get(name)))
 
 
 def has_unknown_parts(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
@@ -156,7 +156,7 @@ def has_unknown_parts(before: Mapping[str, str], now: Mapping[str, str]) -> bool
     return any(name.startswith(PART) for name in now) and not any(name.startswith(PART) for name in before)
 
 
-def _difference(name: str, before: str | None, now: str | None) -> Iterator[str]:
+def _identity_difference(name: str, before: str | None, now: str | None) -> Iterator[str]:
     if before == now:
         return
     old, new = _object(before), _object(now)

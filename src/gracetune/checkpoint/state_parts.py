@@ -202,7 +202,7 @@ class RandomState:
             raise _rejected(f"Python's generator of version {theirs}", f"version {ours}")
         random.setstate((theirs, tuple(tensors["python"].tolist()), _number(json["python"]["gauss"])))
         legacy = json["numpy"]
-        np.random.set_state(  # the global one: libraries draw from it
+        np.random.set_state(  # the global one, which libraries use
             {
                 "bit_generator": legacy["generator"],
                 "state": {"key": tensors["numpy"].numpy().astype(np.uint32), "pos": legacy["position"]},

@@ -115,7 +115,7 @@ def plan_allocation(machine: Machine, scale: float, *, force: bool) -> Allocatio
     if size <= 0:
         return AllocationPlan(scale, requested, 0, f"no memory available: {why}")
     if requested <= cap:
-        return AllocationPlan(scale, size, size, "as requested")
+        return AllocationPlan(scale, requested=size, size=size, reason="as requested")
     return AllocationPlan(scale, requested, size, why)
 
 

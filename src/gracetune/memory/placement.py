@@ -23,7 +23,7 @@ class Hints:
     on: bool
     reason: str
     requested: bool = False
-    """`memory.enable_uvm_hints` is true: use managed memory even if a measurement speaks against it."""
+    """`memory.enable_uvm_hints` is true: use managed memory even if it was measured to be slower."""
 
 
 FOLLOW_CACHES: Final = Hints(True, "a cache type is unified_memory")

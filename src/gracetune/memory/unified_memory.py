@@ -113,7 +113,7 @@ class UnifiedMemory:
         self.sensors = Sensors(host or HostSensor(machine.gpus), self._device, arena or _NoArena())
         self._governor = Governor(self.sensors, TorchReclaimer(device, self.heap), limits)
         self._cuda_device = device
-        self._look_ahead = LookAheadStats()
+        self._look_ahead_stats = LookAheadStats()
         self._moving: torch.cuda.Stream | None = None
 
     @classmethod
@@ -198,7 +198,9 @@ class UnifiedMemory:
 
     def look_ahead(self, batches: Iterable[Parts], mover: Mover, *, depth: int = 2) -> LookAhead:
         """A look-ahead that reports to this layer's statistics and becomes shallower when memory is tight."""
-        return LookAhead(batches, mover, depth=depth, memory_tight=lambda: self.memory_is_tight, stats=self._look_ahead)
+        return LookAhead(
+            batches, mover, depth=depth, memory_tight=lambda: self.memory_is_tight, stats=self._look_ahead_stats
+        )
 
     def uvm_stats(self) -> UvmStats:
         usage = self._arena.usage() if self._arena else ArenaUsage(0, 0)
@@ -214,8 +216,8 @@ class UnifiedMemory:
             refused=self._uvm.total_stats().refused,
             hinted_bytes=self.heap.hints.bytes,
             hints_refused=self.heap.hints.refused,
-            prefetched_bytes=self._look_ahead.prefetched_bytes,
-            prefetch_wait_ms=self._look_ahead.wait_ms,
+            prefetched_bytes=self._look_ahead_stats.prefetched_bytes,
+            prefetch_wait_ms=self._look_ahead_stats.wait_ms,
             migrations=self._migrations(),
         )
 

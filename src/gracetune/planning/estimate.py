@@ -189,7 +189,10 @@ def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
     sizes = tuple((precision, job.processes.share(size)) for precision, size in whole)
     trained, sharded = job.method.full_finetune, job.processes.sharded
     if len(names) == 1 or experts == "both":
-        return tuple(Denoiser(name, sizes, index > 0, trained, sharded) for index, name in enumerate(names))
+        return tuple(
+            Denoiser(name, sizes, idle_in_training=index > 0, trained=trained, sharded=sharded)
+            for index, name in enumerate(names)
+        )
     chosen = names[0] if experts == "high" else names[1]
     other = names[1] if experts == "high" else names[0]
     # The untrained expert is loaded only to generate samples, and whole in every process.

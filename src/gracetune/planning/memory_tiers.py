@@ -72,16 +72,16 @@ def tiers_of(machine: Machine, disk_free: int | None = None, *, gpus: int = 1) -
     profile = machine.profile.value
     if profile == "cpu":
         host = _host(machine, "main memory")
-        return Tiers((host, disk), "host", "host", "disk", has_gpu=False, missing=_missing(host))
+        return Tiers((host, disk), compute="host", store="host", parking="disk", has_gpu=False, missing=_missing(host))
     if profile == "integrated":
         pool = _host(machine, "shared memory (CPU and GPU)", "pool")
-        return Tiers((pool, disk), "pool", "pool", "disk", has_gpu=True, missing=_missing(pool))
+        return Tiers((pool, disk), compute="pool", store="pool", parking="disk", has_gpu=True, missing=_missing(pool))
     linked = profile == "superchip"
     host = _host(machine, "CPU memory (coherent link)" if linked else "main memory (pinned)")
     devices = [_device(machine, at) for at in range(max(1, min(gpus, len(machine.gpus))))]
     device = min(devices, key=_known_budget)
     missing = _missing(device, devices.index(device)) + _missing(host)
-    return Tiers((device, host, disk), "device", "host", "host", has_gpu=True, missing=missing)
+    return Tiers((device, host, disk), compute="device", store="host", parking="host", has_gpu=True, missing=missing)
 
 
 def _missing(tier: Tier, gpu: int = 0) -> tuple[str, ...]:

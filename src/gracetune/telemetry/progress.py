@@ -69,7 +69,7 @@ class ProgressTracker:
         """With `recent` None, the pace is the median of all events."""
         self._warm_up_steps = warm_up_steps
         self._paces: deque[float] = deque(maxlen=recent)
-        self._begin = 0
+        self._first_step = 0
         self._step = 0
         self._memory_stage: int | None = None
         self._last: StepDone | None = None
@@ -79,15 +79,15 @@ class ProgressTracker:
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self._begin, self._total = event.resumed_step or 0, event.total_steps
+                self._first_step, self._total = event.resumed_step or 0, event.total_steps
                 self._paces.clear()
                 self._last = self._memory = self._memory_stage = None
-                self._step = self._begin
+                self._step = self._first_step
             case StepDone():
                 self._last = event
                 self._step = event.step
                 first = event.step - event.steps
-                if first >= self._begin + self._warm_up_steps:
+                if first >= self._first_step + self._warm_up_steps:
                     self._paces.append(event.step_ms / 1000)
             case MemoryStageChanged():
                 self._step, self._memory_stage = event.step, event.after

@@ -260,7 +260,7 @@ def load_caches(
 
 
 def _kind(config: RunConfig, index: DataIndex) -> CacheType:
-    """Where latents are cached. A dataset may ask for memory even if the run's default is the disk."""
+    """Where latents are cached. A dataset may select memory even if the run's default is the disk."""
     if config.cache.vae_cache_type != "disk":
         return config.cache.vae_cache_type
     return "memory" if any(one.dataset.cache_latents == "memory" for one in index.datasets) else "disk"

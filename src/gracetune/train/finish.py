@@ -76,7 +76,7 @@ def report_failure(
     """
 
     def forced(error: LostRankError) -> None:
-        _report_failure(ready, job, telemetry, view, error, began=began)
+        _emit_failure(ready, job, telemetry, view, error, began=began)
 
     if ready.runtime.peers is not None:
         ready.runtime.peers.on_forced_end = forced
@@ -84,13 +84,13 @@ def report_failure(
         yield
     except (Exception, KeyboardInterrupt) as error:
         found = ready.runtime.explain(error)
-        _report_failure(ready, job, telemetry, view, found, began=began)
+        _emit_failure(ready, job, telemetry, view, found, began=began)
         if found is not error:
             raise found from None
         raise
 
 
-def _report_failure(
+def _emit_failure(
     ready: Preflight, job: TrainingJob, telemetry: Telemetry, view: View, error: BaseException, *, began: float
 ) -> None:  # fmt: skip
     by_user = isinstance(error, KeyboardInterrupt)

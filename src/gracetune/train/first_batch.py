@@ -56,7 +56,7 @@ class ReferenceBatch:
 
     def predict(self, step: TrainStep, trained_model: TrainedModel, denoiser: nn.Module, expert: ExpertName) -> Tensor:
         """The current prediction for the batch."""
-        assert self._batch is not None, "asked before it is released"
+        assert self._batch is not None, "called before `release`"
         with trained_model.strength_for(self._batch, expert), _repeatable(self._batch):
             return step.predict(denoiser, self._batch, expert)
 

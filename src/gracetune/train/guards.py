@@ -180,7 +180,7 @@ def memory_alarm(watchdog: Watchdog) -> Callable[[], str | None]:
 
 
 class MemoryGuard(Callback):
-    """Runs the memory governor after every optimizer step. (`memory_alarm` asks the watchdog before every micro-batch.)
+    """Runs the memory governor after every optimizer step. `memory_alarm` reads the watchdog before every micro-batch.
 
     Every change by the governor is an event at once, independent of log steps. A change of the memory stage is also
     shown as a line.

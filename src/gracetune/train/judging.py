@@ -51,7 +51,7 @@ _SIDE = 8
 def judge_run(
     config: RunConfig, *, environment: Environment, view: View, most: int, thumbnail_folder: Path
 ) -> tuple[Judgement, dict[int, str]]:
-    """Judge at most `most` images of a run. Returns the judgement, and the file names of thumbnails by image number.
+    """Judge at most `most` images of a run. Returns the judgement, and the file names of thumbnails by image index.
 
     The run's folder is changed by the thumbnails only, and by cache entries if some are missing.
     """
@@ -222,7 +222,7 @@ def _enlarged(ref: SampleRef) -> float | None:
 def _write_thumbnails(
     index: DataIndex, refs: Sequence[SampleRef], findings: Sequence[DataFinding], folder: Path
 ) -> dict[int, str]:
-    """Write a thumbnail of the first findings of each kind. Returns the file names by the number of the image."""
+    """Write a thumbnail of the first findings of each kind. Returns the file names by the image's index."""
     shown: dict[int, None] = {}
     for kind in dict.fromkeys(one.kind for one in findings):
         for finding in [one for one in findings if one.kind == kind][:SHOWN]:

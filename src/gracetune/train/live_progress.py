@@ -57,7 +57,7 @@ class LiveProgress:
         the interval of validations in steps."""
         self._view, self._memory, self._pauses, self._clock = view, memory, pauses, clock
         self._validate_every = validate_every
-        self._begin = 0
+        self._first_step = 0
         """The step that this process began at."""
         self._first_pause = 0.0
         """Seconds that the first validation took, before the first step."""
@@ -76,7 +76,7 @@ class LiveProgress:
         self._tracker.observe(event)
         if isinstance(event, RunStarted):
             self._every = max(1, round((event.total_steps or 0) / SUMMARIES))
-            self._begin = event.resumed_step or 0
+            self._first_step = event.resumed_step or 0
         if isinstance(event, RunStarted | MemoryStageChanged | StepDone):
             self._view.on_status(self._status())
 
@@ -139,8 +139,8 @@ class LiveProgress:
         every = self._validate_every
         if every is None or total is None:
             return 0.0
-        validated = max(self._begin, step - 1) // every
-        done = validated - self._begin // every + (self._begin == 0 and self._first_pause > 0)
+        validated = max(self._first_step, step - 1) // every
+        done = validated - self._first_step // every + (self._first_step == 0 and self._first_pause > 0)
         return (total // every - validated) * self._pauses.seconds / done if done else 0.0
 
 

@@ -202,7 +202,7 @@ class TrainingLog(Callback):
     _paused: float = 0.0
     """Clock, total wait for data and total pauses after the last log step."""
     _expert: ExpertName | None = None
-    _trained: set[ExpertName] = field(default_factory=set)
+    _already_trained: set[ExpertName] = field(default_factory=set)
     """Experts trained since this process began."""
     _step_batch: StepBatch | None = None
     _live: LiveProgress | None = None
@@ -241,7 +241,7 @@ class TrainingLog(Callback):
         self.view.record_with(self.telemetry.warn)
         self.source.on_depth(self._depth_changes)
         self.telemetry.add(self.sampling)
-        self._begin()
+        self._begin_interval()
 
     def step_starts(self, coming: StepStarts) -> None:
         step, expert, step_batch = coming.position.step, coming.expert, coming.step_batch
@@ -251,8 +251,8 @@ class TrainingLog(Callback):
             self.telemetry.emit(StageSwitched(step=step, before=self._expert or "", after=expert, reason=reason))
         if step_batch != self._step_batch and self.ramp.ramp_steps:
             self._batch_changes(coming.position, self._step_batch, step_batch)
-        if expert not in self._trained:  # its first step allocates its optimizer state
-            self._trained.add(expert)
+        if expert not in self._already_trained:  # its first step allocates its optimizer state
+            self._already_trained.add(expert)
             self.sampling.note_change()
         self._expert, self._step_batch = expert, step_batch
 
@@ -342,9 +342,9 @@ class TrainingLog(Callback):
             )
             self.first_ms = 0.0
         self._sums = {}
-        self._begin()  # so that the time of logging does not count as step time
+        self._begin_interval()  # so that the time of logging does not count as step time
 
-    def _begin(self) -> None:
+    def _begin_interval(self) -> None:
         self._since, self._waited_ms, self._paused = self.clock(), self.source.stats.wait_ms, self.pauses.seconds
 
 

@@ -97,7 +97,7 @@ class RunFolder:
 
     def check(self) -> None:
         """Raise ConfigError if the folder is not writable. Leaves no trace: a rejected run creates no folder."""
-        with self.refusing(), temporary_folder(self.path):
+        with self.config_errors(), temporary_folder(self.path):
             check_writable(self.path)
 
     @contextmanager
@@ -119,19 +119,19 @@ class RunFolder:
 
     def make_private(self) -> None:
         """Make a folder that was just created accessible to its owner only (`storage/folders.py`)."""
-        with self.refusing():
+        with self.config_errors():
             make_private_folder(self.path)
 
     def make(self, config: RunConfig) -> None:
         """Create the folder and write the resolved config, secrets included, so that a run can be started from it."""
-        with self.refusing():
+        with self.config_errors():
             for folder in (self.samples, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             mode = 0o600 if has_secrets(config) else 0o644
             write_file(self.path / CONFIG, write_native(config).encode(), mode=mode)
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
+    def config_errors(self) -> Iterator[None]:
         """Inside, an OSError becomes a ConfigError about `output_dir`. For use before training starts."""
         try:
             yield
@@ -166,12 +166,12 @@ class RunFolder:
 
     def has_all(self, files: Iterable[Path]) -> bool:
         """Whether all of the files exist."""
-        with self.refusing():
+        with self.config_errors():
             return all(path.exists() for path in files)
 
     def reject_finished(self, experts: Iterable[str]) -> None:
         """Raise ConfigError if the folder holds the result of a finished run, which a new run would have to replace."""
-        with self.refusing():
+        with self.config_errors():
             finished = [path for path in self.results(experts) if _is_result(path)]
         if finished:
             hint = "--set output_dir=FOLDER or --set name=NAME; or move the file away"

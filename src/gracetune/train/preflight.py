@@ -203,7 +203,7 @@ def preflight(
             resume_hint, store, environment, requested=requested, processes=runtime.world_size
         )
     beginning = CheckResult[_Beginning]()
-    if not checks.is_known("output_dir"):
+    if not checks.has_known_problem("output_dir"):
         rejected = checks.rejected
         beginning = checks.run(
             lambda: _find_beginning(config, model.value, store, folder, options, view, rejected=rejected)
@@ -211,7 +211,7 @@ def preflight(
     rates: CheckResult[ImportedRates | None] = CheckResult(None)
     if not (beginning.is_known and beginning.value.final_files):
         checks.run(lambda: reject_other_optimizer(beginning.value.start, config, optimizer.value, folder, trained))
-        if not (beginning.is_rejected or checks.is_known("output_dir")):
+        if not (beginning.is_rejected or checks.has_known_problem("output_dir")):
             _check_folder(folder, store, checks, dry_run=options.dry_run, is_main=runtime.is_main)
             if runtime.is_main:
                 checks.run(lambda: check_output_paths(folder, model.value.experts, config.adapter.kind))
@@ -220,7 +220,9 @@ def preflight(
         checks.run(lambda: check_requests(config, model.value.spec, model.value.facts, view.warn))
         checks.run(lambda: _check_attention(config, model.value, planned.value, runtime.device))
         checks.run(lambda: check_routes(config, model.value.spec, model.value.source, model.value.facts))
-        shapes = checks.run(lambda: _check_adapter(config, model.value, init_from=not checks.is_known(_INIT_FROM)))
+        shapes = checks.run(
+            lambda: _check_adapter(config, model.value, init_from=not checks.has_known_problem(_INIT_FROM))
+        )
         if runtime.is_main:
             room = checkpoint_bytes(shapes.value.values()) if shapes.is_known else 0
             checks.run(lambda: store.check_room(room, beginning.value.identity))

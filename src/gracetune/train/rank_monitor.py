@@ -89,13 +89,13 @@ class _End:
     """The message that a rank leaves in the store when it ends with an error."""
 
     number: int
-    """Its place in the order in which ranks failed. The first one knows the cause."""
+    """Its place in the order in which ranks failed. The first failure is the cause."""
     reason: str
     interrupted: bool
     lost: tuple[int, ...]
     """The ranks that it found lost."""
     is_clear: bool
-    """Whether it knows its cause. An error of a collective is only an effect."""
+    """Whether `reason` is a cause. An error of a collective is only an effect."""
 
 
 class RankMonitor:

@@ -6,7 +6,7 @@
 
 `gracetune validate-now RUN`, `gracetune save-now RUN`, `gracetune stop RUN` and the studio create them; `touch` does
 too. The job reads them between its steps (`requested.py`), removes each and records it as an event. The file's text
-says who asked.
+names the source of the request.
 """
 
 from __future__ import annotations

@@ -292,7 +292,9 @@ def open_runtime(precision: Precision, environment: Environment) -> Runtime:
     state = PartialState(cpu=cpu, **({"timeout": _STEP_TIMEOUT} if several else {}))
     if launch.sharded and state.num_processes == 1 and not dist.is_initialized():
         launch = LaunchEnvironment(
-            False, launch.reshard, (*launch.notes, "FSDP: one process has nothing to share; not sharded")
+            sharded=False,
+            reshard=launch.reshard,
+            notes=(*launch.notes, "FSDP: one process has nothing to share; not sharded"),
         )
     local = environment.get("LOCAL_WORLD_SIZE")
     device = state.device

@@ -74,12 +74,12 @@ class _Expert:
     steps: int = 0
     """Steps with a learning rate above 0."""
     steps_without_rate: int = 0
-    """Steps with a learning rate of 0 that the config asks for."""
+    """Steps with a learning rate of 0 that the config sets."""
     check_at: int = STEPS
     """The number of steps at which the device is read to see how many of them were applied."""
     applied: Tensor | None = None
     """On the device: steps that were not skipped and had a loss. A loss of 0 teaches nothing: all of the samples are
-    masked, or regularisation data asks an adapter that has learned nothing for the base model's prediction."""
+    masked, or the target is the base model's prediction and the adapter has learned nothing yet."""
     begins_as_base: bool = True
     """When this process began, the adapter changed nothing."""
     judged: bool = False

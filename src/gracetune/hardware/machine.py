@@ -1,4 +1,5 @@
-"""The description of a machine as frozen data. `None` always means unknown; no value is guessed. Sizes are in bytes.
+"""The description of a machine as frozen data. `None` means unknown unless a field says otherwise; no
+value is guessed. Sizes are in bytes.
 
 A Machine survives a round trip through JSON: the doctor's JSON contains it under the key "machine", and
 `gracetune estimate --machine` reads it. Serial numbers and GPU UUIDs are left out deliberately: they are not needed,
@@ -176,7 +177,7 @@ class Profile(FrozenFacts):
 
 
 class Machine(FrozenFacts):
-    """The complete description of a machine. The rest of gracetune uses only this."""
+    """The complete description of a machine, the input of plans and checks."""
 
     format: Literal[1] = 1
     profile: Profile

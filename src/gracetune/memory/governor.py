@@ -288,7 +288,10 @@ class Governor:
         self.counters = Counters()
 
     def sample(self) -> Decision:
-        """Sample and act; call this once per step boundary. Raises MemoryPressure if nothing is left to release."""
+        """Sample and act; call this once per step boundary.
+
+        Raises MemoryPressure if main memory is below its reserve even after a hard reclamation.
+        """
         reading = self._sensors.read()
         self._check_limits_once(reading)
         before, peak = self.state, self.counters.arena_peak

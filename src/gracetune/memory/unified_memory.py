@@ -167,7 +167,7 @@ class UnifiedMemory:
         return memory
 
     def step(self) -> Decision:
-        """Sample the memory state and react. Raises MemoryPressure if nothing is left to release."""
+        """Sample the memory state and react (`Governor.sample`). Raises MemoryPressure if main memory stays short."""
         return self._governor.sample()
 
     def on_change(self, report: OnChange) -> None:

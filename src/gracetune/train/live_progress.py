@@ -1,8 +1,8 @@
 """What the screen shows while a run trains: loss, pace, time left and memory.
 
-The line is refreshed by time and not at log steps. About every 5 % of the run it is also printed as a summary line that
-scrolls up and stays. The loss of a refresh is copied to the host without synchronizing, and is shown at a later step,
-once it has arrived.
+The line is refreshed every few seconds, and at log steps. About every 5 % of the run it is also printed as a summary
+line that scrolls up and stays. The loss of a refresh is copied to the host without synchronizing, and is shown at a
+later step, once it has arrived.
 """
 
 from __future__ import annotations

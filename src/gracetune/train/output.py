@@ -7,7 +7,7 @@
   set-aside-<name>_<step>…    weights of steps after the one that a run was resumed or restarted from
   config.yaml      the resolved config, from which the run can be started again
   checkpoints/     state to resume from   samples/   generated in validation
-  report/          sections that commands add to report.html
+  report.html, report.json   what happened in the run     report/   sections that commands add
   logs/            events, TensorBoard    cache/     latents and embeddings, unless configured elsewhere
 """
 

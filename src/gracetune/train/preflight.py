@@ -1,11 +1,11 @@
 """Check everything that can reject a run before a model is loaded or data is cached, and report all problems at once.
 
-A rejected run has changed nothing: no checkpoint is moved and no result is renamed. At most, digests of the weights are
-cached. Once a check has failed, no weights are downloaded for further checks. Checks that need the model then run only
-if the model is already on the disk.
+A rejected run has changed nothing: no checkpoint is moved and no result is renamed. At most, digests of the weights and
+a traced footprint are cached. Once a check has failed, no weights are downloaded for further checks. Checks that need
+the model then run only if the model is already on the disk.
 
 Some problems can only be found elsewhere:
-- a file that cannot be parsed, or a value of the wrong type: `config.load`, before preflight, lists all of them;
+- a file that cannot be parsed, or a value of the wrong type: `config.resolve.load`, before preflight, lists them;
 - damaged, missing or changed data (`stage_data`, `fill_caches`, `reject_other_data`): every file has to be read;
 - a schedule longer than the run, if its length is given in epochs (`build_initial_state`): the data has to be counted;
 - damaged weights (`load_trained_model`): weights are read when they are loaded;

@@ -88,7 +88,8 @@ class TrainStep:
         """`dtype` is the dtype of the denoiser's inputs.
 
         `base` returns a context in which the denoiser is the base model, if that model's prediction is the batch's
-        target (`TrainedModel.base_for`), else None. `replay` predicts through CUDA graphs where it can.
+        target (`TrainedModel.base_for`), else None. `replay` predicts through CUDA graphs where it can. `router` lets
+        tokens skip blocks in training; `at` alone, which evaluation calls, uses all tokens.
         """
         self._spec, self._facts, self._goal = spec if router is None else router.spec, facts, goal
         self._replay, self._router = replay, router

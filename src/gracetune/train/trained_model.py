@@ -86,7 +86,7 @@ class TrainedModel:
     parking: ActivationParking | None = None
     """Host memory for blocks' inputs. One serves all experts, because only one is active at a time."""
     assistant: Assistant | None = None
-    """A fixed adapter that is active in training only, and absent from generated images."""
+    """A fixed adapter that is active in training and in held-out losses, and absent from generated images."""
 
     @property
     def trained(self) -> tuple[ExpertName, ...]:

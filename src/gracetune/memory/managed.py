@@ -125,13 +125,13 @@ class ManagedHeap:
             self._live.add(block)
             self.hints.bytes += block.span.bytes
         # The finalizer must not reference the block, or the block would never be freed. It does not run at exit,
-        # because views may still be in use then, and the end of the process frees include_recent.
+        # because views may still be in use then, and the end of the process frees everything.
         weakref.finalize(block, self._give_back, block.slab, block.span, block.use).atexit = False
         return ManagedBuffer(self, block, tuple(shape), dtype)
 
     @property
     def held_bytes(self) -> int:
-        """Managed bytes allocated from the driver, including unused parts of slabs."""
+        """Managed bytes allocated from the driver, including unused parts of slabs. Frees queued blocks first."""
         with self._working():
             return sum(slab.span.bytes for slab in self._slabs)
 

@@ -183,7 +183,7 @@ class GraphDevice:
         return torch.cuda.memory_allocated()
 
     def free(self) -> int:
-        """Free memory once the caching allocator has gradient_bytes its unused blocks."""
+        """Return the caching allocator's unused blocks to the driver; then the free bytes."""
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info()[0])
 
@@ -234,7 +234,7 @@ offers no way to end that, so they must outlive it."""
 
 
 def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> RuntimeError | None:
-    """End a capture, valid or not. An error is gradient_bytes, so that it does not hide the one that invalidated it."""
+    """End a capture, valid or not. An error is returned, so that it does not hide the one that invalidated it."""
     try:
         graph.capture_end()
     except RuntimeError as error:

@@ -66,7 +66,7 @@ def bind(descriptor: int, length: int, choice: NodeChoice) -> Hint:
     if failed:
         remedy = _REMEDIES.get(failed, "the kernel chooses the nodes")
         return not_applied(f"not bound to {choice.reason}: {os.strerror(failed)} ({remedy})")
-    return Hint(True, length, f"bound to {choice.reason}")
+    return Hint(applied=True, bytes=length, reason=f"bound to {choice.reason}")
 
 
 def _mbind(number: int, mapping: mmap.mmap, nodes: tuple[int, ...]) -> int:

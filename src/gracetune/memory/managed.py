@@ -311,7 +311,7 @@ class ManagedBuffer:
             return not_applied(f"the driver rejected it: {str(error).splitlines()[0]}")
         counters.bytes += block.span.bytes
         self.home = home
-        return Hint(True, block.span.bytes, f"prefers the {home}")
+        return Hint(applied=True, bytes=block.span.bytes, reason=f"prefers the {home}")
 
     def prefetch(self, target: Home, stream: int) -> Hint:
         """Enqueue the migration on a CUDA stream."""
@@ -319,7 +319,7 @@ class ManagedBuffer:
         block.use.touch()
         block.use.sent_to_device = target == "device"
         self._heap.uvm.prefetch(block.span, HOST if target == "host" else self.device, stream)
-        return Hint(True, block.span.bytes, f"moving to the {target}")
+        return Hint(applied=True, bytes=block.span.bytes, reason=f"moving to the {target}")
 
     def state(self) -> RangeState:
         """The hints that the driver has for these bytes."""

@@ -51,6 +51,7 @@ class MemoryPlacement:
 _HOT = MemoryPlacement("device", False, "used in every step")
 _ONE_POOL = MemoryPlacement("device", False, "one pool: there is nowhere else to move it")
 
+# Columns: kind of memory, whether data is moved before use, reason.
 _TABLE: dict[tuple[Role, ProfileName], MemoryPlacement] = {
     ("cold_weights", "superchip"): MemoryPlacement(
         "managed_host", True, "idle most of the time; prefetched over the coherent link"

@@ -100,7 +100,7 @@ def _device(machine: Machine, at: int) -> Tier:
     gpu = machine.gpus[at] if machine.gpus else None
     total = gpu.memory_total if gpu else None
     if gpu is None or total is None:
-        return Tier("device", "GPU memory", None, None, "the driver does not say how much there is")
+        return Tier("device", "GPU memory", capacity=None, budget=None, why="the driver does not say how much there is")
     usable, why = total, f"{HEADROOM:.0%} kept free"
     free = gpu.memory_free
     # On a superchip the kernel may use GPU memory for page cache and gives it back. Elsewhere it belongs to others.
@@ -113,7 +113,7 @@ def _device(machine: Machine, at: int) -> Tier:
 def _host(machine: Machine, label: str, name: TierName = "host") -> Tier:
     headroom, capacity = machine.host.headroom, machine.host.memory_limit
     if headroom is None:
-        return Tier(name, label, capacity, None, "it is unknown how much is available")
+        return Tier(name, label, capacity, budget=None, why="it is unknown how much is available")
     reserve = host_reserve(machine)
     budget = max(0, headroom - reserve)
     group = machine.host.cgroup

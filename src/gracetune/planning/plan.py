@@ -122,8 +122,10 @@ def _shortage(layout: MemoryLayout, tiers: Tiers) -> str:
     words = []
     for name, over in layout.excess(tiers).items():
         tier, peak = tiers[name], layout.peak(name)
-        whole = int(peak / (1 - HEADROOM)) if name == "device" else peak + (tier.capacity or 0) - (tier.budget or 0)
-        words.append(f"{format_bytes(over)} too much for {tier.label}; it would take {format_bytes(whole)}")
+        capacity_needed = (
+            int(peak / (1 - HEADROOM)) if name == "device" else peak + (tier.capacity or 0) - (tier.budget or 0)
+        )
+        words.append(f"{format_bytes(over)} too much for {tier.label}; it would take {format_bytes(capacity_needed)}")
     return "; ".join(words)
 
 

@@ -395,6 +395,7 @@ class Replay:
         began, free = time.perf_counter(), self._gpu.free()
         shared = self._shared or SharedGraphPool(self._gpu.pool())
         gradient_bytes = sum(one.numel() * one.element_size() for one in gradients.parameters)
+        # The pool's memory serves this capture too, if a capture that keeps as much is in it already.
         pool_bytes = shared.size if any(one.captured and one.kept >= shape.kept for one in self._shapes.values()) else 0
         states = 0 if shape.addresses else STATES * gradient_bytes  # a shape captured before has its optimizer states
         needed = max(0, int(ROOM * shape.kept) + gradient_bytes - pool_bytes) + states + GIB

@@ -190,16 +190,16 @@ class TrainingJob:
             except UnreadableMediaError as error:
                 return _no_batch(error)
             except GracetuneError as error:
-                return _NoBatch("", None, str(error))
+                return _NoBatch(dataset="", path=None, reason=str(error))
             if repaired.issuperset(damage.keys):
-                return _NoBatch("", None, f"it was encoded again, and is damaged again: {damage}")
+                return _NoBatch(dataset="", path=None, reason=f"it was encoded again, and is damaged again: {damage}")
             repaired.update(damage.keys)
             try:
                 self.repair(damage)
             except UnreadableMediaError as error:
                 return _no_batch(error)
             except GracetuneError as error:
-                return _NoBatch("", None, f"{damage}\nIt could not be encoded again: {error}")
+                return _NoBatch(dataset="", path=None, reason=f"{damage}\nIt could not be encoded again: {error}")
 
 
 @dataclass(frozen=True)
@@ -213,5 +213,5 @@ class _NoBatch:
 
 def _no_batch(error: UnreadableMediaError) -> _NoBatch:
     if error.dataset is None:
-        return _NoBatch("", None, str(error))
+        return _NoBatch(dataset="", path=None, reason=str(error))
     return _NoBatch(error.dataset, error.path, error.reason)

@@ -90,7 +90,8 @@ class _LoadedForJudging:
     def restore(self) -> None:
         """Load the last checkpoint. The run's folder is left as it is."""
         restore(
-            self.saved, self.ready.start, self.ready.folder, None, self.ready.runtime, steps=self.steps, dry_run=True
+            self.saved, self.ready.start, self.ready.folder, rates=None, runtime=self.ready.runtime, steps=self.steps,
+            dry_run=True,
         )  # fmt: skip
 
 

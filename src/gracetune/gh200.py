@@ -180,7 +180,7 @@ def _own_heap(device: int) -> ManagedHeap:
     uvm = _uvm()
     if isinstance(uvm, Unavailable):
         raise UnifiedMemoryError(f"managed memory is {uvm}")
-    uvm.set_managed_cap(CAREFUL_CAP if ArenaRoom.of(probe(), device).careful else None)
+    uvm.set_managed_cap(CAREFUL_CAP if ArenaRoom.of(probe(), device).cap_reason else None)
     return ManagedHeap(uvm, device, partial(synchronize, device))
 
 

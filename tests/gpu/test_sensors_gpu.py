@@ -28,7 +28,7 @@ class NoArena:
 
 
 class NoBuffers:
-    def demote_cold(self, *, at_most: int, everything: bool) -> None: ...
+    def demote_cold(self, *, at_most: int, include_recent: bool) -> None: ...
 
 
 def never(_total: int) -> int:

@@ -79,7 +79,7 @@ def test_a_callback_a_sink_and_a_part_of_the_checkpoint_are_one_line_each(
 
     def with_one_more(*given: Any) -> callbacks.RunCallbacks:
         found = callbacks.callbacks_of(*given)
-        return replace(found, every=(*found.every, seen))
+        return replace(found, ordered=(*found.ordered, seen))
 
     monkeypatch.setattr(run, "callbacks_of", with_one_more)
     config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 2})

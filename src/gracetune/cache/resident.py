@@ -173,7 +173,7 @@ def load_resident(
     if ranks.rank > 0:
         return _join(job, ranks)
     offer = Offer(ranks, _offer_name(name))  # first, because the other ranks wait for an answer even if loading fails
-    with offer.refusing():
+    with offer.rejecting_on_error():
         store = job.load()
     _publish(store, offer)
     return store

@@ -125,7 +125,7 @@ def temporary_folder(folder: Path) -> Iterator[None]:
 
 
 def superfluous(steps: Iterable[int], keep_last: int, keep_every: int | None) -> tuple[int, ...]:
-    """The steps whose checkpoints should not be kept. Pure."""
+    """The steps whose checkpoints are not kept: all but the last `keep_last` and multiples of `keep_every`. Pure."""
     ordered = sorted(set(steps))
     kept = set(ordered[-keep_last:])
     if keep_every is not None:
@@ -147,7 +147,8 @@ def remove_superfluous(
 ) -> CheckpointRemoval:  # fmt: skip
     """Delete checkpoints of this run according to the retention rules. Failures to delete are reported as notes.
 
-    Deleted steps stay in the journal as `retiring` until their weights are deleted too.
+    `protected` steps are kept in any case. Deleted steps stay in the journal as `retiring` until their weights are
+    deleted too.
     """
     ours: dict[int, tuple[Path, CheckpointManifest]] = {}
     for one in checkpoints(folder):
@@ -212,6 +213,7 @@ def _free_name(folder: Path, name: str) -> Path:
 
 Work = Literal["saving", "retiring", "sampling", "finishing"]
 _LONGEST = 1 << 16
+"""Bytes of the lock file that are read."""
 
 
 class Journal:

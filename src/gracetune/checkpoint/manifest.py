@@ -9,7 +9,7 @@ A folder `checkpoint-<step>` of plain files:
 
 The keys of `manifest.json`: `format` ("gracetune-checkpoint"), `version` (1), `step` (optimizer steps done), `created`
 (ISO 8601, UTC), `world_size`, `identity` (names and values that identify the run), `config_digest`, `data` (fingerprint
-of the data), `versions` (of libraries), `parts` and `per_rank_parts` (names of the state parts), `files` (name ->
+of the data), `versions` (of libraries), `pieces` and `per_rank_pieces` (names of the state parts), `files` (name ->
 `size` and `checksum`, an xxh3-128), and `checksum`: the xxh3-128 of all other keys as JSON with sorted keys and without
 spaces.
 
@@ -148,7 +148,7 @@ def identity_differences(before: Mapping[str, str], now: Mapping[str, str]) -> t
     names = [*before, *(name for name in now if name not in before)]
     if has_unknown_parts(before, now):
         names = [name for name in names if not name.startswith(PART)]
-    return tuple(line for name in names for line in _difference(name, before.get(name), now.get(name)))
+    return tuple(line for name in names for line in _identity_difference(name, before.get(name), now.get(name)))
 
 
 def has_unknown_parts(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
@@ -156,7 +156,7 @@ def has_unknown_parts(before: Mapping[str, str], now: Mapping[str, str]) -> bool
     return any(name.startswith(PART) for name in now) and not any(name.startswith(PART) for name in before)
 
 
-def _difference(name: str, before: str | None, now: str | None) -> Iterator[str]:
+def _identity_difference(name: str, before: str | None, now: str | None) -> Iterator[str]:
     if before == now:
         return
     old, new = _object(before), _object(now)
@@ -169,6 +169,7 @@ def _difference(name: str, before: str | None, now: str | None) -> Iterator[str]
 
 
 def _object(text: str | None) -> dict[str, Any] | None:
+    """The JSON object in a text; None for any other text."""
     try:
         found = json.loads(text or "")
     except ValueError:

@@ -68,7 +68,7 @@ class Checkpoint:
     ) -> tuple[str, ...]:
         """Load the state of all parts. Returns notes for the user.
 
-        Raises MissingPieceError before anything is loaded. If the number of processes has grown, per-rank parts of new
+        Raises MissingStateError before anything is loaded. If the number of processes has grown, per-rank parts of new
         ranks keep their initial state.
         """
         shared, own = self.manifest.parts, self.manifest.per_rank_parts

@@ -45,7 +45,7 @@ class CheckpointPart(Protocol):
 
     def save(self) -> SavedState:
         """Return the state. All ranks call this in the same order, so it may gather sharded state. Only the result of
-        rank 0 is written.
+        rank 0 is written, except for a per-rank part.
 
         The tensors need not be copies, because the store copies them before the run continues.
         """
@@ -202,7 +202,7 @@ class RandomState:
             raise _rejected(f"Python's generator of version {theirs}", f"version {ours}")
         random.setstate((theirs, tuple(tensors["python"].tolist()), _number(json["python"]["gauss"])))
         legacy = json["numpy"]
-        np.random.set_state(  # the global one: libraries draw from it
+        np.random.set_state(  # the global one, which libraries use
             {
                 "bit_generator": legacy["generator"],
                 "state": {"key": tensors["numpy"].numpy().astype(np.uint32), "pos": legacy["position"]},

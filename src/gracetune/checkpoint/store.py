@@ -66,6 +66,7 @@ class WrittenCheckpoint:
     step: int
     path: Path
     size: int
+    """Bytes of all its files."""
     snapshot_ms: float
     """How long the run was blocked for copying."""
     write_ms: float
@@ -84,6 +85,7 @@ class _Job:
     shared: Mapping[str, StateSnapshot]
     per_rank: Mapping[str, Sequence[bytes]]
     needed: int
+    """Bytes on the disk, an upper bound."""
     snapshot_ms: float
 
     def files(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
@@ -259,7 +261,8 @@ class CheckpointStore:
     ) -> Path:
         """Copy the state of all parts and write it in the background. Call it on all ranks, between optimizer steps.
 
-        Waits for the previous write. Returns the path of the checkpoint. Use `finished` or `wait` for its completion.
+        Waits for the previous write. A step that is on the disk already is not written again. Returns the path of the
+        checkpoint. Use `finished` or `wait` for its completion.
         """
         check_names([part.name for part in (*parts, *per_rank)])
         # Saving and gathering are collective, so they come before anything that can fail on rank 0 only.
@@ -368,6 +371,7 @@ class CheckpointStore:
         return WrittenCheckpoint(job.step, target, size, job.snapshot_ms, write_ms, removal.removed, removal.notes)
 
     def _write_folder(self, job: _Job, target: Path) -> int:
+        """Write the checkpoint's folder and return the size of its files."""
         with new_folder(target, files_synced=True) as temporary:
             facts: dict[str, Fact] = {name: write_checksummed(temporary / name, parts) for name, parts in job.files()}
             manifest = CheckpointManifest(
@@ -430,5 +434,6 @@ def _packed(name: str, saved: SavedState) -> bytes:
 
 
 def _unpacked(packed: bytes) -> tuple[memoryview, memoryview]:
+    """The JSON, and the safetensors file, which is empty without tensors."""
     view, length = memoryview(packed)[8:], int.from_bytes(packed[:8], "little")
     return view[:length], view[length:]

@@ -100,6 +100,7 @@ class Beta:
 
 
 Distribution = Uniform | LogitNormal | Beta
+"""`quantile` gives the level below which a share of all samples lies; `share_below` is its inverse."""
 
 
 def _open_interval(share: float) -> float:
@@ -177,15 +178,15 @@ class LevelSampler:
         the noise range of the trained expert."""
         sampler = cls(
             _distribution(objective),
-            objective.timestep_bias,
-            _shift(objective, schedule, shift, rule),
-            _narrowed(objective, noise_range),
-            len(schedule.alphas_cumprod) if isinstance(schedule, Ddpm) else None,
-            1.0 if objective.timesteps == "one_step" else None,
-            objective.timestep_bias_over == "noise_range",
-            objective.shift_terminal,
-            objective.stratified,
-            noise_range,
+            bias=objective.timestep_bias,
+            shift=_shift(objective, schedule, shift, rule),
+            noise_range=_narrowed(objective, noise_range),
+            steps=len(schedule.alphas_cumprod) if isinstance(schedule, Ddpm) else None,
+            always=1.0 if objective.timesteps == "one_step" else None,
+            biased_range=objective.timestep_bias_over == "noise_range",
+            terminal=objective.shift_terminal,
+            stratified=objective.stratified,
+            span=noise_range,
         )
         sampler._check()
         return sampler

@@ -116,7 +116,7 @@ class Weighting:
         )
         kinds += ["debiased"] if objective.debiased else []
         reason = f"{' and '.join(kinds)}, for {schedule.prediction}" if kinds else "1 at every noise level"
-        return cls(reason, warning, gamma, objective.soft_min_snr, objective.debiased)
+        return cls(reason, warning, gamma=gamma, soft=objective.soft_min_snr, debiased=objective.debiased)
 
     def weights(self, schedule: NoiseSchedule, level: Tensor) -> Tensor:
         """The weights of samples at these levels, [B] in float32, on the level's device."""

@@ -24,7 +24,9 @@ DEFAULT_SCALE = 1.5
 CAREFUL_CAP = 4 * GIB
 """The limit for managed memory on a machine without a coherent link, unless the user forces more."""
 GRANULE = 2 * MIB
+"""Sizes are multiples of this."""
 CHUNK = GIB
+"""Bytes that are filled between two readings of main memory."""
 PATTERN = 0x5A
 
 Status = Literal["success", "reduced", "failed", "skipped"]
@@ -35,6 +37,7 @@ class AllocationPlan:
     """The size of the test, and why. If `size` is 0, the test does not run."""
 
     scale: float
+    """Requested size as a multiple of the GPU's memory."""
     requested: int
     size: int
     reason: str
@@ -112,7 +115,7 @@ def plan_allocation(machine: Machine, scale: float, *, force: bool) -> Allocatio
     if size <= 0:
         return AllocationPlan(scale, requested, 0, f"no memory available: {why}")
     if requested <= cap:
-        return AllocationPlan(scale, size, size, "as requested")
+        return AllocationPlan(scale, requested=size, size=size, reason="as requested")
     return AllocationPlan(scale, requested, size, why)
 
 

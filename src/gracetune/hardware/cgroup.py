@@ -39,12 +39,13 @@ class _FileNames:
     limit: str
     current: str
     reclaimable: str
+    """An entry of `memory.stat`. The others are names of files."""
     throttle: str | None
 
 
 _NAMES: dict[int, _FileNames] = {
-    1: _FileNames("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", None),
-    2: _FileNames("memory.max", "memory.current", "inactive_file", "memory.high"),
+    1: _FileNames("memory.limit_in_bytes", "memory.usage_in_bytes", reclaimable="total_inactive_file", throttle=None),
+    2: _FileNames("memory.max", "memory.current", reclaimable="inactive_file", throttle="memory.high"),
 }
 
 

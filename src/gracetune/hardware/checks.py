@@ -51,6 +51,7 @@ class Examination:
     """None if the environment was not read, for example for a recording of another machine."""
     require_gpu: bool = False
     minimums: Mapping[str, str] = field(default_factory=dict)
+    """Minimum versions by library; empty if gracetune is not installed."""
     visible_devices: str | None = None
     """The value of `CUDA_VISIBLE_DEVICES` if it is set."""
 

@@ -214,6 +214,7 @@ def _total_memory(library: CudaLibrary, device: ctypes.c_int) -> int | None:
 
 
 def _free_memory(library: CudaLibrary, device: int) -> tuple[int | None, str | None]:
+    """The free bytes, or why the GPU could not be opened."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     try:
         with library.context(device):

@@ -1,4 +1,5 @@
-"""The description of a machine as frozen data. `None` always means unknown; no value is guessed.
+"""The description of a machine as frozen data. `None` means unknown unless a field says otherwise; no
+value is guessed. Sizes are in bytes.
 
 A Machine survives a round trip through JSON: the doctor's JSON contains it under the key "machine", and
 `gracetune estimate --machine` reads it. Serial numbers and GPU UUIDs are left out deliberately: they are not needed,
@@ -81,7 +82,10 @@ class Host(FrozenFacts):
 
     @property
     def headroom(self) -> int | None:
-        """Main memory that this process can still allocate: MemAvailable without GPU memory, limited by the cgroup."""
+        """Main memory that this process can still allocate: MemAvailable without GPU memory, limited by the cgroup.
+
+        If one of the two is unknown, the other one counts; None if both are.
+        """
         known = [self.cpu_mem_available, self.cgroup.available if self.cgroup else None]
         return min((value for value in known if value is not None), default=None)
 
@@ -173,7 +177,7 @@ class Profile(FrozenFacts):
 
 
 class Machine(FrozenFacts):
-    """The complete description of a machine. The rest of gracetune uses only this."""
+    """The complete description of a machine, the input of plans and checks."""
 
     format: Literal[1] = 1
     profile: Profile

@@ -166,6 +166,7 @@ def _without_gpu_memory(host: Host, gpus: tuple[Gpu, ...]) -> Host:
 
 
 def _is_gpu_memory(node: NumaNode, gpus: tuple[Gpu, ...]) -> bool | None:
+    """Whether a NUMA node is a GPU's memory; None if unknown."""
     if any(node.id == gpu.numa_node for gpu in gpus):
         return True
     if node.cpu_count > 0 or not node.memory_total:

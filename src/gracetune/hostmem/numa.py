@@ -1,8 +1,8 @@
 """NUMA binding: keeps staged pages in the CPU's own memory.
 
 On a superchip in NUMA mode, GPU memory is an ordinary NUMA node. The kernel allocates from it once the CPU's memory is
-full, so a staged dataset would take the memory the model needs. Binding an arena to the CPU's nodes makes the kernel
-reclaim page cache instead.
+full, so a staged dataset would take the memory the model needs. Binding staged memory to the CPU's nodes makes the
+kernel reclaim page cache instead.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def bind(descriptor: int, length: int, choice: NodeChoice) -> Hint:
     if failed:
         remedy = _REMEDIES.get(failed, "the kernel chooses the nodes")
         return not_applied(f"not bound to {choice.reason}: {os.strerror(failed)} ({remedy})")
-    return Hint(True, length, f"bound to {choice.reason}")
+    return Hint(applied=True, bytes=length, reason=f"bound to {choice.reason}")
 
 
 def _mbind(number: int, mapping: mmap.mmap, nodes: tuple[int, ...]) -> int:

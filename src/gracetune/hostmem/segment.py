@@ -55,6 +55,7 @@ ALIGNMENT: Final = 64
 """Of file contents: one cache line."""
 RECORD: Final = struct.Struct("<QIHHQQQq16s")
 UNREADABLE: Final = 65534
+"""Codec number of a file that could not be read."""
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 _PUNCH_HOLE_KEEP_SIZE: Final = 0x02 | 0x01
@@ -69,9 +70,12 @@ class SegmentEntry:
     codec: int
     offset: int
     stored: int
+    """Bytes in the segment."""
     size: int
+    """Bytes of the file."""
     modified_ns: int
     digest: bytes
+    """xxh3-128 of the file's content."""
 
     @property
     def unreadable(self) -> bool:
@@ -85,7 +89,7 @@ def checksum(header: bytes | memoryview, index: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
-class ArenaWriter:
+class SegmentWriter:
     """A segment while it is being filled. Several threads may reserve space and write at the same time.
 
     Files are written with `pwrite`, not through a mapping. This avoids a page fault and the zeroing of every page, and
@@ -182,7 +186,7 @@ class ArenaWriter:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> ArenaWriter:
+    def __enter__(self) -> SegmentWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

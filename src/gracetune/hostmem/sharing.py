@@ -95,7 +95,7 @@ class Offer:
         self.close()
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
+    def rejecting_on_error(self) -> Iterator[None]:
         """Send an exception raised inside the `with` block to every other rank, and raise it again."""
         try:
             yield

@@ -109,7 +109,7 @@ def _columns_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _update(source, by_row, by_col, matrix, rows, columns, i):
+def _normalized(source, by_row, by_col, matrix, rows, columns, i):
     """The gradient, normalized by its row and column, before clipping."""
     inside = i < rows * columns
     g = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
@@ -136,7 +136,7 @@ def _squares_kernel(
     matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
     i = block * flat + tl.arange(0, flat)
-    u = _update(source, by_row, by_col, matrix, rows, columns, i)
+    u = _normalized(source, by_row, by_col, matrix, rows, columns, i)
     tl.store(partial + matrix.to(tl.int64) * blocks + block, tl.sum(u * u, axis=0))
 
 
@@ -155,7 +155,7 @@ def _move_kernel(
     i = block * flat + tl.arange(0, flat)
     inside = i < rows * columns
     source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
-    u = _update(source, by_row, by_col, matrix, rows, columns, i)
+    u = _normalized(source, by_row, by_col, matrix, rows, columns, i)
     positive = (u > 0).to(tl.int32)
 
     state = _slot(slots, matrix, lead).to(tl.int64) * rows * columns + i

@@ -17,9 +17,9 @@ from torch.utils.flop_counter import register_flop_formula
 from gracetune.kernels import HAS_TRITON
 
 _THIN: Final = 64
-"""The largest inner dimension for which `thin` is used."""
+"""The largest inner dimension for which `low_rank.thin` is used."""
 _TO_RANK: Final = 16
-"""The most columns for which `to_rank` is used: at 48 the matrix library is faster."""
+"""The most columns for which `low_rank.to_rank` is used: at 48 the matrix library is faster."""
 _LIBRARY = torch.library.Library("gracetune", "FRAGMENT")
 _LIBRARY.define("products(Tensor a, Tensor b, Tensor? bias, Tensor[] lefts, Tensor[] rights) -> Tensor")
 _LIBRARY.define("mixed_and_product(Tensor small, Tensor rows, Tensor? bias, Tensor c, Tensor d) -> Tensor")
@@ -42,12 +42,12 @@ def _thin(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_thin(a: Tensor) -> bool:
-    """Whether `thin` should compute products with `a`."""
+    """Whether `low_rank.thin` should compute products with `a`."""
     return a.device.type == "cuda" and HAS_TRITON and a.shape[1] <= _THIN
 
 
 def goes_to_rank(rows: Tensor, factor: Tensor) -> bool:
-    """Whether `to_rank` should compute this product."""
+    """Whether `low_rank.to_rank` should compute this product."""
     return rows.device.type == "cuda" and HAS_TRITON and factor.shape[1] <= _TO_RANK
 
 

@@ -27,18 +27,21 @@ if TYPE_CHECKING:
 SMALL_SEGMENT: Final = 2 * MIB
 """The block size that PyTorch allocates for requests of up to 1 MiB."""
 SMALL_REQUEST: Final = 1 * MIB
+"""The largest request that such a block serves."""
 LARGE_UNIT: Final = 2 * MIB
+"""The sizes of large blocks are multiples of this."""
 SMALLEST_LARGE: Final = 20 * MIB
 """The smallest block that PyTorch allocates for larger requests. Smaller blocks cannot be reserved."""
 _SMALL_SHARE: Final = 1 / 32
 _MOST_SMALL: Final = 256 * MIB
+"""Small requests get this share of the arena, and at most this many bytes."""
 SLOT: Final = 0
 """The native allocator slot of the arena."""
 
 
 @dataclass(frozen=True)
 class ArenaShape:
-    """The blocks to reserve on one stream."""
+    """The blocks to reserve on one stream, in bytes and as a number of `SMALL_SEGMENT`s."""
 
     large_blocks: tuple[int, ...]
     small_segments: int

@@ -58,7 +58,7 @@ class ArenaRoom:
         return replace(cls.of(machine, device), reserve=host_reserve(machine) * 5 // 4, sharers=sharers)
 
     @property
-    def careful(self) -> str | None:
+    def cap_reason(self) -> str | None:
         """Why the small cap on managed memory applies to this machine; None if it does not."""
         if self.one_pool:
             return "CPU and GPU share one pool, so there is no memory beyond the GPU's"
@@ -130,10 +130,10 @@ def _clamps(room: ArenaRoom, other_managed: int, *, force: bool) -> list[tuple[C
         left = max(0, (room.cgroup_available - room.reserve) // room.sharers - other_managed)
         text = f"the control group leaves {format_bytes(room.cgroup_available)}, less {kept}"
         found.append(("cgroup", left, text))
-    if room.careful is not None and not force:
+    if room.cap_reason is not None and not force:
         left = max(0, CAREFUL_CAP - other_managed)
         text = (
-            f"{room.careful}: all managed memory stays under {format_bytes(CAREFUL_CAP)} "
+            f"{room.cap_reason}: all managed memory stays under {format_bytes(CAREFUL_CAP)} "
             f"({format_bytes(other_managed)} is for {OTHERS}); --force-oversubscription lifts that"
         )
         found.append(("managed cap", left, text))

@@ -6,9 +6,13 @@ boundaries, carries out the decisions, and stops the run with MemoryPressure bef
 
     1 -> 2  The arena is in use, or less than the floor is available on the device. Immediate, with light reclamation.
     2 -> 1  The arena is idle and more than floor + band is available, for three consecutive samples.
+    in 1    A shortage of main memory alone has no effect; the watchdog stops the run at `host_floor`.
     in 2    Main memory is below its reserve, or the arena reached a new maximum of this stage: hard reclamation.
             Buffers are demoted only into main memory above its reserve: none while it is short.
             If main memory is still below its reserve after that: MemoryPressure.
+
+A light reclamation frees torch's cached GPU memory and demotes cold managed buffers. A hard one also waits for the GPU,
+frees cached host memory, and demotes recently used buffers too.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ class PressureLimits:
     """The levels at which pressure begins and ends, and the reserve of main memory."""
 
     threshold: float
+    """The floor as a fraction of the GPU's memory."""
     min_bytes: int
+    """The floor is at least this."""
     host_reserve: int
     band: float = 0.05
     """Fraction of the total. Between floor and floor + band the stage does not change."""
@@ -167,6 +173,7 @@ def _in_stage_2(state: GovernorState, reading: MemoryReading, limits: PressureLi
 
 
 def _pressure(reading: MemoryReading, limits: PressureLimits) -> str | None:
+    """Why GPU memory is under pressure; None if it is not."""
     if reading.arena_active:
         return f"the overflow arena holds {format_bytes(reading.arena_active)}"
     device = reading.device
@@ -182,6 +189,7 @@ def _is_calm(reading: MemoryReading, limits: PressureLimits) -> bool:
 
 
 def _shortage(reading: MemoryReading, limits: PressureLimits) -> str | None:
+    """Why main memory is short; None if it is not."""
     headroom = reading.host_headroom
     if headroom is None or headroom >= limits.host_reserve:
         return None
@@ -189,6 +197,7 @@ def _shortage(reading: MemoryReading, limits: PressureLimits) -> str | None:
 
 
 def _growth(state: GovernorState, reading: MemoryReading) -> str | None:
+    """A new maximum of the arena's use, in words; None if there is none."""
     if reading.arena_active is None or reading.arena_active <= state.arena_high:
         return None
     return f"the arena grew from {format_bytes(state.arena_high)} to {format_bytes(reading.arena_active)}"
@@ -222,12 +231,11 @@ class Reclaimer(Protocol):
         """Free torch's cached pinned blocks and the C library's free pages."""
         ...
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> int | None:
+    def demote_cold(self, *, at_most: int, include_recent: bool) -> int | None:
         """Migrate up to `at_most` bytes of cold managed buffers to main memory.
 
-        With `everything`, recently used buffers are candidates too; the limit is the same.
-
-        Returns the bytes migrated; None if unknown.
+        With `include_recent`, recently used buffers are candidates too; the limit is the same. Returns the bytes
+        migrated; None if unknown.
         """
         ...
 
@@ -280,7 +288,10 @@ class Governor:
         self.counters = Counters()
 
     def sample(self) -> Decision:
-        """Sample and act; call this once per step boundary. Raises MemoryPressure if nothing is left to release."""
+        """Sample and act; call this once per step boundary.
+
+        Raises MemoryPressure if main memory is below its reserve even after a hard reclamation.
+        """
         reading = self._sensors.read()
         self._check_limits_once(reading)
         before, peak = self.state, self.counters.arena_peak
@@ -325,7 +336,7 @@ class Governor:
         released = self._reclaimer.release_device_cache()
         if hard:
             self._reclaimer.release_host_caches()
-        demoted = self._reclaimer.demote_cold(at_most=budget, everything=hard)
+        demoted = self._reclaimer.demote_cold(at_most=budget, include_recent=hard)
         return Reclamation(action, released, demoted, 1000 * (time.perf_counter() - began), reason)
 
     def _raise_if_still_short(self, reading: MemoryReading) -> None:

@@ -311,7 +311,7 @@ def next_depth(depth: int, *, waited_ms: float, step_ms: float, memory_tight: bo
 
 @dataclass
 class LookAheadStats:
-    """Counters of a look-ahead."""
+    """Totals of a look-ahead. Times are the GPU's, of the steps that it has finished."""
 
     batches: int = 0
     prefetched_bytes: int = 0
@@ -333,7 +333,9 @@ class LookAhead:
         stats: LookAheadStats | None = None,
         on_change: OnDepth | None = None,
     ) -> None:
-        """`on_change` is called with the old and new depth at every change, without synchronizing the GPU."""
+        """`depth` is the number of transfers kept in progress. If it is 0, it never changes, and a transfer begins when
+        its batch is requested. `on_change` is called with the old and new depth at every change, without synchronizing
+        the GPU."""
         if not 0 <= depth <= most:
             raise ValueError(f"depth must be between 0 and {most}, not {depth}")
         self.depth = Depth(depth, "as configured")
@@ -344,9 +346,11 @@ class LookAhead:
         self._most = most
         self._tight = memory_tight
         self._under_way: deque[BatchInFlight] = deque()
+        """Batches in transfer, the next one first."""
         self._failure: Exception | None = None
         self._in_use: BatchInFlight | None = None
         self._arrivals: deque[Arrival] = deque()
+        """Of the batches whose steps are not evaluated yet."""
 
     def __iter__(self) -> Iterator[Tensors]:
         return self

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Home = Literal["host", "device"]
 SLAB_BYTES: Final = 64 * MIB
 COLD_AFTER_SECONDS: Final = 30.0
+"""A buffer that was not used for longer is cold."""
 ALIGNMENT: Final = 512
 """The alignment that torch's allocator guarantees and vectorized kernels rely on."""
 
@@ -60,7 +61,9 @@ class _Use:
     """How a block has been used."""
 
     by_gpu: bool = False
+    """The GPU may have used it, so it is freed only after waiting for the GPU."""
     sent_to_device: bool = False
+    """It was prefetched to the GPU and has not been demoted since."""
     last_touched: float = field(default_factory=time.monotonic)
     views: weakref.WeakSet[_CudaBytes] = field(default_factory=weakref.WeakSet)
 
@@ -103,6 +106,7 @@ class ManagedHeap:
     hints: HintCounters = field(default_factory=HintCounters)
     _slabs: list[_Slab] = field(default_factory=list)
     _returned: deque[tuple[_Slab, ManagedSpan, _Use]] = field(default_factory=deque)
+    """Blocks that finalizers have queued to be freed."""
     _live: weakref.WeakSet[_Block] = field(default_factory=weakref.WeakSet)
     # Deliberately not re-entrant. A finalizer may run in the middle of a heap operation on the same thread; it must
     # find the lock taken and leave its work to that operation.
@@ -127,21 +131,21 @@ class ManagedHeap:
 
     @property
     def held_bytes(self) -> int:
-        """Managed bytes allocated from the driver, including unused parts of slabs."""
+        """Managed bytes allocated from the driver, including unused parts of slabs. Frees queued blocks first."""
         with self._working():
             return sum(slab.span.bytes for slab in self._slabs)
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> int:
-        """Migrate buffers that were not used recently from the GPU to host memory, the least recently used first.
+    def demote_cold(self, *, at_most: int, include_recent: bool) -> int:
+        """Migrate up to `at_most` bytes of buffers from the GPU to host memory, the least recently used first.
 
-        `everything` includes buffers in use; they stay correct but become slower. The migrations are enqueued on the
-        default stream. Returns the bytes migrated.
+        Candidates are buffers that were not used recently; with `include_recent` all are, even those in use, which stay
+        correct but become slower. The migrations are enqueued on the default stream. Returns the bytes migrated.
         """
-        oldest = math.inf if everything else time.monotonic() - COLD_AFTER_SECONDS
+        oldest = math.inf if include_recent else time.monotonic() - COLD_AFTER_SECONDS
         sent = 0
         with self._working():
             on_device = [block for block in self._live if block.use.sent_to_device]
-            cold = on_device if everything else [block for block in on_device if block.use.is_cold(oldest)]
+            cold = on_device if include_recent else [block for block in on_device if block.use.is_cold(oldest)]
             for block in sorted(cold, key=lambda block: block.use.last_touched):
                 if sent + block.span.bytes <= at_most:
                     self.uvm.prefetch(block.span, HOST, stream=0)
@@ -307,7 +311,7 @@ class ManagedBuffer:
             return not_applied(f"the driver rejected it: {str(error).splitlines()[0]}")
         counters.bytes += block.span.bytes
         self.home = home
-        return Hint(True, block.span.bytes, f"prefers the {home}")
+        return Hint(applied=True, bytes=block.span.bytes, reason=f"prefers the {home}")
 
     def prefetch(self, target: Home, stream: int) -> Hint:
         """Enqueue the migration on a CUDA stream."""
@@ -315,7 +319,7 @@ class ManagedBuffer:
         block.use.touch()
         block.use.sent_to_device = target == "device"
         self._heap.uvm.prefetch(block.span, HOST if target == "host" else self.device, stream)
-        return Hint(True, block.span.bytes, f"moving to the {target}")
+        return Hint(applied=True, bytes=block.span.bytes, reason=f"moving to the {target}")
 
     def state(self) -> RangeState:
         """The hints that the driver has for these bytes."""

@@ -23,7 +23,7 @@ class Hints:
     on: bool
     reason: str
     requested: bool = False
-    """`memory.enable_uvm_hints` is true: use managed memory even if a measurement speaks against it."""
+    """`memory.enable_uvm_hints` is true: use managed memory even if it was measured to be slower."""
 
 
 FOLLOW_CACHES: Final = Hints(True, "a cache type is unified_memory")
@@ -51,6 +51,7 @@ class MemoryPlacement:
 _HOT = MemoryPlacement("device", False, "used in every step")
 _ONE_POOL = MemoryPlacement("device", False, "one pool: there is nowhere else to move it")
 
+# Columns: kind of memory, whether data is moved before use, reason.
 _TABLE: dict[tuple[Role, ProfileName], MemoryPlacement] = {
     ("cold_weights", "superchip"): MemoryPlacement(
         "managed_host", True, "idle most of the time; prefetched over the coherent link"
@@ -133,8 +134,8 @@ def rehome(
 ) -> Rehoming | None:
     """Decide whether a managed cache should move; None if it should stay. Pure.
 
-    `room`: GPU bytes that can be allocated without coming close to memory pressure. A cache that had to move back
-    because memory was tight stays in host memory, so it cannot oscillate.
+    `home`: its preferred location now. `room`: GPU bytes that can be allocated without coming close to memory pressure.
+    A cache that had to move back because memory was tight stays in host memory, so it cannot oscillate.
     """
     if home == "device":
         return Rehoming("host", "memory is tight") if memory_tight else None

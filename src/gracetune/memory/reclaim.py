@@ -18,10 +18,10 @@ _MANY = 100_000
 class Demoter(Protocol):
     """The owner of the managed buffers."""
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> int | None:
+    def demote_cold(self, *, at_most: int, include_recent: bool) -> int | None:
         """Migrate up to `at_most` bytes of cold managed buffers to main memory.
 
-        `everything` includes recently used buffers. Returns the bytes migrated; None if unknown.
+        With `include_recent`, recently used buffers are candidates too. Returns the bytes migrated; None if unknown.
         """
         ...
 
@@ -55,8 +55,8 @@ class TorchReclaimer:
             torch.accelerator.empty_host_cache()
         trim_heap()
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> int | None:
-        return self._demoter.demote_cold(at_most=at_most, everything=everything) if at_most > 0 else 0
+    def demote_cold(self, *, at_most: int, include_recent: bool) -> int | None:
+        return self._demoter.demote_cold(at_most=at_most, include_recent=include_recent) if at_most > 0 else 0
 
 
 def trim_heap() -> None:

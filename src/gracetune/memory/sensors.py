@@ -89,7 +89,7 @@ class TorchCuda:
 
 @dataclass(frozen=True)
 class DeviceReading:
-    """The GPU memory still available to torch, and the total it may use."""
+    """Bytes of GPU memory still available to torch, and the total it may use."""
 
     available: int
     total: int
@@ -166,6 +166,7 @@ class DeviceSensor:
         return {key: max(value, kept[key]) if key in kept else value for key, value in stats.items()}
 
     def _info(self, host: HostReading) -> tuple[int | None, int]:
+        """Free and total bytes of GPU memory."""
         free, total = self._cuda.info()
         # With one pool, the driver reports MemFree, which excludes the page cache although it can be reclaimed.
         return (host.mem_available if self._one_pool else free), total

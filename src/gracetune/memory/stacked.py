@@ -26,11 +26,11 @@ class Constant:
 class Stacked:
     """`parts` stacked along a new first dimension; shorter ones are padded with `fill`.
 
-    The pieces may be in pinned host memory or be CUDA views of managed memory. They are never written.
+    The parts may be in pinned host memory or be CUDA views of managed memory. They are never written.
     """
 
     shape: tuple[int, ...]
-    """[samples, ...]. No dimension of a piece exceeds the corresponding one after the first."""
+    """[samples, ...]. No dimension of a part exceeds the corresponding one after the first."""
     dtype: torch.dtype
     parts: tuple[torch.Tensor | Constant, ...]
     fill: float = 0.0
@@ -42,14 +42,14 @@ class Stacked:
     def write(self, target: torch.Tensor, copy_bytes: CopyBytes | None = None) -> torch.Tensor:
         """Assemble into `target`, a contiguous tensor of this shape and dtype, on the current stream.
 
-        On a GPU, `copy_bytes` is faster than one torch call per piece. It is used for pieces that the GPU can read
+        On a GPU, `copy_bytes` is faster than one torch call per part. It is used for parts that the GPU can read
         directly. Copies run on the copy engines, while a gather kernel would take GPU cores from the step.
         """
         import torch
 
         on_cpu = target.device.type == "cpu"
-        if on_cpu and (whole := self._whole()):
-            return torch.stack(whole, out=target)  # one call is faster than one per piece
+        if on_cpu and (whole := self._unpadded()):
+            return torch.stack(whole, out=target)  # one call is faster than one per part
         if not on_cpu and all(isinstance(part, Constant) for part in self.parts):
             return target.copy_(self.build().pin_memory(), non_blocking=True)  # one copy instead of many small kernels
         sample_shape = self.shape[1:]
@@ -57,7 +57,7 @@ class Stacked:
             target.fill_(self.fill)
         start, sample_bytes = target.data_ptr(), math.prod(sample_shape) * self.dtype.itemsize
         targets, sources, sizes = [], [], []
-        # Address range of the last storage that the GPU can read. The pieces of one slab share a storage, and asking
+        # Address range of the last storage that the GPU can read. The parts of one slab share a storage, and asking
         # `is_pinned` for each of them would be slow.
         readable = range(0)
         for number, part in enumerate(self.parts):
@@ -80,19 +80,19 @@ class Stacked:
             copy_bytes(targets, sources, sizes)
         return target
 
-    def _whole(self) -> list[torch.Tensor]:
-        """The pieces if all are tensors in main memory without padding, else an empty list."""
+    def _unpadded(self) -> list[torch.Tensor]:
+        """The parts if all are tensors in main memory without padding, else an empty list."""
         sample_shape = self.shape[1:]
         whole = [part for part in self.parts if not isinstance(part, Constant) and part.shape == sample_shape]
         return whole if len(whole) == len(self.parts) and not any(part.is_cuda for part in whole) else []
 
     def _is_one_range(self, part: torch.Tensor, sample_shape: tuple[int, ...]) -> bool:
-        """Whether the piece is one contiguous range of bytes, both at its source and in the target."""
+        """Whether the part is one contiguous range of bytes, both at its source and in the target."""
         fits = part.shape == sample_shape or part.shape[1:] == sample_shape[1:]
         return fits and part.dtype == self.dtype and part.is_contiguous()
 
     def in_place(self, device: torch.device | None = None) -> torch.Tensor | None:
-        """A view of the only piece if that is the complete tensor on this device; None if a copy is needed."""
+        """A view of the only part if that is the complete tensor on this device; None if a copy is needed."""
         if len(self.parts) != 1:
             return None
         (part,) = self.parts
@@ -102,7 +102,7 @@ class Stacked:
         return part.unsqueeze(0) if part.is_contiguous() and part.device.type == wanted else None
 
     def build(self, device: torch.device | None = None) -> torch.Tensor:
-        """Assemble into a new tensor. It shares no memory with the pieces, so a step may write into it."""
+        """Assemble into a new tensor. It shares no memory with the parts, so a step may write into it."""
         import torch
 
         return self.write(torch.empty(self.shape, dtype=self.dtype, device=device))

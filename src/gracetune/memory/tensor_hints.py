@@ -111,7 +111,7 @@ def prefer(uvm: Uvm, tensor: torch.Tensor, home: Home) -> Hint:
         return _rejected(error)
     shared = wanted.bytes - pages.bytes
     part = f" ({format_bytes(shared)} share pages with others)" if shared > 0 else ""
-    return Hint(True, pages.bytes, f"prefers the {home}{part}")
+    return Hint(applied=True, bytes=pages.bytes, reason=f"prefers the {home}{part}")
 
 
 def prefetch(
@@ -127,7 +127,7 @@ def prefetch(
         uvm.prefetch(span, HOST if home == "host" else device, stream_of(device))
     except (DriverError, DriverTooOldError) as error:
         return _rejected(error)
-    return Hint(True, wanted.bytes, f"moving to the {home}")
+    return Hint(applied=True, bytes=wanted.bytes, reason=f"moving to the {home}")
 
 
 def _rejected(error: DriverError | DriverTooOldError) -> Hint:

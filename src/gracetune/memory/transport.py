@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Transport = Literal["in_place", "pinned_copy", "managed_gather"]
 PROBE_BYTES: Final = 64 * MIB
+"""Bytes of each measured transfer."""
 _CHUNK: Final = MIB
 _REPEATS: Final = 5
 
@@ -93,23 +94,21 @@ HIDES_ENOUGH: Final = 0.85
 """Fraction of a transfer that must overlap with the step."""
 
 
-def choose_transport(
-    profile: ProfileName, speeds: LinkSpeeds | None, *, insisted: str | None = None
-) -> TransportChoice:
+def choose_transport(profile: ProfileName, speeds: LinkSpeeds | None, *, request: str | None = None) -> TransportChoice:
     """Choose the transport. Pure: the profile determines what is possible, the measurement what is fast.
 
     Copy engines support pinned copies on every GPU. Gathering from managed slabs avoids pinning. It is chosen on a
     coherent machine if it is nearly as fast and does not occupy the GPU's cores, or if the config requests managed
-    memory explicitly. `insisted` then quotes that setting.
+    memory explicitly. `request` then quotes that setting.
     """
     if profile == "cpu":
         return TransportChoice("in_place", "no GPU: batches are read in place")
     if profile == "integrated":
         return TransportChoice("in_place", "one pool: batches are read in place, nothing is copied to the GPU")
-    if insisted is not None and (speeds is None or speeds.managed is not None):
+    if request is not None and (speeds is None or speeds.managed is not None):
         measured = "" if speeds is None or speeds.managed is None else f": {speeds.managed.gather}"
         measured += "" if speeds is None else f"; pinned copies reach {speeds.pinned_copy}"
-        return TransportChoice("managed_gather", f"{insisted}{measured}", speeds)
+        return TransportChoice("managed_gather", f"{request}{measured}", speeds)
     if speeds is None:
         return TransportChoice("pinned_copy", "hidden behind the step wherever it was measured; not measured here")
     pinned = speeds.pinned_copy
@@ -132,6 +131,7 @@ def mover_for(choice: TransportChoice, device: torch.device) -> Mover:
 class MeasuredTransport:
     speeds: LinkSpeeds
     seconds: float
+    """How long the measurement took."""
 
 
 def measure_link(device: int, heap: ManagedHeap | None, size: int = PROBE_BYTES) -> MeasuredTransport:
@@ -169,15 +169,15 @@ def measure_link(device: int, heap: ManagedHeap | None, size: int = PROBE_BYTES)
         with separate_heap.empty((size,), torch.uint8, "host") as buffer:
             buffer.cpu().fill_(7)
             to_host, to_device = _prefetching(buffer, "host", copy_stream), _prefetching(buffer, "device", copy_stream)
-            gather = _way(size, device, copy_from(buffer.cuda()))
-            prefetch = _way(size, device, to_device, before=to_host)
+            gather = _measured_path(size, device, copy_from(buffer.cuda()))
+            prefetch = _measured_path(size, device, to_device, before=to_host)
             back = _median_ms(device, to_host, to_device)
             to_host()
             heap.quiesce()
             return ManagedSpeeds(gather, prefetch, prefetch_to_host=size / back / 1e6)
 
     speeds = LinkSpeeds(
-        pinned_copy=_way(size, device, copy_from(pinned)),
+        pinned_copy=_measured_path(size, device, copy_from(pinned)),
         pinned_copy_to_host=size / _median_ms(device, lambda: pinned.copy_(target, non_blocking=True)) / 1e6,
         managed=None if heap is None else managed(heap),
     )
@@ -188,7 +188,7 @@ def _prefetching(buffer: ManagedBuffer, home: Home, stream: torch.cuda.Stream) -
     return lambda: buffer.prefetch(home, stream.cuda_stream)
 
 
-def _way(
+def _measured_path(
     size: int, device: int, move: Callable[[], object], before: Callable[[], object] = lambda: None
 ) -> TransportPath:
     """Measure one method. `before` restores the initial location of the bytes; its time is not counted.

@@ -113,7 +113,7 @@ class UnifiedMemory:
         self.sensors = Sensors(host or HostSensor(machine.gpus), self._device, arena or _NoArena())
         self._governor = Governor(self.sensors, TorchReclaimer(device, self.heap), limits)
         self._cuda_device = device
-        self._look_ahead = LookAheadStats()
+        self._look_ahead_stats = LookAheadStats()
         self._moving: torch.cuda.Stream | None = None
 
     @classmethod
@@ -133,13 +133,14 @@ class UnifiedMemory:
         """Open the layer for one GPU.
 
         `managed_elsewhere`: planned bytes of caches and parked weights in managed memory. `allocator_string`: the value
-        of `PYTORCH_CUDA_ALLOC_CONF`, which may forbid splitting large blocks.
+        of `PYTORCH_CUDA_ALLOC_CONF`, which may forbid splitting large blocks. `most_arena_bytes` limits the arena
+        further.
         """
         uvm = load()
         if isinstance(uvm, Unavailable):
             return uvm
         room = ArenaRoom.for_arena(machine, device, sharers=local_ranks)
-        uvm.set_managed_cap(CAREFUL_CAP if room.careful and not force_oversubscription else None)
+        uvm.set_managed_cap(CAREFUL_CAP if room.cap_reason and not force_oversubscription else None)
         size = ArenaSize(0, 0, "none", "no arena: use_uvm is off")
         if options.use_uvm:
             size = arena_size(
@@ -166,7 +167,7 @@ class UnifiedMemory:
         return memory
 
     def step(self) -> Decision:
-        """Sample the memory state and react. Raises MemoryPressure if nothing is left to release."""
+        """Sample the memory state and react (`Governor.sample`). Raises MemoryPressure if main memory stays short."""
         return self._governor.sample()
 
     def on_change(self, report: OnChange) -> None:
@@ -197,7 +198,9 @@ class UnifiedMemory:
 
     def look_ahead(self, batches: Iterable[Parts], mover: Mover, *, depth: int = 2) -> LookAhead:
         """A look-ahead that reports to this layer's statistics and becomes shallower when memory is tight."""
-        return LookAhead(batches, mover, depth=depth, memory_tight=lambda: self.memory_is_tight, stats=self._look_ahead)
+        return LookAhead(
+            batches, mover, depth=depth, memory_tight=lambda: self.memory_is_tight, stats=self._look_ahead_stats
+        )
 
     def uvm_stats(self) -> UvmStats:
         usage = self._arena.usage() if self._arena else ArenaUsage(0, 0)
@@ -213,8 +216,8 @@ class UnifiedMemory:
             refused=self._uvm.total_stats().refused,
             hinted_bytes=self.heap.hints.bytes,
             hints_refused=self.heap.hints.refused,
-            prefetched_bytes=self._look_ahead.prefetched_bytes,
-            prefetch_wait_ms=self._look_ahead.wait_ms,
+            prefetched_bytes=self._look_ahead_stats.prefetched_bytes,
+            prefetch_wait_ms=self._look_ahead_stats.wait_ms,
             migrations=self._migrations(),
         )
 

@@ -19,7 +19,9 @@ from gracetune.memory.transport import LinkSpeeds, measure_link
 from gracetune.units import GIB, MIB, format_bytes
 
 PROBE: Final = 256 * MIB
+"""Bytes of the managed buffer of an experiment."""
 ARENA: Final = 512 * MIB
+"""Bytes of the overflow arena in its experiment."""
 _REPORT = "please report it with the output of `gracetune doctor --json`"
 
 

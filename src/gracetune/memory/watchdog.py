@@ -24,6 +24,7 @@ from gracetune.units import format_bytes
 # Errors of a sensor: an unavailable file system, a failed CUDA call, unparsable text. They are reported, not raised.
 _SENSOR_ERRORS = (OSError, RuntimeError, ValueError)
 _JOIN_SECONDS = 10.0
+"""How long the end of the block waits for the thread."""
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ class Automagic(Optimizer):
         if rates == "upstream" and fused:
             raise ValueError("fused: kernels of our own have exact rates only; leave `fused` out, or `rates`")
         self._stacks: list[tuple[dict[str, Any], UpdateRule, Stack]] = []
+        """(param group, its settings, parameters of one shape)"""
         self._fused, self._rates = fused, rates
         defaults = {
             "lr": lr,
@@ -199,6 +200,7 @@ class Automagic(Optimizer):
                 stack.signs[at].copy_(_own_part(signs[name].to(torch.uint8), "sign", stack, at))
 
     def _members(self) -> Iterator[tuple[str, Stack, int, UpdateRule]]:
+        """Every parameter: its name, its stack, its index in the stack, and the settings of its param group."""
         for _group, rule, stack in self._stacks:
             for at, name in enumerate(stack.names):
                 if not name:
@@ -282,6 +284,7 @@ def _own_part(value: Tensor, entry: str, stack: Stack, at: int) -> Tensor:
 
 
 _LARGEST = 127
+"""The stored value of a tensor's largest rate."""
 
 
 @dataclass(eq=False)

@@ -102,9 +102,9 @@ class Stack:
             list(parameters),
             list(names),
             sharding_of(parameters[0]),
-            torch.full((n, *shape), rule.grid.stored(lr), dtype=rule.grid.dtype, device=device),
-            torch.full((n, *shape), NO_SIGN, dtype=torch.uint8, device=device),
-            moments,
+            rates=torch.full((n, *shape), rule.grid.stored(lr), dtype=rule.grid.dtype, device=device),
+            signs=torch.full((n, *shape), NO_SIGN, dtype=torch.uint8, device=device),
+            moments=moments,
         )
 
     @property

@@ -96,7 +96,7 @@ def ramp_of(training: Training, world_size: int) -> Ramp:
     config = training.ramp
     if not config.enabled:
         full = training.batch_size * world_size * training.gradient_accumulation_steps
-        return Ramp(full, full, 0, training.batch_size, world_size)
+        return Ramp(full, full, ramp_steps=0, micro_batch=training.batch_size, world_size=world_size)
     initial, target = config.initial_effective_batch_size, config.target_effective_batch_size
     if initial is None or target is None or config.batch_rampup_steps is None:
         raise ValueError("a ramp without its three numbers: the config was not validated by config.rules")
@@ -111,7 +111,9 @@ def ramp_of(training: Training, world_size: int) -> Ramp:
                 )
             ]
         )
-    return Ramp(initial, target, config.batch_rampup_steps, training.batch_size, world_size)
+    return Ramp(
+        initial, target, ramp_steps=config.batch_rampup_steps, micro_batch=training.batch_size, world_size=world_size
+    )
 
 
 def _nearest(value: float) -> int:

@@ -50,6 +50,7 @@ class StepMethod:
     compiled: bool
     adapter_path: AdapterPath
     compute_bytes: int = 2
+    """Bytes of an element in the run's precision."""
     full_finetune: bool = False
 
     @property
@@ -73,6 +74,7 @@ class Activations:
     """The part of `kept` that can wait in host memory until the backward pass: inputs of recomputed blocks."""
 
     def total(self, batch: int, *, parked: bool = False) -> int:
+        """For a micro-batch of `batch` samples; with `parked`, without what waits in host memory."""
         return batch * (self.kept + self.working - (self.parkable if parked else 0)) + self.rebuilt
 
 
@@ -116,7 +118,7 @@ def _blocks_by_tokens(
 
 @dataclass(frozen=True)
 class _Cost:
-    """Bytes per sample of one kind of block; `rebuilt` and `gradient` do not grow with the batch."""
+    """Bytes per sample of one block; `count` blocks are equal. `rebuilt` and `gradient` do not grow with the batch."""
 
     count: int
     kept: int
@@ -140,7 +142,7 @@ def _activations_under(policy: RecomputePolicy, costs: list[_Cost], working: int
     rebuilt = sum(cost.count * cost.rebuilt for cost in costs)
     gradient = max(cost.gradient for cost in costs)
     if policy == "off":
-        return Activations(policy, everything, working, rebuilt + gradient)
+        return Activations(policy, kept=everything, working=working, rebuilt=rebuilt + gradient)
     # Interpolate between `half` and `full`. At `half` the measured peaks show no recomputed tensors.
     fraction = 1 - 2 * KEPT_SHARES.get(policy, Fraction(0))
     kept = _between(max(enters, everything // 2), enters, fraction)
@@ -152,7 +154,9 @@ def _activations_under(policy: RecomputePolicy, costs: list[_Cost], working: int
     # Besides the inputs that stay on the GPU, one is being copied out and one is being copied back.
     staying = (UNPARKED_INPUTS + 2) * max(cost.enters for cost in costs)
     parkable = max(0, enters - staying) if policy == "full" else 0
-    return Activations(policy, kept, working + int(fraction * recomputed), rebuilt + gradient, parkable)
+    return Activations(
+        policy, kept=kept, working=working + int(fraction * recomputed), rebuilt=rebuilt + gradient, parkable=parkable
+    )
 
 
 def _between(first: int, last: int, fraction: Fraction) -> int:

@@ -20,6 +20,7 @@ from gracetune.units import MIB
 Modality = Literal["image", "video", "audio"]
 
 ASSUMED_SAMPLES = 1000
+"""For a folder that is not visible on this machine."""
 ASSUMED_FILE_BYTES: dict[Modality, int] = {"image": 2 * MIB, "video": 8 * MIB, "audio": 8 * MIB}
 ASSUMED_ASPECT = 16 / 9
 """Aspect ratio of the widest image, if the config fixes only the shorter side and limits neither."""
@@ -127,6 +128,7 @@ def _audio(dataset: Dataset, latents: AudioLatents) -> LargestSample:
 
 
 def _pixels(dataset: Dataset) -> tuple[float, str | None]:
+    """Pixels of the largest image, and what was assumed."""
     if dataset.resolution_type == "area":
         return dataset.resolution * 1e6, None
     if dataset.resolution_type == "pixel_area":
@@ -144,6 +146,7 @@ def _pixels(dataset: Dataset) -> tuple[float, str | None]:
 
 
 def _frames(dataset: Dataset, latents: PixelLatents) -> tuple[int, str | None]:
+    """Frames of the longest clip, and what was assumed."""
     video = dataset.video
     if dataset.dataset_type != "video" or latents.temporal == 1:
         return 1, None

@@ -45,18 +45,18 @@ class Need:
 
 @dataclass(frozen=True)
 class Denoiser:
-    """The size of one denoiser in each precision. `fp8` stores both layouts; `fp8 one layout` transposes on the fly."""
+    """Bytes of one denoiser by precision. `fp8` stores both layouts; `fp8 one layout` transposes on the fly."""
 
     name: str
     sizes: tuple[tuple[str, int], ...]
     idle_in_training: bool = False
+    """Whether it waits during the planned step: it is untrained, or it is not its turn (the first one's is planned)."""
     trained: bool = False
-    """Full fine-tune: the fp32 master weights."""
+    """Whether all of it is trained (full fine-tune). Its size is then that of the fp32 master weights."""
     sharded: bool = False
-    """The sizes are one process's shard. FSDP2 owns the shard, so it is never parked."""
-
+    """Whether the sizes are one process's shard. FSDP2 owns the shard, so it is never parked."""
     only_sampled: bool = False
-    """An untrained expert, loaded only with the pipeline that generates samples."""
+    """Whether it is an untrained expert, loaded only with the pipeline that generates samples."""
 
     @property
     def parkable(self) -> bool:
@@ -82,7 +82,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class CodecPasses:
-    """VAE workspace, whole and in tiles: to encode each sample of a batch (`encode`, `refresh`), and to decode
+    """Bytes of VAE workspace, whole and in tiles: to encode each sample of a batch (`encode`, `refresh`), and to decode
     one generated sample."""
 
     batch: int

@@ -189,7 +189,10 @@ def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
     sizes = tuple((precision, job.processes.share(size)) for precision, size in whole)
     trained, sharded = job.method.full_finetune, job.processes.sharded
     if len(names) == 1 or experts == "both":
-        return tuple(Denoiser(name, sizes, index > 0, trained, sharded) for index, name in enumerate(names))
+        return tuple(
+            Denoiser(name, sizes, idle_in_training=index > 0, trained=trained, sharded=sharded)
+            for index, name in enumerate(names)
+        )
     chosen = names[0] if experts == "high" else names[1]
     other = names[1] if experts == "high" else names[0]
     # The untrained expert is loaded only to generate samples, and whole in every process.
@@ -199,6 +202,7 @@ def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
 
 
 def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
+    """(precision, bytes of one whole denoiser). The last is the config's precision, unless that is fp8 or int8."""
     footprint, precision = job.footprint, _first_precision(job.config)
     if job.method.full_finetune:
         return (
@@ -267,6 +271,7 @@ def _gathered_needs(job: _Job) -> list[Need]:
         size = frozen_bytes * footprint.parameters + adapters + (GATHERED_BLOCKS - 1) * largest
         why = "every block stays whole until its backward pass (fsdp_reshard_after_forward: false)"
     reduced = REDUCED_BLOCKS * 4 * max(trained)
+    # The last size is that of the config's precision: 8 bits are rejected with sharding.
     loading = _sizes(job)[-1][1] + (0 if full else 4 * job.elements)
     before = (job.trained_denoisers - 1) * job.processes.share(loading)
     return [

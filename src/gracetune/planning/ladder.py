@@ -44,7 +44,7 @@ class Ladder:
         settings, codec = self.demand.settings, self.demand.codec
         policy: RecomputePolicy = "full" if settings.checkpointing == "full" else "off"
         largest = max(load.batch for load in self.demand.workloads)
-        return PlanChoice(policy, settings.precision, largest, codec.batch, codec.tiled)
+        return PlanChoice(policy, settings.precision, batch_cap=largest, encode_batch=codec.batch, tiling=codec.tiled)
 
     def without_edits(self) -> Iterator[PlanChoice]:
         """Choices that need no edit of the config: placement, and whatever the config leaves to `auto`."""

@@ -23,8 +23,11 @@ class PlanChoice:
     policy: RecomputePolicy
     precision: str
     batch_cap: int
+    """Largest micro-batch of any dataset."""
     encode_batch: int
+    """Samples in a pass of the VAE's encoder."""
     tiling: bool
+    """Whether the VAE works in tiles."""
     text_cache_on_device: bool = True
     park_experts: bool = False
     park_encoders: bool = False

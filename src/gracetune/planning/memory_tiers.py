@@ -72,19 +72,20 @@ def tiers_of(machine: Machine, disk_free: int | None = None, *, gpus: int = 1) -
     profile = machine.profile.value
     if profile == "cpu":
         host = _host(machine, "main memory")
-        return Tiers((host, disk), "host", "host", "disk", has_gpu=False, missing=_missing(host))
+        return Tiers((host, disk), compute="host", store="host", parking="disk", has_gpu=False, missing=_missing(host))
     if profile == "integrated":
         pool = _host(machine, "shared memory (CPU and GPU)", "pool")
-        return Tiers((pool, disk), "pool", "pool", "disk", has_gpu=True, missing=_missing(pool))
+        return Tiers((pool, disk), compute="pool", store="pool", parking="disk", has_gpu=True, missing=_missing(pool))
     linked = profile == "superchip"
     host = _host(machine, "CPU memory (coherent link)" if linked else "main memory (pinned)")
     devices = [_device(machine, at) for at in range(max(1, min(gpus, len(machine.gpus))))]
     device = min(devices, key=_known_budget)
     missing = _missing(device, devices.index(device)) + _missing(host)
-    return Tiers((device, host, disk), "device", "host", "host", has_gpu=True, missing=missing)
+    return Tiers((device, host, disk), compute="device", store="host", parking="host", has_gpu=True, missing=missing)
 
 
 def _missing(tier: Tier, gpu: int = 0) -> tuple[str, ...]:
+    """The field of the machine report whose absence leaves the tier's budget unknown."""
     if tier.budget is not None:
         return ()
     return (f"gpus[{gpu}].memory_total" if tier.name == "device" else "host.cpu_mem_available",)
@@ -99,7 +100,7 @@ def _device(machine: Machine, at: int) -> Tier:
     gpu = machine.gpus[at] if machine.gpus else None
     total = gpu.memory_total if gpu else None
     if gpu is None or total is None:
-        return Tier("device", "GPU memory", None, None, "the driver does not say how much there is")
+        return Tier("device", "GPU memory", capacity=None, budget=None, why="the driver does not say how much there is")
     usable, why = total, f"{HEADROOM:.0%} kept free"
     free = gpu.memory_free
     # On a superchip the kernel may use GPU memory for page cache and gives it back. Elsewhere it belongs to others.
@@ -112,7 +113,7 @@ def _device(machine: Machine, at: int) -> Tier:
 def _host(machine: Machine, label: str, name: TierName = "host") -> Tier:
     headroom, capacity = machine.host.headroom, machine.host.memory_limit
     if headroom is None:
-        return Tier(name, label, capacity, None, "it is unknown how much is available")
+        return Tier(name, label, capacity, budget=None, why="it is unknown how much is available")
     reserve = host_reserve(machine)
     budget = max(0, headroom - reserve)
     group = machine.host.cgroup

@@ -56,12 +56,14 @@ class Checkpointing:
 class TierUse:
     tier: Tier
     peak: int
+    """Bytes."""
 
 
 @dataclass(frozen=True)
 class PhaseUse:
     phase: Phase
     used: dict[TierName, int]
+    """Bytes by tier."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Plan:
     lines: tuple[MemoryLine, ...]
     phases: tuple[PhaseUse, ...]
     missing: tuple[str, ...] = ()
+    """Fields that the machine report lacks, without which no verdict is possible."""
     notes: tuple[str, ...] = ()
     managed_bytes: int = 0
     """Managed memory of one process besides its overflow arena."""
@@ -119,8 +122,10 @@ def _shortage(layout: MemoryLayout, tiers: Tiers) -> str:
     words = []
     for name, over in layout.excess(tiers).items():
         tier, peak = tiers[name], layout.peak(name)
-        whole = int(peak / (1 - HEADROOM)) if name == "device" else peak + (tier.capacity or 0) - (tier.budget or 0)
-        words.append(f"{format_bytes(over)} too much for {tier.label}; it would take {format_bytes(whole)}")
+        capacity_needed = (
+            int(peak / (1 - HEADROOM)) if name == "device" else peak + (tier.capacity or 0) - (tier.budget or 0)
+        )
+        words.append(f"{format_bytes(over)} too much for {tier.label}; it would take {format_bytes(capacity_needed)}")
     return "; ".join(words)
 
 

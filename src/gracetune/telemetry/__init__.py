@@ -1,1 +1,2 @@
-"""Typed events, where they are written, progress, and the report at the end. Imports storage alone of gracetune."""
+"""Typed events, where they are written, progress, and the report at the end. Of gracetune it imports `storage` and
+`redaction` only."""

@@ -184,7 +184,7 @@ class LookAheadChanged(Event):
 @dataclass(frozen=True, kw_only=True)
 class MemorySampled(Event):
     """Memory in use at a step boundary, and the counters of the unified-memory layer and the caches. Written at a
-    process's first log step, at the first log step after an event that changes what memory holds, every 30 seconds,
+    process's first log step, at the first log step after an event that changes what memory holds or after 30 seconds,
     and at the end."""
 
     step: Annotated[int, "optimizer steps done"]

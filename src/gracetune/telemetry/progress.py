@@ -25,7 +25,8 @@ class RunStatus:
     step: int = 0
     total_steps: int | None = None
     loss: float | None = None
-    stage: str = ""
+    expert: str = ""
+    """Expert trained last; empty if the model has one denoiser."""
     seconds_per_step: float | None = None
     """Without the warm-up steps; None until known."""
     memory: Mapping[str, int] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class RunStatus:
         """The parts of the line without the step, the most important first: a narrow terminal leaves out the last."""
         parts = []
         if self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}" + (f" ({self.stage})" if self.stage else ""))
+            parts.append(f"loss {self.loss:.4f}" + (f" ({self.expert})" if self.expert else ""))
         parts.append(number_format.pace(self.seconds_per_step))
         if self.eta_s:
             parts.append(f"ETA {number_format.duration(self.eta_s)}")
@@ -68,7 +69,7 @@ class ProgressTracker:
         """With `recent` None, the pace is the median of all events."""
         self._warm_up_steps = warm_up_steps
         self._paces: deque[float] = deque(maxlen=recent)
-        self._begin = 0
+        self._first_step = 0
         self._step = 0
         self._memory_stage: int | None = None
         self._last: StepDone | None = None
@@ -78,15 +79,15 @@ class ProgressTracker:
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self._begin, self._total = event.resumed_step or 0, event.total_steps
+                self._first_step, self._total = event.resumed_step or 0, event.total_steps
                 self._paces.clear()
                 self._last = self._memory = self._memory_stage = None
-                self._step = self._begin
+                self._step = self._first_step
             case StepDone():
                 self._last = event
                 self._step = event.step
                 first = event.step - event.steps
-                if first >= self._begin + self._warm_up_steps:
+                if first >= self._first_step + self._warm_up_steps:
                     self._paces.append(event.step_ms / 1000)
             case MemoryStageChanged():
                 self._step, self._memory_stage = event.step, event.after
@@ -101,7 +102,7 @@ class ProgressTracker:
             step=self._step,
             total_steps=self._total,
             loss=None if last is None else last.loss,
-            stage="" if last is None else last.stage,
+            expert="" if last is None else last.stage,
             seconds_per_step=median(self._paces) if self._paces else None,
             memory={} if memory is None else {tier: sum(used.values()) for tier, used in memory.used_bytes.items()},
             memory_stage=self._memory_stage,

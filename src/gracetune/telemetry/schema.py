@@ -47,6 +47,7 @@ def to_line(record: Record) -> bytes:
 
 
 def plain(value: Any) -> Any:
+    """A value as JSON data: non-finite numbers as text, dataclasses as objects."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

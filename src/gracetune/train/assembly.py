@@ -1,4 +1,5 @@
-"""Assemble the parts of a run: unified memory, cache resources, the experts' host, the optimizer, the job."""
+"""Assemble the parts of a run, in the order in which `train.load` and `train.judging` call them: unified memory, cache
+resources, the experts' host, the initial training state, the job. `train.preflight` calls the checks."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def _nothing_to_force(config: RunConfig, machine: Machine, runtime: Runtime) -> 
         return "this run has no GPU whose memory could overflow"
     if not config.memory.use_uvm:
         return "memory.use_uvm is off"
-    if ArenaRoom.of(machine, runtime.device.index or 0).careful is None:
+    if ArenaRoom.of(machine, runtime.device.index or 0).cap_reason is None:
         return "the link to the CPU is coherent: managed memory has no cap here"
     return None
 
@@ -130,7 +131,11 @@ def cache_resources(
     managed = heap if unified and ranks is None else None
     folder = environment.cache_folder or cache_folders(config).base
     choice = transport_of(
-        resources, folder, managed, insists=hints.requested and managed is not None, main=runtime.is_main
+        resources,
+        folder,
+        managed,
+        managed_requested=hints.requested and managed is not None,
+        is_main=runtime.is_main,
     )
     view.report(f"batches: {choice.transport}, {choice.reason}")
     return replace(resources, transport=choice)
@@ -143,26 +148,31 @@ def _why_hints(hints: Hints, memory: UnifiedMemory | None, on_gpu: bool) -> str:
 
 
 def transport_of(
-    resources: CacheResources, folder: Path, heap: ManagedHeap | None, *, insists: bool = False, main: bool = True
+    resources: CacheResources,
+    folder: Path,
+    heap: ManagedHeap | None,
+    *,
+    managed_requested: bool = False,
+    is_main: bool = True,
 ) -> TransportChoice:
     """Choose the transport by the speeds measured on this machine, now or earlier. `folder` keeps the measurement."""
     profile = resources.profile
     if resources.device is None or profile == "integrated":
         return choose_transport(profile, None)
-    insisted = "managed memory was requested (memory.enable_uvm_hints is true)" if insists else None
+    request = "managed memory was requested (memory.enable_uvm_hints is true)" if managed_requested else None
     key = machine_key(resources.machine, resources.device)
-    measured, when = recall(folder, key, with_managed=heap is not None), f"measured before ({folder / FILE})"
+    measured, source = recall(folder, key, with_managed=heap is not None), f"measured before ({folder / FILE})"
     if measured is None:
         try:
             measured = measure_link(resources.device, heap)
         except (UnifiedMemoryError, RuntimeError) as error:  # torch raises a RuntimeError if pinning memory fails
-            choice = choose_transport(profile, None, insisted=insisted)
+            choice = choose_transport(profile, None, request=request)
             return replace(choice, reason=f"{choice.reason}; not measured ({str(error).splitlines()[0]})")
-        failed = remember(folder, key, measured) if main else None
-        when = f"measured in {measured.seconds:.2f} s" + (f", not kept: {failed}" if failed else "")
+        failed = remember(folder, key, measured) if is_main else None
+        source = f"measured in {measured.seconds:.2f} s" + (f", not kept: {failed}" if failed else "")
     speeds = measured.speeds if heap is not None else replace(measured.speeds, managed=None)
-    choice = choose_transport(profile, speeds, insisted=insisted)
-    return replace(choice, reason=f"{choice.reason}; {when}")
+    choice = choose_transport(profile, speeds, request=request)
+    return replace(choice, reason=f"{choice.reason}; {source}")
 
 
 def open_host(
@@ -195,7 +205,7 @@ class InitialState:
     goal: TrainingGoal
 
 
-def begin(
+def build_initial_state(
     config: RunConfig, trained_model: TrainedModel, index: DataIndex, runtime: Runtime, view: View
 ) -> InitialState:
     """Build the optimizer and all other training state, and compute the length of the run."""
@@ -236,7 +246,7 @@ def begin(
 
 
 def assemble(
-    config: RunConfig, trained_model: TrainedModel, ready: CachedSamples, live: LiveEncoder, beginning: InitialState,
+    config: RunConfig, trained_model: TrainedModel, cached: CachedSamples, live: LiveEncoder, initial: InitialState,
     source: BatchSource,
     runtime: Runtime, memory: UnifiedMemory | None, control: Control, view: View, *,
     on_epoch_end: Callable[[EpochEnd], None], memory_alarm: Callable[[], str | None],
@@ -249,22 +259,22 @@ def assemble(
         config, trained_model.spec, trained_model.facts, trained_model.host.module(trained_model.trained[0])
     )
     step = TrainStep(
-        trained_model.spec, trained_model.facts, beginning.goal, seed=training.seed, dtype=trained_model.dtype,
+        trained_model.spec, trained_model.facts, initial.goal, seed=training.seed, dtype=trained_model.dtype,
         autocast=runtime.autocast,
         base=trained_model.base_for,
-        replay=_replay(config, trained_model, gradients, ready, live, memory, runtime, view, router), router=router,
+        replay=_replay(config, trained_model, gradients, cached, live, memory, runtime, view, router), router=router,
     )  # fmt: skip
     return TrainingJob(
         runtime=runtime,
         trained_model=trained_model,
         step=step,
-        state=beginning.state,
+        state=initial.state,
         source=source,
-        ramp=beginning.ramp,
+        ramp=initial.ramp,
         switch_every=config.model.switch_experts_every,
         seed=training.seed,
         gradients=gradients,
-        length=beginning.length,
+        length=initial.length,
         clip=GradientClipping(training.grad_clip, training.max_grad_norm),
         accumulation=training.accumulation,
         repair=repair,
@@ -272,7 +282,7 @@ def assemble(
         on_epoch_end=on_epoch_end,
         memory_alarm=memory_alarm,
         control=control,
-        first_step=beginning.state.position.step,
+        first_step=initial.state.position.step,
     )
 
 
@@ -284,7 +294,7 @@ def _gradients(trained_model: TrainedModel, expert: str, runtime: Runtime) -> Gr
 
 
 def _replay(
-    config: RunConfig, trained_model: TrainedModel, gradients: Mapping[ExpertName, Gradients], ready: CachedSamples,
+    config: RunConfig, trained_model: TrainedModel, gradients: Mapping[ExpertName, Gradients], cached: CachedSamples,
     live: LiveEncoder,
     memory: UnifiedMemory | None, runtime: Runtime, view: View, router: TokenRouter | None,
 ) -> Replay | None:  # fmt: skip
@@ -296,7 +306,7 @@ def _replay(
         # The arena's blocks move under memory pressure. (Hints and caches in managed memory do not affect a step's own
         # memory.)
         "the overflow arena is in use": memory is not None and memory.has_arena,
-        "samples are encoded on the GPU beside the training": live.latents is not None or is_refreshed(ready.index),
+        "samples are encoded on the GPU beside the training": live.latents is not None or is_refreshed(cached.index),
     }
     why = next((why for why, holds in reasons.items() if holds), None) or why_not_captured(config, trained_model)
     if why is not None:
@@ -314,7 +324,7 @@ def why_not_captured(config: RunConfig, trained_model: TrainedModel) -> str | No
     reasons = {
         f"{trained_model.facts.family} has not been captured on a GPU yet": trained_model.spec.graph_inputs is None,
         "blocks are not compiled": not all(one.compiled for one in prepared),
-        "blocks are computed again as a whole in the backward pass": any(one.repeats for one in prepared),
+        "blocks are computed again as a whole in the backward pass": any(one.recomputes for one in prepared),
         "a full fine-tune's gradients would be there twice": adapter.is_full_finetune,
         "the adapter has dropout": any(drops),
         "datasets have strengths of their own": bool(trained_model.strengths),

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from gracetune.kernels import fused_products as onto
+from gracetune.kernels import fused_products
 from gracetune.models.activation_parking import ActivationParking
 from gracetune.models.token_routing import checkpoint_only_blocks
 
@@ -47,8 +47,9 @@ class Preparation:
     """What was done to the blocks."""
 
     blocks: int
+    """How many."""
     compiled: bool = False
-    repeats: bool = False
+    recomputes: bool = False
     """Gradient checkpointing: Python runs whole blocks again in the backward pass."""
     stats: CompileStats = field(default_factory=CompileStats)
 
@@ -73,7 +74,7 @@ def prepare_blocks(
         for child in denoiser.children():
             if next(child.parameters(), None) is None:  # a table of position embeddings
                 child.register_forward_hook(_without_views)
-        compiler = Budgeted(backend, budget, done.stats)
+        compiler = BudgetedBackend(backend, budget, done.stats)
         for block in blocks:
             _compile(block, compiler, shapes)
     return done
@@ -88,7 +89,7 @@ def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda one: one.clone() if one._is_view() else one, output)
 
 
-def _compile(block: nn.Module, compiler: Budgeted, shapes: Shapes) -> None:
+def _compile(block: nn.Module, compiler: BudgetedBackend, shapes: Shapes) -> None:
     # Without this setting a graph with dynamic shapes also takes Python floats as inputs. An epsilon or a dropout
     # probability becomes a CPU tensor that is read in every call, and compiling that takes a C++ compiler and up to a
     # minute. torch has the setting for the whole process only.
@@ -102,7 +103,7 @@ def _compile(block: nn.Module, compiler: Budgeted, shapes: Shapes) -> None:
 
 
 @contextmanager
-def costly_work_known() -> Iterator[None]:
+def list_costly_operations() -> Iterator[None]:
     """Complete the compiler's list of compute-intensive operations while it partitions a graph.
 
     torch's list lacks cuDNN's attention and our own operations. The partitioner takes an operation that is not listed
@@ -116,7 +117,7 @@ def costly_work_known() -> Iterator[None]:
     def complete() -> partitioners.OpTypes:
         known = original()
         known.compute_intensive_ops.update(
-            [torch.ops.aten._scaled_dot_product_cudnn_attention, *onto.OPERATIONS]
+            [torch.ops.aten._scaled_dot_product_cudnn_attention, *fused_products.OPERATIONS]
         )  # fmt: skip
         return known
 
@@ -127,7 +128,7 @@ def costly_work_known() -> Iterator[None]:
         partitioners.get_default_op_list = original
 
 
-class Budgeted:
+class BudgetedBackend:
     """A torch.compile backend with its own activation budget.
 
     The budget is set only while a graph is compiled, because that is when the compiler decides which activations to
@@ -139,7 +140,7 @@ class Budgeted:
         self._compile: Compile = torch._dynamo.lookup_backend(backend)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Budgeted) and self._settings == other._settings
+        return isinstance(other, BudgetedBackend) and self._settings == other._settings
 
     def __hash__(self) -> int:
         return hash(self._settings)
@@ -153,7 +154,7 @@ class Budgeted:
         try:
             if self._budget is None:
                 return self._compile(graph, inputs)
-            with torch._functorch.config.patch(activation_memory_budget=self._budget), costly_work_known():
+            with torch._functorch.config.patch(activation_memory_budget=self._budget), list_costly_operations():
                 return self._compile(graph, inputs)
         finally:
             self._stats.graphs += 1

@@ -25,7 +25,8 @@ from gracetune.train.view import View
 
 @dataclass(frozen=True, eq=False)
 class RunCallbacks:
-    every: tuple[Callback, ...]
+    ordered: tuple[Callback, ...]
+    """In the order in which the loop calls them."""
     check_saved: Callable[[Sequence[Path]], str | None]
     """The self-check of saved files (`SelfCheck.check_saved`), which also checks the final ones."""
 
@@ -63,7 +64,7 @@ def callbacks_of(
         failure=gradients.settle, check_saved=self_check.check_saved, samples_follow=samples.is_due,
         requested=requested, on_saved=uploads.upload_checkpoint,
     )  # fmt: skip
-    every: tuple[Callback, ...] = (
+    ordered: tuple[Callback, ...] = (
         gradients,  # the guards come first, so that the others see a stop they request
         pressure,
         log,  # before the slow ones, so that a step's log line does not wait for them
@@ -73,4 +74,4 @@ def callbacks_of(
         saving,
         samples,  # last: generating is slow, and if it fails the step's checkpoint is already saved
     )
-    return RunCallbacks(every, self_check.check_saved)
+    return RunCallbacks(ordered, self_check.check_saved)

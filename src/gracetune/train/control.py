@@ -19,7 +19,7 @@ Kind = Literal["finished", "interrupted", "failed"]
 Phase = Literal["preparing", "training", "finishing"]
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR2)
-"""Signals that stop a run. SIGUSR1 requests a validation, or also stops it (`stops_on_sigusr1`)."""
+"""Signals that stop a run. SIGUSR1 requests a validation; with `stops_on_sigusr1` it stops the run instead."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Control:
     def __init__(self, *, stops_on_sigusr1: bool = False) -> None:
         self.stop: Stop | None = None
         self.validate = False
+        """SIGUSR1 requested a validation. The reader of the request (`requested.py`) resets this."""
         self.phase: Phase = "preparing"
         self._stops_on_sigusr1 = stops_on_sigusr1
         self.report: Callable[[str], None] = lambda text: None

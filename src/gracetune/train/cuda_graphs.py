@@ -183,7 +183,7 @@ class GraphDevice:
         return torch.cuda.memory_allocated()
 
     def free(self) -> int:
-        """Free memory once the caching allocator has returned its unused blocks."""
+        """Return the caching allocator's unused blocks to the driver; then the free bytes."""
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info()[0])
 
@@ -261,6 +261,7 @@ class _Shape:
 
     latents: torch.Size
     passes: int = 0
+    """Passes that were launched kernel by kernel, outside `no_capture`."""
     kept: int = 0
     """Bytes a forward pass leaves for the backward pass."""
     rejected: bool = False
@@ -288,7 +289,7 @@ class Replay:
         self._shapes: dict[Key, _Shape] = {}
         self._shared: SharedGraphPool | None = None
         self._anchor: Tensor | None = None
-        self._off = self._is_aside = False
+        self._off = self._is_capture_suspended = False
         self._captures = self._replays = 0
         self._reported: set[str] = set()
         self._accumulators = [self._gpu.accumulators(one.parameters) for one in gradients.values()]
@@ -310,7 +311,7 @@ class Replay:
         shape = self._shapes.setdefault(key, _Shape(noisy.shape))
         if shape.captured is not None and shape.addresses != _addresses(shape.tensors):
             self.release()  # a replay would read what is at the old addresses now
-        if shape.captured is None and shape.passes > PROBES and not shape.rejected and not self._is_aside:
+        if shape.captured is None and shape.passes > PROBES and not shape.rejected and not self._is_capture_suspended:
             self._capture(shape, run, inputs, denoiser, gradients)
         if shape.captured is not None:
             self._replays += 1
@@ -326,11 +327,11 @@ class Replay:
     def no_capture(self) -> Iterator[None]:
         """Inside, existing captures are replayed and other passes are launched, which do not count for whether a shape
         is captured."""
-        self._is_aside = True
+        self._is_capture_suspended = True
         try:
             yield
         finally:
-            self._is_aside = False
+            self._is_capture_suspended = False
 
     def release(self) -> None:
         """Release the captures' memory, for samples or weights that move. The next steps are captured again."""
@@ -343,14 +344,17 @@ class Replay:
         self._gpu.free()
 
     def _launch(self, shape: _Shape, run: Run, inputs: Sequence[Tensor]) -> Tensor:
-        """Kernel by kernel, as without captures."""
+        """Launch the pass kernel by kernel, as without captures.
+
+        Passes 2 to 1 + PROBES of a shape are probed: a shape that is not launch-bound is rejected.
+        """
         self._make_room(shape)
         # Compiled blocks have guards on the base of a view. Cloning gives them the inputs that a capture will have.
         given = [one.clone() if one._is_view() else one for one in inputs]
-        shape.passes += not self._is_aside
+        shape.passes += not self._is_capture_suspended
         if self._off:
             return run(given)
-        if shape.rejected or shape.passes <= 1 or self._is_aside:
+        if shape.rejected or shape.passes <= 1 or self._is_capture_suspended:
             with self._gpu.side_stream():
                 return run(given)
         self._gpu.finish()  # the work of earlier steps says nothing about this one
@@ -365,7 +369,10 @@ class Replay:
         return prediction
 
     def _make_room(self, shape: _Shape) -> None:
-        """Captures hold what a step keeps, and this one needs as much beside them."""
+        """Release all captures if a pass of this shape, launched kernel by kernel, may not fit beside their memory.
+
+        Use no captures from then on if that would happen again and again.
+        """
         if self._shared is None or shape.beside == self._shared.size:
             return
         known = max(self._shapes.values(), key=lambda one: one.kept)
@@ -387,10 +394,11 @@ class Replay:
             return
         began, free = time.perf_counter(), self._gpu.free()
         shared = self._shared or SharedGraphPool(self._gpu.pool())
-        returned = sum(one.numel() * one.element_size() for one in gradients.parameters)
+        gradient_bytes = sum(one.numel() * one.element_size() for one in gradients.parameters)
+        # The pool's memory serves this capture too, if a capture that keeps as much is in it already.
         pool_bytes = shared.size if any(one.captured and one.kept >= shape.kept for one in self._shapes.values()) else 0
-        states = 0 if shape.addresses else STATES * returned  # a shape captured before has its optimizer states
-        needed = max(0, int(ROOM * shape.kept) + returned - pool_bytes) + states + GIB
+        states = 0 if shape.addresses else STATES * gradient_bytes  # a shape captured before has its optimizer states
+        needed = max(0, int(ROOM * shape.kept) + gradient_bytes - pool_bytes) + states + GIB
         if free < needed:
             self._reject(shape, f"it takes {format_bytes(needed)} of its own, and {format_bytes(free)} are free")
             return

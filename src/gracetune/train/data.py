@@ -251,16 +251,16 @@ def load_caches(
         # An empty store in memory would look as if caching in memory worked.
         idle = (f"latents: none are kept in {kind}, because no dataset asks for it; they stay on disk",)
         kind = "disk"
-    latents = _Loaded(f"latents-{name}", "latent_cache", kind, resources, stack).of(
+    latents = _StoreLoader(f"latents-{name}", "latent_cache", kind, resources, stack).load(
         caches.stores_of(wanted.latents), visits
     )
-    loader = _Loaded(f"texts-{name}", "text_cache", config.cache.text_cache_type, resources, stack)
-    texts = loader.of(caches.stores_of(wanted.texts), visits_of(wanted.texts))
+    loader = _StoreLoader(f"texts-{name}", "text_cache", config.cache.text_cache_type, resources, stack)
+    texts = loader.load(caches.stores_of(wanted.texts), visits_of(wanted.texts))
     return latents[0], texts[0], (*idle, *latents[1], *texts[1])
 
 
 def _kind(config: RunConfig, index: DataIndex) -> CacheType:
-    """Where latents are cached. A dataset may ask for memory even if the run's default is the disk."""
+    """Where latents are cached. A dataset may select memory even if the run's default is the disk."""
     if config.cache.vae_cache_type != "disk":
         return config.cache.vae_cache_type
     return "memory" if any(one.dataset.cache_latents == "memory" for one in index.datasets) else "disk"
@@ -277,14 +277,14 @@ def _kept_in_memory(index: DataIndex, default: CacheType) -> Callable[[str], boo
 
 
 @dataclass(frozen=True)
-class _Loaded:
+class _StoreLoader:
     name: str
     role: CacheRole
     kind: CacheType
     resources: CacheResources
     stack: ExitStack
 
-    def of(self, stores: tuple[DiskStore, ...], visits: Mapping[Key, Visits]) -> tuple[EntrySource, tuple[str, ...]]:
+    def load(self, stores: tuple[DiskStore, ...], visits: Mapping[Key, Visits]) -> tuple[EntrySource, tuple[str, ...]]:
         if not stores:
             return _NoEntries(), ()
         store = load_resident(stores, visits, name=self.name, role=self.role, kind=self.kind, resources=self.resources)
@@ -324,15 +324,17 @@ def live_encoders(index: DataIndex, encoders: FamilyEncoders, keys: SampleKeys, 
 
 
 def open_source(
-    ready: CachedSamples, loader: Loader, live: LiveEncoder, runtime: Runtime, memory: UnifiedMemory | None,
+    cached: CachedSamples, loader: Loader, live: LiveEncoder, runtime: Runtime, memory: UnifiedMemory | None,
     stack: ExitStack, *,
     resources: CacheResources | None = None, per_step: int | None = None, on_decision: Callable[[str],
     None] = lambda text: None,
 ) -> BatchSource:  # fmt: skip
+    """Open the source of the run's batches. `per_step` is the number of micro-batches per optimizer step; None if it
+    varies (a batch ramp)."""
     chosen = None if resources is None else resources.transport
     return stack.enter_context(
         BatchSource(
-            loader, latents=ready.latents, texts=ready.texts, keys=ready.keys, device=runtime.device, live=live,
+            loader, latents=cached.latents, texts=cached.texts, keys=cached.keys, device=runtime.device, live=live,
             per_step=per_step, memory=memory, mover=None if chosen is None else mover_for(chosen, runtime.device),
             on_decision=on_decision,
         )

@@ -28,6 +28,7 @@ from gracetune.models.spec import ModelFacts, ModelSpec
 from gracetune.train.sample_requests import requests_of
 
 PROMPTS = 2
+"""Most prompts that are taken from the captions."""
 ROUNDS = 10
 """Validations in a run, besides the one before the first step."""
 FEWEST_STEPS = 100

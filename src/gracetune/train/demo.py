@@ -70,7 +70,7 @@ _COUNTED = 16
 
 @dataclass(frozen=True)
 class ShapeCount:
-    """What captions ask for, and what the images generated from them show."""
+    """What captions describe, and what the images generated from them show."""
 
     wanted: tuple[ShapeImage, ...]
     seen: tuple[RecognizedShape, ...]

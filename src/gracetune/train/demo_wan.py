@@ -27,6 +27,7 @@ from gracetune.train.self_check import STEPS as SELF_CHECKED
 from gracetune.train.view import View
 
 STEPS = 40
+"""Optimizer steps of a run, both experts together."""
 CONTROL_STEPS = 2 * (SELF_CHECKED - 1)
 """Steps of the control run, both experts together. With one more step of either, the self-check would stop it for
 having learned nothing."""
@@ -43,7 +44,7 @@ class LossChange:
     """The held-out loss of one expert before and after a run."""
 
     seed: int
-    stage: str
+    expert: str
     before: float
     after: float
 
@@ -85,7 +86,7 @@ def demonstrate_experts(folder: Path, report_line: Report, view: Callable[[], Vi
         learned += _loss_changes(config, seed)
         for one in learned[-2:]:
             report_line(
-                f"seed {seed}, {one.stage}: held-out loss {one.before:.3f} -> {one.after:.3f}, {one.fall:.0%} less"
+                f"seed {seed}, {one.expert}: held-out loss {one.before:.3f} -> {one.after:.3f}, {one.fall:.0%} less"
             )
     control = demo_config(folder / "control", model, trained, held_out, seed=SEEDS[0], learns=False)
     run_to_end(_until(control, CONTROL_STEPS), view())

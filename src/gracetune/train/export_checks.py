@@ -1,6 +1,7 @@
 """Check that the programs an adapter file is made for will load it correctly.
 
-This runs in `preflight`: what a program misreads depends on the types and shapes of the layers, not on their values.
+`reject_misread_files` runs in `preflight`: what a program misreads depends on the types and shapes of the layers, not
+on their values.
 """
 
 from __future__ import annotations

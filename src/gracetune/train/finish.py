@@ -76,7 +76,7 @@ def report_failure(
     """
 
     def forced(error: LostRankError) -> None:
-        _report_failure(ready, job, telemetry, view, error, began=began)
+        _emit_failure(ready, job, telemetry, view, error, began=began)
 
     if ready.runtime.peers is not None:
         ready.runtime.peers.on_forced_end = forced
@@ -84,13 +84,13 @@ def report_failure(
         yield
     except (Exception, KeyboardInterrupt) as error:
         found = ready.runtime.explain(error)
-        _report_failure(ready, job, telemetry, view, found, began=began)
+        _emit_failure(ready, job, telemetry, view, found, began=began)
         if found is not error:
             raise found from None
         raise
 
 
-def _report_failure(
+def _emit_failure(
     ready: Preflight, job: TrainingJob, telemetry: Telemetry, view: View, error: BaseException, *, began: float
 ) -> None:  # fmt: skip
     by_user = isinstance(error, KeyboardInterrupt)
@@ -102,10 +102,10 @@ def _report_failure(
     )
     telemetry.emit(event)
     # Rank 0 writes the log. If it is lost, the lowest remaining rank writes the last event.
-    takes_over = isinstance(error, LostRankError) and error.speaks and not ready.runtime.is_main
+    takes_over = isinstance(error, LostRankError) and error.reports and not ready.runtime.is_main
     with suppress(GracetuneError, TelemetryError, OSError):  # the disk may be full; the caller raises the first error
         if takes_over:
-            with open_telemetry(ready.config, ready.folder, view, ready.environment, main=True) as taken_over:
+            with open_telemetry(ready.config, ready.folder, view, ready.environment, is_main=True) as taken_over:
                 taken_over.emit(event)
         if (ready.runtime.is_main or takes_over) and not by_user:
             write_report(ready.folder.path, loading_steps)
@@ -114,13 +114,13 @@ def _report_failure(
 def _final_files(
     ready: Preflight, loaded: LoadedRun, check_saved: Callable[[Sequence[Path]], str | None], view: View
 ) -> tuple[Path, ...]:
-    job, config, main = loaded.job, ready.config, ready.runtime.is_main
+    job, config, is_main = loaded.job, ready.config, ready.runtime.is_main
     with job.state.as_delivered():
-        files = save_weights(job.trained_model, config, ready.folder, job.position.step, final=True, write=main)
+        files = save_weights(job.trained_model, config, ready.folder, job.position.step, final=True, write=is_main)
         wrong = check_saved(files)
     if wrong is not None:
         raise WrongFileError(wrong)
-    if main:
+    if is_main:
         for line in verify_weights(job.trained_model, config, files):
             view.report(line)
     if not config.cache.persistent_cache:
@@ -157,7 +157,8 @@ def _remove_entries(
 ) -> None:  # fmt: skip
     """Remove entries; they stay recorded until that succeeds. A failure is a warning, because the weights are written.
 
-    `lasting` and `epochs` are the entries of this process, `recorded` those of earlier processes of the run.
+    `lasting` and `epochs` are the entries that the ranks of this launch created, by store: in stores for the whole run,
+    and in stores of single epochs. `recorded` are those of earlier launches of the run.
     """
     try:
         # A refreshed epoch has its own store, which is removed together with its last entry.

@@ -28,8 +28,9 @@ class FirstBatchError(GracetuneError):
 @dataclass(frozen=True)
 class FirstBatch:
     samples: int
+    """Samples of this rank in the batch."""
     first_seconds: float
-    """Time of the first pass, including work that is done once: compiling, choosing kernels."""
+    """Time of the slowest expert's first pass, including work that is done once: compiling, choosing kernels."""
     seconds: float
     """Time of one micro-batch in the second pass, of the slowest expert."""
     peak_bytes: int | None
@@ -53,9 +54,9 @@ class ReferenceBatch:
         self._batch: Batch | None = Batch(batch.ref, {name: _copied(one) for name, one in batch.tensors.items()})
         self._before: dict[ExpertName, tuple[Tensor, Tensor]] = {}
 
-    def ask(self, step: TrainStep, trained_model: TrainedModel, denoiser: nn.Module, expert: ExpertName) -> Tensor:
+    def predict(self, step: TrainStep, trained_model: TrainedModel, denoiser: nn.Module, expert: ExpertName) -> Tensor:
         """The current prediction for the batch."""
-        assert self._batch is not None, "asked before it is released"
+        assert self._batch is not None, "called before `release`"
         with trained_model.strength_for(self._batch, expert), _repeatable(self._batch):
             return step.predict(denoiser, self._batch, expert)
 
@@ -140,6 +141,7 @@ def _twice(job: TrainingJob, batch: Batch, expert: ExpertName, example: Referenc
 
 
 def _once(job: TrainingJob, batch: Batch, expert: ExpertName) -> tuple[Tensor, float]:
+    """Run forward and backward. Returns the prediction and the seconds."""
     began = time.perf_counter()
     denoiser = job.trained_model.host.activate(expert)
     job.gradients[expert].open()

@@ -196,7 +196,7 @@ class LossScale:
 
     @property
     def skips(self) -> bool:
-        """Whether a step with non-finite gradients is skipped as an ordinary event."""
+        """Whether a step with non-finite gradients is skipped as an ordinary event, and the run goes on."""
         return True
 
     @property

@@ -28,6 +28,7 @@ from gracetune.train.view import View
 from gracetune.units import format_bytes
 
 _SHOWN = 8
+"""Files that a message names."""
 _UNKNOWN = 1 << 62
 """Stands for an unknown amount of free memory: no limit applies."""
 _MOST_SKIPPED = 40
@@ -56,7 +57,8 @@ class NanGuard(Callback):
 
     The host never waits for the GPU; it checks the norms that have arrived. The device has skipped the failed step and
     all later ones (`TrainingState.take_step`), so the run rewinds to the position before the failed step and saves
-    that. In fp16 such gradients are ordinary and lower the loss scale; only many in a row end the run.
+    that. In fp16 such gradients are ordinary and lower the loss scale; only many in a row end the run, and it is not
+    rewound.
     """
 
     def __init__(self, state: TrainingState, control: Control) -> None:
@@ -154,7 +156,8 @@ def memory_left(machine: Machine, memory: UnifiedMemory | None) -> int:
 
 
 def watch(machine: Machine, memory: UnifiedMemory | None, view: View) -> Watchdog:
-    """A watchdog that checks host memory every second. Below the floor, half of the reserve, the run is saved."""
+    """A watchdog that checks host memory every second. Below the floor, half of the reserve, the run is saved
+    and stopped."""
     sensors = _sensors(machine, memory)
     floors = Floors(host=host_floor(machine))
     return Watchdog(sensors.vitals, floors, report=lambda event: view.warn(f"memory watchdog: {event.text}"))
@@ -177,7 +180,7 @@ def memory_alarm(watchdog: Watchdog) -> Callable[[], str | None]:
 
 
 class MemoryGuard(Callback):
-    """Runs the memory governor after every optimizer step. (`memory_alarm` asks the watchdog before every micro-batch.)
+    """Runs the memory governor after every optimizer step. `memory_alarm` reads the watchdog before every micro-batch.
 
     Every change by the governor is an event at once, independent of log steps. A change of the memory stage is also
     shown as a line.

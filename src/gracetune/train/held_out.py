@@ -1,4 +1,4 @@
-"""The held-out loss: the loss on samples that are never trained on (`dataset_type: eval`).
+"""The held-out loss: the loss on samples that are never trained on (`dataset_type: eval`, or `held_out` of a dataset).
 
 The noise and the noise levels are always the same, so two values of a run differ only by the training between them.
 """
@@ -48,7 +48,7 @@ def fixed_refs(index: DataIndex, datasets: Iterable[DatasetIndex]) -> list[Sampl
     for dataset in datasets:
         for number, item in enumerate(dataset.items):
             caption = variant_ref(item.captions, dataset.dataset.captions, index.seed, number, visit=0)
-            refs.append(index.describe(dataset, item, Appearance(0, 0), caption))
+            refs.append(index.describe(dataset, item, Appearance(variant=0, combination=0), caption))
     return refs
 
 
@@ -127,7 +127,7 @@ def batch_of(
         found = store.look_up(key)
         entry.update(store.read(key) if found is None else found)
     tensors = {name: part.build(device) for name, part in collate([keys.used(entry, ref)], [ref.path]).items()}
-    return Batch(BatchRef((ref,), ref.bucket, (number,), 0, 1), tensors)
+    return Batch(BatchRef((ref,), ref.bucket, indexes=(number,), epoch=0, global_samples=1), tensors)
 
 
 def held_out_losses(model: EvaluatedModel, batches: Sequence[Batch], seed: int) -> dict[ExpertName, dict[float, float]]:

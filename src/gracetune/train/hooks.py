@@ -54,10 +54,12 @@ class StepEnds:
     norm: Tensor
     """[]: the gradient norm before clipping, equal on all ranks."""
     skipped: Tensor
-    """[]: 1 if the step was skipped because its gradients were not finite."""
+    """[]: 1 if the step was skipped because its gradients were not finite, else 0. Outside fp16 it stays 1 for all
+    later steps (`TrainingState.take_step`)."""
     samples: int = 0
     """Samples of all ranks together."""
     batches: list[BatchRef] = field(default_factory=list)
+    """This rank's micro-batches."""
     epochs: list[EpochEnd] = field(default_factory=list)
     """Epochs that ended in this step."""
 

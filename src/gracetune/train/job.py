@@ -92,7 +92,7 @@ class TrainingJob:
     memory_alarm: Callable[[], str | None]
     """Called before every micro-batch. Returns why the run has to be saved and stopped now, or None."""
     first_step: int
-    """The step at which this process started; above 0 after a resume."""
+    """Optimizer steps that were done when this process started; above 0 after a resume."""
     control: Control
     pauses: Pauses = field(default_factory=Pauses)
 
@@ -120,6 +120,7 @@ class TrainingJob:
 
     def seed_step(self) -> None:
         """Seed torch's generator from the step and the rank, so that dropout repeats after a resume."""
+        # The text is part of the seed. Another one would give other random values.
         torch.manual_seed(torch_seed(self.seed, "window", self.position.step, self.runtime.rank))
 
     def agreed_stop(self) -> Stop | None:
@@ -189,16 +190,16 @@ class TrainingJob:
             except UnreadableMediaError as error:
                 return _no_batch(error)
             except GracetuneError as error:
-                return _NoBatch("", None, str(error))
+                return _NoBatch(dataset="", path=None, reason=str(error))
             if repaired.issuperset(damage.keys):
-                return _NoBatch("", None, f"it was encoded again, and is damaged again: {damage}")
+                return _NoBatch(dataset="", path=None, reason=f"it was encoded again, and is damaged again: {damage}")
             repaired.update(damage.keys)
             try:
                 self.repair(damage)
             except UnreadableMediaError as error:
                 return _no_batch(error)
             except GracetuneError as error:
-                return _NoBatch("", None, f"{damage}\nIt could not be encoded again: {error}")
+                return _NoBatch(dataset="", path=None, reason=f"{damage}\nIt could not be encoded again: {error}")
 
 
 @dataclass(frozen=True)
@@ -212,5 +213,5 @@ class _NoBatch:
 
 def _no_batch(error: UnreadableMediaError) -> _NoBatch:
     if error.dataset is None:
-        return _NoBatch("", None, str(error))
+        return _NoBatch(dataset="", path=None, reason=str(error))
     return _NoBatch(error.dataset, error.path, error.reason)

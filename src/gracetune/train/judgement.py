@@ -65,9 +65,10 @@ class JudgedSample:
 class DataFinding:
     kind: DataFindingKind
     samples: tuple[int, ...]
-    """Numbers of the images: one, or all of a group of duplicates."""
+    """Indices of the images: one, or all of a group of duplicates."""
     reason: str
     severity: float
+    """Sorts findings of one kind; kinds cannot be compared by it."""
 
 
 @dataclass(frozen=True)

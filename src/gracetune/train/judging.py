@@ -28,7 +28,7 @@ from gracetune.hub.access import HubAccess
 from gracetune.models.registry import geometry
 from gracetune.seeded_random import torch_seed
 from gracetune.storage.atomic import replacing
-from gracetune.train.assembly import begin, cache_resources, open_host, open_memory
+from gracetune.train.assembly import build_initial_state, cache_resources, open_host, open_memory
 from gracetune.train.data import CachedData, fetch, fill_caches, stage_data
 from gracetune.train.finish import remove_recorded_entries
 from gracetune.train.held_out import MOST, batch_of, fixed_refs, held_out_refs, losses_by_sample
@@ -51,7 +51,7 @@ _SIDE = 8
 def judge_run(
     config: RunConfig, *, environment: Environment, view: View, most: int, thumbnail_folder: Path
 ) -> tuple[Judgement, dict[int, str]]:
-    """Judge at most `most` images of a run. Returns the names of thumbnails, by the number of the image.
+    """Judge at most `most` images of a run. Returns the judgement, and the file names of thumbnails by image index.
 
     The run's folder is changed by the thumbnails only, and by cache entries if some are missing.
     """
@@ -85,11 +85,13 @@ class _LoadedForJudging:
     ready: Preflight
     saved: CheckpointSource
     steps: int
+    """Length of the whole run."""
 
     def restore(self) -> None:
         """Load the last checkpoint. The run's folder is left as it is."""
         restore(
-            self.saved, self.ready.start, self.ready.folder, None, self.ready.runtime, steps=self.steps, dry_run=True
+            self.saved, self.ready.start, self.ready.folder, rates=None, runtime=self.ready.runtime, steps=self.steps,
+            dry_run=True,
         )  # fmt: skip
 
 
@@ -114,18 +116,19 @@ def _load(ready: Preflight, view: View, stack: ExitStack) -> _LoadedForJudging:
         trained_model = load_trained_model(
             config, model.spec, model.source, model.facts, runtime, choices, host, model.assistant
         )
-    beginning = begin(config, trained_model, cached.index, runtime, view)
+    initial = build_initial_state(config, trained_model, cached.index, runtime, view)
     denoiser = host.module(trained_model.trained[0])
     step = TrainStep(
-        model.spec, model.facts, beginning.goal, seed=config.training.seed, dtype=trained_model.dtype,
+        model.spec, model.facts, initial.goal, seed=config.training.seed, dtype=trained_model.dtype,
         autocast=runtime.autocast, router=router_of(config, model.spec, model.facts, denoiser),
     )  # fmt: skip
-    evaluated = EvaluatedModel(runtime, trained_model, step, beginning.state)
-    saved = CheckpointSource(config, trained_model, beginning.state, allow_other_data=True)
-    return _LoadedForJudging(evaluated, cached, ready, saved, beginning.length.steps)
+    evaluated = EvaluatedModel(runtime, trained_model, step, initial.state)
+    saved = CheckpointSource(config, trained_model, initial.state, allow_other_data=True)
+    return _LoadedForJudging(evaluated, cached, ready, saved, initial.length.steps)
 
 
 def _judge(loaded: _LoadedForJudging, view: View, most: int) -> tuple[Judgement, list[SampleRef]]:
+    """The judgement, and the judged samples in the order of `Judgement.samples`."""
     index, notes = loaded.cached.index, list[str]()
     cached = []
     for one in index.datasets:
@@ -211,6 +214,7 @@ def _look(latents: Tensor) -> Tensor:
 
 
 def _enlarged(ref: SampleRef) -> float | None:
+    """The factor by which the image is scaled up; None for audio."""
     if ref.fit is None:
         return None
     return max(new / old for new, old in zip(ref.fit.resized, ref.fit.original, strict=True))
@@ -219,7 +223,7 @@ def _enlarged(ref: SampleRef) -> float | None:
 def _write_thumbnails(
     index: DataIndex, refs: Sequence[SampleRef], findings: Sequence[DataFinding], folder: Path
 ) -> dict[int, str]:
-    """Write a thumbnail of the first findings of each kind. Returns the file names by the number of the image."""
+    """Write a thumbnail of the first findings of each kind. Returns the file names by the image's index."""
     shown: dict[int, None] = {}
     for kind in dict.fromkeys(one.kind for one in findings):
         for finding in [one for one in findings if one.kind == kind][:SHOWN]:

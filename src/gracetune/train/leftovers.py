@@ -1,8 +1,8 @@
 """Remove what a killed process of this run left behind.
 
 This runs while the run's folder is locked. It removes files and folders with gracetune's temporary names
-(`temporary_name`) and the weights that the journal (`checkpoint/folder.py`) records as incomplete or no longer kept. It
-touches nothing else.
+(`temporary_name`), requests that were not read, and the weights that the journal (`checkpoint/folder.py`) records as
+incomplete or no longer kept. It touches nothing else.
 """
 
 from __future__ import annotations

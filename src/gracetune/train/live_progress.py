@@ -1,8 +1,8 @@
 """What the screen shows while a run trains: loss, pace, time left and memory.
 
-The line is refreshed by time and not at log steps. About every 5 % of the run it is also printed as a summary line that
-scrolls up and stays. The loss of a refresh is copied to the host without synchronizing, and is shown at a later step,
-once it has arrived.
+The line is refreshed every few seconds, and at log steps. About every 5 % of the run it is also printed as a summary
+line that scrolls up and stays. The loss of a refresh is copied to the host without synchronizing, and is shown at a
+later step, once it has arrived.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ class LiveProgress:
         the interval of validations in steps."""
         self._view, self._memory, self._pauses, self._clock = view, memory, pauses, clock
         self._validate_every = validate_every
-        self._begin = 0
+        self._first_step = 0
         """The step that this process began at."""
         self._first_pause = 0.0
         """Seconds that the first validation took, before the first step."""
         self._tracker = ProgressTracker()
         self._every = 1
+        """Steps between two summary lines."""
         self._ends: deque[tuple[float, int]] = deque(maxlen=RECENT)
         """(end time minus all pauses so far, step) of the last steps. The duration of the first one is not counted."""
         self._readings: deque[_Reading] = deque()
@@ -75,7 +76,7 @@ class LiveProgress:
         self._tracker.observe(event)
         if isinstance(event, RunStarted):
             self._every = max(1, round((event.total_steps or 0) / SUMMARIES))
-            self._begin = event.resumed_step or 0
+            self._first_step = event.resumed_step or 0
         if isinstance(event, RunStarted | MemoryStageChanged | StepDone):
             self._view.on_status(self._status())
 
@@ -108,7 +109,7 @@ class LiveProgress:
     def _show_arrived(self) -> None:
         while self._readings and self._readings[0].is_ready():
             reading = self._readings.popleft()
-            status = replace(self._status(reading.step), loss=reading.loss.item(), stage=reading.expert)
+            status = replace(self._status(reading.step), loss=reading.loss.item(), expert=reading.expert)
             if reading.is_summary:
                 self._summarise(status)
             else:
@@ -138,8 +139,8 @@ class LiveProgress:
         every = self._validate_every
         if every is None or total is None:
             return 0.0
-        validated = max(self._begin, step - 1) // every
-        done = validated - self._begin // every + (self._begin == 0 and self._first_pause > 0)
+        validated = max(self._first_step, step - 1) // every
+        done = validated - self._first_step // every + (self._first_step == 0 and self._first_pause > 0)
         return (total // every - validated) * self._pauses.seconds / done if done else 0.0
 
 

@@ -12,7 +12,7 @@ from gracetune.hub.access import HubAccess
 from gracetune.memory.unified_memory import UnifiedMemory
 from gracetune.memory.watchdog import Watchdog
 from gracetune.models.registry import geometry
-from gracetune.train.assembly import assemble, begin, cache_resources, open_host, open_memory
+from gracetune.train.assembly import assemble, build_initial_state, cache_resources, open_host, open_memory
 from gracetune.train.cache_refresh import CacheRefresh, nothing_to_refresh, start_refresh
 from gracetune.train.control import Control
 from gracetune.train.data import (
@@ -105,15 +105,15 @@ def load(
     if runtime.is_main:  # preflight checked this too, but the caches have grown since
         ready.store.check_room(checkpoint_bytes(one.shape for one in trained_model.parameters().values()))
     live = live_encoders(cached.index, model.encoders, cached.keys, stack)
-    beginning = begin(config, trained_model, cached.index, runtime, view)
-    state = beginning.state
+    initial = build_initial_state(config, trained_model, cached.index, runtime, view)
+    state = initial.state
     source = open_source(
         cached, state.loader, live, runtime, memory, stack, resources=resources, on_decision=view.report,
         per_step=None if config.training.ramp.enabled else config.training.gradient_accumulation_steps,
     )  # fmt: skip
     saved = CheckpointSource(config, trained_model, state, options.allow_other_data)
     notes = restore(
-        saved, start, ready.folder, ready.rates, runtime, steps=beginning.length.steps, dry_run=options.dry_run
+        saved, start, ready.folder, ready.rates, runtime, steps=initial.length.steps, dry_run=options.dry_run
     )  # fmt: skip
     changed = batch_change(start, config.training, runtime.world_size)
     if changed is not None:
@@ -122,7 +122,7 @@ def load(
     repair = repair_of(config, cached, state.loader, model.encoders, runtime, view)
     watchdog = watch(machine, memory, view)
     job = assemble(
-        config, trained_model, cached, live, beginning, source, runtime, memory, control, view,
+        config, trained_model, cached, live, initial, source, runtime, memory, control, view,
         on_epoch_end=cache_refresh or nothing_to_refresh, memory_alarm=memory_alarm(watchdog), repair=repair,
     )  # fmt: skip
     for line in (*reasons, *trained_model.decisions, host.reason, *about_files, *cached.report, *notes):

@@ -75,6 +75,7 @@ _CHANGES_MEMORY = (
 )  # fmt: skip
 _LOG = logging.getLogger("gracetune")
 _COUNTED = ("uvm.", "cache.", "cuda_graph.")
+"""Prefixes of the counters that a memory sample holds."""
 _NO_LAYER = "the unified-memory layer is not open in this run"
 _NO_FAULTS = "counted by CUPTI, and only where a run has an overflow arena (memory.use_uvm)"
 
@@ -115,10 +116,10 @@ def _tracker_entry(found: Tracker) -> SinkEntry:
 
 
 def open_telemetry(
-    config: RunConfig, folder: RunFolder, view: View, environment: Environment, *, main: bool
+    config: RunConfig, folder: RunFolder, view: View, environment: Environment, *, is_main: bool
 ) -> Telemetry:
     """Open the sinks on rank 0; other ranks emit nothing. Secrets of the config and the environment are redacted."""
-    if not main:
+    if not is_main:
         return Telemetry()
     try:
         sinks = [entry.open(config, folder, view) for entry in sinks_of(config)]
@@ -166,6 +167,7 @@ class _Sums:
     norm: Tensor
     steps: int = 0
     samples: int = 0
+    """Of all ranks; `loss` is of this rank only."""
     last: StepEnds | None = None
 
 
@@ -195,12 +197,14 @@ class TrainingLog(Callback):
     clock: Callable[[], float] = time.perf_counter
     sampling: MemorySampling = field(default_factory=MemorySampling)
     _steps: int = 0
+    """Length of the whole run."""
     _sums: dict[ExpertName, _Sums] = field(default_factory=dict)
     _since: float = 0.0
     _waited_ms: float = 0.0
     _paused: float = 0.0
+    """Clock, total wait for data and total pauses after the last log step."""
     _expert: ExpertName | None = None
-    _trained: set[ExpertName] = field(default_factory=set)
+    _already_trained: set[ExpertName] = field(default_factory=set)
     """Experts trained since this process began."""
     _step_batch: StepBatch | None = None
     _live: LiveProgress | None = None
@@ -240,7 +244,7 @@ class TrainingLog(Callback):
         self.view.record_with(self.telemetry.warn)
         self.source.on_depth(self._depth_changes)
         self.telemetry.add(self.sampling)
-        self._begin()
+        self._begin_interval()
 
     def step_starts(self, coming: StepStarts) -> None:
         step, expert, step_batch = coming.position.step, coming.expert, coming.step_batch
@@ -250,8 +254,8 @@ class TrainingLog(Callback):
             self.telemetry.emit(StageSwitched(step=step, before=self._expert or "", after=expert, reason=reason))
         if step_batch != self._step_batch and self.ramp.ramp_steps:
             self._batch_changes(coming.position, self._step_batch, step_batch)
-        if expert not in self._trained:  # its first step allocates its optimizer state
-            self._trained.add(expert)
+        if expert not in self._already_trained:  # its first step allocates its optimizer state
+            self._already_trained.add(expert)
             self.sampling.note_change()
         self._expert, self._step_batch = expert, step_batch
 
@@ -265,7 +269,7 @@ class TrainingLog(Callback):
         self.view.on_step(done.step, self._steps)
         logged = done.step % self.config.logging.every_steps == 0
         if logged:
-            self._show(self.state.position)
+            self._emit_steps(self.state.position)
         if self._live is not None:
             ranks = self.runtime.world_size  # the loss is of one rank, the samples are of all
             self._live.step_ends(
@@ -275,7 +279,7 @@ class TrainingLog(Callback):
     def end(self, ended: RunEnds) -> None:
         self.sampling.note_change()
         if self._sums:
-            self._show(ended.position)
+            self._emit_steps(ended.position)
         elif self.sampling.step not in (None, ended.position.step):
             self._sample_memory(ended.position.step)
         if self._live is not None:
@@ -308,7 +312,7 @@ class TrainingLog(Callback):
         step = self.state.position.step
         self.telemetry.emit(LookAheadChanged(step=step, before=before.value, after=after.value, reason=after.reason))
 
-    def _show(self, position: Position) -> None:
+    def _emit_steps(self, position: Position) -> None:
         values = torch.stack([value for sums in self._sums.values() for value in (sums.loss, sums.norm.to(sums.loss))])
         losses = values[0::2].clone()
         self.runtime.sum_(losses)
@@ -341,9 +345,9 @@ class TrainingLog(Callback):
             )
             self.first_ms = 0.0
         self._sums = {}
-        self._begin()  # so that the time of logging does not count as step time
+        self._begin_interval()  # so that the time of logging does not count as step time
 
-    def _begin(self) -> None:
+    def _begin_interval(self) -> None:
         self._since, self._waited_ms, self._paused = self.clock(), self.source.stats.wait_ms, self.pauses.seconds
 
 

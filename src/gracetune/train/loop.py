@@ -33,7 +33,7 @@ def fit(job: TrainingJob, callbacks: Sequence[Callback]) -> Stop:
     # The host runs ahead of the GPU: a failure of the last steps may only show now.
     failures = [callback.settle() for callback in callbacks]
     stop = next((failure for failure in failures if failure is not None), stop)
-    job.trained_model.host.settle()  # wait for an expert that was being transferred for a step that never began
+    job.trained_model.host.settle()  # the active expert may still be in transfer, for a step that did not run
     for callback in callbacks:
         callback.end(RunEnds(stop, replace(job.position)))
     return stop
@@ -50,7 +50,7 @@ def run_step(job: TrainingJob) -> StepEnds | Stop:
     step_batch, expert = starts.step_batch, starts.expert
     denoiser = job.trained_model.host.activate(expert, at_once=False)
     if (following := job.next_expert()) is not None:
-        job.trained_model.host.prepare(following)  # its weights arrive while this step computes
+        job.trained_model.host.prepare(following)  # if there is room, its weights arrive while this step computes
     gradients = job.gradients[expert]
     gradients.open()
     loss = torch.zeros((), device=job.device)  # sum over this rank's samples

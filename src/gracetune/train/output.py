@@ -7,7 +7,7 @@
   set-aside-<name>_<step>…    weights of steps after the one that a run was resumed or restarted from
   config.yaml      the resolved config, from which the run can be started again
   checkpoints/     state to resume from   samples/   generated in validation
-  report/          sections that commands add to report.html
+  report.html, report.json   what happened in the run     report/   sections that commands add
   logs/            events, TensorBoard    cache/     latents and embeddings, unless configured elsewhere
 """
 
@@ -97,7 +97,7 @@ class RunFolder:
 
     def check(self) -> None:
         """Raise ConfigError if the folder is not writable. Leaves no trace: a rejected run creates no folder."""
-        with self.refusing(), temporary_folder(self.path):
+        with self.config_errors(), temporary_folder(self.path):
             check_writable(self.path)
 
     @contextmanager
@@ -119,19 +119,19 @@ class RunFolder:
 
     def make_private(self) -> None:
         """Make a folder that was just created accessible to its owner only (`storage/folders.py`)."""
-        with self.refusing():
+        with self.config_errors():
             make_private_folder(self.path)
 
     def make(self, config: RunConfig) -> None:
         """Create the folder and write the resolved config, secrets included, so that a run can be started from it."""
-        with self.refusing():
+        with self.config_errors():
             for folder in (self.samples, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             mode = 0o600 if has_secrets(config) else 0o644
             write_file(self.path / CONFIG, write_native(config).encode(), mode=mode)
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
+    def config_errors(self) -> Iterator[None]:
         """Inside, an OSError becomes a ConfigError about `output_dir`. For use before training starts."""
         try:
             yield
@@ -166,12 +166,12 @@ class RunFolder:
 
     def has_all(self, files: Iterable[Path]) -> bool:
         """Whether all of the files exist."""
-        with self.refusing():
+        with self.config_errors():
             return all(path.exists() for path in files)
 
     def reject_finished(self, experts: Iterable[str]) -> None:
         """Raise ConfigError if the folder holds the result of a finished run, which a new run would have to replace."""
-        with self.refusing():
+        with self.config_errors():
             finished = [path for path in self.results(experts) if _is_result(path)]
         if finished:
             hint = "--set output_dir=FOLDER or --set name=NAME; or move the file away"
@@ -395,7 +395,7 @@ def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write:
 def verify_weights(trained_model: TrainedModel, config: RunConfig, paths: Iterable[Path]) -> list[str]:
     """Read every file back as any program would, and compare its layers with the model's. Return a line for each file.
 
-    Raises GracetuneError if a file does not fit.
+    Raises GracetuneError if a file does not fit. The weights of a full fine-tune are not checked here.
     """
     if config.adapter.is_full_finetune:
         return []

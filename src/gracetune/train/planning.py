@@ -42,7 +42,7 @@ class PlannedRun:
     mismatch: str | None = None
     """Why the plan does not apply: the weights differ in size from the flavour's. None if it applies."""
     parameters: int = 0
-    """Number of parameters of all the run's denoisers."""
+    """Number of parameters of all the model's denoisers, trained or not."""
 
     @property
     def parks_experts(self) -> bool:
@@ -72,7 +72,10 @@ class PlannedRun:
 
     @property
     def step_bytes(self) -> int:
-        """Device memory that a step needs besides its denoiser's weights. Experts are not prefetched into it."""
+        """Device memory that a step needs besides its denoiser's weights, so experts are not prefetched into it.
+
+        0 if the plan does not apply.
+        """
         if self.mismatch is not None:
             return 0
         policy = next(name for name, value in CONFIG_VALUE.items() if value == self.plan.checkpointing.value)
@@ -164,8 +167,8 @@ def choose(
     base, why_base = choose_base(config, planned)
     lines = (
         f"attention: {attention.reason}",
-        f"gradient checkpointing {_repeating(recompute, budget)}: {why}",
-        f"torch.compile {_compiling(config, shapes, calls) if compiled else 'off'}",
+        f"gradient checkpointing {_checkpointing_text(recompute, budget)}: {why}",
+        f"torch.compile {_compile_text(config, shapes, calls) if compiled else 'off'}",
         *(() if why_base is None else (f"base weights {base}: {why_base}",)),
     )
     return DenoiserChoices(
@@ -202,7 +205,7 @@ def _base_without_plan(plain: BasePrecision, planned: PlannedRun) -> tuple[BaseP
     return (plain if budget is not None and size <= _MOST_OF_MEMORY * budget else "int8"), found
 
 
-def _repeating(recompute: bool, budget: float | None) -> str:
+def _checkpointing_text(recompute: bool, budget: float | None) -> str:
     if recompute:
         return "on"
     return "off" if budget is None or budget == 1 else f"in part (torch.compile's activation budget {budget:g})"
@@ -222,7 +225,7 @@ def _shapes(config: RunConfig, shapes: int | None, calls: AttentionCalls) -> Sha
     return "several" if calls.masked else "few"
 
 
-def _compiling(config: RunConfig, shapes: int | None, calls: AttentionCalls) -> str:
+def _compile_text(config: RunConfig, shapes: int | None, calls: AttentionCalls) -> str:
     if shapes == 1:
         routed = {
             "one": "",

@@ -1,13 +1,13 @@
 """Check everything that can reject a run before a model is loaded or data is cached, and report all problems at once.
 
-A rejected run has changed nothing: no checkpoint is moved and no result is renamed. At most, digests of the weights are
-cached. Once a check has failed, no weights are downloaded for further checks. Checks that need the model then run only
-if the model is already on the disk.
+A rejected run has changed nothing: no checkpoint is moved and no result is renamed. At most, digests of the weights and
+a traced footprint are cached. Once a check has failed, no weights are downloaded for further checks. Checks that need
+the model then run only if the model is already on the disk.
 
 Some problems can only be found elsewhere:
-- a file that cannot be parsed, or a value of the wrong type: `config.load`, before preflight, lists all of them;
+- a file that cannot be parsed, or a value of the wrong type: `config.resolve.load`, before preflight, lists them;
 - damaged, missing or changed data (`stage_data`, `fill_caches`, `reject_other_data`): every file has to be read;
-- a schedule that is longer than the run, if its length is given in epochs (`begin`): the data has to be counted;
+- a schedule longer than the run, if its length is given in epochs (`build_initial_state`): the data has to be counted;
 - damaged weights (`load_trained_model`): weights are read when they are loaded;
 - an adapter that its file format cannot hold (`check_format`): this depends on the values of the base model;
 - no room for a checkpoint (`CheckpointStore.check_room`): checked here and again in `load`, because caches grow;
@@ -55,8 +55,8 @@ from gracetune.train.output import RunFolder, checkpoint_bytes
 from gracetune.train.planning import PlannedRun, choose, make_plan, processes_of, reject_misfit
 from gracetune.train.preflight_checks import CheckResult, Checks, check_output_paths, reject_eight_bits
 from gracetune.train.resume import (
+    files_if_complete,
     find_start,
-    nothing_left,
     rates_to_start_with,
     reject_other_optimizer,
     resume_hint,
@@ -134,7 +134,7 @@ class Preflight:
     start: ResumeStart
     rates: ImportedRates | None
     """Learning rates read from `optimizer.rates_from`; None if the run does not start with such rates."""
-    files: tuple[Path, ...]
+    final_files: tuple[Path, ...]
     """The final weights, if the run is complete already and nothing is left to do; else empty."""
 
 
@@ -144,8 +144,8 @@ class _Beginning:
 
     identity: Mapping[str, str]
     start: ResumeStart
-    files: tuple[Path, ...]
-    """See `Preflight.files`."""
+    final_files: tuple[Path, ...]
+    """See `Preflight.final_files`."""
 
 
 def preflight(
@@ -180,6 +180,7 @@ def preflight(
     if on_disk.is_known and on_disk.value:
         fetch = HubFetcher(HubAccess.of(environment), view.report, view.on_download)
         model = checks.run(lambda: _open_model(config, runtime.device, fetch))
+    # Without a model its experts are unknown; the optimizer is then checked with one nameless expert.
     trained = model.value.trained if model.is_known else ("",)
     optimizer = checks.run(lambda: check_optimizer(config, trained, runtime.device))
     # Rank 0 plans for all. Once a rank is rejected, each plans by itself: a rejected rank may skip the broadcast.
@@ -202,16 +203,16 @@ def preflight(
             resume_hint, store, environment, requested=requested, processes=runtime.world_size
         )
     beginning = CheckResult[_Beginning]()
-    if not checks.is_known("output_dir"):
+    if not checks.has_known_problem("output_dir"):
         rejected = checks.rejected
         beginning = checks.run(
             lambda: _find_beginning(config, model.value, store, folder, options, view, rejected=rejected)
         )
     rates: CheckResult[ImportedRates | None] = CheckResult(None)
-    if not (beginning.is_known and beginning.value.files):
+    if not (beginning.is_known and beginning.value.final_files):
         checks.run(lambda: reject_other_optimizer(beginning.value.start, config, optimizer.value, folder, trained))
-        if not (beginning.is_rejected or checks.is_known("output_dir")):
-            _check_folder(folder, store, checks, dry_run=options.dry_run, main=runtime.is_main)
+        if not (beginning.is_rejected or checks.has_known_problem("output_dir")):
+            _check_folder(folder, store, checks, dry_run=options.dry_run, is_main=runtime.is_main)
             if runtime.is_main:
                 checks.run(lambda: check_output_paths(folder, model.value.experts, config.adapter.kind))
         checks.run(lambda: check_objective(config, model.value.facts, model.value.trained))
@@ -219,7 +220,9 @@ def preflight(
         checks.run(lambda: check_requests(config, model.value.spec, model.value.facts, view.warn))
         checks.run(lambda: _check_attention(config, model.value, planned.value, runtime.device))
         checks.run(lambda: check_routes(config, model.value.spec, model.value.source, model.value.facts))
-        shapes = checks.run(lambda: _check_adapter(config, model.value, init_from=not checks.is_known(_INIT_FROM)))
+        shapes = checks.run(
+            lambda: _check_adapter(config, model.value, init_from=not checks.has_known_problem(_INIT_FROM))
+        )
         if runtime.is_main:
             room = checkpoint_bytes(shapes.value.values()) if shapes.is_known else 0
             checks.run(lambda: store.check_room(room, beginning.value.identity))
@@ -232,7 +235,7 @@ def preflight(
         config=config, options=options, environment=environment, runtime=runtime, machine=machine, model=model.value,
         planned=planned.value, folder=folder, store=store, identity=found.identity,
         start=found.start if options.dry_run else _take_folder(config, folder, store, model.value, found),
-        rates=rates.value, files=found.files,
+        rates=rates.value, final_files=found.final_files,
     )  # fmt: skip
 
 
@@ -342,14 +345,14 @@ def _find_beginning(
         is_half_finished=finishing and not folder.has_all(finals),
     )  # fmt: skip
     view.report(start.reason)
-    files = () if finishing else nothing_left(start, config, folder, finals)
-    return _Beginning(identity, start, files)
+    complete = () if finishing else files_if_complete(start, config, folder, finals)
+    return _Beginning(identity, start, complete)
 
 
-def _check_folder(folder: RunFolder, store: CheckpointStore, checks: Checks, *, dry_run: bool, main: bool) -> None:
+def _check_folder(folder: RunFolder, store: CheckpointStore, checks: Checks, *, dry_run: bool, is_main: bool) -> None:
     """Check that no other run uses the folder and that it is writable. The second check needs the first to pass."""
     claim = CheckResult(None) if dry_run else checks.run(store.check_claim)
-    if main and claim.is_known:
+    if is_main and claim.is_known:
         checks.run(folder.check)
 
 

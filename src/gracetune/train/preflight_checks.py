@@ -72,7 +72,7 @@ class Checks:
         if found:
             self._errors.append(ConfigError(dict.fromkeys(problem for _, problem in found)))
 
-    def is_known(self, key: str) -> bool:
+    def has_known_problem(self, key: str) -> bool:
         return key in self._known
 
     @property
@@ -131,7 +131,7 @@ def check_output_paths(folder: RunFolder, experts: Sequence[Expert], kind: Adapt
     Results of an earlier run are checked by `RunFolder.reject_finished`.
     """
     folders, files = [folder.path, folder.samples, folder.logs], [folder.path / CONFIG, folder.path / LOG_FILE]
-    with folder.refusing():
+    with folder.config_errors():
         steps = folder.steps()
     for step in (None, *steps):
         if kind == FULL_FINETUNE:

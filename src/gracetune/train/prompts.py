@@ -39,7 +39,7 @@ class Prompts:
         many = "1 text is" if len(self.entries) == 1 else f"{len(self.entries)} texts are"
         return f"the embeddings of {many} cached, so no text encoder is loaded for them"
 
-    def given(self, request: SampleRequest, dtype: torch.dtype) -> SampleRequest:
+    def with_embeddings(self, request: SampleRequest, dtype: torch.dtype) -> SampleRequest:
         """The request with its embeddings, converted to `dtype`, the dtype of the denoiser's inputs.
 
         The cache holds them in the text encoder's precision, and pipelines pass embeddings on unchanged.
@@ -54,7 +54,7 @@ class Prompts:
         return replace(request, embeds=embeds, negative_embeds=negative)
 
 
-def prompts_of(validation: Validation, spec: ModelSpec, facts: ModelFacts, ready: CachedSamples) -> Prompts | str:
+def prompts_of(validation: Validation, spec: ModelSpec, facts: ModelFacts, cached: CachedSamples) -> Prompts | str:
     """The cached embeddings, or a line that says why validation needs the text encoders."""
     from_embeddings = spec.from_embeddings
     rejection = from_embeddings if isinstance(from_embeddings, str) else from_embeddings.rejection(facts)
@@ -62,13 +62,13 @@ def prompts_of(validation: Validation, spec: ModelSpec, facts: ModelFacts, ready
         return f"text encoders are loaded for them: {rejection}"
     texts = validation_texts(validation, default_negative=from_embeddings.default_negative)
     try:
-        return Prompts({text: _read(ready, text) for text in texts}, from_embeddings)
+        return Prompts({text: _read(cached, text) for text in texts}, from_embeddings)
     except EntriesError as error:  # missing, or damaged
         return f"text encoders are loaded for them: {error}"
 
 
-def _read(ready: CachedSamples, text: str) -> Entry:
-    key = text_key(text, ready.keys.text)
-    found = ready.texts.look_up(key)
-    entry = ready.texts.read(key) if found is None else found
+def _read(cached: CachedSamples, text: str) -> Entry:
+    key = text_key(text, cached.keys.text)
+    found = cached.texts.look_up(key)
+    entry = cached.texts.read(key) if found is None else found
     return {name: tensor.to("cpu", copy=True) for name, tensor in entry.items()}

@@ -3,7 +3,7 @@
 If a peer has ended, a collective fails with a message about a socket, or (NCCL) does not return at all. Every process
 therefore writes to the launcher's `torch.distributed.Store`: its process id, a heartbeat every second, and why it ends.
 A process whose collective fails reads there which rank was lost (`RankMonitor.explain`). Background threads read it,
-too. If a peer is lost and the main thread does not return from its collective, they end this process.
+too. If a peer is lost and the main thread does not notice it within `GRACE_S`, whatever it does, they end this process.
 
 Keys in the store: `peer/<rank>/process`, `peer/<rank>/beat` ("<beat> <collectives begun>"), `peer/<rank>/end`, and the
 counter `peer/failures`.
@@ -29,6 +29,7 @@ from gracetune.train.control import InterruptedBySignal
 from gracetune.units import format_duration
 
 BEAT_S = 1.0
+"""Seconds between heartbeats; longer from 128 ranks on."""
 SILENT_BEATS = 300
 """A peer without a heartbeat during this many of our own is lost. Beats are counted, not timed, because a scheduler may
 suspend all processes of a job for an hour. The number is large, because a thread cannot beat while another one holds
@@ -44,10 +45,10 @@ REPORT_EVERY_S = {True: 60.0, False: 600.0}
 class LostRankError(GracetuneError):
     """Another process of the run has ended, so this one cannot go on."""
 
-    def __init__(self, message: str, lost: Sequence[int], *, speaks: bool) -> None:
-        """`speaks`: this rank reports how to resume, and writes the end of the run to the log."""
+    def __init__(self, message: str, lost: Sequence[int], *, reports: bool) -> None:
+        """`reports`: this rank reports how to resume, and writes the end of the run to the log."""
         super().__init__(message)
-        self.lost, self.speaks = tuple(lost), speaks
+        self.lost, self.reports = tuple(lost), reports
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,13 @@ class _End:
     """The message that a rank leaves in the store when it ends with an error."""
 
     number: int
-    """Its place in the order in which ranks failed. The first one knows the cause."""
+    """Its place in the order in which ranks failed. The first failure is the cause."""
     reason: str
     interrupted: bool
     lost: tuple[int, ...]
     """The ranks that it found lost."""
     is_clear: bool
-    """Whether it knows its cause. An error of a collective is only an effect."""
+    """Whether `reason` is a cause. An error of a collective is only an effect."""
 
 
 class RankMonitor:
@@ -117,7 +118,7 @@ class RankMonitor:
         self._store, self._threads_store = store.clone(), store.clone()
         for one in (self._store, self._threads_store):
             one.set_timeout(timedelta(seconds=10))
-        self._met, self._since = 0, 0.0
+        self._collectives, self._since = 0, 0.0
         """Number of collectives begun, and the time at which the current one began (0.0: none)."""
         self._explanation: BaseException | None = None
         self._failure_number = 0
@@ -160,9 +161,9 @@ class RankMonitor:
             time.sleep(0.05)
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
-        """Must enclose every collective that may have to wait for a peer."""
-        self._met += 1
+    def collective(self) -> Iterator[None]:
+        """Encloses a collective, so that a long wait in it is reported. (FSDP's own collectives are not enclosed.)"""
+        self._collectives += 1
         self._since = time.monotonic()
         try:
             yield
@@ -179,19 +180,19 @@ class RankMonitor:
         while self._explanation is None:
             with suppress(InterruptedBySignal):  # a launcher signals all processes when one has died; still explain it
                 found = self._explained(error)
-                self._leave(found)
+                self._publish_end(found)
                 self._explanation = found
         return self._explanation
 
     def _explained(self, error: BaseException) -> BaseException:
-        speaks_for_itself = isinstance(error, GracetuneError)
-        if self._is_store_gone(within_s=0.0 if speaks_for_itself else SETTLED_S / 10):
-            return error if speaks_for_itself else self._store_gone()
+        is_clear = isinstance(error, GracetuneError)
+        if self._is_store_gone(within_s=0.0 if is_clear else SETTLED_S / 10):
+            return error if is_clear else self._store_gone()
         try:
             self._failure_number = self._store.add("peer/failures", 1)
-            return error if speaks_for_itself else self._found_among_peers(error)
+            return error if is_clear else self._found_among_peers(error)
         except RuntimeError:  # the store itself cannot be reached
-            return error if speaks_for_itself else self._store_gone()
+            return error if is_clear else self._store_gone()
 
     def _found_among_peers(self, error: BaseException) -> BaseException:
         """Find the lost rank. The first rank that failed looks for the cause; the others repeat its result."""
@@ -202,31 +203,31 @@ class RankMonitor:
         while time.monotonic() < deadline:
             gone = [rank for rank, process in self._visible() if process.is_gone()]
             ends = self._ends(self._store)  # read after `is_gone`: a process writes its end before it exits
-            if died := {rank: self._died(rank) for rank in gone if rank not in ends}:
+            if died := {rank: self._died_text(rank) for rank in gone if rank not in ends}:
                 return self._error(died)
             if clear := {rank: end for rank, end in ends.items() if end.is_clear or self._failure_number > 1}:
-                return self._of_end(clear, ended=ends)
+                return self._repeated(clear, ended=ends)
             time.sleep(0.05)
         if by_signal:
             return error
         ends, now = self._ends(self._store), self._beats(self._store)
         silent = [rank for rank in beats if rank not in ends and now[rank] == beats[rank]]
-        return self._error({rank: self._silent(rank) for rank in silent}) if silent else error
+        return self._error({rank: self._silent_text(rank) for rank in silent}) if silent else error
 
-    def _of_end(self, ends: Mapping[int, _End], *, ended: Collection[int]) -> BaseException:
+    def _repeated(self, ends: Mapping[int, _End], *, ended: Collection[int]) -> BaseException:
         """Repeat what other ranks found. The `ended` ranks left reasons of their own."""
         alive = {rank for rank, process in self._visible() if not process.is_gone()}
         for end in ends.values():
             unexplained = [rank for rank in end.lost if rank != self.rank and rank not in ended]
             if unexplained:
                 return self._error(
-                    {rank: self._silent(rank) if rank in alive else self._died(rank) for rank in unexplained}
+                    {rank: self._silent_text(rank) if rank in alive else self._died_text(rank) for rank in unexplained}
                 )
         rank, end = min(ends.items(), key=lambda item: item[1].number)
         if end.interrupted:
             return InterruptedBySignal(f"{end.reason} (rank {rank})")
         # That rank has reported its reason itself. Rank 0 repeats it in the run's log.
-        return self._error({rank: f"it stopped: {end.reason}"}, speaks=self.rank == 0)
+        return self._error({rank: f"it stopped: {end.reason}"}, reports=self.rank == 0)
 
     def _is_store_gone(self, within_s: float = 0.0) -> bool:
         """Whether the store's process ended. Checked before each use, because torch logs pages about a dead store."""
@@ -238,33 +239,34 @@ class RankMonitor:
         return gone
 
     def _store_gone(self) -> LostRankError:
-        gone = {rank: self._died(rank) for rank, process in self._visible() if process.is_gone()}
+        gone = {rank: self._died_text(rank) for rank, process in self._visible() if process.is_gone()}
         if not gone and self._store_in_rank_0:
-            gone = {0: self._silent(0)}
+            gone = {0: self._silent_text(0)}
         return self._error(gone) if gone else self._error({}, "the launcher of this run has ended, or its machine")
 
     def _visible(self) -> list[tuple[int, _Process]]:
+        """The other ranks on this machine, whose processes can be looked up."""
         own_machine = self._this.machine
         return [(rank, process) for rank, process in self._processes.items() if process.machine == own_machine]
 
-    def _died(self, rank: int) -> str:
+    def _died_text(self, rank: int) -> str:
         why = "killed, or crashed; its own messages and `dmesg -T` (out of memory?) may say more"
         return f"its process ({self._processes[rank]}) has ended without a message: {why}"
 
-    def _silent(self, rank: int) -> str:
+    def _silent_text(self, rank: int) -> str:
         return f"its process ({self._processes[rank]}) does not answer: it is stopped, or its machine is out of reach"
 
-    def _error(self, lost: Mapping[int, str], headline: str = "", *, speaks: bool | None = None) -> LostRankError:
+    def _error(self, lost: Mapping[int, str], headline: str = "", *, reports: bool | None = None) -> LostRankError:
         left = [rank for rank in range(self.world_size) if rank not in lost]
         lines = [f"rank {rank} of {self.world_size} is lost: {why}" for rank, why in sorted(lost.items())] or [headline]
-        if speaks is None:
-            speaks = not left or self.rank == min(left)
-        text = "\n".join([*lines, self.advice()]).strip() if speaks else lines[0].partition("\n")[0]
-        return LostRankError(text, sorted(lost), speaks=speaks)
+        if reports is None:
+            reports = not left or self.rank == min(left)
+        text = "\n".join([*lines, self.advice()]).strip() if reports else lines[0].partition("\n")[0]
+        return LostRankError(text, sorted(lost), reports=reports)
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
-    def _leave(self, error: BaseException) -> None:
+    def _publish_end(self, error: BaseException) -> None:
         if self._is_store_gone():
             return
         lost = error.lost if isinstance(error, LostRankError) else ()
@@ -280,6 +282,7 @@ class RankMonitor:
         return {rank: _End(**{**end, "lost": tuple(end["lost"])}) for rank, end in found.items()}
 
     def _beats(self, store: Any) -> dict[int, tuple[int, int]]:
+        """By other rank: its beat, and the number of collectives it has begun."""
         ranks = [*self._processes]
         found = store.multi_get([f"peer/{rank}/beat" for rank in ranks])
         return {rank: _numbers(text) for rank, text in zip(ranks, found, strict=True)}
@@ -293,16 +296,21 @@ class RankMonitor:
                 if self._is_store_gone():
                     break
                 seen = self._seen
-                self._threads_store.set(f"peer/{self.rank}/beat", f"{seen.beat + 1} {self._met}")
+                self._threads_store.set(f"peer/{self.rank}/beat", f"{seen.beat + 1} {self._collectives}")
                 now = self._beats(self._threads_store)
-                missed = {rank: seen.missed.get(rank, 0) + 1 if now[rank][0] == seen.of(rank) else 0 for rank in now}
+                missed = {
+                    rank: seen.missed.get(rank, 0) + 1 if now[rank][0] == seen.beat_of(rank) else 0 for rank in now
+                }
                 self._seen = _Seen(seen.beat + 1, now, missed, self._ends(self._threads_store))
             except RuntimeError:
                 break
         self._has_store.clear()
 
     def _watch(self) -> None:
-        """Thread 2: report long waits, and end the process if a peer is lost and the main thread does not return."""
+        """Thread 2: report long waits, and end the process if a peer is lost and the main thread does not notice it.
+
+        The main thread has GRACE_S for that, whatever it does.
+        """
         last_report, beat, unanswered, lost_since = 0.0, 0, 0, 0.0
         while not self._closing.wait(BEAT_S * max(1, self.world_size // 64)):
             seen = self._seen
@@ -316,13 +324,13 @@ class RankMonitor:
                 self._end_process(self._store_gone() if is_store_lost else self._lost_by(seen))
 
     def _lost_by(self, seen: _Seen) -> BaseException:
-        dead = {rank: self._died(rank) for rank, process in self._visible() if process.is_gone()}
-        silent = {rank: self._silent(rank) for rank, count in seen.missed.items() if count >= SILENT_BEATS}
-        return self._of_end(seen.ends, ended=seen.ends) if seen.ends else self._error(dead or silent)
+        dead = {rank: self._died_text(rank) for rank, process in self._visible() if process.is_gone()}
+        silent = {rank: self._silent_text(rank) for rank, count in seen.missed.items() if count >= SILENT_BEATS}
+        return self._repeated(seen.ends, ended=seen.ends) if seen.ends else self._error(dead or silent)
 
     def _report_waiting(self, last_report: float, seen: _Seen) -> float:
         """Report a long wait. Returns how long the wait was when it was last reported."""
-        since, met = self._since, self._met
+        since, met = self._since, self._collectives
         waited = time.monotonic() - since if since else 0.0
         behind = [rank for rank, (_, theirs) in seen.beats.items() if theirs < met]
         if waited < REPORT_EVERY_S[self.rank == 0] or not behind:
@@ -335,7 +343,8 @@ class RankMonitor:
         return waited
 
     def _end_process(self, error: BaseException) -> None:
-        """End the process: the main thread is in a collective that does not return, where no exception reaches it."""
+        """End the process. The main thread is usually in a collective that does not return, where no exception reaches
+        it."""
         self._closing.set()
         by_signal = isinstance(error, KeyboardInterrupt)
         if isinstance(error, LostRankError):
@@ -357,7 +366,7 @@ class _Seen:
     """By other rank: how many of our own beats have passed since its last one."""
     ends: Mapping[int, _End] = field(default_factory=dict)
 
-    def of(self, rank: int) -> int:
+    def beat_of(self, rank: int) -> int:
         return self.beats.get(rank, (0, 0))[0]
 
 

@@ -185,8 +185,10 @@ def _settings_for(effective: int, batch_size: int, world_size: int) -> str:
     return f"--set training.batch_size={micro} --set training.gradient_accumulation_steps={share // micro}{nearest}"
 
 
-def nothing_left(start: ResumeStart, config: RunConfig, folder: RunFolder, files: Sequence[Path]) -> tuple[Path, ...]:
-    """The final files if the run is complete already, so that nothing needs to be loaded; empty if work is left."""
+def files_if_complete(
+    start: ResumeStart, config: RunConfig, folder: RunFolder, files: Sequence[Path]
+) -> tuple[Path, ...]:
+    """`files` if the run is complete already, so that nothing needs to be loaded; empty if work is left."""
     steps = config.training.max_steps
     if start.checkpoint is None or steps is None or start.step < steps or start.newest > start.step:
         return ()

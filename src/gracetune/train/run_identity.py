@@ -2,7 +2,7 @@
 
 `model` holds the fingerprint of the trained denoisers' weights. `part <name>` holds the fingerprint of each other part
 of the model: VAE, text encoders, tokenizers, scheduler, assistant adapter. Checkpoints of earlier releases have no such
-parts; those of theirs count as unknown.
+parts; the fingerprints of their parts count as unknown.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 `gracetune validate-now RUN`, `gracetune save-now RUN`, `gracetune stop RUN` and the studio create them; `touch` does
 too. The job reads them between its steps (`requested.py`), removes each and records it as an event. The file's text
-says who asked.
+names the source of the request.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from gracetune.storage.os_errors import explain
 
 RequestName = Literal["validate", "save", "stop"]
 _LONGEST = 64
+"""Bytes of a request's file that are read."""
 
 
 class RequestSource(StrEnum):

@@ -23,12 +23,12 @@ class RunUploads:
     """What a run uploads, and when. Does nothing unless `checkpoints.push_to_hub` is set; rank 0 alone uploads."""
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, environment: Environment, view: View, *, main: bool
+        self, config: RunConfig, folder: RunFolder, environment: Environment, view: View, *, is_main: bool
     ) -> None:
         requested = config.checkpoints.push_to_hub
         self._every = requested is not None and requested.every_checkpoint
         self._uploads: HubUploads | None = None
-        if requested is not None and main:
+        if requested is not None and is_main:
             self._uploads = HubUploads(
                 requested.repo_id, folder.path, HubAccess.of(environment), private=requested.private,
                 card=model_card(config),

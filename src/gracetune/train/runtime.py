@@ -140,17 +140,18 @@ class Runtime:
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
-    def _meeting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.peers is None else self.peers.meeting()
+    def _collective(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.peers is None else self.peers.collective()
 
     def sum_(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place, on the tensor's device."""
         if self.world_size > 1:
-            with self._meeting():
+            with self._collective():
                 dist.all_reduce(tensor)
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            with self._meeting():
+            with self._collective():
                 dist.barrier(group=self._host_group)
 
     def from_main(self, make: Callable[[], T]) -> T:
@@ -164,7 +165,7 @@ class Runtime:
                 box[0] = make()
             except Exception as error:  # noqa: BLE001 - the others wait for the broadcast; raised again below
                 failure, box[1] = error, str(error) or type(error).__name__
-        with self._meeting():
+        with self._collective():
             dist.broadcast_object_list(box, group=self._host_group)
         if failure is not None:
             raise failure
@@ -178,7 +179,7 @@ class Runtime:
         if self.world_size == 1:
             return value
         gathered = torch.tensor([value])
-        with self._meeting():
+        with self._collective():
             dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self._host_group)
         return int(gathered.item())
 
@@ -191,7 +192,7 @@ class Runtime:
             return []
         boxes: list[Any] = [mine] * self.world_size
         if self.world_size > 1:
-            with self._meeting():
+            with self._collective():
                 dist.all_gather_object(boxes, mine, group=self._host_group)
         return [one for one in boxes if one is not None]
 
@@ -200,7 +201,7 @@ class Runtime:
         if self.world_size == 1:
             return [mine]
         boxes: list[Any] | None = [b""] * self.world_size if self.is_main else None
-        with self._meeting():
+        with self._collective():
             dist.gather_object(mine, boxes, group=self._host_group)
         return boxes or []
 
@@ -238,7 +239,7 @@ class Runtime:
         """Overwrite the tensors with rank 0's values."""
         if self.world_size > 1:
             self.barrier()
-            with self._meeting():
+            with self._collective():
                 for tensor in tensors:
                     dist.broadcast(tensor, 0)
 
@@ -291,7 +292,9 @@ def open_runtime(precision: Precision, environment: Environment) -> Runtime:
     state = PartialState(cpu=cpu, **({"timeout": _STEP_TIMEOUT} if several else {}))
     if launch.sharded and state.num_processes == 1 and not dist.is_initialized():
         launch = LaunchEnvironment(
-            False, launch.reshard, (*launch.notes, "FSDP: one process has nothing to share; not sharded")
+            sharded=False,
+            reshard=launch.reshard,
+            notes=(*launch.notes, "FSDP: one process has nothing to share; not sharded"),
         )
     local = environment.get("LOCAL_WORLD_SIZE")
     device = state.device

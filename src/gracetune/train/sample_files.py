@@ -32,11 +32,11 @@ def write_sample(stem: Path, sampled: Sampled, fps: float | None = None) -> tupl
     if sampled.audio is not None:
         rate = sampled.sample_rate or 44100
         sound = sampled.audio.detach().float().cpu().clamp(-1, 1).numpy().T
-        return _whole(stem.with_name(stem.name + ".wav"), lambda path: _write_wav(path, sound, rate)), "audio"
+        return _written(stem.with_name(stem.name + ".wav"), lambda path: _write_wav(path, sound, rate)), "audio"
     if len(sampled.frames) == 1:
-        return _whole(stem.with_name(stem.name + ".png"), lambda path: sampled.frames[0].save(path, "PNG")), "image"
+        return _written(stem.with_name(stem.name + ".png"), lambda path: sampled.frames[0].save(path, "PNG")), "image"
     rate_video = fps or sampled.fps or DEFAULT_FPS
-    return _whole(
+    return _written(
         stem.with_name(stem.name + ".mp4"), lambda path: _write_mp4(path, sampled.frames, rate_video)
     ), "video"
 
@@ -53,10 +53,10 @@ def contact_sheet(path: Path, images: Sequence[Image.Image]) -> Path:
     for number, image in enumerate(shrunk):
         row, column = divmod(number, columns)
         sheet.paste(image, (column * width + (width - image.width) // 2, row * height))
-    return _whole(path, lambda target: sheet.save(target, "PNG"))
+    return _written(path, lambda target: sheet.save(target, "PNG"))
 
 
-def _whole(path: Path, write: Callable[[Path], None]) -> Path:
+def _written(path: Path, write: Callable[[Path], None]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with replacing(path) as temporary:

@@ -71,6 +71,7 @@ class Saving(Callback):
             raise WrongFileError(self._wrong_file)
 
     def _save(self, *, weights: bool = True) -> None:
+        """Save a checkpoint and, if `weights`, files for other programs. `finish` writes those of a finished run."""
         saved = self._saved
         step = saved.state.position.step
         if step == self._last:

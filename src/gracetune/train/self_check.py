@@ -74,12 +74,12 @@ class _Expert:
     steps: int = 0
     """Steps with a learning rate above 0."""
     steps_without_rate: int = 0
-    """Steps with a learning rate of 0 that the config asks for."""
-    look_at: int = STEPS
+    """Steps with a learning rate of 0 that the config sets."""
+    check_at: int = STEPS
     """The number of steps at which the device is read to see how many of them were applied."""
     applied: Tensor | None = None
     """On the device: steps that were not skipped and had a loss. A loss of 0 teaches nothing: all of the samples are
-    masked, or regularisation data asks an adapter that has learned nothing for the base model's prediction."""
+    masked, or the target is the base model's prediction and the adapter has learned nothing yet."""
     begins_as_base: bool = True
     """When this process began, the adapter changed nothing."""
     judged: bool = False
@@ -131,7 +131,7 @@ class SelfCheck(Callback):
         counts = (1.0 - done.skipped) * (done.loss != 0)
         expert.applied = counts if expert.applied is None else expert.applied + counts
         expert.steps += 1
-        if expert.steps >= expert.look_at and not self._should_wait(done):
+        if expert.steps >= expert.check_at and not self._should_wait(done):
             with self._pauses.counted():
                 self._judge(done, expert)
 
@@ -162,7 +162,7 @@ class SelfCheck(Callback):
         assert expert.applied is not None, "steps were counted"
         applied = self._model.runtime.highest(int(expert.applied.item()))
         if applied < STEPS:
-            expert.look_at = expert.steps + STEPS - applied
+            expert.check_at = expert.steps + STEPS - applied
             return
         expert.judged = True
         event = self._judge_weights(done, expert) if self._is_full else self._judge_adapter(done, expert)
@@ -175,7 +175,7 @@ class SelfCheck(Callback):
                 "--set 'adapter.exclude=[...]' omits them",
             )
         self._telemetry.emit(event)
-        self._show()
+        self._report_when_complete()
 
     def _judge_adapter(self, done: StepEnds, expert: _Expert) -> SelfChecked | None:
         learned = self._learned_layers(done.expert)
@@ -192,7 +192,7 @@ class SelfCheck(Callback):
         if not factor:
             self._stop(
                 Problem(
-                    _judged(done.expert),
+                    _problem_key(done.expert),
                     "its values have changed, but the denoiser's output is the same as before the first step",
                     "an adapter that changes the denoiser's output",
                     "other layers: --set 'adapter.targets=[...]'; if these are the right ones, please report this",
@@ -221,7 +221,7 @@ class SelfCheck(Callback):
         before, noise = self._example.before(name)
         for factor in _FACTORS:
             with nullcontext() if factor == 1 else self._model.trained_model.attached[name].amplified(factor):
-                now = self._ask(name)
+                now = self._predict(name)
             changed = (now.float() - before.float()).square().sum()
             read = _read(self._model, torch.stack([changed, noise, before.float().square().sum()]))
             change, least, size = map(math.sqrt, read)
@@ -229,12 +229,12 @@ class SelfCheck(Callback):
                 return change / size if size > 0 else change, factor
         return 0.0, 0.0
 
-    def _ask(self, name: ExpertName) -> Tensor:
+    def _predict(self, name: ExpertName) -> Tensor:
         host = self._model.trained_model.host
         active = host.active
         try:
             denoiser: nn.Module = host.activate(name)
-            found = self._example.ask(self._model.step, self._model.trained_model, denoiser, name)
+            found = self._example.predict(self._model.step, self._model.trained_model, denoiser, name)
             self._model.runtime.reshard(denoiser)  # values may change before the next pass, so no shard stays gathered
             return found
         finally:
@@ -271,7 +271,7 @@ class SelfCheck(Callback):
             except WrongFileError as error:
                 self._is_over = True
                 return str(error)
-        self._show()
+        self._report_when_complete()
         return None
 
     def _check_file(self, name: ExpertName, expert: _Expert, path: Path) -> None:
@@ -338,6 +338,7 @@ class SelfCheck(Callback):
             rounded = _rounded(own, dtype)
             norms = [*_norms(saved, rounded), *_norms(rounded), *_norms(saved, trained), *_norms(trained)]
         read = _read(self._model, torch.stack(norms).double().square())
+        # For each tensor: |saved - rounded|^2, |rounded|^2, |saved - trained|^2, |trained|^2.
         columns = (read[column * len(own) : (column + 1) * len(own)] for column in range(4))
         squares = dict(zip(own, zip(*columns, strict=True), strict=True))
         # DoRA magnitudes for ComfyUI are converted with the trained factors and read back with the file's rounded ones.
@@ -381,8 +382,11 @@ class SelfCheck(Callback):
 
     # -- what is shown -------------------------------------------------------------------------------------------------
 
-    def _show(self) -> None:
-        """One line for the run, when all of it is known or nothing more will be."""
+    def _report_when_complete(self) -> None:
+        """Report one line for the whole run, once the effect and the file of every expert are checked.
+
+        At the end of the run the files suffice.
+        """
         experts = self._experts.values()
         at_end = self._control.stop is not None or self._model.state.position.step >= self._steps
         if self._is_over or not all(one.file and (one.judged or at_end) for one in experts):
@@ -422,8 +426,8 @@ class SelfCheck(Callback):
         self._telemetry.emit(Warned(message=text, step=self._model.state.position.step))
 
     def _with_room(self, check: Callable[[], T]) -> T | None:
-        """With one rank, a check that runs out of memory does not end the run. With several ranks it does: the others
-        would wait in a collective for ever."""
+        """The result of `check`; None if it runs out of memory twice, which ends the self-check. With several ranks the
+        first time ends the run: the others would wait in a collective for ever."""
         for _ in range(2):
             try:
                 return check()
@@ -516,7 +520,7 @@ def _of(name: ExpertName) -> str:
     return f" of {name}" if name else ""
 
 
-def _judged(name: ExpertName) -> str:
+def _problem_key(name: ExpertName) -> str:
     return f"self-check of the adapter{_of(name)} after {STEPS} steps"
 
 
@@ -524,10 +528,12 @@ def _nothing_learned(model: EvaluatedModel, done: StepEnds, found: str) -> Probl
     norm = float(done.norm)
     if norm == 0:
         hint = "other layers: --set 'adapter.targets=[...]'; look at the datasets' masks and loss weights"
-        return Problem(_judged(done.expert), f"{found}, and no gradient reaches them", "gradients above 0", hint)
+        return Problem(_problem_key(done.expert), f"{found}, and no gradient reaches them", "gradients above 0", hint)
     rate = _rates(model, "initial_lr")[done.expert]
     found = f"{found} (gradient norm {norm:.1e}, optimizer.lr {rate:g})"
-    return Problem(_judged(done.expert), found, "layers that have changed", "a higher rate: --set optimizer.lr=1e-4")
+    return Problem(
+        _problem_key(done.expert), found, "layers that have changed", "a higher rate: --set optimizer.lr=1e-4"
+    )
 
 
 def _wrong(path: Path, found: str) -> WrongFileError:

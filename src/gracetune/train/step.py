@@ -88,7 +88,8 @@ class TrainStep:
         """`dtype` is the dtype of the denoiser's inputs.
 
         `base` returns a context in which the denoiser is the base model, if that model's prediction is the batch's
-        target (`TrainedModel.base_for`), else None. `replay` predicts through CUDA graphs where it can.
+        target (`TrainedModel.base_for`), else None. `replay` predicts through CUDA graphs where it can. `router` lets
+        tokens skip blocks in training; `at` alone, which evaluation calls, uses all tokens.
         """
         self._spec, self._facts, self._goal = spec if router is None else router.spec, facts, goal
         self._replay, self._router = replay, router
@@ -150,7 +151,10 @@ class TrainStep:
 
 
 def loss_mask(batch: Batch) -> Tensor | None:
-    """The factor of each element's loss, normalized to a mean of 1; None if the batch has no masks."""
+    """The factor of each element's loss; None if the batch has no masks.
+
+    It is normalized to a mean of 1 if the dataset of any sample asks for that.
+    """
     mask = batch.tensors.get("loss_mask")
     if mask is None or not any(sample.normalises_mask for sample in batch.ref.samples):
         return mask

@@ -80,13 +80,13 @@ class TrainedModel:
     """Adapter strength by dataset, where it is not 1."""
     regularised: frozenset[str] = frozenset()
     """Datasets whose target is the base model's prediction (`datasets[].regularisation`)."""
-    held: tuple[str, ...] = ()
+    eight_bit_lines: tuple[str, ...] = ()
     """Lines that describe base weights held in 8 bits."""
     prepared: Mapping[ExpertName, Preparation] = field(default_factory=dict)
     parking: ActivationParking | None = None
     """Host memory for blocks' inputs. One serves all experts, because only one is active at a time."""
     assistant: Assistant | None = None
-    """A fixed adapter that is active in training only, and absent from generated images."""
+    """A fixed adapter that is active in training and in held-out losses, and absent from generated images."""
 
     @property
     def trained(self) -> tuple[ExpertName, ...]:
@@ -109,7 +109,7 @@ class TrainedModel:
         """Lines that say how weights are held and adapters are computed, without repetitions."""
         lines = (line for one in self.attached.values() for line in one.decisions)
         assistant = () if self.assistant is None else (self.assistant.line,)
-        return tuple(dict.fromkeys((*self.held, *assistant, *lines)))
+        return tuple(dict.fromkeys((*self.eight_bit_lines, *assistant, *lines)))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -188,7 +188,7 @@ def check_adapter(
     This rejects targets that match no layer, an `init_from` file that does not fit, and files that other programs would
     misread, before anything is encoded or loaded.
     """
-    starts = _starts(config, facts)
+    initial = _initial_adapters(config, facts)
     groups = []
     for expert in facts.experts:
         if expert.name in trained_experts(config.model.experts, facts):
@@ -196,8 +196,8 @@ def check_adapter(
             if assistant is not None:
                 assist(denoiser, assistant, torch.device("meta"), torch.bfloat16)
             attached = _attach_adapter(config, spec, facts, denoiser, expert)
-            if expert.name in starts:
-                attached.load(starts[expert.name])
+            if expert.name in initial:
+                attached.load(initial[expert.name])
             layout = attached.layout()
             if layout is not None:
                 reject_misread_files(layout, config.checkpoints)
@@ -220,23 +220,23 @@ def load_trained_model(
     An assistant is supported for models with one denoiser only (`preflight` rejects others).
     """
     placement = _placement(config, spec, runtime, choices)
-    starts = _starts(config, facts)
+    initial = _initial_adapters(config, facts)
     experts = {expert.name: expert for expert in facts.experts}
     attached: dict[ExpertName, Attached] = {}
     prepared: dict[ExpertName, Preparation] = {}
     parking = ActivationParking.on(runtime.device) if choices.park_inputs else None
-    held: list[str] = []
+    eight_bit_lines: list[str] = []
     assisting: Assistant | None = None
     routed = config.skips_blocks
     for name in trained_experts(config.model.experts, facts):
         denoiser = spec.load_denoiser(source, experts[name], placement)
         if placement.eight_bits is not None:
-            held.append(eight_bit_line(denoiser, placement.eight_bits.layers))
+            eight_bit_lines.append(eight_bit_line(denoiser, placement.eight_bits.layers))
         if assistant is not None:
             assisting = assist(denoiser, assistant, runtime.device, placement.dtype)
         attached[name] = _attach_adapter(config, spec, facts, denoiser, experts[name], choices.adapter_path)
-        if name in starts:
-            attached[name].load(starts[name])
+        if name in initial:
+            attached[name].load(initial[name])
         denoiser.train()
         prepared[name] = prepare_blocks(
             denoiser, spec.repeated_blocks, checkpointing=choices.checkpointing, compiled=choices.compiled,
@@ -254,7 +254,8 @@ def load_trained_model(
     dtype = torch.float32 if whole else placement.dtype
     regularised = frozenset(one.id for one in config.datasets if one.regularisation and not whole)
     return TrainedModel(
-        spec, source, facts, host, attached, dtype, strengths, regularised, tuple(held), prepared, parking, assisting
+        spec, source, facts, host, attached, dtype, strengths, regularised, tuple(eight_bit_lines), prepared, parking,
+        assisting,
     )  # fmt: skip
 
 
@@ -297,7 +298,7 @@ def _attach_adapter(
     )
 
 
-def _starts(config: RunConfig, facts: ModelFacts) -> dict[ExpertName, AdapterState]:
+def _initial_adapters(config: RunConfig, facts: ModelFacts) -> dict[ExpertName, AdapterState]:
     """The adapters in `init_from`, by expert. The path is a file; if it is one of a pair, the other is read too.
 
     A file without an expert's name is used for both experts.

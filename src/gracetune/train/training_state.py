@@ -68,7 +68,7 @@ def _count_by_epochs(order: Order, ramp: Ramp, epochs: int) -> tuple[int, int]:
     """Steps and micro-batches if batches do not depend on the step: the size of an epoch is known without sampling."""
     step_batch, micro_batches = ramp.step_batch(0), 0
     for epoch in range(epochs):
-        batches = order.whole_epoch(epoch, step_batch.micro_batch, 0, ramp.world_size).batches
+        batches = order.whole_epoch(epoch, step_batch.micro_batch, step=0, world_size=ramp.world_size).batches
         if not batches:
             break  # no dataset is active any more
         micro_batches += batches

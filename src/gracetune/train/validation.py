@@ -186,7 +186,7 @@ class Sampling(Callback):
     def _sample(self, pipeline: Any, sample: ConfiguredSample) -> Sampled:
         model, request = self._model, sample.with_images()
         if isinstance(self._prompts, Prompts):
-            request = self._prompts.given(request, model.trained_model.dtype)
+            request = self._prompts.with_embeddings(request, model.trained_model.dtype)
         trained_model = model.trained_model
         with ExitStack() as stack:
             stack.enter_context(trained_model.evaluating(sample.strength))

@@ -63,7 +63,8 @@ class View:
         """Show what the run waits for, until something else shows progress."""
         yield
 
-    def on_scanned(self, name: str, done: int, total: int) -> None: ...
+    def on_scanned(self, name: str, done: int, total: int) -> None:
+        """Show how many of a dataset's files have been examined."""
 
     def on_download(self, name: str) -> OnFetched:
         """A callback for the download of a dataset or a model. It gets the bytes received and the total."""
@@ -81,7 +82,8 @@ class View:
     def on_sample(self, step: int, done: int, total: int) -> None:
         """Show how many samples of a validation have been generated."""
 
-    def on_step(self, step: int, steps: int) -> None: ...
+    def on_step(self, step: int, steps: int) -> None:
+        """Called after every optimizer step. `steps` is the length of the whole run."""
 
     def on_status(self, status: RunStatus) -> None:
         """Show loss, pace and memory. Called every few seconds and at log steps."""

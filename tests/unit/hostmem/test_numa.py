@@ -10,7 +10,7 @@ import pytest
 
 from gracetune.hostmem import numa
 from gracetune.hostmem.numa import NodeChoice, bind, choose_nodes
-from gracetune.hostmem.segment import ArenaWriter, Segment, SegmentEntry
+from gracetune.hostmem.segment import Segment, SegmentEntry, SegmentWriter
 from unit.hardware.machines import NAMES, load
 
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
@@ -54,7 +54,7 @@ class TestBinding:
         return descriptor
 
     def test_the_policy_applies_to_writes_by_descriptor(self) -> None:
-        with ArenaWriter(1 << 20, NodeChoice((0,), "node 0")) as writer:
+        with SegmentWriter(1 << 20, NodeChoice((0,), "node 0")) as writer:
             if not writer.numa:
                 pytest.skip(f"mbind does not work here: {writer.numa.reason}")
             offset = writer.reserve(100)

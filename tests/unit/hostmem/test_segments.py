@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from gracetune.hostmem.errors import StagingError
 from gracetune.hostmem.numa import NodeChoice
-from gracetune.hostmem.segment import ALIGNMENT, DATA_AT, RECORD, ArenaWriter, Segment, SegmentEntry
+from gracetune.hostmem.segment import ALIGNMENT, DATA_AT, RECORD, Segment, SegmentEntry, SegmentWriter
 from unit.data.backends.helpers import held
 
 ANYWHERE = NodeChoice((), "anywhere")
 
 
 def made(files: dict[str, bytes]) -> Segment:
-    with ArenaWriter(1 << 20, ANYWHERE) as writer:
+    with SegmentWriter(1 << 20, ANYWHERE) as writer:
         entries = []
         for path, data in files.items():
             offset = writer.reserve(len(data))
@@ -104,13 +104,13 @@ class TestMemory:
 
     def test_an_abandoned_writer_frees_its_memory(self) -> None:
         before = held()
-        with ArenaWriter(1 << 40, ANYWHERE) as writer:
+        with SegmentWriter(1 << 40, ANYWHERE) as writer:
             writer.write(writer.reserve(100), b"x" * 100)
             assert held() > before
         assert held() == before
 
     def test_discarded_ranges_use_no_memory(self) -> None:
-        with ArenaWriter(1 << 30, ANYWHERE) as writer:
+        with SegmentWriter(1 << 30, ANYWHERE) as writer:
             kept = writer.reserve(10)
             writer.write(kept, b"k" * 10)
             large = writer.reserve(8 << 20)
@@ -125,13 +125,13 @@ class TestMemory:
         segment.close()
 
     def test_reserved_capacity_uses_no_memory(self) -> None:
-        with ArenaWriter(1 << 42, ANYWHERE) as writer:
+        with SegmentWriter(1 << 42, ANYWHERE) as writer:
             segment = Segment(writer.finish([]))
         assert segment.resident <= 2 * mmap.PAGESIZE
         segment.close()
 
     def test_running_out_of_capacity_explains_why(self) -> None:
-        with ArenaWriter(1000, ANYWHERE) as writer, pytest.raises(StagingError, match=r"grew while.*\n  try"):
+        with SegmentWriter(1000, ANYWHERE) as writer, pytest.raises(StagingError, match=r"grew while.*\n  try"):
             writer.reserve(2000)
 
 
@@ -176,7 +176,7 @@ class TestRejections:
             Segment(io.FileIO(tmp_path / "copy"))
 
     def test_a_record_that_reaches_into_the_index(self) -> None:
-        with ArenaWriter(1 << 20, ANYWHERE) as writer:
+        with SegmentWriter(1 << 20, ANYWHERE) as writer:
             lying = SegmentEntry("a", 0, DATA_AT, 1 << 30, 1 << 30, 0, bytes(16))
             segment = Segment(writer.finish([lying]))
         with pytest.raises(StagingError, match="outside"):
@@ -184,7 +184,7 @@ class TestRejections:
         segment.close()
 
     def test_a_compressed_file_that_is_damaged(self) -> None:
-        with ArenaWriter(1 << 20, ANYWHERE) as writer:
+        with SegmentWriter(1 << 20, ANYWHERE) as writer:
             offset = writer.reserve(8)
             writer.write(offset, b"\x04\0\0\0\xff\xff\xff\xff")
             segment = Segment(writer.finish([SegmentEntry("a", 4, offset, 8, 100, 0, bytes(16))]))

@@ -251,8 +251,8 @@ class Scripted:
     def release_host_caches(self) -> None:
         self.done.append("release host caches")
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> None:
-        self.done.append(f"demote {'everything cold' if everything else 'cold'} up to {at_most // GIB} GiB")
+    def demote_cold(self, *, at_most: int, include_recent: bool) -> None:
+        self.done.append(f"demote {'everything cold' if include_recent else 'cold'} up to {at_most // GIB} GiB")
 
 
 class TestGovernor:

@@ -318,14 +318,14 @@ def test_cold_buffers_are_sent_home_oldest_first_and_only_as_many_as_fit(heap: M
     first, second, third = (heap.empty((HINT_PAGE,), torch.uint8, "device") for _ in range(3))
     for buffer in (second, first):
         buffer.prefetch("device", stream=2)
-    heap.demote_cold(at_most=10 * HINT_PAGE, everything=False)
+    heap.demote_cold(at_most=10 * HINT_PAGE, include_recent=False)
     assert first.state().last_prefetch == 0, "used a moment ago, so not cold"
-    heap.demote_cold(at_most=HINT_PAGE, everything=True)
+    heap.demote_cold(at_most=HINT_PAGE, include_recent=True)
     assert second.state().last_prefetch == HOST
     assert first.state().last_prefetch == 0
-    heap.demote_cold(at_most=10 * HINT_PAGE, everything=True)
+    heap.demote_cold(at_most=10 * HINT_PAGE, include_recent=True)
     assert first.state().last_prefetch == HOST
     assert third.state().last_prefetch is None, "never brought to the GPU, so nothing to send back"
     bench.fake.clear()
-    heap.demote_cold(at_most=10 * HINT_PAGE, everything=True)
+    heap.demote_cold(at_most=10 * HINT_PAGE, include_recent=True)
     assert bench.fake.journal("cuMemPrefetch") == []

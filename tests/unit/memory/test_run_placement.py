@@ -391,7 +391,7 @@ def test_a_machine_is_measured_once(heap: ManagedHeap, tmp_path: Path, monkeypat
     assert (plain.transport, requested) == ("pinned_copy", [True]), "what is known already is not measured again"
     assert "no managed memory was requested" in plain.reason
     assert transport_of(card, tmp_path, None).transport == "pinned_copy"
-    insisted = transport_of(card, tmp_path, heap, insists=True)
+    insisted = transport_of(card, tmp_path, heap, managed_requested=True)
     assert insisted.transport == "managed_gather", "as asked, whatever is faster"
     assert "54 GB/s, 97% hidden; pinned copies reach 55 GB/s, 98% hidden" in insisted.reason
     assert requested == [True, False, True], "another machine, and then its managed memory"
@@ -407,15 +407,22 @@ def test_a_machine_is_measured_once(heap: ManagedHeap, tmp_path: Path, monkeypat
         RuntimeError("CUDA error: out of memory\nwhile pinning"),  # what torch says where `ulimit -l` is small
     ],
 )
-@pytest.mark.parametrize(("insists", "transport"), [(False, "pinned_copy"), (True, "managed_gather")])
+@pytest.mark.parametrize(("managed_requested", "transport"), [(False, "pinned_copy"), (True, "managed_gather")])
 def test_a_link_that_cannot_be_measured_says_so(
-    error: Exception, insists: bool, transport: str, heap: ManagedHeap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    managed_requested: bool,
+    transport: str,
+    heap: ManagedHeap,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(device: int, heap: ManagedHeap | None) -> MeasuredTransport:
         raise error
 
     monkeypatch.setattr("gracetune.train.assembly.measure_link", fail)
-    found = transport_of(CacheResources(machine("gh200-numa"), 0, heap), tmp_path, heap, insists=insists)
+    found = transport_of(
+        CacheResources(machine("gh200-numa"), 0, heap), tmp_path, heap, managed_requested=managed_requested
+    )
     assert found.transport == transport
     assert f"not measured ({str(error).splitlines()[0]})" in found.reason
     assert not list(tmp_path.iterdir())

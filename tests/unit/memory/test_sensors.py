@@ -355,7 +355,7 @@ class Idle:
 
     def release_host_caches(self) -> None: ...
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> None: ...
+    def demote_cold(self, *, at_most: int, include_recent: bool) -> None: ...
 
 
 def governor_total(card: Card) -> int:
@@ -496,8 +496,8 @@ class TestTorchOnTheCpu:
         class Buffers:
             requested: list[tuple[int, bool]] = []  # noqa: RUF012
 
-            def demote_cold(self, *, at_most: int, everything: bool) -> None:
-                self.requested.append((at_most, everything))
+            def demote_cold(self, *, at_most: int, include_recent: bool) -> None:
+                self.requested.append((at_most, include_recent))
 
         reclaimer = TorchReclaimer(0, Buffers())
         gc.disable()
@@ -511,8 +511,8 @@ class TestTorchOnTheCpu:
         finally:
             gc.enable()
         reclaimer.release_host_caches()
-        reclaimer.demote_cold(at_most=0, everything=True)
-        reclaimer.demote_cold(at_most=5, everything=True)
+        reclaimer.demote_cold(at_most=0, include_recent=True)
+        reclaimer.demote_cold(at_most=5, include_recent=True)
         assert Buffers.requested == [(5, True)]
 
 

@@ -29,7 +29,7 @@ from gracetune.models.wan import blocks as wan_attention
 from gracetune.models.wan.blocks import use_pairwise_attention
 from gracetune.models.z_image.attention import ZImagePairwiseAttention
 from gracetune.planning.activations import BUDGETS, RecomputePolicy, StepMethod, activations
-from gracetune.train.blocks import costly_work_known
+from gracetune.train.blocks import list_costly_operations
 from unit.models.compiled_memory import FLASH, kept_by_compiler, split_by_compiler, use_flash_attention
 from unit.models.meta_memory import BF16, LoraLinear, adapt
 
@@ -182,7 +182,7 @@ class TestProductsOnto:
         use_flash_attention(monkeypatch)
         monkeypatch.setattr(wan_attention, "dispatch_attention_fn", transformer_wan.dispatch_attention_fn)
         monkeypatch.setattr(products, "use_half_kernels", lambda x: x.dtype == BF16)
-        with costly_work_known():
+        with list_costly_operations():
             kept, backward = split_by_compiler(
                 lambda: fused_wan(WAN), lambda _block: WAN.call(), batch=BATCH, budget=float(BUDGETS[policy])
             )

@@ -26,7 +26,7 @@ from gracetune.models.parking import InlineLane
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import ModelFacts, PartPlacement
-from gracetune.train.blocks import Preparation, costly_work_known, prepare_blocks
+from gracetune.train.blocks import Preparation, list_costly_operations, prepare_blocks
 from gracetune.train.planning import shapes_of
 
 TinyModel = Callable[[str, str], Path]
@@ -138,7 +138,7 @@ def test_the_compilers_list_of_costly_operations_is_completed_and_restored() -> 
     from torch._functorch import partitioners
 
     attention = torch.ops.aten._scaled_dot_product_cudnn_attention
-    with costly_work_known():
+    with list_costly_operations():
         known = partitioners.get_default_op_list().compute_intensive_ops
         assert {attention, torch.ops.gracetune.products, torch.ops.aten.mm} <= set(known)
     assert torch.ops.gracetune.products not in partitioners.get_default_op_list().compute_intensive_ops

@@ -461,7 +461,7 @@ def test_a_second_forward_pass_before_the_backward_pass_is_an_error(other: int) 
         ({"kind": "full_finetune"}, {}, Preparation(2, compiled=True), False, False),
         ({}, {"faint": 0.5}, Preparation(2, compiled=True), False, False),
         ({}, {}, Preparation(2, compiled=False), False, False),
-        ({}, {}, Preparation(2, compiled=True, repeats=True), False, False),
+        ({}, {}, Preparation(2, compiled=True, recomputes=True), False, False),
         ({}, {}, Preparation(2, compiled=True), True, False),
     ],
 )

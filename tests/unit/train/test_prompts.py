@@ -16,7 +16,9 @@ def test_embeddings_are_given_in_the_denoisers_precision_and_masks_as_they_are()
         "a": {"prompt_embeds": torch.ones(2, 3), "mask": torch.ones(2, dtype=torch.bool)},
         "-": {"prompt_embeds": torch.zeros(2, 3), "mask": torch.zeros(2, dtype=torch.bool)},
     }
-    given = Prompts(entries, FromEmbeddings(pipeline, default_negative="-")).given(SampleRequest("a"), torch.bfloat16)
+    given = Prompts(entries, FromEmbeddings(pipeline, default_negative="-")).with_embeddings(
+        SampleRequest("a"), torch.bfloat16
+    )
     assert given.embeds is not None
     assert given.negative_embeds is not None
     assert {name: tensor.dtype for name, tensor in given.embeds.items()} == {

@@ -121,7 +121,7 @@ def test_a_rank_that_others_call_lost_but_that_lives_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, lost: int, expected: str
 ) -> None:
     monkeypatch.setattr(module, "GRACE_S", 30.0)
-    finder = explaining(LostRankError("found it", [lost], speaks=False))
+    finder = explaining(LostRankError("found it", [lost], reports=False))
     ranks = Ranks(partial(late, seconds=0.5), finder, sleeping)
     ranks.go()
     text = ranks.lines(0)[1]
@@ -152,7 +152,7 @@ def test_a_stopped_rank_ends_those_that_wait_for_it(tmp_path: Path) -> None:
         os.dup2(os.open(tmp_path / "stderr", os.O_WRONLY | os.O_CREAT), 2)
         sys.stderr = os.fdopen(2, "w")
         peers.on_forced_end = lambda error: report(f"logged: rank {error.lost}")
-        with peers.meeting():
+        with peers.collective():
             time.sleep(60)
 
     ranks = Ranks(stuck, sleeping)
@@ -191,7 +191,7 @@ def test_the_process_that_holds_the_store_is_named_when_it_is_killed() -> None:
         os.kill(host.pid, signal.SIGKILL)
         found = peers.explain(RESET)
         assert isinstance(found, LostRankError)
-        assert (found.lost, found.speaks) == ((0,), True)
+        assert (found.lost, found.reports) == ((0,), True)
         report(str(found))
 
     host = Child(first)

@@ -39,7 +39,7 @@ def time_self_check(trainer: Trainer, config: RunConfig) -> tuple[float, float]:
     example = ReferenceBatch(batch)
     for expert in job.trained_model.trained:  # a run has these from its first batch
         denoiser = job.trained_model.host.activate(expert)
-        example.keep(expert, *(example.ask(job.step, job.trained_model, denoiser, expert) for _ in range(2)))
+        example.keep(expert, *(example.predict(job.step, job.trained_model, denoiser, expert) for _ in range(2)))
     check = SelfCheck(
         config, folder, job.evaluated, example, job.control, job.pauses, Telemetry(), view, steps=job.length.steps
     )

@@ -23,7 +23,7 @@ from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
 from gracetune.planning.activations import BUDGETS, RecomputePolicy
 from gracetune.planning.memory_tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
-from gracetune.train.assembly import assemble, begin, open_host
+from gracetune.train.assembly import assemble, build_initial_state, open_host
 from gracetune.train.control import Control, Stop
 from gracetune.train.data import CachedSamples, open_source
 from gracetune.train.job import TrainingJob
@@ -119,10 +119,10 @@ def assemble_unresumed(
     config: RunConfig, trained_model: TrainedModel, ready: CachedSamples, runtime: Runtime, view: View, stack: ExitStack
 ) -> TrainingJob:  # fmt: skip
     """A training job at step 0 without callbacks, for measuring steps."""
-    beginning, live = begin(config, trained_model, ready.index, runtime, view), LiveEncoder()
-    source = open_source(ready, beginning.state.loader, live, runtime, None, stack, on_decision=view.report)
+    initial, live = build_initial_state(config, trained_model, ready.index, runtime, view), LiveEncoder()
+    source = open_source(ready, initial.state.loader, live, runtime, None, stack, on_decision=view.report)
     return assemble(
-        config, trained_model, ready, live, beginning, source, runtime, None, Control(), view,
+        config, trained_model, ready, live, initial, source, runtime, None, Control(), view,
         on_epoch_end=lambda ended: None, memory_alarm=lambda: None, repair=_cannot_repair,
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ from gracetune.data.staging.report import OnProgress, StagingProgress, StagingRe
 from gracetune.hostmem.compression import CHUNK, CHUNK_OVERHEAD, RAW, Compression, CompressionCodec, codec_for, shrinks
 from gracetune.hostmem.hint import together
 from gracetune.hostmem.numa import NodeChoice
-from gracetune.hostmem.segment import UNREADABLE, ArenaWriter, Segment, SegmentEntry, capacity_for
+from gracetune.hostmem.segment import UNREADABLE, Segment, SegmentEntry, SegmentWriter, capacity_for
 from gracetune.units import MIB
 
 MOST_THREADS: Final = 72
@@ -76,7 +76,7 @@ def stage_files(
     with ExitStack() as stack:
         capacity = capacity_for(facts.size for facts in listing.files.values())
         open_segments = [
-            _OpenSegment(stack.enter_context(ArenaWriter(capacity, choice)))
+            _OpenSegment(stack.enter_context(SegmentWriter(capacity, choice)))
             for _ in range(segments_for(estimate.raw, options.threads))
         ]
         run = _Run(source, guard, codec, options, listing.files)
@@ -90,7 +90,7 @@ def stage_files(
 class _OpenSegment:
     """A segment that is being filled, and its entries so far."""
 
-    writer: ArenaWriter
+    writer: SegmentWriter
     entries: list[SegmentEntry] = field(default_factory=list)
 
 

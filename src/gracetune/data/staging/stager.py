@@ -85,7 +85,7 @@ def open_for(ranks: LocalRanks, name: str, make: Callable[[], Stager]) -> InMemo
     ranks must then receive the error.
     """
     offer = Offer(ranks, name)
-    with offer.refusing():
+    with offer.rejecting_on_error():
         backend = make().open()
     backend.keep(offer)
     try:

@@ -111,7 +111,7 @@ class AccountStats:
     refused_by_cap: int
     refused_by_driver: int
     refused_unusable: int
-    """Requests to a disabled slot, for another device, or for zero bytes."""
+    """Requests to a disabled slot, for another device, for zero bytes, or in a forked process."""
     failed_advises: int
     """Advice that the driver rejected. The memory was allocated nevertheless."""
     failed_frees: int

@@ -90,12 +90,12 @@ def load_into(
     wanted = [weights.entries[name] for name in destinations]
     with ExitStack() as stack:
         descriptors = {path: _open(stack, path, weights.files[path]) for path in {entry.path for entry in wanted}}
-        stagings = _stagings(wanted, destinations, count)
-        for staging in stagings.values():
-            stack.callback(staging.finish)  # also after an error: a running copy must not outlive its destination
+        by_device = _transfer_buffers(wanted, destinations, count)
+        for buffers in by_device.values():
+            stack.callback(buffers.finish)  # also after an error: a running copy must not outlive its destination
         jobs = sorted(_jobs(wanted, destinations), key=lambda job: (job.entry.path, job.offset))
         page_caches = {} if keep_page_cache else _page_caches(descriptors, jobs)
-        bytes_read = _run(_Reader(descriptors, stagings, page_caches), jobs, count, progress)
+        bytes_read = _run(_Reader(descriptors, by_device, page_caches), jobs, count, progress)
     converted = tuple(name for name, tensor in destinations.items() if tensor.dtype != _dtype_of(weights, name))
     return WeightLoadReport(bytes_read, len(destinations), converted, unused)
 
@@ -168,15 +168,15 @@ def _chunks(tensor: Tensor, most: int, first: int = 0) -> Iterator[tuple[int, Te
         yield from _chunks(part if row <= most else part[0], most, first + index * row)
 
 
-def _stagings(
+def _transfer_buffers(
     wanted: list[TensorEntry], destinations: Mapping[str, Tensor], threads: int
 ) -> dict[torch.device, TransferBuffers]:
     """Create buffers for the devices that need them."""
-    staged = [entry for entry in wanted if entry.size > 0 and not _is_direct(destinations[entry.name], entry)]
-    size = min(CHUNK, max((entry.size for entry in staged), default=0))
+    indirect = [entry for entry in wanted if entry.size > 0 and not _is_direct(destinations[entry.name], entry)]
+    size = min(CHUNK, max((entry.size for entry in indirect), default=0))
     return {
         device: HostBuffers(threads, size) if device.type == "cpu" else CudaBuffers(device, threads, size)
-        for device in {destinations[entry.name].device for entry in staged}
+        for device in {destinations[entry.name].device for entry in indirect}
     }
 
 
@@ -213,11 +213,11 @@ class _Reader:
     def __init__(
         self,
         descriptors: Mapping[Path, int],
-        stagings: Mapping[torch.device, TransferBuffers],
+        by_device: Mapping[torch.device, TransferBuffers],
         page_caches: Mapping[Path, _PageCache],
     ) -> None:
         self._descriptors = descriptors
-        self._stagings = stagings
+        self._transfer_buffers = by_device
         self._page_caches = page_caches
 
     def carry_out(self, job: _Job) -> int:
@@ -225,8 +225,8 @@ class _Reader:
         if job.direct:
             self._read(job, job.destination)
         else:
-            staging = self._stagings[job.destination.device]
-            bad = staging.copy_through(lambda buffer: self._read(job, buffer), job.size, dtype, job.destination)
+            buffers = self._transfer_buffers[job.destination.device]
+            bad = buffers.copy_through(lambda buffer: self._read(job, buffer), job.size, dtype, job.destination)
             if bad is not None:
                 raise _does_not_fit(job, bad)
         if job.entry.path in self._page_caches:

@@ -108,7 +108,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def too_large_for(source: Tensor, target: torch.dtype) -> float | None:
-    """The largest finite value that overflows in `target`; None if all values fit."""
+    """The largest absolute finite value if it overflows in `target`; None if all values fit."""
     if source.dtype == target or not (source.dtype.is_floating_point and target.is_floating_point):
         return None
     most = torch.finfo(target).max

@@ -21,7 +21,9 @@ class LinearInput:
     """The tensor that a linear layer reads."""
 
     storage: int
+    """Identity of its storage."""
     rows: int
+    """Of the whole batch."""
     needs_gradient: bool
 
 

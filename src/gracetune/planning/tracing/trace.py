@@ -205,11 +205,11 @@ class _TracedKind:
 
     @cached_property
     def block(self) -> FootprintBlock:
-        compiled = [*self._compiled()] if self.compiled else []
+        compiled = [*self._compiled_entries()] if self.compiled else []
         return FootprintBlock(
             name=self.kind.name,
             count=len(self.kind.paths),
-            kept=(*self._eager(), *compiled),
+            kept=(*self._eager_entries(), *compiled),
             enters=tuple(self._entries("residual", Sizes(self.frozen.enters.bytes_by_storage.values()))),
             working=tuple(self._working()),
             linears=tuple(self._linear(name) for name in self.adapted.inputs),
@@ -272,7 +272,7 @@ class _TracedKind:
             wide, fp32 = (width, True) if element == 4 else (-(-width * element // 2), False)
             yield FootprintKept(name, wide, stream, needed_by, fp32, eager=eager, compiled=compiled)
 
-    def _eager(self) -> Iterator[FootprintKept]:
+    def _eager_entries(self) -> Iterator[FootprintKept]:
         rest = self._kept.copy()
         found: list[FootprintKept] = []
         for group in self.groups:
@@ -294,7 +294,7 @@ class _TracedKind:
         read = sum((group.extra for group in self.groups), Sizes())
         yield from self._entries("saved if everything is trained", self._extra(None) - read - scaled, "full")
 
-    def _compiled(self) -> Iterator[FootprintKept]:
+    def _compiled_entries(self) -> Iterator[FootprintKept]:
         frozen, adapted = self.partitions
         inputs = {*frozen.gradient_inputs}  # counted as the block's inputs
         without = Sizes(size for name, size in frozen.kept.items() if name not in inputs)

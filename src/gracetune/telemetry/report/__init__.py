@@ -1,4 +1,4 @@
-"""`report.html` and `report.json`, made from the event log alone, so that a crashed run has a report too."""
+"""`report.html` and `report.json`, made from the event log and files of the run's folder. A crashed run has one too."""
 
 from gracetune.telemetry.report.write import WrittenReport, write_report
 

@@ -109,6 +109,7 @@ class StepColumns:
         return _chosen(curves, self.begins)
 
     def _points(self, curve: _Curve) -> tuple[Point, ...]:
+        """(step, value) of each event."""
         return tuple(
             [(self._steps[position], value) for position, value in zip(curve.positions, curve.values, strict=True)]
         )

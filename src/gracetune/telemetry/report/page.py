@@ -109,8 +109,8 @@ def _source(history: RunHistory) -> str:
 # -- plots ------------------------------------------------------------------------------------------------------------
 
 
-def _plots(plots: Iterable[Plot], first: int) -> str:
-    figures = "".join(figure(plot, first + number) for number, plot in enumerate(plots))
+def _plots(plots: Iterable[Plot], first_id: int) -> str:
+    figures = "".join(figure(plot, first_id + number) for number, plot in enumerate(plots))
     return f'<div class="plots">{figures}</div>' if figures else ""
 
 

@@ -70,7 +70,9 @@ class RunHistory:
     """The memory plan of the last process."""
     end: RunEnded | None
     began_s: float | None
+    """Time of the first valid event, in seconds since 1970; None if there is none."""
     ended_s: float | None
+    """Time of the last valid event, whatever it is."""
     process_began_s: float
     """When the last process began; 0 if no process has."""
     active_s: float
@@ -78,6 +80,7 @@ class RunHistory:
     seconds_per_step: float | None
     """Median without the warm-up steps."""
     unreadable: tuple[tuple[int, str], ...]
+    """Lines of the log that are not events: line number and reason."""
     running: bool = False
     """Whether a process still trains in the run's folder."""
 
@@ -99,6 +102,7 @@ class RunHistory:
 
     @property
     def step(self) -> int:
+        """Optimizer steps done, according to the log."""
         done = [] if self.steps.last is None else [self.steps.last.step]
         done += [] if self.end is None else [self.end.step]
         return max([*done, self.start.resumed_step or 0])

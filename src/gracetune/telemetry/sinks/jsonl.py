@@ -169,6 +169,7 @@ class LogReader:
         return found
 
     def _raw_lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """Line number (from 1), byte offset and bytes of each line that is not empty."""
         with self._opened() as file:
             begin = 0
             for number, raw in enumerate(file, 1):

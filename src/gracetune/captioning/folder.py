@@ -30,6 +30,7 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.storage.atomic import sweep, write_file
 
 _READERS = 4
+"""Threads that decode images."""
 
 
 class Captioner(Protocol):
@@ -101,7 +102,7 @@ def write_captions(
     result: CaptionedFolder,
     on_done: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Caption the missing images.
+    """Caption the missing images, `batch` at a time.
 
     `result` is updated as captions are written, so it is also valid after an interrupt.
     """

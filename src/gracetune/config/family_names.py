@@ -20,9 +20,12 @@ class Flavour:
 
     name: str
     weights: str
+    """The hub id that they are published under."""
     makes: Modality
     dual_expert: bool = False
+    """Two denoisers: one for high noise levels, one for low ones."""
     edits: bool = False
+    """Takes reference images, such as the image before an edit."""
     from_image: bool = False
     """Image-to-video only: every clip continues a first frame."""
     distilled: bool = False
@@ -152,7 +155,7 @@ class Arch:
     starts_from_image: Literal["never", "always", "do_i2v"] = "never"
     """Whether clips are trained from their first frame; `do_i2v` leaves it to the dataset."""
     references: Literal["reference_strict", "reference_loose"] | None = None
-    """How control images reach the model: cropped like the target, or in their own shape."""
+    """How control images reach the model: cropped like the target, or in their own shape. None: it takes none."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """Tag in `arch: name:tag` -> flavour. Upstream ignores the tag; published files use it consistently."""
     switch: str = ""

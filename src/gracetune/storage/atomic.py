@@ -245,7 +245,7 @@ def sweep_folders(folder: Path) -> int:
     return len(unfinished_folders)
 
 
-def left_bytes(folder: Path) -> int:
+def leftover_bytes(folder: Path) -> int:
     """The bytes that `sweep_folders` would free."""
     files = [path for inner in _unfinished_folders(folder) for path in inner.rglob("*") if not path.is_symlink()]
     return sum(path.stat().st_size for path in files if path.is_file()) if files else 0

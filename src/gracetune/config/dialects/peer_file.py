@@ -108,10 +108,12 @@ class PeerBlock:
             self.reading.unused.setdefault(heading, []).extend(keys)
 
     def reject(self, name: str, why: str, hint: str = "", *, found: Any = _OWN) -> None:
+        """Report a value that is not supported; see `Draft.reject`. `found` is shown instead of the key's value."""
         value = self.take(name)
         self.draft.reject(self.key(name), value if found is _OWN else found, why, hint, self.file)
 
     def problem(self, name: str, expected: str, hint: str, *, found: Any = _OWN) -> None:
+        """Report an invalid value. `found` is shown instead of the key's value."""
         value = self.take(name)
         self.draft.problem(self.key(name), value if found is _OWN else found, expected, hint, self.file)
 

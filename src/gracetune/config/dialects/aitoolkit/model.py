@@ -375,7 +375,9 @@ MODEL = section(
     KeyRule(_layers, "ignore_if_contains only_if_contains"),
     KeyRule(_v_prediction, "is_v_pred"),
     KeyRule(_kwargs, "model_kwargs"),
-    *noted("text encoders are used in the training dtype, which is more exact", "text_encoder_bits", OneOf((16,))),
+    *noted(
+        "text encoders are used in the training dtype, which is more exact", "text_encoder_bits", unless=OneOf((16,))
+    ),
     rejected("lora_path", OneOf((None,)), _OTHER_LORA),
     KeyRule(_assistant, "assistant_lora_path"),
     rejected("inference_lora_path", OneOf((None,)), _OTHER_LORA),
@@ -398,7 +400,7 @@ MODEL = section(
         layer_offloading_text_encoder_percent latent_space_version refiner_start_at
         split_model_other_module_param_count_scale compile_mode compile_fullgraph compile_dynamic cache_size_limit
         """,
-        IsFalse(),
+        unless=IsFalse(),
     ),
 )
 

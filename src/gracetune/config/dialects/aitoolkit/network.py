@@ -186,7 +186,7 @@ NETWORK = section(
     rejected("all_layers", OneOf((False,)), "false: norms and embeddings are not adapted here"),
     rejected("normalize", OneOf((False,)), "false: not done here"),
     rejected("lorm", OneOf((None,)), "nothing: LoRM is not done here"),
-    *noted(HARMLESS, "layer_offloading", IsFalse()),
+    *noted(HARMLESS, "layer_offloading", unless=IsFalse()),
 )
 
 _OTHER_CHOICES = """
@@ -198,5 +198,5 @@ _ONLY_TWO = "nothing: only ignore_if_contains and only_if_contains choose layers
 NETWORK_KWARGS = section(
     KeyRule(_layers, "ignore_if_contains only_if_contains"),
     *(rejected(name, OneOf((None, False, 0, [], {})), _ONLY_TWO) for name in _OTHER_CHOICES.split()),
-    *noted(HARMLESS, "varbose", IsFalse()),
+    *noted(HARMLESS, "varbose", unless=IsFalse()),
 )

@@ -186,7 +186,7 @@ SAMPLE = section(
     KeyRule(_start, "sample_start_step"),
     KeyRule(_prompts, "prompts samples network_multiplier"),
     # each family is sampled with its own scheduler
-    *noted(HARMLESS, "sampler format adapter_conditioning_scale refiner_start_at", IsFalse()),
+    *noted(HARMLESS, "sampler format adapter_conditioning_scale refiner_start_at", unless=IsFalse()),
     rejected("extra_values", OneOf(([],)), _ADAPTERS_ONLY),
 )
 """Its paths are relative to `validation` of a `RunConfig`."""
@@ -198,6 +198,6 @@ ITEM = section(
     KeyRule(_references, *_REFERENCES),
     KeyRule(_fps, "fps"),
     KeyRule(_strength, "network_multiplier"),
-    *noted(HARMLESS, "ctrl_idx", IsFalse()),
+    *noted(HARMLESS, "ctrl_idx", unless=IsFalse()),
 )
 """Its paths are relative to one of `validation.prompts`."""

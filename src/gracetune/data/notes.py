@@ -125,7 +125,7 @@ def _fixed_crops(index: DatasetIndex) -> Iterator[str]:
 
 def _images_beside_videos(index: DatasetIndex) -> Iterator[str]:
     others = index.others or {}
-    count = sum(number for name, number in others.items() if name in EXTENSIONS["image"])
+    count = sum(number for name, number in others.items() if name.removeprefix(".") in EXTENSIONS["image"])
     if index.dataset.dataset_type == "video" and count:
         yield f"left out: {counted(count, 'image')} next to the videos; to train on them, add a dataset of type image"
 

@@ -6,7 +6,7 @@
   forked, because a process that has initialized CUDA must not fork.
 
 A worker process reads JSON lines and answers each with one line. The first line is [handle, kind, threads], where
-`handle` describes the backend (backends/handle.py). Each further line is a list of [path, size]. The answer to it is a
+`handle` describes the backend (backends/storage.py). Each further line is a list of [path, size]. The answer to it is a
 list that holds for each file either [digest, facts] or the reason why it is unreadable.
 """
 

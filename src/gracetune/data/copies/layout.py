@@ -39,7 +39,7 @@ class Part:
 
     @property
     def folder(self) -> str:
-        """The folder its content is unpacked to, below the copy's root."""
+        """The folder its content is unpacked to, below the copy's `data`."""
         return f"{UNPACKED}/{stem_of(self.path)}"
 
 
@@ -55,6 +55,7 @@ class SourceLayout:
 
     @property
     def size(self) -> int:
+        """Bytes of all files at the source. Files of unknown size count as 0."""
         return sum(part.remote.size or 0 for part in (*self.parts, *self.beside))
 
 

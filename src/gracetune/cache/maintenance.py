@@ -307,9 +307,9 @@ def _upkeep(store: DiskStore) -> Iterator[bool]:
 @contextmanager
 def _exclusive(store: DiskStore) -> Iterator[None]:
     """Make sure that no other process has the cache open, and that none opens it inside the `with` block."""
-    if store.users is None:
+    if store.users_lock is None:
         raise RuntimeError("this store is closed")
-    result = lock(store.users, exclusive=True)
+    result = lock(store.users_lock, exclusive=True)
     try:
         if result == "busy":
             raise _busy(store.folder, "another process uses this cache", "wait until it ends, then try again")
@@ -319,7 +319,7 @@ def _exclusive(store: DiskStore) -> Iterator[None]:
         yield
     finally:
         if result != "unsupported":  # a failed upgrade may have dropped the shared lock: take it again
-            lock(store.users, exclusive=False, wait=True)
+            lock(store.users_lock, exclusive=False, wait=True)
 
 
 def _busy(folder: Path, found: str, hint: str) -> CacheBusyError:

@@ -39,6 +39,7 @@ class ShardSize:
 
     entries: int = 4096
     size: int = 256 * MIB
+    """Bytes of the entries."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ def remove_damaged(store: DiskStore) -> tuple[DamagedShard, ...]:
 
 
 def _flaw(store: DiskStore, name: str) -> DamagedFileError | None:
+    """What is wrong with a shard's header or length; None if nothing is, or if it cannot be read now."""
     try:
         read_shard(store.shards_folder / name)
     except DamagedFileError as error:
@@ -267,6 +269,7 @@ def _entries(store: DiskStore, name: str) -> tuple[StoredEntry, ...]:
 
 
 def _packed(store: DiskStore, shard: str, entry: StoredEntry) -> Packed | None:
+    """The entry, ready to be written to another shard; None if its bytes are damaged."""
     raw = store.read_copy(EntryCopy(shard, entry.layout, entry.start, entry.checksum))
     if raw is None:
         return None

@@ -141,11 +141,13 @@ class ReadJob(NamedTuple):
     end: int
     """Entries `first` to `end - 1` of the plan."""
     shard: int
+    """Position in the plan's `files`."""
     start: int
     """Offset in the file."""
     begin: int
     """Offset in the slab."""
     size: int
+    """In bytes."""
     checksum: int | None
     """Checksum of all bytes, if the job is a complete run. None: verify each entry separately."""
 

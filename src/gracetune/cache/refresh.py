@@ -64,6 +64,7 @@ class Collected:
 
     entries: int
     size: int
+    """In bytes."""
     in_use: tuple[Path, ...]
     """Stores of past epochs that a process still has open. They were not removed."""
 

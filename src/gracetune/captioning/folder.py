@@ -57,6 +57,7 @@ class CaptionedFolder:
     written: list[str] = field(default_factory=list)
     """Relative paths of the caption files."""
     cut: int = 0
+    """How many of the written captions reached the limit of the style."""
     kept: int = 0
     """Images whose caption file another program created in the meantime."""
     skipped: list[LeftOut] = field(default_factory=list)

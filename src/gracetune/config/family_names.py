@@ -126,13 +126,15 @@ class SimpleTunerNames:
     guidance_option: str = ""
     """The option for the guidance that a guidance-distilled model is trained with."""
     guidance_without: float = 0.0
-    """What SimpleTuner's `validation_guidance` lacks, for a pipeline that adds guidance to the prediction of the prompt
-    instead of to that of the negative prompt. Values up to 1 mean no guidance."""
+    """Added to SimpleTuner's `validation_guidance` to get ours: for a pipeline that adds guidance to the prediction of
+    the prompt instead of to that of the negative prompt. Values up to 1 mean no guidance and stay as they are."""
     targets: LoraTargets = LoraTargets()
     vae: DefaultVae | None = None
+    """None: SimpleTuner uses the VAE in the weights."""
     text_encoder_option: str = ""
     """The option for a text encoder from another place than the model."""
     clips: ClipLength | None = None
+    """None: the family makes no clips."""
     alignment: int | None = None
     """The sides of its buckets are multiples of this; None means the family's own multiple."""
     alignments: Mapping[str, int] = field(default_factory=dict)

@@ -39,8 +39,10 @@ class OrderSource:
     start_epoch: int = 1
     """Counted from 1, as in a config file, unlike all other epoch numbers here."""
     end_epoch: int | None = None
+    """The last epoch, counted from 1; None means no end."""
     start_step: int = 0
     end_step: int | None = None
+    """The first step without the dataset; None means no end."""
     even_steps: bool = False
     """Provide every second optimizer step."""
     turn: int | None = None
@@ -141,6 +143,7 @@ class GlobalBatch:
     """A batch for all ranks together."""
 
     source: int
+    """The position of the dataset."""
     shape: tuple[Bucket, ...]
     visits: tuple[Visit, ...]
     first_index: int

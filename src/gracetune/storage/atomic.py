@@ -229,7 +229,7 @@ def is_temporary(name: str) -> bool:
 
 
 def sweep(folder: Path) -> int:
-    """Remove unfinished files of processes that have ended. Returns the number of files removed."""
+    """Remove unfinished files of processes that have ended; none where files cannot be locked. Returns their number."""
     swept = 0
     for name in os.listdir(folder):  # noqa: PTH208 - a folder may hold a million names: no Path object for each
         if is_temporary(name):

@@ -67,7 +67,8 @@ class _Making:
         self._kind = kind_for(plan.dataset)
         self._index = plan.index
         self._stopped = threading.Event()
-        self._counter = _Counter(plan.layout.size, plan.layout.size - plan.to_fetch, on_fetched, self._stopped)
+        done = plan.layout.size - plan.to_fetch - plan.received  # `transfer` reports what was received earlier
+        self._counter = _Counter(plan.layout.size, done, on_fetched, self._stopped)
 
     def run(self) -> FinishedCopy:
         plan, folder = self._plan, self._folder

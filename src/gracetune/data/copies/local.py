@@ -34,7 +34,7 @@ class Copies:
         for dataset in self._config.datasets:
             if dataset.disabled or not dataset.has_local_copy:
                 continue
-            options, folder = self._of(dataset)
+            options, folder = self._options_and_folder(dataset)
             if folder.root not in seen:
                 seen.add(folder.root)
                 yield dataset, options, folder
@@ -43,7 +43,7 @@ class Copies:
         """The datasets whose copy is complete."""
         for dataset in self._config.datasets:
             if not dataset.disabled and dataset.has_local_copy:
-                folder = self._of(dataset)[1]
+                _, folder = self._options_and_folder(dataset)
                 manifest = folder.manifest() if folder.is_complete() else None
                 if manifest is not None:
                     yield dataset, manifest
@@ -96,7 +96,7 @@ class Copies:
             if dataset.disabled or not dataset.has_local_copy:
                 datasets.append(dataset)
                 continue
-            _, folder = self._of(dataset)
+            _, folder = self._options_and_folder(dataset)
             if not folder.is_complete():
                 found = f"no complete copy of {dataset.path} in {folder.root}"
                 hint = "gracetune data show CONFIG --download, or start the run: both download it"
@@ -104,7 +104,7 @@ class Copies:
             datasets.append(dataset.model_copy(update={"path": str(folder.data), "local_copy": None, "storage": None}))
         return self._config.model_copy(update={"datasets": tuple(datasets)})
 
-    def _of(self, dataset: Dataset) -> tuple[LocalCopy, CopyFolder]:
+    def _options_and_folder(self, dataset: Dataset) -> tuple[LocalCopy, CopyFolder]:
         options = dataset.local_copy or LocalCopy()
         parent = self._folder if options.folder is None else Path(options.folder).expanduser()
         return options, CopyFolder.of(dataset, options, parent)
@@ -115,6 +115,7 @@ class Copies:
         return "://" not in dataset.path or not folder.is_complete()
 
     def _plan(self, dataset: Dataset, options: LocalCopy, folder: CopyFolder) -> CopyPlan | None:
+        """The plan of a copy; None if nothing is missing in it."""
         if not self._needs_listing(dataset, folder):
             return None
         plan = plan_copy(dataset, options, folder, self._hub)

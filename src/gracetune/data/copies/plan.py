@@ -43,6 +43,8 @@ class CopyPlan:
     """Parts that are not in the copy yet."""
     to_fetch: int
     """Bytes to download."""
+    received: int
+    """Bytes of unfinished files that an earlier start has downloaded. Not part of `to_fetch`."""
     disk_needed: int
     """Bytes that the disk still has to store, with the parts that are there twice while they are unpacked."""
     disk_free: int | None
@@ -106,6 +108,7 @@ def plan_copy(dataset: Dataset, options: LocalCopy, folder: CopyFolder, hub: Hub
     return CopyPlan(
         dataset, options, folder, source, _index_source(dataset, options, hub), layout, missing,
         to_fetch=to_fetch,
+        received=sum(incoming.values()),
         disk_needed=_disk_needed(layout, missing, options) - sum(incoming.values()),
         disk_free=_free(folder.root),
         memory_needed=0 if facts is None else facts.largest_group * UNPACKED_AT_ONCE,

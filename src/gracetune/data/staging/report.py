@@ -26,6 +26,7 @@ class StagingProgress:
     stored: int
     """Bytes of memory used so far."""
     seconds: float
+    """Since staging began."""
 
     @property
     def rate(self) -> float | None:

@@ -29,6 +29,7 @@ class UpstreamOptimizer:
     options: tuple[str, ...]
     """The options it has besides weight_decay, betas and eps."""
     eps: float | None = None
+    """None leaves our optimizer's default."""
     option_defaults: tuple[tuple[str, Any], ...] = ()
     """Defaults of its other options that differ from ours."""
 

@@ -15,7 +15,7 @@ from gracetune.config.spelling import misspelt
 
 @dataclass(frozen=True)
 class OptimizerMatch:
-    """One of our optimizers with a SimpleTuner optimizer's own defaults."""
+    """One of our optimizers with a SimpleTuner optimizer's own defaults. None leaves our optimizer's default."""
 
     name: str
     betas: tuple[float, float] | None = (0.9, 0.999)

@@ -164,7 +164,7 @@ def sort_into_buckets(
     return items, dropped
 
 
-def limited(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Dropped]]:
+def limit_items(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Dropped]]:
     """Keep at most `max_samples` items: the same ones in every run, and mostly the same when files are added."""
     limit = dataset.max_samples
     if limit is None or len(items) <= limit:

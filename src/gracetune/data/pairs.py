@@ -194,7 +194,7 @@ def with_alpha_masks(items: Sequence[Item], mask: Mask, dataset_id: str) -> Pair
     return Paired(masked, [], [note] if opaque else [])
 
 
-def linked(dataset: Dataset, datasets: Mapping[str, Dataset]) -> list[Dataset]:
+def conditioning_datasets(dataset: Dataset, datasets: Mapping[str, Dataset]) -> list[Dataset]:
     """The conditioning datasets of a dataset: those it names, then those that name it."""
     named = [datasets[name] for name in dataset.conditioning]
     naming = [other for other in datasets.values() if other.source_dataset_id == dataset.id and other not in named]

@@ -121,7 +121,7 @@ def _detect(dataset: Dataset, files: Mapping[str, RemoteFile]) -> CopyFormat:
     own = None if table is None else table.path
     sizes: dict[CopyFormat, int] = {"files": 0, "parquet": 0, "archives": 0}
     media = frozenset[str]().union(*MEDIA.values())
-    for path, file in files.items():
+    for path, file in files.items():  # each counts one byte more, so that files of unknown size count too
         suffix = f".{path.rpartition('.')[2].lower()}"
         if is_archive(path):
             sizes["archives"] += 1 + (file.size or 0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gracetune.config.dialects.aitoolkit.keys import HARMLESS, section
 from gracetune.config.dialects.peer_file import PeerBlock, let_plan_choose_precision
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
-from gracetune.config.dialects.values import names, precision
+from gracetune.config.dialects.values import name_set, precision
 from gracetune.config.draft import UnquotedText, describe
 from gracetune.config.families import find_flavour, names_of, readable_names
 from gracetune.config.family_names import Arch, FamilyNames, Flavour
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 
 
-FEW_BITS = names("""
+FEW_BITS = name_set("""
     int8 qint8 qint4 qint2 uint8 uint7 uint6 uint5 uint4 uint3 uint2 orbit2 orbit3 orbit4 orbitvq2 orbitvq3 orbitvq4
     convrot4 convrot8 convrotbitnet convrotcomfyw4a4 convrotint2 convrotint3 convrotint4 convrotint5 convrotint6
     convrotint7 convrotint8 nvfp4

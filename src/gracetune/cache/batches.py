@@ -307,6 +307,7 @@ class _CachePlacement:
             self._on_decision(f"batches: {waits}, with the deepest look-ahead; no cache can move to the GPU: {why}")
 
     def _check_one(self, role: str, store: ResidentStore, waits: StepWaits) -> bool:
+        """Move a cache if that helps. Returns whether a move has begun."""
         slab, memory = store.managed, self._memory
         if slab is None or memory is None:
             return False

@@ -68,7 +68,7 @@ class EntryRemoval:
 def compact(store: DiskStore, target: ShardSize | None = None) -> Compaction:
     """Merge small shards into larger ones. Other processes may read and write at the same time.
 
-    Does nothing if another process is doing the same.
+    Does nothing if another process is doing the same, or on a file system without locks.
     """
     target = target or ShardSize()
     _check_writable(store)

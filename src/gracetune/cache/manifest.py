@@ -42,8 +42,8 @@ U32 = NDArray[np.uint32]
 class EntryTable:
     """One row per copy of an entry, sorted by key. A key that is stored twice has two rows.
 
-    This is the table of a `Catalogue`. Those of `LocatedEntries` and `Contents` differ in order and meaning, as they
-    say. Stored as columns (a structure of arrays), because a binary search reads only `high` and `low`.
+    This is the table of a `Catalogue`. Those of `LocatedEntries` and `Contents` differ in order and meaning; see there.
+    Stored as columns (a structure of arrays), because a binary search reads only `high` and `low`.
     """
 
     high: U64

@@ -156,6 +156,7 @@ class PassWorker(Generic[CacheItem, Decoded]):
             self.tally.seconds += time.monotonic() - self._began
 
     def _carry_out(self, pool: ThreadPoolExecutor) -> bool:
+        """Claim, decode and encode until all items exist. Returns False if the pass was stopped."""
         queue: deque[_Batch[CacheItem, Decoded]] = deque()
         for items in self._claimed():
             if items:

@@ -261,7 +261,7 @@ def _limit(resources: CacheResources, budget: int | None) -> tuple[int | None, s
 
 
 def _slab(residence: Residence, size: int, resources: CacheResources) -> tuple[Slab, Residence]:
-    """Allocate the slab. Without managed memory it is page-locked, and the returned residence says so."""
+    """Allocate the slab. It is page-locked if managed memory cannot be allocated; the returned residence has a note."""
     if residence.is_managed and resources.heap is not None:
         try:
             return ManagedSlab(

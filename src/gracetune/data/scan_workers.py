@@ -137,7 +137,7 @@ def _take(batches: deque[list[File]]) -> list[File]:
 
 
 def _openings(backend: Backend, kind: Kind, threads: int) -> list[str]:
-    """The first line for each worker process. None with a single core, or if other processes cannot read the files."""
+    """The first line for each worker process. Empty with a single core, or if other processes cannot read the files."""
     if type(backend) is not LocalBackend and type(backend) is not InMemoryBackend:
         return []
     count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) - 1

@@ -55,7 +55,7 @@ class PeerBlock:
     around: PeerBlock | None = None
     """The mapping from which keys are inherited that this one does not have."""
     used: set[str] = field(default_factory=set, compare=False)
-    """Keys that had an effect. The others are named in a note, so that no key is ignored silently."""
+    """Keys that had an effect. SimpleTuner's readers name the others in a note, so that no key is ignored silently."""
 
     @property
     def draft(self) -> Draft:

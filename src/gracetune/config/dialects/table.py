@@ -116,7 +116,10 @@ def read_elsewhere(names: str) -> tuple[Key, ...]:
 
 
 class KeyRule(Generic[C]):
-    """A function that reads several keys which depend on each other."""
+    """A function that reads several keys which depend on each other.
+
+    It is called once for each mapping, even for one without the keys, because it may put a default.
+    """
 
     def __init__(self, apply: Callable[[PeerBlock, C], None], *keys: str) -> None:
         """Each of `keys` can be several names, separated by white space."""

@@ -164,7 +164,10 @@ class CopyFolder:
 
     @contextmanager
     def locked(self, on_wait: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-        """Hold the folder's lock. Other processes wait, except on file systems without locks."""
+        """Hold the folder's lock. Other processes wait, except on file systems without locks.
+
+        Folders that killed processes were unpacking are removed first; partly transferred files are kept.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         descriptor = open_lock_file(self.root / "lock")
         try:

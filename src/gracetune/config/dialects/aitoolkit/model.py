@@ -144,14 +144,17 @@ class ModelTarget:
 
     @property
     def edits(self) -> bool:
+        """Whether the model takes reference images. False if the flavour is unknown."""
         return self.flavour is not None and self.flavour.edits
 
     @property
-    def transformer(self) -> bool:
+    def is_transformer(self) -> bool:
+        """Whether the denoiser is a transformer, not a U-Net."""
         return not self.names.aitoolkit.unet
 
     @property
     def dual_expert(self) -> bool:
+        """Whether the model has two noise experts. False if the flavour is unknown."""
         return self.flavour is not None and self.flavour.dual_expert
 
 

@@ -56,7 +56,10 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
 
 
 def _substitute_variables(document: Document, draft: Draft, environment: Environment) -> Any:
-    """Parse the file's text with `${NAME}` substituted, except on lines that are comments."""
+    """Parse the file's text with `${NAME}` substituted, except on lines that are comments.
+
+    A name that is not set is a problem and stays as it is.
+    """
     missing: dict[str, None] = {}
     text = joined(_substituted_parts(document.text, environment, missing))
     for name in missing:

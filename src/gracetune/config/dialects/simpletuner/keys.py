@@ -208,6 +208,7 @@ def _not_done(
     off_by: str = "",
     lora_type: str = "",
 ) -> Key:
+    """An unsupported option. `default` is the value that has no effect; for the others see `Off`."""
     return rejected(name, Off((default,), of_families, switch, same_as, off_by, lora_type), why)
 
 
@@ -275,6 +276,7 @@ NOT_DONE = (
 
 
 def _behind(switch: str, names: str) -> tuple[Key, ...]:
+    """Options that have an effect only while `switch` is on."""
     return noted(WITHOUT_EFFECT, names, unless=Off(behind=switch))
 
 

@@ -331,6 +331,7 @@ def _take(
     imported = 0
     for other, file in chosen:
         entry = read(other, file)
+        # `request` and `reference` are those of the last compared file.
         if not check.same_kind(request, reference, other, entry):
             shapes = {name: tuple(tensor.shape) for name, tensor in entry.items()}
             found.rejected.append(RejectedFile(file, f"its shapes {shapes} do not match those of the compared files"))

@@ -320,6 +320,7 @@ def _content_of(origin: EntryOrigin) -> tuple[str, ...]:
 
 
 def _reason(kind: str, parts: frozenset[str]) -> str:
+    """The end of a line that begins with "N latents encoded"."""
     if not parts:
         return " again: they were damaged on the disk; check the disk (`dmesg`, `smartctl -a`)"
     if "encoder.weights" in parts:

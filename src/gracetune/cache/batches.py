@@ -49,9 +49,9 @@ V = TypeVar("V")
 
 MOST_KEPT_KEYS = 1 << 15
 """Keys to memoize, about 1 KB each."""
-JUDGED = 32
-"""Number of batches between two checks of how long steps wait for data."""
-BEYOND = 2
+BATCHES_PER_CHECK = 32
+"""Batches between two checks of how long steps wait for data."""
+READ_BEYOND = 2
 """Batches beyond the look-ahead whose entries are already being read from disk or decoded."""
 
 
@@ -171,7 +171,7 @@ class BatchSource:
         self._loader = loader
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="gracetune-batches")
         fetcher = _Fetcher(loader, latents, texts, keys, live or LiveEncoder(), self._pool)
-        self._feed = _Feed(loader, fetcher, beyond=BEYOND if depth else 0, per_step=per_step)
+        self._feed = _Feed(loader, fetcher, beyond=READ_BEYOND if depth else 0, per_step=per_step)
         if memory is None:
             self._ahead = LookAhead(self._feed, mover, depth=depth)
         else:
@@ -179,7 +179,7 @@ class BatchSource:
         self._on_gpu = device.type == "cuda"
         self._memory = memory
         self._counted = _Counted()
-        self._homes = _Homes(memory, on_decision)
+        self._placement = _CachePlacement(memory, on_decision)
 
     def next(self, size: int | None = None, *, step: int = 0) -> Batch | EpochEnd | Exhausted:
         """The next outcome of the loader; see `Loader.next_batch`.
@@ -189,7 +189,7 @@ class BatchSource:
         and encoding the listed entries again, it returns the whole batch.
         """
         began = time.perf_counter()
-        is_stale = self._feed.ask(size, step)
+        is_stale = self._feed.set_request(size, step)
         if is_stale or self._ahead.is_stuck:
             self._forget()
         coming = self._feed.peek(1)
@@ -198,19 +198,19 @@ class BatchSource:
         tensors = next(self._ahead)
         ref = self._loader.next_batch(size, step=step)
         assert isinstance(ref, BatchRef), "peek must agree with next_batch"
-        self._feed.hand_out(ref)
+        self._feed.take_first(ref)
         counted = self._counted
         counted.batches += 1
         counted.samples += len(ref.samples)
         counted.host_ms += 1000 * (time.perf_counter() - began)
-        if counted.batches % JUDGED == 0 or self._homes.must_go_back:
-            self._homes.judge(self._feed.fetcher, self._ahead)
+        if counted.batches % BATCHES_PER_CHECK == 0 or self._placement.must_go_back:
+            self._placement.check(self._feed.fetcher, self._ahead)
         return Batch(ref, tensors)
 
     def _no_batch(self, size: int | None, step: int) -> EpochEnd | Exhausted:
         outcome = self._loader.next_batch(size, step=step)
         assert not isinstance(outcome, BatchRef), "peek must agree with next_batch"
-        self._feed.pass_by()
+        self._feed.skip_outcome()
         return outcome
 
     def _forget(self) -> None:
@@ -227,10 +227,10 @@ class BatchSource:
         fetcher = self._feed.fetcher
         if latents is not None:
             fetcher.latents = latents
-            self._homes.forget("latents")
+            self._placement.forget("latents")
         if texts is not None:
             fetcher.texts = texts
-            self._homes.forget("texts")
+            self._placement.forget("texts")
 
     def on_depth(self, report: OnDepth) -> None:
         """Register a callback for later changes of the look-ahead depth, with their reasons."""
@@ -268,8 +268,8 @@ class BatchSource:
         self.close()
 
 
-class _Homes:
-    """Moves managed caches between host and GPU: to the GPU when steps wait for data, back when memory is tight.
+class _CachePlacement:
+    """Moves managed caches between host and GPU: to the GPU when steps wait for data, back in memory stage 2.
 
     Moves are enqueued on a stream, so the host never waits for the GPU. Batches stay correct during a move.
     """
@@ -291,7 +291,7 @@ class _Homes:
         """Forget the move of a role's cache, because another store replaced it."""
         self._moved.discard(role)
 
-    def judge(self, fetcher: _Fetcher, ahead: LookAhead) -> None:
+    def check(self, fetcher: _Fetcher, ahead: LookAhead) -> None:
         """Check the waiting time since the last check, and move caches if that helps. Small caches move first."""
         ahead.catch_up()
         totals = (ahead.stats.wait_ms, ahead.stats.step_ms)
@@ -300,13 +300,14 @@ class _Homes:
         by_role = {"texts": fetcher.texts, "latents": fetcher.latents}
         stores = {role: one for role, one in by_role.items() if isinstance(one, ResidentStore)}
         by_size = sorted(stores.items(), key=lambda item: item[1].report.size)
-        moved = [self._judge_one(role, one, waits) for role, one in by_size]
+        moved = [self._check_one(role, one, waits) for role, one in by_size]
         if waits.are_long and not any(moved) and not self._has_reported_waits:
             self._has_reported_waits = True
             why = _why_not_nearer([*stores.values()])
             self._on_decision(f"batches: {waits}, with the deepest look-ahead; no cache can move to the GPU: {why}")
 
-    def _judge_one(self, role: str, store: ResidentStore, waits: StepWaits) -> bool:
+    def _check_one(self, role: str, store: ResidentStore, waits: StepWaits) -> bool:
+        """Move a cache if that helps. Returns whether a move has begun."""
         slab, memory = store.managed, self._memory
         if slab is None or memory is None:
             return False
@@ -369,7 +370,7 @@ class _Feed:
         self._fetching: dict[int, _Fetching] = {}
         """By id() of the reference. The value keeps the reference alive, so its id() is not reused."""
 
-    def ask(self, size: int | None, step: int) -> bool:
+    def set_request(self, size: int | None, step: int) -> bool:
         """Base predictions on this request. Returns True if batches already started no longer match them."""
         if step != self._request[1]:
             self._done = 0
@@ -385,13 +386,14 @@ class _Feed:
             fetching.cancel()
         self._fetching.clear()
 
-    def hand_out(self, ref: BatchRef) -> None:
+    def take_first(self, ref: BatchRef) -> None:
+        """Count the first of `started` as returned to the caller."""
         first = self.started.popleft()
         assert first is ref, "batches must be returned in the order they were started"
         self._position -= 1
         self._done += 1
 
-    def pass_by(self) -> None:
+    def skip_outcome(self) -> None:
         """Count an outcome of the loader that is not a batch."""
         self._position = max(0, self._position - 1)
 

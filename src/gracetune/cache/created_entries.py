@@ -46,7 +46,7 @@ class CreatedEntries:
     def take_over(self) -> dict[Path, set[Key]]:
         """The entries that earlier processes of this run made and that still exist.
 
-        Reduces the record to them. Call this on one rank, before any rank writes.
+        Rewrites the record, so that it has only these. Call this on one rank, before any rank writes.
         """
         recorded: dict[Path, set[Key]] = {}
         for file in self._files():

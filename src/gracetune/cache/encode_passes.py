@@ -83,6 +83,8 @@ class PassOutcome:
     wanted: int
     """All entries that the run needs, whether or not they existed before."""
     encoded: int
+    """Entries that this process encoded. After a switch to tiling this includes those from before it, which were made
+    in vain."""
     encoded_bytes: int
     by_others: int
     """Entries that were missing when the pass started and that other processes encoded."""
@@ -243,6 +245,8 @@ class _MemorySaver:
     def __init__(self, encoder: LatentEncoder, *, may_tile: bool) -> None:
         self._encoder, self._may_tile = encoder, may_tile
         self.limits: list[tuple[int, int]] = []
+        """Pairs of volume and batch size, which `PassWorker` adds when memory runs out. They outlast a switch to
+        tiling."""
         self.notes: list[str] = []
         self.tiled_because = ""
 

@@ -68,7 +68,7 @@ class LatentEncoder(Protocol):
         """
 
     def save_memory(self) -> bool:
-        """Use slicing and then tiling from now on. False if the encoder has no further way to save memory."""
+        """Use less memory from now on, one step per call: slicing, then tiling. False if there is no further step."""
 
     def close(self) -> None:
         """Free the memory of the weights. The encoder must not be used afterwards."""

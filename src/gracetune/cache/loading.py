@@ -47,6 +47,7 @@ class CacheLoadReport:
     entries: int = 0
     """Entries in memory."""
     size: int = 0
+    """Bytes, as all sizes here."""
     on_disk: int = 0
     """Entries that stay on disk, the least frequently read ones."""
     on_disk_size: int = 0
@@ -95,13 +96,16 @@ class EntrySelection:
 
     chosen: tuple[tuple[DiskStore, LocatedEntries], ...]
     size: int
+    """Bytes of the chosen entries."""
     left: tuple[Key, ...]
+    """Entries that stay on disk."""
     left_size: int
     missing: tuple[Key, ...]
 
 
 def select(stores: Sequence[DiskStore], visits: Mapping[Key, Visits], budget: int | None) -> EntrySelection:
-    """Choose the hottest entries that fit the budget. Ties are broken by the order in the files."""
+    """Choose the most frequently read entries that fit `budget` bytes; None means all. Ties are broken by the order in
+    the files."""
     plans, missing = [], tuple(visits)
     for store in stores:  # an entry in several stores is taken from the first of them
         plan, missing = store.locate_present(missing)

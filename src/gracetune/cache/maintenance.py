@@ -39,6 +39,7 @@ class ShardSize:
 
     entries: int = 4096
     size: int = 256 * MIB
+    """Bytes of the entries."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class EntryRemoval:
 def compact(store: DiskStore, target: ShardSize | None = None) -> Compaction:
     """Merge small shards into larger ones. Other processes may read and write at the same time.
 
-    Does nothing if another process is doing the same.
+    Does nothing if another process is doing the same, or on a file system without locks.
     """
     target = target or ShardSize()
     _check_writable(store)
@@ -182,6 +183,7 @@ def remove_damaged(store: DiskStore) -> tuple[DamagedShard, ...]:
 
 
 def _flaw(store: DiskStore, name: str) -> DamagedFileError | None:
+    """What is wrong with a shard's header or length; None if nothing is, or if it cannot be read now."""
     try:
         read_shard(store.shards_folder / name)
     except DamagedFileError as error:
@@ -267,6 +269,7 @@ def _entries(store: DiskStore, name: str) -> tuple[StoredEntry, ...]:
 
 
 def _packed(store: DiskStore, shard: str, entry: StoredEntry) -> Packed | None:
+    """The entry, ready to be written to another shard; None if its bytes are damaged."""
     raw = store.read_copy(EntryCopy(shard, entry.layout, entry.start, entry.checksum))
     if raw is None:
         return None
@@ -307,9 +310,9 @@ def _upkeep(store: DiskStore) -> Iterator[bool]:
 @contextmanager
 def _exclusive(store: DiskStore) -> Iterator[None]:
     """Make sure that no other process has the cache open, and that none opens it inside the `with` block."""
-    if store.users is None:
+    if store.users_lock is None:
         raise RuntimeError("this store is closed")
-    result = lock(store.users, exclusive=True)
+    result = lock(store.users_lock, exclusive=True)
     try:
         if result == "busy":
             raise _busy(store.folder, "another process uses this cache", "wait until it ends, then try again")
@@ -319,7 +322,7 @@ def _exclusive(store: DiskStore) -> Iterator[None]:
         yield
     finally:
         if result != "unsupported":  # a failed upgrade may have dropped the shared lock: take it again
-            lock(store.users, exclusive=False, wait=True)
+            lock(store.users_lock, exclusive=False, wait=True)
 
 
 def _busy(folder: Path, found: str, hint: str) -> CacheBusyError:

@@ -40,8 +40,9 @@ U32 = NDArray[np.uint32]
 
 @dataclass(frozen=True, eq=False)
 class EntryTable:
-    """One row per entry, sorted by key.
+    """One row per copy of an entry, sorted by key. A key that is stored twice has two rows.
 
+    This is the table of a `Catalogue`. Those of `LocatedEntries` and `Contents` differ in order and meaning; see there.
     Stored as columns (a structure of arrays), because a binary search reads only `high` and `low`.
     """
 
@@ -50,9 +51,13 @@ class EntryTable:
     low: U64
     """The last eight bytes."""
     shard: U32
+    """Position in `Catalogue.shards`."""
     layout: U32
+    """Position in `Catalogue.layouts`."""
     start: U64
+    """Bytes from the start of the shard's file."""
     checksum: U64
+    """xxh3-64 of the entry's bytes."""
 
     def __len__(self) -> int:
         return len(self.high)
@@ -152,8 +157,10 @@ class EntryCopy:
     """One copy of an entry."""
 
     shard: str
+    """The file's name."""
     layout: EntryLayout
     start: int
+    """Bytes from the start of the file."""
     checksum: int
 
 

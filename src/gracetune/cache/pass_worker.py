@@ -55,8 +55,9 @@ class PassProgress:
     """Missing items that were encoded here or by others, or found to be damaged."""
     total: int
     per_second: float | None
+    """Items per second."""
     seconds_left: float | None
-    """Both rates are None until an item is done."""
+    """Both are None until an item is done."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,16 @@ class DamagedItem:
 
 @dataclass
 class PassCounts:
-    """The counters of a pass, over all attempts."""
+    """The counters of a pass. A switch to tiling starts over with the same counters, except `found_before`."""
 
     encoded: int = 0
     encoded_bytes: int = 0
     by_others: int = 0
     found_before: int = 0
     largest: int = 0
+    """The largest batch size that was tried."""
     smallest: int = 0
+    """The smallest batch size that was used."""
     seconds: float = 0.0
     damaged: dict[tuple[str, str], DamagedItem] = field(default_factory=dict)
 
@@ -153,6 +156,7 @@ class PassWorker(Generic[CacheItem, Decoded]):
             self.tally.seconds += time.monotonic() - self._began
 
     def _carry_out(self, pool: ThreadPoolExecutor) -> bool:
+        """Claim, decode and encode until all items exist. Returns False if the pass was stopped."""
         queue: deque[_Batch[CacheItem, Decoded]] = deque()
         for items in self._claimed():
             if items:

@@ -115,15 +115,16 @@ class OpenFiles:
 
 
 class PageCache:
-    """Drops a file from the kernel's page cache after the last job that reads it. `shards`: the file of each job."""
+    """Drops a file from the kernel's page cache after the last job that reads it."""
 
     def __init__(self, files: OpenFiles, shards: Iterable[str]) -> None:
+        """`shards` has the file of each job."""
         self._files = files
         self._left = Counter(shards)
         self._lock = threading.Lock()
 
-    def read(self, shard: str) -> None:
-        """Count one finished job of this shard."""
+    def finish_job(self, shard: str) -> None:
+        """Count one finished job of this shard. After the last one, drop the file's pages."""
         with self._lock:
             self._left[shard] -= 1
             is_last = not self._left[shard]
@@ -140,11 +141,13 @@ class ReadJob(NamedTuple):
     end: int
     """Entries `first` to `end - 1` of the plan."""
     shard: int
+    """Position in the plan's `files`."""
     start: int
     """Offset in the file."""
     begin: int
     """Offset in the slab."""
     size: int
+    """In bytes."""
     checksum: int | None
     """Checksum of all bytes, if the job is a complete run. None: verify each entry separately."""
 

@@ -1,6 +1,6 @@
 """`cache_mode: refresh_each_epoch`: encode the next epoch's entries in the background while this epoch trains.
 
-    refresher = Refresher(config, index, encoders, places, epoch=0)     # the entries of epoch 0 exist
+    refresher = Refresher(config, index, encoders, folders, epoch=0)    # the entries of epoch 0 exist
     refresher.prepare_next()                                            # starts a thread with its own encoders
     ...                                                                 # epoch 0 is trained
     swap = refresher.swap()                                             # waits if necessary; epoch 1 is now current
@@ -64,6 +64,7 @@ class Collected:
 
     entries: int
     size: int
+    """In bytes."""
     in_use: tuple[Path, ...]
     """Stores of past epochs that a process still has open. They were not removed."""
 

@@ -1,6 +1,6 @@
 """The entries that the caches must contain for a run: one item per entry. Pure.
 
-items = wanted_latents(index, encoder_id, places)       # and wanted_texts(...)
+items = wanted_latents(index, encoder_id, folders)      # and wanted_texts(...)
 missing = [item for item in items if item.key not in store_of(item.folder)]
 
 Most entries of a run already exist, and only their keys and visits are needed. Items are therefore small objects; the
@@ -75,7 +75,10 @@ class LatentItem:
 
     @property
     def volume(self) -> int:
-        """Pixels or audio samples; the size of the entry is proportional to it."""
+        """Pixels of all frames, or audio samples per channel, with those of the references.
+
+        The size of the entry is proportional to it.
+        """
         return sum(_volume(bucket) for bucket in self.shape)
 
     @property
@@ -188,13 +191,13 @@ def wanted_texts(
 
 
 def visits_of(
-    items: Iterable[LatentItem | TextItem], counts: Callable[[str], bool] = lambda dataset: True
+    items: Iterable[LatentItem | TextItem], is_counted: Callable[[str], bool] = lambda dataset: True
 ) -> dict[Key, Visits]:
-    """How often an epoch reads each entry, for the datasets selected by `counts`. Other entries are left out."""
+    """How often an epoch reads each entry. `is_counted` selects datasets by id; other entries are left out."""
     found: dict[Key, Visits] = {}
     for item in items:
         for dataset, visits in item.uses:
-            if counts(dataset):
+            if is_counted(dataset):
                 found[item.key] = found[item.key] + visits if item.key in found else visits
     return found
 

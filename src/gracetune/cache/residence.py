@@ -107,8 +107,8 @@ def choose_residence(
         chosen = Residence("shared_host", f"no GPU: one copy in main memory for {local_ranks} ranks")
     else:
         # An explicit request for managed memory on a discrete GPU uses the placement rules of a superchip.
-        insists = kind == "unified_memory" and hints.requested and profile == "discrete"
-        table: ProfileName = "superchip" if insists else profile
+        is_requested = kind == "unified_memory" and hints.requested and profile == "discrete"
+        table: ProfileName = "superchip" if is_requested else profile
         placement = choose_placement(role, table, size=size, device_bytes=device_bytes, local_ranks=local_ranks)
         chosen = Residence(placement.kind, placement.reason)
     if kind == "memory" and chosen.is_managed:
@@ -131,7 +131,7 @@ def _unified(
     if not chosen.is_managed:
         note = f"cache type unified_memory is not used on this machine: {chosen.reason}"
         if profile == "discrete" and chosen.kind == "pinned_host":
-            note += f"; {_INSIST}"
+            note += f"; {_USE_ANYWAY}"
         return replace(chosen, notes=(note,))
     if no_managed is not None:
         note = f"cache type unified_memory is not available: {no_managed}"
@@ -139,7 +139,7 @@ def _unified(
     if hints.requested:
         return replace(chosen, reason=f"{chosen.reason}; {hints.reason}")
     if chosen.kind == "managed_host" and transport is not None and transport.prefers_pinned:
-        note = f"cache type unified_memory is slower on this machine: {transport.reason}; {_INSIST}"
+        note = f"cache type unified_memory is slower on this machine: {transport.reason}; {_USE_ANYWAY}"
         return chosen.instead("pinned_host", "page-locked main memory", note)
     return chosen
 
@@ -175,4 +175,4 @@ def placement_lines(
     return [f"residency hints {state}: {hints.reason}", summary, *notes, f"batches: {batches}"]
 
 
-_INSIST: Final = "set memory.enable_uvm_hints: true to use managed memory anyway"
+_USE_ANYWAY: Final = "set memory.enable_uvm_hints: true to use managed memory anyway"

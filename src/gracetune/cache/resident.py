@@ -1,7 +1,7 @@
 """The resident store: entries of disk stores, loaded into memory for the duration of a run.
 
-    visits = visits_of(wanted_latents(index, encoder_id, places))
-    with load_resident([disk], visits, name="latents", role="latent_cache", kind="memory", where=where) as store:
+    visits = visits_of(wanted_latents(index, encoder_id, folders))
+    with load_resident([disk], visits, name="latents", role="latent_cache", kind="memory", resources=...) as store:
         for line in store.report.lines(): ...
         entry = store.look_up(key) or store.read(key)   # views of the slab; from disk if the entry stayed there
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from gracetune.cache.encoder import Entry
 
-MOST_MADE = 1 << 14
+MOST_KEPT_VIEWS = 1 << 14
 """Entries whose views are kept, about 1 KB each."""
 
 
@@ -99,7 +99,7 @@ class ResidentStore:
             found = None if self._views is None else self._views.find(key)
             if found is None:
                 return None
-            if len(self._memo) >= MOST_MADE:
+            if len(self._memo) >= MOST_KEPT_VIEWS:
                 self._memo.clear()
             self._memo[key] = found
         self._counter.count_hit(found[1])
@@ -261,6 +261,7 @@ def _limit(resources: CacheResources, budget: int | None) -> tuple[int | None, s
 
 
 def _slab(residence: Residence, size: int, resources: CacheResources) -> tuple[Slab, Residence]:
+    """Allocate the slab. It is page-locked if managed memory cannot be allocated; the returned residence has a note."""
     if residence.is_managed and resources.heap is not None:
         try:
             return ManagedSlab(

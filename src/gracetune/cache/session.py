@@ -2,7 +2,7 @@
 
 The text encoder is loaded and freed first, then the latent encoder.
 
-    with Caches(places_of(config), writable=True) as caches:
+    with Caches(cache_folders(config), writable=True) as caches:
         built = build(config, index, encoders, caches)
         built.latents.encoder, built.texts.encoder      # the encoder ids to look entries up with
 
@@ -134,7 +134,7 @@ def open_store(folder: Path) -> DiskStore:
                 raise
             continue
         try:
-            if store.users is None or is_at(store.users, store.folder / "users.lock"):
+            if store.users_lock is None or is_at(store.users_lock, store.folder / "users.lock"):
                 return store
         except OSError as error:
             store.close()
@@ -250,7 +250,7 @@ def build(
     dataset.
     `check`: read all existing entries and encode damaged ones again. Loading into memory verifies entries too, so a run
     that does so needs no `check`.
-    `take_over`: first import caches that ai-toolkit left beside the data (see takeover.py).
+    `take_over`: first import caches that ai-toolkit left beside the data (see ai_toolkit_import.py).
     `on_missing`: called twice before anything is encoded, with all missing texts and with all missing latents.
     The batch sizes of the config and the callbacks given here replace those of `options`.
     """

@@ -71,6 +71,7 @@ class TensorSpec:
     offset: int
     """Bytes from the start of the entry; a multiple of the element size."""
     size: int
+    """In bytes."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,9 @@ class Shard:
 
     name: str
     size: int
+    """Bytes of the file."""
     data_start: int
+    """Bytes before the data: the header with its length."""
     layouts: tuple[EntryLayout, ...]
     parts: tuple[tuple[str, str], ...]
     rows: Sequence[Sequence[Any]]

@@ -62,11 +62,12 @@ class StoreCounter:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceStats:
-    """Statistics of a `BatchSource` since it was opened. All values are totals."""
+    """Statistics of a `BatchSource` since it was opened. All values are totals of this rank."""
 
     batches: int = 0
-    """Batches returned."""
+    """Micro-batches returned."""
     samples: int = 0
+    """Samples in them, including one for each batch that is `BatchRef.padding`."""
     discarded: int = 0
     """Batches prepared ahead but not used, because other ones were requested."""
     live_samples: int = 0

@@ -94,7 +94,7 @@ class DamagedShard:
 class DiskStore:
     """One open cache folder. Create it with `DiskStore.open`."""
 
-    def __init__(self, folder: Path, catalogue: Catalogue, users: int | None, *, writable: bool) -> None:
+    def __init__(self, folder: Path, catalogue: Catalogue, users_lock: int | None, *, writable: bool) -> None:
         self.folder = folder
         self.writable = writable
         self.catalogue = catalogue
@@ -103,7 +103,7 @@ class DiskStore:
         self.before_writing: Callable[[Path, Collection[Key]], None] = lambda folder, keys: None
         """Called by writers with the keys they are about to add, so that entries of a killed run can be removed later
         (`persistent_cache: false`)."""
-        self.users = users
+        self.users_lock = users_lock
         """Descriptor of `users.lock`, which is locked shared while the store is open. None if it cannot be opened
         (read-only caches), and after `close`."""
         self._damaged: dict[str, DamagedShard] = {}
@@ -123,10 +123,10 @@ class DiskStore:
             prepare(folder)
         require(folder)
         try:
-            users = _mark_in_use(folder, writable=writable)
+            users_lock = _mark_in_use(folder, writable=writable)
         except OSError as error:
             raise unwritable(error, folder, needed=0, free=None) from error
-        store = cls(folder, _read_index(folder), users, writable=writable)
+        store = cls(folder, _read_index(folder), users_lock, writable=writable)
         try:
             store._begin()
         except OSError as error:
@@ -148,9 +148,9 @@ class DiskStore:
     def close(self) -> None:
         with self.mutex:
             self._files.close()
-            if self.users is not None:
-                os.close(self.users)
-                self.users = None
+            if self.users_lock is not None:
+                os.close(self.users_lock)
+                self.users_lock = None
 
     def __enter__(self) -> DiskStore:
         return self
@@ -296,7 +296,7 @@ class DiskStore:
             for job in _jobs_from(queue):
                 failed += reading.carry_out(job)
                 if pages is not None:
-                    pages.read(reading.shard(job))
+                    pages.finish_job(reading.shard(job))
             return failed
 
         if count == 1:
@@ -321,7 +321,7 @@ class DiskStore:
         return True
 
     def _read_any(self, key: Key) -> tuple[NDArray[np.uint8], EntryLayout]:
-        """Try the copies one by one. Damaged ones leave the catalogue; their shards are rechecked later."""
+        """Try the copies one by one. Damaged ones leave the catalogue; `recheck_suspects` reads their shards again."""
         refreshed = damaged = False
         while True:
             with self.mutex:

@@ -24,6 +24,7 @@ class Flush:
 
     entries: int = 1024
     size: int = 64 * MIB
+    """Bytes of the buffered entries."""
     seconds: float = 10.0
     """Age of the oldest buffered entry; checked when an entry is added."""
 

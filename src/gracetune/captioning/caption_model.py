@@ -34,7 +34,7 @@ class GeneratedCaption:
 
     text: str
     cut: bool
-    """The output was longer than the style allows. It ends with its last whole sentence or tag."""
+    """The output reached the limit of the style. It ends with its last whole sentence or tag, if it has one."""
 
 
 class CaptionModel:
@@ -71,14 +71,16 @@ class CaptionModel:
 
 
 def tidied(text: str, style: Style, *, cut: bool) -> GeneratedCaption:
-    """The output on one line, because each line of a caption file is a caption. Tags are listed once each."""
+    """The output on one line, because each line of a caption file is a caption. A tag is kept where it occurs first."""
     line = " ".join("".join(letter if letter.isprintable() and letter != "\ufffd" else " " for letter in text).split())
     if style == "tags":
         tags = [tag.strip(" .\"'") for tag in line.split(",")]
         if cut and len(tags) > 1:
             tags.pop()
-        once = {tag.lower(): tag for tag in reversed(tags) if tag}
-        return GeneratedCaption(", ".join(reversed(once.values())), cut)
+        once: dict[str, str] = {}
+        for tag in filter(None, tags):
+            once.setdefault(tag.lower(), tag)
+        return GeneratedCaption(", ".join(once.values()), cut)
     whole = _SENTENCE.match(line) if cut else None
     return GeneratedCaption(whole[0] if whole else line, cut)
 

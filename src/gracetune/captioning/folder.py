@@ -30,6 +30,7 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.storage.atomic import sweep, write_file
 
 _READERS = 4
+"""Threads that decode images."""
 
 
 class Captioner(Protocol):
@@ -56,6 +57,7 @@ class CaptionedFolder:
     written: list[str] = field(default_factory=list)
     """Relative paths of the caption files."""
     cut: int = 0
+    """How many of the written captions reached the limit of the style."""
     kept: int = 0
     """Images whose caption file another program created in the meantime."""
     skipped: list[LeftOut] = field(default_factory=list)
@@ -101,7 +103,7 @@ def write_captions(
     result: CaptionedFolder,
     on_done: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Caption the missing images.
+    """Caption the missing images, `batch` at a time.
 
     `result` is updated as captions are written, so it is also valid after an interrupt.
     """

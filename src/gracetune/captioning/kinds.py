@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Style = Literal["short", "long", "tags"]
 STYLES: tuple[Style, ...] = get_args(Style)
 MOST_TOKENS: dict[Style, int] = {"short": 96, "long": 512, "tags": 256}
-"""Limit of each style. A longer answer is cut at its last sentence or tag."""
+"""Limit of each style, in tokens. Longer output is cut after its last sentence or tag."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _qwen_processor(folder: Path) -> Any:
 
 
 def _left_padded(processor: Any) -> Any:
-    """Pad on the left, so that every answer of a batch begins right after its prompt."""
+    """Pad on the left, so that every caption of a batch begins right after its prompt."""
     processor.tokenizer.padding_side = "left"
     if processor.tokenizer.pad_token is None:
         processor.tokenizer.pad_token = processor.tokenizer.eos_token

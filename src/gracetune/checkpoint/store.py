@@ -51,7 +51,7 @@ from gracetune.checkpoint.state_parts import (
     snapshot,
 )
 from gracetune.errors import Problem
-from gracetune.storage.atomic import left_bytes, new_folder, sweep_folders
+from gracetune.storage.atomic import leftover_bytes, new_folder, sweep_folders
 from gracetune.storage.safetensors_files import file_chunks
 from gracetune.units import MIB
 
@@ -301,7 +301,7 @@ class CheckpointStore:
         """
         free = self._free()
         if free is not None and identity is not None:
-            free += left_bytes(self.folder)
+            free += leftover_bytes(self.folder)
         if free is not None and free < needed:
             last = self._last_complete(identity)
             safe = "there is no earlier checkpoint" if last is None else f"{last} is complete"

@@ -165,7 +165,10 @@ class Draft:
         self._stop_at_too_many()
 
     def reject(self, key: str, found: Any, why: str, hint: str = "", file: str | None = None) -> None:
-        """Report a known key that would change the result but is not supported. `--allow-unsupported` ignores it."""
+        """Report a known key that would change the result but is not supported. `--allow-unsupported` ignores it.
+
+        `why` is the expected value and, if that explains nothing, a reason.
+        """
         hint = hint or f"remove `{key}`, or train without it: --allow-unsupported"
         self.unsupported.append(problem_with(key, found, why, hint, file or self.file))
         self._stop_at_too_many()

@@ -20,9 +20,12 @@ class Flavour:
 
     name: str
     weights: str
+    """The hub id that they are published under."""
     makes: Modality
     dual_expert: bool = False
+    """Two denoisers: one for high noise levels, one for low ones."""
     edits: bool = False
+    """Takes reference images, such as the image before an edit."""
     from_image: bool = False
     """Image-to-video only: every clip continues a first frame."""
     distilled: bool = False
@@ -123,13 +126,15 @@ class SimpleTunerNames:
     guidance_option: str = ""
     """The option for the guidance that a guidance-distilled model is trained with."""
     guidance_without: float = 0.0
-    """What SimpleTuner's `validation_guidance` lacks, for a pipeline that adds guidance to the prediction of the prompt
-    instead of to that of the negative prompt. Values up to 1 mean no guidance."""
+    """Added to SimpleTuner's `validation_guidance` to get ours: for a pipeline that adds guidance to the prediction of
+    the prompt instead of to that of the negative prompt. Values up to 1 mean no guidance and stay as they are."""
     targets: LoraTargets = LoraTargets()
     vae: DefaultVae | None = None
+    """None: SimpleTuner uses the VAE in the weights."""
     text_encoder_option: str = ""
     """The option for a text encoder from another place than the model."""
     clips: ClipLength | None = None
+    """None: the family makes no clips."""
     alignment: int | None = None
     """The sides of its buckets are multiples of this; None means the family's own multiple."""
     alignments: Mapping[str, int] = field(default_factory=dict)
@@ -152,7 +157,7 @@ class Arch:
     starts_from_image: Literal["never", "always", "do_i2v"] = "never"
     """Whether clips are trained from their first frame; `do_i2v` leaves it to the dataset."""
     references: Literal["reference_strict", "reference_loose"] | None = None
-    """How control images reach the model: cropped like the target, or in their own shape."""
+    """How control images reach the model: cropped like the target, or in their own shape. None: it takes none."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """Tag in `arch: name:tag` -> flavour. Upstream ignores the tag; published files use it consistently."""
     switch: str = ""

@@ -32,9 +32,12 @@ class Switch:
     """Keys of one section that have no effect while a switch is off."""
 
     off: bool
+    """Whether the switch is off now."""
     location: str
+    """The path of the section, such as `datasets[0].crop`."""
     section: Section
     keys: str
+    """Keys of the section, separated by spaces."""
     why: str
     """Why the keys have no effect while it is off."""
     remedy: str

@@ -97,7 +97,7 @@ def _parts(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], te
 
 
 def joined(parts: Iterable[str], most: int = LARGEST_FILE) -> str:
-    """Like `"".join`, but raises NotPlainError as soon as the result is longer than `most`."""
+    """Like `"".join`, but raises NotPlainError as soon as the result has more than `most` characters."""
     kept: list[str] = []
     length = 0
     for part in parts:

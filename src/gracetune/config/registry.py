@@ -349,8 +349,8 @@ def is_installed(name: str) -> bool:
 def validated(name: str, given: Mapping[str, Any]) -> tuple[BaseModel | None, list[InvalidOption]]:
     """Validate a dataset's options with the model of an installed backend.
 
-    Returns the validated options, or None and what is wrong with them. Raises ConfigError if the package does not
-    provide a backend of this name.
+    Returns the validated options, or None and what is wrong with them; None and an empty list if the backend has no
+    options and none are given. Raises ConfigError if the package does not provide a backend of this name.
     """
     record: TakesOptions = BACKENDS.load_as(name, TakesOptions)  # type: ignore[type-abstract]
     if record.name != name:

@@ -38,6 +38,7 @@ class BrokenRule:
 
 
 _MODEL: tuple[Path, ...] = (("model", "family"), ("model", "flavour"), ("model", "path"))
+"""The values that decide `known_flavour`: `because` of the rules that depend on it."""
 
 
 def broken_rules(config: RunConfig) -> list[BrokenRule]:

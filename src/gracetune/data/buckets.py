@@ -96,7 +96,7 @@ def image_bucket(size: Size, dataset: Dataset, geometry: Geometry, *, seed: int,
     return bucket
 
 
-def resized(wanted: BucketRequest, target: Size) -> Size:
+def scaled_size(wanted: BucketRequest, target: Size) -> Size:
     """The size an image is scaled to before it is cropped.
 
     By default a crop shows as much of the scene as fits. With `downsample_to`, a cropped image is scaled to that size,
@@ -116,7 +116,7 @@ def fit_image(
 ) -> Fit:
     """The scaled size and crop of an image. `variant` moves a random crop; it stays 0 if latents are cached once."""
     wanted = BucketRequest.of(original, trained_aspect(original, dataset, seed=seed, digest=digest), dataset, geometry)
-    scaled = resized(wanted, (bucket.width, bucket.height))
+    scaled = scaled_size(wanted, (bucket.width, bucket.height))
     spare = scaled[0] - bucket.width, scaled[1] - bucket.height  # the pixels to crop, horizontally and vertically
     style = dataset.crop.style if dataset.crop.enabled else "center"
     if style == "random":

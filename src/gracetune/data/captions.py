@@ -34,7 +34,7 @@ PLACEHOLDER = "[trigger]"
 _A_CAPTION = f"text of at most {format_bytes(LARGEST_FILE)}"
 MOST_ORDERS = 100
 """Limit on the tag orders of one caption with `shuffle_variants: visits`. Each order is an embedding in the cache."""
-Origin = Literal["own", "empty", "default", "folder", "missing"]
+CaptionOrigin = Literal["own", "empty", "default", "folder", "missing"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class WrittenCaption:
 
     texts: tuple[str, ...]
     """At least one text, which is empty if there is no caption."""
-    origin: Origin
+    origin: CaptionOrigin
     """The file's `own` text, an `empty` caption file, the dataset's `default`, a kohya `folder` name, or `missing`."""
 
 
@@ -309,11 +309,11 @@ def _orders(tags: list[str], most: int) -> int:
 
     This is the multinomial coefficient n! / (c1! c2! ...), built up so that it can stop at `most`.
     """
-    orders, visits = 1, 0
+    orders, total = 1, 0
     for count in Counter(tags).values():
         for number in range(1, count + 1):
-            visits += 1
-            orders = orders * visits // number
+            total += 1
+            orders = orders * total // number
             if orders >= most:
                 return most
     return orders

@@ -18,7 +18,7 @@ from gracetune.data.index import DataIndex
 from gracetune.data.media.audio import Sound, decode_audio
 from gracetune.data.media.augment import augmented, augmented_mask
 from gracetune.data.media.image import decode_image
-from gracetune.data.media.load import decode_mask, weights
+from gracetune.data.media.load import decode_mask, mask_weights
 from gracetune.data.media.video import decode_video
 from gracetune.data.refs import Bucket, Clip, Fit, SampleRef
 
@@ -84,7 +84,7 @@ def thumbnails(index: DataIndex, ref: SampleRef) -> tuple[Image.Image, ...]:
     image = _image(index, replace(ref, bucket=bucket), fit)
     if ref.mask is not None:
         mask = decode_mask(index.backend_of(ref.mask.dataset).read(ref.mask.path), ref.mask, fit, bucket)
-        image = _masked(image, weights(augmented_mask(mask, ref.augmentation, ref.digest), ref.mask))
+        image = _masked(image, mask_weights(augmented_mask(mask, ref.augmentation, ref.digest), ref.mask))
     others = (thumbnails(index, other)[0] for other in ref.conditioning)
     return _small(image), *others
 
@@ -113,7 +113,9 @@ def _image(index: DataIndex, ref: SampleRef, fit: Fit) -> Image.Image:
 
 def _first(clip: Clip, frames: int) -> Clip:
     """A clip of the single frame shown when this clip begins."""
-    return replace(clip, duration=clip.duration / frames, fps=None if clip.spread else frames / clip.duration)
+    numbers = None if clip.numbers is None else clip.numbers[:1]
+    fps = None if clip.spread else frames / clip.duration
+    return replace(clip, duration=clip.duration / frames, fps=fps, numbers=numbers)
 
 
 def _masked(image: Image.Image, share: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> Image.Image:

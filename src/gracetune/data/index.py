@@ -93,7 +93,7 @@ class DataIndex:
         return Order(sources, groups, seed=self.seed, batch_size=batch_size, mixing=self.mixing)
 
     def ref(self, batch: GlobalBatch, number: int, epoch: int) -> SampleRef:
-        """Describe one sample of a batch."""
+        """Describe one sample of a batch; `number` is its position in `batch.visits`."""
         index = self.datasets[batch.source]
         visit = batch.visits[number]
         item = index.items[visit.sample]
@@ -284,7 +284,7 @@ class Exclusions:
             known, total = len(index.unreadable), len(index.items) + len(index.unreadable) + len(index.dropped)
             over = too_many(known + len(excluded), total, index.dataset.corrupt_threshold)
             if over or len(excluded) == len(index.items):
-                self.apply()
+                self.apply()  # raises UnreadableFilesError
 
     def apply(self) -> DataIndex:
         return self._index.without(self._found) if self._found else self._index

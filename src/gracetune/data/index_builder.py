@@ -16,13 +16,28 @@ from gracetune.data.captions import PLACEHOLDER, CaptionBook, KohyaFolder, most_
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex, check_unreadable, masks_id
-from gracetune.data.items import DatasetIndex, Dropped, Item, kohya_folders, limited, sort_into_buckets, split_held_out
+from gracetune.data.items import (
+    DatasetIndex,
+    Dropped,
+    Item,
+    kohya_folders,
+    limit_items,
+    sort_into_buckets,
+    split_held_out,
+)
 from gracetune.data.media import EXTENSIONS, Kind, kind_of
 from gracetune.data.media.augment import read_transforms
 from gracetune.data.media.probe import AudioFacts
 from gracetune.data.media_files import MediaFile
 from gracetune.data.notes import notes_on
-from gracetune.data.pairs import Paired, linked, with_alpha_masks, with_canny_references, with_masks, with_references
+from gracetune.data.pairs import (
+    Paired,
+    conditioning_datasets,
+    with_alpha_masks,
+    with_canny_references,
+    with_masks,
+    with_references,
+)
 from gracetune.data.refs import Canny
 from gracetune.data.sampler import BatchMixing
 from gracetune.data.scan import SavedScan, Scan, scan
@@ -167,7 +182,7 @@ class _Builder:
         folders = kohya_folders([file.path for file in found.files]) if dataset.kohya_folders else {}
         items, skipped = _folder_visits(items, dataset, folders)
         paired = self.pair(dataset, items)
-        items, beyond = limited(paired.items, dataset)
+        items, beyond = limit_items(paired.items, dataset)
         items, uncaptioned, other_sizes = self.caption(dataset, location, items, folders, found)
         unreadable = (*found.unreadable, *uncaptioned)
         check_unreadable(dataset, unreadable, found.total)
@@ -215,7 +230,7 @@ class _Builder:
 
     def pair(self, dataset: Dataset, items: list[Item]) -> Paired:
         """Attach references and masks to all items."""
-        partners = linked(dataset, self.enabled)
+        partners = conditioning_datasets(dataset, self.enabled)
         masks = [partner for partner in partners if partner.conditioning_type == "mask"]
         references = [partner for partner in partners if partner not in masks]
         paired = Paired(items, [], [])

@@ -10,7 +10,7 @@ from gracetune.data.backend import LeftOut
 from gracetune.data.backends.paths import split_suffix
 from gracetune.data.bucket_rules import Size
 from gracetune.data.buckets import UnfitFile, audio_length, clip_frames, fit_image, image_bucket
-from gracetune.data.captions import KohyaFolder, Origin, kohya_folder
+from gracetune.data.captions import CaptionOrigin, KohyaFolder, kohya_folder
 from gracetune.data.clips import available_frames
 from gracetune.data.geometry import Geometry
 from gracetune.data.media.image import MAX_PIXELS
@@ -28,12 +28,13 @@ class Reference:
     """An edit source or reference image of an item."""
 
     dataset: Dataset
+    """The dataset of the reference, not of the item."""
     file: MediaFile
     bucket: Bucket
     strict: bool
     """True: scaled and cropped exactly like its target. False: it keeps its own shape."""
     canny: Canny | None = None
-    """Set: the edges of the image replace it."""
+    """If set, the edges of the image replace it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Item:
     """Visits per epoch."""
     captions: tuple[str, ...] = ("",)
     """Every caption variant it can be trained with."""
-    caption_origin: Origin = "missing"
+    caption_origin: CaptionOrigin = "missing"
     references: tuple[Reference, ...] = ()
     mask: MaskRef | None = None
     normalises_mask: bool = False
@@ -92,7 +93,7 @@ class DatasetIndex:
     left_out: tuple[LeftOut, ...] = ()
     """Files that the storage does not give access to."""
     others: Mapping[str, int] | None = None
-    """The number of files of other kinds, by extension."""
+    """`Scan.others`: the number of files of other kinds, by extension with its dot."""
     notes: tuple[str, ...] = ()
     """Sentences for the user."""
 
@@ -163,7 +164,7 @@ def sort_into_buckets(
     return items, dropped
 
 
-def limited(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Dropped]]:
+def limit_items(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Dropped]]:
     """Keep at most `max_samples` items: the same ones in every run, and mostly the same when files are added."""
     limit = dataset.max_samples
     if limit is None or len(items) <= limit:

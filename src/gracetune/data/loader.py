@@ -27,7 +27,9 @@ class EpochEnd:
     epoch: int
     """Counted from 0."""
     samples: int
+    """Samples of the epoch, over all ranks."""
     batches: int
+    """Micro-batches of the epoch. One counts once, although each rank returns a part of it."""
     short_batches: int
     """Batches smaller than requested, because no samples of their shape were left."""
 
@@ -38,6 +40,7 @@ class Exhausted:
 
     epochs: int
     samples: int
+    """Samples of the whole run, over all ranks."""
 
 
 Outcome = BatchRef | EpochEnd | Exhausted

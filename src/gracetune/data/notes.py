@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gracetune.data.bucket_rules import BucketRequest
-from gracetune.data.buckets import resized
+from gracetune.data.buckets import scaled_size
 from gracetune.data.captions import KohyaFolder
 from gracetune.data.clips import is_padded
 from gracetune.data.geometry import Geometry
@@ -88,7 +88,7 @@ def _enlarged(index: DatasetIndex, geometry: Geometry) -> Iterator[str]:
 def _scale(item: Item, index: DatasetIndex, geometry: Geometry) -> float:
     """The factor by which an item is scaled; above 1 it is enlarged."""
     wanted = BucketRequest.of(item.size, item.bucket.width / item.bucket.height, index.dataset, geometry)
-    return resized(wanted, (item.bucket.width, item.bucket.height))[0] / item.size[0]
+    return scaled_size(wanted, (item.bucket.width, item.bucket.height))[0] / item.size[0]
 
 
 def _padded(index: DatasetIndex, geometry: Geometry) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _fixed_crops(index: DatasetIndex) -> Iterator[str]:
 
 def _images_beside_videos(index: DatasetIndex) -> Iterator[str]:
     others = index.others or {}
-    count = sum(number for name, number in others.items() if name in EXTENSIONS["image"])
+    count = sum(number for name, number in others.items() if name.removeprefix(".") in EXTENSIONS["image"])
     if index.dataset.dataset_type == "video" and count:
         yield f"left out: {counted(count, 'image')} next to the videos; to train on them, add a dataset of type image"
 

@@ -123,7 +123,10 @@ def _reference(item: Item, source: Dataset, lookup: ByStem, geometry: Geometry, 
 def with_canny_references(items: Sequence[Item], dataset: Dataset, thresholds: Canny) -> Paired:
     """Each item with its own edges as its last reference."""
     made = [
-        replace(item, references=(*item.references, Reference(dataset, item.file, item.bucket, True, thresholds)))
+        replace(
+            item,
+            references=(*item.references, Reference(dataset, item.file, item.bucket, strict=True, canny=thresholds)),
+        )
         for item in items
     ]
     return Paired(made, [], [])
@@ -180,7 +183,9 @@ def with_alpha_masks(items: Sequence[Item], mask: Mask, dataset_id: str) -> Pair
     opaque: list[str] = []
     for item in items:
         if isinstance(item.file.facts, ImageFacts) and item.file.facts.has_alpha:
-            ref = MaskRef(dataset_id, item.path, item.file.digest, True, mask.min_weight, mask.invert)
+            ref = MaskRef(
+                dataset_id, item.path, item.file.digest, from_alpha=True, min_weight=mask.min_weight, invert=mask.invert
+            )
             masked.append(replace(item, mask=ref, normalises_mask=mask.normalise))
         else:
             opaque.append(item.path)
@@ -189,7 +194,7 @@ def with_alpha_masks(items: Sequence[Item], mask: Mask, dataset_id: str) -> Pair
     return Paired(masked, [], [note] if opaque else [])
 
 
-def linked(dataset: Dataset, datasets: Mapping[str, Dataset]) -> list[Dataset]:
+def conditioning_datasets(dataset: Dataset, datasets: Mapping[str, Dataset]) -> list[Dataset]:
     """The conditioning datasets of a dataset: those it names, then those that name it."""
     named = [datasets[name] for name in dataset.conditioning]
     naming = [other for other in datasets.values() if other.source_dataset_id == dataset.id and other not in named]

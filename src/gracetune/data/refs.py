@@ -80,6 +80,7 @@ class CaptionRef:
 
     text: str
     variant: int = 0
+    """Position among the caption variants of the file; 0 if dropped."""
     dropped: bool = False
 
 
@@ -121,6 +122,7 @@ class MaskRef:
     """The source of a masked loss's weights. The mask is cropped and flipped like the image."""
 
     dataset: str
+    """The key of the mask's backend in `DataIndex.backends`: a dataset's id or its `masks_id`."""
     path: str
     digest: str
     from_alpha: bool = False

@@ -39,8 +39,10 @@ class OrderSource:
     start_epoch: int = 1
     """Counted from 1, as in a config file, unlike all other epoch numbers here."""
     end_epoch: int | None = None
+    """The last epoch, counted from 1; None means no end."""
     start_step: int = 0
     end_step: int | None = None
+    """The first step without the dataset; None means no end."""
     even_steps: bool = False
     """Provide every second optimizer step."""
     turn: int | None = None
@@ -119,7 +121,7 @@ class Cursor:
     consumed: int = 0
     """Samples returned since the start of the run, which is the next global sample index."""
     batches: int = 0
-    """Batches of this epoch."""
+    """Batches of this epoch, each for all ranks together."""
     short: int = 0
     """Batches of this epoch that were smaller than requested."""
     began: int = 0
@@ -141,6 +143,7 @@ class GlobalBatch:
     """A batch for all ranks together."""
 
     source: int
+    """The position of the dataset."""
     shape: tuple[Bucket, ...]
     visits: tuple[Visit, ...]
     first_index: int
@@ -188,7 +191,7 @@ class Order:
         return sum(self._totals[number] for number in self._members[position])
 
     def size(self, position: int, size: int) -> int:
-        """A dataset's micro-batch size when the run's is `size`. Its own size scales with the run's in a batch ramp."""
+        """A dataset's micro-batch size per rank if the run's is `size`. Its own size scales with it in a batch ramp."""
         own = self.sources[position].batch_size
         # size * own / batch_size, rounded half up in integers.
         return size if own is None else max(1, (2 * size * own + self.batch_size) // (2 * self.batch_size))
@@ -258,8 +261,8 @@ class Order:
     def _visits(self, epoch: int, number: int, begin: int, end: int) -> tuple[Visit, ...]:
         """The visits from `begin` to `end` in a group's order for the epoch."""
         return tuple(
-            Visit(int(sample), turn)
-            for turn, samples in self._rounds(epoch, number, begin, end)
+            Visit(int(sample), round_number)
+            for round_number, samples in self._rounds(epoch, number, begin, end)
             for sample in samples
         )  # fmt: skip
 
@@ -286,7 +289,7 @@ class Order:
         )
         return Cursor(taken, epoch=cursor.epoch + 1, consumed=cursor.consumed, began=cursor.consumed)
 
-    def handed_out(self, cursor: Cursor, number: int) -> npt.NDArray[np.int64]:
+    def visited_samples(self, cursor: Cursor, number: int) -> npt.NDArray[np.int64]:
         """The samples of a group visited so far in its current epoch, one entry per visit."""
         taken_in_epoch, passed = self._in_epoch(cursor)
         passes = passed[self.groups[number].source]
@@ -321,7 +324,7 @@ class Order:
                 names=tuple(compress(group.names, chosen)),
             )
             groups.append(remaining)
-            visited = self.handed_out(cursor, number)
+            visited = self.visited_samples(cursor, number)
             passed = self._passed(cursor, group.source) or 0
             taken.append(passed * remaining.total + len(visited) - int(np.isin(visited, lost).sum()))
         order = Order(self.sources, groups, seed=self.seed, batch_size=self.batch_size, mixing=self.mixing)
@@ -379,17 +382,17 @@ class Order:
         An epoch consists of rounds: every sample is visited once before any is visited a second time.
         """
         ends = self._ends[number]
-        for turn in range(bisect_right(ends, begin), bisect_left(ends, end) + 1 if begin < end else 0):
-            start = ends[turn - 1] if turn else 0
-            yield turn, self._round(epoch, number, turn)[max(0, begin - start) : end - start]
+        for round_number in range(bisect_right(ends, begin), bisect_left(ends, end) + 1 if begin < end else 0):
+            start = ends[round_number - 1] if round_number else 0
+            yield round_number, self._round(epoch, number, round_number)[max(0, begin - start) : end - start]
 
-    def _make_round(self, epoch: int, number: int, turn: int) -> npt.NDArray[np.int64]:
-        """The samples of one round of a group, in random order: those with more than `turn` visits."""
+    def _make_round(self, epoch: int, number: int, round_number: int) -> npt.NDArray[np.int64]:
+        """The samples of one round of a group, in random order: those with more than `round_number` visits."""
         group = self.groups[number]
-        among = np.array(group.visits, np.int64) > turn
+        among = np.array(group.visits, np.int64) > round_number
         source = self.sources[group.source].id
         names = np.array(group.names, np.uint64)[among]
-        order = ordered(names, self.seed, "order", source, group.name, epoch, turn)
+        order = ordered(names, self.seed, "order", source, group.name, epoch, round_number)
         return np.array(group.samples, np.int64)[among][order]
 
 
@@ -398,4 +401,4 @@ def _round_ends(group: SampleGroup) -> Sequence[int]:
     count, most = len(group.visits), max(group.visits, default=0)
     if count and most == min(group.visits):
         return range(count, count * most + 1, count)
-    return [*accumulate(sum(visits > turn for visits in group.visits) for turn in range(most))]
+    return [*accumulate(sum(visits > earlier for visits in group.visits) for earlier in range(most))]

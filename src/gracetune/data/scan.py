@@ -44,7 +44,7 @@ class Scan:
     left_out: tuple[LeftOut, ...]
     """What the storage gives no access to: links that lead out of the folder, folders that cannot be listed."""
     others: Mapping[str, int]
-    """The number of files with other extensions."""
+    """The number of all other files, by extension with its dot, or under `hidden` and `no extension`."""
     reused: int
     """Files that have not changed since the last scan."""
     oversized: Mapping[str, int]

@@ -6,7 +6,7 @@
   forked, because a process that has initialized CUDA must not fork.
 
 A worker process reads JSON lines and answers each with one line. The first line is [handle, kind, threads], where
-`handle` describes the backend (backends/handle.py). Each further line is a list of [path, size]. The answer to it is a
+`handle` describes the backend (backends/storage.py). Each further line is a list of [path, size]. The answer to it is a
 list that holds for each file either [digest, facts] or the reason why it is unreadable.
 """
 
@@ -137,7 +137,7 @@ def _take(batches: deque[list[File]]) -> list[File]:
 
 
 def _openings(backend: Backend, kind: Kind, threads: int) -> list[str]:
-    """The first line for each worker process. None with a single core, or if other processes cannot read the files."""
+    """The first line for each worker process. Empty with a single core, or if other processes cannot read the files."""
     if type(backend) is not LocalBackend and type(backend) is not InMemoryBackend:
         return []
     count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) - 1

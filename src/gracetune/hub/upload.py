@@ -40,7 +40,10 @@ class HubUploads:
     def __init__(
         self, repo: str, folder: Path, access: HubAccess, *, private: bool, card: str, report: Report, warn: Report
     ) -> None:
-        """`folder` is the run folder, where files are pinned. `card` becomes the README of a repository without one."""
+        """`folder` is the run folder, where files are pinned. `card` becomes the README of a repository without one.
+
+        `report` and `warn` are also called from the background thread.
+        """
         self._repo, self._folder, self._access, self._private, self._card = repo, folder, access, private, card
         self._report, self._warn = report, warn
         self._waiting: queue.Queue[Upload | None] = queue.Queue()
@@ -99,7 +102,7 @@ class HubUploads:
                 self._warn(f"push_to_hub: {names} could not be uploaded to {self._repo} ({failed}); by hand: {command}")
 
     def _attempt(self, upload: Upload) -> str | None:
-        """Upload with a few retries. Returns the reason of the last failure, or None on success."""
+        """Upload in up to three attempts. Returns the reason of the last failure, or None on success."""
         failed = None
         for _ in range(_ATTEMPTS):
             try:

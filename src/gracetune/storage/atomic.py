@@ -229,7 +229,7 @@ def is_temporary(name: str) -> bool:
 
 
 def sweep(folder: Path) -> int:
-    """Remove unfinished files of processes that have ended. Returns the number of files removed."""
+    """Remove unfinished files of processes that have ended; none where files cannot be locked. Returns their number."""
     swept = 0
     for name in os.listdir(folder):  # noqa: PTH208 - a folder may hold a million names: no Path object for each
         if is_temporary(name):
@@ -245,7 +245,7 @@ def sweep_folders(folder: Path) -> int:
     return len(unfinished_folders)
 
 
-def left_bytes(folder: Path) -> int:
+def leftover_bytes(folder: Path) -> int:
     """The bytes that `sweep_folders` would free."""
     files = [path for inner in _unfinished_folders(folder) for path in inner.rglob("*") if not path.is_symlink()]
     return sum(path.stat().st_size for path in files if path.is_file()) if files else 0

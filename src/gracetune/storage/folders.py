@@ -19,7 +19,10 @@ _GROUP_WRITES = 0o020
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create the folder and its parents. If the folder exists, remove the permissions a private one must not have."""
+    """Create the folder and its parents, or make an existing folder private.
+
+    An existing one must be gracetune's own or just created: it loses the permissions that a private one must not have.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     mode = private_mode(folder.parent)
     try:

@@ -12,7 +12,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
-Grip = Literal["held", "busy", "unsupported"]
+LockResult = Literal["held", "busy", "unsupported"]
+"""`busy`: another process, or another open descriptor, has the lock. `unsupported`: the file system has no locks."""
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of file systems without locks: some network file systems are mounted that way."""
@@ -25,7 +26,7 @@ def open_lock_file(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def lock(descriptor: int, *, exclusive: bool, wait: bool = False) -> Grip:
+def lock(descriptor: int, *, exclusive: bool, wait: bool = False) -> LockResult:
     """Lock the whole file with `flock`. The lock belongs to this open descriptor, so it also excludes other threads."""
     mode = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     try:
@@ -39,7 +40,7 @@ def lock(descriptor: int, *, exclusive: bool, wait: bool = False) -> Grip:
     return "held"
 
 
-def lock_byte(descriptor: int, offset: int) -> Grip:
+def lock_byte(descriptor: int, offset: int) -> LockResult:
     """Lock one byte of the file with `lockf`. It belongs to the process: threads do not exclude each other."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)

@@ -152,6 +152,7 @@ def unreadable(path: Path, error: OSError) -> Problem:
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Any], int]:
+    """The header, and the offset of the data in the file. `size` is the file's size in bytes."""
     first = bytearray(_LENGTH_BYTES)
     got = read_fully(descriptor, memoryview(first), 0)
     if first == b"version ":  # the start of a Git LFS pointer file

@@ -55,7 +55,8 @@ class RemoteFile:
     tag: str | None = None
     """Changes with every version of the file: an ETag or a time."""
     sure: bool = True
-    """Whether `digest` can be trusted. The ETag of some encrypted objects only looks like an MD5."""
+    """Whether `digest` can be trusted. The ETag of some encrypted objects only looks like an MD5, so content that
+    differs from it is accepted if a second download is equal to the first."""
 
 
 class RangeReader(Protocol):

@@ -298,12 +298,12 @@ class TestAnEmptyStore:
             report("asks")
             with open_store(folder) as mine, mine.writer() as writer:
                 writer.add(origin(7), entry(7))
-                assert mine.users is not None
-                report("locked" if is_at(mine.users, folder / "users.lock") else "locked something else")
+                assert mine.users_lock is not None
+                report("locked" if is_at(mine.users_lock, folder / "users.lock") else "locked something else")
 
         with filled(folder, range(0)) as store:
-            assert store.users is not None
-            lock(store.users, exclusive=True)
+            assert store.users_lock is not None
+            lock(store.users_lock, exclusive=True)
             child = Child(work)
             assert child.wait_for_word()
             while f" {child.pid} " not in Path("/proc/locks").read_text():  # it waits

@@ -105,7 +105,7 @@ class TestTidied:
             ("A dog.\n\nIt runs.", "long", False, "A dog. It runs."),
             ("A dog. It runs on the", "long", True, "A dog."),
             ("a dog in the gra", "short", True, "a dog in the gra"),
-            ("dog, Grass, dog, grass, .", "tags", False, "dog, Grass"),
+            ("dog, Grass, cat, dog, grass, .", "tags", False, "dog, Grass, cat"),
             ("dog, grass, su", "tags", True, "dog, grass"),
             ("\x1b[2J\ufffd", "short", False, "[2J"),
         ],

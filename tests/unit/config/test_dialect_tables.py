@@ -70,7 +70,7 @@ def _length(block: PeerBlock, batch: int) -> None:
 OPTIONS: KeyTable[int] = KeyTable(
     Key("learning_rate", ("optimizer", "lr"), as_number, default=1e-3),
     KeyRule(_length, "images"),
-    *noted("not used", "threads colour", IsFalse()),
+    *noted("not used", "threads colour", unless=IsFalse()),
     rejected("magic", OneOf((0,)), "0: there is none"),
 )
 

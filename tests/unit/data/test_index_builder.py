@@ -231,6 +231,7 @@ class TestVideoAndSound:
         index = only(index_of(tmp_path, {**common, "video": {"num_frames": 17}}, geometry=self.WAN))
         assert [item.bucket for item in index.items] == [Bucket(80, 48, 17)]
         assert [(one.path, one.detail) for one in index.dropped] == [("short.mp4", "8 frames")]
+        assert note(index, "next to the videos").startswith("left out: 1 image")
         by_length = only(index_of(tmp_path, {**common, "video": {"from_length": True}}, geometry=self.WAN))
         assert [item.bucket.frames for item in by_length.items] == [29, 5]
 

@@ -79,7 +79,7 @@ class TestAnEpoch:
         for number, of in enumerate(order.groups):
             chosen = [visit.sample for batch in batches for visit in batch.visits
                      if (batch.source, batch.shape) == (of.source, of.shape)]  # fmt: skip
-            assert order.handed_out(cursor, number).tolist() == chosen
+            assert order.visited_samples(cursor, number).tolist() == chosen
 
     @settings(deadline=None)
     @given(orders(), st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(1, 5))

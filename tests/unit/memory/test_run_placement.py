@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.cache.batches import JUDGED, Batch, BatchSource
+from gracetune.cache.batches import BATCHES_PER_CHECK, Batch, BatchSource
 from gracetune.cache.residence import CacheResources, CacheRole, CacheType
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
@@ -328,26 +328,26 @@ def test_a_cache_that_is_waited_for_moves_to_the_gpu_and_back_when_memory_is_tig
                 while taken < count:
                     taken += isinstance(source.next(), Batch)
 
-            some(3 * JUDGED)
+            some(3 * BATCHES_PER_CHECK)
             assert not heard, "nothing waits, nothing moves"
             mover.waited_ms, layer.room = 20.0, 1
-            some(2 * JUDGED)
+            some(2 * BATCHES_PER_CHECK)
             assert len(heard) == 1, "said once"
             assert "not fit into free GPU memory" in heard[0]
             layer.room = 8 * GIB
             bench.fake.clear()
-            some(JUDGED)
+            some(BATCHES_PER_CHECK)
             assert slab._buffer.state().preferred == 0
             assert "location=0 stream=9 " in bench.fake.journal("cuMemPrefetchAsync")[0]
             assert heard[1].startswith("latents-0: moves to the GPU: steps of ")
-            some(3 * JUDGED)
+            some(3 * BATCHES_PER_CHECK)
             assert len(heard) == 2, "it is there"
             layer.memory_is_tight = True
             some(1)
             assert slab._buffer.state().preferred == HOST
             assert heard[2] == "latents-0: moves to host memory: memory is tight"
             layer.memory_is_tight = False
-            some(4 * JUDGED)
+            some(4 * BATCHES_PER_CHECK)
             assert len(heard) == 3, "it does not move to and fro"
         latents.close()
         texts.close()

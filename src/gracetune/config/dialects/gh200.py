@@ -16,7 +16,7 @@ from gracetune.config.memory_options import OPTION_NAMES
 
 GUIDE = "GH200 guide"
 _RAMP_STEPS = 400
-"""Length of the batch ramp in the guide's example, for configs that enable a ramp without a length."""
+"""Micro-batches of the batch ramp in the guide's example, for configs that enable a ramp without a length."""
 _FLAGS = ("use_uvm", "enable_uvm_hints")
 _SWITCH = "enable_batch_size_rampup"
 

@@ -55,7 +55,7 @@ class PeerBlock:
     around: PeerBlock | None = None
     """The mapping from which keys are inherited that this one does not have."""
     used: set[str] = field(default_factory=set, compare=False)
-    """Keys that had an effect. The others are named in a note, so that no key is ignored silently."""
+    """Keys that had an effect. SimpleTuner's readers name the others in a note, so that no key is ignored silently."""
 
     @property
     def draft(self) -> Draft:
@@ -108,10 +108,12 @@ class PeerBlock:
             self.reading.unused.setdefault(heading, []).extend(keys)
 
     def reject(self, name: str, why: str, hint: str = "", *, found: Any = _OWN) -> None:
+        """Report a value that is not supported; see `Draft.reject`. `found` is shown instead of the key's value."""
         value = self.take(name)
         self.draft.reject(self.key(name), value if found is _OWN else found, why, hint, self.file)
 
     def problem(self, name: str, expected: str, hint: str, *, found: Any = _OWN) -> None:
+        """Report an invalid value. `found` is shown instead of the key's value."""
         value = self.take(name)
         self.draft.problem(self.key(name), value if found is _OWN else found, expected, hint, self.file)
 

@@ -44,7 +44,7 @@ class Unless(ABC):
 
 @dataclass(frozen=True)
 class OneOf(Unless):
-    """Holds if the key has one of the values without an effect."""
+    """Holds if the key is absent, or has one of the values without an effect."""
 
     values: tuple[Any, ...]
 
@@ -60,7 +60,7 @@ class OneOf(Unless):
 
 @dataclass(frozen=True)
 class IsFalse(Unless):
-    """Holds if the value is false, zero or empty."""
+    """Holds if the value is false, zero, empty or absent."""
 
     def holds(self, block: PeerBlock, name: str) -> bool:
         return not block.get(name)
@@ -96,7 +96,7 @@ class Key:
     """Whether a missing key is read from the mapping around this one."""
 
 
-def noted(heading: str, names: str, unless: Unless | None = None) -> tuple[Key, ...]:
+def noted(heading: str, names: str, *, unless: Unless | None = None) -> tuple[Key, ...]:
     """Return keys that are listed in a note, unless they have a value without effect. `names` is separated by white
     space."""
     return tuple(Key(name, unless=unless, note=heading, effect=Effect.NOTED) for name in names.split())
@@ -116,7 +116,10 @@ def read_elsewhere(names: str) -> tuple[Key, ...]:
 
 
 class KeyRule(Generic[C]):
-    """A function that reads several keys which depend on each other."""
+    """A function that reads several keys which depend on each other.
+
+    It is called once for each mapping, even for one without the keys, because it may put a default.
+    """
 
     def __init__(self, apply: Callable[[PeerBlock, C], None], *keys: str) -> None:
         """Each of `keys` can be several names, separated by white space."""
@@ -177,6 +180,7 @@ def decline_keys(block: PeerBlock, table: KeyTable[Any]) -> None:
 
 
 def decline(block: PeerBlock, key: Key) -> None:
+    """Reject an unsupported key, or list one without an effect in a note. Does nothing if its `unless` holds."""
     if key.unless is not None and key.unless.holds(block, key.name):
         return
     if key.effect is Effect.NOTED:
@@ -202,6 +206,7 @@ def apply(block: PeerBlock, table: KeyTable[C], context: C, root: Path = ()) -> 
 
 
 def put_row(block: PeerBlock, key: Key, root: Path = ()) -> None:
+    """Put the value of one key below `root`, or else the peer's default, if the key has one."""
     if key.path is None:
         return
     path = (*root, *key.path)

@@ -19,7 +19,7 @@ _TRUE = ("1", "true", "yes", "y", "on")
 _FALSE = ("0", "false", "no", "n", "off")
 
 
-def names(text: str) -> frozenset[str]:
+def name_set(text: str) -> frozenset[str]:
     """Return the set of names in a text, separated by white space."""
     return frozenset(text.split())
 

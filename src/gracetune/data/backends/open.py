@@ -44,7 +44,7 @@ def open_backend(
     With `ranks`, the local processes of a launch share what the first of them stages. `selection` chooses the files to
     stage; None stages those the dataset needs.
     """
-    return open_with(Opening(dataset, None, machine, ranks, on_progress, selection))
+    return open_with(Opening(dataset, machine=machine, ranks=ranks, on_progress=on_progress, selection=selection))
 
 
 def open_unstaged(dataset: Dataset) -> Storage:
@@ -125,7 +125,10 @@ def _checked_options(compression: str | None, num_workers: int | None, memory_li
 
 
 def open_with(opening: Opening) -> Storage:
-    """Open a dataset. The options of an installed backend are validated first."""
+    """Open a dataset.
+
+    An installed backend gets its validated options, but no progress callback and no selection, which are for staging.
+    """
     dataset = opening.dataset
     record = BACKENDS.load_as(dataset.type, DatasetBackend)
     if not is_installed(dataset.type):

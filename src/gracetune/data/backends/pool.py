@@ -196,7 +196,7 @@ class StagingCheck:
         self._machine = self._machine or probe()
         taken = sum(estimate.stored for estimate in self.estimates.values())
         stager = stager_for(folder.dataset, self._machine, selection=folder.selection)
-        estimate, unchecked = stager.estimate(spoken_for=taken)
+        estimate, unchecked = stager.estimate(used_by_others=taken)
         if unchecked is not None:
             self.notes.append(f"dataset {folder.dataset.id}: {unchecked}")
         return estimate

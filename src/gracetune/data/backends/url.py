@@ -72,6 +72,7 @@ class UrlBackend(Storage):
         """The file's name, if the URL is that of a single file. Set by `remote_files`."""
 
     def _connect(self, protocols: Sequence[str]) -> tuple[Any, str]:
+        """fsspec's file system, and the URL's path in it."""
         import fsspec  # type: ignore[import-untyped]
 
         try:
@@ -205,6 +206,7 @@ class UrlBackend(Storage):
         return f"{self._base}/{name}" if self._base else name
 
     def _relative(self, name: str) -> str | None:
+        """The path below the URL of a name that fsspec lists; None if it lies elsewhere."""
         base = f"{self._base}/" if self._base else ""
         if not name.startswith(base):
             return None

@@ -67,23 +67,24 @@ class _Making:
         self._kind = kind_for(plan.dataset)
         self._index = plan.index
         self._stopped = threading.Event()
-        self._counter = _Counter(plan.layout.size, plan.layout.size - plan.to_fetch, on_fetched, self._stopped)
+        done = plan.layout.size - plan.to_fetch - plan.received  # `transfer` reports what was received earlier
+        self._counter = _Counter(plan.layout.size, done, on_fetched, self._stopped)
 
     def run(self) -> FinishedCopy:
         plan, folder = self._plan, self._folder
         before = folder.manifest()
         if before is None or before.revision != self._source.revision:
             folder.start_over()
-        resumable_bytes = CopyManifest(
+        incomplete = CopyManifest(
             source=self._source.address, revision=self._source.revision, format=plan.layout.format,
             split=plan.options.split,
         )  # fmt: skip
-        folder.write_manifest(resumable_bytes)
+        folder.write_manifest(incomplete)
         journal = folder.journal()
         try:
             with self._explained():
                 rows = self._fetch_parts(journal)
-                return self._finish(resumable_bytes, rows)
+                return self._finish(incomplete, rows)
         finally:
             journal.close()
 
@@ -155,7 +156,7 @@ class _Making:
             write_file(target, cut_tile(local_file.read_bytes(), tile))
         except (OSError, ValueError) as error:
             raise DamagedPartError(part.path, f"an image that cannot be cropped: {error}") from error
-        _forget(local_file, self._source.cached(part.path))
+        _remove_unless_cached(local_file, self._source.cached(part.path))
         at = f"{stem_of(part.path)}.png"
         return _finished(part, at, files=1, size=target.stat().st_size, samples=1)
 
@@ -177,7 +178,7 @@ class _Making:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _forget(local_file, self._source.cached(part.path))
+        _remove_unless_cached(local_file, self._source.cached(part.path))
         return _finished(part, part.folder, files=writer.files, size=writer.size, samples=writer.samples,
                          left_out=writer.left_out, columns=tuple(writer.columns))  # fmt: skip
 
@@ -188,9 +189,10 @@ class _Making:
                            filters=options.filter, rows=part.rows)  # fmt: skip
             return
         known = read_index(self._index_of(part))
-        unpack_archive(local_file, part.path, writer, kind=self._kind, media=options.media_column,
-        filters=options.filter,
-                       index=known)  # fmt: skip
+        unpack_archive(
+            local_file, part.path, writer, kind=self._kind, media=options.media_column, filters=options.filter,
+            index=known,
+        )  # fmt: skip
 
     def _index_of(self, part: Part) -> bytes:
         """The index file of an archive, from `local_copy.index` or from next to the archive; empty if there is none."""
@@ -255,13 +257,13 @@ class _Making:
 
     # -- completion ---------------------------------------------------------------------------------------------------
 
-    def _finish(self, resumable_bytes: CopyManifest, rows: FolderRows | None) -> FinishedCopy:
+    def _finish(self, incomplete: CopyManifest, rows: FolderRows | None) -> FinishedCopy:
         """Remove outdated parts, write the metadata and mark the copy complete."""
         finished = self._folder.finished()
         self._remove_others(finished)
         parts = [finished[part.path] for part in (*self._plan.layout.beside, *self._plan.layout.parts)
                  if part.path in finished]  # fmt: skip
-        if resumable_bytes.format == "urls":
+        if incomplete.format == "urls":
             parts = [*finished.values()]
         left_out: dict[str, int] = {}
         for part in parts:
@@ -271,7 +273,7 @@ class _Making:
         self._check_left_out(left_out, samples)
         self._write_metadata(parts, rows)
         files, size = self._folder.measure()
-        manifest = resumable_bytes.model_copy(update={
+        manifest = incomplete.model_copy(update={
             "complete": True, "parts": len(parts), "samples": samples, "files": files, "bytes": size,
             "left_out": left_out,
         })  # fmt: skip
@@ -384,7 +386,7 @@ def _link_or_copy(local_file: Path, target: Path, incoming: Path) -> None:
     temporary.replace(target)
 
 
-def _forget(local_file: Path, cached: Path | None) -> None:
-    """Remove a file after unpacking, unless it belongs to another cache."""
+def _remove_unless_cached(local_file: Path, cached: Path | None) -> None:
+    """Remove a file after unpacking, unless it is the source's own (`CopySource.cached`)."""
     if local_file != cached:
         local_file.unlink(missing_ok=True)

@@ -48,6 +48,7 @@ class CopyManifest(BaseModel):
     format: CopyFormat
     split: str | None
     complete: bool = False
+    """All counts that follow are 0 until then."""
     parts: int = 0
     samples: int = 0
     files: int = 0
@@ -62,7 +63,9 @@ class FinishedPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     part: str
+    """The path of its file at the source."""
     size: int | None
+    """Bytes of that file; None if the storage does not report them."""
     digest: str | None
     """The digest its content was checked against; None if the storage reports none."""
     tag: str | None
@@ -72,6 +75,7 @@ class FinishedPart(BaseModel):
     """Its file or folder below `data`."""
     files: int
     bytes: int
+    """Size of these files in the copy."""
     samples: int
     left_out: dict[str, int] = {}
     columns: tuple[str, ...] = ()
@@ -160,7 +164,10 @@ class CopyFolder:
 
     @contextmanager
     def locked(self, on_wait: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-        """Hold the folder's lock. Other processes wait, except on file systems without locks."""
+        """Hold the folder's lock. Other processes wait, except on file systems without locks.
+
+        Folders that killed processes were unpacking are removed first; partly transferred files are kept.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         descriptor = open_lock_file(self.root / "lock")
         try:

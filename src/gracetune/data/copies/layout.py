@@ -39,7 +39,7 @@ class Part:
 
     @property
     def folder(self) -> str:
-        """The folder its content is unpacked to, below the copy's root."""
+        """The folder its content is unpacked to, below the copy's `data`."""
         return f"{UNPACKED}/{stem_of(self.path)}"
 
 
@@ -55,6 +55,7 @@ class SourceLayout:
 
     @property
     def size(self) -> int:
+        """Bytes of all files at the source. Files of unknown size count as 0."""
         return sum(part.remote.size or 0 for part in (*self.parts, *self.beside))
 
 
@@ -120,7 +121,7 @@ def _detect(dataset: Dataset, files: Mapping[str, RemoteFile]) -> CopyFormat:
     own = None if table is None else table.path
     sizes: dict[CopyFormat, int] = {"files": 0, "parquet": 0, "archives": 0}
     media = frozenset[str]().union(*MEDIA.values())
-    for path, file in files.items():
+    for path, file in files.items():  # each counts one byte more, so that files of unknown size count too
         suffix = f".{path.rpartition('.')[2].lower()}"
         if is_archive(path):
             sizes["archives"] += 1 + (file.size or 0)

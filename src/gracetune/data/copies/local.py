@@ -34,7 +34,7 @@ class Copies:
         for dataset in self._config.datasets:
             if dataset.disabled or not dataset.has_local_copy:
                 continue
-            options, folder = self._of(dataset)
+            options, folder = self._options_and_folder(dataset)
             if folder.root not in seen:
                 seen.add(folder.root)
                 yield dataset, options, folder
@@ -43,7 +43,7 @@ class Copies:
         """The datasets whose copy is complete."""
         for dataset in self._config.datasets:
             if not dataset.disabled and dataset.has_local_copy:
-                folder = self._of(dataset)[1]
+                _, folder = self._options_and_folder(dataset)
                 manifest = folder.manifest() if folder.is_complete() else None
                 if manifest is not None:
                     yield dataset, manifest
@@ -54,13 +54,16 @@ class Copies:
         return [plan for plan in found if plan is not None]
 
     def check(self, plans: list[CopyPlan], memory_free: int | None = None) -> None:
-        """Raise CopyError if the copies do not fit. Copies on the same disk share its free space."""
+        """Raise CopyError if the copies do not fit. Copies on the same disk share its free space.
+
+        Each copy is compared with `memory_free` alone; the memory of several staged datasets is checked by staging.
+        """
         taken: dict[int, int] = {}
         for plan in plans:
             device = _device(plan.folder.root)
-            spoken_for = taken.get(device, 0)
-            plan.check(memory_free, spoken_for=spoken_for)
-            taken[device] = spoken_for + plan.disk_needed
+            used_by_others = taken.get(device, 0)
+            plan.check(memory_free, used_by_others=used_by_others)
+            taken[device] = used_by_others + plan.disk_needed
 
     def make(
         self,
@@ -73,10 +76,11 @@ class Copies:
     ) -> None:
         """Make all missing copies. If several processes need a copy, one makes it and the others wait.
 
-        Pass `announced=True` if the plans have been shown already.
+        `on_fetched` returns the progress callback for a dataset id. Pass `announced=True` if the plans have been shown
+        already.
         """
         for dataset, options, folder in self.wanted():
-            if self._plan_if_needed(dataset, folder):
+            if self._needs_listing(dataset, folder):
                 announce: Report = _nothing if announced else report
                 self._make(dataset, options, folder, report, warn, on_fetched(dataset.id), retry_policy, announce)
             else:
@@ -92,7 +96,7 @@ class Copies:
             if dataset.disabled or not dataset.has_local_copy:
                 datasets.append(dataset)
                 continue
-            _, folder = self._of(dataset)
+            _, folder = self._options_and_folder(dataset)
             if not folder.is_complete():
                 found = f"no complete copy of {dataset.path} in {folder.root}"
                 hint = "gracetune data show CONFIG --download, or start the run: both download it"
@@ -100,18 +104,19 @@ class Copies:
             datasets.append(dataset.model_copy(update={"path": str(folder.data), "local_copy": None, "storage": None}))
         return self._config.model_copy(update={"datasets": tuple(datasets)})
 
-    def _of(self, dataset: Dataset) -> tuple[LocalCopy, CopyFolder]:
+    def _options_and_folder(self, dataset: Dataset) -> tuple[LocalCopy, CopyFolder]:
         options = dataset.local_copy or LocalCopy()
         parent = self._folder if options.folder is None else Path(options.folder).expanduser()
         return options, CopyFolder.of(dataset, options, parent)
 
-    def _plan_if_needed(self, dataset: Dataset, folder: CopyFolder) -> bool:
+    def _needs_listing(self, dataset: Dataset, folder: CopyFolder) -> bool:
         """Whether the source has to be listed. A complete copy of remote data is used as it is; a local folder may have
         changed."""
         return "://" not in dataset.path or not folder.is_complete()
 
     def _plan(self, dataset: Dataset, options: LocalCopy, folder: CopyFolder) -> CopyPlan | None:
-        if not self._plan_if_needed(dataset, folder):
+        """The plan of a copy; None if nothing is missing in it."""
+        if not self._needs_listing(dataset, folder):
             return None
         plan = plan_copy(dataset, options, folder, self._hub)
         return plan if plan.missing or not folder.is_complete() else None

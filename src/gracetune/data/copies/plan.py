@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -43,16 +43,20 @@ class CopyPlan:
     """Parts that are not in the copy yet."""
     to_fetch: int
     """Bytes to download."""
+    received: int
+    """Bytes of unfinished files that an earlier start has downloaded. Not part of `to_fetch`."""
     disk_needed: int
+    """Bytes that the disk still has to store, with the parts that are there twice while they are unpacked."""
     disk_free: int | None
+    """Bytes; None if unknown."""
     memory_needed: int
-    """Memory for unpacking tables, without that for staging."""
+    """Bytes of main memory for unpacking tables, without those for staging."""
     samples: int | None
     """The approximate number of samples; None if it is known only after unpacking."""
 
     @property
     def staged(self) -> int:
-        """Bytes of main memory to stage the dataset; 0 if it is not staged."""
+        """About how many bytes of main memory staging takes: the files' own size; 0 if the dataset is not staged."""
         return self.layout.size if self.dataset.is_staged else 0
 
     def lines(self) -> list[str]:
@@ -72,11 +76,11 @@ class CopyPlan:
             lines.append(f"about {format_bytes(self.staged)} of main memory to stage it (in_memory)")
         return lines
 
-    def check(self, memory_free: int | None = None, *, spoken_for: int = 0) -> None:
-        """Raise CopyError if the copy does not fit. Other copies will use `spoken_for` bytes of the same disk."""
+    def check(self, memory_free: int | None = None, *, used_by_others: int = 0) -> None:
+        """Raise CopyError if the copy does not fit. Other copies will use `used_by_others` bytes of the same disk."""
         name, root = self.dataset.id, self.folder.root
-        if self.disk_free is not None and self.disk_needed + spoken_for + RESERVE > self.disk_free:
-            others = f" in addition to {format_bytes(spoken_for)} of other datasets" if spoken_for else ""
+        if self.disk_free is not None and self.disk_needed + used_by_others + RESERVE > self.disk_free:
+            others = f" in addition to {format_bytes(used_by_others)} of other datasets" if used_by_others else ""
             free = format_bytes(self.disk_free)
             found = f"{format_bytes(self.disk_needed)} to store in {root}{others}, where {free} is free"
             part = set_option(name, "local_copy.split", "train[:10%]")
@@ -104,6 +108,7 @@ def plan_copy(dataset: Dataset, options: LocalCopy, folder: CopyFolder, hub: Hub
     return CopyPlan(
         dataset, options, folder, source, _index_source(dataset, options, hub), layout, missing,
         to_fetch=to_fetch,
+        received=sum(incoming.values()),
         disk_needed=_disk_needed(layout, missing, options) - sum(incoming.values()),
         disk_free=_free(folder.root),
         memory_needed=0 if facts is None else facts.largest_group * UNPACKED_AT_ONCE,
@@ -160,7 +165,6 @@ def _look_into(
     if layout.slices:
         counts = {part.path: facts_of(part.path).rows for part in layout.parts}
         layout = with_rows(layout, counts)
-        facts = replace(facts, rows=counts[first])
     return layout, facts
 
 

@@ -1,8 +1,8 @@
 """Rows of a dataset's tables: filtering them, writing them to the copy, and recognizing their media.
 
-Each part of a copy stores its rows in `.rows.jsonl`: `file_name`, relative to the copy, and all other columns except
-media and long lists of numbers. The copy's `metadata.jsonl` has the rows of all parts and can be used as a caption
-table.
+Each part of a copy stores its rows in `.rows.jsonl`: `file_name`, relative to the copy's `data`, and all other columns
+except media and long lists of numbers. The copy's `metadata.jsonl` has the rows of all parts and can be used as a
+caption table.
 """
 
 from __future__ import annotations
@@ -69,12 +69,13 @@ class PartWriter:
     """Writes the files and rows of a part to a temporary folder, which the caller publishes when it is complete."""
 
     def __init__(self, folder: Path, name: str, *, kind: Kind, tile: Tile | None = None) -> None:
-        """`name` is the path of the published folder below the copy's root."""
+        """`name` is the path of the published folder below the copy's `data`."""
         self._folder, self._name, self._kind, self._tile = folder, name, kind, tile
         self._rows = LineFile(folder / ROWS)
         self.files = 0
         self.samples = 0
         self.size = 0
+        """Bytes of the files."""
         self.left_out: dict[str, int] = {}
         self.columns: dict[str, None] = {}
 

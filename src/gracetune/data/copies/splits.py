@@ -132,6 +132,7 @@ def read_card(text: str) -> Mapping[str, Any]:
 
 
 def _by_card(names: Sequence[str], card: Mapping[str, Any], subset: str | None) -> dict[str, list[str]] | None:
+    """The files of each split of the subset, or of the default one; None if the card lists no files."""
     configs = [one for one in card.get("configs") or [] if isinstance(one, dict) and one.get("data_files")]
     known = [str(one.get("config_name", "default")) for one in configs]
     if subset is None:

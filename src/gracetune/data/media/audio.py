@@ -48,7 +48,7 @@ def decode_audio(stream: BinaryIO, path: str, clip: Clip, bucket: Bucket) -> Sou
     """Decode a clip: [bucket.audio_channels, bucket.audio_samples] in [-1, 1], from `clip.start` on."""
     if clip.sample_rate is None:
         raise DataError(f"{path}: its clip has no sample rate")
-    with opened_sound(stream, path) as source:
+    with open_sound(stream, path) as source:
         excerpt = _read_excerpt(source, round(clip.start * clip.sample_rate), bucket.audio_samples, clip.sample_rate)
         total = source.length / source.rate
     if not np.isfinite(excerpt).all():
@@ -78,7 +78,7 @@ class SoundSource(Protocol):
 
 
 @contextmanager
-def opened_sound(stream: BinaryIO, path: str) -> Iterator[SoundSource]:
+def open_sound(stream: BinaryIO, path: str) -> Iterator[SoundSource]:
     """Open an audio file with libsndfile, or with FFmpeg if libsndfile does not know the format."""
     stream.seek(0)
     callbacks = _Callbacks(stream)

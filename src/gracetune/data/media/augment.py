@@ -62,19 +62,19 @@ def read_transforms(entries: Sequence[Mapping[str, Any]], location: str) -> tupl
 
 def augmented(images: Sequence[Image.Image], augmentation: AppliedAugmentation, digest: str) -> list[Image.Image]:
     """Apply the augmentation to one image, or to all frames of a video."""
-    happenings = list(happening(augmentation, digest))
-    return [_changed(image, augmentation, happenings) for image in images]
+    applied = list(applied_transforms(augmentation, digest))
+    return [_changed(image, augmentation, applied) for image in images]
 
 
 def augmented_mask(mask: Image.Image, augmentation: AppliedAugmentation, digest: str) -> Image.Image:
     """Apply the flips and the transforms that move pixels."""
     return _changed(
-        mask, augmentation, [found for found in happening(augmentation, digest) if METHODS[found.method].moves]
+        mask, augmentation, [found for found in applied_transforms(augmentation, digest) if METHODS[found.method].moves]
     )
 
 
-def happening(augmentation: AppliedAugmentation, digest: str) -> Iterator[AppliedTransform]:
-    """The transforms that are applied to this variant of the sample."""
+def applied_transforms(augmentation: AppliedAugmentation, digest: str) -> Iterator[AppliedTransform]:
+    """The transforms of the augmentation that are applied to this variant of the sample, in order."""
     if augmentation.seed is None:
         return
     subject = augmentation.of if augmentation.of is not None else digest
@@ -85,14 +85,12 @@ def happening(augmentation: AppliedAugmentation, digest: str) -> Iterator[Applie
             yield AppliedTransform(transform.method, {**values, "turn": uniform(*key, "turn")})
 
 
-def _changed(
-    image: Image.Image, augmentation: AppliedAugmentation, happenings: Sequence[AppliedTransform]
-) -> Image.Image:
+def _changed(image: Image.Image, augmentation: AppliedAugmentation, applied: Sequence[AppliedTransform]) -> Image.Image:
     if augmentation.flip_x:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if augmentation.flip_y:
         image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
-    for found in happenings:
+    for found in applied:
         image = METHODS[found.method].effect(image, found.values)
     return image
 

@@ -1,9 +1,9 @@
-"""Canny's edge detection, as the package does it that SimpleTuner makes its reference images with.
+"""Canny's edge detection, as in the package with which SimpleTuner makes its reference images.
 
-Grey, blurred by a Gaussian of 1.4 pixels; the gradient is Sobel's, and its strength is a length (OpenCV adds the two
-parts by default, and does not blur). A pixel is an edge where its strength is the largest across the edge and is at
-least `high`, or at least `low` and connected to such a pixel. Pixels on the border are none. Equal bit for bit to
-numbers recorded from that package (`tests/unit/fidelity/test_edges.py`).
+The image is converted to grey and blurred by a Gaussian of 1.4 pixels. The gradient is Sobel's, and its strength is its
+length (OpenCV adds the two parts by default, and does not blur). A pixel is an edge if its strength is the largest
+across the edge and is at least `high`, or at least `low` and connected to such a pixel. Pixels on the border are never
+edges. The result is equal bit for bit to one recorded from that package (`tests/unit/fidelity/test_edges.py`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from gracetune.data.refs import Canny
 
 _GREY = np.array([0.299, 0.587, 0.114], np.float32)
 _BLUR = np.array([0.028995262, 0.10381836, 0.22317336, 0.28802603, 0.22317336, 0.10381836, 0.028995262], np.float32)
-"""A Gaussian of 1.4 pixels. Written down, because the last digit decides: sums are cut off to whole numbers."""
+"""A Gaussian of 1.4 pixels. Written out, because the last digit decides: sums are cut off to whole numbers."""
 BAND = 256
-"""Rows that are worked on at once: a large scan would take fifty bytes for each pixel."""
+"""Rows that are processed at once. The whole of a large scan would take fifty bytes for each pixel."""
 _AROUND = 5
-"""Rows beyond, on which a row's result depends: 3 of the blur, 1 of the gradient, 1 of the comparison."""
+"""Rows above and below on which a row's result depends: 3 of the blur, 1 of the gradient, 1 of the comparison."""
 _TANGENT = np.sqrt(2) - 1
 """Of 22.5 degrees."""
 _FOLLOWED = ((0, 1), (1, 1), (1, 0), (-1, -1), (0, -1), (1, -1))
-"""From an edge to weaker ones, down and to the right: not straight up, nor up to the right, as in that package."""
+"""Offsets (dy, dx) from an edge to the weaker pixels that continue it. Straight up and up to the right are missing, as
+in that package."""
 
 Grey = np.ndarray[Any, np.dtype[np.uint8]]
 Whole = np.ndarray[Any, np.dtype[np.int32]]
@@ -98,7 +99,7 @@ def _smoothed(rows: Whole) -> Whole:
 
 
 def _connected(weak: Marked, strong: Marked) -> Marked:
-    """The strong pixels and all weak ones that are reached from them over weak ones."""
+    """The strong pixels, and all weak ones that are reached from them by steps of `_FOLLOWED` over weak ones."""
     width = weak.shape[1]
     steps = np.array([dy * width + dx for dy, dx in _FOLLOWED])
     candidates, reached = weak.ravel(), strong.ravel().copy()

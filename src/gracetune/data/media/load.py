@@ -108,7 +108,7 @@ def _mask(ref: SampleRef, fit: Fit, mask: MaskRef, backend: Backend, limits: Dec
     import torch
 
     image = decode_mask(backend.read(mask.path), mask, fit, ref.bucket, limits.max_pixels)
-    return torch.from_numpy(weights(augmented_mask(image, ref.augmentation, ref.digest), mask))[None]
+    return torch.from_numpy(mask_weights(augmented_mask(image, ref.augmentation, ref.digest), mask))[None]
 
 
 def _audio(ref: SampleRef, backend: Backend) -> Tensor:
@@ -149,7 +149,7 @@ def decode_mask(data: Bytes, ref: MaskRef, fit: Fit, bucket: Bucket, max_pixels:
     return fit_to_bucket(mask, ref.path, same, bucket, Image.Resampling.BILINEAR)
 
 
-def weights(mask: Image.Image, ref: MaskRef) -> NDArray[np.float32]:
+def mask_weights(mask: Image.Image, ref: MaskRef) -> NDArray[np.float32]:
     """The mask as loss weights: [H, W] in [min_weight, 1]."""
     share = np.asarray(mask, np.float32) / 255
     if ref.invert:

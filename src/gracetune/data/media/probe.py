@@ -13,10 +13,10 @@ from typing import BinaryIO
 from gracetune.data.backend import Backend
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import UnreadableMediaError
-from gracetune.data.media.audio import opened_sound
+from gracetune.data.media.audio import open_sound
 from gracetune.data.media.image import MAX_PIXELS, Bytes, damage_named, open_header, size_upright, too_large
 from gracetune.data.media.truncated import reject_cut_off
-from gracetune.data.media.video import VideoSource, opened, shown_packets, size_shown
+from gracetune.data.media.video import VideoSource, open_video, shown_packets, size_shown
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _image_facts(stream: BinaryIO, path: str, max_pixels: int) -> ImageFacts:
 def probe_video(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> VideoFacts:
     with backend.open(path) as stream:
         reject_cut_off(stream, path)
-        with opened(stream, path) as video:
+        with open_video(stream, path) as video:
             # Decode one frame: only the frame holds its rotation, and a video must have at least one.
             first = next(video.container.decode(video.stream), None)
             if first is None:
@@ -82,14 +82,14 @@ def probe_video(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> Vi
             width, height = size_shown(video.stream, first)
         if width * height > max_pixels:
             raise UnreadableMediaError(path, too_large(f"{width}x{height}", width * height, max_pixels))
-        with opened(stream, path) as video:
+        with open_video(stream, path) as video:
             return VideoFacts(width, height, *_length(video))
 
 
 def probe_audio(backend: Backend, path: str) -> AudioFacts:
     with backend.open(path) as stream:
         reject_cut_off(stream, path)
-        with opened_sound(stream, path) as source:
+        with open_sound(stream, path) as source:
             if source.length < 1:
                 raise UnreadableMediaError(path, "it contains no samples")
             source.check_end()

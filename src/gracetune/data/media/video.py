@@ -46,7 +46,7 @@ def decode_video(
     reading = _Reading()
     times = None if clip.numbers is None else _times_of(stream, path, clip.numbers)
     while True:
-        with opened(stream, path, seeks=reading.seeks) as video:
+        with open_video(stream, path, seeks=reading.seeks) as video:
             video.stream.codec_context.thread_count = threads
             converter = _FrameConverter(video, max_pixels)
             images: list[Image.Image] = []
@@ -143,7 +143,7 @@ class VideoSource:
 
 
 @contextmanager
-def opened(stream: BinaryIO, path: str, *, seeks: bool = True) -> Iterator[VideoSource]:
+def open_video(stream: BinaryIO, path: str, *, seeks: bool = True) -> Iterator[VideoSource]:
     """Open a video. Every error of FFmpeg inside the `with` block becomes UnreadableMediaError."""
     with container_of(stream, path) as container:
         shown = [found for found in container.streams.video if not found.disposition & Disposition.attached_pic]
@@ -213,7 +213,7 @@ def shown_packets(video: VideoSource) -> list[tuple[int, int]]:
 
 def _times_of(stream: BinaryIO, path: str, numbers: tuple[int, ...]) -> list[float]:
     """The times of the frames with these numbers. Numbers beyond the end mean the last frame."""
-    with opened(stream, path) as video:
+    with open_video(stream, path) as video:
         shown = shown_packets(video)
         times = (shown[min(number, len(shown) - 1)][0] for number in numbers)
         return [float(time * video.tick - video.origin) for time in times]

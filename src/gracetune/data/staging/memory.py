@@ -25,7 +25,9 @@ MOST_EXTENSIONS: Final = 16
 class StagingEstimate:
     files: int
     raw: int
+    """Bytes of the files at their source."""
     stored: int
+    """Bytes of memory that they will take, compressed if that is configured."""
     compression: str = "none"
     ratios: Mapping[str, float] = field(default_factory=dict)
     """Compressed size divided by size, by extension, for the sampled ones."""
@@ -96,11 +98,11 @@ class StagingMemoryGuard:
         limit: int | None,
         headroom: Callable[[], int | None],
         reserve: int,
-        ask_every: int = MEASURE_EVERY,
+        measure_every: int = MEASURE_EVERY,
     ) -> None:
         self._dataset = dataset
         self._limit, self._headroom, self._reserve = limit, headroom, reserve
-        self._used, self._measured_at, self._measure_every = 0, 0, ask_every
+        self._used, self._measured_at, self._measure_every = 0, 0, measure_every
         self._lock = threading.Lock()
 
     def check(self, estimate: StagingEstimate) -> str | None:

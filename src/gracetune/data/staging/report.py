@@ -17,6 +17,7 @@ from gracetune.units import format_bytes, format_duration
 @dataclass(frozen=True)
 class StagingProgress:
     files: int
+    """Files that are staged, or were found to be unreadable."""
     files_total: int
     read: int
     """Bytes read from the source so far."""
@@ -25,6 +26,7 @@ class StagingProgress:
     stored: int
     """Bytes of memory used so far."""
     seconds: float
+    """Since staging began."""
 
     @property
     def rate(self) -> float | None:
@@ -58,8 +60,11 @@ def unwatched(progress: StagingProgress) -> None:
 class StagingReport:
     dataset: str
     files: int
+    """Files that were staged, without unreadable ones."""
     raw: int
+    """Bytes of these files at their source."""
     stored: int
+    """Bytes of memory that they take."""
     compression: str
     compressed_files: int
     """The other files did not shrink enough. They are stored uncompressed and can be read without a copy."""

@@ -45,13 +45,13 @@ class Stager:
         """The files to stage, from the source's current content."""
         return self.selection.apply(survey(self.source))
 
-    def estimate(self, *, spoken_for: int = 0) -> tuple[StagingEstimate, str | None]:
+    def estimate(self, *, used_by_others: int = 0) -> tuple[StagingEstimate, str | None]:
         """Estimate the memory, and return a note if something could not be checked.
 
-        Raises MemoryLimitError if staging would. `spoken_for` is the main memory that other datasets will use by then.
+        Raises MemoryLimitError if staging would. `used_by_others`: bytes of main memory that other datasets will use.
         """
         estimate = estimate_stored(self.source, self.survey().files, codec_for(self.options.compression))
-        return estimate, self._guard(spoken_for=spoken_for).check(estimate)
+        return estimate, self._guard(used_by_others=used_by_others).check(estimate)
 
     def stage_files(self, listing: Listing) -> tuple[list[Segment], StagingReport]:
         return stage_files(
@@ -63,12 +63,12 @@ class Stager:
             on_progress=self.on_progress,
         )
 
-    def _guard(self, *, spoken_for: int = 0) -> StagingMemoryGuard:
+    def _guard(self, *, used_by_others: int = 0) -> StagingMemoryGuard:
         sensor = HostSensor(self.machine.gpus)
 
         def headroom() -> int | None:
             left = sensor.read().headroom
-            return None if left is None else left - spoken_for
+            return None if left is None else left - used_by_others
 
         reserve = host_reserve(self.machine)
         return StagingMemoryGuard(self.options.dataset, limit=self.limit, headroom=headroom, reserve=reserve)

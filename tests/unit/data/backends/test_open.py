@@ -292,4 +292,4 @@ class TestRehearsal:
         assert free is not None
         assert stager.estimate()[0].files > 0
         with pytest.raises(MemoryLimitError, match="dataset pets: main memory"):
-            stager.estimate(spoken_for=free)
+            stager.estimate(used_by_others=free)

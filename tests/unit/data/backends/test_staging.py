@@ -221,7 +221,9 @@ class TestLimits:
     def test_main_memory_is_watched_while_staging(self, tmp_path: Path) -> None:
         fill(tmp_path, {f"{number}.png": os.urandom(MIB) for number in range(8)})
         answers = iter([GIB, 500, 99])  # another process takes it
-        guard = StagingMemoryGuard("pets", limit=None, headroom=lambda: next(answers), reserve=100, ask_every=2 * MIB)
+        guard = StagingMemoryGuard(
+            "pets", limit=None, headroom=lambda: next(answers), reserve=100, measure_every=2 * MIB
+        )
         before = held()
         with pytest.raises(MemoryLimitError, match=r"4\.19 MB staged, with more to come"):
             run(tmp_path, guard, threads=1)

@@ -224,7 +224,9 @@ def _process(script: str, tmp_path: Path, hub: HubServer) -> subprocess.Complete
 
 
 @pytest.mark.full
-def test_a_killed_process_leaves_no_partial_file_and_is_resumed(hub: HubServer, tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_partial_file_and_is_resumed(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     noise = os.urandom(2 * MIB)
     data = tar({"a.png": encoded_image(1), "noise.bin": noise})
     hub.dataset(NAME, {"0.tar": data, "1.tar": tar(shard(2))})
@@ -244,6 +246,10 @@ def test_a_killed_process_leaves_no_partial_file_and_is_resumed(hub: HubServer, 
     plan, = copies(run).plans()  # fmt: skip
     assert plan.to_fetch < len(data) + len(tar(shard(2))) - MIB // 4
     before = hub.sent
+    monkeypatch.setattr(transfer, "RANGE", 65536)
+    reported: list[int] = []
+    copies(run).make(on_fetched=lambda name: lambda done, total: reported.append(done))
+    assert reported.count(plan.layout.size) == 1  # bytes received earlier count once
     assert len(fetched(run)["d0"]) == 3
     under_way = transfer.AHEAD * 65536  # what the killed process had requested may still have been sent
     assert hub.sent - before <= plan.to_fetch + under_way

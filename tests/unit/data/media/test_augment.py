@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from gracetune.data.media.augment import METHODS, augmented, augmented_mask, happening, read_transforms
+from gracetune.data.media.augment import METHODS, applied_transforms, augmented, augmented_mask, read_transforms
 from gracetune.data.refs import AppliedAugmentation, Transform
 from gracetune.errors import ConfigError
 from unit.data.media.generated import generated_image
@@ -157,14 +157,18 @@ JITTER = read_transforms([{"method": "ColorJitter", "p": 0.5}, {"method": "Rando
 @given(st.integers(0, 2**32), st.integers(0, 100), st.text(max_size=8))
 def test_random_values_depend_only_on_seed_epoch_and_digest(seed: int, epoch: int, digest: str) -> None:
     augmentation = AppliedAugmentation(seed=seed, epoch=epoch, transforms=JITTER)
-    assert list(happening(augmentation, digest)) == list(happening(replace(augmentation, flip_x=True), digest))
-    assert list(happening(replace(augmentation, of=digest), "another")) == list(happening(augmentation, digest))
+    assert list(applied_transforms(augmentation, digest)) == list(
+        applied_transforms(replace(augmentation, flip_x=True), digest)
+    )
+    assert list(applied_transforms(replace(augmentation, of=digest), "another")) == list(
+        applied_transforms(augmentation, digest)
+    )
 
 
 def test_other_seeds_epochs_and_digests_give_other_values() -> None:
     base = AppliedAugmentation(seed=1, transforms=JITTER)
     draws = {
-        str(list(happening(replace(base, seed=seed, epoch=epoch), digest)))
+        str(list(applied_transforms(replace(base, seed=seed, epoch=epoch), digest)))
         for seed in range(4)
         for epoch in range(4)
         for digest in "abcd"
@@ -175,12 +179,12 @@ def test_other_seeds_epochs_and_digests_give_other_values() -> None:
 
 def test_a_transform_is_applied_with_its_probability() -> None:
     base = AppliedAugmentation(seed=1, transforms=read_transforms([{"method": "ToGray", "p": 0.3}], LOCATION))
-    share = np.mean([len(list(happening(base, str(number)))) for number in range(4000)])
+    share = np.mean([len(list(applied_transforms(base, str(number)))) for number in range(4000)])
     assert share == pytest.approx(0.3, abs=0.03)
 
 
 def test_without_a_seed_nothing_is_applied() -> None:
-    assert list(happening(replace(always("ToGray"), seed=None), "d")) == []
+    assert list(applied_transforms(replace(always("ToGray"), seed=None), "d")) == []
 
 
 def test_all_frames_get_the_same_values() -> None:

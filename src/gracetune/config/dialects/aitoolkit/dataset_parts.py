@@ -58,11 +58,13 @@ class EntryAtResolution:
     id: str
     resolution: Any
     key: str
+    """The key that has the resolution, for origins: `...datasets[0].resolution[1]`."""
     root: Path
+    """The path of the dataset in our config: ("datasets", index)."""
 
     @property
     def visits(self) -> Any:
-        """Visits of each file in an epoch. A `num_repeats` that is not a number is returned unchanged."""
+        """Visits of each file in an epoch. A `num_repeats` that is not a whole number is returned unchanged."""
         block = self.entry.block
         repeats = as_number(block.get("num_repeats"))
         flips = 2 ** [block.get(name) for name in ("flip_x", "flip_y")].count(True)

@@ -131,6 +131,7 @@ def _storage(block: PeerBlock) -> str | None:
 
 
 def _image_to_video(block: PeerBlock, job: AiToolkitJob, video: bool) -> bool:
+    """Whether clips are trained from their first frame."""
     requested, mode = block.flag("do_i2v", False), job.target.arch.starts_from_image
     if mode != "do_i2v" and block.get("do_i2v") is not None:
         block.list_unused(HARMLESS, "do_i2v")  # the web interface writes it for every model

@@ -31,7 +31,7 @@ UNUSED_DATASET_KEYS = (
         num_workers prefetch_factor pin_memory cache_latents_num_workers cache_tensors_to_disk cache_clip_vision_to_disk
         load_image_when_caching_latents fast_image_size debug
         """,
-        IsFalse(),
+        unless=IsFalse(),
     ),
     # Upstream sets these itself, or reads them only together with an option that is rejected below.
     *noted(
@@ -41,7 +41,7 @@ UNUSED_DATASET_KEYS = (
         clip_image_augmentations clip_image_shuffle_augmentations num_controls_from_same_folder
         augmentation_cache_epoch bucket_tolerance do_audio audio_preserve_pitch audio_normalize
         """,
-        IsFalse(),
+        unless=IsFalse(),
     ),
 )
 
@@ -145,6 +145,7 @@ _REJECTED: dict[str, tuple[Any, str]] = {
     "diffusion_feature_extractor_path": (None, _TEACHER),
     "validation_config": (None, "nothing: held-out loss needs a dataset here, not a list of images"),
 }
+"""Key -> upstream's default, which is the only accepted value, and what is expected instead of another one."""
 
 UNSUPPORTED_TRAIN_KEYS = tuple(rejected(name, OneOf((default,)), why) for name, (default, why) in _REJECTED.items())
 
@@ -154,7 +155,7 @@ UNUSED_TRAIN_KEYS = (
         """
         xformers sdp train_refiner show_turbo_outputs force_first_sample single_item_batching max_loss_debug
         """,
-        IsFalse(),
+        unless=IsFalse(),
     ),
     # Upstream reads these nowhere, or only together with a switch that is rejected above.
     *noted(
@@ -169,6 +170,6 @@ UNUSED_TRAIN_KEYS = (
         guidance_loss_target do_guidance_loss_cfg_zero guidance_loss_schedule unconditional_prompt
         differential_guidance_scale audio_loss_multiplier
         """,
-        IsFalse(),
+        unless=IsFalse(),
     ),
 )

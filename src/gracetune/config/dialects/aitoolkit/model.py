@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gracetune.config.dialects.aitoolkit.keys import HARMLESS, section
 from gracetune.config.dialects.peer_file import PeerBlock, let_plan_choose_precision
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, rejected
-from gracetune.config.dialects.values import names, precision
+from gracetune.config.dialects.values import name_set, precision
 from gracetune.config.draft import UnquotedText, describe
 from gracetune.config.families import find_flavour, names_of, readable_names
 from gracetune.config.family_names import Arch, FamilyNames, Flavour
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 
 
-FEW_BITS = names("""
+FEW_BITS = name_set("""
     int8 qint8 qint4 qint2 uint8 uint7 uint6 uint5 uint4 uint3 uint2 orbit2 orbit3 orbit4 orbitvq2 orbitvq3 orbitvq4
     convrot4 convrot8 convrotbitnet convrotcomfyw4a4 convrotint2 convrotint3 convrotint4 convrotint5 convrotint6
     convrotint7 convrotint8 nvfp4
@@ -144,14 +144,17 @@ class ModelTarget:
 
     @property
     def edits(self) -> bool:
+        """Whether the model takes reference images. False if the flavour is unknown."""
         return self.flavour is not None and self.flavour.edits
 
     @property
-    def transformer(self) -> bool:
+    def is_transformer(self) -> bool:
+        """Whether the denoiser is a transformer, not a U-Net."""
         return not self.names.aitoolkit.unet
 
     @property
     def dual_expert(self) -> bool:
+        """Whether the model has two noise experts. False if the flavour is unknown."""
         return self.flavour is not None and self.flavour.dual_expert
 
 
@@ -375,7 +378,9 @@ MODEL = section(
     KeyRule(_layers, "ignore_if_contains only_if_contains"),
     KeyRule(_v_prediction, "is_v_pred"),
     KeyRule(_kwargs, "model_kwargs"),
-    *noted("text encoders are used in the training dtype, which is more exact", "text_encoder_bits", OneOf((16,))),
+    *noted(
+        "text encoders are used in the training dtype, which is more exact", "text_encoder_bits", unless=OneOf((16,))
+    ),
     rejected("lora_path", OneOf((None,)), _OTHER_LORA),
     KeyRule(_assistant, "assistant_lora_path"),
     rejected("inference_lora_path", OneOf((None,)), _OTHER_LORA),
@@ -398,7 +403,7 @@ MODEL = section(
         layer_offloading_text_encoder_percent latent_space_version refiner_start_at
         split_model_other_module_param_count_scale compile_mode compile_fullgraph compile_dynamic cache_size_limit
         """,
-        IsFalse(),
+        unless=IsFalse(),
     ),
 )
 

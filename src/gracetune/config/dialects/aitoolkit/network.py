@@ -89,7 +89,7 @@ def _alpha(block: PeerBlock, job: AiToolkitJob) -> None:
     name = next((name for name in ("linear_alpha", "alpha") if block.get(name) is not None), None)
     value = as_number(block.get(name)) if name else 1.0
     # Upstream's LyCORIS network, which LoCon uses, is the only one that keeps the given alpha on transformers.
-    forced = job.target.transformer and _kind_of(block) != "locon"
+    forced = job.target.is_transformer and _kind_of(block) != "locon"
     rank, _ = _rank_of(block)
     if not forced and name is not None:
         block.assign(("adapter", "alpha"), value, name)
@@ -105,7 +105,7 @@ def _alpha(block: PeerBlock, job: AiToolkitJob) -> None:
 def _conv(block: PeerBlock, job: AiToolkitJob) -> None:
     """Read `conv`, which adapts convolutions in addition to linear layers, if the model has any."""
     given = {name: field for name, field in _CONV.items() if block.get(name) is not None}
-    if job.target.transformer:
+    if job.target.is_transformer:
         if given:
             keys = ", ".join(block.key(name) for name in given)
             block.note(f"{keys}: no effect, because this model's blocks have no convolutions; remove it")
@@ -148,7 +148,7 @@ def _blocks(block: PeerBlock, job: AiToolkitJob) -> None:
 def _locon(block: PeerBlock, job: AiToolkitJob) -> None:
     if _kind_of(block) != "locon":
         return
-    if job.target.transformer:
+    if job.target.is_transformer:
         block.note(f"{block.key('type')}: the linear layers of the blocks are adapted; ai-toolkit's LoCon adapts none")
     elif block.get("network_kwargs"):
         block.note(f"{block.key('network_kwargs')}: chooses layers here; ai-toolkit's LoCon ignores it")
@@ -186,7 +186,7 @@ NETWORK = section(
     rejected("all_layers", OneOf((False,)), "false: norms and embeddings are not adapted here"),
     rejected("normalize", OneOf((False,)), "false: not done here"),
     rejected("lorm", OneOf((None,)), "nothing: LoRM is not done here"),
-    *noted(HARMLESS, "layer_offloading", IsFalse()),
+    *noted(HARMLESS, "layer_offloading", unless=IsFalse()),
 )
 
 _OTHER_CHOICES = """
@@ -198,5 +198,5 @@ _ONLY_TWO = "nothing: only ignore_if_contains and only_if_contains choose layers
 NETWORK_KWARGS = section(
     KeyRule(_layers, "ignore_if_contains only_if_contains"),
     *(rejected(name, OneOf((None, False, 0, [], {})), _ONLY_TWO) for name in _OTHER_CHOICES.split()),
-    *noted(HARMLESS, "varbose", IsFalse()),
+    *noted(HARMLESS, "varbose", unless=IsFalse()),
 )

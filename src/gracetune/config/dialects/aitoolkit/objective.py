@@ -28,12 +28,12 @@ _NOISE_RANGE = {"min_denoising_steps": "max_timestep", "max_denoising_steps": "m
 
 
 def is_flow(block: PeerBlock, job: AiToolkitJob) -> bool:
-    return job.target.transformer or bool(block.get("noise_scheduler") == "flowmatch")
+    return job.target.is_transformer or bool(block.get("noise_scheduler") == "flowmatch")
 
 
 def _scheduler(block: PeerBlock, job: AiToolkitJob) -> None:
     name, family = block.get("noise_scheduler"), job.target.names.family
-    if job.target.transformer:
+    if job.target.is_transformer:
         if name is None:
             key = block.key("noise_scheduler")
             block.note(f"{key} is not set: {family} is trained with flow matching all the same")

@@ -29,7 +29,9 @@ class UpstreamOptimizer:
     options: tuple[str, ...]
     """The options it has besides weight_decay, betas and eps."""
     eps: float | None = None
-    fixed: tuple[tuple[str, Any], ...] = ()
+    """None leaves our optimizer's default."""
+    option_defaults: tuple[tuple[str, Any], ...] = ()
+    """Defaults of its other options that differ from ours."""
 
 
 _ADAMW = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
@@ -46,7 +48,7 @@ OPTIMIZERS = {
     "adamw8bit": UpstreamOptimizer("adamw_8bit", 0.01, _BNB, 1e-6),
     "adam8bit": UpstreamOptimizer("adamw_8bit", 0.0, _BNB, 1e-6),
     "adafactor": UpstreamOptimizer("adafactor", 0.0, _ADAFACTOR,
-                      fixed=(("relative_step", False), ("scale_parameter", False), ("warmup_init", False))),
+                      option_defaults=(("relative_step", False), ("scale_parameter", False), ("warmup_init", False))),
     "lion": UpstreamOptimizer("lion", 0.0, ("use_triton", "decoupled_weight_decay")),
     "prodigy": UpstreamOptimizer("prodigy", 0.0, _PRODIGY, 1e-6),
     "prodigyopt": UpstreamOptimizer("prodigy", 0.0, _PRODIGY, 1e-6),
@@ -94,7 +96,7 @@ def read_optimizer(block: PeerBlock, job: AiToolkitJob) -> None:
     block.default(("optimizer", "weight_decay"), peer.weight_decay)
     if peer.eps is not None:
         block.default(("optimizer", "eps"), peer.eps)
-    for option, value in peer.fixed:
+    for option, value in peer.option_defaults:
         block.default(("optimizer", "options", option), value)
 
 

@@ -56,7 +56,10 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
 
 
 def _substitute_variables(document: Document, draft: Draft, environment: Environment) -> Any:
-    """Parse the file's text with `${NAME}` substituted, except on lines that are comments."""
+    """Parse the file's text with `${NAME}` substituted, except on lines that are comments.
+
+    A name that is not set is a problem and stays as it is.
+    """
     missing: dict[str, None] = {}
     text = joined(_substituted_parts(document.text, environment, missing))
     for name in missing:
@@ -214,11 +217,11 @@ def _read_devices(process: PeerBlock, config: PeerBlock) -> None:
             block.note(f"{key}: {device} is not used: a run takes the CUDA GPU it finds, or the CPU")
 
 
-TOP = section(KeyRule(_read_config, "job config"), *noted(HARMLESS, "meta", IsFalse()))
+TOP = section(KeyRule(_read_config, "job config"), *noted(HARMLESS, "meta", unless=IsFalse()))
 
 CONFIG = section(
     KeyRule(_read_process, "name process device training_folder training_seed"),
-    *noted(HARMLESS, "log_dir", IsFalse()),
+    *noted(HARMLESS, "log_dir", unless=IsFalse()),
     rejected("is_v2", OneOf((False,)), "false: Stable Diffusion 2 is not trained here"),
 )
 
@@ -236,7 +239,7 @@ PROCESS = section(
     *noted(
         HARMLESS,
         "sqlite_db_path performance_log_every log_dir torch_profiler lorm_extract_mode lorm_extract_mode_param",
-        IsFalse(),
+        unless=IsFalse(),
     ),
     rejected("first_sample", OneOf((None,)), _SAME_PROMPTS),
     rejected("guidance", OneOf((None,)), "nothing: guidance training is not done here"),

@@ -63,7 +63,7 @@ def _defaults(block: PeerBlock, job: AiToolkitJob) -> None:
         block.default(("validation", name), value)
 
 
-def _rhythm(block: PeerBlock, job: AiToolkitJob) -> None:
+def _interval(block: PeerBlock, job: AiToolkitJob) -> None:
     if "sample_every" not in block:
         block.default(("validation", "every_steps"), _SAMPLE_EVERY)
     elif block.get("sample_every"):
@@ -182,11 +182,11 @@ SAMPLE = section(
     Key("walk_seed", ("walk_seed",)),
     Key("guidance_rescale", ("guidance_rescale",), as_number),
     KeyRule(_defaults),
-    KeyRule(_rhythm, "sample_every"),
+    KeyRule(_interval, "sample_every"),
     KeyRule(_start, "sample_start_step"),
     KeyRule(_prompts, "prompts samples network_multiplier"),
     # each family is sampled with its own scheduler
-    *noted(HARMLESS, "sampler format adapter_conditioning_scale refiner_start_at", IsFalse()),
+    *noted(HARMLESS, "sampler format adapter_conditioning_scale refiner_start_at", unless=IsFalse()),
     rejected("extra_values", OneOf(([],)), _ADAPTERS_ONLY),
 )
 """Its paths are relative to `validation` of a `RunConfig`."""
@@ -198,6 +198,6 @@ ITEM = section(
     KeyRule(_references, *_REFERENCES),
     KeyRule(_fps, "fps"),
     KeyRule(_strength, "network_multiplier"),
-    *noted(HARMLESS, "ctrl_idx", IsFalse()),
+    *noted(HARMLESS, "ctrl_idx", unless=IsFalse()),
 )
 """Its paths are relative to one of `validation.prompts`."""

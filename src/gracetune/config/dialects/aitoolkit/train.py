@@ -193,7 +193,7 @@ EMA = section(
     KeyRule(_average, "use_ema ema_decay"),
     rejected("use_feedback", OneOf((False,)), "false: the average is not fed back into the weights"),
     rejected("param_multiplier", OneOf((1,)), "1: the weights are not scaled after each step"),
-    *noted(HARMLESS, "feedback_rate", IsFalse()),
+    *noted(HARMLESS, "feedback_rate", unless=IsFalse()),
 )
 
 
@@ -257,5 +257,5 @@ LOGGING = section(
     Key("project_name", ("logging", "project")),
     KeyRule(_log_every, "log_every"),
     KeyRule(_trackers, "use_wandb"),
-    *noted(HARMLESS, "verbose use_ui_logger run_name", IsFalse()),
+    *noted(HARMLESS, "verbose use_ui_logger run_name", unless=IsFalse()),
 )

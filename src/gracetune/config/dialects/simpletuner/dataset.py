@@ -134,7 +134,7 @@ def _probability(entry: PeerBlock, context: EntryContext) -> None:
         entry.put("probability", (*context.path, "probability"), as_number)
 
 
-def _most(entry: PeerBlock, context: EntryContext) -> None:
+def _max_samples(entry: PeerBlock, context: EntryContext) -> None:
     if positive_or_none(entry.get("max_num_samples")) is not None:
         entry.put("max_num_samples", (*context.path, "max_samples"), positive_or_none)
         entry.note(f"{entry.key('max_num_samples')}: a random choice that stays the same, but not SimpleTuner's")
@@ -428,7 +428,7 @@ ENTRY: KeyTable[EntryContext] = KeyTable(
     KeyRule(_check),
     KeyRule(_probability, "probability"),
     KeyRule(_slider, "slider_strength"),
-    KeyRule(_most, "max_num_samples"),
+    KeyRule(_max_samples, "max_num_samples"),
     KeyRule(_sizes, _LARGEST, _DOWNSAMPLED),
     KeyRule(_buckets),
     Key("dataset_type", ("dataset_type",)),

@@ -69,7 +69,7 @@ _OTHER_STORAGE = """
     target_resolution lyrics_extension lyrics_suffix lyrics_filename_format
 """
 """Keys that only affect speed or storage, or that are written beside the block they belong to."""
-NOT_USED = (*noted(UNUSED, _KEPT_OTHERWISE, Off()), *noted(UNUSED, _OTHER_STORAGE))
+NOT_USED = (*noted(UNUSED, _KEPT_OTHERWISE, unless=Off()), *noted(UNUSED, _OTHER_STORAGE))
 
 NOT_DONE = (
     rejected("conditioning_config", Off(), "SimpleTuner writes this itself; write `conditioning`"),
@@ -132,7 +132,7 @@ AUDIO_OPTIONS = (
     Key("audio_max_duration_seconds", ("max_duration_seconds",), as_number),
     Key("audio_channels", ("channels",), as_number),
     Key("audio_duration_interval", ("duration_interval",), as_number),
-    Key("audio_truncation_mode", ("truncation",), as_number),
+    Key("audio_truncation_mode", ("truncation",)),
 )
 """Options of the whole config for audio datasets."""
 PARQUET: KeyTable[None] = KeyTable(

@@ -48,8 +48,8 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
             embeds.append(entry)
         elif is_reachable(entry, context):
             kind = str(entry.get("dataset_type") or "image")
-            path = replace(context, path=("datasets", count), kind=kind)
-            apply(entry, ENTRY, path, path.path)
+            entry_context = replace(context, path=("datasets", count), kind=kind)
+            apply(entry, ENTRY, entry_context, entry_context.path)
             count += 1
     _embeds(embeds)
     _check_unique_ids(embeds)
@@ -59,7 +59,7 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
     apply(options, MIXING, family)
     if not count:
         if len(draft.problems) == before:
-            _ask_for_datasets(options)
+            _report_no_datasets(options)
         sounds = any(flavour.makes == "audio" for flavour in flavours(family))
         stand_in = {"id": "unread", "path": "unread", "dataset_type": "audio" if sounds else "image"}
         draft.put_tree(("datasets", 0), stand_in, OUR_DEFAULT)  # the missing datasets are already reported
@@ -94,7 +94,7 @@ def _inside(entry: PeerBlock, name: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _ask_for_datasets(options: PeerBlock) -> None:
+def _report_no_datasets(options: PeerBlock) -> None:
     for name in ("data_backend_config", "datasets"):
         if name in options:
             options.problem(name, "at least one dataset to train on", "add one, or remove its `disabled`")
@@ -220,6 +220,7 @@ def _embeds_table(kind: str) -> KeyTable[None]:
         *read_elsewhere("cache_dir id type dataset_type disabled disable"),
         *read_elsewhere(_USED_BY_EMBEDS),
         rejected("caption_filter_list", Off((None, [])), "captions are not filtered; edit them"),
+        # Keys without an `unless` (`_OTHER_STORAGE`) belong to datasets of media only.
         *(key for key in NOT_USED if key.unless is not None and key.name not in _USED_BY_EMBEDS.split()),
         expected=f"a key of a {kind} entry",
     )
@@ -307,12 +308,12 @@ def _weigh_batches(options: PeerBlock, trained: list[tuple[int, Mapping[str, Any
 
     The two differ only for a dataset with a batch size of its own.
     """
-    whole = as_number(options.draft.get(("training", "batch_size")))
+    common = as_number(options.draft.get(("training", "batch_size")))
     for at, entry in trained:
         own, probability = as_number(entry.get("batch_size")), entry.get("probability", 1.0)
-        if all(is_number(one) and one > 0 for one in (whole, own, probability)) and own != whole:
+        if all(is_number(one) and one > 0 for one in (common, own, probability)) and own != common:
             origin = options.draft.origin(("datasets", at, "batch_size")) or _SLIDERS
-            options.draft.put(("datasets", at, "probability"), probability * whole / own, origin)
+            options.draft.put(("datasets", at, "probability"), probability * common / own, origin)
 
 
 def _references(options: PeerBlock, family: str) -> None:

@@ -188,11 +188,11 @@ _OTHER_FAMILIES = """
 """
 """Options without an effect in SimpleTuner for the families that gracetune trains: other families', or dead ones."""
 
-REMOVED_UPSTREAM = noted(HARMLESS, _REMOVED_UPSTREAM, Off())
+REMOVED_UPSTREAM = noted(HARMLESS, _REMOVED_UPSTREAM, unless=Off())
 NOT_USED = (
-    *noted(HARMLESS, _SPEED_AND_STORAGE, Off()),
-    *noted(SAMPLES_ONLY, _SAMPLES, Off()),
-    *noted(WITHOUT_EFFECT, _OTHER_FAMILIES, Off()),
+    *noted(HARMLESS, _SPEED_AND_STORAGE, unless=Off()),
+    *noted(SAMPLES_ONLY, _SAMPLES, unless=Off()),
+    *noted(WITHOUT_EFFECT, _OTHER_FAMILIES, unless=Off()),
     *REMOVED_UPSTREAM,
 )
 
@@ -208,6 +208,7 @@ def _not_done(
     off_by: str = "",
     lora_type: str = "",
 ) -> Key:
+    """An unsupported option. `default` is the value that has no effect; for the others see `Off`."""
     return rejected(name, Off((default,), of_families, switch, same_as, off_by, lora_type), why)
 
 
@@ -275,7 +276,8 @@ NOT_DONE = (
 
 
 def _behind(switch: str, names: str) -> tuple[Key, ...]:
-    return noted(WITHOUT_EFFECT, names, Off(behind=switch))
+    """Options that have an effect only while `switch` is on."""
+    return noted(WITHOUT_EFFECT, names, unless=Off(behind=switch))
 
 
 GATED = (

@@ -8,14 +8,14 @@ from gracetune.config.dialects.peer_file import PeerBlock, let_plan_choose_preci
 from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.simpletuner.keys import WITHOUT_EFFECT, family_of
 from gracetune.config.dialects.table import Key, KeyRule, KeyTable
-from gracetune.config.dialects.values import as_flag, as_number, choice, is_off, names
+from gracetune.config.dialects.values import as_flag, as_number, choice, is_off, name_set
 from gracetune.config.draft import describe
 from gracetune.config.families import FAMILIES, find_flavour, flavours, names_of, readable_names
 from gracetune.config.family_names import DefaultVae, Flavour
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError
 
-OTHER_FAMILIES = names("""
+OTHER_FAMILIES = name_set("""
     ace_step anima auraflow boogu_image bria chroma cosmos cosmos2image cosmos3 deepfloyd ernie flux2 flux3_image
     heartmula hidream hunyuanvideo ideogram infinitetalk kandinsky5-image kandinsky5-video kandinsky5_image
     kandinsky5_video kolors krea2 longcat_image longcat_video ltxvideo ltxvideo2 lumina2 mageflow minimaxh3
@@ -197,12 +197,12 @@ def _of_another_family(vae: Any, family: str) -> DefaultVae | None:
 
 
 _MIXED = {"no": "fp32"}
-_FP8 = names("fp8-torchao fp8wo-torchao fp8-quanto fp8uz-quanto fp8-native fp8-transformerengine fp8-sdnq fp8")
-_FEW_BITS = names("""
+_FP8 = name_set("fp8-torchao fp8wo-torchao fp8-quanto fp8uz-quanto fp8-native fp8-transformerengine fp8-sdnq fp8")
+_FEW_BITS = name_set("""
     int8-quanto int4-quanto int2-quanto int8-torchao int8dq-torchao int8dq-int4-torchao int8-sdnq uint8-sdnq int6-sdnq
     int5-sdnq uint5-sdnq uint4-sdnq uint3-sdnq uint2-sdnq nf4-bnb int4-torchao fp8-int4-torchao
 """)
-_SIXTEEN_BITS = names("int16-sdnq uint16-sdnq fp16-sdnq")
+_SIXTEEN_BITS = name_set("int16-sdnq uint16-sdnq fp16-sdnq")
 _PLAIN = ("bf16", "fp16", "fp32")
 
 

@@ -8,14 +8,14 @@ from typing import Any
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.table import KeyRule, KeyTable
-from gracetune.config.dialects.values import as_flag, as_number, from_json, names
+from gracetune.config.dialects.values import as_flag, as_number, from_json, name_set
 from gracetune.config.registry import OPTIMIZER_NAMES
 from gracetune.config.spelling import misspelt
 
 
 @dataclass(frozen=True)
 class OptimizerMatch:
-    """One of our optimizers with a SimpleTuner optimizer's own defaults."""
+    """One of our optimizers with a SimpleTuner optimizer's own defaults. None leaves our optimizer's default."""
 
     name: str
     betas: tuple[float, float] | None = (0.9, 0.999)
@@ -56,7 +56,7 @@ MATCHES: dict[str, OptimizerMatch] = {
     "prodigy": OptimizerMatch("prodigy_plus_schedule_free", (0.9, 0.99), 1e-8, 0.0),
 }
 
-OTHERS = names("""
+OTHERS = name_set("""
     torch-sgd torch-radam torch-nadam torch-rmsprop torch-adagrad torch-adadelta torch-adamax torch-asgd
     torch-sparseadam adamw_schedulefree adamw_schedulefree+aggressive adamw_schedulefree+no_kahan soap muon
     ao-adamw4bit ao-adamfp8 ao-adamwfp8 optimi-stableadamw optimi-radam optimi-ranger optimi-adan optimi-sgd

@@ -62,7 +62,7 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
     options = collect(document, draft, environment, SUPPORTED)
     family = read_family(options)
     if family is None or reject_untrained_flavour(options, family):
-        _finish_report(draft)
+        _put_placeholders(draft)
         return
     for table in (IDENTITY, MODEL, ADAPTER, TRAINING, OPTIMIZER, VALIDATION):
         apply(options, table, family)
@@ -76,7 +76,7 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
     options.reading.note_unused()
 
 
-def _finish_report(draft: Draft) -> None:
+def _put_placeholders(draft: Draft) -> None:
     """Put placeholders for everything that is required, so that only the unsupported model is reported."""
     family = FAMILIES[0]
     dataset = {"id": "unread", "path": "unread", "dataset_type": flavours(family)[0].makes}

@@ -113,7 +113,7 @@ def _attention(options: PeerBlock, family: str) -> None:
 
 
 _SCHEDULES = {"cosine_with_warmup": "cosine"}
-_FALLS = ("polynomial", "cosine", "sine", "cosine_with_restarts")
+_DECAYING = ("polynomial", "cosine", "sine", "cosine_with_restarts")
 """Schedules that read `lr_end`. The others are diffusers' own, and end at 0 or do not decay."""
 _WAVE = 1000
 """Optimizer steps of half a cosine wave if `lr_warmup_steps` is 0."""
@@ -139,7 +139,7 @@ def _schedule(options: PeerBlock, family: str) -> None:
         options.put("lr_warmup_steps", ("schedule", "warmup_steps"), as_number)
         options.put("lr_num_cycles", ("schedule", "cycles"), as_number)
     for key, readers, path, default in (
-        ("lr_end", _FALLS, ("schedule", "end_lr"), 4e-7),
+        ("lr_end", _DECAYING, ("schedule", "end_lr"), 4e-7),
         ("lr_power", ("polynomial",), ("schedule", "power"), 0.8),
     ):
         if name in readers:

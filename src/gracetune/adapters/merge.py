@@ -62,6 +62,7 @@ class MergeReport:
     changed: tuple[str, ...]
     """Names of the tensors that differ from the source."""
     tensors: int
+    """Number of all tensors, changed or not."""
 
 
 def merge_into(

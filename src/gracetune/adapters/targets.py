@@ -91,7 +91,7 @@ def choose(
     `untrained` are patterns of layers that get no gradient.
     """
     adaptable = [index for index, (_path, info) in enumerate(layers) if info.kind in kinds]
-    inside = {part: {index for index in adaptable if names(part, layers[index][0])} for part in within}
+    inside = {part: {index for index in adaptable if matches_path(part, layers[index][0])} for part in within}
     candidates = [
         index for index in adaptable
         if (not within or any(index in some for some in inside.values())) and (spatial or not layers[index][1].spatial)
@@ -116,7 +116,9 @@ def _first_matches(
     unmatched = []
     for pattern in patterns:
         matched = [index for index in indices if _matches(pattern, *layers[index])]
-        matched = matched or [index for index in indices if renamed(pattern, layers[index][1].classes) is not None]
+        matched = matched or [
+            index for index in indices if class_by_older_name(pattern, layers[index][1].classes) is not None
+        ]
         if not matched:
             unmatched.append(pattern)
         for index in matched:
@@ -125,7 +127,7 @@ def _first_matches(
 
 
 def _matches(pattern: str, path: str, info: ModuleInfo) -> bool:
-    return names(pattern, path) or class_of(pattern, info.classes) is not None
+    return matches_path(pattern, path) or class_of(pattern, info.classes) is not None
 
 
 def select(
@@ -167,7 +169,7 @@ def matching(pattern: str, modules: Modules) -> tuple[str, ...]:
     return tuple(layers[index][0] for index in found)
 
 
-def names(pattern: str, path: str) -> bool:
+def matches_path(pattern: str, path: str) -> bool:
     """Whether the pattern's parts occur in the path as a contiguous run."""
     wanted, parts = pattern.split("."), path.split(".")
     starts = range(len(parts) - len(wanted) + 1)
@@ -178,8 +180,8 @@ def class_of(pattern: str, classes: Iterable[str]) -> str | None:
     return next((name for name in classes if fnmatchcase(name, pattern)), None)
 
 
-def renamed(pattern: str, classes: Iterable[str]) -> str | None:
-    """The class whose name ends with the pattern, such as WanAttention for Attention."""
+def class_by_older_name(pattern: str, classes: Iterable[str]) -> str | None:
+    """The class that a pattern names by an older name: WanAttention for Attention. None if there is none."""
     if not pattern[:1].isupper() or not pattern.isalnum():
         return None
     return next((name for name in classes if name.endswith(pattern)), None)
@@ -193,17 +195,21 @@ def options_for(info: ModuleInfo, table: Collection[str], present: Collection[st
     """
     for name in info.classes:
         for entry in table:
-            if entry == name or (entry not in present and renamed(entry, (name,)) is not None):
+            if entry == name or (entry not in present and class_by_older_name(entry, (name,)) is not None):
                 return entry
     return None
 
 
 def _is_inside(within: Collection[str], path: str) -> bool:
-    return any(names(part, path) for part in within)
+    return any(matches_path(part, path) for part in within)
 
 
 def _reason(pattern: str, path: str) -> str:
-    return f"`{pattern}` is its name" if names(pattern, path) else f"it is, or is inside, a module of class `{pattern}`"
+    return (
+        f"`{pattern}` is its name"
+        if matches_path(pattern, path)
+        else f"it is, or is inside, a module of class `{pattern}`"
+    )
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

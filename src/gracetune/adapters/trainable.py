@@ -27,7 +27,7 @@ from gracetune.models.footprint import Footprint, FootprintBlock, FootprintLinea
 
 @dataclass(frozen=True)
 class Tensors:
-    """A number of trainable tensors of the same shape."""
+    """Sizes of `count` trainable tensors that have the same shape. It holds no values."""
 
     shape: Dimensions
     count: int

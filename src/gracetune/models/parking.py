@@ -222,7 +222,7 @@ class CopyParking:
             return
         self._lane.join()
         if not unchanged and self._checksum is not None and bool(self.changed()):
-            self.keep()
+            self.copy_to_host()
         _point(self._slots, self._home)
         self._block = self._arrived = self._checksum = None
 
@@ -233,7 +233,7 @@ class CopyParking:
         _take_back(self._slots, self._block)
         return _checksum(self._block) != self._checksum
 
-    def keep(self) -> None:
+    def copy_to_host(self) -> None:
         """Copy the weights' current values to the host."""
         assert self._block is not None
         self._home.copy_(self._block)
@@ -329,8 +329,8 @@ class ManagedParking:
 
 class ParkingRoom(Protocol):
     def __call__(self, *, on_device: int, elsewhere: int) -> int:
-        """Bytes the device could still take. `on_device` and `elsewhere` are the managed bytes of modules on the device
-        and parked."""
+        """Bytes the device could still take. `on_device`: managed bytes of modules on the device; `elsewhere`: those of
+        parked modules."""
 
 
 def device_room(device: torch.device) -> ParkingRoom:

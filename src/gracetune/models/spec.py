@@ -99,9 +99,11 @@ class SampleRequest:
     prompt: str
     negative_prompt: str = ""
     width: int = 0
+    """In pixels, like `height`. 0 uses the family's default."""
     height: int = 0
     frames: int = 1
     seconds: float = 0.0
+    """Of audio. 0 generates the longest that the weights support."""
     steps: int = 20
     guidance: float | None = None
     """None uses the family's default."""

@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from gracetune.baselines.baseline import FILE, REPORT, Baseline, Hardware, Memory, Probe, Steps, throughput
-from gracetune.baselines.machine_probe import SmiLog, both, measure_probe
+from gracetune.baselines.machine_probe import SmiLog, measure_probe, merge_probes
 from gracetune.baselines.rendering import report
 from gracetune.config.environment import ALLOCATOR_VARIABLES, GH200_PREFIX, HINTS_VARIABLE, Environment
 from gracetune.config.native import shareable
@@ -99,7 +99,7 @@ def capture(
             smi_lines = smi.stop()
         assert result.first_batch is not None, "in a new folder the run starts at step 0"
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        probed = both(before, measure_probe(device))
+        probed = merge_probes(before, measure_probe(device))
         observed = _Observations(
             _events(measured), result.first_batch.once_ms / 1000, peak, probed, smi_lines, tuple(view.warnings)
         )

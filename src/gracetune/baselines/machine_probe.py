@@ -55,7 +55,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, ...
     return tuple(times[_WARM_UP:])
 
 
-def both(before: Probe, after: Probe) -> Probe:
+def merge_probes(before: Probe, after: Probe) -> Probe:
     """One probe with the times from before and after the run."""
     return Probe(
         what=before.what,

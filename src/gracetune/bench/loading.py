@@ -74,10 +74,10 @@ def run(machine: Machine) -> list[BenchRow]:
     return measure(torch.device("cuda", 0), DenoiserSize(), Path(tempfile.gettempdir()))
 
 
-def measure(device: torch.device, size: DenoiserSize, below: Path) -> list[BenchRow]:
-    """Measure on the disk of the folder `below`, which needs room for the weights."""
-    _check_room(device, size, below)
-    folder = Path(tempfile.mkdtemp(prefix="gracetune-bench-", dir=below))
+def measure(device: torch.device, size: DenoiserSize, parent: Path) -> list[BenchRow]:
+    """Measure in a temporary folder inside `parent`, whose disk needs room for the weights."""
+    _check_room(device, size, parent)
+    folder = Path(tempfile.mkdtemp(prefix="gracetune-bench-", dir=parent))
     try:
         files = write_weights(folder, size, device)
         return list(_rows(device, size, folder, files))
@@ -85,14 +85,14 @@ def measure(device: torch.device, size: DenoiserSize, below: Path) -> list[Bench
         shutil.rmtree(folder)
 
 
-def _check_room(device: torch.device, size: DenoiserSize, below: Path) -> None:
-    if not below.is_dir():
-        raise MachineError(f"bench loading needs a folder to write into; {below} is none\n  try  mkdir -p {below}")
+def _check_room(device: torch.device, size: DenoiserSize, parent: Path) -> None:
+    if not parent.is_dir():
+        raise MachineError(f"bench loading needs a folder to write into; {parent} is none\n  try  mkdir -p {parent}")
     needed = size.weight_bytes
-    free = shutil.disk_usage(below).free
+    free = shutil.disk_usage(parent).free
     if free < needed * 1.05:
         raise MachineError(
-            f"bench loading writes {format_bytes(needed)} of weights; {below} has {format_bytes(free)} free\n"
+            f"bench loading writes {format_bytes(needed)} of weights; {parent} has {format_bytes(free)} free\n"
             "  try  TMPDIR=FOLDER gracetune bench loading, with a folder on a larger disk"
         )
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < needed * 1.05:
@@ -241,6 +241,7 @@ def _read_plainly(files: list[Path]) -> None:
 
 
 def _wrong_tensors(model: nn.Module, folder: Path) -> int:
+    """How many of every 25th tensor differ from the file."""
     parameters = dict(model.named_parameters())
     entries = open_weights(folder / _COMPONENT / f"{_STEM}.safetensors.index.json").entries
     wrong = 0

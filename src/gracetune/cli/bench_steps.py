@@ -103,16 +103,16 @@ def suite(
     as_json: AsJson = False,
 ) -> None:
     """Measure every row of Wan2.2-14B that has a bar, in one process. The file is written after each row."""
-    from gracetune.bench.step.suite import chosen, measured
+    from gracetune.bench.step.suite import choose_tasks, measure_tasks
 
-    chosen(only or ())  # a misspelt name is an error before anything is loaded
+    choose_tasks(only or ())  # a misspelt name is an error before anything is loaded
     if output is not None:
         ignore_lost_stdout()
     rows: list[StepRow] = []
     # Created before `_opened` redirects stdout, so that it keeps the real one.
     console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, soft_wrap=True)
     with _opened() as (bench, machine):
-        for row in measured(bench, only or (), steps=steps, smoke=smoke):
+        for row in measure_tasks(bench, only or (), steps=steps, smoke=smoke):
             rows.append(row)
             if output is not None:
                 write_result(output, result_of("suite", rows, machine))

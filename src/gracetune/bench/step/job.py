@@ -20,7 +20,7 @@ AdapterKind = Literal["lora", "lokr", "loha", "dora"]
 Precision = Literal["bf16", "fp8"]
 Checkpointing = Literal["off", "auto", "full"]
 OptimizerName = Literal["adamw", "automagic"]
-Scale = Literal["published", "small", "tiny"]
+ModelScale = Literal["published", "small", "tiny"]
 """`published`: real sizes. `small`: the same classes, narrower and with few blocks, for numerics. `tiny`: for tests."""
 
 RANK: Final = 16
@@ -127,8 +127,11 @@ class StepJob:
     memory_limit: int | None = None
     """Limit of torch's peak in bytes. The plan is made for a GPU with that much memory."""
     baseline: bool = False
+    """Whether the plain loop is measured too."""
     steps: int = FEWEST_SAMPLES
+    """Timed steps after the first one and the warm-up."""
     smoke: bool = False
+    """A test of the bench itself: a tiny model and shape, also on a CPU."""
     token_routing: float = 0.0
     """Share of tokens that skip blocks: all blocks but the first two and the last one; in a tiny model all blocks."""
 
@@ -144,7 +147,7 @@ class StepJob:
         return PRESETS[self.bench]
 
     @property
-    def scale(self) -> Scale:
+    def scale(self) -> ModelScale:
         return "tiny" if self.smoke else "published"
 
     @property

@@ -18,7 +18,7 @@ import torch
 
 from gracetune.bench.step.clock import Pace, ceilings, free, measure
 from gracetune.bench.step.flops import StepFlops, count
-from gracetune.bench.step.job import FEWEST_SAMPLES, Scale, StepJob, checked, config_of
+from gracetune.bench.step.job import FEWEST_SAMPLES, ModelScale, StepJob, checked, config_of
 from gracetune.bench.step.numerics import Numerics, gradient_check
 from gracetune.bench.step.plain_loop import PlainLoop
 from gracetune.bench.step.random_model import RandomModel, make_model
@@ -115,8 +115,8 @@ class Bench:
                 reject_many_graphs(prepared)
             of_adapter, of_file = time_self_check(run, config)
             self_check = of_adapter + of_file
-            share = self_check / (5 * ours.ms / 1000)
-            self.report(f"self-check: {of_adapter:.2f} s + {of_file:.2f} s for the file, {share:.2f} % of 500 steps")
+            percent = 100 * self_check / (500 * ours.ms / 1000)
+            self.report(f"self-check: {of_adapter:.2f} s + {of_file:.2f} s for the file, {percent:.2f} % of 500 steps")
             del run, attached
         self._free_memory("the trainer")
         flops = self._flops(job, model, targets)
@@ -192,7 +192,7 @@ class Bench:
     def _model(self, job: StepJob) -> RandomModel:
         return self._model_of(job, job.scale)
 
-    def _model_of(self, job: StepJob, scale: Scale) -> RandomModel:
+    def _model_of(self, job: StepJob, scale: ModelScale) -> RandomModel:
         folder = self.folder / f"{job.bench}-{scale}"
         made: RandomModel = self._once(("model", job.bench, scale), lambda: make_model(job.preset, folder, scale))
         return made

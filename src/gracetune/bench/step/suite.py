@@ -38,7 +38,7 @@ WAN14B: Final[Mapping[str, Task]] = MappingProxyType(
 """Tasks by name, in the order of measurement; the slowest is last."""
 
 
-def chosen(only: Sequence[str]) -> dict[str, Task]:
+def choose_tasks(only: Sequence[str]) -> dict[str, Task]:
     """The named tasks, or all."""
     unknown = [name for name in only if name not in WAN14B]
     if unknown:
@@ -47,7 +47,7 @@ def chosen(only: Sequence[str]) -> dict[str, Task]:
     return {name: task for name, task in WAN14B.items() if not only or name in only}
 
 
-def measured(
+def measure_tasks(
     bench: Bench, only: Sequence[str] = (), *, steps: int = FEWEST_SAMPLES, smoke: bool = False
 ) -> Iterator[StepRow]:
     """Yield each row as soon as it is measured, so that callers can save it before the machine is taken away.
@@ -57,7 +57,7 @@ def measured(
     """
     done: dict[str, StepRow] = {}
     failed: dict[str, str] = {}
-    for name, task in chosen(only).items():
+    for name, task in choose_tasks(only).items():
         bench.report(f"-- {name}")
         try:
             row = bench.row(replace(task.job, steps=steps, smoke=smoke), name)
@@ -65,14 +65,14 @@ def measured(
             bench.report(traceback.format_exc())
             failed[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
         else:
-            done[name] = judged(row, task.bar, done)
+            done[name] = with_verdict(row, task.bar, done)
             yield done[name]
         free(bench.device)
     if failed:
         raise GracetuneError("not measured: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
 
 
-def judged(row: StepRow, bar: TargetBar, others: Mapping[str, StepRow]) -> StepRow:
+def with_verdict(row: StepRow, bar: TargetBar, others: Mapping[str, StepRow]) -> StepRow:
     """`row` with its verdict. Smoke tests get none, nor do bars relative to a row that was not measured."""
     if row.smoke:
         return replace(row, bar=bar.words())

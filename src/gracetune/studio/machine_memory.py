@@ -42,7 +42,7 @@ class MachineMemory:
         return self._read().get("MemAvailable")
 
     def others(self, *, gpu: bool, but: int) -> list[dict[str, Any]]:
-        """The largest processes but one: name, id and bytes."""
+        """The largest processes other than process `but`: name, id and bytes."""
         kind = "gpu" if gpu else "host"
         with self._mutex:
             if time.monotonic() - self._read_at[kind] > _SECONDS:

@@ -70,7 +70,7 @@ def run(machine: Machine, sizes: CacheBenchSizes | None = None) -> list[BenchRow
     sizes = sizes or CacheBenchSizes()
     with tempfile.TemporaryDirectory(prefix="gracetune-bench-") as name:
         folder = Path(name)
-        with filled(folder / "epoch", index_of(sizes.samples)) as disk:
+        with open_filled_store(folder / "epoch", index_of(sizes.samples)) as disk:
             rows = [*epoch_rows(disk, folder / "files", machine, sizes)]
             if machine.gpus and torch.cuda.is_available():
                 from gracetune.bench.cache_gpu import waiting_rows
@@ -109,7 +109,7 @@ def text_entry(generator: torch.Generator) -> Entry:
 
 
 @contextmanager
-def filled(folder: Path, index: DataIndex) -> Iterator[DiskStore]:
+def open_filled_store(folder: Path, index: DataIndex) -> Iterator[DiskStore]:
     import torch
 
     generator = torch.Generator().manual_seed(0)

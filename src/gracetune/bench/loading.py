@@ -163,7 +163,7 @@ def _rows(device: torch.device, size: DenoiserSize, folder: Path, files: list[Pa
     largest = max(file.stat().st_size for file in files)
     source = ModelSource("bench", folder)
     torch.zeros(1, device=device).to(torch.bfloat16)  # creates the CUDA context, which belongs to the baseline
-    reads = [_timed(files, lambda: _read_plainly(files), device)]
+    reads = [_cold_seconds(files, lambda: _read_plainly(files), device)]
     peak = _Peak(device)
     loaded: list[nn.Module] = []
 
@@ -173,8 +173,8 @@ def _rows(device: torch.device, size: DenoiserSize, folder: Path, files: list[Pa
                 load_component(source, _COMPONENT, WanTransformer3DModel, PartPlacement(device, torch.bfloat16))
             )
 
-    seconds = _timed(files, load, device)
-    reads.append(_timed(files, lambda: _read_plainly(files), device))
+    seconds = _cold_seconds(files, load, device)
+    reads.append(_cold_seconds(files, lambda: _read_plainly(files), device))
     wrong = _wrong_tensors(loaded[0], folder)
     weights = sum(tensor.nbytes for tensor in loaded[0].parameters()) if device.type == "cpu" else 0
     extra = max(0, peak.above_baseline - weights)
@@ -196,7 +196,8 @@ def _rates_text(reads: list[float]) -> str:
     return f"{each} s before and after, {_threads()} threads; the page cache is dropped before each measurement"
 
 
-def _timed(files: list[Path], work: Callable[[], object], device: torch.device) -> float:
+def _cold_seconds(files: list[Path], work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that `work` takes while the files are not in the page cache."""
     for file in files:
         _drop_page_cache(file)
     start = time.perf_counter()

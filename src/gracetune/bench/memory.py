@@ -75,14 +75,14 @@ def _look_ahead_rows(heap: ManagedHeap, choice: TransportChoice, speeds: LinkSpe
         rows = list(slab.cuda()) if gather else list(host.pin_memory())
         sources = rows * ROUNDS  # one transfer per epoch has no step before it to hide behind
         speed = speeds.managed.gather if gather and speeds.managed else speeds.pinned_copy
-        yield _hidden(speed.rate, sources, heap.device)
+        yield _look_ahead_row(speed.rate, sources, heap.device)
         del rows, sources
     faults = _fault_rate(heap)
     yield BenchRow("page_faults_h2d", faults, "GB/s", detail="reads of managed pages, neither mapped nor prefetched")
     yield BenchRow("look_ahead_over_faults", speed.rate / faults, "ratio", ">= 4", speed.rate / faults >= 4)
 
 
-def _hidden(rate: float, sources: list[torch.Tensor], device: int) -> BenchRow:
+def _look_ahead_row(rate: float, sources: list[torch.Tensor], device: int) -> BenchRow:
     """The share of a transfer hidden behind a step of the same length.
 
     Without look-ahead the loop copies on the step's own stream.

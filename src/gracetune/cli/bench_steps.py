@@ -80,14 +80,14 @@ def _add(app: typer.Typer, name: str, title: str) -> None:
         output: Output = None,
         as_json: AsJson = False,
     ) -> None:
-        from gracetune.bench.step.job import StepJob, checked, parse_resolution
+        from gracetune.bench.step.job import StepJob, check_job, parse_resolution
 
         width, height = parse_resolution(resolution)
         job = StepJob(
             name, adapter, precision, batch, width, height, frames, checkpointing, optimizer, _bytes(memory_limit),
             baseline, steps, smoke, token_routing,
         )  # fmt: skip
-        job = checked(job)
+        job = check_job(job)
         with _opened() as (bench, machine):
             rows = bench.rows(job)
         _finish(name, rows, machine, output, as_json=as_json)
@@ -123,13 +123,13 @@ def suite(
 @contextlib.contextmanager
 def _opened() -> Iterator[tuple[Bench, Machine]]:
     """The benches of this machine, with stdout redirected to stderr."""
-    from gracetune.bench.step.measurement import Stamp, opened, versions_of
+    from gracetune.bench.step.measurement import Stamp, open_bench, versions_of
     from gracetune.cli.library_output import libraries_quiet
 
     machine = probe()
     stamp = Stamp(command_line(), git_commit(), versions_of(machine, __version__))
     # Libraries print to stdout, which is reserved for the result.
-    with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), opened(machine, stamp, _print) as bench:
+    with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), open_bench(machine, stamp, _print) as bench:
         yield bench, machine
 
 

@@ -100,7 +100,7 @@ class StreamedParking:
 
         The returned function waits for the result and copies what changed to the host.
         """
-        flags = torch.stack([part.changed() for part in self.parts])
+        flags = torch.stack([part.has_changed() for part in self.parts])
         found = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda).copy_(flags, non_blocking=True)
         copied = torch.cuda.current_stream(flags.device).record_event() if flags.is_cuda else None
 

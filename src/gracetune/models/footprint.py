@@ -224,7 +224,7 @@ class FootprintEncoder:
     parameters: int
     working: int
     tokens: int
-    """Tokens that it reads per caption or image, padding included."""
+    """The most tokens that it reads for one caption or image."""
     kind: Literal["text", "vision"] = "text"
     sees_references: bool = False
     """Whether the text encoder also reads the sample's reference images."""
@@ -255,7 +255,7 @@ class Footprint:
     parameters: int = 0
     """Parameters of each denoiser."""
     width: int = 0
-    """Channels of the residual."""
+    """Channels of the residual; for a U-Net, at its top level."""
     blocks: tuple[FootprintBlock, ...] = ()
     latents: PixelLatents | AudioLatents
     codec: FootprintCodec

@@ -216,6 +216,7 @@ class DownloadPlan:
     repo: Repo
     commit: str
     wanted: tuple[str, ...]
+    """Paths of all files that the model needs, on this machine or not."""
     missing: Mapping[str, RemoteFile]
     """One path per content: the hub's cache stores files of equal content once."""
 

@@ -217,16 +217,16 @@ class CopyParking:
         self._checksum = _checksum(self._block)
 
     def park(self, *, unchanged: bool = False) -> None:
-        """`unchanged`: the caller has checked `changed` already, so the host need not wait for the result."""
+        """`unchanged`: the caller has checked `has_changed` already, so the host need not wait for the result."""
         if self._block is None:
             return
         self._lane.join()
-        if not unchanged and self._checksum is not None and bool(self.changed()):
+        if not unchanged and self._checksum is not None and bool(self.has_changed()):
             self.copy_to_host()
         _point(self._slots, self._home)
         self._block = self._arrived = self._checksum = None
 
-    def changed(self) -> Tensor:
+    def has_changed(self) -> Tensor:
         """Whether the weights differ from what was copied to the device, as a tensor on it. False if nothing was."""
         if self._block is None or self._checksum is None:
             return torch.zeros((), dtype=torch.bool, device=self._device)

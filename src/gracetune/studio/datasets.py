@@ -233,7 +233,10 @@ class RunData:
         by_id = {dataset.id: dataset for dataset in config.datasets}
         held_out = {one["id"]: one for one in answer["held_out"]}
         found = [*answer["datasets"], *(one for name, one in held_out.items() if by_id[name].dataset_type == "eval")]
-        listed = [_listed(by_id[one["id"]], one, held_out.get(one["id"], {}).get("items", ()), folder) for one in found]
+        listed = [
+            _dataset_listing(by_id[one["id"]], one, held_out.get(one["id"], {}).get("items", ()), folder)
+            for one in found
+        ]
         return RunListing({one.id: one for one in listed}, answer["notes"], stamp, time.monotonic())
 
 
@@ -249,7 +252,7 @@ def working_folder_of(run: Path, config: RunConfig, otherwise: Path) -> Path:
     return Path(*run.parts[:-count])
 
 
-def _listed(
+def _dataset_listing(
     dataset: Dataset, shown: Mapping[str, Any], held_out: Sequence[Mapping[str, Any]], folder: Path
 ) -> DatasetListing:
     is_eval = dataset.dataset_type == "eval"

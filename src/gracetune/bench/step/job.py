@@ -178,7 +178,7 @@ def parse_resolution(text: str) -> tuple[int, int]:
     return width, int(match[2] or width)
 
 
-def checked(job: StepJob) -> StepJob:
+def check_job(job: StepJob) -> StepJob:
     """Validate the job before anything is built. One ConfigError lists all problems."""
     problems: list[Problem] = []
     if job.bench not in PRESETS:

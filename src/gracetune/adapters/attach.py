@@ -159,7 +159,7 @@ def attach(
     own = default_targets if adapter.conv_rank is None else (*default_targets, *conv_targets)
     chosen = select(
         modules, adapter.targets or (("*",) if adapter.within else own), adapter.exclude, within=adapter.within,
-        spatial=takes_convolutions(adapter), untrained=untrained, kinds=ADAPTABLE,
+        include_spatial=takes_convolutions(adapter), untrained=untrained, kinds=ADAPTABLE,
     )  # fmt: skip
     resolve = resolver(adapter, {path: modules[path] for path in chosen.paths}, modules)
     plan = {path: resolve.options(path, spatial=_spatial(denoiser.get_submodule(path))) for path in chosen.paths}

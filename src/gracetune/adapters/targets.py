@@ -80,21 +80,22 @@ def choose(
     exclude: Iterable[str] = (),
     *,
     within: Collection[str] = (),
-    spatial: bool = True,
+    include_spatial: bool = True,
     untrained: Iterable[str] = (),
     kinds: Collection[Kind] = ADAPTABLE,
 ) -> TargetChoice:
     """Apply all patterns to a list of layers.
 
     `exclude` may also match layers that cannot be adapted. `within` restricts the targets to layers with one of these
-    runs of name parts in their path. `spatial` includes convolutions with kernels of more than one point.
+    runs of name parts in their path. `include_spatial` admits convolutions with kernels of more than one point.
     `untrained` are patterns of layers that get no gradient.
     """
     adaptable = [index for index, (_path, info) in enumerate(layers) if info.kind in kinds]
     inside = {part: {index for index in adaptable if matches_path(part, layers[index][0])} for part in within}
     candidates = [
         index for index in adaptable
-        if (not within or any(index in some for some in inside.values())) and (spatial or not layers[index][1].spatial)
+        if (not within or any(index in some for some in inside.values()))
+        and (include_spatial or not layers[index][1].spatial)
     ]  # fmt: skip
     wanted, unmatched = _first_matches(targets, layers, candidates)
     unwanted, unmatched_exclude = _first_matches(exclude, layers, range(len(layers)))
@@ -136,7 +137,7 @@ def select(
     exclude: Iterable[str] = (),
     *,
     within: Collection[str] = (),
-    spatial: bool = True,
+    include_spatial: bool = True,
     untrained: Iterable[str] = (),
     kinds: Collection[Kind] = ADAPTABLE,
 ) -> LayerSelection:
@@ -145,7 +146,9 @@ def select(
     `untrained` are a family's patterns for layers that get no gradient. They override targets and may match nothing.
     """
     layers = list(modules.items())
-    choice = choose(layers, targets, exclude, within=within, spatial=spatial, untrained=untrained, kinds=kinds)
+    choice = choose(
+        layers, targets, exclude, within=within, include_spatial=include_spatial, untrained=untrained, kinds=kinds
+    )
     adaptable = {path: info for path, info in layers if info.kind in kinds}
     problems = [_unknown_within(part, adaptable) for part in choice.unmatched_within]
     if not problems:

@@ -47,6 +47,7 @@ class StreamedParking:
             (shared[owners[id(tensor)]] if id(tensor) in owners else around).append(tensor)
         self.around, *self.blocks = (CopyParking.of(part, device, lane, new_home) for part in (around, *shared))
         self.trained = [[one for one in block.parameters() if one.requires_grad] for block in blocks]
+        """Trained parameters of each block. Their gradients show how far a backward pass has come."""
         self.bytes = sum(part.bytes for part in self.parts)
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """The context entered around each wait for a block."""

@@ -85,7 +85,9 @@ class EncodeOptions:
     """How latents are encoded."""
 
     tiling: bool = False
+    """The VAE encodes overlapping tiles, which changes the latents slightly."""
     slicing: bool = False
+    """The VAE encodes one sample of a batch at a time, with the same result."""
     posterior: str = "mean"
     """`mean`, or `sample`: sampled with a generator seeded by the item's digest, so that it is reproducible."""
     image_to_video: bool = False

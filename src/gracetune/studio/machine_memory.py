@@ -15,8 +15,11 @@ import psutil
 from gracetune.hardware.host import parse_meminfo
 
 _SECONDS = 10.0
+"""Age at which the list of processes is read again."""
 _MOST = 8
+"""Processes that are shown."""
 _SMALL = 64 << 20
+"""Bytes below which a process is left out of the list for main memory."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SMI = ("--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 

@@ -89,7 +89,7 @@ class TestWithin:
         assert problem.found == "proj_out: only matches layers outside adapter.within (blocks): proj_out"
         conv = {"resnets.0.conv1": ModuleInfo("Conv2d", "conv", (), spatial=True), "resnets.0.q": LINEAR}
         with pytest.raises(ConfigError, match=r"conv1: only matches convolutions.*(?s:.*)adapter\.conv_rank=16"):
-            select(conv, ("conv1", "q"), within=("resnets",), spatial=False)
+            select(conv, ("conv1", "q"), within=("resnets",), include_spatial=False)
 
 
 class TestPatterns:

@@ -31,7 +31,7 @@ WAN14B: Final[Mapping[str, Task]] = MappingProxyType(
         "lora-45gib": Task(replace(_LORA, memory_limit=45 * GIB), TargetBar(must_ms=530, aim_ms=490)),
         "lokr": Task(replace(_LORA, adapter="lokr"), TargetBar(must_ms=560, aim_ms=470, must_ratio=3.0)),
         "lora-fp8": Task(replace(_LORA, precision="fp8"), TargetBar(must_ms=370, aim_ms=300)),
-        "automagic": Task(replace(_LORA, optimizer="automagic"), TargetBar(must_slower=0.02, than="lora")),
+        "automagic": Task(replace(_LORA, optimizer="automagic"), TargetBar(max_slowdown=0.02, than="lora")),
         "video": Task(replace(_LORA, width=832, height=480, frames=81), TargetBar(must_ratio=1.3, aim_ratio=1.6)),
     }
 )
@@ -80,8 +80,8 @@ def with_verdict(row: StepRow, bar: TargetBar, others: Mapping[str, StepRow]) ->
     verdicts = [
         None if bar.must_ms is None else row.ms_per_step <= bar.must_ms,
         None if bar.must_ratio is None or row.ratio is None else row.ratio >= bar.must_ratio,
-        None if bar.must_slower is None or other is None
-        else row.ms_per_step <= (1 + bar.must_slower) * other.ms_per_step,
+        None if bar.max_slowdown is None or other is None
+        else row.ms_per_step <= (1 + bar.max_slowdown) * other.ms_per_step,
         None if row.memory_limit_gib is None or row.peak_gib is None else row.peak_gib <= row.memory_limit_gib,
         _close(row),
     ]  # fmt: skip

@@ -51,7 +51,7 @@ def test_a_row_may_be_held_against_another() -> None:
 
 def test_a_bar_reads_as_it_was_promised() -> None:
     assert WAN14B["lokr"].bar.words() == "<= 560 ms, >= 3x"
-    assert TargetBar(must_slower=0.02, than="lora").words() == "<= +2% against lora"
+    assert TargetBar(max_slowdown=0.02, than="lora").words() == "<= +2% against lora"
 
 
 def test_rows_are_chosen_by_name() -> None:

@@ -38,7 +38,7 @@ from gracetune.adapters.fast.products import in_own_precision
 from gracetune.bench.results import result_of, write_result
 from gracetune.bench.row import BenchRow
 from gracetune.bench.step.clock import free, measure
-from gracetune.bench.step.random_model import drawing
+from gracetune.bench.step.random_model import random_weights
 from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.config.run_config import Adapter
@@ -81,7 +81,7 @@ class Chain(nn.Module):
             parameter.requires_grad_(False)
             if not (set(name.split(".")) & {*KEPT_EXACT, "scale_shift_table"}):
                 parameter.data = parameter.data.to(dtype)
-        drawing(0)(self, dict(self.named_parameters()))
+        random_weights(0)(self, dict(self.named_parameters()))
         use_fused_operations(self)
 
     def forward(self, x: Tensor, text: Tensor, time: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:

@@ -28,7 +28,7 @@ from torch import nn
 from gracetune.bench.results import result_of, write_result
 from gracetune.bench.row import BenchRow
 from gracetune.bench.step.clock import between, mark, synchronize
-from gracetune.bench.step.job import Scale, StepJob, config_of
+from gracetune.bench.step.job import ModelScale, StepJob, config_of
 from gracetune.bench.step.random_data import random_data
 from gracetune.bench.step.random_model import RandomModel, make_model
 from gracetune.bench.step.trainer import assemble_unresumed, decide
@@ -152,7 +152,7 @@ def main() -> int:
         parser.error("needs a CUDA GPU; --smoke runs a tiny model on this machine's CPU")
     # A plan is for whole experts; of so few blocks everything fits without repeating work.
     machine, job = probe(), StepJob("wan14b", checkpointing="off", smoke=requested.smoke)
-    scale: Scale = "tiny" if requested.smoke else "small"
+    scale: ModelScale = "tiny" if requested.smoke else "small"
     preset = replace(job.preset, small={"num_layers": requested.layers})
     rows: list[BenchRow] = []
     with ExitStack() as stack:

@@ -241,7 +241,7 @@ _TASK: Final = "task:"
 def _measure(task: str, folder: Path) -> None:
     from gracetune.adapters.adapter_files import open_adapter
     from gracetune.adapters.loading_steps import loading_steps
-    from gracetune.cli.adapter_view import inspected
+    from gracetune.cli.adapter_view import inspection_json
     from gracetune.telemetry.report.write import write_report
 
     torch.set_num_threads(1)  # several would spin while they wait for each other, if other programs run
@@ -249,7 +249,7 @@ def _measure(task: str, folder: Path) -> None:
     if task == "report":
         write_report(folder, loading_steps)
     else:
-        inspected(open_adapter(folder / "a.safetensors"))
+        inspection_json(open_adapter(folder / "a.safetensors"))
     print(json.dumps([time.perf_counter() - began, time.process_time() - cpu, _peak_mib() - before]))
 
 

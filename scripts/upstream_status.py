@@ -21,8 +21,8 @@ from gracetune.integrations.check import check
 from gracetune.integrations.facts import UpstreamFacts, read_facts, write_facts
 from gracetune.integrations.points import Upstream
 from gracetune.integrations.status_page import page
-from gracetune.integrations.survey import narrowed, survey
-from gracetune.integrations.trees import opened
+from gracetune.integrations.survey import narrow_facts, survey
+from gracetune.integrations.trees import open_tree
 from gracetune.integrations.upstreams import UPSTREAMS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,11 +51,11 @@ def main() -> int:
 
 def record(upstream: Upstream, source: Path) -> Path:
     """One version's facts; what a check says of them is what it says of the code."""
-    with opened(upstream, source) as (tree, _):
+    with open_tree(upstream, source) as (tree, _):
         whole = survey(tree, upstream, origin(source))
     if whole.version is None:
         raise GracetuneError(f"{source}: nothing says which version this is")
-    kept = narrowed(whole, upstream.points)
+    kept = narrow_facts(whole, upstream.points)
     file = FACTS / f"{upstream.name}-{whole.version}.json"
     FACTS.mkdir(parents=True, exist_ok=True)
     write_facts(kept, file)

@@ -185,7 +185,7 @@ def test_the_step_hardly_waits(tmp_path: Path) -> None:
     from gracetune.bench.cache_gpu import waiting_rows
 
     index = bench.index_of(256)
-    with bench.filled(tmp_path / "cache", index) as disk:
+    with bench.open_filled_store(tmp_path / "cache", index) as disk:
         rows = {row.name: row for row in waiting_rows(disk, index, this_machine())}
     for name in ("wait_pinned", "wait_managed"):
         assert rows[name].ok, rows[name]

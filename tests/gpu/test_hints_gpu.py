@@ -217,7 +217,7 @@ def test_a_cache_that_steps_wait_for_moves_to_the_gpu(uvm: Uvm, tmp_path: Path) 
     assert isinstance(layer, UnifiedMemory)
     hints = Hints(True, "for the test", requested=True)
     resources, index, heard = CacheResources(machine, 0, layer.heap, hints=hints), bench.index_of(256), list[str]()
-    with bench.filled(tmp_path / "cache", index) as disk:
+    with bench.open_filled_store(tmp_path / "cache", index) as disk:
 
         def loaded(role: CacheRole) -> ResidentStore:
             return load_resident(

@@ -134,7 +134,7 @@ def assist(denoiser: nn.Module, file: AssistantFile, device: torch.device, dtype
         more = [_problem(f"{len(problems) - _SHOWN:,} more", "layers of this model", file.path)]
         raise ConfigError(problems[:_SHOWN] + (more if len(problems) > _SHOWN else []))
     return Assistant(
-        [_assisted(modules[path], layer, device, dtype) for path, layer in file.state.layers.items()], file.path
+        [_assist_layer(modules[path], layer, device, dtype) for path, layer in file.state.layers.items()], file.path
     )
 
 
@@ -146,7 +146,7 @@ def _unfit(module: nn.Module | None, layer: Layer) -> str | None:
     return misfit(layer, (module.out_features, module.in_features))
 
 
-def _assisted(module: nn.Module, layer: Layer, device: torch.device, dtype: torch.dtype) -> Assisted:
+def _assist_layer(module: nn.Module, layer: Layer, device: torch.device, dtype: torch.dtype) -> Assisted:
     factors = _factors(layer)
     assert factors is not None, "`as_assistant` has checked this"
     down, up = factors

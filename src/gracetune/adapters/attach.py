@@ -73,7 +73,10 @@ class Attached(ABC):
 
     @abstractmethod
     def state(self) -> AdapterState:
-        """A copy of the adapter on the CPU, in fp32. The strength is not included: it is an option of the run."""
+        """A copy of the adapter on the CPU, in fp32. With sharded parameters this is a collective.
+
+        The strength is not included: it is an option of the run.
+        """
 
     def layout(self) -> AdapterState | None:
         """Like `state`, but with meta tensors. None for a full fine-tune, which has no adapter."""
@@ -98,18 +101,18 @@ class Attached(ABC):
         yield {}
 
     @abstractmethod
-    def acting(self) -> dict[str, list[nn.Parameter]]:
+    def zero_initialized(self) -> dict[str, list[nn.Parameter]]:
         """The tensors of each layer that are 0 before training (`Algorithm.zero_at_first`), by the layer's path."""
 
     @abstractmethod
     @contextmanager
     def amplified(self, factor: float) -> Iterator[None]:
-        """Inside, the tensors of `acting` are multiplied by this; afterwards they are restored bit for bit."""
+        """Inside, the `zero_initialized` tensors are multiplied by this; afterwards they are restored bit for bit."""
         yield
 
     @abstractmethod
     @contextmanager
-    def scale(self, strength: float) -> Iterator[None]:
+    def with_strength(self, strength: float) -> Iterator[None]:
         """Inside, the adapter's strength is this times the config's strength. 0 is exactly the base model."""
         yield
 
@@ -119,7 +122,7 @@ class Attached(ABC):
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        with self.scale(0.0):
+        with self.with_strength(0.0):
             yield
 
 
@@ -156,7 +159,7 @@ def attach(
     own = default_targets if adapter.conv_rank is None else (*default_targets, *conv_targets)
     chosen = select(
         modules, adapter.targets or (("*",) if adapter.within else own), adapter.exclude, within=adapter.within,
-        spatial=takes_convolutions(adapter), untrained=untrained, kinds=ADAPTABLE,
+        include_spatial=takes_convolutions(adapter), untrained=untrained, kinds=ADAPTABLE,
     )  # fmt: skip
     resolve = resolver(adapter, {path: modules[path] for path in chosen.paths}, modules)
     plan = {path: resolve.options(path, spatial=_spatial(denoiser.get_submodule(path))) for path in chosen.paths}
@@ -304,7 +307,7 @@ class _LayersAttached(Attached):
             self._load_values(values)
             yield own
 
-    def acting(self) -> dict[str, list[nn.Parameter]]:
+    def zero_initialized(self) -> dict[str, list[nn.Parameter]]:
         return {
             path: [parameter for name, parameter in layer.parameters().items() if name in layer.record.zero_at_first]
             for path, layer in self._layers.items()
@@ -312,14 +315,16 @@ class _LayersAttached(Attached):
 
     @contextmanager
     def amplified(self, factor: float) -> Iterator[None]:
-        acting = {f"{path}.{number}": one for path, some in self.acting().items() for number, one in enumerate(some)}
-        with _restored(acting):
+        tensors = {
+            f"{path}.{number}": one for path, some in self.zero_initialized().items() for number, one in enumerate(some)
+        }
+        with _restored(tensors):
             with torch.no_grad():
-                torch._foreach_mul_([local_shard(parameter) for parameter in acting.values()], factor)
+                torch._foreach_mul_([local_shard(parameter) for parameter in tensors.values()], factor)
             yield
 
     @contextmanager
-    def scale(self, strength: float) -> Iterator[None]:
+    def with_strength(self, strength: float) -> Iterator[None]:
         before = self._factor
         self._set_factor(strength)
         try:
@@ -402,7 +407,7 @@ class _FullAttached(Attached):
             raise GracetuneError(_WHOLE + "its weights are the model's own")
         yield {}
 
-    def acting(self) -> dict[str, list[nn.Parameter]]:
+    def zero_initialized(self) -> dict[str, list[nn.Parameter]]:
         """Empty: the weights of a full fine-tune do not start at 0."""
         return {}
 
@@ -413,7 +418,7 @@ class _FullAttached(Attached):
         yield
 
     @contextmanager
-    def scale(self, strength: float) -> Iterator[None]:
+    def with_strength(self, strength: float) -> Iterator[None]:
         if strength != 1:
             raise GracetuneError(_WHOLE + "its strength cannot be changed; remove adapter_strength")
         yield

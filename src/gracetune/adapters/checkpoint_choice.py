@@ -122,7 +122,10 @@ class _BaseNorms:
 
 
 def recommend(candidates: Sequence[Candidate], base_loss: float | None) -> tuple[Candidate | None, str]:
-    """The checkpoint with the lowest held-out loss, or an earlier one that is as good; and the reason."""
+    """The checkpoint with the lowest held-out loss, or an earlier one that is as good; and the reason.
+
+    `candidates` are in the order of their steps.
+    """
     known = [(one.loss, one) for one in candidates if one.loss is not None and math.isfinite(one.loss)]
     if not known:
         measured = "no held-out loss was measured at the step of a file that is left"

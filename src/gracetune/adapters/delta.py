@@ -59,7 +59,7 @@ def needs_weight(layer: Layer) -> bool:
     return algorithm(layer.algorithm).depends_on_weight or not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors)
 
 
-def measured_by_base(layer: Layer, weight: Tensor) -> Layer:
+def with_base_magnitude(layer: Layer, weight: Tensor) -> Layer:
     """Convert a DoRA with row magnitudes for ComfyUI, which divides by |W| where training divides by |W + D|.
 
     Returns other layers unchanged. Column magnitudes need no conversion: ComfyUI divides them by the right norms.
@@ -76,8 +76,8 @@ def measured_by_base(layer: Layer, weight: Tensor) -> Layer:
     return Layer(layer.algorithm, {**others, BASE_MAGNITUDE: scaled}, layer.alpha, layer.rank)
 
 
-def measured_by_adapted(layer: Layer, weight: Tensor) -> Layer:
-    """The inverse of `measured_by_base`: restore the trained magnitudes of a DoRA that was written for ComfyUI."""
+def with_trained_magnitude(layer: Layer, weight: Tensor) -> Layer:
+    """The inverse of `with_base_magnitude`: restore the trained magnitudes of a DoRA that was written for ComfyUI."""
     magnitude = layer.tensors.get(BASE_MAGNITUDE)
     if magnitude is None:
         return layer

@@ -62,6 +62,7 @@ class MergeReport:
     changed: tuple[str, ...]
     """Names of the tensors that differ from the source."""
     tensors: int
+    """Number of all tensors, changed or not."""
 
 
 def merge_into(
@@ -97,7 +98,7 @@ def merge_module(adapters: Adapters, model: nn.Module) -> tuple[str, ...]:
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     changes = _changes(_as_list(adapters), shapes, type(model).__name__)
     for name, change in changes.items():
-        parameters[name].copy_(_merged(name, parameters[name], change))
+        parameters[name].copy_(_merge_tensor(name, parameters[name], change))
     return tuple(changes)
 
 
@@ -139,7 +140,7 @@ def _fits(layer: Layer, shape: tuple[int, ...], is_bias: bool) -> bool:
     return bias is not None and tuple(bias.shape) == shape
 
 
-def _merged(name: str, tensor: Tensor, change: Change) -> Tensor:
+def _merge_tensor(name: str, tensor: Tensor, change: Change) -> Tensor:
     merged = tensor.detach().float()
     try:
         for layer, strength, is_bias in change:
@@ -249,7 +250,7 @@ def _merged_bytes(entry: TensorEntry, change: Change | None) -> memoryview:
     if change is None or not data:
         return memoryview(data)
     tensor = torch.frombuffer(data, dtype=torch_dtype(entry)).reshape(entry.shape)
-    return tensor_bytes(_merged(entry.name, tensor, change))
+    return tensor_bytes(_merge_tensor(entry.name, tensor, change))
 
 
 def _read(entry: TensorEntry) -> bytearray:

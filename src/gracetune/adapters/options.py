@@ -49,6 +49,7 @@ class Resolver:
 
     adapter: Adapter
     by_class: Mapping[str, Adapter]
+    """Module class -> `adapter` with the overrides of its entry in `adapter.by_module`."""
     modules: Modules
     present: frozenset[str]
     """Every class the model has."""

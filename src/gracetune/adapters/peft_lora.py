@@ -26,7 +26,7 @@ class PeftLayer(AttachedLayer):
     def __init__(self, path: str, layer: nn.Module, options: LayerOptions, model: nn.Module) -> None:
         super().__init__(path, options.algorithm, options.alpha, options.rank)
         self._base = layer
-        self._layer = _wrapped(layer, options)
+        self._layer = _wrap(layer, options)
         self._interpolation: RemovableHandle | None = None
         model.set_submodule(path, self._layer, strict=True)
 
@@ -72,7 +72,7 @@ def _between(strength: float) -> Any:
     return interpolate
 
 
-def _wrapped(layer: nn.Module, options: LayerOptions) -> nn.Module:
+def _wrap(layer: nn.Module, options: LayerOptions) -> nn.Module:
     """peft's layer around this one. The base's gradient flags and the global generator stay as they were."""
     config = LoraConfig(
         r=options.rank,

@@ -59,6 +59,7 @@ def state_to_lora(
 
 
 def _converted(path: str, layer: Layer, rank: int, weight: Tensor | Sequence[int]) -> tuple[Layer, float, float]:
+    """The LoRA, the norm of what it misses, and the norm of the change."""
     bias = bias_delta(layer)
     if bias is not None and bool(bias.any()):
         hint = "merge it into the model instead: --merge-into MODEL"

@@ -80,21 +80,22 @@ def choose(
     exclude: Iterable[str] = (),
     *,
     within: Collection[str] = (),
-    spatial: bool = True,
+    include_spatial: bool = True,
     untrained: Iterable[str] = (),
     kinds: Collection[Kind] = ADAPTABLE,
 ) -> TargetChoice:
     """Apply all patterns to a list of layers.
 
     `exclude` may also match layers that cannot be adapted. `within` restricts the targets to layers with one of these
-    runs of name parts in their path. `spatial` includes convolutions with kernels of more than one point.
+    runs of name parts in their path. `include_spatial` admits convolutions with kernels of more than one point.
     `untrained` are patterns of layers that get no gradient.
     """
     adaptable = [index for index, (_path, info) in enumerate(layers) if info.kind in kinds]
-    inside = {part: {index for index in adaptable if names(part, layers[index][0])} for part in within}
+    inside = {part: {index for index in adaptable if matches_path(part, layers[index][0])} for part in within}
     candidates = [
         index for index in adaptable
-        if (not within or any(index in some for some in inside.values())) and (spatial or not layers[index][1].spatial)
+        if (not within or any(index in some for some in inside.values()))
+        and (include_spatial or not layers[index][1].spatial)
     ]  # fmt: skip
     wanted, unmatched = _first_matches(targets, layers, candidates)
     unwanted, unmatched_exclude = _first_matches(exclude, layers, range(len(layers)))
@@ -116,7 +117,9 @@ def _first_matches(
     unmatched = []
     for pattern in patterns:
         matched = [index for index in indices if _matches(pattern, *layers[index])]
-        matched = matched or [index for index in indices if renamed(pattern, layers[index][1].classes) is not None]
+        matched = matched or [
+            index for index in indices if class_by_older_name(pattern, layers[index][1].classes) is not None
+        ]
         if not matched:
             unmatched.append(pattern)
         for index in matched:
@@ -125,7 +128,7 @@ def _first_matches(
 
 
 def _matches(pattern: str, path: str, info: ModuleInfo) -> bool:
-    return names(pattern, path) or class_of(pattern, info.classes) is not None
+    return matches_path(pattern, path) or class_of(pattern, info.classes) is not None
 
 
 def select(
@@ -134,7 +137,7 @@ def select(
     exclude: Iterable[str] = (),
     *,
     within: Collection[str] = (),
-    spatial: bool = True,
+    include_spatial: bool = True,
     untrained: Iterable[str] = (),
     kinds: Collection[Kind] = ADAPTABLE,
 ) -> LayerSelection:
@@ -143,7 +146,9 @@ def select(
     `untrained` are a family's patterns for layers that get no gradient. They override targets and may match nothing.
     """
     layers = list(modules.items())
-    choice = choose(layers, targets, exclude, within=within, spatial=spatial, untrained=untrained, kinds=kinds)
+    choice = choose(
+        layers, targets, exclude, within=within, include_spatial=include_spatial, untrained=untrained, kinds=kinds
+    )
     adaptable = {path: info for path, info in layers if info.kind in kinds}
     problems = [_unknown_within(part, adaptable) for part in choice.unmatched_within]
     if not problems:
@@ -167,7 +172,7 @@ def matching(pattern: str, modules: Modules) -> tuple[str, ...]:
     return tuple(layers[index][0] for index in found)
 
 
-def names(pattern: str, path: str) -> bool:
+def matches_path(pattern: str, path: str) -> bool:
     """Whether the pattern's parts occur in the path as a contiguous run."""
     wanted, parts = pattern.split("."), path.split(".")
     starts = range(len(parts) - len(wanted) + 1)
@@ -178,8 +183,8 @@ def class_of(pattern: str, classes: Iterable[str]) -> str | None:
     return next((name for name in classes if fnmatchcase(name, pattern)), None)
 
 
-def renamed(pattern: str, classes: Iterable[str]) -> str | None:
-    """The class whose name ends with the pattern, such as WanAttention for Attention."""
+def class_by_older_name(pattern: str, classes: Iterable[str]) -> str | None:
+    """The class that a pattern names by an older name: WanAttention for Attention. None if there is none."""
     if not pattern[:1].isupper() or not pattern.isalnum():
         return None
     return next((name for name in classes if name.endswith(pattern)), None)
@@ -193,17 +198,21 @@ def options_for(info: ModuleInfo, table: Collection[str], present: Collection[st
     """
     for name in info.classes:
         for entry in table:
-            if entry == name or (entry not in present and renamed(entry, (name,)) is not None):
+            if entry == name or (entry not in present and class_by_older_name(entry, (name,)) is not None):
                 return entry
     return None
 
 
 def _is_inside(within: Collection[str], path: str) -> bool:
-    return any(names(part, path) for part in within)
+    return any(matches_path(part, path) for part in within)
 
 
 def _reason(pattern: str, path: str) -> str:
-    return f"`{pattern}` is its name" if names(pattern, path) else f"it is, or is inside, a module of class `{pattern}`"
+    return (
+        f"`{pattern}` is its name"
+        if matches_path(pattern, path)
+        else f"it is, or is inside, a module of class `{pattern}`"
+    )
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

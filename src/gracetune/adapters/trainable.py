@@ -27,7 +27,7 @@ from gracetune.models.footprint import Footprint, FootprintBlock, FootprintLinea
 
 @dataclass(frozen=True)
 class Tensors:
-    """A number of trainable tensors of the same shape."""
+    """Sizes of `count` trainable tensors that have the same shape. It holds no values."""
 
     shape: Dimensions
     count: int
@@ -82,7 +82,7 @@ def select(footprint: Footprint, adapter: Adapter) -> TrainableSelection:
               for path in _paths(block, linear)]  # fmt: skip
     choice = choose(
         [(path, info) for path, info, _number in layers], adapter.targets or ("*",), adapter.exclude,
-        within=within, spatial=takes_convolutions(adapter),
+        within=within, include_spatial=takes_convolutions(adapter),
     )  # fmt: skip
     counts = Counter(layers[index][2] for index in choice.taken)
     present = {name for _path, info, _number in layers for name in info.classes}

@@ -76,6 +76,7 @@ class Steps(_Part):
     """Steps before them, which are not measured."""
     ms: Annotated[tuple[Milliseconds, ...], Field(min_length=1, max_length=MOST_STEPS)]
     samples: tuple[Positive, ...]
+    """Samples of each step, not a running total."""
     data_wait_ms: tuple[float, ...]
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from gracetune.baselines.baseline import FILE, REPORT, Baseline, Hardware, Memory, Probe, Steps, throughput
-from gracetune.baselines.machine_probe import SmiLog, both, measure_probe
+from gracetune.baselines.machine_probe import SmiLog, measure_probe, merge_probes
 from gracetune.baselines.rendering import report
 from gracetune.config.environment import ALLOCATOR_VARIABLES, GH200_PREFIX, HINTS_VARIABLE, Environment
 from gracetune.config.native import shareable
@@ -94,12 +94,12 @@ def capture(
         before = measure_probe(device)
         smi.start()
         try:
-            result = _trained(measured, options, environment, view, on_memory)
+            result = _train_run(measured, options, environment, view, on_memory)
         finally:
             smi_lines = smi.stop()
         assert result.first_batch is not None, "in a new folder the run starts at step 0"
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        probed = both(before, measure_probe(device))
+        probed = merge_probes(before, measure_probe(device))
         observed = _Observations(
             _events(measured), result.first_batch.once_ms / 1000, peak, probed, smi_lines, tuple(view.warnings)
         )
@@ -107,7 +107,7 @@ def capture(
         shutil.rmtree(folder / "run")
         write_new(folder / FILE, [baseline.to_json().encode()])
         write_new(folder / REPORT, [report(baseline).encode()])
-        final = _named(options.output, config.name, baseline.date)
+        final = _new_path(options.output, config.name, baseline.date)
         publish_folder(folder, final)
     return CaptureResult(final, baseline)
 
@@ -148,7 +148,7 @@ def _reject_several_processes(environment: Environment) -> None:
         )
 
 
-def _trained(
+def _train_run(
     config: RunConfig, capture_options: CaptureOptions, environment: Environment, view: View,
     on_memory: Callable[[UnifiedMemory], None],
 ) -> Result:  # fmt: skip
@@ -338,7 +338,7 @@ def _sweep(output: Path) -> None:
             os.close(descriptor)
 
 
-def _named(output: Path, name: str, date: str) -> Path:
+def _new_path(output: Path, name: str, date: str) -> Path:
     """A new folder `NAME-DATE`, numbered if it exists."""
     plain = re.sub(r"[^\w.-]+", "_", name).strip(".") or "run"
     stem = f"{plain}-{re.sub(r'[^0-9T]', '', date.partition('+')[0])}"

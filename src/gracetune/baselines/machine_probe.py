@@ -35,12 +35,12 @@ def _product_and_copy(device: torch.device) -> Probe:
     kind = str(dtype).removeprefix("torch.")
     return Probe(
         what=f"a {kind} matrix product of side {side} on {device.type}",
-        gemm_ms=_timed(lambda: torch.matmul(left, right, out=product), device),
-        copy_ms=_timed(lambda: target.copy_(source), device),
+        gemm_ms=_milliseconds(lambda: torch.matmul(left, right, out=product), device),
+        copy_ms=_milliseconds(lambda: target.copy_(source), device),
     )
 
 
-def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, ...]:
+def _milliseconds(work: Callable[[], object], device: torch.device) -> tuple[float, ...]:
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -55,7 +55,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, ...
     return tuple(times[_WARM_UP:])
 
 
-def both(before: Probe, after: Probe) -> Probe:
+def merge_probes(before: Probe, after: Probe) -> Probe:
     """One probe with the times from before and after the run."""
     return Probe(
         what=before.what,
@@ -88,7 +88,7 @@ class SmiLog:
     def stop(self) -> str:
         """Stop logging, and return the file's name or why there is none. Call once."""
         if self._process is not None:
-            code = _ended(self._process)
+            code = _end(self._process)
             self._process = None
             lines = self._file.read_text(errors="replace").strip().splitlines()
             if code <= 0 and lines:  # a negative code: ended by our signal
@@ -98,7 +98,7 @@ class SmiLog:
         return f"not available: {self._reason}"
 
 
-def _ended(process: subprocess.Popen[bytes]) -> int:
+def _end(process: subprocess.Popen[bytes]) -> int:
     process.terminate()
     try:
         return process.wait(timeout=10)

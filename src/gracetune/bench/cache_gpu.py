@@ -69,13 +69,14 @@ def _both_ways(
     step: Callable[[], None],
 ) -> Iterator[BenchRow]:
     with (
-        _loaded(disk, index, "latent_cache", resources, residence) as latents,
-        _loaded(disk, index, "text_cache", resources, residence) as texts,
+        _load(disk, index, "latent_cache", resources, residence) as latents,
+        _load(disk, index, "text_cache", resources, residence) as texts,
     ):
         if latents.report.residence.kind != residence.kind:
             yield BenchRow(f"wait_{name}", 0.0, "", detail="not measured: " + "; ".join(latents.report.lines()))
             return
-        ahead, behind = (_waited(index, latents, texts, resources, step, depth) for depth in (2, 0))
+        # With and without look-ahead.
+        ahead, behind = (_measure_waits(index, latents, texts, resources, step, depth) for depth in (2, 0))
     # If this machine does not keep caches in managed memory, its loss is shown without a bar.
     chosen = choose_placement("latent_cache", resources.profile).kind == residence.kind
     yield BenchRow(f"wait_{name}", ahead.share, "% of a step", "< 1", ahead.share < 1, ahead.detail)
@@ -85,7 +86,7 @@ def _both_ways(
     yield BenchRow(f"loss_{name}_no_look_ahead", behind.loss, "% of a step", detail=behind.loop)
 
 
-def _loaded(
+def _load(
     disk: DiskStore, index: DataIndex, role: CacheRole, resources: CacheResources, residence: Residence
 ) -> ResidentStore:
     visits = visits_in(index, role)
@@ -95,7 +96,7 @@ def _loaded(
 
 
 @dataclass(frozen=True)
-class _Waited:
+class _WaitMeasurement:
     share: float
     """Time spent waiting, in percent of the loop."""
     loss: float
@@ -104,14 +105,14 @@ class _Waited:
     loop: str
 
 
-def _waited(
+def _measure_waits(
     index: DataIndex,
     latents: ResidentStore,
     texts: ResidentStore,
     resources: CacheResources,
     step: Callable[[], None],
     depth: int,
-) -> _Waited:
+) -> _WaitMeasurement:
     """Alternate rounds of the loop and of the steps alone, because GPU clocks drift by more than the difference."""
     assert resources.device is not None
     device = resources.device
@@ -139,7 +140,7 @@ def _waited(
     loss = 100 * (median(one / other for one, other in zip(loops, alone, strict=True)) - 1)
     size = sum(tensor.nbytes for tensor in same.values())
     detail = f"batches of {size / MIB:.1f} MiB; host {(after.host_ms - before.host_ms) / STEPS / ROUNDS:.2f} ms a batch"
-    return _Waited(
+    return _WaitMeasurement(
         share,
         loss,
         detail,

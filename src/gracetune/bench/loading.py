@@ -74,10 +74,10 @@ def run(machine: Machine) -> list[BenchRow]:
     return measure(torch.device("cuda", 0), DenoiserSize(), Path(tempfile.gettempdir()))
 
 
-def measure(device: torch.device, size: DenoiserSize, below: Path) -> list[BenchRow]:
-    """Measure on the disk of the folder `below`, which needs room for the weights."""
-    _check_room(device, size, below)
-    folder = Path(tempfile.mkdtemp(prefix="gracetune-bench-", dir=below))
+def measure(device: torch.device, size: DenoiserSize, parent: Path) -> list[BenchRow]:
+    """Measure in a temporary folder inside `parent`, whose disk needs room for the weights."""
+    _check_room(device, size, parent)
+    folder = Path(tempfile.mkdtemp(prefix="gracetune-bench-", dir=parent))
     try:
         files = write_weights(folder, size, device)
         return list(_rows(device, size, folder, files))
@@ -85,14 +85,14 @@ def measure(device: torch.device, size: DenoiserSize, below: Path) -> list[Bench
         shutil.rmtree(folder)
 
 
-def _check_room(device: torch.device, size: DenoiserSize, below: Path) -> None:
-    if not below.is_dir():
-        raise MachineError(f"bench loading needs a folder to write into; {below} is none\n  try  mkdir -p {below}")
+def _check_room(device: torch.device, size: DenoiserSize, parent: Path) -> None:
+    if not parent.is_dir():
+        raise MachineError(f"bench loading needs a folder to write into; {parent} is none\n  try  mkdir -p {parent}")
     needed = size.weight_bytes
-    free = shutil.disk_usage(below).free
+    free = shutil.disk_usage(parent).free
     if free < needed * 1.05:
         raise MachineError(
-            f"bench loading writes {format_bytes(needed)} of weights; {below} has {format_bytes(free)} free\n"
+            f"bench loading writes {format_bytes(needed)} of weights; {parent} has {format_bytes(free)} free\n"
             "  try  TMPDIR=FOLDER gracetune bench loading, with a folder on a larger disk"
         )
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < needed * 1.05:
@@ -163,7 +163,7 @@ def _rows(device: torch.device, size: DenoiserSize, folder: Path, files: list[Pa
     largest = max(file.stat().st_size for file in files)
     source = ModelSource("bench", folder)
     torch.zeros(1, device=device).to(torch.bfloat16)  # creates the CUDA context, which belongs to the baseline
-    reads = [_timed(files, lambda: _read_plainly(files), device)]
+    reads = [_cold_seconds(files, lambda: _read_plainly(files), device)]
     peak = _Peak(device)
     loaded: list[nn.Module] = []
 
@@ -173,8 +173,8 @@ def _rows(device: torch.device, size: DenoiserSize, folder: Path, files: list[Pa
                 load_component(source, _COMPONENT, WanTransformer3DModel, PartPlacement(device, torch.bfloat16))
             )
 
-    seconds = _timed(files, load, device)
-    reads.append(_timed(files, lambda: _read_plainly(files), device))
+    seconds = _cold_seconds(files, load, device)
+    reads.append(_cold_seconds(files, lambda: _read_plainly(files), device))
     wrong = _wrong_tensors(loaded[0], folder)
     weights = sum(tensor.nbytes for tensor in loaded[0].parameters()) if device.type == "cpu" else 0
     extra = max(0, peak.above_baseline - weights)
@@ -196,7 +196,8 @@ def _rates_text(reads: list[float]) -> str:
     return f"{each} s before and after, {_threads()} threads; the page cache is dropped before each measurement"
 
 
-def _timed(files: list[Path], work: Callable[[], object], device: torch.device) -> float:
+def _cold_seconds(files: list[Path], work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that `work` takes while the files are not in the page cache."""
     for file in files:
         _drop_page_cache(file)
     start = time.perf_counter()
@@ -241,6 +242,7 @@ def _read_plainly(files: list[Path]) -> None:
 
 
 def _wrong_tensors(model: nn.Module, folder: Path) -> int:
+    """How many of every 25th tensor differ from the file."""
     parameters = dict(model.named_parameters())
     entries = open_weights(folder / _COMPONENT / f"{_STEM}.safetensors.index.json").entries
     wrong = 0

@@ -75,20 +75,20 @@ def _look_ahead_rows(heap: ManagedHeap, choice: TransportChoice, speeds: LinkSpe
         rows = list(slab.cuda()) if gather else list(host.pin_memory())
         sources = rows * ROUNDS  # one transfer per epoch has no step before it to hide behind
         speed = speeds.managed.gather if gather and speeds.managed else speeds.pinned_copy
-        yield _hidden(speed.rate, sources, heap.device)
+        yield _look_ahead_row(speed.rate, sources, heap.device)
         del rows, sources
     faults = _fault_rate(heap)
     yield BenchRow("page_faults_h2d", faults, "GB/s", detail="reads of managed pages, neither mapped nor prefetched")
     yield BenchRow("look_ahead_over_faults", speed.rate / faults, "ratio", ">= 4", speed.rate / faults >= 4)
 
 
-def _hidden(rate: float, sources: list[torch.Tensor], device: int) -> BenchRow:
+def _look_ahead_row(rate: float, sources: list[torch.Tensor], device: int) -> BenchRow:
     """The share of a transfer hidden behind a step of the same length.
 
     Without look-ahead the loop copies on the step's own stream.
     """
-    transfer = BATCH_BYTES / rate / 1e6
-    products = _as_long_as(transfer, len(sources), device)
+    transfer_ms = BATCH_BYTES / rate / 1e6
+    products = _as_long_as(transfer_ms, len(sources), device)
 
     def step(batch: Batch) -> None:
         for tensor in batch.values():
@@ -113,10 +113,10 @@ def _hidden(rate: float, sources: list[torch.Tensor], device: int) -> BenchRow:
     ahead()
     each = {work.__name__: median(timed_ms(work, device) for _ in range(5)) for work in (alone, ahead, behind)}
     per_step = {name: total / len(sources) for name, total in each.items()}
-    hidden = 1 - (per_step["ahead"] - per_step["alone"]) / transfer
+    hidden = 1 - (per_step["ahead"] - per_step["alone"]) / transfer_ms
     detail = (
-        f"transfer {transfer:.2f} ms, step {per_step['alone']:.2f} ms; both with look-ahead {per_step['ahead']:.2f}, "
-        f"without {per_step['behind']:.2f}"
+        f"transfer {transfer_ms:.2f} ms, step {per_step['alone']:.2f} ms; both with look-ahead "
+        f"{per_step['ahead']:.2f}, without {per_step['behind']:.2f}"
     )
     return BenchRow("hidden_by_look_ahead", hidden, "of transfer", ">= 0.90", hidden >= 0.90, detail)
 

@@ -97,7 +97,8 @@ def rows(device: torch.device, sizes: OptimBenchSizes) -> Iterator[BenchRow]:
 def _in_turns(
     adamw: Optimizer, automagic: Optimizer, parameters: list[Tensor], device: torch.device, sizes: OptimBenchSizes
 ) -> list[tuple[float, float]]:
-    """Time both optimizers in every round, so that other programs slow both down alike."""
+    """Milliseconds of an (AdamW, Automagic) step in each round after the warm-up. Both are timed in every round, so
+    that other programs slow both down alike."""
     times = []
     for round_ in range(sizes.warmup + sizes.rounds):
         # Flip signs in every other round, so that rates move up and down as in training.

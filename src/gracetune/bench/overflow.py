@@ -31,6 +31,7 @@ BATCH_SIZES: Final = (SMALL,) * 4 + (LARGE,) * 6 + (SMALL,) * 8
 class SpillTrace:
     losses: tuple[float, ...]
     memory_stages: tuple[int, ...]
+    """The governor's stage after each step. Empty for a run without the layer."""
     peak: int
     """Peak bytes, including model and optimizer."""
 
@@ -69,7 +70,7 @@ def spill_rows(machine: Machine, device: int) -> Iterator[BenchRow]:
 
     torch.use_deterministic_algorithms(True)
     try:
-        free = _train(device, None, BATCH_SIZES)
+        unlimited = _train(device, None, BATCH_SIZES)
         room = int(_train(device, None, (SMALL,) * 3).peak * 1.35)  # the small batches fit with enough to spare
         before = tidy(device)
         layer = _open(machine, device, most_arena_bytes=ARENA)
@@ -80,9 +81,11 @@ def spill_rows(machine: Machine, device: int) -> Iterator[BenchRow]:
     finally:
         torch.use_deterministic_algorithms(False)
     leaked = tidy(device) - before + layer.managed_bytes
-    same = sum(mine == theirs for mine, theirs in zip(spilled.losses, free.losses, strict=True))
-    sizes = f"peak of the unlimited run {format_bytes(free.peak)}, GPU limited to {format_bytes(room)}"
-    yield BenchRow("spilled_losses_equal", same, f"of {len(free.losses)}", "all", same == len(free.losses), sizes)
+    same = sum(mine == theirs for mine, theirs in zip(spilled.losses, unlimited.losses, strict=True))
+    sizes = f"peak of the unlimited run {format_bytes(unlimited.peak)}, GPU limited to {format_bytes(room)}"
+    yield BenchRow(
+        "spilled_losses_equal", same, f"of {len(unlimited.losses)}", "all", same == len(unlimited.losses), sizes
+    )
     seen = [memory_stage for memory_stage, _ in groupby(spilled.memory_stages)]
     detail = (
         f"{' '.join(map(str, spilled.memory_stages))}; {stats.light_reclamations} light, {stats.hard_reclamations} hard"
@@ -115,10 +118,10 @@ def overhead_rows(machine: Machine, device: int) -> Iterator[BenchRow]:
     start = time.perf_counter()
     for _ in range(100):
         layer.step()
-    sample = (time.perf_counter() - start) * 10
+    sample_ms = (time.perf_counter() - start) * 1000 / 100
     layer.close()
     cost = governed / plain - 1
-    detail = f"step {plain:.2f} ms, with the layer {governed:.2f} ms; one sample takes {sample:.3f} ms of the host"
+    detail = f"step {plain:.2f} ms, with the layer {governed:.2f} ms; one sample takes {sample_ms:.3f} ms of the host"
     yield BenchRow("overhead_when_idle", cost * 100, "% of step", "< 1", cost < 0.01, detail)
 
 

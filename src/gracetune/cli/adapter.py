@@ -65,12 +65,12 @@ def inspect(
 ) -> None:
     """Print family, expert, algorithm, rank, format and norms. Exit 1 if anything in a file is wrong."""
     from gracetune.adapters.adapter_files import open_adapter
-    from gracetune.cli.adapter_view import inspected, print_inspected
+    from gracetune.cli.adapter_view import inspection_json, print_inspection
 
     reports, failed = [], False
     for path in files:
         try:
-            report = inspected(open_adapter(path, _family(family)))
+            report = inspection_json(open_adapter(path, _family(family)))
         except GracetuneError as error:
             failed = True
             reports.append({"file": str(path), "error": str(error)})
@@ -80,7 +80,7 @@ def inspect(
         failed = failed or not report["usable"]
         reports.append(report)
         if not as_json:
-            print_inspected(report, out())
+            print_inspection(report, out())
     if as_json:
         print_json({"files": reports})
     raise typer.Exit(1 if failed else 0)
@@ -299,12 +299,12 @@ def _convert(
         raise ConfigError([Problem("--model", "nothing that needs it", "a DoRA for ComfyUI, or --lora-rank", hint)])
     precision = _precision(opened, dtype)
     conversions = []
-    for state, measure in zip(states, needs_base, strict=True):
+    for state, converts_magnitudes in zip(states, needs_base, strict=True):
         error = None
         if lora_rank is not None:
             state, error = _as_lora(state, lora_rank, base)
-        elif base is not None and measure:
-            state = _measured_by_base(state, base)
+        elif base is not None and converts_magnitudes:
+            state = _with_base_magnitudes(state, base)
         to = target_format.choose(state)
         target = _target(opened.file.path, state, to, output, several=len(states) > 1)
         conversions.append(Converted(state, str(target), to, error, reasons_by_program(state, to)))
@@ -334,8 +334,8 @@ def _has_magnitudes(state: AdapterState) -> bool:
     return any("dora_scale" in layer.tensors for layer in state.layers.values())
 
 
-def _measured_by_base(state: AdapterState, base: Base) -> AdapterState:
-    from gracetune.adapters.delta import measured_by_base, misfit
+def _with_base_magnitudes(state: AdapterState, base: Base) -> AdapterState:
+    from gracetune.adapters.delta import misfit, with_base_magnitude
 
     weight, layers = base.weight(state.expert), {}
     for path, layer in state.layers.items():
@@ -343,7 +343,7 @@ def _measured_by_base(state: AdapterState, base: Base) -> AdapterState:
         unfit = misfit(layer, found.shape)
         if unfit is not None:
             raise ConfigError([Problem(path, unfit, "a layer of the base model's size", "--model FOLDER")])
-        layers[path] = measured_by_base(layer, found)
+        layers[path] = with_base_magnitude(layer, found)
     return replace(state, layers=layers)
 
 

@@ -42,7 +42,7 @@ class Converted:
     """Program -> why it loads the file incorrectly; None if it loads it correctly."""
 
 
-def inspected(opened: OpenedAdapter) -> dict[str, Any]:
+def inspection_json(opened: OpenedAdapter) -> dict[str, Any]:
     tensors, detected = opened.file.tensors, opened.detected
     problems = [str(error) for error in opened.reading.errors()]
     return {
@@ -97,7 +97,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def print_inspected(report: dict[str, Any], console: Console) -> None:
+def print_inspection(report: dict[str, Any], console: Console) -> None:
     console.print(f"{mark(console, ok=report['usable'])} [bold]{shown(report['file'])}[/]")
     table = _table()
     experts = f", {' and '.join(report['stages'])}" if report["stages"] else ""

@@ -81,14 +81,14 @@ def _add(app: typer.Typer, name: str, title: str) -> None:
         output: Output = None,
         as_json: AsJson = False,
     ) -> None:
-        from gracetune.bench.step.job import StepJob, checked, parse_resolution
+        from gracetune.bench.step.job import StepJob, check_job, parse_resolution
 
         width, height = parse_resolution(resolution)
         job = StepJob(
             name, adapter, precision, batch, width, height, frames, checkpointing, optimizer, _bytes(memory_limit),
             baseline, steps, smoke, token_routing,
         )  # fmt: skip
-        job = checked(job)
+        job = check_job(job)
         with _opened() as (bench, machine):
             rows = bench.rows(job)
         _finish(name, rows, machine, output, as_json=as_json)
@@ -104,16 +104,16 @@ def suite(
     as_json: AsJson = False,
 ) -> None:
     """Measure every row of Wan2.2-14B that has a bar, in one process. The file is written after each row."""
-    from gracetune.bench.step.suite import chosen, measured
+    from gracetune.bench.step.suite import choose_tasks, measure_tasks
 
-    chosen(only or ())  # a misspelt name is an error before anything is loaded
+    choose_tasks(only or ())  # a misspelt name is an error before anything is loaded
     if output is not None:
         ignore_lost_stdout()
     rows: list[StepRow] = []
     # Created before `_opened` redirects stdout, so that it keeps the real one.
     console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, soft_wrap=True)
     with _opened() as (bench, machine):
-        for row in measured(bench, only or (), steps=steps, smoke=smoke):
+        for row in measure_tasks(bench, only or (), steps=steps, smoke=smoke):
             rows.append(row)
             if output is not None:
                 write_result(output, result_of("suite", rows, machine))
@@ -124,13 +124,13 @@ def suite(
 @contextlib.contextmanager
 def _opened() -> Iterator[tuple[Bench, Machine]]:
     """The benches of this machine, with stdout redirected to stderr."""
-    from gracetune.bench.step.measurement import Stamp, opened, versions_of
+    from gracetune.bench.step.measurement import Stamp, open_bench, versions_of
     from gracetune.cli.library_output import libraries_quiet
 
     machine = probe()
     stamp = Stamp(command_line(), git_commit(), versions_of(machine, __version__))
     # Libraries print to stdout, which is reserved for the result.
-    with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), opened(machine, stamp, _print) as bench:
+    with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), open_bench(machine, stamp, _print) as bench:
         yield bench, machine
 
 

@@ -300,7 +300,12 @@ def _clear(job: CacheCommand) -> list[Cleared]:
             with DiskStore.open(folder, writable=True) as store:
                 removal = clear_store(store, [item.key for item in items])
                 damaged = remove_damaged(store)
-                found.append(Cleared(folder, removal.entries, removal.size, len(store.keys()), damaged, store.damaged))
+                found.append(
+                    Cleared(
+                        folder, removal.entries, removal.size, left=len(store.keys()), damaged=damaged,
+                        damaged_left=store.damaged,
+                    )
+                )  # fmt: skip
     for epoch, folder in [*job.folders.epochs()]:
         of_epoch = needs(job.config, job.index, job.encoders, job.folders, epoch=epoch, part="epoch").all
         if is_cache(folder):
@@ -325,7 +330,7 @@ def _clear_damaged(job: CacheCommand) -> list[Cleared]:
             with DiskStore.open(folder, writable=True) as store:
                 leave_out_damaged(store)
                 damaged = remove_damaged(store)
-                found.append(Cleared(folder, 0, 0, len(store.keys()), damaged, store.damaged))
+                found.append(Cleared(folder, 0, 0, left=len(store.keys()), damaged=damaged, damaged_left=store.damaged))
     return found
 
 

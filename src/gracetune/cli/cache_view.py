@@ -36,14 +36,14 @@ _REASONS = 8
 class ProgressLines:
     """Prints a line of progress, at most every half minute."""
 
-    EVERY = 30.0
+    EVERY_S = 30.0
 
     def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._print, self._clock = report, clock
         self._last = clock()
 
     def show(self, what: str, done: int, total: int, pace: str) -> None:
-        if self._clock() - self._last >= self.EVERY:
+        if self._clock() - self._last >= self.EVERY_S:
             self._last = self._clock()
             self._print(f"{what}: {done} of {total}" + (f", {pace}" if pace else ""))
 
@@ -305,7 +305,9 @@ def _short(value: str | None) -> str:
 class Cleared:
     folder: Path
     entries: int
+    """Entries that were removed."""
     size: int
+    """Their bytes."""
     left: int
     """Entries that remain: those that this configuration does not need, or all of them with `only_damaged`."""
     damaged: tuple[DamagedShard, ...] = ()

@@ -62,12 +62,12 @@ def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
     error, because that is where a script reads the result. Output that cannot be written raises nothing. If the result
     of a command is lost that way, the exit code reports it (`StandardStreams`).
     """
-    return _guarded(lambda streams, redactor: run(_session(streams, redactor)), as_json=as_json)
+    return _run_guarded(lambda streams, redactor: run(_session(streams, redactor)), as_json=as_json)
 
 
 def start_bare(run: Callable[[], int], *, as_json: bool = False) -> int:
     """Like `start`, for what needs neither the environment nor a config: help and version."""
-    return _guarded(lambda streams, redactor: run(), as_json=as_json)
+    return _run_guarded(lambda streams, redactor: run(), as_json=as_json)
 
 
 def _session(streams: StandardStreams, redactor: Redactor) -> Session:
@@ -84,7 +84,7 @@ def _session(streams: StandardStreams, redactor: Redactor) -> Session:
 _Action = Callable[[StandardStreams, Redactor], int]
 
 
-def _guarded(run: _Action, *, as_json: bool) -> int:
+def _run_guarded(run: _Action, *, as_json: bool) -> int:
     redactor = Redactor()
     streams = open_streams(redactor)
     ended_by_lost_output = False

@@ -95,7 +95,9 @@ def show(
     if sheets:
         notes.append(f"{counted(len(sheets), 'contact sheet')} in {folder}")
     accumulated = config.training.gradient_accumulation_steps
-    shown = Shown(index, order, accumulated, sheets, tuple(notes), rehearsal.estimates, items)
+    shown = Shown(
+        index, order, accumulated, sheets=sheets, notes=tuple(notes), staged=rehearsal.estimates, lists_items=items
+    )
     if json_output:
         print_json(as_json(shown))
     else:

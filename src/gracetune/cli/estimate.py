@@ -73,7 +73,7 @@ def estimate(
         expected = "--processes N with N above 1: one process has nothing to share"
         raise ConfigError([Problem("--fsdp", "one process", expected, "--processes 2 --fsdp")])
     several = Processes.on(machine, processes, sharded=fsdp)
-    remote = look_at_copies(resolved.config, session(context).environment, machine)
+    remote = inspect_copies(resolved.config, session(context).environment, machine)
     cache = session(context).environment.cache_folder
     demand, assumption = demand_of(
         resolved.config, machine, samples, several, remote.facts, option="--samples", cache=cache
@@ -100,12 +100,13 @@ class RemoteData:
     """The copies of remote datasets: their size, and sentences about missing ones."""
 
     facts: dict[str, DatasetFacts]
+    """By dataset id, for copies whose number of samples is known."""
     lines: tuple[str, ...] = ()
     rejected: str | None = None
     """Why the copies cannot be made on this machine; None if they can."""
 
 
-def look_at_copies(config: RunConfig, environment: Environment, machine: Machine) -> RemoteData:
+def inspect_copies(config: RunConfig, environment: Environment, machine: Machine) -> RemoteData:
     """Measure existing copies, and list the remote storage for missing ones. Nothing is downloaded."""
     copies = Copies(config, HubAccess.of(environment))
     facts: dict[str, DatasetFacts] = {}

@@ -19,7 +19,7 @@ from gracetune.integrations.check import check as check_points
 from gracetune.integrations.facts import FactsError, read_facts
 from gracetune.integrations.points import Upstream
 from gracetune.integrations.survey import survey
-from gracetune.integrations.trees import opened
+from gracetune.integrations.trees import open_tree
 from gracetune.integrations.upstreams import UPSTREAMS
 
 app = typer.Typer(
@@ -90,7 +90,7 @@ def _report(upstream: Upstream, source: Path | None) -> UpstreamReport:
         if facts.upstream != upstream.name:
             raise FactsError(f"{source}: facts of {facts.upstream}, not of {upstream.name}")
     else:
-        with opened(upstream, source) as (tree, origin):
+        with open_tree(upstream, source) as (tree, origin):
             facts = survey(tree, upstream, origin)
     return check_points(facts, upstream.points)
 

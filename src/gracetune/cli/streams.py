@@ -199,8 +199,8 @@ def open_streams(redactor: Redactor) -> StandardStreams:
     libraries would write their errors into it.
     """
     _fill_closed_descriptors()
-    sys.stdout, stdout = _guarded(sys.stdout, "stdout", 1)
-    sys.stderr, stderr = _guarded(sys.stderr, "stderr", 2)
+    sys.stdout, stdout = _guard(sys.stdout, "stdout", 1)
+    sys.stderr, stderr = _guard(sys.stderr, "stderr", 2)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, RedactedText):
             stream.redactor = redactor
@@ -228,7 +228,7 @@ def _fill_closed_descriptors() -> None:
             os.set_inheritable(number, True)
 
 
-def _guarded(stream: TextIO | None, name: str, number: int) -> tuple[TextIO, GuardedOutput | None]:
+def _guard(stream: TextIO | None, name: str, number: int) -> tuple[TextIO, GuardedOutput | None]:
     if stream is None:  # closed at the start: its number may belong to another file by now, so do not write to it
         raw = GuardedOutput(name, os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), is_open=False)
         return _text(raw, "utf-8"), raw

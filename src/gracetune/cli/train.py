@@ -1,4 +1,4 @@
-"""`gracetune train`: a run from its config to the trained weights. `gracetune validate-now`: request a validation."""
+"""`gracetune train`: a run from its config to the trained weights."""
 
 from __future__ import annotations
 

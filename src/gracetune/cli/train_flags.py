@@ -37,9 +37,10 @@ _ROWS = {key.name: (key.path, key.convert) for key in TRAINING.keys.values() if 
     "lr_end": (("schedule", "end_lr"), as_number),
     "max_grad_norm": (("training", "max_grad_norm"), positive_or_none),
 }
-"""SimpleTuner's options that set one value. The last seven depend on each other in a config file; as flags, each sets
-its own value only."""
+"""SimpleTuner's options that set one value. Those listed here depend on each other in a config file; as flags, each
+sets its own value only."""
 _ALWAYS = {"enable_manual_validation": "a run takes requests at any time: gracetune validate-now RUN"}
+"""SimpleTuner's switches for what every run does here, each with the note that is printed."""
 _SWITCHES = (
     "dry-run", "allow-unsupported", "allow-other-data", "allow-other-run", "allow-misfit", "force-oversubscription",
     "no-samples", "json",

@@ -17,6 +17,7 @@ _NETWORK: Final = "toolkit.network_mixins"
 _WAN: Final = "extensions_built_in.diffusion_models.wan22.wan22_14b_model"
 _CONFIG: Final = "toolkit.config_modules"
 
+# The columns of each row are the fields of `Point`: name, needed_for, module, target, parameters.
 ENTRY: Final = (
     Point("extension.class", "our extension, as ai-toolkit finds it", _EXTENSION, "Extension.get_process", "cls"),
     Point("extension.found", "our extension, as ai-toolkit finds it", _EXTENSION, "get_all_extensions", ""),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gracetune.errors import GracetuneError
-from gracetune.integrations.signatures import parse, shown
+from gracetune.integrations.signatures import parameters_text, parse
 from gracetune.storage.atomic import write_file
 
 FORMAT = 1
@@ -73,7 +73,7 @@ class UpstreamFacts:
     """File -> why it could not be read or parsed."""
     looked_for: frozenset[str] | None = None
     """`Point.location` of all points that were searched for; None for facts made from the whole code, which are not
-    written to a file before they are narrowed to points (`narrowed` in `survey.py`)."""
+    written to a file before they are narrowed to points (`narrow_facts` in `survey.py`)."""
 
 
 def file_names(module: str) -> tuple[str, str]:
@@ -134,7 +134,7 @@ def _module_json(module: UpstreamModule) -> dict[str, Any]:
 def _definition_json(one: Definition) -> dict[str, Any]:
     value: dict[str, Any] = {"kind": str(one.kind), "line": one.line}
     if one.signature is not None:
-        value["parameters"] = shown(one.signature)
+        value["parameters"] = parameters_text(one.signature)
     if one.bases:
         value["bases"] = list(one.bases)
     if one.calls:

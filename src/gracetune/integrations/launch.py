@@ -37,7 +37,7 @@ def run_upstream(upstream: str, arguments: Sequence[str], *, off: bool, environm
         _require(OVERLAY, "./overlays/simpletuner")
         arguments, variables = with_overlay(arguments, variables)
     _restore_ctrl_c()
-    code = _waited(subprocess.Popen([sys.executable, "-m", "simpletuner", *arguments], env=variables))
+    code = _wait_for(subprocess.Popen([sys.executable, "-m", "simpletuner", *arguments], env=variables))
     return code if code >= 0 else 128 - code
 
 
@@ -50,7 +50,7 @@ def _restore_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _waited(process: subprocess.Popen[bytes]) -> int:
+def _wait_for(process: subprocess.Popen[bytes]) -> int:
     """Wait for upstream and return its exit code.
 
     On Ctrl-C the terminal signals upstream too, which then ends its training processes. SIGTERM would end only its

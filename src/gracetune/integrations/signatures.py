@@ -51,7 +51,7 @@ def parse(text: str) -> Signature:
     raise SignatureError(f"not a parameter list: {text!r}")
 
 
-def shown(signature: Signature) -> str:
+def parameters_text(signature: Signature) -> str:
     """The parameter list as text that `parse` reads back."""
     words: list[str] = []
     parameters = list(signature.parameters.values())

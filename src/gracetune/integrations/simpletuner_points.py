@@ -31,6 +31,7 @@ _SOUND: Final = "simpletuner.helpers.audio"
 _AUDIO: Final = "simpletuner.helpers.audio.load"
 _MODELS: Final = "simpletuner.helpers.models.registry"
 
+# The columns of each row are the fields of `Point`: name, needed_for, module, target, parameters.
 TRAINER: Final = (
     # The merge guide's section 5.1, in its order.
     Point("trainer.module", "the guide's place for imports", _TRAINER, needed=False),

@@ -73,7 +73,7 @@ def read_module(source: bytes, wanted: SurveyRequest) -> UpstreamModule:
     return UpstreamModule(definitions, dict(_imported(body)))
 
 
-def narrowed(facts: UpstreamFacts, points: Iterable[Point]) -> UpstreamFacts:
+def narrow_facts(facts: UpstreamFacts, points: Iterable[Point]) -> UpstreamFacts:
     """Reduce facts to what a check of these points reads, so that they are small enough to commit."""
     points = tuple(points)
     names = _names(facts, points)

@@ -98,7 +98,7 @@ class Wheel:
 
 
 @contextmanager
-def opened(upstream: Upstream, source: Path | None) -> Iterator[tuple[Tree, str]]:
+def open_tree(upstream: Upstream, source: Path | None) -> Iterator[tuple[Tree, str]]:
     """The tree at `source`, or of the installed upstream, and its location."""
     if source is None:
         root = _installed(upstream)

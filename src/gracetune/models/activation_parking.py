@@ -44,6 +44,7 @@ class ParkingStats:
     stayed: int = 0
     """Inputs that were still on the device when they were needed."""
     returned: int = 0
+    """Inputs that were copied back to the device."""
 
     @property
     def line(self) -> str:

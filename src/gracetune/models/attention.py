@@ -2,7 +2,7 @@
 
     facts = attention_facts(device, dtype, spec.attention)        # queries torch and the GPU
     choice = choose_attention(config.training.attention, facts)   # pure: a backend and its reason
-    Placement(device, dtype, choice.backend)                      # `load_component` applies it
+    PartPlacement(device, dtype, choice.backend)                  # `load_component` applies it
 
 diffusers' transformers call attention through its dispatcher, which has a backend name for each kernel. The U-Net and
 Stable Audio call torch's `scaled_dot_product_attention` directly; their calls are wrapped in `sdpa_kernel` instead.
@@ -51,7 +51,7 @@ _KERNELS: Final = MappingProxyType(
 _PACKAGES: Final = MappingProxyType({"flash_attn_2": "flash_attn", "flash_attn_3": "flash_attn_interface"})
 _PLAIN: Final = AttentionCalls()
 _PROBE_TOKENS = 1024
-"""Sequence length of the call torch is queried about."""
+"""Sequence length of the example call whose support is queried."""
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -75,7 +75,7 @@ class AttentionFacts:
 @dataclass(frozen=True)
 class AttentionChoice:
     backend: str | None
-    """diffusers' backend name, for `Placement.attention`. None lets torch choose for each call."""
+    """diffusers' backend name, for `PartPlacement.attention`. None lets torch choose for each call."""
     reason: str
 
 
@@ -111,7 +111,7 @@ def _unusable_kernels(device: torch.device, dtype: torch.dtype, head_dim: int, m
         "efficient": can_use_efficient_attention,
     }
     why = f"torch does not support it here for {dtype} and head size {head_dim}{', with a mask' if masked else ''}"
-    return {name: why for name, ask in usable.items() if not ask(call)}
+    return {name: why for name, can_use in usable.items() if not can_use(call)}
 
 
 def _import_error(package: str) -> str | None:

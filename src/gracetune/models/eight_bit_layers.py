@@ -39,8 +39,8 @@ def eight_bit_weights(model: nn.Module, held: EightBitLayers, exact: Collection[
     owners = Counter(id(module.weight) for module in model.modules() if isinstance(module, nn.Linear))
     names = frozenset(
         path + _WEIGHT
-        for path, layer in listed(model, held.layers)
-        if (held.kind == "int8" or fits(layer))
+        for path, layer in matching_layers(model, held.layers)
+        if (held.kind == "int8" or fp8_supports(layer))
         and owners[id(layer.weight)] == 1
         and set(exact).isdisjoint(path.split("."))
     )
@@ -53,7 +53,7 @@ def eight_bit_weights(model: nn.Module, held: EightBitLayers, exact: Collection[
     return names
 
 
-def listed(model: nn.Module, patterns: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
+def matching_layers(model: nn.Module, patterns: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
     """The linear layers whose path matches one of the patterns."""
     split = [pattern.split(".") for pattern in patterns]
     for path, module in model.named_modules():
@@ -69,13 +69,13 @@ def _matches(parts: list[str], pattern: list[str]) -> bool:
     )
 
 
-def fits(layer: nn.Linear) -> bool:
-    """Whether fp8 products support the layer's sides."""
+def fp8_supports(layer: nn.Linear) -> bool:
+    """Whether both sides of the layer are multiples of `FP8_SIDE`."""
     return layer.in_features % FP8_SIDE == 0 and layer.out_features % FP8_SIDE == 0
 
 
-def putting(model: nn.Module, held: EightBitLayers, device: torch.device) -> Put:
-    """A `Put` that replaces the layers of `model`."""
+def put_into(model: nn.Module, held: EightBitLayers, device: torch.device) -> Put:
+    """A `Put` that quantizes each weight on `device` and replaces its layer in `model`."""
 
     def put(name: str, weight: Tensor) -> None:
         path = name.removesuffix(_WEIGHT)
@@ -93,19 +93,19 @@ def _in_eight_bits(weight: Tensor, bias: nn.Parameter | None, held: EightBitLaye
 def read(
     weights: WeightFiles, wanted: Mapping[str, Tensor], device: torch.device, put: Put, progress: Progress
 ) -> None:
-    """Read these weights in the precision of the file, quantize each one once, and hand it to `put`.
+    """Read these weights in the precision of the file and pass each one to `put`, which quantizes it.
 
-    The caller has checked names and shapes.
+    Only the names of `wanted` matter. The caller has checked names and shapes.
     """
     for names in groups({name: weights.entries[name].size for name in wanted}):
         entries = {name: weights.entries[name] for name in names}
-        held = {
+        tensors = {
             name: torch.empty(entry.shape, dtype=_precision(entry.dtype), device=device)
             for name, entry in entries.items()
         }
-        load_into(replace(weights, entries=entries), held, progress=progress)
+        load_into(replace(weights, entries=entries), tensors, progress=progress)
         for name in names:
-            put(name, held.pop(name))
+            put(name, tensors.pop(name))
 
 
 def _precision(name: str) -> torch.dtype:
@@ -123,7 +123,7 @@ def readable(weights: WeightFiles, name: str, wanted: Tensor) -> bool:
 
 
 def groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names in order, grouped so that each group stays below `AT_ONCE` bytes."""
+    """Names in order, grouped so that each group has at most `AT_ONCE` bytes. A larger one is a group of its own."""
     group: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -138,18 +138,18 @@ def groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 def eight_bit_line(model: nn.Module, patterns: Collection[str]) -> str:
     """One line about the 8-bit layers, for the run's list of decisions."""
-    layers = [layer for _, layer in listed(model, patterns)]
+    layers = [layer for _, layer in matching_layers(model, patterns)]
     int8 = sum(isinstance(layer, Int8Linear) for layer in layers)
     if int8:
         rest = f"; {len(layers) - int8} are not quantized: two layers share a weight" if len(layers) > int8 else ""
         return f"base weights: int8 for {int8:,} layers (one scale per row), multiplied in 16 bits{rest}"
-    held = [layer for layer in layers if isinstance(layer, Fp8Linear)]
-    both = sum(layer.fp8_transposed is not None for layer in held)
+    fp8 = [layer for layer in layers if isinstance(layer, Fp8Linear)]
+    both = sum(layer.fp8_transposed is not None for layer in fp8)
     layouts = "in both layouts: no transpose in a step" if both else "in one layout, transposed in the backward pass"
-    left = len(layers) - len(held)
+    left = len(layers) - len(fp8)
     rest = (
         f"; {left} are not quantized: their sides are not multiples of {FP8_SIDE}, or two layers share a weight"
         if left
         else ""
     )
-    return f"base weights: fp8 for {len(held):,} layers (e4m3, one scale per row), {layouts}{rest}"
+    return f"base weights: fp8 for {len(fp8):,} layers (e4m3, one scale per row), {layouts}{rest}"

@@ -4,7 +4,8 @@ When both experts do not fit, the next one could only be copied once its turn co
 of it. But a backward pass visits blocks from the last to the first and does not need a block again afterwards. As each
 block finishes, its memory is freed and filled with the next expert's weights, first block first. Blocks that have not
 arrived when the expert's turn comes are waited for one by one, each just before it is called, so the first blocks
-compute while the last ones are still being copied. Frozen weights are never copied back: the host copy stays valid.
+compute while the last ones are still being copied. Frozen weights are not copied back, because the host copy stays
+valid, unless a checksum shows that something changed them (a merged adapter).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class StreamedParking:
             (shared[owners[id(tensor)]] if id(tensor) in owners else around).append(tensor)
         self.around, *self.blocks = (CopyParking.of(part, device, lane, new_home) for part in (around, *shared))
         self.trained = [[one for one in block.parameters() if one.requires_grad] for block in blocks]
+        """Trained parameters of each block. Their gradients show how far a backward pass has come."""
         self.bytes = sum(part.bytes for part in self.parts)
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """The context entered around each wait for a block."""
@@ -94,24 +96,24 @@ class StreamedParking:
         for part in self.parts:
             part.park(unchanged=self.unchanged)
 
-    def ask_for_changes(self) -> Callable[[], None]:
+    def start_change_check(self) -> Callable[[], None]:
         """Start checking by checksum whether the device weights have changed, without a host synchronization.
 
-        The returned function waits for the result and saves what changed.
+        The returned function waits for the result and copies what changed to the host.
         """
-        flags = torch.stack([part.changed() for part in self.parts])
+        flags = torch.stack([part.has_changed() for part in self.parts])
         found = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda).copy_(flags, non_blocking=True)
         copied = torch.cuda.current_stream(flags.device).record_event() if flags.is_cuda else None
 
-        def keep() -> None:
+        def save_changes() -> None:
             if copied is not None:
                 copied.synchronize()
             for part, changed in zip(self.parts, found.tolist(), strict=True):
                 if changed:
-                    part.keep()
+                    part.copy_to_host()
             self.unchanged = True
 
-        return keep
+        return save_changes
 
 
 def _arrive(parking: weakref.ref[StreamedParking], number: int) -> None:
@@ -148,11 +150,11 @@ class StreamedSwap:
         self._room = 0
         """Bytes freed so far and not used yet."""
         self._hooks: list[RemovableHandle] = []
-        self._keep_changes: Callable[[], None] | None = None
+        self._save_changes: Callable[[], None] | None = None
         self.brought_bytes = 0
 
     def __enter__(self) -> StreamedSwap:
-        self._keep_changes = self._leaving.ask_for_changes()
+        self._save_changes = self._leaving.start_change_check()
         for number, parameters in enumerate(self._leaving.trained):
             for parameter in parameters:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._reached(number)))
@@ -171,9 +173,9 @@ class StreamedSwap:
         def reached(_parameter: Tensor) -> None:
             # A gradient in block `number` means that all later blocks are done. Before the first of them leaves, save
             # what changed: afterwards only the host copy is left.
-            if self._left > number + 1 and self._keep_changes is not None:
-                self._keep_changes()
-                self._keep_changes = None
+            if self._left > number + 1 and self._save_changes is not None:
+                self._save_changes()
+                self._save_changes = None
             while self._left > number + 1:
                 self._left -= 1
                 part = self._leaving.blocks[self._left]

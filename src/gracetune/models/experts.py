@@ -98,6 +98,7 @@ class SwitchStats:
     """Times come from device events and are read only once complete, so they lag slightly."""
 
     count: int = 0
+    """Activations of an expert that was not active, the first one included."""
     followed_bytes: int = 0
     """Bytes copied during the last backward pass of the expert before."""
     waited_ms: float = 0.0
@@ -187,7 +188,7 @@ class ExpertHost:
 
     @property
     def moves(self) -> bool:
-        """Whether weights are moved off the device and back to another address."""
+        """Whether the weights of an inactive expert leave the device. Pinned copies come back at another address."""
         return not all(isinstance(one, NoParking) for one in self._parking.values())
 
     @property

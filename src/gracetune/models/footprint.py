@@ -224,6 +224,7 @@ class FootprintEncoder:
     parameters: int
     working: int
     tokens: int
+    """The most tokens that it reads for one caption or image."""
     kind: Literal["text", "vision"] = "text"
     sees_references: bool = False
     """Whether the text encoder also reads the sample's reference images."""
@@ -254,12 +255,14 @@ class Footprint:
     parameters: int = 0
     """Parameters of each denoiser."""
     width: int = 0
+    """Channels of the residual; for a U-Net, at its top level."""
     blocks: tuple[FootprintBlock, ...] = ()
     latents: PixelLatents | AudioLatents
     codec: FootprintCodec
     encoders: tuple[FootprintEncoder, ...]
     text: FootprintText
     vision_tokens: int = 0
+    """Tokens of the image encoder that the denoiser reads; 0 without one."""
     references: bool = False
     """Edit models: the latents of reference images join the image tokens."""
     measured: str = ""

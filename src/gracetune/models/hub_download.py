@@ -113,6 +113,7 @@ class HubFetcher:
     access: HubAccess = field(default_factory=HubAccess)
     report: Callable[[str], None] = lambda text: None
     on_fetched: Callable[[str], OnFetched] = lambda name: lambda done, total: None
+    """Name of the model -> a function that gets the bytes done and in all, as the weights arrive."""
     retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
 
     def __call__(self, key: str, name: str, revision: str | None, variant: str | None, file: str | None = None) -> Path:
@@ -215,6 +216,7 @@ class DownloadPlan:
     repo: Repo
     commit: str
     wanted: tuple[str, ...]
+    """Paths of all files that the model needs, on this machine or not."""
     missing: Mapping[str, RemoteFile]
     """One path per content: the hub's cache stores files of equal content once."""
 

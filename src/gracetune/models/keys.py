@@ -113,7 +113,7 @@ class KeyMap:
     base_version: str = ""
     """The same in kohya's headers (`ss_base_model_version`). Empty: not written."""
     of_experts: tuple[str, str] | None = None
-    """Both of these for weights with two experts, if they differ."""
+    """(architecture, base_version) for weights with two experts, if they differ from those above."""
     also_read_by: tuple[tuple[str, str], ...] = ()
     """(format, program) pairs, as in `config/registry.py`: programs that read this family's names in a format, in
     addition to those that read every family."""
@@ -148,7 +148,8 @@ class KeyMap:
                 return self._original(index, counts, path)
         return None
 
-    def knows(self, path: str) -> bool:
+    def has(self, path: str) -> bool:
+        """Whether the family has this layer of diffusers' model."""
         return self.original(path) is not None
 
     def in_order(self, paths: Iterable[str]) -> list[str]:
@@ -171,7 +172,7 @@ class KeyMap:
     # -- look-up tables ------------------------------------------------------------------------------------------------
 
     def _mapped(self, index: int, counts: tuple[int, ...]) -> MappedLayers:
-        """The place of entry `index` of the original layout: rules first, then fused matrices."""
+        """The layers of entry `index` of the original layout: rules first, then fused matrices."""
         if index < len(self.rules):
             rule = self.rules[index]
             return MappedLayers((rule.ours.format(*counts),), "original", halves_swapped=rule.halves_swapped)

@@ -26,7 +26,7 @@ from gracetune.memory.weights.loading import Progress, load_into
 from gracetune.models import eight_bit_layers as eight_bits
 from gracetune.models import single_file
 from gracetune.models.attention import apply_attention
-from gracetune.models.eight_bit_layers import Put, eight_bit_weights, putting
+from gracetune.models.eight_bit_layers import Put, eight_bit_weights, put_into
 from gracetune.models.eight_bit_linear import check_fp8
 from gracetune.models.layout import CONFIG, part_config, read_config, weight_file
 from gracetune.models.progress_bars import without_bars
@@ -108,7 +108,7 @@ def load_component(
     """A diffusers model, frozen and in eval mode, with its weights read directly to `placement.device`.
 
     With `random_fill` no weight is read; `random_fill` initializes the weights instead, and everything else is the
-    same.
+    same. `progress` is called only while a file with diffusers' names is read.
 
     Layers that the class keeps in float32 stay in float32. With `placement.eight_bits` the weights of the layers it
     names are quantized to 8 bits while they are read, so they are never in memory as a whole in another precision.
@@ -120,13 +120,13 @@ def load_component(
     config = part_config(source, component, cls)
     with _parameters_on_meta(placement.dtype), _config_errors(source, component, cls):
         model: Any = cls.from_config(config)
-    rounded: frozenset[str] = frozenset()
+    quantized: frozenset[str] = frozenset()
     if placement.eight_bits is not None:
         if placement.eight_bits.kind == "fp8":
             check_fp8(placement.device)
-        rounded = eight_bit_weights(model, placement.eight_bits, _in_fp32(cls))
-    destinations = _allocate(model, cls, placement.dtype, placement.device, rounded)
-    put = putting(model, placement.eight_bits or EightBitLayers(()), placement.device)
+        quantized = eight_bit_weights(model, placement.eight_bits, _in_fp32(cls))
+    destinations = _allocate(model, cls, placement.dtype, placement.device, quantized)
+    put = put_into(model, placement.eight_bits or EightBitLayers(()), placement.device)
     file = source.single_file if single_file.supplies(source, component) else None
     if random_fill is not None:
         _fill_random(model, destinations, random_fill, placement.device, put)
@@ -152,11 +152,11 @@ def _in_fp32(cls: type[Any]) -> list[str]:
 
 
 def _allocate(
-    model: nn.Module, cls: type[Any], dtype: torch.dtype, device: torch.device, rounded: Collection[str] = ()
+    model: nn.Module, cls: type[Any], dtype: torch.dtype, device: torch.device, quantized: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Allocate every parameter and saved buffer on its device. Returns them by name; a tied one has several names.
+    """Allocate every parameter and saved buffer on `device`. Returns them by name; a tied one has several names.
 
-    The tensors named in `rounded` stay on meta: they are handed to `put` as they are read.
+    The tensors named in `quantized` stay on meta: `put` gets them as they are read, and quantizes them.
     """
     kept = _in_fp32(cls)
 
@@ -168,7 +168,7 @@ def _allocate(
     destinations: dict[str, Tensor] = {}
     filled: dict[int, Tensor] = {}
     for name, old in model.state_dict(keep_vars=True).items():
-        if name in rounded:
+        if name in quantized:
             destinations[name] = old
             continue
         if id(old) not in filled:
@@ -210,17 +210,17 @@ def _fill(
     wanted = _one_name_each(destinations, weights)
     left_out = admitted | (destinations.keys() - wanted.keys())
     entries = {name: entry for name, entry in weights.entries.items() if name not in left_out}
-    rounded = {name: one for name, one in wanted.items() if one.is_meta and eight_bits.readable(weights, name, one)}
+    quantizable = {name: one for name, one in wanted.items() if one.is_meta and eight_bits.readable(weights, name, one)}
     # A weight that cannot be quantized stays here, so that `load_into` reports it together with all other problems.
     at_once = {
         name: torch.empty(one.shape, dtype=one.dtype) if one.is_meta else one
         for name, one in wanted.items()
-        if name not in rounded
+        if name not in quantizable
     }
-    rest = replace(weights, entries={name: entry for name, entry in entries.items() if name not in rounded})
+    rest = replace(weights, entries={name: entry for name, entry in entries.items() if name not in quantizable})
     counting = _in_all(progress, sum(entry.size for entry in entries.values()))
     load_into(rest, at_once, progress=counting)
-    eight_bits.read(weights, rounded, device, put, counting)
+    eight_bits.read(weights, quantizable, device, put, counting)
 
 
 def _in_all(progress: Progress | None, total: int) -> Progress:

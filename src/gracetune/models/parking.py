@@ -217,23 +217,23 @@ class CopyParking:
         self._checksum = _checksum(self._block)
 
     def park(self, *, unchanged: bool = False) -> None:
-        """`unchanged`: the caller has checked `changed` already, so the host need not wait for the result."""
+        """`unchanged`: the caller has checked `has_changed` already, so the host need not wait for the result."""
         if self._block is None:
             return
         self._lane.join()
-        if not unchanged and self._checksum is not None and bool(self.changed()):
-            self.keep()
+        if not unchanged and self._checksum is not None and bool(self.has_changed()):
+            self.copy_to_host()
         _point(self._slots, self._home)
         self._block = self._arrived = self._checksum = None
 
-    def changed(self) -> Tensor:
+    def has_changed(self) -> Tensor:
         """Whether the weights differ from what was copied to the device, as a tensor on it. False if nothing was."""
         if self._block is None or self._checksum is None:
             return torch.zeros((), dtype=torch.bool, device=self._device)
         _take_back(self._slots, self._block)
         return _checksum(self._block) != self._checksum
 
-    def keep(self) -> None:
+    def copy_to_host(self) -> None:
         """Copy the weights' current values to the host."""
         assert self._block is not None
         self._home.copy_(self._block)
@@ -329,8 +329,8 @@ class ManagedParking:
 
 class ParkingRoom(Protocol):
     def __call__(self, *, on_device: int, elsewhere: int) -> int:
-        """Bytes the device could still take. `on_device` and `elsewhere` are the managed bytes of modules on the device
-        and parked."""
+        """Bytes the device could still take. `on_device`: managed bytes of modules on the device; `elsewhere`: those of
+        parked modules."""
 
 
 def device_room(device: torch.device) -> ParkingRoom:

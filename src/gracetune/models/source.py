@@ -138,7 +138,9 @@ def find_assistant(model: Model, fetch: hub.Fetch = hub.fetch) -> Path | None:
     file = status.path if status.kind == "file" else status.path / ASSISTANT_FILE
     if not file.is_file():
         hint = "give the .safetensors file of the LoRA"
-        raise ConfigError([Problem(ASSISTANT_KEY, f"{status.path}: {_held(status.path)}", ASSISTANT_FILE, hint)])
+        raise ConfigError(
+            [Problem(ASSISTANT_KEY, f"{status.path}: {_describe_content(status.path)}", ASSISTANT_FILE, hint)]
+        )
     return file
 
 
@@ -199,7 +201,9 @@ def _open_part(model: Model, component: str, name: str | None, fetch: hub.Fetch)
     part = folder / component if whole else folder
     if not (part / "config.json").is_file():
         expected = f"config.json and .safetensors weights in it, or in a subfolder {component}"
-        raise ConfigError([Problem(key, f"{folder}: {_held(folder)}", expected, "give the folder that holds them")])
+        raise ConfigError(
+            [Problem(key, f"{folder}: {_describe_content(folder)}", expected, "give the folder that holds them")]
+        )
     return part
 
 
@@ -215,7 +219,7 @@ def _check_folder(key: str, folder: Path) -> None:
             found, hint = found_and_hint
             raise ConfigError([Problem(key, f"{folder}: {found}", _LAYOUT, hint)])
     hint = "give the folder above the transformer (or unet), vae and text_encoder subfolders"
-    raise ConfigError([Problem(key, f"{folder}: {_held(folder)}", _LAYOUT, hint)])
+    raise ConfigError([Problem(key, f"{folder}: {_describe_content(folder)}", _LAYOUT, hint)])
 
 
 def _adapter(folder: Path) -> tuple[str, str] | None:
@@ -269,7 +273,7 @@ def _pickles(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix in PICKLES)
 
 
-def _held(folder: Path) -> str:
+def _describe_content(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"it holds {', '.join(names[:8])}{more}" if names else "it is empty"

@@ -85,7 +85,9 @@ class EncodeOptions:
     """How latents are encoded."""
 
     tiling: bool = False
+    """The VAE encodes overlapping tiles, which changes the latents slightly."""
     slicing: bool = False
+    """The VAE encodes one sample of a batch at a time, with the same result."""
     posterior: str = "mean"
     """`mean`, or `sample`: sampled with a generator seeded by the item's digest, so that it is reproducible."""
     image_to_video: bool = False
@@ -99,9 +101,11 @@ class SampleRequest:
     prompt: str
     negative_prompt: str = ""
     width: int = 0
+    """In pixels, like `height`. 0 uses the family's default."""
     height: int = 0
     frames: int = 1
     seconds: float = 0.0
+    """Of audio. 0 generates the longest that the weights support."""
     steps: int = 20
     guidance: float | None = None
     """None uses the family's default."""

@@ -47,7 +47,7 @@ class TrainingPreset:
     title: str
     media: Media
     models: tuple[str, ...]
-    """`family/flavour`, the default first."""
+    """`family/flavour`, in order of preference: the first that fits the machine is proposed."""
     steps: StepCount
     options: Mapping[str, Mapping[str, Option]]
     """Options by family or `family/flavour`. The key "" holds those for every family."""

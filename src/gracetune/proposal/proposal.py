@@ -134,17 +134,17 @@ def propose(contents: FolderContents, answers: Answers, machine: Machine) -> Pro
     _add_validation(values, comments, contents, answers)
     found = None
     for candidate, why in _candidates(values, machine):
-        found = _planned(candidate, {**comments, **why}, answers.model, machine)
+        found = _with_plan(candidate, {**comments, **why}, answers.model, machine)
         if not found.is_rejected:
             return found
     assert found is not None
     if found.plan.verdict == "does not fit":
         return found
     changed, why = _with_changes(found)
-    return _planned(changed, {**found.comments, **why}, answers.model, machine)
+    return _with_plan(changed, {**found.comments, **why}, answers.model, machine)
 
 
-def _planned(values: Values, comments: Comments, model: ChosenModel, machine: Machine) -> Proposal:
+def _with_plan(values: Values, comments: Comments, model: ChosenModel, machine: Machine) -> Proposal:
     config = RunConfig.model_validate(copy.deepcopy(values))
     demand, _ = demand_of(config, machine, None)
     result = plan(demand, machine, disk_free=free_on_disk(config.output_dir))

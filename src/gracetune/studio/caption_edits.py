@@ -118,7 +118,7 @@ class CaptionEdits:
             path = captions.file_of(media)
             before = read_caption(path)
             if _plain(before) != _plain(was):
-                raise _changed(path, before)
+                raise _changed_error(path, before)
             if before is not None and "\r\n" in before:
                 text = _line_feeds(text).replace("\n", "\r\n")
             identifier = self._keep(CaptionEdit(file=str(path), before=before, after=text, time_s=time.time()))
@@ -140,7 +140,7 @@ class CaptionEdits:
             path = path.resolve()
             now = read_caption(path)
             if _plain(now) != _plain(edit.after):
-                raise _changed(path, now)
+                raise _changed_error(path, now)
             if edit.before is None:
                 path.unlink()
             else:
@@ -200,7 +200,7 @@ def _write(path: Path, text: str) -> None:
         path.chmod(mode)
 
 
-def _changed(path: Path, now: str | None) -> StudioError:
+def _changed_error(path: Path, now: str | None) -> StudioError:
     found = f"{path.name} was removed" if now is None else f"{path.name} has changed: {now[:200]}"
     return StudioError(409, found, "the caption that was shown", "reload it, then edit it again")
 

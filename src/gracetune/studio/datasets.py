@@ -52,6 +52,7 @@ class DatasetListing:
     root: Path
     """The folder of its files; for a dataset of URLs, that of their copy."""
     shown: Mapping[str, Any]
+    """The dataset in the JSON of `data show`."""
     items: Mapping[str, Mapping[str, Any]]
     """By key, in the order of their files."""
 
@@ -91,7 +92,9 @@ class RunListing:
     datasets: Mapping[str, DatasetListing]
     notes: Sequence[str]
     stamp: tuple[int, int]
+    """Time of change (ns) and size of the config that was listed."""
     made_s: float
+    """By the monotonic clock."""
 
 
 class RunData:
@@ -122,6 +125,7 @@ class RunData:
         return listing.datasets[name]
 
     def page(self, run_id: str, name: str, *, offset: int, limit: int, by_loss: bool) -> dict[str, Any]:
+        """Some items of a dataset. `by_loss`: the highest loss after training first, items without a loss last."""
         dataset = self.dataset(run_id, name)
         judged = self.losses(run_id)
         keys = list(dataset.items)
@@ -203,6 +207,7 @@ class RunData:
             with self._mutex:
                 kept = self._listings.get(run_id)
             if kept is not None and kept.stamp == stamp:
+                # A refresh takes only a listing that was made after this request, for another tab.
                 is_fresh = requested_s - kept.made_s < (0 if refresh else _FRESH_S)
                 if is_fresh:
                     return kept
@@ -228,7 +233,10 @@ class RunData:
         by_id = {dataset.id: dataset for dataset in config.datasets}
         held_out = {one["id"]: one for one in answer["held_out"]}
         found = [*answer["datasets"], *(one for name, one in held_out.items() if by_id[name].dataset_type == "eval")]
-        listed = [_listed(by_id[one["id"]], one, held_out.get(one["id"], {}).get("items", ()), folder) for one in found]
+        listed = [
+            _dataset_listing(by_id[one["id"]], one, held_out.get(one["id"], {}).get("items", ()), folder)
+            for one in found
+        ]
         return RunListing({one.id: one for one in listed}, answer["notes"], stamp, time.monotonic())
 
 
@@ -244,7 +252,7 @@ def working_folder_of(run: Path, config: RunConfig, otherwise: Path) -> Path:
     return Path(*run.parts[:-count])
 
 
-def _listed(
+def _dataset_listing(
     dataset: Dataset, shown: Mapping[str, Any], held_out: Sequence[Mapping[str, Any]], folder: Path
 ) -> DatasetListing:
     is_eval = dataset.dataset_type == "eval"

@@ -32,7 +32,10 @@ class Feed:
     """The messages of one poller, for any number of listeners."""
 
     def __init__(self, poll: Callable[[], list[Message]], seconds: float) -> None:
-        """`poll` may block; it runs in a thread, never twice at a time."""
+        """Set the function that reads new messages and the shortest pause between two calls of it.
+
+        `poll` may block; it runs in a thread, never twice at a time.
+        """
         self._poll, self._seconds = poll, seconds
         self._listeners: set[asyncio.Queue[Message | None]] = set()
         self._task: asyncio.Task[None] | None = None

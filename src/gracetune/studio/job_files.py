@@ -68,10 +68,12 @@ class QueuedJob(_Part):
     output: str
     """The run's folder."""
     position: float
+    """Jobs are started in the order of this number. It is not the place in the queue."""
     added_s: float
     start: JobStart | None = None
     end: JobEnd | None = None
     cancelled_s: float | None = None
+    """When the user cancelled it. A running job ends later."""
 
     @property
     def is_waiting(self) -> bool:

@@ -15,8 +15,11 @@ import psutil
 from gracetune.hardware.host import parse_meminfo
 
 _SECONDS = 10.0
+"""Age at which the list of processes is read again."""
 _MOST = 8
+"""Processes that are shown."""
 _SMALL = 64 << 20
+"""Bytes below which a process is left out of the list for main memory."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SMI = ("--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 
@@ -42,7 +45,7 @@ class MachineMemory:
         return self._read().get("MemAvailable")
 
     def others(self, *, gpu: bool, but: int) -> list[dict[str, Any]]:
-        """The largest processes but one: name, id and bytes."""
+        """The largest processes other than process `but`: name, id and bytes."""
         kind = "gpu" if gpu else "host"
         with self._mutex:
             if time.monotonic() - self._read_at[kind] > _SECONDS:

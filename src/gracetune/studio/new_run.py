@@ -134,14 +134,14 @@ def own_yaml(values: Mapping[str, Any], resolved: Resolved) -> tuple[str, list[s
             continue
         node: Any = tree
         for step, following in pairwise(path):
-            node = _entered(node, step, [] if isinstance(following, int) else {})
+            node = _enter(node, step, [] if isinstance(following, int) else {})
         node[path[-1]] = value
     if not resolved.config.validation.prompts:  # without the key, a run of our own dialect makes prompts of captions
-        _entered(tree, "validation", {})["prompts"] = []
+        _enter(tree, "validation", {})["prompts"] = []
     return native.write_values(tree), hidden
 
 
-def _entered(node: Any, step: str | int, empty: Any) -> Any:
+def _enter(node: Any, step: str | int, empty: Any) -> Any:
     if isinstance(step, int):
         if step == len(node):
             node.append(empty)

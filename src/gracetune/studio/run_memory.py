@@ -133,7 +133,7 @@ def _history(samples: Sequence[Fields]) -> dict[str, dict[str, dict[str, list[An
 
 
 def _traffic(samples: Sequence[Fields]) -> dict[str, list[float]]:
-    """The traffic between CPU and GPU memory between two samples."""
+    """GB/s moved between CPU and GPU memory, from one sample to the next."""
     times, values = [], []
     for before, after in pairwise(samples):
         moved = _increase(before, after, _MOVED)
@@ -145,7 +145,7 @@ def _traffic(samples: Sequence[Fields]) -> dict[str, list[float]]:
 
 
 def _waits(samples: Sequence[Fields]) -> dict[str, list[float]]:
-    """How long a step waited for data, between two samples."""
+    """Milliseconds that a step waited for data, on average from one sample to the next."""
     steps, values = [], []
     for before, after in pairwise(samples):
         for name in _WAITED:
@@ -166,14 +166,14 @@ def _increase(before: Fields, after: Fields, names: Sequence[str]) -> float | No
 
 
 def _next_moves(
-    last: Fields, depth: Fields, used: Mapping[str, Mapping[str, float]], *, has_gpu: bool
+    last: Fields, look_ahead: Fields, used: Mapping[str, Mapping[str, float]], *, has_gpu: bool
 ) -> list[dict[str, str]]:
     """What would be moved or given up next, if memory became tighter. The order is that of memory/governor.py."""
     if not last:
         return []
     counters, capacity = numbers(last.get("counters")), mapping(last.get("capacity_bytes"))
     moves = []
-    ahead = whole(depth.get("after"))
+    ahead = whole(look_ahead.get("after"))
     if ahead is not None and ahead > 1:
         why = "the look-ahead shrinks first, because batches can be moved again at any time"
         moves.append({"what": f"one of the {ahead} batches that wait on the GPU", "why": why})

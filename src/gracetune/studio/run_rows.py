@@ -97,7 +97,7 @@ class RunSummary:
         end = data.rfind(b"\n") + 1
         for found in _RARE.finditer(data, 0, end):
             begin = data.rfind(b"\n", 0, found.start()) + 1
-            if begin >= 0 and found[1] == b"Warned":
+            if found[1] == b"Warned":
                 self.warnings += 1
             elif (event := parse_line(data[begin : data.find(b"\n", found.end())])) is not None:
                 self._note(self._searched + begin, event)

@@ -1,4 +1,4 @@
-"""The curves of a run, thinned for a screen, and the comparison of several runs."""
+"""The curves of a run, decimated for a screen, and the comparison of several runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gracetune.studio.run_log import RunLog
 from gracetune.telemetry.curves import decimated_indices, moving_average
 
 _PARSED_PER_POINT = 4
-"""Steps that are parsed for each point that is shown. Of these the lowest and highest of each stretch are shown."""
+"""Steps that are parsed for each point that is shown. Of these the lowest and highest of each interval are shown."""
 _MOST_SWITCHES = 500
 _MOST_GROUPS = 32
 Curve = dict[str, list[Any]]
@@ -32,7 +32,7 @@ def series(log: RunLog, points: int) -> dict[str, Any]:
         "held_out": _held_out(log.events("HeldOutLoss")),
         "lr": _by_group(steps, points),
         **{name: _curve(steps, name, points) for name in ("grad_norm", "step_ms", "data_wait_ms")},
-        "batch": _thinned([(_step(one), _batch(one, world)) for one in steps], points),
+        "batch": _decimated([(_step(one), _batch(one, world)) for one in steps], points),
         "memory": _memory(memory),
         "switches": [_switch(one) for one in log.events("StageSwitched", _MOST_SWITCHES)],
         "logged_steps": log.count("StepDone"),
@@ -44,10 +44,10 @@ def _step(event: Fields) -> int:
 
 
 def _curve(events: Sequence[Fields], name: str, points: int) -> Curve:
-    return _thinned([(_step(one), number(one.get(name))) for one in events if one.get(name) is not None], points)
+    return _decimated([(_step(one), number(one.get(name))) for one in events if one.get(name) is not None], points)
 
 
-def _thinned(values: Sequence[tuple[int, float | None]], points: int) -> Curve:
+def _decimated(values: Sequence[tuple[int, float | None]], points: int) -> Curve:
     """The curve with at most `points` points. A value that is not finite stays as None: a gap."""
     kept = decimated_indices([math.nan if value is None else value for _, value in values], points)
     return {"step": [values[index][0] for index in kept], "value": [values[index][1] for index in kept]}
@@ -78,7 +78,9 @@ def _held_out(events: Sequence[Fields]) -> dict[str, Curve]:
 def _by_group(steps: Sequence[Fields], points: int) -> dict[str, Curve]:
     rates = [(_step(one), numbers(one.get("lr"))) for one in steps]
     groups = list(dict.fromkeys(name for _, rate in rates for name in rate))[:_MOST_GROUPS]
-    return {group: _thinned([(step, rate[group]) for step, rate in rates if group in rate], points) for group in groups}
+    return {
+        group: _decimated([(step, rate[group]) for step, rate in rates if group in rate], points) for group in groups
+    }
 
 
 def _batch(step: Fields, world: int) -> float:

@@ -43,7 +43,7 @@ def with_values(text: str, changes: Mapping[Path, Any]) -> str | None:
         before = sections_of(text)
         if before is None:
             return None
-        wanted = _changed(before, path, value)
+        wanted = _with_value(before, path, value)
         if wanted == before:
             continue
         edited = _in_place(text, path, value)
@@ -55,7 +55,7 @@ def _written_anew(sections: Mapping[str, Any]) -> str:
     return native.write_values({key: value for key, value in sections.items() if key != native.VERSION_KEY})
 
 
-def _changed(sections: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
+def _with_value(sections: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
     """A copy with the value at its path. Parts of the path that are no sections or lists are replaced by some."""
     root: dict[str, Any] = copy.deepcopy(dict(sections))
     node: Any = root

@@ -28,7 +28,7 @@ from torch import nn
 
 from gracetune import __version__
 from gracetune.adapters.adapter_files import open_adapter, save
-from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, measured_by_adapted, measured_by_base
+from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, with_base_magnitude, with_trained_magnitude
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.fast.modules import HoldsWeightOtherwise
 from gracetune.adapters.formats.record import FORMATS
@@ -276,13 +276,13 @@ def for_format(trained_model: TrainedModel, expert: ExpertName, name: FormatName
     """An expert's adapter as readers of that format expect it. With a sharded model this is a collective.
 
     ComfyUI expects DoRA's magnitudes relative to the base weights, so they are converted here, where the base weights
-    are loaded (`delta.measured_by_base`).
+    are loaded (`delta.with_base_magnitude`).
     """
     state = trained_model.attached[expert].state()
     if not FORMATS[name].dora_by_base or not any(MAGNITUDE in layer.tensors for layer in state.layers.values()):
         return state
     denoiser = trained_model.host.module(expert)
-    layers = {path: measured_by_base(layer, base_weight(denoiser, path)) for path, layer in state.layers.items()}
+    layers = {path: with_base_magnitude(layer, base_weight(denoiser, path)) for path, layer in state.layers.items()}
     return replace(state, layers=layers)
 
 
@@ -297,7 +297,7 @@ def from_format(trained_model: TrainedModel, expert: ExpertName, name: FormatNam
     for path in paths:  # equal on every rank, whatever the file holds, because `base_weight` is a collective
         weight = base_weight(denoiser, path)
         if path in layers:
-            layers[path] = measured_by_adapted(layers[path], weight)
+            layers[path] = with_trained_magnitude(layers[path], weight)
     return replace(state, layers=layers)
 
 

@@ -32,7 +32,7 @@ from gracetune.adapters.adapter_files import open_adapter
 from gracetune.adapters.attach import Attached, LayerTensors
 from gracetune.adapters.delta import MAGNITUDE
 from gracetune.adapters.layer import local_shard
-from gracetune.adapters.targets import names
+from gracetune.adapters.targets import matches_path
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError, Problem
 from gracetune.models.experts import next_expert
@@ -208,7 +208,7 @@ class SelfCheck(Callback):
 
     def _learned_layers(self, name: ExpertName) -> dict[str, bool]:
         """By layer, whether it changes anything."""
-        acting = self._model.trained_model.attached[name].acting()
+        acting = self._model.trained_model.attached[name].zero_initialized()
         owners = [path for path, some in acting.items() for _ in some]
         largest = _read(self._model, _largest([one for some in acting.values() for one in some]))
         found = dict.fromkeys(acting, False)
@@ -254,7 +254,7 @@ class SelfCheck(Callback):
                 self._warn(str(problem))
             return None
         declared = (*self._model.trained_model.spec.untrained, *self._model.trained_model.facts.untrained)
-        idle = tuple(name for name in still if not any(names(pattern, name) for pattern in declared))
+        idle = tuple(name for name in still if not any(matches_path(pattern, name) for pattern in declared))
         expert.effect = f"in {len(moved) - len(still):,} of {len(moved):,} tensors"
         return SelfChecked(step=done.step, expert=done.expert, layers=len(moved), idle=idle)
 
@@ -295,7 +295,7 @@ class SelfCheck(Callback):
 
     def _layers(self, name: ExpertName) -> int:
         attached = self._model.trained_model.attached[name]
-        return len(attached.parameters() if self._is_full else attached.acting())
+        return len(attached.parameters() if self._is_full else attached.zero_initialized())
 
     def _read_back(self, name: ExpertName, path: Path) -> LayerTensors:
         """Read the file as any program does.

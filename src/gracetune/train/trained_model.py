@@ -135,7 +135,7 @@ class TrainedModel:
         if strength == 1.0:
             yield
             return
-        with self.attached[expert].scale(strength):
+        with self.attached[expert].with_strength(strength):
             yield
 
     def base_for(self, batch: Batch, expert: ExpertName) -> AbstractContextManager[None] | None:
@@ -155,7 +155,7 @@ class TrainedModel:
         with ExitStack() as stack, torch.no_grad():
             if strength != 1.0:
                 for attached in self.attached.values():
-                    stack.enter_context(attached.scale(strength))
+                    stack.enter_context(attached.with_strength(strength))
             for module, _ in modes:
                 module.training = False
             try:

@@ -81,7 +81,7 @@ def trained(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Trained:
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_the_acting_tensors_of_a_layer_are_0_at_first(kind: str, wan: Callable[[], Denoiser]) -> None:
-    acting = wan().attach(kind).acting()
+    acting = wan().attach(kind).zero_initialized()
     assert acting
     for path, tensors in acting.items():
         assert tensors, path
@@ -90,7 +90,7 @@ def test_the_acting_tensors_of_a_layer_are_0_at_first(kind: str, wan: Callable[[
 
 def test_held_values_are_restored_bit_for_bit(trained: Trained) -> None:
     attached = trained.attached
-    assert all(any(tensor.any() for tensor in tensors) for tensors in attached.acting().values())
+    assert all(any(tensor.any() for tensor in tensors) for tensors in attached.zero_initialized().values())
     before = {name: parameter.detach().clone() for name, parameter in attached.parameters().items()}
     fitting = attached.fitting(attached.state())
     nothing = {path: {name: 0 * tensor for name, tensor in tensors.items()} for path, tensors in fitting.items()}
@@ -140,7 +140,7 @@ class TestEveryKind:
     def test_is_the_base_with_the_delta_merged(self, trained: Trained, tiny_model: TinyModel, strength: float) -> None:
         merged = load(tiny_model, trained.denoiser.family)
         merge_module(Weighted(trained.attached.state(), strength), merged.model)
-        with trained.attached.scale(strength):
+        with trained.attached.with_strength(strength):
             torch.testing.assert_close(merged(), trained.denoiser(), rtol=1e-5, atol=1e-5)
 
     def test_detach_gives_the_model_back(self, trained: Trained) -> None:
@@ -194,7 +194,7 @@ def test_a_small_change_is_not_lost_in_a_bf16_base(kind: str, path: Any) -> None
     small = 1e-4 / float(change.abs().max())
     rounded = (model[0].weight + (small * change).bfloat16()) - model[0].weight
     assert (rounded.float() - small * change).norm() > 0.3 * (small * change).norm()
-    with attached.scale(small):
+    with attached.with_strength(small):
         x = torch.eye(64, dtype=torch.bfloat16)
         if isinstance(model[0], AdaptedLinear):
             added = model[0].added(x).float().T
@@ -299,7 +299,7 @@ class TestStrength:
         for strength in (1.0, 0.5, 2.0):
             merged.model.load_state_dict(weights)
             merge_module(Weighted(state, 0.5 * strength), merged.model)
-            with attached.scale(strength):
+            with attached.with_strength(strength):
                 torch.testing.assert_close(denoiser(), merged(), rtol=1e-5, atol=1e-5)
 
     def test_zero_would_train_nothing(self, wan: Callable[[], Denoiser]) -> None:
@@ -312,12 +312,12 @@ class TestStrength:
         attached = denoiser.attach("lokr")
         shake(attached)
         full = denoiser()
-        with attached.scale(0.5):
+        with attached.with_strength(0.5):
             half = denoiser()
             with attached.disabled():
                 assert torch.equal(denoiser(), base)
             assert torch.equal(denoiser(), half)
-        with pytest.raises(RuntimeError, match="stop"), attached.scale(0.5):
+        with pytest.raises(RuntimeError, match="stop"), attached.with_strength(0.5):
             raise RuntimeError("stop")
         assert torch.equal(denoiser(), full)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lycoris.modules.lokr import LokrModule
 from torch import nn
 
-from gracetune.adapters.algorithms.lokr import KEPT_SHARE, Kronecker, cheapest, kronecker, split_as_lycoris_does
+from gracetune.adapters.algorithms.lokr import KEPT_SHARE, Kronecker, cheapest, kronecker, lycoris_can_load
 from gracetune.adapters.algorithms.registry import algorithm
 
 
@@ -82,7 +82,7 @@ def test_lycoris_loads_what_it_split_itself(inputs: int, outputs: int, rank: int
     given = [tensors.get(name) for name in LokrModule.weight_list[:8]]
     with torch.no_grad():
         LokrModule.make_module_from_state_dict("", layer, *given, torch.tensor(float(rank)), None)  # does not raise
-    assert split_as_lycoris_does(tensors, rank)
+    assert lycoris_can_load(tensors, rank)
 
 
 @given(st.sampled_from([8, 24, 30, 64, 96]), st.sampled_from([6, 16, 60]), st.integers(1, 20), st.booleans(),

@@ -15,7 +15,7 @@ from lycoris.modules.lokr import LokrModule
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from gracetune.adapters.delta import apply, bias_delta, delta, measured_by_base
+from gracetune.adapters.delta import apply, bias_delta, delta, with_base_magnitude
 from gracetune.adapters.state import Layer
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -168,6 +168,6 @@ def test_pefts_magnitudes_belong_to_rows_even_of_a_square_convolution(shape: tup
 def test_magnitudes_by_columns_need_no_measuring() -> None:
     weight, names = torch.ones(4, 6), {"lora_down.weight": torch.ones(1, 6), "lora_up.weight": torch.ones(4, 1)}
     layer = Layer("locon", {**names, "dora_scale": torch.ones(1, 6)}, 1.0, 1)
-    assert measured_by_base(layer, weight) is layer
+    assert with_base_magnitude(layer, weight) is layer
     plain = Layer("locon", names, 1.0, 1)
-    assert measured_by_base(plain, weight) is plain
+    assert with_base_magnitude(plain, weight) is plain

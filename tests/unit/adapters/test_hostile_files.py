@@ -230,7 +230,7 @@ def test_the_norm_of_a_larger_loha_is_estimated(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "a.safetensors"
     save_file({f"{STEM}.{name}": one for name, one in made.items()} | {f"{STEM}.alpha": torch.tensor(1.0)}, path)
     (state,) = open_adapter(path).states()
-    report = adapter_view.inspected(open_adapter(path))
+    report = adapter_view.inspection_json(open_adapter(path))
     assert "the norms of 1 layers are estimated, each from 128 of its rows" in report["notes"]
     found = norms(state).largest
     assert found == norms(state).largest == report["adapters"][0]["norm"]["largest"]
@@ -238,7 +238,7 @@ def test_the_norm_of_a_larger_loha_is_estimated(tmp_path: Path, monkeypatch: pyt
     exact = norms(state).largest
     assert found != exact
     assert found == pytest.approx(exact, rel=0.02)
-    assert not adapter_view.inspected(open_adapter(path))["notes"]
+    assert not adapter_view.inspection_json(open_adapter(path))["notes"]
 
 
 def test_no_estimate_says_that_a_layer_is_unchanged(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gracetune.adapters import trainable
 from gracetune.adapters.attach import attach, describe
-from gracetune.adapters.targets import ModuleInfo, Modules, names, select
+from gracetune.adapters.targets import ModuleInfo, Modules, matches_path, select
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError
 from gracetune.models.flux.names import NAMES as FLUX
@@ -89,7 +89,7 @@ class TestWithin:
         assert problem.found == "proj_out: only matches layers outside adapter.within (blocks): proj_out"
         conv = {"resnets.0.conv1": ModuleInfo("Conv2d", "conv", (), spatial=True), "resnets.0.q": LINEAR}
         with pytest.raises(ConfigError, match=r"conv1: only matches convolutions.*(?s:.*)adapter\.conv_rank=16"):
-            select(conv, ("conv1", "q"), within=("resnets",), spatial=False)
+            select(conv, ("conv1", "q"), within=("resnets",), include_spatial=False)
 
 
 class TestPatterns:
@@ -123,10 +123,10 @@ class TestPatterns:
         assert select(modules, ["Attention"]).paths == ("a",)
 
     def test_a_part_of_a_name_is_not_a_name(self) -> None:
-        assert names("to_q", "blocks.0.to_q")
-        assert not names("o_q", "blocks.0.to_q")
-        assert not names("blocks.*", "blocks")
-        assert not names("blocks.*.to_q", "blocks.0.attn1.to_q")  # a star stays within its part
+        assert matches_path("to_q", "blocks.0.to_q")
+        assert not matches_path("o_q", "blocks.0.to_q")
+        assert not matches_path("blocks.*", "blocks")
+        assert not matches_path("blocks.*.to_q", "blocks.0.attn1.to_q")  # a star stays within its part
 
     def test_words_of_ai_toolkit(self, wan: Modules) -> None:
         chosen = select(wan, ["*blocks.1.*"], ["*attn2*", "*ffn*"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gracetune.baselines.baseline import SMI_LOG
-from gracetune.baselines.machine_probe import SmiLog, both, measure_probe
+from gracetune.baselines.machine_probe import SmiLog, measure_probe, merge_probes
 from gracetune.config.environment import Environment
 
 
@@ -16,7 +16,7 @@ def test_the_same_work_is_timed_before_and_after() -> None:
     assert one.what == "a float32 matrix product of side 512 on cpu"
     assert len(one.gemm_ms) == len(one.copy_ms) == 20
     assert min(one.gemm_ms + one.copy_ms) > 0
-    twice = both(one, one.model_copy(update={"gemm_ms": (1.0,), "copy_ms": (2.0,)}))
+    twice = merge_probes(one, one.model_copy(update={"gemm_ms": (1.0,), "copy_ms": (2.0,)}))
     assert (twice.what, twice.gemm_ms, twice.copy_ms) == (one.what, (*one.gemm_ms, 1.0), (*one.copy_ms, 2.0))
 
 

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from gracetune.integrations.facts import Definition, DefinitionKind, UpstreamFacts, UpstreamModule, read_facts
-from gracetune.integrations.signatures import shown
+from gracetune.integrations.signatures import parameters_text
 
 RECORDED = Path(__file__).parents[2] / "golden" / "upstream"
 
@@ -44,6 +44,6 @@ def _lines(name: str, one: Definition, module: UpstreamModule, indent: str) -> l
         return lines
     decorator = [f"{indent}@property"] if one.kind is DefinitionKind.PROPERTY else []
     word = "async def" if one.kind is DefinitionKind.ASYNC_FUNCTION else "def"
-    parameters = "*args, **kwargs" if one.signature is None else shown(one.signature)
+    parameters = "*args, **kwargs" if one.signature is None else parameters_text(one.signature)
     calls = [f"{indent}    self.{call}()" for call, _ in sorted(one.calls.items(), key=lambda item: item[1])]
     return [*decorator, f"{indent}{word} {last}({parameters}):", *(calls or [f"{indent}    pass"])]

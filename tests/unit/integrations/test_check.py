@@ -12,8 +12,8 @@ import pytest
 from gracetune.integrations.check import Finding, Status, UpstreamReport, check
 from gracetune.integrations.facts import FactsError, UpstreamFacts, read_facts, write_facts
 from gracetune.integrations.points import Point, Upstream
-from gracetune.integrations.survey import narrowed, survey
-from gracetune.integrations.trees import opened
+from gracetune.integrations.survey import narrow_facts, survey
+from gracetune.integrations.trees import open_tree
 from gracetune.integrations.upstreams import AI_TOOLKIT, SIMPLETUNER, UPSTREAMS
 from unit.integrations.stand_in import RECORDED, build, recorded
 
@@ -44,7 +44,7 @@ def upstream_of(facts: UpstreamFacts) -> Upstream:
 
 
 def checked(root: Path, upstream: Upstream = SIMPLETUNER) -> UpstreamReport:
-    with opened(upstream, root) as (tree, origin):
+    with open_tree(upstream, root) as (tree, origin):
         return check(survey(tree, upstream, origin), upstream.points)
 
 
@@ -145,9 +145,9 @@ class TestPoints:
         (tree / "simpletuner/shared.py").write_text(
             "class Shared(Below): pass\nclass Below:\n    def write(self, filepath, data): ...\n"
         )
-        with opened(SIMPLETUNER, tree) as (opened_tree, origin):
+        with open_tree(SIMPLETUNER, tree) as (opened_tree, origin):
             whole = survey(opened_tree, SIMPLETUNER, origin)
-        kept = narrowed(whole, SIMPLETUNER.points)
+        kept = narrow_facts(whole, SIMPLETUNER.points)
         assert "simpletuner/unrelated.py" in whole.modules
         assert "simpletuner/unrelated.py" not in kept.modules
         assert check(kept, SIMPLETUNER.points).findings == check(whole, SIMPLETUNER.points).findings

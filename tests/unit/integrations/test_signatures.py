@@ -18,8 +18,8 @@ from gracetune.integrations.signatures import (
     REST,
     SignatureError,
     differences,
+    parameters_text,
     parse,
-    shown,
 )
 
 NAMES = ("a", "b", "c", "d")
@@ -129,7 +129,7 @@ class TestText:
     @given(signatures())
     @settings(max_examples=40)
     def test_what_is_shown_is_read_back(self, signature: Signature) -> None:
-        assert parse(shown(signature)) == signature
+        assert parse(parameters_text(signature)) == signature
 
     @pytest.mark.parametrize("text", ["a,,b", "a): pass\ndef g(", "a=", "1", "a, a", "a\0"])
     def test_what_is_no_parameter_list_is_rejected(self, text: str) -> None:

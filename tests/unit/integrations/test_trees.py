@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from gracetune.integrations.points import Upstream
-from gracetune.integrations.trees import UpstreamError, opened, version_of
+from gracetune.integrations.trees import UpstreamError, open_tree, version_of
 from gracetune.integrations.upstreams import AI_TOOLKIT, SIMPLETUNER
 from unit.integrations.stand_in import build, recorded
 
 
 def version(source: Path | None, upstream: Upstream = SIMPLETUNER) -> str | None:
-    with opened(upstream, source) as (tree, _):
+    with open_tree(upstream, source) as (tree, _):
         return version_of(tree, upstream)
 
 
@@ -62,7 +62,7 @@ class TestWhereItLies:
         dist_info(root, "simpletuner", "4.5.0")
         file = wheel(root, tmp_path / "simpletuner-4.5.0-py3-none-any.whl")
         assert version(file) == "4.5.0"
-        with opened(SIMPLETUNER, file) as (tree, _):
+        with open_tree(SIMPLETUNER, file) as (tree, _):
             assert sorted(tree.files("simpletuner")) == ["simpletuner/__init__.py", "simpletuner/helpers/one.py"]
             assert tree.read("simpletuner/helpers/one.py") == b"x = 1\n"
 
@@ -91,13 +91,13 @@ class TestWhereItLies:
         for folder in ("toolkit/venv", "toolkit/.hidden", "toolkit/node_modules", "toolkit/__pycache__"):
             (root / folder).mkdir()
             (root / folder / "theirs.py").write_text("def get_optimizer(): ...\n")
-        with opened(AI_TOOLKIT, root) as (tree, _):
+        with open_tree(AI_TOOLKIT, root) as (tree, _):
             assert not [file for file in tree.files("toolkit") if file.endswith("theirs.py")]
 
     def test_a_link_that_goes_in_circles_is_not_followed(self, tmp_path: Path) -> None:
         root = package(tmp_path)
         (root / "simpletuner/helpers/again").symlink_to(root / "simpletuner")
-        with opened(SIMPLETUNER, root) as (tree, _):
+        with open_tree(SIMPLETUNER, root) as (tree, _):
             assert list(tree.files("simpletuner")) == ["simpletuner/__init__.py"]
 
 
@@ -134,7 +134,7 @@ class TestVersion:
 
 class TestRejections:
     def rejected(self, source: Path | None, *words: str, upstream: Upstream = SIMPLETUNER) -> None:
-        with pytest.raises(UpstreamError) as error, opened(upstream, source):
+        with pytest.raises(UpstreamError) as error, open_tree(upstream, source):
             pass
         for word in ("found", "expected", "try", *words):
             assert word in str(error.value)
@@ -181,7 +181,7 @@ class TestRejections:
         data = file.read_bytes()
         at = data.index(b"__version__ =")
         file.write_bytes(data[:at] + b"X" + data[at + 1 :])
-        with opened(SIMPLETUNER, file) as (tree, _), pytest.raises(OSError, match="damaged"):
+        with open_tree(SIMPLETUNER, file) as (tree, _), pytest.raises(OSError, match="damaged"):
             tree.read("simpletuner/__init__.py")
 
     @pytest.mark.parametrize("name", ["x" * 300, "a\0b"])

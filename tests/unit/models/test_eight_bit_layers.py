@@ -96,7 +96,7 @@ class TestLayers:
         model = nn.ModuleDict({"fits": nn.Linear(32, 48), "odd": nn.Linear(32, 24), "other": nn.Linear(32, 32)})
         patterns = ("fits", "odd")
         assert eight_bit_weights(model, EightBitLayers(patterns)) == {"fits.weight"}
-        put = eight_bits.putting(model, EightBitLayers(patterns, "one"), CPU)
+        put = eight_bits.put_into(model, EightBitLayers(patterns, "one"), CPU)
         put("fits.weight", torch.ones(48, 32))
         line = eight_bit_line(model, patterns)
         assert "fp8 for 1 layers" in line

@@ -54,7 +54,7 @@ def published_paths(family: str, flavour: str) -> tuple[str, ...]:
 
 
 def check_bijection(keys: KeyMap, paths: Sequence[str]) -> None:
-    assert [path for path in paths if not keys.knows(path)] == []
+    assert [path for path in paths if not keys.has(path)] == []
     seen: dict[tuple[str, int], str] = {}
     for path in paths:
         original = keys.original(path)

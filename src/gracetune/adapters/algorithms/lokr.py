@@ -102,7 +102,7 @@ class _Split:
     dropout: float = 0.0
 
 
-def split_as_lycoris_does(tensors: Tensors, rank: int | None) -> bool:
+def lycoris_can_load(tensors: Tensors, rank: int | None) -> bool:
     """Whether LyCORIS can load these factors. It infers the options, creates factors from them, and fails if the sizes
     differ from the file's."""
     if "lokr_t2" in tensors:

@@ -31,7 +31,8 @@ Tensors = Mapping[str, "Tensor"]
 FirstValues = tuple[dict[str, "Tensor"], int | None]
 """Tensors by name, and the rank, or None if nothing is decomposed."""
 SingularVectors = tuple["Tensor", "Tensor", "Tensor", float]
-"""Left vectors [out, r], values [r], right vectors [r, in * kernel], and the norm of the whole change."""
+"""Left vectors [out, r], values [r], right vectors [r, in * kernel], and the norm of the whole change. Values
+may be negative if the scale is."""
 
 
 class Options(Protocol):
@@ -122,11 +123,11 @@ class Algorithm(ABC):
         raise NotImplementedError
 
     def changed(self, tensors: Tensors, weight: Tensor) -> Tensor:
-        """The change to this weight. It is differentiable with respect to `tensors`."""
+        """The change to this weight, not the changed weight. It is differentiable with respect to `tensors`."""
         raise NotImplementedError
 
     def norm(self, tensors: Tensors, scale: float) -> float | None:
-        """The Frobenius norm of the change, computed from the factors; None if the change must be built for it."""
+        """The Frobenius norm of the scaled change, from the factors alone; None if the change must be built for it."""
         return None
 
     def estimates_norm(self, tensors: Tensors) -> bool:
@@ -134,7 +135,7 @@ class Algorithm(ABC):
         return False
 
     def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
-        """The leading singular vectors of the change, computed from the factors; None if the change must be built."""
+        """The `rank` leading singular vectors of the scaled change, from its factors; None if it must be built."""
         return None
 
     # -- the forward pass and its memory ------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Such a module replaces the layer it adapts and keeps it as `base_layer`. The base layer may store its weight in any
 form, because it is normally called as a module. There are two exceptions. DoRA reads the weight for its row norms. And
-where `adds_to` holds, a fused kernel computes the base layer's product together with the adapter's; hooks on the base
-layer are not called then.
+where `can_fuse_base` holds, a fused kernel computes the base layer's product together with the adapter's; hooks on the
+base layer are not called then.
 
 All decisions in a forward pass depend on plain attributes, so a compiler sees straight-line code. It compiles at most
 three variants for any number of strengths: the base layer alone (strength 0), the adapter unscaled (1), and the adapter
@@ -69,6 +69,7 @@ class AdaptedLinear(nn.Module):
         return self.base_layer.out_features
 
     def set_strength(self, strength: float) -> None:
+        # `whole`: at full strength, so that the output needs no factor besides `scale`.
         self.active, self.whole = strength != 0, strength == 1
         self.strength = torch.tensor(strength, dtype=torch.float32, device="cpu")
 
@@ -102,10 +103,10 @@ class AdaptedLinear(nn.Module):
         """Whether the fused kernels can compute the adapter: at strength 1 and without dropout."""
         return self.whole and not (self.dropout and self.training)
 
-    def adds_to(self, x: Tensor) -> bool:
+    def can_fuse_base(self, x: Tensor) -> bool:
         """Whether one fused kernel may compute the base layer's product together with the adapter's for this input."""
         base = self.base_layer
-        return type(base) is nn.Linear and self.is_fusable and products.can_be_added_to(x, base)
+        return type(base) is nn.Linear and self.is_fusable and products.can_fuse_with_kernel(x, base)
 
 
 class LowRankLinear(SharesInput, AdaptedLinear):
@@ -114,7 +115,7 @@ class LowRankLinear(SharesInput, AdaptedLinear):
         raise NotImplementedError
 
     def compute_output(self, x: Tensor) -> Tensor:
-        if self.adds_to(x):
+        if self.can_fuse_base(x):
             return products.low_rank_linears(x, [self._low_rank()])[0]
         return super().compute_output(x)
 
@@ -127,7 +128,7 @@ class LowRankLinear(SharesInput, AdaptedLinear):
         fusable = [one for one in layers if isinstance(one, LowRankLinear) and one.active and one.is_fusable]
         if len(fusable) < len(layers) or not products.use_half_kernels(given):
             return tuple(layer(x) for layer in layers)
-        if all(one.adds_to(given) for one in fusable):
+        if all(one.can_fuse_base(given) for one in fusable):
             return products.low_rank_linears(given, [one._low_rank() for one in fusable])
         added = products.low_rank_linears(
             given, [products.LowRankFactors(*one.factors(), one.scale) for one in fusable]
@@ -216,7 +217,7 @@ class LokrLinear(AdaptedLinear):
         return self.lokr_w2 if self.lokr_w2 is not None else products.product(self.lokr_w2_a, self.lokr_w2_b)
 
     def compute_output(self, x: Tensor) -> Tensor:
-        if self.computation.form == "kronecker" and self.adds_to(x):
+        if self.computation.form == "kronecker" and self.can_fuse_base(x):
             first = self.first
             if products.mixes_in_one_pass(first):
                 return products.kronecker_linear(x, self.base_layer, first, self.second, self.scale)

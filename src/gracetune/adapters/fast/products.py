@@ -61,7 +61,7 @@ def low_rank(x: Tensor, down: Tensor, up: Tensor, scale: Scale) -> Tensor:
     return F.linear(F.linear(x, down.to(x.dtype)), _scaled(up, scale).to(x.dtype))
 
 
-def can_be_added_to(x: Tensor, base: nn.Linear) -> bool:
+def can_fuse_with_kernel(x: Tensor, base: nn.Linear) -> bool:
     """Whether a fused kernel can add the base layer's product to the adapter's: the weight is frozen and has the
     precision of `x`."""
     weight = base.weight

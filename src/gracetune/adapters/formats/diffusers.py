@@ -20,7 +20,7 @@ from gracetune.adapters.algorithms.assembly import Convention, LayerError, check
 from gracetune.adapters.algorithms.low_rank import PEFT_NAMES
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.formats.layers import common_alpha, common_rank, is_in_a_block, is_plain_lora
-from gracetune.adapters.formats.reading import AdapterContents, Scale, read_states
+from gracetune.adapters.formats.reading import AdapterContents, AlphaLookup, read_states
 from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
     FileContents,
@@ -59,7 +59,7 @@ def write(state: AdapterState, dtype: torch.dtype) -> FileContents:
 
 
 def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> AdapterContents:
-    return read_states(tensors, metadata, family, Convention(), scale_in(metadata, KEY_MAPS[family].component))
+    return read_states(tensors, metadata, family, Convention(), alpha_lookup_in(metadata, KEY_MAPS[family].component))
 
 
 def rejection(layer: Layer) -> str | None:
@@ -136,8 +136,8 @@ def _number(value: float) -> int | float:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
-    """A layer's alpha by its path and rank, from the header or PEFT's config beside the file. None if neither has one.
+def alpha_lookup_in(metadata: Mapping[str, str], component: str) -> AlphaLookup | None:
+    """The lookup of a layer's alpha, from the header or PEFT's config beside the file. None if neither has one.
 
     If one of them exists but cannot be read, the returned function raises `LayerError`: a scale of 1 would be a guess.
     """
@@ -162,13 +162,13 @@ def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
     alpha_of, rank_of = _by_pattern("alpha_pattern", alphas, alpha), _by_pattern("rank_pattern", ranks, config.get("r"))
     rank_stabilised = config.get("use_rslora") is True
 
-    def scale(path: str, rank: int | None) -> float:
+    def alpha_or_scale(path: str, rank: int | None) -> float:
         value = checked_alpha(alpha_of(path), " in the header")
         if rank is None:
             return value / _checked_rank(rank_of(path))
         return value * (math.sqrt(rank) if rank_stabilised else 1.0)
 
-    return scale
+    return alpha_or_scale
 
 
 def _by_pattern(entry: str, values: Mapping[str, Any], otherwise: object) -> Callable[[str], object]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import Convention
-from gracetune.adapters.algorithms.lokr import split_as_lycoris_does
+from gracetune.adapters.algorithms.lokr import lycoris_can_load
 from gracetune.adapters.delta import MAGNITUDE
 from gracetune.adapters.formats.comfyui import misread_by_our_names
 from gracetune.adapters.formats.reading import AdapterContents, read_states
@@ -54,7 +54,7 @@ def _cannot_rebuild(layer: Layer) -> str | None:
     blocks = tensors.get("oft_blocks")
     if blocks is not None and blocks.shape[0] < blocks.shape[1]:
         return "LyCORIS makes at least as many blocks of OFT as a block has rows, and these are fewer"
-    if layer.algorithm == "lokr" and not split_as_lycoris_does(tensors, layer.rank):
+    if layer.algorithm == "lokr" and not lycoris_can_load(tensors, layer.rank):
         return "LyCORIS splits a matrix of this size into other factors, and cannot load these"
     return None
 

@@ -29,8 +29,9 @@ from gracetune.errors import Problem, short
 from gracetune.models.keys import KeyMap
 from gracetune.models.registry import KEY_MAPS
 
-Scale = Callable[[str, int | None], float]
-"""Returns a layer's alpha by path and rank. With a rank of None, it returns the scale of an undecomposed change."""
+AlphaLookup = Callable[[str, int | None], float]
+"""Returns a layer's alpha by path and rank, for files that store it beside the tensors. With a rank of None, it returns
+the scale of an undecomposed change instead."""
 _SHOWN = 12
 _GIVE_ALPHA = (
     "give the folder with its adapter_config.json, or a checkpoint's file where it was written, beside its .json; "
@@ -138,7 +139,7 @@ def read_states(
     metadata: Mapping[str, str],
     family: str,
     convention: Convention,
-    scale: Scale | None = None,
+    alpha_of: AlphaLookup | None = None,
 ) -> AdapterContents:
     """The states in a file, by expert. The expert is empty if the keys name none."""
     keys = KEY_MAPS[family]
@@ -151,7 +152,7 @@ def read_states(
         if found.stem in broken:
             continue
         try:
-            parts = _layers(found, convention, scale)
+            parts = _layers(found, convention, alpha_of)
         except LayerError as fault:
             broken[found.stem] = str(fault)
             if isinstance(fault, NoScaleError):
@@ -218,19 +219,19 @@ def _canonical(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     return ("dora_scale", tensor.reshape(-1)) if name == "magnitude" else (name, tensor)
 
 
-def _layers(found: _Gathered, convention: Convention, scale: Scale | None) -> dict[str, Layer]:
+def _layers(found: _Gathered, convention: Convention, alpha_of: AlphaLookup | None) -> dict[str, Layer]:
     mapped = found.located.mapped
     alpha = found.alpha
     rank_tensor = next((found.tensors[name] for name in _RANK_TENSORS if name in found.tensors), None)
-    if alpha is None and scale is not None and rank_tensor is not None and rank_tensor.ndim > 1:
-        alpha = scale(mapped.paths[0], rank_tensor.shape[0])
+    if alpha is None and alpha_of is not None and rank_tensor is not None and rank_tensor.ndim > 1:
+        alpha = alpha_of(mapped.paths[0], rank_tensor.shape[0])
     if found.located.is_bare or found.of_aitoolkit:
         convention = replace(convention, without_alpha="undefined")
     layer = assemble(found.tensors, alpha, convention)
     if found.of_aitoolkit and layer.alpha != layer.rank:
         raise LayerError("ai-toolkit's DoRA with another alpha than its rank: its formula is not DoRA's then")
     if found.located.is_of_peft and "lokr_w1" in layer.tensors and layer.rank is None:
-        layer = _scaled_by_peft(layer, mapped.paths[0], scale)
+        layer = _scaled_by_peft(layer, mapped.paths[0], alpha_of)
     if convention.dora_by_base:
         layer = by_base(layer)
     if mapped.fused:
@@ -247,15 +248,15 @@ _RANK_TENSORS = ("lora_A.weight", "lokr_w2_b", "lokr_w1_b", "hada_w1_b")
 """Tensors with as many rows as the rank."""
 
 
-def _scaled_by_peft(layer: Layer, path: str, scale: Scale | None) -> Layer:
+def _scaled_by_peft(layer: Layer, path: str, alpha_of: AlphaLookup | None) -> Layer:
     """Multiply PEFT's alpha / r into the first factor. Only PEFT scales a LoKr whose factors are both whole."""
-    if scale is None:
+    if alpha_of is None:
         raise LayerError(
             "PEFT multiplies this LoKr by alpha / r, which are in its adapter_config.json: give the folder, or put "
             "that file beside adapter_model.safetensors"
         )
     first = layer.tensors["lokr_w1"]
-    factor = scale(path, None)
+    factor = alpha_of(path, None)
     if factor == 1.0:
         return layer
     return replace(layer, tensors={**layer.tensors, "lokr_w1": (first.float() * factor).to(first.dtype)})

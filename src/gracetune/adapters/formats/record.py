@@ -41,7 +41,7 @@ class Format:
     keeps_all: bool = False
     """Whether adapters that no program loads may be saved in this format, to train on from them or to merge them."""
     dora_by_base: bool = False
-    """Whether DoRA's row magnitudes are stored relative to the base weights (`delta.measured_by_base`)."""
+    """Whether DoRA's row magnitudes are stored relative to the base weights (`delta.with_base_magnitude`)."""
     alpha_is_optional: bool = False
     """Whether its programs load a layer without alpha with a scale of 1."""
 

@@ -37,7 +37,7 @@ magnitudes on all of them."""
 ALGORITHM_ENTRY = "gracetune.algorithm"
 DORA_ENTRY, BY_BASE = "gracetune.dora", "base"
 """A header entry and its value: the row magnitudes of DoRA in the file (`dora_scale`) were converted for ComfyUI, which
-divides by |W| where training divides by |W + D| (`delta.measured_by_base`)."""
+divides by |W| where training divides by |W + D| (`delta.with_base_magnitude`)."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def reject_what_does_not_fit(
 ) -> None:
     """Raise `CannotHoldError` if the format cannot represent some layers, or if the family does not have them."""
     keys = KEY_MAPS[state.family]
-    reasons = [(path, f"no layer of {state.family} is called this") for path in state.layers if not keys.knows(path)]
+    reasons = [(path, f"no layer of {state.family} is called this") for path in state.layers if not keys.has(path)]
     for path, layer in state.layers.items():
         reason = rejection(layer, path)
         if reason is None and not dora_by_base and BASE_MAGNITUDE in layer.tensors:

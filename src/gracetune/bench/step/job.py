@@ -20,7 +20,7 @@ AdapterKind = Literal["lora", "lokr", "loha", "dora"]
 Precision = Literal["bf16", "fp8"]
 Checkpointing = Literal["off", "auto", "full"]
 OptimizerName = Literal["adamw", "automagic"]
-Scale = Literal["published", "small", "tiny"]
+ModelScale = Literal["published", "small", "tiny"]
 """`published`: real sizes. `small`: the same classes, narrower and with few blocks, for numerics. `tiny`: for tests."""
 
 RANK: Final = 16
@@ -132,8 +132,11 @@ class StepJob:
     memory_limit: int | None = None
     """Limit of torch's peak in bytes. The plan is made for a GPU with that much memory."""
     baseline: bool = False
+    """Whether the plain loop is measured too."""
     steps: int = FEWEST_SAMPLES
+    """Timed steps after the first one and the warm-up."""
     smoke: bool = False
+    """A test of the bench itself: a tiny model and shape, also on a CPU."""
     token_routing: float = 0.0
     """Share of tokens that skip blocks: all blocks but the first two and the last one; in a tiny model all blocks."""
 
@@ -149,7 +152,7 @@ class StepJob:
         return PRESETS[self.bench]
 
     @property
-    def scale(self) -> Scale:
+    def scale(self) -> ModelScale:
         return "tiny" if self.smoke else "published"
 
     @property
@@ -180,7 +183,7 @@ def parse_resolution(text: str) -> tuple[int, int]:
     return width, int(match[2] or width)
 
 
-def checked(job: StepJob) -> StepJob:
+def check_job(job: StepJob) -> StepJob:
     """Validate the job before anything is built. One ConfigError lists all problems."""
     problems: list[Problem] = []
     if job.bench not in PRESETS:

@@ -18,7 +18,7 @@ import torch
 
 from gracetune.bench.step.clock import Pace, ceilings, free, measure
 from gracetune.bench.step.flops import StepFlops, count
-from gracetune.bench.step.job import FEWEST_SAMPLES, Scale, StepJob, checked, config_of
+from gracetune.bench.step.job import FEWEST_SAMPLES, ModelScale, StepJob, check_job, config_of
 from gracetune.bench.step.numerics import Numerics, gradient_check
 from gracetune.bench.step.plain_loop import PlainLoop
 from gracetune.bench.step.random_model import RandomModel, make_model
@@ -80,7 +80,7 @@ class Bench:
         return self.runtime.device
 
     def row(self, job: StepJob, name: str = "") -> StepRow:
-        job = checked(job)
+        job = check_job(job)
         if self.device.type != "cuda" and not job.smoke:
             raise MachineError(f"bench {job.bench} needs a CUDA GPU; --smoke runs a tiny model on this machine's CPU")
         with self._limited(job):
@@ -88,7 +88,7 @@ class Bench:
 
     def rows(self, job: StepJob) -> list[StepRow]:
         """The row of a job. With token routing the step with all tokens comes first."""
-        if not checked(job).token_routing:
+        if not check_job(job).token_routing:
             return [self.row(job)]
         plain = self.row(replace(job, token_routing=0.0), "all tokens")
         routed = self.row(replace(job, baseline=False), "routed")
@@ -115,8 +115,8 @@ class Bench:
                 reject_many_graphs(prepared)
             of_adapter, of_file = time_self_check(run, config)
             self_check = of_adapter + of_file
-            share = self_check / (5 * ours.ms / 1000)
-            self.report(f"self-check: {of_adapter:.2f} s + {of_file:.2f} s for the file, {share:.2f} % of 500 steps")
+            percent = 100 * self_check / (500 * ours.ms / 1000)
+            self.report(f"self-check: {of_adapter:.2f} s + {of_file:.2f} s for the file, {percent:.2f} % of 500 steps")
             del run, attached
         self._free_memory("the trainer")
         flops = self._flops(job, model, targets)
@@ -195,7 +195,7 @@ class Bench:
     def _model(self, job: StepJob) -> RandomModel:
         return self._model_of(job, job.scale)
 
-    def _model_of(self, job: StepJob, scale: Scale) -> RandomModel:
+    def _model_of(self, job: StepJob, scale: ModelScale) -> RandomModel:
         folder = self.folder / f"{job.bench}-{scale}"
         made: RandomModel = self._once(("model", job.bench, scale), lambda: make_model(job.preset, folder, scale))
         return made
@@ -223,8 +223,10 @@ class Bench:
         def timed() -> Pace:
             self.report(f"baseline: {_baseline_words(job)}")
             loop = PlainLoop(job, config, model, targets, self.device)
-            if loop.trained != trained:
-                raise GracetuneError(f"not the same adapter: {trained:,} and {loop.trained:,} trained parameters")
+            if loop.trained_parameters != trained:
+                raise GracetuneError(
+                    f"not the same adapter: {trained:,} and {loop.trained_parameters:,} trained parameters"
+                )
             return measure(loop.step, self.device, BASELINE_SAMPLES, within_s=BASELINE_S)
 
         key = ("baseline", job.bench, job.scale, job.adapter, job.batch, job.shape)
@@ -258,7 +260,7 @@ class Bench:
 
 
 @contextmanager
-def opened(machine: Machine, stamp: Stamp, report: Report = lambda text: None) -> Iterator[Bench]:
+def open_bench(machine: Machine, stamp: Stamp, report: Report = lambda text: None) -> Iterator[Bench]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gracetune-bench-")))
         # An empty environment: one process, even under a launcher.

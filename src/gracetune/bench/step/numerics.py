@@ -1,8 +1,8 @@
 """Compare a run's adapter gradients with exact ones, on a small model of the same classes.
 
-The same gradients are computed three ways: in fp32 with the libraries' layers (`exact`), as in a run (on a GPU in
-compiled blocks, since only those use our kernels), and in the run's precision with the libraries' layers. All three
-start from the same bf16 base weights; an fp8 job quantizes them as in a run only, so that error includes the
+The same gradients are computed three ways: in fp32 with the libraries' layers (`exact`), as in a run (`run`; on a GPU
+in compiled blocks, since only those use our kernels), and in bf16 with the libraries' layers (`reference`). All three
+start from the same bf16 base weights. An fp8 job quantizes them in `run` alone, so the error of `run` includes the
 quantization.
 """
 

@@ -41,7 +41,7 @@ class PlainLoop:
         self._batch = random_batch(job, model, device)
 
     @property
-    def trained(self) -> int:
+    def trained_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters)
 
     def step(self) -> Tensor:

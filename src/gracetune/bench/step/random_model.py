@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gracetune.bench.step.job import Preset, Scale
+from gracetune.bench.step.job import ModelScale, Preset
 from gracetune.models.loading import RandomFill, load_component
 from gracetune.models.registry import build_published, spec_of
 from gracetune.models.source import ModelSource, read_json
@@ -46,7 +46,7 @@ class RandomModel:
         return read_json(self.source.part(self.expert.component) / "config.json")
 
 
-def make_model(preset: Preset, folder: Path, scale: Scale, *, seed: int = 0) -> RandomModel:
+def make_model(preset: Preset, folder: Path, scale: ModelScale, *, seed: int = 0) -> RandomModel:
     """Write the config files into `folder`, which must be new, and describe the model."""
     build(preset.family, preset.flavour, folder)
     spec, source = spec_of(preset.family), ModelSource(preset.name, folder)
@@ -65,18 +65,20 @@ def make_model(preset: Preset, folder: Path, scale: Scale, *, seed: int = 0) -> 
 
     def build_random(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
         cls = type(spec.build_denoiser(source, expert))
-        return load_component(source, expert.component, cls, placement, random_fill=drawing(seed), adjust=spec.adjust)
+        return load_component(
+            source, expert.component, cls, placement, random_fill=random_weights(seed), adjust=spec.adjust
+        )
 
     def as_published(placement: PartPlacement) -> nn.Module:
         expert = facts.experts[0]
         cls = type(spec.build_denoiser(source, expert))
-        return load_component(source, expert.component, cls, placement, random_fill=drawing(seed))
+        return load_component(source, expert.component, cls, placement, random_fill=random_weights(seed))
 
     return RandomModel(preset, source, replace(spec, load_denoiser=build_random), facts, as_published)
 
 
-def drawing(seed: int) -> RandomFill:
-    """Fill tensors with normal values of the spread that the layers' constructors use, and never with zeros.
+def random_weights(seed: int) -> RandomFill:
+    """A `RandomFill` with normal values of the spread that the layers' constructors use, and never with zeros.
 
     Values depend only on the seed and the tensor's name, so a model in another precision gets the same ones.
     """

@@ -24,7 +24,7 @@ class TargetBar:
     aim_ms: float | None = None
     must_ratio: float | None = None
     aim_ratio: float | None = None
-    must_slower: float | None = None
+    max_slowdown: float | None = None
     """Allowed slowdown relative to the row named `than`, as a share."""
     than: str | None = None
 
@@ -34,8 +34,8 @@ class TargetBar:
             parts.append(f"<= {self.must_ms:g} ms")
         if self.must_ratio is not None:
             parts.append(f">= {self.must_ratio:g}x")
-        if self.must_slower is not None:
-            parts.append(f"<= {self.must_slower:+.0%} against {self.than}")
+        if self.max_slowdown is not None:
+            parts.append(f"<= {self.max_slowdown:+.0%} against {self.than}")
         return ", ".join(parts)
 
 
@@ -52,6 +52,7 @@ class StepRow:
     checkpointing: str
     """The requested setting."""
     ms_per_step: float
+    """The median of `samples_ms`."""
     tokens_per_s: float
     tflops: float
     """Model TFLOP/s."""
@@ -62,8 +63,11 @@ class StepRow:
     compile_s: float
     """Duration of the first step minus that of an ordinary one."""
     baseline_ms: float | None
+    """Milliseconds of a step of the plain loop."""
     ratio: float | None
+    """`baseline_ms / ms_per_step`: above 1, ours is faster."""
     samples_ms: tuple[float, ...]
+    """Milliseconds of each timed step."""
     smoke: bool
     gpu: str | None
     git_commit: str | None

@@ -31,14 +31,14 @@ WAN14B: Final[Mapping[str, Task]] = MappingProxyType(
         "lora-45gib": Task(replace(_LORA, memory_limit=45 * GIB), TargetBar(must_ms=530, aim_ms=490)),
         "lokr": Task(replace(_LORA, adapter="lokr"), TargetBar(must_ms=560, aim_ms=470, must_ratio=3.0)),
         "lora-fp8": Task(replace(_LORA, precision="fp8"), TargetBar(must_ms=370, aim_ms=300)),
-        "automagic": Task(replace(_LORA, optimizer="automagic"), TargetBar(must_slower=0.02, than="lora")),
+        "automagic": Task(replace(_LORA, optimizer="automagic"), TargetBar(max_slowdown=0.02, than="lora")),
         "video": Task(replace(_LORA, width=832, height=480, frames=81), TargetBar(must_ratio=1.3, aim_ratio=1.6)),
     }
 )
 """Tasks by name, in the order of measurement; the slowest is last."""
 
 
-def chosen(only: Sequence[str]) -> dict[str, Task]:
+def choose_tasks(only: Sequence[str]) -> dict[str, Task]:
     """The named tasks, or all."""
     unknown = [name for name in only if name not in WAN14B]
     if unknown:
@@ -47,7 +47,7 @@ def chosen(only: Sequence[str]) -> dict[str, Task]:
     return {name: task for name, task in WAN14B.items() if not only or name in only}
 
 
-def measured(
+def measure_tasks(
     bench: Bench, only: Sequence[str] = (), *, steps: int = FEWEST_SAMPLES, smoke: bool = False
 ) -> Iterator[StepRow]:
     """Yield each row as soon as it is measured, so that callers can save it before the machine is taken away.
@@ -57,7 +57,7 @@ def measured(
     """
     done: dict[str, StepRow] = {}
     failed: dict[str, str] = {}
-    for name, task in chosen(only).items():
+    for name, task in choose_tasks(only).items():
         bench.report(f"-- {name}")
         try:
             row = bench.row(replace(task.job, steps=steps, smoke=smoke), name)
@@ -65,14 +65,14 @@ def measured(
             bench.report(traceback.format_exc())
             failed[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
         else:
-            done[name] = judged(row, task.bar, done)
+            done[name] = with_verdict(row, task.bar, done)
             yield done[name]
         free(bench.device)
     if failed:
         raise GracetuneError("not measured: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
 
 
-def judged(row: StepRow, bar: TargetBar, others: Mapping[str, StepRow]) -> StepRow:
+def with_verdict(row: StepRow, bar: TargetBar, others: Mapping[str, StepRow]) -> StepRow:
     """`row` with its verdict. Smoke tests get none, nor do bars relative to a row that was not measured."""
     if row.smoke:
         return replace(row, bar=bar.words())
@@ -80,8 +80,8 @@ def judged(row: StepRow, bar: TargetBar, others: Mapping[str, StepRow]) -> StepR
     verdicts = [
         None if bar.must_ms is None else row.ms_per_step <= bar.must_ms,
         None if bar.must_ratio is None or row.ratio is None else row.ratio >= bar.must_ratio,
-        None if bar.must_slower is None or other is None
-        else row.ms_per_step <= (1 + bar.must_slower) * other.ms_per_step,
+        None if bar.max_slowdown is None or other is None
+        else row.ms_per_step <= (1 + bar.max_slowdown) * other.ms_per_step,
         None if row.memory_limit_gib is None or row.peak_gib is None else row.peak_gib <= row.memory_limit_gib,
         _close(row),
     ]  # fmt: skip

@@ -107,7 +107,7 @@ def _single() -> FootprintBlock:
     )
     working = (
         FootprintKept("gradients around the feed-forward", 3 * FFN // 2, "joint"),
-        FootprintKept("of the residual", 4 * WIDTH, "joint"),
+        FootprintKept("gradients of the residual", 4 * WIDTH, "joint"),
     )
     return FootprintBlock(
         "single_transformer_blocks.*", SINGLE, kept, (FootprintKept("residuals", WIDTH, "joint"),), working, linears

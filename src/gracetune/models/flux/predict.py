@@ -52,7 +52,8 @@ def _positions(latents: Tensor, plane: int) -> Tensor:
 
 
 def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
-    """`image_rotary_emb`: cosine and sine [caption and image tokens, channels]. With several samples, [B, ...]."""
+    """`image_rotary_emb`: cosine and sine [caption and image tokens, channels]; the caption's stay. The selected ones
+    are [B, tokens, channels] if there are several samples, because their tokens differ."""
     caption = given["encoder_hidden_states"].shape[1]
 
     def own(table: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ WIDTH, FFN, HEADS, LAYERS = 3072, 12_288, 24, 60
 CAPTION_WIDTH = 3584
 CAPTION_TOKENS = 512
 PARAMETERS = 20_430_401_088
+# `encode` and `decode`: elements alive at the peak of a pass, per pixel. `working`: bytes per token.
 VAE = FootprintCodec("VAE (Qwen-Image)", 126_892_531, encode=969, decode=1_731)
 
 

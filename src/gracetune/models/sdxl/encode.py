@@ -44,8 +44,9 @@ def _sizes(sample: Sample) -> Entry:
 
 
 def _time_ids(ref: SampleRef, kind: str) -> Entry:
-    """Original size, crop corner and target size, each as height and width.
+    """[6]: original size, crop corner and target size, each as height and width.
 
+    `kind` (`model.size_conditioning`) selects what counts as the original size, and for `bucket` as the corner.
     A flipped image counts as one that was flipped before cropping, so the corner is measured from the other side.
     """
     fit, bucket = ref.fit, ref.bucket
@@ -63,7 +64,8 @@ def _time_ids(ref: SampleRef, kind: str) -> Entry:
 
 
 def sizes_per_use(model: Model) -> PerUse | None:
-    """The cache stores the size of the original file. Any other size conditioning is computed at each use."""
+    """The cache stores the size of the original file. Any other size conditioning is computed at each use. None: the
+    cached sizes are used."""
     kind, drops = model.size_conditioning, model.drop_size_conditioning
     if kind == "original" and not drops:
         return None

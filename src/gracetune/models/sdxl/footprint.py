@@ -23,6 +23,7 @@ from gracetune.models.footprint import (
 
 CAPTION_WIDTH = 2048
 TIME_WIDTH = 1280
+# `encode` and `decode`: elements alive at the peak of a pass, per pixel. `working`: bytes per token.
 VAE = FootprintCodec("VAE (SDXL)", 83_653_863, encode=643, decode=769, element_bytes=4)
 CLIP_L = FootprintEncoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77, works_while_sampling=False)
 CLIP_G = FootprintEncoder(

@@ -12,7 +12,7 @@ from gracetune.models.sdxl.tiny import build_tiny
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelSpec
 
 # Every layer of the transformer blocks, as kohya's scripts train. Without the projections around them (proj_in,
-# proj_out), which the memory estimate does not count either.
+# proj_out), which are no default targets of the footprint either.
 _LAYERS = (
     *(f"{attention}.{name}" for attention in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")),
     "ff.net.0.proj",

@@ -18,6 +18,7 @@ from gracetune.models.footprint import (
 
 WIDTH, FFN, HEADS, LAYERS = 1536, 6_144, 24, 24
 CAPTION_WIDTH = 768
+# `encode` and `decode`: elements alive at the peak of a pass, per audio sample. `working`: bytes per token.
 VAE = FootprintCodec("VAE (Oobleck)", 156_112_514, encode=644, decode=874)
 T5_BASE = FootprintEncoder("text encoder (T5-base)", 109_628_544, working=22_528, tokens=128)
 PROJECTION = FootprintEncoder("conditioning projection", 396_544, working=4_096, tokens=2)

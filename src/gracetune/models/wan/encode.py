@@ -57,7 +57,7 @@ class FirstFrameEncoder:
     model: nn.Module
     processor: CLIPImageProcessorPil
 
-    def look(self, frames: Tensor, device: torch.device) -> Tensor:
+    def embed(self, frames: Tensor, device: torch.device) -> Tensor:
         """Frames [B, 3, H, W] in [-1, 1] -> hidden states before the last layer [B, T, D]."""
         inputs = self.processor(images=[_to_pil(frame) for frame in frames], return_tensors="pt").to(device)
         states: Tensor = self.model(**inputs, output_hidden_states=True).hidden_states[-2]
@@ -70,14 +70,14 @@ class WanLatentEncoder(VaeEncoder):
     def __init__(
         self,
         vae: Any,
-        eyes: FirstFrameEncoder | None,
+        first_frame_encoder: FirstFrameEncoder | None,
         facts: ModelFacts,
         placement: PartPlacement,
         options: EncodeOptions,
         identity: EncoderId,
     ) -> None:
-        super().__init__(vae, identity, options, [] if eyes is None else [eyes.model])
-        self._eyes = eyes
+        super().__init__(vae, identity, options, [] if first_frame_encoder is None else [first_frame_encoder.model])
+        self._first_frame_encoder = first_frame_encoder
         self._facts = facts
         self._placement = placement
         shape = (1, -1, 1, 1, 1)
@@ -106,8 +106,8 @@ class WanLatentEncoder(VaeEncoder):
         """The conditioning on the first frame, as the weights expect it."""
         if self._facts.details["from_image"]:
             found = {"condition": self._first_frame_and_mask(clips, latents)}
-            if self._eyes is not None:
-                found["image_embeds"] = self._eyes.look(clips[:, :, 0], self._placement.device)
+            if self._first_frame_encoder is not None:
+                found["image_embeds"] = self._first_frame_encoder.embed(clips[:, :, 0], self._placement.device)
             return found
         if self._options.image_to_video and clips.shape[2] > 1:  # an image has no further frames to predict
             return {"condition": self._normalised(self._vae.encode(clips[:, :, :1]).latent_dist.mean)}
@@ -161,17 +161,18 @@ def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: 
         "posterior": options.posterior,
         "first frame": _first_frame(facts, options),
     }
-    eyes = None
+    first_frame_encoder = None
     if facts.details["image_encoder"]:
         parts.append("image_encoder")
         settings["image encoder dtype"] = str(placement.dtype)
         settings["image processor"] = f"Pillow, {files_digest(source.part('image_processor'))}"
-        eyes = FirstFrameEncoder(load_image_encoder(source, placement), load_image_processor(source))
+        first_frame_encoder = FirstFrameEncoder(load_image_encoder(source, placement), load_image_processor(source))
     identity = encoder_id("latent", source, parts, settings)
-    return WanLatentEncoder(load_vae(source, placement), eyes, facts, placement, options, identity)
+    return WanLatentEncoder(load_vae(source, placement), first_frame_encoder, facts, placement, options, identity)
 
 
 def _first_frame(facts: ModelFacts, options: EncodeOptions) -> str:
+    """How the first frame of a clip is used, for the encoder's id."""
     if facts.details["from_image"]:
         return "its latents and mask as further channels"
     return "clean" if options.image_to_video else "like the others"
@@ -184,8 +185,8 @@ def _check(facts: ModelFacts, options: EncodeOptions) -> None:
         raise ConfigError([Problem("video.image_to_video", "true", expected, hint)])
 
 
-_clean: Callable[[str], str] = prompt_clean
 # Typed aliases: diffusers does not annotate these.
+_clean: Callable[[str], str] = prompt_clean
 _has_ftfy: Callable[[], bool] = is_ftfy_available
 
 
@@ -214,14 +215,14 @@ class WanTextEncoder:
         if not prompts:
             return []
         texts = [prompt.text for prompt in prompts]
-        found = embedded(self._model, self._tokenizer, texts, self._placement.device, self._truncated)
+        found = embed_captions(self._model, self._tokenizer, texts, self._placement.device, self._truncated)
         return [{"prompt_embeds": embeds.to("cpu", self._placement.dtype, copy=True)} for embeds in found]
 
     def close(self) -> None:
         release([self._model])
 
 
-def embedded(
+def embed_captions(
     model: nn.Module,
     tokenizer: Any,
     captions: Sequence[str],

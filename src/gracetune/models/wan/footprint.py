@@ -20,6 +20,7 @@ from gracetune.models.footprint import (
 )
 from gracetune.models.footprint_tables import tables_beside
 
+# `encode` and `decode`: elements alive at the peak of a pass, per pixel. `working`: bytes per token.
 UMT5_XXL = FootprintEncoder(
     "text encoder (UMT5-XXL)", 5_680_910_336, working=196_608, tokens=512, works_while_sampling=False
 )

@@ -18,7 +18,7 @@ from gracetune.errors import Problem
 from gracetune.models.common.sample_checks import batched, reject, side_problems
 from gracetune.models.spec import BlockRouting, ModelFacts, Sampled, SampleRequest
 from gracetune.models.token_routing import select_tokens
-from gracetune.models.wan.encode import embedded
+from gracetune.models.wan.encode import embed_captions
 from gracetune.models.wan.load import FROM_IMAGE, FROM_TEXT, PIPELINES, TEXT_TOKENS
 
 
@@ -155,7 +155,7 @@ def _caption(pipeline: Any, text: str, entry: Mapping[str, torch.Tensor] | None)
     if entry is not None:
         return padded(batched(pipeline, entry)["prompt_embeds"])
     encoder = pipeline.text_encoder
-    (embeds,) = embedded(encoder, pipeline.tokenizer, [text], encoder.device)
+    (embeds,) = embed_captions(encoder, pipeline.tokenizer, [text], encoder.device)
     return padded(embeds[None])
 
 

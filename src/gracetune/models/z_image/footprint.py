@@ -28,6 +28,7 @@ MODULATION = 256
 CAPTION_WIDTH = 2560
 CAPTION_TOKENS = 512
 PARAMETERS = 6_154_908_736
+# `encode` and `decode`: elements alive at the peak of a pass, per pixel. `working`: bytes per token.
 VAE = FootprintCodec("VAE (FLUX)", 83_819_683, encode=643, decode=769)
 QWEN3 = FootprintEncoder(
     "text encoder (Qwen3 4B)", 4_022_468_096, working=400_904, tokens=CAPTION_TOKENS, works_while_sampling=False

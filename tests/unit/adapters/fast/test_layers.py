@@ -172,7 +172,7 @@ class TestCompiled:
         run()
         assert counter.frame_count == 1
         for strength in (0.5, 0.25, 2.0, 0.0, 0.3, 1.0):
-            with attached.scale(strength):
+            with attached.with_strength(strength):
                 run()
         run()
         assert counter.frame_count == 3

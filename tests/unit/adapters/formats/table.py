@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from gracetune.adapters.delta import measured_by_base
+from gracetune.adapters.delta import with_base_magnitude
 from gracetune.adapters.errors import CannotHoldError
 from gracetune.adapters.formats.programs import misread_by
 from gracetune.adapters.formats.record import FORMATS
@@ -35,7 +35,7 @@ def made(tiny_model: Callable[[str, str], Path]) -> str:
 
 
 def measured(state, shapes):
-    layers = {path: measured_by_base(layer, torch.ones(shapes[path])) for path, layer in state.layers.items()}
+    layers = {path: with_base_magnitude(layer, torch.ones(shapes[path])) for path, layer in state.layers.items()}
     return replace(state, layers=layers)
 
 

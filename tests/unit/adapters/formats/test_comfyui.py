@@ -88,7 +88,7 @@ def test_dora_by_rows_measured_against_the_base(family, algorithm, options, tiny
     generator = torch.Generator().manual_seed(1)
     weights = {path: torch.randn(shape, generator=generator) * 0.2 for path, shape in shapes.items()}
     trained = making.state(family, shapes, algorithm, options=options).layers
-    held = {path: delta.measured_by_base(layer, weights[path]) for path, layer in trained.items()}
+    held = {path: delta.with_base_magnitude(layer, weights[path]) for path, layer in trained.items()}
     keys = KEY_MAPS[family]
     held = {path: layer for path, layer in held.items() if comfyui.rejection(layer, path, keys) is None}
     assert len(held) >= 4

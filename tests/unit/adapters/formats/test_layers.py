@@ -386,7 +386,7 @@ def test_lengths_of_rows_keep_their_precision(format: str) -> None:
     state = making.state("wan", shapes, "dora")
     layer = state.layers["blocks.0.attn1.to_q"]
     if format == "comfyui":
-        layer = delta.measured_by_base(layer, torch.eye(16))
+        layer = delta.with_base_magnitude(layer, torch.eye(16))
         state = AdapterState("wan", "", {"blocks.0.attn1.to_q": layer})
     tensors, _ = FORMATS[format].write(state, torch.bfloat16)
     magnitudes = next(value for key, value in tensors.items() if key.endswith(("dora_scale", "magnitude_vector")))

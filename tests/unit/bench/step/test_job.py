@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.bench.step.job import PRESETS, StepJob, checked, config_of, parse_resolution
+from gracetune.bench.step.job import PRESETS, StepJob, check_job, config_of, parse_resolution
 from gracetune.errors import ConfigError
 
 JOB = StepJob("wan14b")
@@ -27,7 +27,7 @@ def test_anything_else_is_rejected(text: str) -> None:
 
 def test_every_impossible_wish_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        checked(replace(JOB, width=1000, frames=80, batch=0, steps=5))
+        check_job(replace(JOB, width=1000, frames=80, batch=0, steps=5))
     assert [problem.key for problem in caught.value.problems] == [
         "--resolution (width)", "--frames", "--batch", "--steps",
     ]  # fmt: skip
@@ -36,13 +36,13 @@ def test_every_impossible_wish_is_named_at_once() -> None:
 
 def test_images_have_no_frames() -> None:
     with pytest.raises(ConfigError) as caught:
-        checked(StepJob("sdxl", frames=5))
+        check_job(StepJob("sdxl", frames=5))
     assert "sdxl makes images" in caught.value.problems[0].expected
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_bench_is_a_config_a_user_could_write(name: str, tmp_path: Path) -> None:
-    config = config_of(checked(StepJob(name, "lokr", memory_limit=1 << 30)), tmp_path / "model", tmp_path / "out")
+    config = config_of(check_job(StepJob(name, "lokr", memory_limit=1 << 30)), tmp_path / "model", tmp_path / "out")
     assert (config.model.family, config.model.flavour) == (PRESETS[name].family, PRESETS[name].flavour)
     assert (config.adapter.kind, config.adapter.full_rank, config.adapter.factor) == ("lokr", True, 16)
     assert config.training.gradient_checkpointing == "auto"
@@ -51,7 +51,7 @@ def test_every_bench_is_a_config_a_user_could_write(name: str, tmp_path: Path) -
 
 def test_what_the_issue_calls_its_shapes() -> None:
     assert JOB.tokens == 4096
-    video = checked(replace(JOB, width=832, height=480, frames=81))
+    video = check_job(replace(JOB, width=832, height=480, frames=81))
     assert video.tokens == 32_760
     assert (JOB.resolution, video.resolution) == (1024, "832x480")
 
@@ -62,7 +62,7 @@ def test_a_smoke_test_says_what_it_really_computed() -> None:
 
 
 def test_a_routed_step_is_measured_beside_one_with_all_tokens(tmp_path: Path) -> None:
-    job = checked(replace(JOB, token_routing=0.5))
+    job = check_job(replace(JOB, token_routing=0.5))
     (route,) = config_of(job, tmp_path, tmp_path).training.token_routing.routes
     assert (route.skip_ratio, route.first_block, route.last_block) == (0.5, 2, -2)
     assert not config_of(JOB, tmp_path, tmp_path).training.token_routing.routes
@@ -73,6 +73,6 @@ def test_a_routed_step_is_measured_beside_one_with_all_tokens(tmp_path: Path) ->
 )
 def test_a_share_that_cannot_be_skipped(bench: str, share: float, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        checked(StepJob(bench, token_routing=share))
+        check_job(StepJob(bench, token_routing=share))
     (problem,) = caught.value.problems
     assert (problem.key, expected in problem.expected) == ("--token-routing", True)

@@ -8,7 +8,7 @@ import torch
 
 from gracetune.bench.step.measurement import Bench
 from gracetune.bench.step.row import ROW_KEYS, StepRow, TargetBar
-from gracetune.bench.step.suite import WAN14B, chosen, judged, measured
+from gracetune.bench.step.suite import WAN14B, choose_tasks, measure_tasks, with_verdict
 from gracetune.errors import ConfigError, GracetuneError
 
 ROW = StepRow(
@@ -38,27 +38,27 @@ def test_rows_begin_with_the_promised_columns() -> None:
     ],
 )
 def test_a_bar_is_missed_by_any_of_its_parts(change: dict[str, object], ok: bool | None) -> None:
-    assert judged(replace(ROW, **change), WAN14B["lora"].bar, {}).ok is ok  # type: ignore[arg-type]
+    assert with_verdict(replace(ROW, **change), WAN14B["lora"].bar, {}).ok is ok  # type: ignore[arg-type]
 
 
 def test_a_row_may_be_held_against_another() -> None:
     bar = WAN14B["automagic"].bar
     alone = replace(ROW, peak_gib=None)
-    assert judged(alone, bar, {}).ok is None
-    assert judged(replace(alone, ms_per_step=469.0), bar, {"lora": ROW}).ok is True
-    assert judged(replace(alone, ms_per_step=470.0), bar, {"lora": ROW}).ok is False
+    assert with_verdict(alone, bar, {}).ok is None
+    assert with_verdict(replace(alone, ms_per_step=469.0), bar, {"lora": ROW}).ok is True
+    assert with_verdict(replace(alone, ms_per_step=470.0), bar, {"lora": ROW}).ok is False
 
 
 def test_a_bar_reads_as_it_was_promised() -> None:
     assert WAN14B["lokr"].bar.words() == "<= 560 ms, >= 3x"
-    assert TargetBar(must_slower=0.02, than="lora").words() == "<= +2% against lora"
+    assert TargetBar(max_slowdown=0.02, than="lora").words() == "<= +2% against lora"
 
 
 def test_rows_are_chosen_by_name() -> None:
-    assert [*chosen(())] == [*WAN14B]
-    assert [*chosen(["video", "lokr"])] == ["lokr", "video"]
+    assert [*choose_tasks(())] == [*WAN14B]
+    assert [*choose_tasks(["video", "lokr"])] == ["lokr", "video"]
     with pytest.raises(ConfigError) as caught:
-        chosen(["lokrr"])
+        choose_tasks(["lokrr"])
     assert caught.value.problems[0].hint == "--only lokr"
 
 
@@ -80,7 +80,7 @@ class Failing:
 
 def test_a_row_that_fails_costs_no_other_row_and_is_an_error_in_the_end() -> None:
     bench = Failing()
-    rows = measured(cast(Bench, bench), ["lora", "lora-45gib", "lokr"])
+    rows = measure_tasks(cast(Bench, bench), ["lora", "lora-45gib", "lokr"])
     assert [next(rows).name, next(rows).name] == ["lora", "lokr"]
     with pytest.raises(GracetuneError, match=r"^not measured: lora-45gib: CUDA out of memory\.$"):
         next(rows)

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from gracetune.adapters.targets import names
+from gracetune.adapters.targets import matches_path
 from gracetune.diffusion.schedule import Cosine, noisy, target
 from gracetune.errors import ConfigError
 from gracetune.models.spec import PartPlacement, SampleRequest
@@ -99,8 +99,8 @@ def test_gradients_reach_every_default_target(tiny_model: TinyModel) -> None:
     level, noise = torch.tensor([0.6]), torch.randn(batch["latents"].shape)
     denoiser = SPEC.load_denoiser(source, facts.experts[0], CPU)
     linears = {path: module for path, module in denoiser.named_modules() if isinstance(module, nn.Linear)}
-    chosen = {path for path in linears if any(names(pattern, path) for pattern in SPEC.default_targets)}
-    assert all(any(names(pattern, path) for path in linears) for pattern in SPEC.default_targets)
+    chosen = {path for path in linears if any(matches_path(pattern, path) for pattern in SPEC.default_targets)}
+    assert all(any(matches_path(pattern, path) for path in linears) for pattern in SPEC.default_targets)
     assert len(chosen) == 10 * len(denoiser.get_submodule("transformer_blocks"))
     for path in chosen:
         linears[path].weight.requires_grad_()

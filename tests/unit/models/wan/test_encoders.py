@@ -197,7 +197,7 @@ def test_captions_equal_the_pipelines_without_padding(tiny_model: TinyModel, fla
 def test_close_frees_the_memory(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model, "i2v-14b-480p-2.1")
     latents, text = SPEC.load_latent_encoder(source, CPU, EncodeOptions()), SPEC.load_text_encoder(source, CPU)
-    parts = {**vars(latents), **vars(vars(latents)["_eyes"]), **vars(text)}
+    parts = {**vars(latents), **vars(vars(latents)["_first_frame_encoder"]), **vars(text)}
     modules = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
     assert sorted(type(module).__name__ for module in modules) == [
         "AutoencoderKLWan",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.adapters.targets import names
+from gracetune.adapters.targets import matches_path
 from gracetune.diffusion.schedule import noisy, target
 from gracetune.errors import ConfigError
 from gracetune.models.source import ModelSource
@@ -136,8 +136,8 @@ def test_gradients_reach_every_default_target(tiny_model: TinyModel, case: Case)
     for expert in facts.experts:
         denoiser = SPEC.load_denoiser(source, expert, CPU)
         linears = {path: module for path, module in denoiser.named_modules() if isinstance(module, nn.Linear)}
-        chosen = {path for path in linears if any(names(pattern, path) for pattern in SPEC.default_targets)}
-        assert all(any(names(pattern, path) for path in linears) for pattern in SPEC.default_targets)
+        chosen = {path for path in linears if any(matches_path(pattern, path) for pattern in SPEC.default_targets)}
+        assert all(any(matches_path(pattern, path) for path in linears) for pattern in SPEC.default_targets)
         assert len(chosen) == (12 if facts.details["image_encoder"] else 10) * len(denoiser.get_submodule("blocks"))
         for path in chosen:
             linears[path].weight.requires_grad_()

@@ -13,7 +13,7 @@ from PIL import Image
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.media import kind_of
 from gracetune.data.media.image import UPRIGHT, damage_named, eight_bits, open_header
-from gracetune.data.media.video import opened, orientation_of
+from gracetune.data.media.video import open_video, orientation_of
 from gracetune.storage.regular_files import open_regular
 from gracetune.studio.replies import StudioError
 
@@ -76,7 +76,7 @@ def _image(path: Path) -> Image.Image:
 
 
 def _first_frame(path: Path) -> Image.Image:
-    with os.fdopen(open_regular(path), "rb") as file, opened(file, path.name) as video, damage_named(path.name):
+    with os.fdopen(open_regular(path), "rb") as file, open_video(file, path.name) as video, damage_named(path.name):
         codec = video.stream.codec_context
         if codec.width * codec.height > MOST_PIXELS:
             raise UnreadableMediaError(path.name, f"frames of {codec.width}x{codec.height}")

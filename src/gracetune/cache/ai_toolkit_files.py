@@ -163,6 +163,9 @@ class _Search(Generic[W]):
         self.rejected += rejected
         self.without_file += not files
 
+    def nothing_imported(self) -> ImportReport:
+        return ImportReport(imported=0, compared=0, rejected=tuple(self.rejected), without_file=self.without_file)
+
 
 class _Files:
     """Finds the cache files of an image. Lists each folder only once."""
@@ -318,7 +321,7 @@ def _take(
 ) -> ImportReport:
     chosen = found.chosen
     if not chosen:
-        return ImportReport(0, 0, tuple(found.rejected), found.without_file)
+        return found.nothing_imported()
     step = max(1, len(chosen) // max(1, check.count))
     compared = chosen[::step][: max(1, check.count)]
     for request, file in compared:
@@ -327,7 +330,7 @@ def _take(
         if flaw is not None:
             reason = f"{file.name} was encoded again for comparison: {flaw}"
             found.rejected += [RejectedFile(other, reason) for _, other in chosen]
-            return ImportReport(0, 0, tuple(found.rejected), found.without_file)
+            return found.nothing_imported()
     imported = 0
     for other, file in chosen:
         entry = read(other, file)

@@ -206,12 +206,12 @@ def _outcome(
     all_notes += [f"left out, unreadable: {one.path} of {one.dataset}: {one.reason}" for one in tally.damaged.values()]
     return PassOutcome(
         encoder,
-        wanted,
-        tally.encoded,
-        tally.encoded_bytes,
-        tally.by_others,
-        tally.found_before,
-        index,
+        wanted=wanted,
+        encoded=tally.encoded,
+        encoded_bytes=tally.encoded_bytes,
+        by_others=tally.by_others,
+        found_before=tally.found_before,
+        index=index,
         damaged=tuple(tally.damaged.values()),
         batch_size=tally.smallest,
         seconds=tally.seconds,
@@ -307,7 +307,9 @@ def _bucket_text(bucket: Bucket) -> str:
 
 def nothing_to_do(encoder: EncoderId, wanted: int, index: DataIndex) -> PassOutcome:
     """The outcome of a pass without missing entries."""
-    return PassOutcome(encoder, wanted, 0, 0, 0, wanted, index)
+    return PassOutcome(
+        encoder, wanted=wanted, encoded=0, encoded_bytes=0, by_others=0, found_before=wanted, index=index
+    )
 
 
 def with_notes(outcome: PassOutcome, notes: Iterable[str]) -> PassOutcome:

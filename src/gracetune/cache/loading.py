@@ -112,7 +112,8 @@ def select(stores: Sequence[DiskStore], visits: Mapping[Key, Visits], budget: in
         plans.append((store, plan))
     total = sum(plan.total for _, plan in plans)
     if budget is None or total <= budget:
-        return EntrySelection(tuple(one for one in plans if len(one[1])), total, (), 0, missing)
+        chosen_plans = tuple(one for one in plans if len(one[1]))
+        return EntrySelection(chosen_plans, size=total, left=(), left_size=0, missing=missing)
     sizes = np.concatenate([np.empty(0, np.int64), *(plan.sizes for _, plan in plans)])
     order = _hottest_first([visits[key] for _, plan in plans for key in plan.keys])
     taken = np.zeros(len(order), np.bool_)

@@ -77,12 +77,13 @@ def compact(store: DiskStore, target: ShardSize | None = None) -> Compaction:
         before = len(store.catalogue.sizes)
         if not held:
             reason = "another process is merging shards, or this file system has no locks"
-            return Compaction(before, before, 0, 0, reason)
+            return Compaction(before, before, copies_dropped=0, damaged_dropped=0, reason=reason)
         small = _small(store, target)
         if leave_out_damaged(store, small):
             small = _small(store, target)
         if len(small) < 2:
-            return Compaction(before, before, 0, 0, "there are no small shards to merge")
+            reason = "there are no small shards to merge"
+            return Compaction(before, before, copies_dropped=0, damaged_dropped=0, reason=reason)
         merge = _Merge(store, small)
         for group in _groups(merge.entries(), target):
             store.add_shard(group)

@@ -78,6 +78,7 @@ class Draft:
     origins: dict[Path, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unsupported: list[Problem] = field(default_factory=list)
+    """What `reject` was called with: errors or, with `--allow-unsupported`, notes."""
     notes: list[str] = field(default_factory=list)
     reported_missing: set[Path] = field(default_factory=set)
     """Required values that a reader has already reported missing, under the dialect's own name."""

@@ -39,6 +39,7 @@ class Registry:
 
     @classmethod
     def find(cls, what: str, group: str, ours: Mapping[str, str]) -> Registry:
+        """A registry of our records and of those that installed packages offer now."""
         return cls(what, group, ours, tuple(entry_points(group=group)))
 
     @property

@@ -163,9 +163,9 @@ class DataIndex:
         augmentation = AppliedAugmentation(
             flip_x,
             flip_y,
-            self.seed if index.transforms else None,
-            appearance.variant if index.transforms else 0,
-            index.transforms,
+            seed=self.seed if index.transforms else None,
+            epoch=appearance.variant if index.transforms else 0,
+            transforms=index.transforms,
         )
         fit = None
         if not isinstance(file.facts, AudioFacts):
@@ -371,12 +371,12 @@ def masks_id(dataset_id: str) -> str:
 def _source(dataset: Dataset) -> OrderSource:
     return OrderSource(
         dataset.id,
-        dataset.probability,
-        dataset.batch_size,
-        dataset.start_epoch,
-        dataset.end_epoch,
-        dataset.start_step,
-        dataset.end_step,
-        dataset.even_steps,
-        dataset.turn,
+        probability=dataset.probability,
+        batch_size=dataset.batch_size,
+        start_epoch=dataset.start_epoch,
+        end_epoch=dataset.end_epoch,
+        start_step=dataset.start_step,
+        end_step=dataset.end_step,
+        even_steps=dataset.even_steps,
+        turn=dataset.turn,
     )

@@ -208,7 +208,10 @@ class Loader:
         )
         self._excluded = excluded
         began = state.get("began", state["consumed"] - sum(taken))
-        cursor = Cursor(taken, state["epoch"], state["consumed"], state["batches"], state["short"], began)
+        cursor = Cursor(
+            taken, epoch=state["epoch"], consumed=state["consumed"], batches=state["batches"], short=state["short"],
+            began=began,
+        )  # fmt: skip
         self._use(index, order, cursor)
         return changed
 
@@ -265,7 +268,7 @@ class Loader:
         if padding:
             samples = tuple(without_weight(sample) for sample in samples)
         indexes = tuple(batch.first_index + number for number in mine)
-        return BatchRef(samples, batch.shape[0], indexes, epoch, count, padding)
+        return BatchRef(samples, batch.shape[0], indexes, epoch, global_samples=count, padding=padding)
 
 
 def _removed(before: Sequence[DatasetIndex], after: Sequence[DatasetIndex]) -> dict[int, list[int]]:

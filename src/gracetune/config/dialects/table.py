@@ -237,6 +237,7 @@ class Dialect:
     recognizes: Callable[[Any], bool]
     """Whether a parsed file is of this dialect."""
     read: Callable[[Document, Draft, Environment], None]
+    """Fills the draft with values and problems. Raises ConfigError if the rest of the file cannot be read."""
     tables: Mapping[str, KeyTable[Any]] = field(default_factory=dict)
     """Name of a mapping in such a file -> its table."""
     settle: tuple[Callable[[Draft], None], ...] = ()

@@ -88,7 +88,7 @@ def remote_file(protocol: str, info: Mapping[str, Any]) -> RemoteFile:
         # `transfer` fetches the file twice if the digest differs, and accepts it if both downloads are equal.
         return RemoteFile(size, f"md5:{tag}", tag, sure=False)
     when = info.get("Last-Modified") or info.get("LastModified") or info.get("mtime") or info.get("created")
-    return RemoteFile(size, None, tag or (None if when is None else str(when)))
+    return RemoteFile(size, tag=tag or (None if when is None else str(when)))
 
 
 class UrlRanges:

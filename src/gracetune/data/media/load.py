@@ -71,13 +71,14 @@ def load(ref: SampleRef, backend_of: Callable[[str], Backend], limits: DecodeLim
     conditioning = tuple(load(other, backend_of, limits) for other in ref.conditioning)
     with _belonging_to(ref.dataset):
         if ref.fit is None:
-            return Sample(ref, None, _audio(ref, backend_of(ref.dataset)), None, conditioning)
+            audio = _audio(ref, backend_of(ref.dataset))
+            return Sample(ref, pixels=None, audio=audio, mask=None, conditioning=conditioning)
         pixels = _pixels(ref, ref.fit, backend_of(ref.dataset), limits)
     mask = None
     if ref.mask is not None:
         with _belonging_to(ref.mask.dataset):
             mask = _mask(ref, ref.fit, ref.mask, backend_of(ref.mask.dataset), limits)
-    return Sample(ref, pixels, None, mask, conditioning)
+    return Sample(ref, pixels=pixels, audio=None, mask=mask, conditioning=conditioning)
 
 
 @contextmanager

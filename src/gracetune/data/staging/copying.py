@@ -164,7 +164,12 @@ class _Run:
 
         def report() -> None:
             seconds = time.perf_counter() - started
-            on_progress(StagingProgress(self._done, self._files, self._read, self._bytes, self.guard.used, seconds))
+            on_progress(
+                StagingProgress(
+                    files=self._done, files_total=self._files, read=self._read, total=self._bytes,
+                    stored=self.guard.used, seconds=seconds,
+                )
+            )  # fmt: skip
 
         count = self._options.threads
         with ThreadPoolExecutor(count, thread_name_prefix="gracetune-staging") as pool:
@@ -219,7 +224,10 @@ class _Worker:
         text = reason.encode(errors="backslashreplace")
         offset = self._segment.writer.reserve(len(text))
         stored = self._write_all(offset, [text])
-        return SegmentEntry(path, UNREADABLE, offset, stored, facts.size, facts.modified_ns, bytes(16))
+        return SegmentEntry(
+            path, UNREADABLE, offset=offset, stored=stored, size=facts.size, modified_ns=facts.modified_ns,
+            digest=bytes(16),
+        )  # fmt: skip
 
     def _stage_file(self, path: str, facts: FileStat) -> SegmentEntry:
         source = self._run.source

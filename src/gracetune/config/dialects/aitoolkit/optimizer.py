@@ -43,16 +43,16 @@ _ADAFACTOR = ("clip_threshold", "decay_rate", "beta1", "scale_parameter", "relat
 _AUTOMAGIC = ("clip_threshold", "beta2")
 
 OPTIMIZERS = {
-    "adamw": UpstreamOptimizer("adamw", 0.01, _ADAMW, 1e-6),
-    "adam": UpstreamOptimizer("adamw", 0.0, _ADAMW, 1e-6),
-    "adamw8bit": UpstreamOptimizer("adamw_8bit", 0.01, _BNB, 1e-6),
-    "adam8bit": UpstreamOptimizer("adamw_8bit", 0.0, _BNB, 1e-6),
-    "adafactor": UpstreamOptimizer("adafactor", 0.0, _ADAFACTOR,
+    "adamw": UpstreamOptimizer("adamw", weight_decay=0.01, options=_ADAMW, eps=1e-6),
+    "adam": UpstreamOptimizer("adamw", weight_decay=0.0, options=_ADAMW, eps=1e-6),
+    "adamw8bit": UpstreamOptimizer("adamw_8bit", weight_decay=0.01, options=_BNB, eps=1e-6),
+    "adam8bit": UpstreamOptimizer("adamw_8bit", weight_decay=0.0, options=_BNB, eps=1e-6),
+    "adafactor": UpstreamOptimizer("adafactor", weight_decay=0.0, options=_ADAFACTOR,
                       option_defaults=(("relative_step", False), ("scale_parameter", False), ("warmup_init", False))),
-    "lion": UpstreamOptimizer("lion", 0.0, ("use_triton", "decoupled_weight_decay")),
-    "prodigy": UpstreamOptimizer("prodigy", 0.0, _PRODIGY, 1e-6),
-    "prodigyopt": UpstreamOptimizer("prodigy", 0.0, _PRODIGY, 1e-6),
-    "automagic": UpstreamOptimizer("automagic", 0.0, _AUTOMAGIC),
+    "lion": UpstreamOptimizer("lion", weight_decay=0.0, options=("use_triton", "decoupled_weight_decay")),
+    "prodigy": UpstreamOptimizer("prodigy", weight_decay=0.0, options=_PRODIGY, eps=1e-6),
+    "prodigyopt": UpstreamOptimizer("prodigy", weight_decay=0.0, options=_PRODIGY, eps=1e-6),
+    "automagic": UpstreamOptimizer("automagic", weight_decay=0.0, options=_AUTOMAGIC),
 }  # fmt: skip
 """Adam is read as AdamW with weight_decay 0, which is Adam's default."""
 

@@ -30,12 +30,12 @@ class OptimizerMatch:
 _MASTER = "weights are kept in fp32 beside the bf16 ones, where SimpleTuner corrects for bf16's rounding"
 _EXACT_STATE = "its state is kept in full precision"
 _PAGED = "its state is placed by gracetune's memory plan instead of paged"
-_LION = OptimizerMatch("lion", (0.9, 0.99), None, 0.0)
+_LION = OptimizerMatch("lion", betas=(0.9, 0.99), eps=None, weight_decay=0.0)
 
 MATCHES: dict[str, OptimizerMatch] = {
     "adamw_bf16": OptimizerMatch("adamw", nearly=_MASTER),
     "torch-adamw": OptimizerMatch("adamw", eps=1e-8),
-    "optimi-adamw": OptimizerMatch("adamw", (0.9, 0.99), weight_decay=0.0, nearly=_MASTER),
+    "optimi-adamw": OptimizerMatch("adamw", betas=(0.9, 0.99), weight_decay=0.0, nearly=_MASTER),
     "bnb-adamw": OptimizerMatch("adamw"),
     "bnb-adamw-paged": OptimizerMatch("adamw", nearly=_PAGED),
     "bnb-adamw8bit": OptimizerMatch("adamw_8bit"),
@@ -43,17 +43,17 @@ MATCHES: dict[str, OptimizerMatch] = {
     "ao-adamw8bit": OptimizerMatch("adamw_8bit", nearly="bitsandbytes quantizes its state instead of torchao"),
     "adamw8bit": OptimizerMatch("adamw_8bit"),
     "torch-adam": OptimizerMatch("adamw", eps=1e-8, weight_decay=0.0, adam=True),
-    "optimi-adam": OptimizerMatch("adamw", (0.9, 0.99), weight_decay=0.0, nearly=_MASTER, adam=True),
+    "optimi-adam": OptimizerMatch("adamw", betas=(0.9, 0.99), weight_decay=0.0, nearly=_MASTER, adam=True),
     "bnb-adam": OptimizerMatch("adamw", eps=1e-8, weight_decay=0.0, adam=True),
     "bnb-adam8bit": OptimizerMatch("adamw_8bit", eps=1e-8, weight_decay=0.0, adam=True),
-    "torch-adafactor": OptimizerMatch("torch_adafactor", None, None, 0.0),
-    "adafactor": OptimizerMatch("adafactor", None, None, None),
-    "optimi-lion": OptimizerMatch("lion", (0.9, 0.99), None, 0.0, nearly=_MASTER),
+    "torch-adafactor": OptimizerMatch("torch_adafactor", betas=None, eps=None, weight_decay=0.0),
+    "adafactor": OptimizerMatch("adafactor", betas=None, eps=None, weight_decay=None),
+    "optimi-lion": replace(_LION, nearly=_MASTER),
     "bnb-lion": _LION,
-    "bnb-lion-paged": OptimizerMatch("lion", (0.9, 0.99), None, 0.0, nearly=_PAGED),
-    "bnb-lion8bit": OptimizerMatch("lion", (0.9, 0.99), None, 0.0, nearly=_EXACT_STATE),
-    "bnb-lion8bit-paged": OptimizerMatch("lion", (0.9, 0.99), None, 0.0, nearly=_EXACT_STATE),
-    "prodigy": OptimizerMatch("prodigy_plus_schedule_free", (0.9, 0.99), 1e-8, 0.0),
+    "bnb-lion-paged": replace(_LION, nearly=_PAGED),
+    "bnb-lion8bit": replace(_LION, nearly=_EXACT_STATE),
+    "bnb-lion8bit-paged": replace(_LION, nearly=_EXACT_STATE),
+    "prodigy": OptimizerMatch("prodigy_plus_schedule_free", betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0),
 }
 
 OTHERS = name_set("""

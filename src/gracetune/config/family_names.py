@@ -23,6 +23,9 @@ class Flavour:
     makes: Modality
     dual_expert: bool = False
     edits: bool = False
+    """Trained on pairs: images with references."""
+    images_alone: bool = False
+    """For one that edits: whether images without references train it too."""
     from_image: bool = False
     """Image-to-video only: every clip continues a first frame."""
     distilled: bool = False

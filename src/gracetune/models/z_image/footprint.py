@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gracetune.models.common.encoder_footprints import QWEN3_4B
 from gracetune.models.footprint import (
     Footprint,
     FootprintBlock,
     FootprintCodec,
-    FootprintEncoder,
     FootprintKept,
     FootprintLinear,
     FootprintStream,
@@ -29,9 +29,6 @@ CAPTION_WIDTH = 2560
 CAPTION_TOKENS = 512
 PARAMETERS = 6_154_908_736
 VAE = FootprintCodec("VAE (FLUX)", 83_819_683, encode=643, decode=769)
-QWEN3 = FootprintEncoder(
-    "text encoder (Qwen3 4B)", 4_022_468_096, working=400_904, tokens=CAPTION_TOKENS, works_while_sampling=False
-)
 
 
 def _norm(name: str, stream: FootprintStream, *, reads: FootprintKept | None) -> Iterator[FootprintKept]:
@@ -127,7 +124,7 @@ def _z_image(flavour: str) -> Footprint:
         ),
         latents=PixelLatents(16),
         codec=VAE,
-        encoders=(QWEN3,),
+        encoders=(QWEN3_4B,),
         text=FootprintText(CAPTION_TOKENS, CAPTION_TOKENS * CAPTION_WIDTH),
     )
 

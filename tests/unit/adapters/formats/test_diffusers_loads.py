@@ -33,12 +33,14 @@ TARGETS = {
     "wan": ("*.attn1.*", "*.attn2.*", "*.ffn.*"),
     "qwen_image": ("*.attn.*", "*.img_mlp.*", "*.txt_mlp.*"),
     "flux": ("*.attn.*", "*.ff.*", "*.ff_context.*", "single_transformer_blocks.*.proj_*"),
+    "flux2": ("*.attn.*", "*.ff.*", "*.ff_context.*"),
     "z_image": ("*.attention.*", "*.feed_forward.*"),
     "sdxl": ("*.attn1.*", "*.attn2.*", "*.ff.*", "*.resnets.*.conv1", "*.time_emb_proj", "*.proj_in"),
     "stable_audio": ("*.attn1.*", "*.attn2.*", "*.ff.*"),
 }
-OUTSIDE = {"flux": ("proj_out", "norm_out.linear", "x_embedder"), "qwen_image": ("proj_out", "img_in")}
-WITH_LOADER = ("wan", "qwen_image", "flux", "z_image", "sdxl")
+OUTSIDE = {"flux": ("proj_out", "norm_out.linear", "x_embedder"), "qwen_image": ("proj_out", "img_in"),
+           "flux2": ("proj_out", "norm_out.linear", "x_embedder", "*_modulation*.linear")}  # fmt: skip
+WITH_LOADER = ("wan", "qwen_image", "flux", "flux2", "z_image", "sdxl")
 
 
 def trained(

@@ -30,8 +30,8 @@ def nothing_more(sample: Sample) -> Entry:
 class ImageCodec:
     """How one family's VAE is used. The denoiser gets latents as (z - offset) x scale, per channel and place."""
 
-    offset: tuple[float, ...]
-    scale: tuple[float, ...]
+    offset: tuple[float, ...] | Tensor
+    scale: tuple[float, ...] | Tensor
     dtype: torch.dtype
     """Dtype of the returned latents."""
     patch: int = 1
@@ -101,9 +101,9 @@ def _image_pixels(sample: Sample) -> Tensor:
     return sample.pixels
 
 
-def _per_channel(values: tuple[float, ...], like: Tensor, patch: int) -> Tensor:
+def _per_channel(values: tuple[float, ...] | Tensor, like: Tensor, patch: int) -> Tensor:
     """[C, 1, 1], or [C, H, W] with the values of a patch side by side."""
-    squares = torch.tensor(values, device=like.device).reshape(-1, patch, patch)
+    squares = torch.as_tensor(values, device=like.device).reshape(-1, patch, patch)
     return squares if patch == 1 else squares.repeat(1, like.shape[-2] // patch, like.shape[-1] // patch)
 
 

@@ -35,8 +35,8 @@ def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: 
     vae: Any = load_vae(source, placement)
     deviations = (vae.bn.running_var.float() + vae.config.batch_norm_eps).sqrt()
     codec = ImageCodec(
-        offset=tuple(vae.bn.running_mean.tolist()),
-        scale=tuple(deviations.reciprocal().tolist()),
+        offset=vae.bn.running_mean.float(),
+        scale=deviations.reciprocal(),
         dtype=placement.dtype,
         patch=PATCH,
         references=None,

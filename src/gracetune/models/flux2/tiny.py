@@ -38,17 +38,19 @@ class _Recipe:
     distilled: bool = False
 
 
-_KLEIN = {
+_RECIPES = {
+    "dev": None,
     "klein-base-9b": _Recipe(double_blocks=6),
     "klein-base-4b": _Recipe(),
     "klein-9b": _Recipe(double_blocks=6, distilled=True),
     "klein-4b": _Recipe(distilled=True),
 }
+"""None: dev, the only flavour with a guidance input and Mistral's text encoder."""
 
 
 def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     """Write the tiny model of one flavour into `folder`, in diffusers' layout."""
-    weights, recipe = TinyWeights(seed), _KLEIN.get(flavour)
+    recipe, weights = _RECIPES[flavour], TinyWeights(seed)
     parts = {
         "scheduler": _scheduler(),
         "vae": _vae(weights),
@@ -56,11 +58,11 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     }
     if recipe is None:
         tokenizer = chat_tokenizer(_MISTRAL_SPECIAL, _MISTRAL_TEMPLATE)
-        parts |= {"tokenizer": tokenizer, "text_encoder": _mistral3(weights, len(tokenizer))}
-        return save(build_part(Flux2Pipeline, **parts), folder)
+        text_encoder = _mistral3(weights, len(tokenizer))
+        return save(build_part(Flux2Pipeline, tokenizer=tokenizer, text_encoder=text_encoder, **parts), folder)
     tokenizer = chat_tokenizer(_QWEN3_SPECIAL, _QWEN3_TEMPLATE)
     parts |= {"tokenizer": tokenizer, "text_encoder": _qwen3(weights, len(tokenizer))}
-    return save(build_part(Flux2KleinPipeline, **parts, is_distilled=recipe.distilled), folder)
+    return save(build_part(Flux2KleinPipeline, is_distilled=recipe.distilled, **parts), folder)
 
 
 def _text_options(vocabulary: int, layers: int) -> dict[str, Any]:

@@ -29,9 +29,11 @@ class SingleStreamProcessor(Flux2ParallelSelfAttnProcessor):
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        image_rotary_emb: Any = None,
     ) -> Tensor:  # fmt: skip
-        """The arguments keep diffusers' names, because diffusers inspects the signature. Caption tokens come first."""
+        """The arguments keep diffusers' names, because diffusers inspects the signature. Caption tokens come first.
+
+        `image_rotary_emb`: cosine and sine [tokens, channels]."""
         rotate: Any = apply_rotary_emb
         qkv, feed_forward = attn.to_qkv_mlp_proj(hidden_states).tensor_split([3 * attn.inner_dim], dim=-1)
         query, key, value = (one.unflatten(-1, (-1, attn.head_dim)) for one in qkv.chunk(3, dim=-1))

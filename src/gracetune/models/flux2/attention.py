@@ -21,10 +21,10 @@ def use_contiguous_gradients(denoiser: nn.Module) -> None:
     """Replace the attention processors of the single-stream blocks."""
     for module in denoiser.modules():
         if isinstance(module, Flux2ParallelSelfAttention):
-            module.set_processor(cast(Any, SingleStreamProcessor)())
+            module.set_processor(cast(Any, ContiguousGradientProcessor)())
 
 
-class SingleStreamProcessor(Flux2ParallelSelfAttnProcessor):
+class ContiguousGradientProcessor(Flux2ParallelSelfAttnProcessor):
     """diffusers' processor with a contiguous gradient of the attention output."""
 
     def __call__(

@@ -7,6 +7,7 @@ supports diffusers' own paths for this family and slices the fused matrices itse
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from gracetune.models.keys import Fused, KeyMap, KeyMapRule
 
@@ -41,6 +42,12 @@ KEYS = KeyMap(
     fused=(
         Fused(f"{_THEIRS}.img_attn.qkv", tuple((f"{_OURS}.attn.to_{name}", 1) for name in "qkv")),
         Fused(f"{_THEIRS}.txt_attn.qkv", tuple((f"{_OURS}.attn.add_{name}_proj", 1) for name in "qkv")),
+    ),
+    shapes=(
+        *((f"{_THEIRS}.{stream}_mlp.0", Fraction(6)) for stream in ("img", "txt")),
+        *((f"{_THEIRS}.{stream}_mlp.2", Fraction(1, 3)) for stream in ("img", "txt")),
+        (f"{_THEIR_SINGLE}.linear1", Fraction(9)),
+        (f"{_THEIR_SINGLE}.linear2", Fraction(1, 4)),
     ),
     depths=(("transformer_blocks", 8), ("single_transformer_blocks", 48)),
     comfyui_takes_ours=True,

@@ -27,6 +27,7 @@ FLAVOURS = {
     "wan": "t2v-14b-2.2",
     "flux": "dev",
     "qwen_image": "t2i",
+    "flux2": "klein-base-4b",
     "z_image": "base",
     "stable_audio": "open-1.0",
 }

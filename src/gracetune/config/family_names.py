@@ -26,6 +26,8 @@ class Flavour:
     """Two denoisers: one for high noise levels, one for low ones."""
     edits: bool = False
     """Takes reference images, such as the image before an edit."""
+    images_alone: bool = False
+    """For one that edits: whether images without references train it too."""
     from_image: bool = False
     """Image-to-video only: every clip continues a first frame."""
     distilled: bool = False

@@ -349,7 +349,7 @@ def _modality(dataset: Dataset, path: Path, flavour: Flavour) -> Iterator[Broken
 def _edit_sources(config: RunConfig) -> Iterator[BrokenRule]:
     """Check that a dataset for an edit model has the images before the edit."""
     flavour = known_flavour(config)
-    if flavour is None or not flavour.edits:
+    if flavour is None or not flavour.edits or flavour.images_alone:
         return
     enabled = [(index, dataset) for index, dataset in enumerate(config.datasets) if not dataset.disabled]
     masks = {dataset.id for _, dataset in enabled if dataset.conditioning_type == "mask"}

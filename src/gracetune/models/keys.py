@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
@@ -102,6 +103,8 @@ class KeyMap:
     """Whether files of a high-noise and a low-noise expert exist."""
     depths: tuple[tuple[str, int], ...] = ()
     """(list of blocks, most blocks any published model has). Distinguishes families with equal layer names."""
+    shapes: tuple[tuple[str, Fraction], ...] = ()
+    """(template of the original, rows by columns of its matrix). Distinguishes families with equal layer names."""
     pipeline_loads_lora: bool = True
     """Whether the pipeline of diffusers has `load_lora_weights`."""
     comfyui_takes_ours: bool = False
@@ -163,6 +166,13 @@ class KeyMap:
             if found and int(found.group(1)) >= most:
                 return True
         return False
+
+    def rows_by_columns(self, name: str) -> Fraction | None:
+        """The shape of the original layer `name`, if `shapes` lists it."""
+        for template, ratio in self.shapes:
+            if re.fullmatch(re.escape(template).replace(r"\{\}", "[0-9]+"), name):
+                return ratio
+        return None
 
     @cached_property
     def templates(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from gracetune.adapters.trainable import (
     unused_conv_options,
 )
 from gracetune.config.dataset_config import Dataset
+from gracetune.config.families import find_flavour
 from gracetune.config.run_config import RunConfig
 from gracetune.config.token_routes import Route, resolve_routes
 from gracetune.errors import ConfigError
@@ -317,8 +318,12 @@ def _workloads(job: _Job) -> tuple[tuple[Workload, ...], dict[str, SampleShape],
 
 def _workload(job: _Job, index: int, dataset: Dataset, shapes: dict[str, SampleShape]) -> Workload:
     own = (dataset.id,) if dataset.canny_reference is not None else ()
-    references = tuple(shapes[name] for name in (*dataset.conditioning, *own) if name in shapes)
-    if job.footprint.references and not references:
+    linked = (
+        one.id for one in job.config.datasets if one.source_dataset_id == dataset.id and one.conditioning_type != "mask"
+    )
+    names = dict.fromkeys((*dataset.conditioning, *linked, *own))
+    references = tuple(shapes[name] for name in names if name in shapes)
+    if job.footprint.references and not references and not _trains_images_alone(job.footprint):
         references = (shapes[dataset.id],)
     tokens = job.footprint.token_counts(shapes[dataset.id], references)
     return Workload(
@@ -327,6 +332,11 @@ def _workload(job: _Job, index: int, dataset: Dataset, shapes: dict[str, SampleS
         batch=dataset.batch_size or job.config.training.batch_size,
         activations=activations(job.footprint, tokens, job.selection, job.method, _routes(job)),
     )
+
+
+def _trains_images_alone(footprint: Footprint) -> bool:
+    flavour = find_flavour(footprint.family, footprint.flavour)
+    return flavour is not None and flavour.images_alone
 
 
 def _routes(job: _Job) -> tuple[Route, ...]:
@@ -356,7 +366,9 @@ def _sampling_needs(job: _Job, shapes: dict[str, SampleShape]) -> list[Need]:
     if not job.sampling:
         return []
     shape = _sample_shape(job, shapes)
-    tokens = job.footprint.token_counts(shape, (shape,) if job.footprint.references else ())
+    given = max((len(prompt.references) for prompt in job.config.validation.prompts), default=0)
+    count = given if _trains_images_alone(job.footprint) else 1
+    tokens = job.footprint.token_counts(shape, (shape,) * count)
     step = activations(job.footprint, tokens, job.selection, job.method)[0]
     # Guidance runs with and without the prompt in one batch (factor 2). No activations are kept for a backward pass.
     why = f"the denoiser's forward pass, {_size(shape)}, with and without the prompt"

@@ -107,7 +107,7 @@ def check_answers(contents: FolderContents, answers: Answers) -> None:
         expected = f"a model that edits: {', '.join(presets_for('edit')[0].models)}"
         hint = f"--model {presets_for('edit')[0].models[0]}; or train on {contents.trained} alone"
         problems.append(Problem("--model", f"{model.name}, for edit pairs", expected, hint))
-    elif model.flavour.edits and media != "edit":
+    elif model.flavour.edits and not model.flavour.images_alone and media != "edit":
         expected = "a folder of the images before the edit and one of those after it, with the same file names"
         hint = "name the two folders before/ and after/, or choose a model that does not edit"
         problems.append(Problem("--model", f"{model.name}, for {_words(contents)}", expected, hint))

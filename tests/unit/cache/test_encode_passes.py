@@ -39,6 +39,7 @@ NAMES = {
     "sdxl": ({"prompt_embeds", "pooled_prompt_embeds"}, {"latents", "time_ids"}),
     "stable_audio": ({"prompt_embeds"}, {"latents", "seconds"}),
     "flux": ({"prompt_embeds", "pooled_prompt_embeds"}, {"latents"}),
+    "flux2": ({"prompt_embeds"}, {"latents"}),
     "z_image": ({"prompt_embeds"}, {"latents"}),
 }
 

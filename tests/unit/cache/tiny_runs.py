@@ -33,6 +33,7 @@ FLAVOURS = {
     "sdxl": "base-1.0",
     "stable_audio": "open-1.0",
     "flux": "dev",
+    "flux2": "klein-base-4b",
     "z_image": "base",
 }
 

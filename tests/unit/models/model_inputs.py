@@ -42,6 +42,15 @@ def inputs_of(model: Any, dtype: torch.dtype) -> tuple[Any, ...] | dict[str, Any
                 "txt_ids": torch.zeros(6, 3),
                 "guidance": torch.tensor([3.5], dtype=dtype),
             }
+        case "Flux2Transformer2DModel":
+            return {
+                "hidden_states": draw(1, 4, config.in_channels),
+                "encoder_hidden_states": draw(1, 6, config.joint_attention_dim),
+                "timestep": torch.tensor([0.5], dtype=dtype),
+                "img_ids": torch.zeros(4, 4),
+                "txt_ids": torch.zeros(6, 4),
+                "guidance": torch.tensor([3.5], dtype=dtype),
+            }
         case "ZImageTransformer2DModel":
             return {
                 "x": [draw(config.in_channels, 1, 4, 4) for _ in range(2)],
@@ -67,7 +76,7 @@ def inputs_of(model: Any, dtype: torch.dtype) -> tuple[Any, ...] | dict[str, Any
             return (draw(1, 3, 5, 32, 32),)
         case "AutoencoderKLQwenImage":
             return (draw(1, 3, 1, 32, 32),)
-        case "AutoencoderKL":
+        case "AutoencoderKL" | "AutoencoderKLFlux2":
             return (draw(1, 3, 32, 32),)
         case "AutoencoderOobleck":
             return (draw(1, config.audio_channels, 4 * model.hop_length),)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     AutoencoderOobleck,
+    Flux2Transformer2DModel,
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
     StableAudioDiTModel,
@@ -27,9 +29,12 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPVisionConfig,
     CLIPVisionModel,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
@@ -62,6 +67,13 @@ FLUX = {
     "schnell": {"guidance_embeds": False},
     "kontext": {"guidance_embeds": True},
 }
+FLUX2: dict[str, dict[str, Any]] = {
+    "dev": {},
+    **{name: {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288,
+              "guidance_embeds": False} for name in ("klein-base-9b", "klein-9b")},
+    **{name: {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680,
+              "guidance_embeds": False} for name in ("klein-base-4b", "klein-4b")},
+}  # fmt: skip
 SDXL = {
     "sample_size": 128, "in_channels": 4, "out_channels": 4, "block_out_channels": (320, 640, 1280),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -79,6 +91,8 @@ def denoiser(family: str, flavour: str, **changes: Any) -> nn.Module:
         return QwenImageTransformer2DModel(**(QWEN[flavour] | changes))
     if family == "flux":
         return FluxTransformer2DModel(**(FLUX[flavour] | changes))
+    if family == "flux2":
+        return Flux2Transformer2DModel(**(FLUX2[flavour] | changes))
     if family == "z_image":
         return ZImageTransformer2DModel(**({"axes_lens": [1536, 512, 512]} | changes))
     if family == "sdxl":
@@ -120,6 +134,15 @@ def inputs(family: str, flavour: str, *, batch: int, side: int, text: int) -> di
             "timestep": torch.ones(batch),
             "img_ids": torch.empty(tokens, 3),
             "txt_ids": torch.empty(text, 3),
+            "guidance": torch.ones(batch),
+        }
+    if family == "flux2":
+        return {
+            "hidden_states": torch.empty(batch, tokens, 128),
+            "encoder_hidden_states": torch.empty(batch, text, FLUX2[flavour].get("joint_attention_dim", 15360)),
+            "timestep": torch.ones(batch),
+            "img_ids": torch.empty(tokens, 4),
+            "txt_ids": torch.empty(text, 4),
             "guidance": torch.ones(batch),
         }
     if family == "sdxl":
@@ -169,6 +192,7 @@ def _wan_2_2() -> nn.Module:
 VAES = {
     "VAE (SDXL)": Vae(lambda: _kl(4), 4, 8),
     "VAE (FLUX)": Vae(lambda: _kl(16, use_quant_conv=False, use_post_quant_conv=False), 16, 8),
+    "VAE (FLUX.2)": Vae(AutoencoderKLFlux2, 32, 8),
     "VAE (Wan 2.1)": Vae(AutoencoderKLWan, 16, 8, video=True),
     "VAE (Wan 2.2)": Vae(_wan_2_2, 48, 16, video=True),
     "VAE (Qwen-Image)": Vae(AutoencoderKLQwenImage, 16, 8),
@@ -207,6 +231,18 @@ def _qwen3() -> nn.Module:
     return Qwen3Model(config)
 
 
+def _qwen3_8b() -> nn.Module:
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def _mistral3() -> nn.Module:
+    return Mistral3ForConditionalGeneration(Mistral3Config(tie_word_embeddings=False, spatial_merge_size=2))
+
+
 _VIT_H = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
           "image_size": 224, "patch_size": 14}  # fmt: skip
 
@@ -220,6 +256,8 @@ ENCODERS: dict[str, Build] = {
     "text encoder (CLIP-bigG)": lambda: CLIPTextModelWithProjection(_clip(1280, 32, 20)),
     "text encoder (Qwen2.5-VL 7B)": _qwen_vl,
     "text encoder (Qwen3 4B)": _qwen3,
+    "text encoder (Qwen3 8B)": _qwen3_8b,
+    "text encoder (Mistral Small 3)": _mistral3,
     "image encoder (CLIP ViT-H)": lambda: CLIPVisionModel(CLIPVisionConfig(**_VIT_H)),
     "conditioning projection": lambda: StableAudioProjectionModel(768, 768, 0, 512),
 }

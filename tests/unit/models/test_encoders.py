@@ -28,6 +28,7 @@ FLAVOURS = [
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
     ("z_image", "base"),
+    ("flux2", "klein-base-4b"),
 ]
 TinyModel = Callable[[str, str], Path]
 

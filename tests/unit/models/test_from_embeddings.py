@@ -31,6 +31,8 @@ REQUESTED = SampleRequest("a fox in the snow", width=64, height=64, frames=1, st
         pytest.param("sdxl", "base-1.0", "", marks=pytest.mark.full),
         pytest.param("qwen_image", "t2i", "", marks=pytest.mark.full),
         pytest.param("qwen_image", "t2i", "blurred", marks=pytest.mark.full),
+        ("flux2", "klein-base-4b", "blurred"),
+        pytest.param("flux2", "dev", "", marks=pytest.mark.full),
         ("z_image", "base", "blurred"),
         pytest.param("z_image", "turbo", "", marks=pytest.mark.full),
         pytest.param("flux", "dev", "", marks=pytest.mark.full),

@@ -26,6 +26,7 @@ def test_every_flavour_has_one_in_the_order_of_the_names() -> None:
         ("wan", "ti2v-5b-2.2", 32),
         ("qwen_image", "edit-2509", 16),
         ("flux", "dev", 16),
+        ("flux2", "dev", 16),
         ("z_image", "base", 16),
         ("sdxl", "base-1.0", 32),
     ],

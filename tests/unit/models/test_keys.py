@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import (
+    convert_flux2_transformer_checkpoint_to_diffusers,
     convert_wan_transformer_to_diffusers,
     convert_z_image_transformer_checkpoint_to_diffusers,
 )
@@ -24,6 +25,8 @@ FLAVOURS = [
     *(("wan", flavour) for flavour in WAN),
     *(("qwen_image", flavour) for flavour in QWEN),
     *(("flux", flavour) for flavour in FLUX),
+    ("flux2", "dev"),
+    ("flux2", "klein-base-4b"),
     ("z_image", "base"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
@@ -35,10 +38,14 @@ TINY = [
     ("wan", "i2v-14b-480p-2.1"),
     ("qwen_image", "t2i"),
     ("flux", "dev"),
+    ("flux2", "dev"),
     ("z_image", "base"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
 ]
+
+
+Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def adaptable(model: nn.Module) -> Iterator[str]:
@@ -117,16 +124,28 @@ def test_stable_audios_original_names_are_those_of_comfyuis_model() -> None:
     assert {path: (one.name, one.part) for path, one in found.items() if one is not None} == expected
 
 
-def test_z_images_original_names_are_those_diffusers_converts() -> None:
+@pytest.mark.parametrize(
+    ("family", "flavour", "convert"),
+    [
+        ("z_image", "base", convert_z_image_transformer_checkpoint_to_diffusers),
+        ("flux2", "dev", convert_flux2_transformer_checkpoint_to_diffusers),
+    ],
+)
+def test_original_names_are_those_diffusers_converts(family: str, flavour: str, convert: Convert) -> None:
     """Each matrix of the original layout, filled with its index: diffusers puts it where our map says."""
-    keys, names = KEY_MAPS["z_image"], original_names("z_image", "base")
+    keys, names = KEY_MAPS[family], original_names(family, flavour)
     originals = sorted({*names.values()})
-    checkpoint = {f"{name}.weight": torch.full((3, 1), float(index)) for index, name in enumerate(originals)}
-    for path, tensor in convert_z_image_transformer_checkpoint_to_diffusers(checkpoint).items():
+    rows = torch.arange(6)[:, None] / 8
+    checkpoint = {f"{name}.weight": index + rows for index, name in enumerate(originals)}
+    converted = convert(checkpoint)
+    assert {path.removesuffix(".weight") for path in converted} == {*published_paths(family, flavour)}
+    for path, tensor in converted.items():
         found = keys.original(path.removesuffix(".weight"))
         assert found is not None
         assert originals[int(tensor[0, 0])] == found.name
-        assert len(tensor) == 3 // len(found.mapped.paths)
+        parts = rows.chunk(2)[::-1] if found.mapped.halves_swapped else rows.chunk(len(found.mapped.paths))
+        expected = torch.cat(parts) if found.mapped.halves_swapped else parts[found.part]
+        assert torch.equal(tensor - tensor.floor(), expected)
 
 
 @pytest.mark.parametrize("flavour", QWEN)
@@ -145,6 +164,7 @@ def test_every_layer_of_the_tiny_models_has_one_name_in_each_layout(family, flav
         "wan": diffusers.WanTransformer3DModel,
         "qwen_image": diffusers.QwenImageTransformer2DModel,
         "flux": diffusers.FluxTransformer2DModel,
+        "flux2": diffusers.Flux2Transformer2DModel,
         "z_image": diffusers.ZImageTransformer2DModel,
         "sdxl": diffusers.UNet2DConditionModel,
         "stable_audio": diffusers.StableAudioDiTModel,
@@ -184,7 +204,7 @@ def test_other_names_refer_to_existing_layers(keys: KeyMap) -> None:
 
 
 def test_fused_families_say_so() -> None:
-    assert {family for family, keys in KEY_MAPS.items() if keys.fused} == {"flux", "z_image", "stable_audio"}
+    assert {family for family, keys in KEY_MAPS.items() if keys.fused} == {"flux", "flux2", "z_image", "stable_audio"}
     mapped = KEY_MAPS["flux"].find("lora_unet_single_blocks_3_linear1".removeprefix("lora_unet_"))
     assert mapped == MappedLayers(
         tuple(f"single_transformer_blocks.3.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),

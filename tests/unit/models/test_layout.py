@@ -25,6 +25,7 @@ FAMILIES = {
     "wan": "t2v-14b-2.2",
     "qwen_image": "edit-2509",
     "flux": "schnell",
+    "flux2": "klein-base-4b",
     "z_image": "turbo",
     "sdxl": "base-1.0",
     "stable_audio": "open-1.0",

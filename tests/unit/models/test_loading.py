@@ -32,6 +32,7 @@ FLAVOURS = [
     ("flux", "dev"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
+    ("flux2", "dev"),
     ("z_image", "base"),
 ]
 DiffusersModel = diffusers.ModelMixin

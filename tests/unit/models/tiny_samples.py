@@ -19,7 +19,7 @@ from gracetune.models.qwen_image.load import ImageProcessor
 from gracetune.models.registry import geometry
 
 PROMPT = "a red cat, 猫 🐈"
-_TWINS = ("t2v-14b-2.1", "i2v-14b-720p-2.1", "t2i-2512", "krea", "turbo")
+_TWINS = ("t2v-14b-2.1", "i2v-14b-720p-2.1", "t2i-2512", "krea", "turbo", "klein-9b", "klein-base-9b", "klein-4b")
 """Flavours that differ from another one only in a number or in the values of the weights."""
 ALL = [
     pytest.param(
@@ -28,7 +28,7 @@ ALL = [
         id=f"{family}-{flavour.name}",
         marks=[pytest.mark.full] if flavour.name in _TWINS else [],
     )
-    for family in ("wan", "qwen_image", "flux", "z_image", "sdxl", "stable_audio")
+    for family in ("wan", "qwen_image", "flux", "flux2", "z_image", "sdxl", "stable_audio")
     for flavour in flavours(family)
 ]
 ONE_EACH = [

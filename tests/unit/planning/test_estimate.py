@@ -81,6 +81,17 @@ class TestLatents:
         assert edit.token_counts(SQUARE, (SQUARE, SQUARE))["image"] == 3 * 4096
         assert plain.token_counts(SQUARE, (SQUARE,))["image"] == 4096
 
+    @pytest.mark.parametrize(("family", "tokens"), [("flux2", ["4096", "8192"]), ("qwen_image", ["8192", "8192"])])
+    def test_references_that_are_optional_count_if_a_dataset_has_them(self, family: str, tokens: list[str]) -> None:
+        model = {"flavour": "edit"} if family == "qwen_image" else {}
+        data = [
+            {"id": "before", "path": "/nowhere", "dataset_type": "conditioning"},
+            {"id": "alone", "path": "/nowhere"},
+            {"id": "pairs", "path": "/nowhere", "conditioning": ["before"]},
+        ]
+        workloads = demand_of(run_config(family, model=model, datasets=data)).workloads
+        assert [one.label.split()[1] for one in workloads] == tokens
+
 
 class TestTrained:
     def test_a_lora_costs_sixteen_bytes_a_parameter_with_adamw(self) -> None:

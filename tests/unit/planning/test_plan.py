@@ -392,10 +392,23 @@ class TestVerdict:
         notes = plan(demand(), machine("gb200")).notes
         assert any("2 GPUs" in note and "gracetune estimate CONFIG --processes 2" in note for note in notes)
 
-    @pytest.mark.parametrize("family", ["wan", "qwen_image", "flux", "sdxl"])
+    @pytest.mark.parametrize("family", ["wan", "qwen_image", "flux", "flux2", "sdxl"])
     @pytest.mark.parametrize("name", ["gh200-numa", "gh200-cdmm", "gb200", "gb10", "x86-h200"])
     def test_common_jobs_fit_common_machines(self, family: str, name: str) -> None:
         assert plan(demand(family), machine(name)).verdict == "fits"
+
+    @pytest.mark.parametrize(
+        ("flavour", "gigabytes", "precision", "verdict"),
+        [
+            ("dev", 80, "bf16", "fits"),
+            ("dev", 24, "auto", "does not fit"),
+            ("klein-base-9b", 24, "auto", "fits"),
+            ("klein-base-4b", 24, "bf16", "fits"),
+        ],
+    )
+    def test_flux2_on_smaller_cards(self, flavour: str, gigabytes: float, precision: str, verdict: str) -> None:
+        requested = demand("flux2", model={"flavour": flavour, "base_precision": precision})
+        assert plan(requested, small_gpu(gigabytes)).verdict == verdict
 
 
 def test_free_space_is_that_of_the_nearest_folder_or_unknown(tmp_path: Path) -> None:

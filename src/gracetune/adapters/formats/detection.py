@@ -52,7 +52,7 @@ def detect(
     """Detect what the file is from its keys, header and name (without suffix). A given `family` is not checked."""
     stems = Counter(parts.stem for key in tensors if (parts := split_key(key)) is not None)
     if family is None:
-        family, why = _family(tuple(tensors), stems, metadata)
+        family, why = _family(tensors, stems, metadata)
     else:
         why = f"family: {family}, as requested"
     keys = KEY_MAPS[family]
@@ -80,7 +80,8 @@ def _located(stems: Mapping[str, int], names: KeyMap) -> dict[LocatedKey, int]:
     return found
 
 
-def _family(keys: tuple[str, ...], stems: Mapping[str, int], metadata: Mapping[str, str]) -> tuple[str, str]:
+def _family(tensors: Mapping[str, Tensor], stems: Mapping[str, int], metadata: Mapping[str, str]) -> tuple[str, str]:
+    keys = tuple(tensors)
     known = {family: _located(stems, names) for family, names in KEY_MAPS.items()}
     most = max(sum(located.values()) for located in known.values())
     if most == 0:
@@ -98,6 +99,10 @@ def _family(keys: tuple[str, ...], stems: Mapping[str, int], metadata: Mapping[s
         ]
         if len(within_depth) == 1:
             best, why = within_depth, f"{why}, and no other family has as many blocks"
+    if len(best) > 1:
+        of_its_shapes = [family for family in best if _has_shapes_of(KEY_MAPS[family], tensors)]
+        if len(of_its_shapes) == 1:
+            best, why = of_its_shapes, f"{why}, and their shapes are its own"
     if len(best) == 1 and any(_too_deep(found, KEY_MAPS[best[0]]) for found in known[best[0]]):
         found = f"layers with the names of {best[0]}, in more blocks than any model of it has"
         raise _unclear(found, f"an adapter of {', '.join(KEY_MAPS)}", f"--family {best[0]}, if it is one all the same")
@@ -108,11 +113,39 @@ def _family(keys: tuple[str, ...], stems: Mapping[str, int], metadata: Mapping[s
 
 
 def _claimed_families(metadata: Mapping[str, str]) -> Iterable[str]:
+    """The families whose marks are in the header. In one entry the longest mark comes first: `flux-2` before `flux`."""
     if metadata.get("gracetune.family") in KEY_MAPS:
         yield metadata["gracetune.family"]
     for entry in _HEADER_FIELDS:
         value = metadata.get(entry, "").lower()
-        yield from (family for family, keys in KEY_MAPS.items() if any(mark in value for mark in keys.header_marks))
+        marks = {
+            family: max((len(mark) for mark in keys.header_marks if mark in value), default=0)
+            for family, keys in KEY_MAPS.items()
+        }
+        yield from sorted((family for family in marks if marks[family]), key=lambda family: -marks[family])
+
+
+def _has_shapes_of(keys: KeyMap, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the file has LoRA layers of `KeyMap.shapes`, all with these shapes."""
+    rows: dict[str, int] = {}
+    columns: dict[str, int] = {}
+    for key, tensor in tensors.items():
+        parts = split_key(key)
+        if parts is not None and tensor.ndim == 2:
+            if parts.tensor == "lora_B.weight":
+                rows[parts.stem] = tensor.shape[0]
+            elif parts.tensor == "lora_A.weight":
+                columns[parts.stem] = tensor.shape[1]
+            elif parts.tensor == "diff":
+                rows[parts.stem], columns[parts.stem] = tensor.shape
+    found = []
+    for stem in rows.keys() & columns.keys():
+        located = locate(stem, keys)
+        original = keys.original(located.mapped.paths[0]) if located is not None else None
+        expected = keys.rows_by_columns(original.name) if original is not None else None
+        if expected is not None:
+            found.append(rows[stem] == expected * columns[stem])
+    return bool(found) and all(found)
 
 
 def _too_deep(found: LocatedKey, keys: KeyMap) -> bool:

@@ -189,7 +189,8 @@ def settle_samples(draft: Draft) -> None:
         for root in (("validation",), *((*_PROMPTS, index) for index in range(count))):
             _round_frames(draft, (*root, "num_frames"))
     flavour = _flavour(draft, family)
-    if count and flavour is not None and (flavour.edits or flavour.from_image):
+    needs_image = flavour is not None and (flavour.from_image or (flavour.edits and not flavour.images_alone))
+    if count and flavour is not None and needs_image:
         _drop_prompts_without_image(draft, prompts, flavour)
 
 

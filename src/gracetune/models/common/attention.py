@@ -1,8 +1,9 @@
-"""Shared by the families' attention processors: RoPE, and linear layers with a common input."""
+"""Shared by the families' attention processors: RoPE, linear layers with a common input, contiguous gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,3 +31,24 @@ def apply_layers(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     if isinstance(first, SharesInput):
         return first.together(x, layers)
     return tuple(layer(x) for layer in layers)
+
+
+def contiguous_gradient(x: Tensor) -> Tensor:
+    """`x`, with a contiguous gradient.
+
+    Where an attention output is concatenated with another tensor, its gradient is a slice of one wide tensor, with
+    strided rows. From such a gradient, cuDNN's backward pass computes wrong gradients without an error, or reads
+    invalid memory (`families-exploration-h200.json`: cuDNN 9.19, torch 2.11).
+    """
+    result: Tensor = _ContiguousGradient.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()

@@ -96,17 +96,19 @@ class TruncatedTexts:
         return {limit: tuple(texts) for limit, texts in self._found.items()}
 
 
-def padded_tokens(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[Any, list[int]]:
+def padded_tokens(tokenizer: Any, texts: Sequence[str], length: int, *, special: bool = True) -> tuple[Any, list[int]]:
     """Token ids and attention mask, [B, length] each, and the indices of the texts that were truncated.
 
     Always padded to the full length, because an embedding must not depend on the other captions of its batch, not even
     in its last bits. Truncation is detected without tokenizing twice: fast tokenizers return the rest as further rows.
+    `special`: the tokenizer adds its special tokens, which a rendered chat template already has.
     """
     tokens = tokenizer(
         [*texts],
         padding="max_length",
         max_length=length,
         truncation=True,
+        add_special_tokens=special,
         return_overflowing_tokens=tokenizer.is_fast,  # slow tokenizers return it in another form
         return_tensors="pt",
     )

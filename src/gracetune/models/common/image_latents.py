@@ -28,12 +28,14 @@ def nothing_more(sample: Sample) -> Entry:
 
 @dataclass(frozen=True)
 class ImageCodec:
-    """How one family's VAE is used. The denoiser gets latents as (z - offset) x scale, per channel."""
+    """How one family's VAE is used. The denoiser gets latents as (z - offset) x scale, per channel and place."""
 
-    offset: tuple[float, ...]
-    scale: tuple[float, ...]
+    offset: tuple[float, ...] | Tensor
+    scale: tuple[float, ...] | Tensor
     dtype: torch.dtype
     """Dtype of the returned latents."""
+    patch: int = 1
+    """`offset` and `scale` have a value for each place in a square of this side, row by row within a channel."""
     video: bool = False
     """Whether the VAE expects images as videos of one frame."""
     references: int | None = 0
@@ -85,7 +87,9 @@ class ImageLatents(VaeEncoder):
         posterior = self._vae.encode(pixels[:, :, None] if self._codec.video else pixels).latent_dist
         latents = sample_posterior(posterior, samples, self._options.posterior).float()
         latents = latents[:, :, 0] if self._codec.video else latents
-        offset, scale = (_per_channel(values, latents) for values in (self._codec.offset, self._codec.scale))
+        offset, scale = (
+            _per_channel(values, latents, self._codec.patch) for values in (self._codec.offset, self._codec.scale)
+        )
         # Copies, so that an entry does not keep the whole batch's memory alive.
         return [one.to("cpu", self._codec.dtype, copy=True) for one in (latents - offset) * scale]
 
@@ -97,8 +101,10 @@ def _image_pixels(sample: Sample) -> Tensor:
     return sample.pixels
 
 
-def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
-    return torch.tensor(values, device=like.device).reshape(-1, 1, 1)
+def _per_channel(values: tuple[float, ...] | Tensor, like: Tensor, patch: int) -> Tensor:
+    """[C, 1, 1], or [C, H, W] with the values of a patch side by side."""
+    squares = torch.as_tensor(values, device=like.device).reshape(-1, patch, patch)
+    return squares if patch == 1 else squares.repeat(1, like.shape[-2] // patch, like.shape[-1] // patch)
 
 
 def to_image(sample: Sample) -> Image.Image:

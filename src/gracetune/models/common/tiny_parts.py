@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from transformers import (
     CLIPTextConfig,
     CLIPTokenizer,
     PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
 )
@@ -145,6 +146,18 @@ def clip_text_config(tokenizer: CLIPTokenizer, *, act: str = "quick_gelu") -> CL
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def chat_tokenizer(special: Sequence[str], template: str) -> Qwen2Tokenizer:
+    """The byte alphabet without merges and a chat template: a text has one token per byte. `special[0]` pads."""
+    words = (*sorted(pre_tokenizers.ByteLevel.alphabet()), *special)
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer: Qwen2Tokenizer = build_part(
+        Qwen2Tokenizer, vocab=vocabulary, merges=[], model_max_length=2048, pad_token=special[0]
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special[1:]]})
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 class Pipeline(Protocol):

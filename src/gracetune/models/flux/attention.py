@@ -3,9 +3,8 @@
 diffusers rotates all samples of a batch by the same positions, but routed tokens (`models.token_routing`) differ per
 sample.
 
-In single-stream blocks the attention output is concatenated with the feed-forward's, so its gradient is a slice of one
-wide tensor, with strided rows. From such a gradient, cuDNN's backward pass computes wrong gradients without an error,
-or reads invalid memory (`families-exploration-h200.json`: cuDNN 9.19, torch 2.11).
+In single-stream blocks the attention output is concatenated with the feed-forward's, so its gradient would have strided
+rows (`models.common.attention.contiguous_gradient`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 from torch import Tensor, nn
 
-from gracetune.models.common.attention import apply_rope
+from gracetune.models.common.attention import apply_rope, contiguous_gradient
 
 
 def use_own_processors(denoiser: nn.Module) -> None:
@@ -74,19 +73,6 @@ class SingleStreamProcessor(PerSamplePositions):
         attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
     ) -> Tensor:  # fmt: skip
         """The arguments keep diffusers' names, because diffusers inspects the signature."""
-        attended: Tensor = _ContiguousGradient.apply(  # type: ignore[no-untyped-call]
+        return contiguous_gradient(
             super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         )
-        return attended
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """The identity, with a contiguous gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()

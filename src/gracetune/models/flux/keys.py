@@ -7,6 +7,7 @@ the query alone stays on the query alone. kohya's scripts use the names of the f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from gracetune.models.keys import Fused, KeyMap, KeyMapRule
 
@@ -69,6 +70,12 @@ KEYS = KeyMap(
         ),
     ),
     other_names=tuple(_diffsynth_names()),
+    shapes=(
+        *((f"{_THEIRS}.{stream}_mlp.0", Fraction(4)) for stream in ("img", "txt")),
+        *((f"{_THEIRS}.{stream}_mlp.2", Fraction(1, 4)) for stream in ("img", "txt")),
+        (f"{_THEIR_SINGLE}.linear1", Fraction(7)),
+        (f"{_THEIR_SINGLE}.linear2", Fraction(1, 5)),
+    ),
     depths=(("transformer_blocks", 19), ("single_transformer_blocks", 38)),
     comfyui_takes_ours=True,
     architecture="flux-1",

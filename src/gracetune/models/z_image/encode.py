@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
+from gracetune.models.common.chat_text import in_chat_template
 from gracetune.models.common.encoding import TruncatedTexts, encoder_id, padded_tokens
 from gracetune.models.common.image_latents import ImageCodec, ImageLatents
 from gracetune.models.common.pipelines import PipelineText
@@ -44,7 +45,7 @@ def load_text_encoder(source: ModelSource, placement: PartPlacement) -> TextEnco
         "dtype": str(placement.dtype),
         "layer": str(_LAYER),
         "tokens": str(MAX_TOKENS),
-        "template": _in_template(pipeline, ""),
+        "template": in_chat_template(pipeline.tokenizer, "", thinking=True),
         "tokenizer": files_digest(source.part("tokenizer")),
     }
     identity = encoder_id("text", source, ["text_encoder"], settings)
@@ -57,16 +58,9 @@ def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], trun
     Entries have no mask: the batch source builds one if the captions of a batch differ in length, and only then.
     """
     texts = [prompt.text for prompt in prompts]
-    tokens, long = padded_tokens(pipeline.tokenizer, [_in_template(pipeline, text) for text in texts], MAX_TOKENS)
+    rendered = [in_chat_template(pipeline.tokenizer, text, thinking=True) for text in texts]
+    tokens, long = padded_tokens(pipeline.tokenizer, rendered, MAX_TOKENS)
     truncated.add(f"{MAX_TOKENS} tokens", (texts[number] for number in long))
     mask = tokens.attention_mask.to(device).bool()
     output = pipeline.text_encoder(tokens.input_ids.to(device), attention_mask=mask, output_hidden_states=True)
     return [{"prompt_embeds": row[own]} for row, own in zip(output.hidden_states[_LAYER], mask, strict=True)]
-
-
-def _in_template(pipeline: Any, text: str) -> str:
-    message = [{"role": "user", "content": text}]
-    result: str = pipeline.tokenizer.apply_chat_template(
-        message, tokenize=False, add_generation_prompt=True, enable_thinking=True
-    )
-    return result

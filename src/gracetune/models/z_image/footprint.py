@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gracetune.models.common.encoder_footprints import QWEN3_4B
 from gracetune.models.footprint import (
     Footprint,
     FootprintBlock,
     FootprintCodec,
-    FootprintEncoder,
     FootprintKept,
     FootprintLinear,
     FootprintStream,
@@ -30,9 +30,6 @@ CAPTION_TOKENS = 512
 PARAMETERS = 6_154_908_736
 # `encode` and `decode`: elements alive at the peak of a pass, per pixel. `working`: bytes per token.
 VAE = FootprintCodec("VAE (FLUX)", 83_819_683, encode=643, decode=769)
-QWEN3 = FootprintEncoder(
-    "text encoder (Qwen3 4B)", 4_022_468_096, working=400_904, tokens=CAPTION_TOKENS, works_while_sampling=False
-)
 
 
 def _norm(name: str, stream: FootprintStream, *, reads: FootprintKept | None) -> Iterator[FootprintKept]:
@@ -128,7 +125,7 @@ def _z_image(flavour: str) -> Footprint:
         ),
         latents=PixelLatents(16),
         codec=VAE,
-        encoders=(QWEN3,),
+        encoders=(QWEN3_4B,),
         text=FootprintText(CAPTION_TOKENS, CAPTION_TOKENS * CAPTION_WIDTH),
     )
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
-from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, build_part, save
+from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, build_part, chat_tokenizer, save
 
 _SHIFTS = {"base": 6.0, "turbo": 3.0}
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_TEMPLATE = (
+_TEMPLATE = (  # shorter than the published one
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -22,7 +21,7 @@ _HEADS, _AXES = 2, (8, 8, 8)
 
 def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     """Write the tiny model of one flavour into `folder`, in diffusers' layout."""
-    weights, tokenizer = TinyWeights(seed), _tokenizer()
+    weights, tokenizer = TinyWeights(seed), chat_tokenizer(_SPECIAL, _TEMPLATE)
     pipeline = build_part(
         ZImagePipeline,
         scheduler=build_part(FlowMatchEulerDiscreteScheduler, shift=_SHIFTS[flavour]),
@@ -32,16 +31,6 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
         transformer=_transformer(weights),
     )
     return save(pipeline, folder)
-
-
-def _tokenizer() -> Qwen2Tokenizer:
-    """The byte alphabet without merges: a text has one token per byte. Shorter chat template than the published one."""
-    words = (*sorted(ByteLevel.alphabet()), *_SPECIAL)
-    vocabulary = {word: index for index, word in enumerate(words)}
-    tokenizer: Qwen2Tokenizer = build_part(Qwen2Tokenizer, vocab=vocabulary, merges=[], model_max_length=2048)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(_SPECIAL[1:])})
-    tokenizer.chat_template = _TEMPLATE
-    return tokenizer
 
 
 def _text_encoder(weights: TinyWeights, tokenizer: Qwen2Tokenizer) -> Any:

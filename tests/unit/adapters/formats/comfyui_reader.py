@@ -3,9 +3,9 @@
 * Every weight of the model, `diffusion_model.<name>.weight`, answers to `diffusion_model.<name>` and, with
   underscores, to `lora_unet_<name>`. U-Nets also answer to diffusers' names behind `lora_unet_` and `lycoris_`,
   Qwen-Image to its names behind `transformer.` and `lycoris_`, Z-Image to diffusers' names behind `diffusion_model.`,
-  `transformer.` and `lycoris_`, where query, key and value are row ranges of a fused weight, Flux to diffusers' names
-  behind `transformer.` and `lycoris_`, where query, key, value and the feed-forward are row ranges of a fused weight
-  and the final norm's halves change places.
+  `transformer.` and `lycoris_`, where query, key and value are row ranges of a fused weight, Flux and FLUX.2 to
+  diffusers' names behind `transformer.` and `lycoris_`, where query, key, value and (Flux) the feed-forward are row
+  ranges of a fused weight and the final norm's halves change places. FLUX.2's names are those of diffusers' converter.
 * A layer's tensors are looked for in the order LoRA, LoHa, LoKr, OFT, and differences. LoRA, LoHa: scale alpha / rank,
   or 1 without alpha. LoKr: alpha / rank only if a factor is decomposed, the rank being the second factor's if it is.
   OFT: alpha is a constraint, no alpha is none, rescale is not used. A Kronecker product of 2-d kernels only.
@@ -48,8 +48,8 @@ def key_map(family: str, weights: Mapping[str, Tensor], diffusers_paths: Mapping
         for ours, target in _z_image(weights).items():
             for name in (f"diffusion_model.{ours}", f"transformer.{ours}", f"lycoris_{ours.replace('.', '_')}"):
                 found[name] = target
-    if family == "flux":
-        for ours, target in _flux(weights).items():
+    if family in ("flux", "flux2"):
+        for ours, target in (_flux if family == "flux" else _flux2)(weights).items():
             for name in (f"transformer.{ours}", f"lycoris_{ours.replace('.', '_')}"):
                 found[name] = target
     return found
@@ -114,6 +114,40 @@ def _flux(weights: Mapping[str, Tensor]) -> dict[str, Target]:
     found["x_embedder"] = Target("diffusion_model.img_in.weight")
     found["context_embedder"] = Target("diffusion_model.txt_in.weight")
     found["proj_out"] = Target("diffusion_model.final_layer.linear.weight")
+    found["norm_out.linear"] = Target("diffusion_model.final_layer.adaLN_modulation.1.weight", halves_swapped=True)
+    return found
+
+
+def _flux2(weights: Mapping[str, Tensor]) -> dict[str, Target]:
+    """The rules of diffusers' converter of these weights, the other way around."""
+    found: dict[str, Target] = {}
+    outside = {
+        "img_in": "x_embedder", "txt_in": "context_embedder", "final_layer.linear": "proj_out",
+        **{f"{name}.lin": f"{name}.linear"
+           for name in ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")},
+        **{f"{theirs}_in.{layer}": f"time_guidance_embed.{ours}_embedder.linear_{number}"
+           for theirs, ours in (("time", "timestep"), ("guidance", "guidance"))
+           for number, layer in ((1, "in_layer"), (2, "out_layer"))},
+    }  # fmt: skip
+    inside = {
+        "img_attn.proj": "attn.to_out.0", "txt_attn.proj": "attn.to_add_out", "img_mlp.0": "ff.linear_in",
+        "img_mlp.2": "ff.linear_out", "txt_mlp.0": "ff_context.linear_in", "txt_mlp.2": "ff_context.linear_out",
+        "linear1": "attn.to_qkv_mlp_proj", "linear2": "attn.to_out",
+    }  # fmt: skip
+    parts = {"img_attn.qkv": ("to_q", "to_k", "to_v"), "txt_attn.qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
+    blocks = {"double_blocks": "transformer_blocks", "single_blocks": "single_transformer_blocks"}
+    for key, weight in weights.items():
+        name = key.removeprefix("diffusion_model.").removesuffix(".weight")
+        kind, _, rest = name.partition(".")
+        number, _, layer = rest.partition(".")
+        if name in outside:
+            found[outside[name]] = Target(key)
+        elif layer in inside:
+            found[f"{blocks[kind]}.{number}.{inside[layer]}"] = Target(key)
+        elif layer in parts:
+            rows = weight.shape[0] // 3
+            for part, projection in enumerate(parts[layer]):
+                found[f"{blocks[kind]}.{number}.attn.{projection}"] = Target(key, (part * rows, rows))
     found["norm_out.linear"] = Target("diffusion_model.final_layer.adaLN_modulation.1.weight", halves_swapped=True)
     return found
 

@@ -52,6 +52,17 @@ def _flux(config: Any) -> dict[str, Any]:
     }
 
 
+def _flux2(config: Any) -> dict[str, Any]:
+    return {
+        "hidden_states": values(1, 16, config.in_channels),
+        "encoder_hidden_states": values(1, 5, config.joint_attention_dim, seed=1),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.zeros(16, 4),
+        "txt_ids": torch.zeros(5, 4),
+        "guidance": torch.tensor([3.5]),
+    }
+
+
 def _z_image(config: Any) -> dict[str, Any]:
     return {
         "x": [values(config.in_channels, 1, 8, 8)],
@@ -87,6 +98,7 @@ _INPUTS = {
     "wan": _wan,
     "qwen_image": _qwen_image,
     "flux": _flux,
+    "flux2": _flux2,
     "z_image": _z_image,
     "sdxl": _sdxl,
     "stable_audio": _stable_audio,

@@ -13,6 +13,23 @@ from gracetune.adapters.formats.record import FORMATS
 from unit.adapters.formats import making
 
 
+@pytest.mark.parametrize(("family", "ratio"), [("flux", 4), ("flux2", 6)])
+def test_flux_and_flux2_share_original_names(family: str, ratio: int) -> None:
+    """The header, the shapes, or an error. `flux-2` contains the mark of FLUX.1 too."""
+
+    def lora(layer: str, rows: int) -> dict[str, torch.Tensor]:
+        name = f"lora_unet_double_blocks_0_img_{layer}"
+        return {f"{name}.lora_down.weight": torch.ones(2, 8), f"{name}.lora_up.weight": torch.ones(rows, 2)}
+
+    attention = lora("attn_qkv", 24)
+    with pytest.raises(UnclearFamilyError, match="flux and flux2"):
+        detect(attention, {})
+    assert detect({**attention, **lora("mlp_0", 8 * ratio)}, {}).family == family
+    assert (
+        detect(attention, {"modelspec.architecture": {4: "flux-1-dev/lora", 6: "flux-2/lora"}[ratio]}).family == family
+    )
+
+
 @pytest.mark.parametrize("with_header", [True, False])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("algorithm", making.ALGORITHMS)

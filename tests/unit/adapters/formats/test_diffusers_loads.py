@@ -33,12 +33,14 @@ TARGETS = {
     "wan": ("*.attn1.*", "*.attn2.*", "*.ffn.*"),
     "qwen_image": ("*.attn.*", "*.img_mlp.*", "*.txt_mlp.*"),
     "flux": ("*.attn.*", "*.ff.*", "*.ff_context.*", "single_transformer_blocks.*.proj_*"),
+    "flux2": ("*.attn.*", "*.ff.*", "*.ff_context.*"),
     "z_image": ("*.attention.*", "*.feed_forward.*"),
     "sdxl": ("*.attn1.*", "*.attn2.*", "*.ff.*", "*.resnets.*.conv1", "*.time_emb_proj", "*.proj_in"),
     "stable_audio": ("*.attn1.*", "*.attn2.*", "*.ff.*"),
 }
-OUTSIDE = {"flux": ("proj_out", "norm_out.linear", "x_embedder"), "qwen_image": ("proj_out", "img_in")}
-WITH_LOADER = ("wan", "qwen_image", "flux", "z_image", "sdxl")
+OUTSIDE = {"flux": ("proj_out", "norm_out.linear", "x_embedder"), "qwen_image": ("proj_out", "img_in"),
+           "flux2": ("proj_out", "norm_out.linear", "x_embedder", "*_modulation*.linear")}  # fmt: skip
+WITH_LOADER = ("wan", "qwen_image", "flux", "flux2", "z_image", "sdxl")
 
 
 def trained(
@@ -125,10 +127,12 @@ def test_a_dora_in_half_precision_loads_into_a_model_in_half_precision(tiny_mode
     assert (found.float() - expected).norm() < 0.2 * (expected - base).norm()
 
 
-@pytest.mark.parametrize("alpha", [2.0, 4.0])
-@pytest.mark.parametrize("family", ["wan", "qwen_image", "flux", "z_image"])
+@pytest.mark.parametrize(
+    ("family", "alpha"),
+    [*((family, alpha) for family in ("wan", "qwen_image", "flux", "z_image") for alpha in (2.0, 4.0)), ("flux2", 4.0)],
+)
 def test_diffusers_loads_our_comfyui_files(family: str, alpha: float, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """One file for both programs, with and without alpha keys in it."""
+    """One file for both programs, with and without alpha keys in it. For FLUX.2, diffusers rejects alpha keys."""
     pipeline = pipeline_of(family, tiny_model)
     state, expected = trained(family, denoiser_of(pipeline, family), alpha=alpha)
     file = save(tmp_path / "adapter.safetensors", state, "comfyui", torch.float32)

@@ -28,6 +28,7 @@ FLAVOURS = {
     "flux": "dev",
     "qwen_image": "t2i",
     "z_image": "base",
+    "krea2": "raw",
     "stable_audio": "open-1.0",
 }
 

@@ -124,7 +124,9 @@ class SimpleTunerNames:
     """The option for the guidance that a guidance-distilled model is trained with."""
     guidance_without: float = 0.0
     """What SimpleTuner's `validation_guidance` lacks, for a pipeline that adds guidance to the prediction of the prompt
-    instead of to that of the negative prompt. Values up to 1 mean no guidance."""
+    instead of to that of the negative prompt."""
+    guided_above: float = 1.0
+    """The value of `validation_guidance` up to which SimpleTuner samples without guidance."""
     targets: LoraTargets = LoraTargets()
     vae: DefaultVae | None = None
     text_encoder_option: str = ""

@@ -40,6 +40,7 @@ NAMES = {
     "stable_audio": ({"prompt_embeds"}, {"latents", "seconds"}),
     "flux": ({"prompt_embeds", "pooled_prompt_embeds"}, {"latents"}),
     "z_image": ({"prompt_embeds"}, {"latents"}),
+    "krea2": ({"prompt_embeds"}, {"latents"}),
 }
 
 

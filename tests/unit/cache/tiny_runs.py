@@ -34,6 +34,7 @@ FLAVOURS = {
     "stable_audio": "open-1.0",
     "flux": "dev",
     "z_image": "base",
+    "krea2": "raw",
 }
 
 

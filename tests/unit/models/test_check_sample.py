@@ -31,6 +31,7 @@ CASES: list[tuple[str, str, tuple[Any, ...], list[dict[str, Any]]]] = [
     ("flux", "dev", (), [{**SIZE, **MANY}]),
     ("flux", "kontext", (IMAGE,), [SIZE, NONE, MANY]),
     ("z_image", "base", (), [{**SIZE, **MANY}]),
+    ("krea2", "raw", (), [{**SIZE, **MANY}]),
     ("sdxl", "base-1.0", (), [SIZE, MANY]),
     ("stable_audio", "open-1.0", (), [MANY]),
 ]

@@ -28,6 +28,7 @@ FLAVOURS = [
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
     ("z_image", "base"),
+    ("krea2", "raw"),
 ]
 TinyModel = Callable[[str, str], Path]
 

@@ -32,6 +32,7 @@ REQUESTED = SampleRequest("a fox in the snow", width=64, height=64, frames=1, st
         pytest.param("qwen_image", "t2i", "", marks=pytest.mark.full),
         pytest.param("qwen_image", "t2i", "blurred", marks=pytest.mark.full),
         ("z_image", "base", "blurred"),
+        ("krea2", "raw", "blurred and a few words more"),
         pytest.param("z_image", "turbo", "", marks=pytest.mark.full),
         pytest.param("flux", "dev", "", marks=pytest.mark.full),
         pytest.param("flux", "schnell", "", marks=pytest.mark.full),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import (
+    convert_krea2_transformer_checkpoint_to_diffusers,
     convert_wan_transformer_to_diffusers,
     convert_z_image_transformer_checkpoint_to_diffusers,
 )
@@ -25,6 +26,7 @@ FLAVOURS = [
     *(("qwen_image", flavour) for flavour in QWEN),
     *(("flux", flavour) for flavour in FLUX),
     ("z_image", "base"),
+    ("krea2", "raw"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
 ]
@@ -36,6 +38,7 @@ TINY = [
     ("qwen_image", "t2i"),
     ("flux", "dev"),
     ("z_image", "base"),
+    ("krea2", "raw"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
 ]
@@ -129,6 +132,15 @@ def test_z_images_original_names_are_those_diffusers_converts() -> None:
         assert len(tensor) == 3 // len(found.mapped.paths)
 
 
+def test_krea_2s_original_names_are_those_diffusers_converts() -> None:
+    names = original_names("krea2", "raw")
+    checkpoint = {f"{name}.weight": torch.full((1,), float(index)) for index, name in enumerate(names.values())}
+    converted = convert_krea2_transformer_checkpoint_to_diffusers(checkpoint)
+    assert {path: int(value) for path, value in converted.items()} == {
+        f"{path}.weight": index for index, path in enumerate(names)
+    }
+
+
 @pytest.mark.parametrize("flavour", QWEN)
 def test_qwen_images_names_are_the_original_ones(flavour: str) -> None:
     names = original_names("qwen_image", flavour)
@@ -146,6 +158,7 @@ def test_every_layer_of_the_tiny_models_has_one_name_in_each_layout(family, flav
         "qwen_image": diffusers.QwenImageTransformer2DModel,
         "flux": diffusers.FluxTransformer2DModel,
         "z_image": diffusers.ZImageTransformer2DModel,
+        "krea2": diffusers.Krea2Transformer2DModel,
         "sdxl": diffusers.UNet2DConditionModel,
         "stable_audio": diffusers.StableAudioDiTModel,
     }[family]

@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen_image": "edit-2509",
     "flux": "schnell",
     "z_image": "turbo",
+    "krea2": "raw",
     "sdxl": "base-1.0",
     "stable_audio": "open-1.0",
 }

@@ -24,6 +24,7 @@ CPU = PartPlacement(torch.device("cpu"), torch.float32)
         ("qwen_image", "t2i", 4),
         ("flux", "dev", 0),
         ("z_image", "base", 0),
+        ("krea2", "raw", 0),
         ("sdxl", "base-1.0", 0),
         ("stable_audio", "open-1.0", 0),
         ("wan", "i2v-14b-480p-2.1", 0),

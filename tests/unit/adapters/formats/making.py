@@ -18,14 +18,15 @@ from gracetune.models.registry import KEY_MAPS
 
 ALGORITHMS: tuple[str, ...] = ("lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta")
 FLAVOURS = {
-    "wan": "t2v-14b-2.2", "qwen_image": "t2i", "flux": "dev", "z_image": "base", "sdxl": "base-1.0",
-    "stable_audio": "open-1.0",
+    "wan": "t2v-14b-2.2", "qwen_image": "t2i", "flux": "dev", "z_image": "base", "krea2": "raw",
+    "sdxl": "base-1.0", "stable_audio": "open-1.0",
 }  # fmt: skip
 CLASSES: dict[str, Any] = {
     "wan": diffusers.WanTransformer3DModel,
     "qwen_image": diffusers.QwenImageTransformer2DModel,
     "flux": diffusers.FluxTransformer2DModel,
     "z_image": diffusers.ZImageTransformer2DModel,
+    "krea2": diffusers.Krea2Transformer2DModel,
     "sdxl": diffusers.UNet2DConditionModel,
     "stable_audio": diffusers.StableAudioDiTModel,
 }

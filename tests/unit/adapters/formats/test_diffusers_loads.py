@@ -23,6 +23,7 @@ from gracetune.adapters.attach import attach
 from gracetune.adapters.merge import merge_module
 from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.config.run_config import Adapter
+from gracetune.models.hub_download import index_parts
 from gracetune.models.registry import KEY_MAPS
 from unit.adapters.formats import making
 from unit.adapters.formats.predicting import predict
@@ -34,11 +35,16 @@ TARGETS = {
     "qwen_image": ("*.attn.*", "*.img_mlp.*", "*.txt_mlp.*"),
     "flux": ("*.attn.*", "*.ff.*", "*.ff_context.*", "single_transformer_blocks.*.proj_*"),
     "z_image": ("*.attention.*", "*.feed_forward.*"),
+    "krea2": ("*.attn.*", "*.ff.*"),
     "sdxl": ("*.attn1.*", "*.attn2.*", "*.ff.*", "*.resnets.*.conv1", "*.time_emb_proj", "*.proj_in"),
     "stable_audio": ("*.attn1.*", "*.attn2.*", "*.ff.*"),
 }
-OUTSIDE = {"flux": ("proj_out", "norm_out.linear", "x_embedder"), "qwen_image": ("proj_out", "img_in")}
-WITH_LOADER = ("wan", "qwen_image", "flux", "z_image", "sdxl")
+OUTSIDE = {
+    "flux": ("proj_out", "norm_out.linear", "x_embedder"),
+    "qwen_image": ("proj_out", "img_in"),
+    "krea2": ("img_in", "time_mod_proj"),
+}
+WITH_LOADER = ("wan", "qwen_image", "flux", "z_image", "krea2", "sdxl")
 
 
 def trained(
@@ -62,7 +68,7 @@ def pipeline_of(family: str, tiny_model: TinyModel, flavour: str | None = None) 
     folder = tiny_model(family, flavour or making.FLAVOURS[family])
     parts = json.loads((folder / "model_index.json").read_text())
     kept = ("transformer", "transformer_2", "unet", "scheduler")
-    unused = {name: None for name, value in parts.items() if isinstance(value, list) and name not in kept}
+    unused = {name: None for name in index_parts(parts) if name not in kept}
     return DiffusionPipeline.from_pretrained(folder, **unused)
 
 

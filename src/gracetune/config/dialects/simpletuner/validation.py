@@ -22,6 +22,7 @@ from gracetune.config.dialects.values import (
 )
 from gracetune.config.draft import Origin, Path
 from gracetune.config.families import names_of
+from gracetune.config.family_names import SimpleTunerNames
 
 
 def _whole(value: Any) -> Any:
@@ -46,21 +47,17 @@ def _seed(options: PeerBlock, family: str) -> None:
 
 
 def _guidance(options: PeerBlock, family: str) -> None:
-    lacks = _lacking(family)
-    options.put("validation_guidance", ("validation", "guidance"), lambda value: _with_all(as_number(value), lacks))
+    options.put("validation_guidance", ("validation", "guidance"), lambda value: _as_ours(as_number(value), family))
 
 
-def _lacking(family: str) -> float:
-    return names_of(family).simpletuner.guidance_without if family else 0.0
-
-
-def _with_all(guidance: Any, lacks: float) -> Any:
+def _as_ours(guidance: Any, family: str) -> Any:
     """SimpleTuner's guidance as gracetune counts it, where 1 means none."""
-    return guidance + lacks if is_number(guidance) and guidance > 1 else guidance
+    names = names_of(family).simpletuner if family else SimpleTunerNames()
+    return guidance + names.guidance_without if is_number(guidance) and guidance > names.guided_above else guidance
 
 
 def _defaults(options: PeerBlock, family: str) -> None:
-    defaults = {**_DEFAULTS, "guidance": _with_all(_DEFAULTS["guidance"], _lacking(family))}
+    defaults = {**_DEFAULTS, "guidance": _as_ours(_DEFAULTS["guidance"], family)}
     for field, value in defaults.items():
         if field != "every_steps" or "validation_epoch_interval" not in options:
             options.default(("validation", field), value)

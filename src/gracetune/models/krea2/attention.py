@@ -1,7 +1,7 @@
 """Krea 2's attention with fewer passes over memory than diffusers', and the same results.
 
-diffusers writes the two halves of all pairs before it rotates them. Here each pair is rotated in one expression, and
-the four matrices with a common input are called together.
+diffusers writes a copy of queries and keys with swapped pairs before it rotates them. Here each pair is rotated in one
+expression, and the four matrices with a common input are called together.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gracetune.adapters.adapter_files import open_adapter, save
 from gracetune.adapters.attach import attach
+from gracetune.adapters.formats.programs import misread_by
 from gracetune.adapters.merge import merge_module
 from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.config.run_config import Adapter
@@ -131,8 +132,10 @@ def test_a_dora_in_half_precision_loads_into_a_model_in_half_precision(tiny_mode
     assert (found.float() - expected).norm() < 0.2 * (expected - base).norm()
 
 
-@pytest.mark.parametrize("alpha", [2.0, 4.0])
-@pytest.mark.parametrize("family", ["wan", "qwen_image", "flux", "z_image"])
+@pytest.mark.parametrize(
+    ("family", "alpha"),
+    [*((family, alpha) for family in ("wan", "qwen_image", "flux", "z_image") for alpha in (2.0, 4.0)), ("krea2", 4.0)],
+)
 def test_diffusers_loads_our_comfyui_files(family: str, alpha: float, tiny_model: TinyModel, tmp_path: Path) -> None:
     """One file for both programs, with and without alpha keys in it."""
     pipeline = pipeline_of(family, tiny_model)
@@ -141,6 +144,17 @@ def test_diffusers_loads_our_comfyui_files(family: str, alpha: float, tiny_model
     assert any(key.endswith(".alpha") for key in load_file(file)) == (alpha != 4.0)
     pipeline.load_lora_weights(file)
     torch.testing.assert_close(predict(family, denoiser_of(pipeline, family)), expected, **TOLERANCE)
+
+
+def test_diffusers_rejects_krea_2s_alphas_as_the_records_say(tiny_model: TinyModel, tmp_path: Path) -> None:
+    pipeline = pipeline_of("krea2", tiny_model)
+    state, _ = trained("krea2", pipeline.transformer, alpha=2.0)
+    with pytest.raises(ValueError, match="should be empty"):
+        pipeline.load_lora_weights(save(tmp_path / "adapter.safetensors", state, "comfyui", torch.float32))
+    wrong = misread_by(state, "comfyui", "diffusers")
+    assert wrong is not None
+    assert "rejects alphas" in wrong.reason
+    assert misread_by(trained("krea2", pipeline.transformer, alpha=4.0)[0], "comfyui", "diffusers") is None
 
 
 @pytest.mark.parametrize("family", ["wan", "qwen_image", "z_image", "sdxl"])

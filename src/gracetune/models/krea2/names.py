@@ -21,6 +21,7 @@ _SIMPLETUNER = SimpleTunerNames(
     alignment=64,
     guidance_without=1.0,
     guided_above=0.0,
+    unsupported_options=("krea2_reference_latents",),
 )
 
 _AI_TOOLKIT = AiToolkitNames(

@@ -397,7 +397,6 @@ class TestVerdict:
     def test_common_jobs_fit_common_machines(self, family: str, name: str) -> None:
         assert plan(demand(family), machine(name)).verdict == "fits"
 
-
     @pytest.mark.parametrize(
         ("gigabytes", "verdict", "precision"), [(24, "fits with these changes", "fp8"), (80, "fits", None)]
     )

@@ -9,11 +9,12 @@ from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, K
 
 from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, build_part, save
 from gracetune.models.common.tiny_qwen import qwen3_vl, tokenizer_for_templates
-from gracetune.models.krea2.load import TURBO
+from gracetune.models.krea2.load import RAW, TURBO
 
 _TAPS = (1, 2)
 """The published pipeline reads twelve of 37 hidden states."""
 _HEADS = 2
+_DISTILLED = {RAW: False, TURBO: True}
 
 
 def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
@@ -27,7 +28,7 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
         tokenizer=tokenizer,
         transformer=_transformer(weights),
         text_encoder_select_layers=_TAPS,
-        is_distilled=flavour == TURBO,
+        is_distilled=_DISTILLED[flavour],
     )
     return save(pipeline, folder)
 

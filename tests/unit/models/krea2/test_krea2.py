@@ -9,16 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import Krea2Transformer2DModel
+from diffusers import Krea2Pipeline, Krea2Transformer2DModel
+from safetensors.torch import save_file
 
+from gracetune.adapters.adapter_files import save
+from gracetune.adapters.merge import merge_module
 from gracetune.cache.encoder import Prompt
 from gracetune.config.rules import broken_rules
-from gracetune.config.run_config import RunConfig
+from gracetune.config.run_config import Model, RunConfig
 from gracetune.errors import ConfigError
 from gracetune.models.common.latent_packing import pack, unpack
 from gracetune.models.fact_overrides import check_distilled, facts_of
 from gracetune.models.krea2.spec import SPEC
+from gracetune.models.source import open_source
 from gracetune.models.spec import SampleRequest
+from unit.adapters.formats import making
+from unit.adapters.formats.predicting import predict
 from unit.models import loaded
 from unit.models.image_families import (
     CPU,
@@ -238,6 +244,57 @@ def test_turbo_is_rejected_without_an_assistant(tiny_model: TinyModel) -> None:
     plain = config(path=str(tiny_model("krea2", "raw")))
     assert check_distilled(plain, SPEC, source(tiny_model("krea2", "raw")), SPEC.inspect(source(
         tiny_model("krea2", "raw")))) is None  # fmt: skip
+
+
+def test_an_adapter_of_raw_on_turbo(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """How the weights are meant to be used: the file of a run on Raw, loaded into Turbo's pipeline by diffusers."""
+    folder = tiny_model("krea2", "turbo")
+    theirs = Krea2Pipeline.from_pretrained(folder, text_encoder=None, tokenizer=None, vae=None)
+    ours = SPEC.load_denoiser(source(folder), SPEC.inspect(source(folder)).experts[0], CPU)
+    state = making.state("krea2", making.layer_shapes("krea2", tiny_model, "raw"), "lora", rank=2, alpha=2.0)
+    before = predict("krea2", ours)
+    theirs.load_lora_weights(save(tmp_path / "raw.safetensors", state, "comfyui", torch.float32))
+    merge_module(state, ours)
+    torch.testing.assert_close(predict("krea2", ours), predict("krea2", theirs.transformer), **TOLERANCE)
+    assert (predict("krea2", ours) - before).abs().max() > 1e-3
+
+
+# -- single files -----------------------------------------------------------------------------------------------------
+
+
+OTHER_TENSORS = {
+    "text_fusion.": "txtfusion.",
+    "txt_in.norm.weight": "txtmlp.0.scale",
+    "final_layer.norm.weight": "last.norm.scale",
+    "final_layer.scale_shift_table": "last.modulation.lin",
+    "transformer_blocks.": "blocks.",
+    ".scale_shift_table": ".mod.lin",
+    ".norm1.weight": ".prenorm.scale",
+    ".norm2.weight": ".postnorm.scale",
+    ".attn.norm_q.weight": ".attn.qknorm.qnorm.scale",
+    ".attn.norm_k.weight": ".attn.qknorm.knorm.scale",
+}
+"""Names of norms and tables, ours and the original ones; the key map has those of layers."""
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_a_single_file_in_the_original_layout(prefix: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """raw.safetensors as it is published, or in a checkpoint of ComfyUI, in the folder of the other parts."""
+    folder = copied(tiny_model("krea2", "raw"), tmp_path)
+    [expert] = SPEC.inspect(source(folder)).experts
+    ours, tensors = SPEC.load_denoiser(source(folder), expert, CPU), {}
+    for name, tensor in ours.state_dict().items():
+        layer, _, kind = name.rpartition(".")
+        found = SPEC.keys.original(layer)
+        renamed = f"{found.name}.{kind}" if found is not None else name
+        for mine, original in OTHER_TENSORS.items() if found is None else ():
+            renamed = renamed.replace(mine, original)
+        is_table = renamed.endswith(".mod.lin")
+        tensors[prefix + renamed] = tensor.flatten() if is_table else tensor.contiguous()
+    save_file(tensors, folder / "raw.safetensors")
+    single = open_source(Model.model_validate({"family": "krea2", "path": str(folder / "raw.safetensors")}))
+    loaded_from_it = SPEC.load_denoiser(single, expert, CPU)
+    assert torch.equal(predict("krea2", loaded_from_it), predict("krea2", ours))
 
 
 # -- rejections -------------------------------------------------------------------------------------------------------

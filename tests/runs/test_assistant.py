@@ -144,7 +144,7 @@ def test_samples_and_the_file_are_of_the_model_without_it(
     assert images(other, 0) != [found]
 
 
-@pytest.mark.parametrize("family", ["z_image", "krea2"])
+@pytest.mark.parametrize("family", ["z_image", pytest.param("krea2", marks=pytest.mark.full)])
 def test_turbo_is_trained_under_its_assistant_only(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     """A DoRA with samples, stopped and resumed: equal to the uninterrupted run. diffusers loads its file."""
     from diffusers import DiffusionPipeline

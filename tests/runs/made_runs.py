@@ -29,6 +29,7 @@ FLAVOURS = {
     "qwen_image": "t2i",
     "flux2": "klein-base-4b",
     "z_image": "base",
+    "krea2": "raw",
     "stable_audio": "open-1.0",
 }
 

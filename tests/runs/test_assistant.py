@@ -144,18 +144,19 @@ def test_samples_and_the_file_are_of_the_model_without_it(
     assert images(other, 0) != [found]
 
 
-def test_z_images_turbo_is_trained_under_its_assistant_only(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["z_image", pytest.param("krea2", marks=pytest.mark.full)])
+def test_turbo_is_trained_under_its_assistant_only(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     """A DoRA with samples, stopped and resumed: equal to the uninterrupted run. diffusers loads its file."""
-    from diffusers import ZImagePipeline
+    from diffusers import DiffusionPipeline
 
-    file, folder = tmp_path / "assistant.safetensors", tiny_model("z_image", "turbo")
-    state = assistant_state(tiny_model, family="z_image")
-    save(file, state, "comfyui", torch.float32)  # as ai-toolkit writes it: `diffusion_model.` and diffusers' paths
+    file, folder = tmp_path / "assistant.safetensors", tiny_model(family, "turbo")
+    state = assistant_state(tiny_model, family=family)
+    save(file, state, "comfyui", torch.float32)  # as ai-toolkit writes it, with `diffusion_model.`
     assert {name.split(".")[0] for name in load_file(file)} == {"diffusion_model"}
 
     def turbo(name: str, **model: Any) -> RunConfig:
         return config_for(
-            "z_image", tiny_model, tmp_path / name, flavour="turbo", model=model, adapter={"kind": "dora", "rank": 2},
+            family, tiny_model, tmp_path / name, flavour="turbo", model=model, adapter={"kind": "dora", "rank": 2},
             training={"max_steps": 4, "batch_size": 2}, validation=SAMPLES,
             checkpoints={"every_steps": 2, "format": "diffusers", "save_dtype": "fp32"},
         )  # fmt: skip
@@ -172,10 +173,10 @@ def test_z_images_turbo_is_trained_under_its_assistant_only(tiny_model: TinyMode
     final = [Path(config.output_dir) / "tiny.safetensors" for config in (stopped, whole)]
     assert final[0].read_bytes() == final[1].read_bytes()
     assert images(stopped, 4) == images(whole, 4) != images(whole, 2)
-    pipeline = ZImagePipeline.from_pretrained(folder, text_encoder=None, tokenizer=None, vae=None)
+    pipeline = DiffusionPipeline.from_pretrained(folder, text_encoder=None, tokenizer=None, vae=None)
     pipeline.load_lora_weights(final[1])
     loaded = {path for path, module in pipeline.transformer.named_modules() if hasattr(module, "lora_A")}
-    assert loaded == set(open_adapter(final[1], "z_image").state().layers)
+    assert loaded == set(open_adapter(final[1], family).state().layers)
 
 
 def test_another_one_is_another_run(tiny_model: TinyModel, tmp_path: Path, assistant: Path) -> None:

@@ -24,6 +24,7 @@ EXAMPLES = [
     ("qwen_image_edit_2509.yaml", "qwen_image", "edit-2509", {"optimizer.name": "adamw"}),
     # Its assistant is on the hub; tests/runs/test_assistant.py trains Turbo under one.
     ("z_image_turbo.yaml", "z_image", "base", {"model.flavour": "base", "model.assistant_adapter": None}),
+    ("krea2_raw.yaml", "krea2", "raw", {}),
     ("wan22_dual_expert_lokr.yaml", "wan", "t2v-14b-2.2", {}),
 ]
 

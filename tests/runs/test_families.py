@@ -19,8 +19,8 @@ from runs.made_runs import TinyModel, config_for, images, run
 from runs.test_resume import losses
 
 EVERYDAY = {("wan", "lora"), ("sdxl", "lora"), ("flux", "lora"), ("qwen_image", "lora"), ("z_image", "lora"),
-            ("flux2", "lora"), ("stable_audio", "lora")}  # fmt: skip
-FAMILIES = ("wan", "sdxl", "flux", "qwen_image", "flux2", "z_image", "stable_audio")
+            ("flux2", "lora"), ("krea2", "lora"), ("stable_audio", "lora")}  # fmt: skip
+FAMILIES = ("wan", "sdxl", "flux", "qwen_image", "flux2", "z_image", "krea2", "stable_audio")
 KINDS = ("lora", "lokr")
 CASES = [
     pytest.param(family, kind, marks=[] if (family, kind) in EVERYDAY else pytest.mark.full)
@@ -61,7 +61,7 @@ def test_a_family_is_trained_and_its_adapter_fits(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["wan", "qwen_image", "flux2", "z_image", "stable_audio"])
+@pytest.mark.parametrize("family", ["wan", "qwen_image", "flux2", "z_image", "krea2", "stable_audio"])
 def test_a_full_finetune_of_the_other_families_is_saved_as_it_was_trained(
     family: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:

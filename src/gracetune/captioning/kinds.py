@@ -51,7 +51,7 @@ def _llava_processor(folder: Path) -> Any:
 
 
 def _qwen_processor(folder: Path) -> Any:
-    from gracetune.captioning.qwen_processor import Qwen3ImageProcessor
+    from gracetune.models.common.qwen3_vl_processor import Qwen3ImageProcessor
 
     return _left_padded(Qwen3ImageProcessor.from_pretrained(folder, local_files_only=True))
 

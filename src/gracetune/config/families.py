@@ -32,7 +32,7 @@ __all__ = ["FAMILIES", "GROUP", "PACKAGES", "Family", "FamilyPackages", "Flavour
            "names_of", "readable_names", "reject_another_name"]  # fmt: skip
 
 GROUP = "gracetune.families"
-_OURS = ("wan", "qwen_image", "flux", "flux2", "sdxl", "z_image", "stable_audio")
+_OURS = ("wan", "qwen_image", "flux", "flux2", "sdxl", "z_image", "krea2", "stable_audio")
 """The folders below `gracetune.models`, in the order in which lists show them."""
 
 

@@ -129,7 +129,9 @@ class SimpleTunerNames:
     """The option for the guidance that a guidance-distilled model is trained with."""
     guidance_without: float = 0.0
     """Added to SimpleTuner's `validation_guidance` to get ours: for a pipeline that adds guidance to the prediction of
-    the prompt instead of to that of the negative prompt. Values up to 1 mean no guidance and stay as they are."""
+    the prompt instead of to that of the negative prompt."""
+    guided_above: float = 1.0
+    """Values of `validation_guidance` up to this mean no guidance in SimpleTuner and stay as they are."""
     targets: LoraTargets = LoraTargets()
     vae: DefaultVae | None = None
     """None: SimpleTuner uses the VAE in the weights."""

@@ -30,6 +30,7 @@ from typing import Any, Final
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from gracetune.models.hub_download import index_parts
 from gracetune.models.layout import CONFIG, SCHEDULER, part_tensors, read_config, read_index
 from gracetune.models.source import INDEX, ModelSource
 from gracetune.models.spec import ModelFacts
@@ -172,11 +173,11 @@ def part_fingerprints(source: ModelSource, facts: ModelFacts) -> dict[str, str]:
 
     Missing parts are no error here; the code that loads them reports it."""
     index = read_index(source)
-    denoisers = {expert.component for expert in facts.experts}
-    parts = [name for name, value in index.items() if isinstance(value, list) and value[-1] is not None]
+    denoisers, parts = {expert.component for expert in facts.experts}, index_parts(index)
+    given = sorted(name for name, (_, cls) in parts.items() if cls is not None)
     settings = {name: value for name, value in index.items() if not name.startswith("_") and name not in parts}
-    found = {name: _denoiser(source, name) if name in denoisers else _part(source, name) for name in sorted(parts)}
-    return {**found, INDEX: _text({name: value for name, value in settings.items() if not isinstance(value, list)})}
+    found = {name: _denoiser(source, name) if name in denoisers else _part(source, name) for name in given}
+    return {**found, INDEX: _text(settings)}
 
 
 def _denoiser(source: ModelSource, component: str) -> str:

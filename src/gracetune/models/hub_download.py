@@ -373,10 +373,22 @@ def _remedy(key: str, repo: Repo) -> str:
     return f"{repo.command} on a machine with network, or give the model's folder: {typed}"
 
 
+def index_parts(index: Mapping[str, Any]) -> dict[str, tuple[str | None, str | None]]:
+    """Part -> its library and class, from the content of model_index.json; None for a part that the model lacks.
+
+    Options of the pipeline can be lists too (`text_encoder_select_layers`).
+    """
+    return {
+        name: (value[0], value[1])
+        for name, value in index.items()
+        if isinstance(value, list) and len(value) == 2 and all(isinstance(one, str | None) for one in value)
+    }
+
+
 def _lacking_parts(folder: Path) -> list[str]:
     """Parts named in model_index.json that are missing, because a download was interrupted."""
     index = folder / "model_index.json"
     if not index.is_file():
         return []
-    parts = {name: value for name, value in json.loads(read_small_file(index)).items() if isinstance(value, list)}
+    parts = index_parts(json.loads(read_small_file(index)))
     return [name for name, (library, _) in parts.items() if library is not None and not (folder / name).is_dir()]

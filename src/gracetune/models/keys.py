@@ -111,6 +111,8 @@ class KeyMap:
     """Whether ComfyUI loads diffusers' paths for this family. True if the original layout is fused."""
     comfyui_prefix: str = "{}."
     """The prefix of these paths in a file for ComfyUI; `{}` is the component."""
+    converter_reads_alpha: bool = True
+    """Whether diffusers' converter for other programs' files of this family reads alphas instead of rejecting them."""
     architecture: str = ""
     """The model's name in file headers (`modelspec.architecture`). Empty: the family's name."""
     base_version: str = ""

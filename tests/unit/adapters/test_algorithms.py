@@ -152,6 +152,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"by_module": {"FeedForward": {"algo": "LoHa", "dim": 1}}},
 )
 """Names, classes by their older names too, exclusions and options by class."""
+OTHER_FEED_FORWARD = {"krea2": "Krea2SwiGLU"}
+"""Family -> the class of its feed-forward, if it is not `FeedForward`."""
 
 
 EACH_ONCE = [(name, SETTINGS[place % len(SETTINGS)]) for place, name in enumerate(ALGORITHM_NAMES)]
@@ -170,7 +172,8 @@ def test_the_planner_counts_what_is_attached(
     model = tiny_denoiser(family, tiny_model)
     footprint, spec = footprint_of(model, family), spec_of(family)
     for name, settings in cases:
-        adapter = Adapter(kind=name, rank=2, **settings)
+        by_module = {OTHER_FEED_FORWARD.get(family, cls): one for cls, one in settings.get("by_module", {}).items()}
+        adapter = Adapter(kind=name, rank=2, **settings | {"by_module": by_module})
         attached = attach(
             model, adapter, family=family, default_targets=spec.default_targets, conv_targets=spec.conv_targets,
             untrained=spec.untrained, seed=0,

@@ -41,6 +41,7 @@ NAMES = {
     "flux": ({"prompt_embeds", "pooled_prompt_embeds"}, {"latents"}),
     "flux2": ({"prompt_embeds"}, {"latents"}),
     "z_image": ({"prompt_embeds"}, {"latents"}),
+    "krea2": ({"prompt_embeds"}, {"latents"}),
 }
 
 

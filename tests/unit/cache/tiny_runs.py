@@ -35,6 +35,7 @@ FLAVOURS = {
     "flux": "dev",
     "flux2": "klein-base-4b",
     "z_image": "base",
+    "krea2": "raw",
 }
 
 

@@ -55,6 +55,8 @@ def model(folder: Path, keys: dict[str, Any]) -> Any:
         ("flux2_klein_4b", "/weights/klein", "flux2", None),
         ("zimage", "Tongyi-MAI/Z-Image", "z_image", "base"),
         ("zimage", "/weights/z-image", "z_image", None),
+        ("krea2", "krea/Krea-2-Raw", "krea2", "raw"),
+        ("krea2", "/weights/krea", "krea2", None),
         ("sdxl", "/weights/some.safetensors", "sdxl", "base-1.0"),
     ],
 )
@@ -233,7 +235,7 @@ def test_an_assistant_is_for_models_that_were_distilled(tmp_path: Path) -> None:
     assert model(tmp_path, {**FLUX, "assistant_lora_path": "owner/lora"}).assistant_adapter == "owner/lora"
     problem = only_problem(tmp_path, model={"assistant_lora_path": "owner/lora"})
     assert problem.key == "config.process[0].model.assistant_lora_path"
-    assert "for flux, zimage alone" in problem.expected
+    assert "for flux, zimage, krea2 alone" in problem.expected
     alone = only_problem(tmp_path, network=None, model={**FLUX, "assistant_lora_path": "owner/lora"})
     assert "add a `network`" in alone.hint
 
@@ -249,6 +251,16 @@ def test_z_images_turbo_has_its_assistant_on_the_hub(tmp_path: Path) -> None:
     assert "distilled" in only_problem(tmp_path, model=TURBO).found
     other = {**TURBO, "name_or_path": "ostris/Z-Image-De-Turbo", "assistant_lora_path": name}
     assert "without its model" in only_problem(tmp_path, model=other).expected
+
+
+def test_krea_2s_turbo_has_its_assistant_on_the_hub(tmp_path: Path) -> None:
+    name = "ostris/krea2_turbo_training_adapter/krea2_turbo_training_adapter_v1.safetensors"
+    keys = {"arch": "krea2:turbo", "name_or_path": "krea/Krea-2-Turbo"}
+    found = model(tmp_path, {**keys, "assistant_lora_path": name})
+    assert (found.flavour, found.assistant_adapter) == ("turbo", f"hf://{name}")
+    assert "distilled" in only_problem(tmp_path, model=keys).found
+    edits = {"arch": "krea2:o_edit", "name_or_path": "krea/Krea-2-Raw", "model_kwargs": {"edit": True}}
+    assert only_problem(tmp_path, model=edits).key == "config.process[0].model.model_kwargs.edit"
 
 
 def test_an_edit_model_without_references_is_asked_for_them(tmp_path: Path) -> None:

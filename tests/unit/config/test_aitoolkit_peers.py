@@ -61,7 +61,7 @@ def allowed(folder: Path, name: str) -> Resolved:
 def test_the_collection_covers_every_family_ai_toolkit_shares_with_us(tmp_path: Path) -> None:
     accepted = [peer["name"] for peer in PEERS if peer["with_allow_unsupported"] == "accepted"]
     families = {allowed(tmp_path, name).config.model.family for name in accepted}
-    assert families == {"wan", "qwen_image", "flux", "flux2", "sdxl", "z_image"}
+    assert families == {"wan", "qwen_image", "flux", "flux2", "sdxl", "z_image", "krea2"}
 
 
 def test_the_published_wan22_job_trains_as_upstream_would(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_an_option_we_do_not_do_is_rejected_when_on_and_passes_when_off(tmp_path
     acts = [names.family for names in readable_names() if name in names.simpletuner.unsupported_options]
     assert bool(acts) == rejection.of_families
     family = acts[0] if acts else "wan"
-    flavours = {"wan": "t2v-480p-14b-2.1", "flux": "dev", "sdxl": "base-1.0"}
+    flavours = {"wan": "t2v-480p-14b-2.1", "flux": "dev", "krea2": "raw", "sdxl": "base-1.0"}
     around: dict[str, Any] = {"model_family": family, "model_flavour": flavours[family]}
     if rejection.switch:
         around[rejection.switch] = True if rejection.switch.startswith("use_") else 0.1

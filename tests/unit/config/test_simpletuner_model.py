@@ -60,6 +60,7 @@ def test_a_misspelt_family_hides_nothing(tmp_path: Path) -> None:
         ("z_image", "base", "base", "both"),
         ("z_image", "turbo", "turbo", "both"),
         ("z_image", "turbo-ostris-v2", "turbo", "both"),
+        ("krea2", "raw", "raw", "both"),
         ("sdxl", "base-1.0", "base-1.0", "both"),
         ("stable_audio", "open-1.0", "open-1.0", "both"),
     ],
@@ -124,7 +125,9 @@ def test_the_strength_of_an_assistant_is_fixed(tmp_path: Path) -> None:
     assert set(problems(tmp_path, {**SCHNELL, **keys}, datasets=IMAGES)) == set(keys)
 
 
-@pytest.mark.parametrize(("family", "flavour"), [("wan", "t2v-1.3b-2.1"), ("flux", "krea"), ("sdxl", "base-1.0")])
+@pytest.mark.parametrize(
+    ("family", "flavour"), [("wan", "t2v-1.3b-2.1"), ("flux", "krea"), ("krea2", "raw"), ("sdxl", "base-1.0")]
+)
 def test_default_flavours_are_simpletuners(tmp_path: Path, family: str, flavour: str) -> None:
     resolved = resolve(tmp_path, {"model_family": family, "model_flavour": ...}, datasets=IMAGES)
     assert resolved.config.model.flavour == flavour

@@ -191,6 +191,12 @@ def test_z_images_guidance_counts_from_the_prompts_own_prediction(tmp_path: Path
     assert config(tmp_path, changes, datasets=IMAGES).validation.guidance == ours
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [(0.0, 0.0), (0.5, 1.5), (4.5, 5.5), (..., 8.5)])
+def test_krea_2s_guidance_counts_from_zero(tmp_path: Path, theirs: Any, ours: float) -> None:
+    changes = {"model_family": "krea2", "model_flavour": "raw", "validation_guidance": theirs}
+    assert config(tmp_path, changes, datasets=IMAGES).validation.guidance == ours
+
+
 def test_several_resolutions_are_several_samples(tmp_path: Path) -> None:
     found = config(tmp_path, {"validation_prompt": "p", "validation_resolution": "512x512,1024x768"}).validation
     assert [(p.prompt, p.width, p.height) for p in found.prompts] == [("p", 512, 512), ("p", 1024, 768)]

@@ -57,6 +57,15 @@ def inputs_of(model: Any, dtype: torch.dtype) -> tuple[Any, ...] | dict[str, Any
                 "t": torch.tensor([0.5, 0.5], dtype=dtype),
                 "cap_feats": [draw(tokens, config.cap_feat_dim) for tokens in (6, 40)],
             }
+        case "Krea2Transformer2DModel":
+            visible = torch.tensor([[True] * 5 + [False], [True] * 6])
+            return {
+                "hidden_states": draw(2, 4, config.in_channels),
+                "encoder_hidden_states": draw(2, 6, config.num_text_layers, config.text_hidden_dim),
+                "timestep": torch.tensor([0.5, 0.25], dtype=dtype),
+                "position_ids": torch.arange(30.0).reshape(10, 3),
+                "encoder_attention_mask": visible,
+            }
         case "UNet2DConditionModel":
             pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
             return {

@@ -15,6 +15,7 @@ from diffusers import (
     AutoencoderOobleck,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
+    Krea2Transformer2DModel,
     QwenImageTransformer2DModel,
     StableAudioDiTModel,
     UNet2DConditionModel,
@@ -36,6 +37,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLModel,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -95,6 +98,8 @@ def denoiser(family: str, flavour: str, **changes: Any) -> nn.Module:
         return Flux2Transformer2DModel(**(FLUX2[flavour] | changes))
     if family == "z_image":
         return ZImageTransformer2DModel(**({"axes_lens": [1536, 512, 512]} | changes))
+    if family == "krea2":
+        return Krea2Transformer2DModel(**changes)
     if family == "sdxl":
         return UNet2DConditionModel(**SDXL)
     return StableAudioDiTModel(**changes)
@@ -125,6 +130,13 @@ def inputs(family: str, flavour: str, *, batch: int, side: int, text: int) -> di
             "x": [*torch.empty(batch, 16, 1, 2 * side, 2 * side)],
             "t": torch.ones(batch),
             "cap_feats": [*torch.empty(batch, text, 2560)],
+        }
+    if family == "krea2":
+        return {
+            "hidden_states": torch.empty(batch, tokens, 64),
+            "encoder_hidden_states": torch.empty(batch, text, 12, 2560),
+            "timestep": torch.ones(batch),
+            "position_ids": torch.empty(text + tokens, 3),
         }
     if family == "flux":
         return {
@@ -243,6 +255,19 @@ def _mistral3() -> nn.Module:
     return Mistral3ForConditionalGeneration(Mistral3Config(tie_word_embeddings=False, spatial_merge_size=2))
 
 
+def _qwen3_vl() -> nn.Module:
+    text = {
+        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_theta": 5e6,
+        },
+    }  # fmt: skip
+    vision = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2560,
+              "deepstack_visual_indexes": [5, 11, 17]}  # fmt: skip
+    return Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision))
+
+
 _VIT_H = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
           "image_size": 224, "patch_size": 14}  # fmt: skip
 
@@ -258,6 +283,7 @@ ENCODERS: dict[str, Build] = {
     "text encoder (Qwen3 4B)": _qwen3,
     "text encoder (Qwen3 8B)": _qwen3_8b,
     "text encoder (Mistral Small 3)": _mistral3,
+    "text encoder (Qwen3-VL 4B)": _qwen3_vl,
     "image encoder (CLIP ViT-H)": lambda: CLIPVisionModel(CLIPVisionConfig(**_VIT_H)),
     "conditioning projection": lambda: StableAudioProjectionModel(768, 768, 0, 512),
 }

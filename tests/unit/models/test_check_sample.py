@@ -32,6 +32,7 @@ CASES: list[tuple[str, str, tuple[Any, ...], list[dict[str, Any]]]] = [
     ("flux", "kontext", (IMAGE,), [SIZE, NONE, MANY]),
     ("flux2", "dev", (IMAGE,), [SIZE, {"references": (Image.new("RGB", (48, 64)),)}]),
     ("z_image", "base", (), [{**SIZE, **MANY}]),
+    ("krea2", "raw", (), [{**SIZE, **MANY}]),
     ("sdxl", "base-1.0", (), [SIZE, MANY]),
     ("stable_audio", "open-1.0", (), [MANY]),
 ]

@@ -26,7 +26,7 @@ from unit.models import original_names as original
 from unit.models.model_inputs import answer
 
 CPU = torch.device("cpu")
-FAMILIES = ("wan", "qwen_image", "flux", "flux2", "z_image", "sdxl", "stable_audio")
+FAMILIES = ("wan", "qwen_image", "flux", "flux2", "z_image", "krea2", "sdxl", "stable_audio")
 TinyModel = Callable[[str, str], Path]
 
 

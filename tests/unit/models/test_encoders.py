@@ -29,6 +29,7 @@ FLAVOURS = [
     ("stable_audio", "open-1.0"),
     ("z_image", "base"),
     ("flux2", "klein-base-4b"),
+    ("krea2", "raw"),
 ]
 TinyModel = Callable[[str, str], Path]
 

@@ -66,6 +66,7 @@ def test_expert_boundary_applies_to_training_and_sampling(tiny_model: TinyModel)
         ("flux", "dev", "krea"),
         ("flux2", "klein-4b", "klein-base-4b"),
         ("z_image", "turbo", "base"),
+        ("krea2", "turbo", "raw"),
         ("qwen_image", "t2i", "t2i-2512"),
         ("wan", "i2v-14b-480p-2.1", "i2v-14b-720p-2.1"),
     ],

@@ -24,8 +24,9 @@ ALLOWED = {
 """Files that name a family, with the reason. Benches may as well: they say what they measure."""
 
 
-OTHER_MEANING = {"proposal": {"edit"}, "adapters": {"base"}}
-"""Folder -> words that are also flavours: `edit` is a purpose of training there, `base` the model under an adapter."""
+OTHER_MEANING = {"proposal": {"edit"}, "adapters": {"base"}, "hardware": {"raw"}}
+"""Folder -> words that are also flavours: `edit` is a purpose of training there, `base` the model under an adapter,
+`raw` a value as the driver returned it."""
 
 
 def words_of_families() -> set[str]:

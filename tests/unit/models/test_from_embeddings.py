@@ -34,6 +34,7 @@ REQUESTED = SampleRequest("a fox in the snow", width=64, height=64, frames=1, st
         ("flux2", "klein-base-4b", "blurred"),
         pytest.param("flux2", "dev", "", marks=pytest.mark.full),
         ("z_image", "base", "blurred"),
+        ("krea2", "raw", "blurred and a few words more"),
         pytest.param("z_image", "turbo", "", marks=pytest.mark.full),
         pytest.param("flux", "dev", "", marks=pytest.mark.full),
         pytest.param("flux", "schnell", "", marks=pytest.mark.full),

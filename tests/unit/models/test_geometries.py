@@ -28,6 +28,7 @@ def test_every_flavour_has_one_in_the_order_of_the_names() -> None:
         ("flux", "dev", 16),
         ("flux2", "dev", 16),
         ("z_image", "base", 16),
+        ("krea2", "raw", 16),
         ("sdxl", "base-1.0", 32),
     ],
 )

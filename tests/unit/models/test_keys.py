@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers.loaders.single_file_utils import (
     convert_flux2_transformer_checkpoint_to_diffusers,
+    convert_krea2_transformer_checkpoint_to_diffusers,
     convert_wan_transformer_to_diffusers,
     convert_z_image_transformer_checkpoint_to_diffusers,
 )
@@ -28,6 +29,7 @@ FLAVOURS = [
     ("flux2", "dev"),
     ("flux2", "klein-base-4b"),
     ("z_image", "base"),
+    ("krea2", "raw"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
 ]
@@ -40,6 +42,7 @@ TINY = [
     ("flux", "dev"),
     ("flux2", "dev"),
     ("z_image", "base"),
+    ("krea2", "raw"),
     ("sdxl", "base-1.0"),
     ("stable_audio", "open-1.0"),
 ]
@@ -148,6 +151,15 @@ def test_original_names_are_those_diffusers_converts(family: str, flavour: str, 
         assert torch.equal(tensor - tensor.floor(), expected)
 
 
+def test_krea_2s_original_names_are_those_diffusers_converts() -> None:
+    names = original_names("krea2", "raw")
+    checkpoint = {f"{name}.weight": torch.full((1,), float(index)) for index, name in enumerate(names.values())}
+    converted = convert_krea2_transformer_checkpoint_to_diffusers(checkpoint)
+    assert {path: int(value) for path, value in converted.items()} == {
+        f"{path}.weight": index for index, path in enumerate(names)
+    }
+
+
 @pytest.mark.parametrize("flavour", QWEN)
 def test_qwen_images_names_are_the_original_ones(flavour: str) -> None:
     names = original_names("qwen_image", flavour)
@@ -166,6 +178,7 @@ def test_every_layer_of_the_tiny_models_has_one_name_in_each_layout(family, flav
         "flux": diffusers.FluxTransformer2DModel,
         "flux2": diffusers.Flux2Transformer2DModel,
         "z_image": diffusers.ZImageTransformer2DModel,
+        "krea2": diffusers.Krea2Transformer2DModel,
         "sdxl": diffusers.UNet2DConditionModel,
         "stable_audio": diffusers.StableAudioDiTModel,
     }[family]

@@ -27,6 +27,7 @@ FAMILIES = {
     "flux": "schnell",
     "flux2": "klein-base-4b",
     "z_image": "turbo",
+    "krea2": "raw",
     "sdxl": "base-1.0",
     "stable_audio": "open-1.0",
 }

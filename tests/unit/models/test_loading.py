@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gracetune.errors import ConfigError
+from gracetune.models.hub_download import index_parts
 from gracetune.models.layout import part_tensors, read_config, read_index, weight_file
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
@@ -34,6 +35,7 @@ FLAVOURS = [
     ("stable_audio", "open-1.0"),
     ("flux2", "dev"),
     ("z_image", "base"),
+    ("krea2", "raw"),
 ]
 DiffusersModel = diffusers.ModelMixin
 TinyModel = Callable[[str, str], Path]
@@ -45,7 +47,7 @@ def source_of(folder: Path, **options: Any) -> ModelSource:
 
 def parts(source: ModelSource, library: str, base: type) -> dict[str, Any]:
     """The classes of a model's parts that come from one library."""
-    named = {name: value for name, value in read_index(source).items() if isinstance(value, list)}
+    named = index_parts(read_index(source))
     home = {"diffusers": diffusers, "transformers": transformers}[library]
     classes = {name: getattr(home, cls) for name, (found, cls) in named.items() if found == library}
     return {name: cls for name, cls in classes.items() if issubclass(cls, base)}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +125,9 @@ def test_unknown_hub_id_names_every_folder_tried(hub_cache: Path) -> None:
 
 def test_interrupted_download(sdxl: Path, hub_cache: Path) -> None:
     snapshot = put_into_cache(hub_cache, "someone/half", sdxl)
+    index = json.loads((snapshot / "model_index.json").read_text())
+    (snapshot / "model_index.json").write_text(json.dumps({**index, "an_option": [2, 5, 8], "another": [1, 2]}))
+    open_source(model("someone/half"))
     shutil.rmtree(snapshot / "vae")
     assert "lacks vae" in rejection(model("someone/half"))
 

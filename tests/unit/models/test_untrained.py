@@ -25,6 +25,7 @@ CPU = PartPlacement(torch.device("cpu"), torch.float32)
         ("flux", "dev", 0),
         ("flux2", "dev", 0),
         ("z_image", "base", 0),
+        ("krea2", "raw", 0),
         ("sdxl", "base-1.0", 0),
         ("stable_audio", "open-1.0", 0),
         ("wan", "i2v-14b-480p-2.1", 0),

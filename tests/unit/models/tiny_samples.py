@@ -28,7 +28,7 @@ ALL = [
         id=f"{family}-{flavour.name}",
         marks=[pytest.mark.full] if flavour.name in _TWINS else [],
     )
-    for family in ("wan", "qwen_image", "flux", "flux2", "z_image", "sdxl", "stable_audio")
+    for family in ("wan", "qwen_image", "flux", "flux2", "z_image", "krea2", "sdxl", "stable_audio")
     for flavour in flavours(family)
 ]
 ONE_EACH = [

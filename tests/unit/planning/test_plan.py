@@ -392,7 +392,7 @@ class TestVerdict:
         notes = plan(demand(), machine("gb200")).notes
         assert any("2 GPUs" in note and "gracetune estimate CONFIG --processes 2" in note for note in notes)
 
-    @pytest.mark.parametrize("family", ["wan", "qwen_image", "flux", "flux2", "sdxl"])
+    @pytest.mark.parametrize("family", ["wan", "qwen_image", "flux", "flux2", "krea2", "sdxl"])
     @pytest.mark.parametrize("name", ["gh200-numa", "gh200-cdmm", "gb200", "gb10", "x86-h200"])
     def test_common_jobs_fit_common_machines(self, family: str, name: str) -> None:
         assert plan(demand(family), machine(name)).verdict == "fits"
@@ -409,6 +409,16 @@ class TestVerdict:
     def test_flux2_on_smaller_cards(self, flavour: str, gigabytes: float, precision: str, verdict: str) -> None:
         requested = demand("flux2", model={"flavour": flavour, "base_precision": precision})
         assert plan(requested, small_gpu(gigabytes)).verdict == verdict
+
+    @pytest.mark.parametrize(
+        ("gigabytes", "verdict", "precision"), [(24, "fits with these changes", "fp8"), (80, "fits", None)]
+    )
+    def test_krea_2_on_smaller_cards(self, gigabytes: int, verdict: str, precision: str | None) -> None:
+        """A LoRA at 1024 x 1024. In 16 bits the weights alone take 24 GiB."""
+        found = plan(demand("krea2", adapter={"kind": "lora", "rank": 32}), small_gpu(gigabytes))
+        assert found.verdict == verdict
+        changed = {entry.key: entry.after for entry in found.changes}
+        assert changed.get("model.base_precision") == precision
 
 
 def test_free_space_is_that_of_the_nearest_folder_or_unknown(tmp_path: Path) -> None:

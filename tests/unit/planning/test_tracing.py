@@ -38,7 +38,7 @@ PADS_ITS_TOKENS = "z_image"
 """Its denoiser pads images and captions to multiples of 32 tokens, so the sizes of tensors do not show their stream."""
 FAMILIES = [family for family in FOOTPRINTS if family != PADS_ITS_TOKENS and not PACKAGES.is_installed(family)]
 LORA, FULL = Adapter(kind="lora", rank=4), Adapter(kind="full_finetune")
-REGENERATED = [("wan", "t2v-1.3b-2.1"), ("flux2", "klein-base-4b")]
+REGENERATED = [("wan", "t2v-1.3b-2.1"), ("flux2", "klein-base-4b"), ("krea2", "raw")]
 BATCH, ROWS, COLUMNS, TEXT = 2, 8, 12, 17
 EAGER = StepMethod(compiled=False, adapter_path="auto", compute_bytes=4)
 EAGER_FULL = replace(EAGER, full_finetune=True)

@@ -18,7 +18,7 @@ from gracetune.adapters.algorithms.assembly import Convention
 from gracetune.adapters.algorithms.low_rank import LowRank
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
-from gracetune.adapters.formats.diffusers import misread_by_converter
+from gracetune.adapters.formats.diffusers import not_converted
 from gracetune.adapters.formats.reading import AdapterContents, read_states
 from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
@@ -131,10 +131,16 @@ def _alpha(layer: Layer, *, plain: bool) -> float | None:
     return None if _is_lora(layer) and plain else alpha_in("comfyui", layer)
 
 
+def _not_converted(layer: Layer, path: str, keys: KeyMap) -> str | None:
+    if not keys.converter_reads_alpha and layer.alpha != layer.rank:
+        return "diffusers' converter for this family rejects alphas, so alpha has to be the rank"
+    return not_converted(layer, path, keys)
+
+
 FORMAT = Format(
     write,
     read,
-    readers={"comfyui": check_layers_with(rejection), "diffusers": misread_by_converter},
+    readers={"comfyui": check_layers_with(rejection), "diffusers": check_layers_with(_not_converted)},
     made_for=("comfyui",),
     all_families=("comfyui",),
     dora_by_base=True,

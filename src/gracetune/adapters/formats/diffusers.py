@@ -79,7 +79,8 @@ def _wrong_in_comfyui(layer: Layer, path: str, keys: KeyMap) -> str | None:
     return None
 
 
-def _not_converted(layer: Layer, path: str, keys: KeyMap) -> str | None:
+def not_converted(layer: Layer, path: str, keys: KeyMap) -> str | None:
+    """Why diffusers' converter for other programs' files rejects a layer. `kohya` and `comfyui` files go through it."""
     if not is_plain_lora(layer):
         return "diffusers converts only LoRA from other programs' files"
     if not is_in_a_block(path):
@@ -87,8 +88,7 @@ def _not_converted(layer: Layer, path: str, keys: KeyMap) -> str | None:
     return None
 
 
-misread_by_converter = check_layers_with(_not_converted)
-"""The layers that diffusers' converter for other programs' files rejects. `kohya` and `comfyui` files go through it."""
+misread_by_converter = check_layers_with(not_converted)
 
 
 def _spelled(layer: Layer) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -120,6 +120,33 @@ def padded_tokens(tokenizer: Any, texts: Sequence[str], length: int, *, special:
     for name in [*tokens]:
         tokens[name] = tokens[name][first]
     return tokens, [number for number, count in Counter(rows).items() if count > 1]
+
+
+def encoded_by_length(
+    tokens: Sequence[Sequence[int]], encode: Callable[[Tensor], Tensor], device: torch.device
+) -> list[Tensor]:
+    """The embedding of each caption, from calls of `encode` with token ids [B, tokens].
+
+    Only captions with the same number of tokens are batched: padding would change an embedding slightly.
+    """
+    by_length: dict[int, list[int]] = {}
+    for number, own in enumerate(tokens):
+        by_length.setdefault(len(own), []).append(number)
+    found: dict[int, Tensor] = {}
+    for numbers in by_length.values():
+        ids = torch.tensor([tokens[number] for number in numbers], device=device)
+        found |= zip(numbers, encode(ids), strict=True)
+    return [found[number] for number in range(len(tokens))]
+
+
+_MEASURED = 1024
+"""Captions whose tokens are in memory at a time when only their lengths are needed."""
+
+
+def lengths_in_parts(texts: Sequence[str], tokenize: Callable[[Sequence[str]], Sequence[Sequence[int]]]) -> list[int]:
+    """The number of tokens of each text."""
+    parts = (texts[first : first + _MEASURED] for first in range(0, len(texts), _MEASURED))
+    return [len(own) for part in parts for own in tokenize(part)]
 
 
 # -- latent encoders ---------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def _random_values(name: str, parameter: torch.Tensor, generator: torch.Generato
         return _ROW_NORM * (1 + _NEAR_ONE * unit)
     if bool((parameter == 1).all()):
         return 1 + _NEAR_ONE * unit
-    if name.endswith("bias") and parameter.ndim == 1:
+    if parameter.ndim == 1 and (name.endswith("bias") or bool((parameter == 0).all())):  # or a scale less one
         return _NEAR_ZERO * unit
     per_output = parameter.numel() // parameter.shape[0]
     return unit / math.sqrt(per_output)

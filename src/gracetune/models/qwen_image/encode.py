@@ -18,7 +18,7 @@ from torch import Tensor
 from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
-from gracetune.models.common.encoding import TruncatedTexts, encoder_id
+from gracetune.models.common.encoding import TruncatedTexts, encoded_by_length, encoder_id, lengths_in_parts
 from gracetune.models.common.image_latents import ImageCodec, ImageLatents, to_image
 from gracetune.models.common.pipelines import PipelineText
 from gracetune.models.fingerprint import files_digest
@@ -33,8 +33,6 @@ MAX_TOKENS = 512
 """Caption tokens without references: the pipeline's default. The edit pipelines do not truncate."""
 EDIT_IMAGE = 1024 * 1024
 """Pixels of the reference that the Edit pipeline passes to its text encoder. Hard-coded there as well."""
-_MEASURED = 1024
-"""Captions whose tokens are in memory at a time when only their lengths are needed."""
 _REFERENCES = {"t2i": 0, "edit": 1, "edit-2509": None, "edit-2511": None}
 """Flavour -> supported number of references; None for any number."""
 
@@ -111,24 +109,18 @@ def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], trun
 def _embedded(
     pipeline: Any, device: torch.device, prompts: Sequence[Prompt], truncated: TruncatedTexts
 ) -> list[Tensor]:
-    """Embeddings [tokens, width] of each caption, equal to the pipeline's `encode_prompt` for that caption alone.
-
-    Only captions with the same number of tokens are batched: padding would change an embedding slightly.
-    """
+    """Embeddings [tokens, width] of each caption, equal to the pipeline's `encode_prompt` for that caption alone."""
     dropped = pipeline.prompt_template_encode_start_idx
     tokens = _tokens(pipeline, [prompt.text for prompt in prompts])
-    by_length: dict[int, list[int]] = {}
-    for number, (prompt, own) in enumerate(zip(prompts, tokens, strict=True)):
-        by_length.setdefault(len(own), []).append(number)
-        if len(own) - dropped > MAX_TOKENS:
-            truncated.add(f"{MAX_TOKENS} tokens", [prompt.text])
-    found: dict[int, Tensor] = {}
-    for numbers in by_length.values():
-        ids = torch.tensor([tokens[number] for number in numbers], device=device)
+    long = (one.text for one, own in zip(prompts, tokens, strict=True) if len(own) - dropped > MAX_TOKENS)
+    truncated.add(f"{MAX_TOKENS} tokens", long)
+
+    def encode(ids: Tensor) -> Tensor:
         output = pipeline.text_encoder(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
-        states = output.hidden_states[-1][:, dropped:][:, :MAX_TOKENS].to(pipeline.text_encoder.dtype)
-        found |= zip(numbers, states, strict=True)
-    return [found[number] for number in range(len(prompts))]
+        states: Tensor = output.hidden_states[-1][:, dropped:][:, :MAX_TOKENS]
+        return states.to(pipeline.text_encoder.dtype)
+
+    return encoded_by_length(tokens, encode, device)
 
 
 def _tokens(pipeline: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -142,11 +134,7 @@ def _lengths(pipeline: Any, texts: Sequence[str]) -> list[int]:
     """Token counts. 0 for edit pipelines, whose captions are encoded one by one."""
     if not isinstance(pipeline, QwenImagePipeline):
         return [0] * len(texts)
-    return [
-        len(own)
-        for first in range(0, len(texts), _MEASURED)
-        for own in _tokens(pipeline, texts[first : first + _MEASURED])
-    ]
+    return lengths_in_parts(texts, lambda some: _tokens(pipeline, some))
 
 
 def _arguments(pipeline: Any, prompt: Prompt) -> dict[str, Any]:

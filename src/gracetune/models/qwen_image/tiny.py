@@ -15,10 +15,6 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -28,21 +24,13 @@ from transformers import (
 )
 
 from gracetune.models.common.tiny_parts import WIDTH, TinyWeights, build_part, save
+from gracetune.models.common.tiny_qwen import tokenizer_for_templates
 from gracetune.models.qwen_image.load import ImageProcessor
 
 _HEAD = WIDTH // 2
 _PIXELS_PER_TOKEN = 28
 """Pixels per side of one image token of the text encoder: 2 x 2 patches of 14."""
 _MOST_IMAGE_TOKENS = 16
-_SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
 
 
 @dataclass(frozen=True)
@@ -78,33 +66,10 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
-    """Splits text into bytes, except that each word of the pipelines' templates is one token.
-
-    The pipelines remove their template from the encoded text by its published number of tokens, which one token per
-    word reproduces.
-    """
-    bare = Tokenizer(BPE())
-    bare.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
-    # A vocabulary large enough for all merges, so that every word of the templates ends up as one token.
-    trainer = BpeTrainer(
-        vocab_size=1 << 16, min_frequency=0, initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False
-    )
-    bare.train_from_iterator(_template_texts(), trainer)
-    learned = json.loads(bare.to_str())["model"]
-    merges = [tuple(merge) for merge in learned["merges"]]
-    tokenizer: Qwen2Tokenizer = build_part(Qwen2Tokenizer, vocab=learned["vocab"], merges=merges, model_max_length=2048)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(_SPECIAL[1:])})
-    return tokenizer
-
-
-def _template_texts() -> list[str]:
-    """The text of both kinds of templates between their special tokens."""
+    """A tokenizer for both kinds of templates."""
     parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
     pipelines = (build_part(QwenImagePipeline, **parts), build_part(QwenImageEditPipeline, **parts, processor=None))
-    texts = [pipeline.prompt_template_encode.replace("{}", "") for pipeline in pipelines]
-    for special in _SPECIAL:
-        texts = [part for text in texts for part in text.split(special)]
-    return texts
+    return tokenizer_for_templates([pipeline.prompt_template_encode.replace("{}", "") for pipeline in pipelines])
 
 
 def _text_encoder(weights: TinyWeights, tokenizer: Qwen2Tokenizer) -> Any:

@@ -6,6 +6,7 @@
   `transformer.` and `lycoris_`, where query, key and value are row ranges of a fused weight, Flux and FLUX.2 to
   diffusers' names behind `transformer.` and `lycoris_`, where query, key, value and (Flux) the feed-forward are row
   ranges of a fused weight and the final norm's halves change places. FLUX.2's names are those of diffusers' converter.
+  Krea 2 answers to diffusers' names like Z-Image, and to these alone.
 * A layer's tensors are looked for in the order LoRA, LoHa, LoKr, OFT, and differences. LoRA, LoHa: scale alpha / rank,
   or 1 without alpha. LoKr: alpha / rank only if a factor is decomposed, the rank being the second factor's if it is.
   OFT: alpha is a constraint, no alpha is none, rescale is not used. A Kronecker product of 2-d kernels only.
@@ -47,6 +48,11 @@ def key_map(family: str, weights: Mapping[str, Tensor], diffusers_paths: Mapping
     if family == "z_image":
         for ours, target in _z_image(weights).items():
             for name in (f"diffusion_model.{ours}", f"transformer.{ours}", f"lycoris_{ours.replace('.', '_')}"):
+                found[name] = target
+    if family == "krea2":
+        for ours, original in diffusers_paths.items():
+            target = Target(f"diffusion_model.{original}.weight")
+            for name in (f"diffusion_model.{ours}", f"transformer.{ours}", f"lycoris_{ours.replace('.', '_')}", ours):
                 found[name] = target
     if family in ("flux", "flux2"):
         for ours, target in (_flux if family == "flux" else _flux2)(weights).items():

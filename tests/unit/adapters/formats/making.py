@@ -19,6 +19,7 @@ from gracetune.models.registry import KEY_MAPS
 ALGORITHMS: tuple[str, ...] = ("lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta")
 FLAVOURS = {
     "wan": "t2v-14b-2.2", "qwen_image": "t2i", "flux": "dev", "flux2": "dev", "z_image": "base",
+    "krea2": "raw",
     "sdxl": "base-1.0", "stable_audio": "open-1.0",
 }  # fmt: skip
 CLASSES: dict[str, Any] = {
@@ -27,6 +28,7 @@ CLASSES: dict[str, Any] = {
     "flux": diffusers.FluxTransformer2DModel,
     "flux2": diffusers.Flux2Transformer2DModel,
     "z_image": diffusers.ZImageTransformer2DModel,
+    "krea2": diffusers.Krea2Transformer2DModel,
     "sdxl": diffusers.UNet2DConditionModel,
     "stable_audio": diffusers.StableAudioDiTModel,
 }

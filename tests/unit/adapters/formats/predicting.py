@@ -71,6 +71,15 @@ def _z_image(config: Any) -> dict[str, Any]:
     }
 
 
+def _krea2(config: Any) -> dict[str, Any]:
+    return {
+        "hidden_states": values(1, 16, config.in_channels),
+        "encoder_hidden_states": values(1, 5, config.num_text_layers, config.text_hidden_dim, seed=1),
+        "timestep": torch.tensor([0.5]),
+        "position_ids": values(21, 3, seed=2),
+    }
+
+
 def _sdxl(config: Any) -> dict[str, Any]:
     width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     extra = {"text_embeds": values(1, width, seed=2), "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]])}
@@ -100,6 +109,7 @@ _INPUTS = {
     "flux": _flux,
     "flux2": _flux2,
     "z_image": _z_image,
+    "krea2": _krea2,
     "sdxl": _sdxl,
     "stable_audio": _stable_audio,
 }

@@ -17,7 +17,7 @@ from unit.adapters.formats import comfyui_reader, making
 KNOWN_TO_COMFYUI = {
     "comfyui": tuple(making.FLAVOURS),
     "kohya": tuple(making.FLAVOURS),
-    "lycoris": ("qwen_image", "flux", "flux2", "z_image", "sdxl"),
+    "lycoris": ("qwen_image", "flux", "flux2", "z_image", "krea2", "sdxl"),
 }
 OPTIONS = {"lokr": [(), ("decomposed",), ("both",)], "loha": [(), ("tucker",)], "locon": [(), ("tucker",)]}
 CASES = [

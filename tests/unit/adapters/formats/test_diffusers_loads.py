@@ -20,9 +20,11 @@ from torch import Tensor
 
 from gracetune.adapters.adapter_files import open_adapter, save
 from gracetune.adapters.attach import attach
+from gracetune.adapters.formats.programs import misread_by
 from gracetune.adapters.merge import merge_module
 from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.config.run_config import Adapter
+from gracetune.models.hub_download import index_parts
 from gracetune.models.registry import KEY_MAPS
 from unit.adapters.formats import making
 from unit.adapters.formats.predicting import predict
@@ -35,12 +37,17 @@ TARGETS = {
     "flux": ("*.attn.*", "*.ff.*", "*.ff_context.*", "single_transformer_blocks.*.proj_*"),
     "flux2": ("*.attn.*", "*.ff.*", "*.ff_context.*"),
     "z_image": ("*.attention.*", "*.feed_forward.*"),
+    "krea2": ("*.attn.*", "*.ff.*"),
     "sdxl": ("*.attn1.*", "*.attn2.*", "*.ff.*", "*.resnets.*.conv1", "*.time_emb_proj", "*.proj_in"),
     "stable_audio": ("*.attn1.*", "*.attn2.*", "*.ff.*"),
 }
-OUTSIDE = {"flux": ("proj_out", "norm_out.linear", "x_embedder"), "qwen_image": ("proj_out", "img_in"),
-           "flux2": ("proj_out", "norm_out.linear", "x_embedder", "*_modulation*.linear")}  # fmt: skip
-WITH_LOADER = ("wan", "qwen_image", "flux", "flux2", "z_image", "sdxl")
+OUTSIDE = {
+    "flux": ("proj_out", "norm_out.linear", "x_embedder"),
+    "qwen_image": ("proj_out", "img_in"),
+    "flux2": ("proj_out", "norm_out.linear", "x_embedder", "*_modulation*.linear"),
+    "krea2": ("img_in", "time_mod_proj"),
+}  # fmt: skip
+WITH_LOADER = ("wan", "qwen_image", "flux", "flux2", "z_image", "krea2", "sdxl")
 
 
 def trained(
@@ -64,7 +71,7 @@ def pipeline_of(family: str, tiny_model: TinyModel, flavour: str | None = None) 
     folder = tiny_model(family, flavour or making.FLAVOURS[family])
     parts = json.loads((folder / "model_index.json").read_text())
     kept = ("transformer", "transformer_2", "unet", "scheduler")
-    unused = {name: None for name, value in parts.items() if isinstance(value, list) and name not in kept}
+    unused = {name: None for name in index_parts(parts) if name not in kept}
     return DiffusionPipeline.from_pretrained(folder, **unused)
 
 
@@ -129,16 +136,31 @@ def test_a_dora_in_half_precision_loads_into_a_model_in_half_precision(tiny_mode
 
 @pytest.mark.parametrize(
     ("family", "alpha"),
-    [*((family, alpha) for family in ("wan", "qwen_image", "flux", "z_image") for alpha in (2.0, 4.0)), ("flux2", 4.0)],
+    [
+        *((family, alpha) for family in ("wan", "qwen_image", "flux", "z_image") for alpha in (2.0, 4.0)),
+        ("flux2", 4.0),
+        ("krea2", 4.0),
+    ],
 )
 def test_diffusers_loads_our_comfyui_files(family: str, alpha: float, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """One file for both programs, with and without alpha keys in it. For FLUX.2, diffusers rejects alpha keys."""
+    """One file for both programs, with and without alpha keys in it. For FLUX.2 and Krea 2, diffusers rejects alpha keys."""
     pipeline = pipeline_of(family, tiny_model)
     state, expected = trained(family, denoiser_of(pipeline, family), alpha=alpha)
     file = save(tmp_path / "adapter.safetensors", state, "comfyui", torch.float32)
     assert any(key.endswith(".alpha") for key in load_file(file)) == (alpha != 4.0)
     pipeline.load_lora_weights(file)
     torch.testing.assert_close(predict(family, denoiser_of(pipeline, family)), expected, **TOLERANCE)
+
+
+def test_diffusers_rejects_krea_2s_alphas_as_the_records_say(tiny_model: TinyModel, tmp_path: Path) -> None:
+    pipeline = pipeline_of("krea2", tiny_model)
+    state, _ = trained("krea2", pipeline.transformer, alpha=2.0)
+    with pytest.raises(ValueError, match="should be empty"):
+        pipeline.load_lora_weights(save(tmp_path / "adapter.safetensors", state, "comfyui", torch.float32))
+    wrong = misread_by(state, "comfyui", "diffusers")
+    assert wrong is not None
+    assert "rejects alphas" in wrong.reason
+    assert misread_by(trained("krea2", pipeline.transformer, alpha=4.0)[0], "comfyui", "diffusers") is None
 
 
 @pytest.mark.parametrize("family", ["wan", "qwen_image", "z_image", "sdxl"])

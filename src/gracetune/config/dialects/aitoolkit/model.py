@@ -118,7 +118,7 @@ _OTHER_SWITCHES = {"is_v2": "sd2", "is_v3": "sd3"}
 OTHER_ARCHS = (
     "sd1", "sd15", "sd2", "sd3", "pixart", "pixart_sigma", "auraflow", "flex1", "flex2", "lumina2", "vega", "ssd",
     "chroma", "chroma_radiance", "zeta_chroma", "hidream", "hidream_e1", "omnigen2", "zimage_l2p", "ltx2", "ltx2.3",
-    "ernie_image", "f-lite", "fibo", "anima", "krea2", "boogu_image", "boogu_image_edit", "ace_step_15", "yue2",
+    "ernie_image", "f-lite", "fibo", "anima", "boogu_image", "boogu_image_edit", "ace_step_15", "yue2",
 )  # fmt: skip
 """Models that ai-toolkit trains and gracetune does not."""
 

@@ -168,7 +168,7 @@ _OTHER_FAMILIES = """
     flux3_prompt_upsample hidream_use_load_balancing_loss hidream_load_balancing_loss_weight
     ideogram_auto_json ideogram_validation ideogram_prompt_upsample ideogram_fp8_base_upcast
     ideogram_prompt_enhancer_head_id ideogram_schedule_mu ideogram_schedule_std ideogram_uncond_ramtorch
-    ideogram_load_unconditional_transformer krea2_reference_latents
+    ideogram_load_unconditional_transformer
     ltx_train_mode ltx_i2v_prob ltx_partial_noise_fraction ltx_protect_first_frame
     ltx2_validation_pipeline_mode ltx2_validation_spatial_upsampler_model ltx2_validation_spatial_upsampler_filename
     ltx2_validation_audio_guidance ltx2_intrinsic_conditioning validation_audio_only
@@ -261,6 +261,7 @@ NOT_DONE = (
     ),
     _not_done("t5_padding", "unmodified", "text embeddings are padded as the model was trained", of_families=True),
     _not_done("wan_force_2_1_time_embedding", False, "each Wan release keeps its own time embedding", of_families=True),
+    _not_done("krea2_reference_latents", False, "reference images are not supported for Krea 2", of_families=True),
     _not_done("rescale_betas_zero_snr", False, "zero-terminal-SNR schedules are not implemented", of_families=True),
     _not_done("refiner_training", False, "the refiner is not supported", of_families=True),
     _not_done("sdxl_refiner_uses_full_range", False, "the refiner is not supported", of_families=True),

@@ -18,7 +18,7 @@ from gracetune.errors import ConfigError
 OTHER_FAMILIES = name_set("""
     ace_step anima auraflow boogu_image bria chroma cosmos cosmos2image cosmos3 deepfloyd ernie flux3_image
     heartmula hidream hunyuanvideo ideogram infinitetalk kandinsky5-image kandinsky5-video kandinsky5_image
-    kandinsky5_video kolors krea2 longcat_image longcat_video ltxvideo ltxvideo2 lumina2 mageflow minimaxh3
+    kandinsky5_video kolors longcat_image longcat_video ltxvideo ltxvideo2 lumina2 mageflow minimaxh3
     minimaxmusic moss_image omnigen pixart pixart_sigma sana sanavideo sd1x sd2x sd3 stable_cascade wan_s2v
     z_image_omni zlab_i1
 """)

@@ -22,6 +22,7 @@ from gracetune.config.dialects.values import (
 )
 from gracetune.config.draft import Origin, Path
 from gracetune.config.families import names_of
+from gracetune.config.family_names import SimpleTunerNames
 
 
 def _whole(value: Any) -> Any:
@@ -53,8 +54,8 @@ def _guidance(options: PeerBlock, family: str) -> None:
 
 def _our_guidance(guidance: Any, family: str) -> Any:
     """SimpleTuner's guidance as gracetune counts it, where 1 means none."""
-    added = names_of(family).simpletuner.guidance_without if family else 0.0
-    return guidance + added if is_number(guidance) and guidance > 1 else guidance
+    names = names_of(family).simpletuner if family else SimpleTunerNames()
+    return guidance + names.guidance_without if is_number(guidance) and guidance > names.guided_above else guidance
 
 
 def _defaults(options: PeerBlock, family: str) -> None:

@@ -1,4 +1,7 @@
-"""Qwen3-VL's processor for texts and images only: transformers' own also requires torchvision, for videos."""
+"""Qwen3-VL's processor for texts and images only: transformers' own also requires torchvision, for videos.
+
+Captioning uses it, and so can families whose text encoder reads images.
+"""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_a_dora_in_half_precision_loads_into_a_model_in_half_precision(tiny_mode
     ],
 )
 def test_diffusers_loads_our_comfyui_files(family: str, alpha: float, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """One file for both programs, with and without alpha keys in it. For FLUX.2 and Krea 2, diffusers rejects alpha keys."""
+    """One file for both programs, with and without alpha keys in it. diffusers rejects those of FLUX.2 and Krea 2."""
     pipeline = pipeline_of(family, tiny_model)
     state, expected = trained(family, denoiser_of(pipeline, family), alpha=alpha)
     file = save(tmp_path / "adapter.safetensors", state, "comfyui", torch.float32)

@@ -39,7 +39,7 @@ class _FileNames:
     limit: str
     current: str
     reclaimable: str
-    """An entry of `memory.stat`. The others are names of files."""
+    """An entry of the cgroup's file of statistics. The other fields are names of files."""
     throttle: str | None
 
 

@@ -81,6 +81,7 @@ class StatePart:
 
 
 def _save_parameters(run: CheckpointSource) -> SavedState:
+    run.state.wait_for_updates()
     tensors = {name: whole(one) for name, one in run.trained_model.parameters().items()}
     return SavedState({"version": VERSION, "alphas": alphas(run.trained_model)}, tensors)
 

@@ -42,16 +42,16 @@ from gracetune.bench.step.random_model import RandomModel, make_model  # noqa: E
 from gracetune.bench.step.trainer import assemble_unresumed  # noqa: E402
 from gracetune.cli.bench import print_rows  # noqa: E402
 from gracetune.cli.console import out  # noqa: E402
-from gracetune.config.run_config import RunConfig  # noqa: E402
+from gracetune.config.run_config import RunConfig, StatePrecision  # noqa: E402
 from gracetune.errors import GracetuneError  # noqa: E402
 from gracetune.hardware import probe  # noqa: E402
 from gracetune.models.attention import attention_facts, choose_attention  # noqa: E402
 from gracetune.models.experts import ExpertHost  # noqa: E402
 from gracetune.models.parking import NoParking  # noqa: E402
 from gracetune.optim.chunked_adamw import RESIDENT, ChunkedAdamW, StateChoice  # noqa: E402
-from gracetune.optim.state_chunks import CHUNK  # noqa: E402
-from gracetune.optim.state_precision import LAYOUTS, PrecisionName  # noqa: E402
-from gracetune.optim.state_streams import PIECE, SLOTS, host_memory  # noqa: E402
+from gracetune.optim.state_precision import LAYOUTS  # noqa: E402
+from gracetune.optim.state_sizes import CHUNK, SLOTS  # noqa: E402
+from gracetune.optim.state_streams import PIECE, host_memory  # noqa: E402
 from gracetune.train.control import Stop  # noqa: E402
 from gracetune.train.loop import run_step  # noqa: E402
 from gracetune.train.runtime import Runtime, open_runtime  # noqa: E402
@@ -105,7 +105,7 @@ class HostPool:
 # -- the streamed update alone ----------------------------------------------------------------------------------------
 
 
-def rate(precision: PrecisionName, elements: int, device: torch.device, pool: HostPool) -> Row:
+def rate(precision: StatePrecision, elements: int, device: torch.device, pool: HostPool) -> Row:
     """Seconds per billion parameters of an update whose whole state passes through the GPU."""
     pool.reset()
     count_, size = max(1, elements // CHUNK), min(elements, CHUNK)

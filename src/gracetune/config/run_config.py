@@ -216,6 +216,9 @@ class AutomagicLimits(Section):
     """Highest rate of an element; unset means 1e-3."""
 
 
+StatePrecision = Literal["fp32", "bf16_moments", "residual", "residual_bf16_moments"]
+
+
 class OptimizerState(Section):
     """Full fine-tunes with AdamW only."""
 
@@ -223,7 +226,7 @@ class OptimizerState(Section):
     """Where master weights and moments are. `resident` keeps them on the GPU, `streamed` in pinned host memory, from
     where they pass through the GPU in every optimizer step; both keep the weights in bf16 on the GPU. `auto` trains
     fp32 weights, with the optimizer's state beside them."""
-    precision: Literal["fp32", "bf16_moments", "residual", "residual_bf16_moments"] = "fp32"
+    precision: StatePrecision = "fp32"
     """Precision of a `resident` or `streamed` state: 12, 8, 10 or 6 bytes for each parameter. A residual is what the
     bf16 weight lacks of the fp32 master."""
 

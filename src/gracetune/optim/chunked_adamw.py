@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gracetune.config.run_config import StatePrecision
 from gracetune.optim.named_state import NamedState, StateMismatchError, differences, key_of
-from gracetune.optim.state_chunks import CHUNK, Chunk, GradientSums, Piece, chunks_of
-from gracetune.optim.state_precision import LAYOUTS, PrecisionName, Scratch, first_state, pack, unpack
+from gracetune.optim.state_chunks import Chunk, GradientSums, Piece, chunks_of
+from gracetune.optim.state_precision import LAYOUTS, MASTER, RESIDUAL, Scratch, first_state, pack, unpack
+from gracetune.optim.state_sizes import CHUNK, SLOTS
 from gracetune.optim.state_streams import (
-    SLOTS,
     NewMemory,
     SlotRing,
     current_queue,
@@ -33,6 +34,7 @@ from gracetune.optim.state_streams import (
     new_queue,
 )
 from gracetune.seeded_random import torch_seed
+from gracetune.units import format_bytes
 
 _VERSION: Final = 1
 _REMEDY: Final = "resume with the config the state was saved with, or start anew (--resume none)"
@@ -42,7 +44,7 @@ _REMEDY: Final = "resume with the config the state was saved with, or start anew
 class StateChoice:
     """Where the optimizer's state is, and in which precision."""
 
-    precision: PrecisionName = "fp32"
+    precision: StatePrecision = "fp32"
     resident_bytes: int = 0
     """State that stays on the device; the rest is streamed."""
     slots: int = SLOTS
@@ -78,6 +80,7 @@ class ChunkedAdamW(Optimizer):
             )
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         choice = state or StateChoice()
+        self._precision = choice.precision
         self._named = [_named(group) for group in self.param_groups]
         self.chunks = chunks_of(
             self._named, LAYOUTS[choice.precision], resident_bytes=choice.resident_bytes, limit=choice.chunk_elements
@@ -201,6 +204,18 @@ class ChunkedAdamW(Optimizer):
         found = [chunk.number for chunk in self.chunks if any(id(one.parameter) in wanted for one in chunk.pieces)]
         return max(found, default=None)
 
+    def differs_from_weight(self, parameter: Tensor) -> bool:
+        """Whether the master of this parameter is anything else than the rounded weight. The host waits."""
+        self.settle()
+        return any(
+            bool(fields[RESIDUAL].any() if RESIDUAL in fields else (fields[MASTER] != weight.float()).any())
+            for chunk in self.chunks
+            for piece in chunk.pieces
+            if piece.parameter is parameter
+            for fields in [{name: piece.of(flat) for name, flat in self._fields(chunk).items()}]
+            for weight in [piece.weight.to(self._homes[chunk.number].device)]
+        )
+
     # -- state by name ------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> list[Tensor]:
@@ -215,6 +230,16 @@ class ChunkedAdamW(Optimizer):
     @property
     def host_bytes(self) -> int:
         return sum(chunk.size for chunk in self.chunks if chunk.home == "streamed")
+
+    @property
+    def line(self) -> str:
+        """Where the state is, in words."""
+        resident = sum(chunk.size for chunk in self.chunks if chunk.home == "resident")
+        slots = len(self._ring.memory)
+        where = [f"{format_bytes(resident)} resident"] if resident else []
+        if self.host_bytes:
+            where.append(f"{format_bytes(self.host_bytes)} streamed from host memory through {slots} slots")
+        return f"optimizer state: {self._precision}, {' and '.join(where)}; the weights stay in 16 bits on the device"
 
     def settle(self) -> None:
         """Make the host wait until all updates are done and the homes hold them."""

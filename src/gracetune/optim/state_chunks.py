@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from gracetune.optim.state_precision import StateLayout
+from gracetune.optim.state_sizes import CHUNK
 
-CHUNK: Final = 64 << 20
-"""Elements of a chunk. Copies of this size reach the full rate of the link."""
 _ALIGNMENT: Final = 64
 """Elements. Each piece of a chunk begins at a multiple of this."""
 

@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
-PrecisionName = Literal["fp32", "bf16_moments", "residual", "residual_bf16_moments"]
+from gracetune.config.run_config import StatePrecision
+
 MASTER, RESIDUAL, FIRST, SECOND = "master", "residual", "exp_avg", "exp_avg_sq"
 ALIGNMENT: Final = 256
 """Elements. Each field of a packed state begins at a multiple of this, which suits vector loads of every dtype."""
@@ -72,7 +73,7 @@ def _layout(master: str, master_dtype: torch.dtype, moments: torch.dtype) -> Sta
     return StateLayout({master: master_dtype, FIRST: moments, SECOND: moments})
 
 
-LAYOUTS: Final[Mapping[PrecisionName, StateLayout]] = MappingProxyType(
+LAYOUTS: Final[Mapping[StatePrecision, StateLayout]] = MappingProxyType(
     {
         "fp32": _layout(MASTER, torch.float32, torch.float32),
         "bf16_moments": _layout(MASTER, torch.float32, torch.bfloat16),

@@ -22,7 +22,6 @@ from gracetune.models.parking import pinned_bytes
 from gracetune.optim.state_chunks import Chunk
 from gracetune.units import GIB
 
-SLOTS = 4
 PIECE = 8 * GIB
 """Pinned memory is allocated in pieces of about this size."""
 

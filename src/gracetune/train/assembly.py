@@ -231,6 +231,7 @@ def begin(
     groups = trained_model.groups()
     optimizer = build_optimizer(config.optimizer, groups, state or state_choice(config.optimizer.state))
     if isinstance(optimizer, ChunkedAdamW):
+        view.report(optimizer.line)
         for name in trained_model.trained:
             wait_in(trained_model.host.module(name), trained_model.spec.repeated_blocks, optimizer)
     scheduled = build_schedule(

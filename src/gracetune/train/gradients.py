@@ -157,7 +157,7 @@ class SummedGradients:
             parameter.grad = None
 
     def open(self) -> None:
-        self._sums.clear()  # what an abandoned step has left
+        self._sums.clear()
         self._open = True
         self._load_ahead()
 
@@ -184,6 +184,7 @@ class SummedGradients:
         return norm
 
     def close(self) -> None:
+        self._sums.clear()  # the gradients of a step that was abandoned: no later step may take them
         self._open = False
 
 

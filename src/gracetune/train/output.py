@@ -309,13 +309,14 @@ def base_weight(denoiser: nn.Module, path: str) -> torch.Tensor:
     return whole(held)
 
 
-def checkpoint_bytes(shapes: Iterable[Sequence[int]]) -> int:
+def checkpoint_bytes(shapes: Iterable[Sequence[int]], *, has_masters: bool) -> int:
     """Approximate size of a checkpoint with trained parameters of these shapes.
 
     It holds four values for each parameter: the weight, two optimizer averages and the exported weight. Each takes at
-    most four bytes, because trained parameters are in float32 (`gradients.FlatGradients`).
+    most four bytes, because trained parameters are in float32 (`gradients.FlatGradients`). An optimizer with masters
+    of 16-bit weights saves those too, and the weight takes two bytes.
     """
-    return 4 * 4 * sum(math.prod(shape) for shape in shapes)
+    return (2 + 4 * 4 if has_masters else 4 * 4) * sum(math.prod(shape) for shape in shapes)
 
 
 def check_format(trained_model: TrainedModel, config: RunConfig) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ from gracetune.models.parking import NoParking  # noqa: E402
 from gracetune.optim.chunked_adamw import RESIDENT, ChunkedAdamW, StateChoice  # noqa: E402
 from gracetune.optim.state_precision import LAYOUTS  # noqa: E402
 from gracetune.optim.state_sizes import CHUNK, SLOTS  # noqa: E402
-from gracetune.optim.state_streams import PIECE, host_memory  # noqa: E402
+from gracetune.optim.state_streams import REGION, host_memory  # noqa: E402
 from gracetune.train.control import Stop  # noqa: E402
 from gracetune.train.loop import run_step  # noqa: E402
 from gracetune.train.runtime import Runtime, open_runtime  # noqa: E402
@@ -78,28 +78,28 @@ class HostPool:
 
     def __init__(self, device: torch.device) -> None:
         self._new = host_memory(device)
-        self._pieces: list[Tensor] = []
+        self._regions: list[Tensor] = []
         self._used = 0
         self.seconds = 0.0
 
     def new_memory(self, size: int) -> Tensor:
-        if self._used == len(self._pieces):
-            if (self._used + 1) * PIECE > MOST_HOST and size > 1 << 20:
+        if self._used == len(self._regions):
+            if (self._used + 1) * REGION > MOST_HOST and size > 1 << 20:
                 raise GracetuneError(f"more than {MOST_HOST >> 30} GiB of host memory")
             began = time.perf_counter()
             on_gpu = torch.cuda.is_available()
-            self._pieces.append(self._new(PIECE if on_gpu else size))
+            self._regions.append(self._new(REGION if on_gpu else size))
             self.seconds += time.perf_counter() - began
-        piece = self._pieces[self._used]
+        region = self._regions[self._used]
         self._used += 1
-        return piece[:size] if piece.numel() >= size else self._new(size)
+        return region[:size] if region.numel() >= size else self._new(size)
 
     def reset(self) -> None:
         self._used = 0
 
     @property
     def bytes(self) -> int:
-        return sum(piece.numel() for piece in self._pieces)
+        return sum(region.numel() for region in self._regions)
 
 
 # -- the streamed update alone ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from gracetune.config.run_config import StatePrecision
 from gracetune.optim.named_state import NamedState, StateMismatchError, differences, key_of
-from gracetune.optim.state_chunks import Chunk, GradientSums, Piece, chunks_of
+from gracetune.optim.state_chunks import Chunk, ChunkPart, GradientSums, chunks_of
 from gracetune.optim.state_precision import LAYOUTS, MASTER, RESIDUAL, Scratch, first_state, pack, unpack
 from gracetune.optim.state_sizes import CHUNK, SLOTS
 from gracetune.optim.state_streams import (
@@ -89,7 +89,7 @@ class ChunkedAdamW(Optimizer):
             GradientSums([chunk for chunk in self.chunks if chunk.group == number])
             for number in range(len(self.param_groups))
         ]
-        self.device = device = self.chunks[0].pieces[0].parameter.device
+        self.device = device = self.chunks[0].parts[0].parameter.device
         streamed = [chunk for chunk in self.chunks if chunk.home == "streamed"]
         self._homes = host_blocks(streamed, choice.new_memory or host_memory(device))
         self._ring = SlotRing(streamed, self._homes, device, choice.slots)
@@ -201,7 +201,7 @@ class ChunkedAdamW(Optimizer):
     def last_chunk(self, parameters: Collection[Tensor]) -> int | None:
         """The last chunk that holds any of these parameters; None if none does."""
         wanted = {id(parameter) for parameter in parameters}
-        found = [chunk.number for chunk in self.chunks if any(id(one.parameter) in wanted for one in chunk.pieces)]
+        found = [chunk.number for chunk in self.chunks if any(id(one.parameter) in wanted for one in chunk.parts)]
         return max(found, default=None)
 
     def differs_from_weight(self, parameter: Tensor) -> bool:
@@ -210,10 +210,10 @@ class ChunkedAdamW(Optimizer):
         return any(
             bool(fields[RESIDUAL].any() if RESIDUAL in fields else (fields[MASTER] != weight.float()).any())
             for chunk in self.chunks
-            for piece in chunk.pieces
-            if piece.parameter is parameter
-            for fields in [{name: piece.of(flat) for name, flat in self._fields(chunk).items()}]
-            for weight in [piece.weight.to(self._homes[chunk.number].device)]
+            for part in chunk.parts
+            if part.parameter is parameter
+            for fields in [{name: part.of(flat) for name, flat in self._fields(chunk).items()}]
+            for weight in [part.weight.to(self._homes[chunk.number].device)]
         )
 
     # -- state by name ------------------------------------------------------------------------------------------------
@@ -236,10 +236,10 @@ class ChunkedAdamW(Optimizer):
         """Where the state is, in words."""
         resident = sum(chunk.size for chunk in self.chunks if chunk.home == "resident")
         slots = len(self._ring.memory)
-        where = [f"{format_bytes(resident)} resident"] if resident else []
+        places = [f"{format_bytes(resident)} resident"] if resident else []
         if self.host_bytes:
-            where.append(f"{format_bytes(self.host_bytes)} streamed from host memory through {slots} slots")
-        return f"optimizer state: {self._precision}, {' and '.join(where)}; the weights stay in 16 bits on the device"
+            places.append(f"{format_bytes(self.host_bytes)} streamed from host memory through {slots} slots")
+        return f"optimizer state: {self._precision}, {' and '.join(places)}; the weights stay in 16 bits on the device"
 
     def settle(self) -> None:
         """Make the host wait until all updates are done and the homes hold them."""
@@ -250,10 +250,10 @@ class ChunkedAdamW(Optimizer):
         """The state as views of where it lives. It must not be changed or trained on until it is copied."""
         self.settle()
         tensors = {
-            key_of(piece.name, f"{field}@{piece.start}"): piece.of(flat)
+            key_of(part.name, f"{field}@{part.start}"): part.of(flat)
             for chunk in self.chunks
             for field, flat in self._fields(chunk).items()
-            for piece in chunk.pieces
+            for part in chunk.parts
         }
         steps = [float(step) for step in self._steps]
         return NamedState(
@@ -282,8 +282,8 @@ class ChunkedAdamW(Optimizer):
         self._loading = None
         for chunk in self.chunks:
             for field, flat in self._fields(chunk).items():
-                for piece in chunk.pieces:
-                    _fill(piece, piece.of(flat), saved[f"{piece.name}:{field}"])
+                for part in chunk.parts:
+                    _fill(part, part.of(flat), saved[f"{part.name}:{field}"])
         for step, value in zip(self._steps, state.json["steps"], strict=True):
             step.fill_(value)
         self._calls = state.json["calls"]
@@ -292,7 +292,7 @@ class ChunkedAdamW(Optimizer):
         return chunk.layout.views(self._homes[chunk.number], chunk.elements)
 
     def _layout_of(self, number: int, parameter: Tensor) -> Mapping[str, torch.dtype]:
-        alike = (one for one in self.sums[number].chunks if one.pieces[0].parameter.dtype == parameter.dtype)
+        alike = (one for one in self.sums[number].chunks if one.parts[0].parameter.dtype == parameter.dtype)
         return next(alike).layout.fields
 
 
@@ -310,9 +310,9 @@ def _saved_parts(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[int, Ten
     return parts
 
 
-def _fill(piece: Piece, into: Tensor, parts: Sequence[tuple[int, Tensor]]) -> None:
-    """Copy what the saved parts hold of this piece."""
-    for start, tensor in parts:
-        first, last = max(piece.start, start), min(piece.stop, start + tensor.numel())
+def _fill(part: ChunkPart, into: Tensor, saved: Sequence[tuple[int, Tensor]]) -> None:
+    """Copy what saved tensors, each with its first element, hold of this part."""
+    for start, tensor in saved:
+        first, last = max(part.start, start), min(part.stop, start + tensor.numel())
         if first < last:
-            into[first - piece.start : last - piece.start].copy_(tensor[first - start : last - start])
+            into[first - part.start : last - part.start].copy_(tensor[first - start : last - start])

@@ -17,13 +17,13 @@ from gracetune.optim.state_precision import StateLayout
 from gracetune.optim.state_sizes import CHUNK
 
 _ALIGNMENT: Final = 64
-"""Elements. Each piece of a chunk begins at a multiple of this."""
+"""Elements. Each part of a chunk begins at a multiple of this."""
 
 HomeName = Literal["resident", "streamed"]
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ChunkPart:
     """A parameter's elements from `start` to `stop`, which are at `offset` in the chunk."""
 
     name: str
@@ -38,7 +38,7 @@ class Piece:
         return self.parameter.detach().view(-1)[self.start : self.stop]
 
     def of(self, flat: Tensor) -> Tensor:
-        """The piece's part of one of the chunk's tensors."""
+        """The part's part of one of the chunk's tensors."""
         return flat[self.offset : self.offset + self.stop - self.start]
 
 
@@ -48,7 +48,7 @@ class Chunk:
     """Among all chunks of the optimizer."""
     group: int
     """The param group."""
-    pieces: tuple[Piece, ...]
+    parts: tuple[ChunkPart, ...]
     elements: int
     layout: StateLayout
     home: HomeName
@@ -60,15 +60,7 @@ class Chunk:
 
     def weights(self) -> list[tuple[Tensor, int]]:
         """The weights as views, each with its offset."""
-        return [(piece.weight, piece.offset) for piece in self.pieces]
-
-
-@dataclass(frozen=True, eq=False)
-class _Open:
-    """A chunk that is being filled."""
-
-    pieces: list[Piece]
-    elements: int = 0
+        return [(part.weight, part.offset) for part in self.parts]
 
 
 def chunks_of(
@@ -84,17 +76,17 @@ def chunks_of(
         for dtype in dict.fromkeys(parameter.dtype for parameter in group.values()):
             members = {name: one for name, one in group.items() if one.dtype == dtype}
             fitting = layout if dtype == torch.bfloat16 else layout.with_master
-            for pieces in _filled(members, limit):
-                last = pieces[-1]
+            for parts in _filled(members, limit):
+                last = parts[-1]
                 elements = last.offset + last.stop - last.start
                 home: HomeName = "resident" if fitting.size(elements) <= resident_bytes else "streamed"
                 resident_bytes -= fitting.size(elements)
-                chunks.append(Chunk(len(chunks), number, tuple(pieces), elements, fitting, home))
+                chunks.append(Chunk(len(chunks), number, tuple(parts), elements, fitting, home))
     return chunks
 
 
-def _filled(parameters: Mapping[str, Tensor], limit: int) -> Iterable[list[Piece]]:
-    pieces: list[Piece] = []
+def _filled(parameters: Mapping[str, Tensor], limit: int) -> Iterable[list[ChunkPart]]:
+    parts: list[ChunkPart] = []
     offset = 0
     for name, parameter in parameters.items():
         if not parameter.is_contiguous():
@@ -102,31 +94,31 @@ def _filled(parameters: Mapping[str, Tensor], limit: int) -> Iterable[list[Piece
         start = 0
         while start < parameter.numel():
             if offset >= limit:
-                yield pieces
-                pieces, offset = [], 0
+                yield parts
+                parts, offset = [], 0
             stop = min(parameter.numel(), start + limit - offset)
-            pieces.append(Piece(name, parameter, start, stop, offset))
+            parts.append(ChunkPart(name, parameter, start, stop, offset))
             offset = -(-(offset + stop - start) // _ALIGNMENT) * _ALIGNMENT
             start = stop
-    if pieces:
-        yield pieces
+    if parts:
+        yield parts
 
 
 class GradientSums:
     """fp32 gradient sums of one param group, one tensor for each chunk, and the factor they are multiplied by.
 
-    Padding between pieces stays 0.
+    Padding between parts stays 0.
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = tuple(chunks)
-        first = chunks[0].pieces[0].parameter
+        first = chunks[0].parts[0].parameter
         self.sums = [torch.zeros(chunk.elements, dtype=torch.float32, device=first.device) for chunk in chunks]
         self._places: dict[int, list[tuple[Tensor, int, int]]] = {}
         for chunk, flat in zip(self.chunks, self.sums, strict=True):
-            for piece in chunk.pieces:
-                places = self._places.setdefault(id(piece.parameter), [])
-                places.append((piece.of(flat), piece.start, piece.stop))
+            for part in chunk.parts:
+                places = self._places.setdefault(id(part.parameter), [])
+                places.append((part.of(flat), part.start, part.stop))
         self.divisor = torch.ones((), device=first.device)
         """[]: the update divides gradients by this (`grad_scale` of torch's fused optimizers)."""
         self.filled = False
@@ -134,7 +126,7 @@ class GradientSums:
 
     @property
     def parameters(self) -> list[Tensor]:
-        return list({id(piece.parameter): piece.parameter for one in self.chunks for piece in one.pieces}.values())
+        return list({id(part.parameter): part.parameter for one in self.chunks for part in one.parts}.values())
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
         self.filled = True

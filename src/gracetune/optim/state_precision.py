@@ -43,10 +43,6 @@ class StateLayout:
         return sum(dtype.itemsize for dtype in self.fields.values())
 
     @property
-    def has_residual(self) -> bool:
-        return RESIDUAL in self.fields
-
-    @property
     def with_master(self) -> StateLayout:
         """The same moments with an fp32 master, for weights that are not bf16."""
         fields = {MASTER: torch.float32, **self.fields}

@@ -22,8 +22,8 @@ from gracetune.models.parking import pinned_bytes
 from gracetune.optim.state_chunks import Chunk
 from gracetune.units import GIB
 
-PIECE = 8 * GIB
-"""Pinned memory is allocated in pieces of about this size."""
+REGION = 8 * GIB
+"""Pinned memory is allocated in regions of about this size."""
 
 
 class Queue(Protocol):
@@ -94,13 +94,13 @@ def host_memory(device: torch.device) -> NewMemory:
 
 
 def host_blocks(chunks: Sequence[Chunk], new_memory: NewMemory) -> dict[int, Tensor]:
-    """A block of host memory for each chunk, by its number. Memory is allocated in large pieces."""
+    """A block of host memory for each chunk, by its number. Memory is allocated in large regions."""
     blocks: dict[int, Tensor] = {}
     waiting = deque(chunks)
     while waiting:
         members, size = [waiting.popleft()], 0
         size = members[0].size
-        while waiting and size + waiting[0].size <= PIECE:
+        while waiting and size + waiting[0].size <= REGION:
             members.append(waiting.popleft())
             size += members[-1].size
         parts = new_memory(size).split([chunk.size for chunk in members])

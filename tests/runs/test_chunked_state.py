@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from gracetune.config.run_config import RunConfig
+from gracetune.errors import ConfigError
 from gracetune.train.output import MODEL_FILE
 from gracetune.train.view import CollectingView
 from runs.made_runs import TinyModel, config_for, run
@@ -40,3 +42,11 @@ def test_a_resumed_run_with_another_home_ends_with_the_same_weights(tiny_model: 
     assert len(one) > 100
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert any("streamed from host memory through 4 slots" in line for line in view.lines)
+
+
+def test_a_checkpoint_of_another_kind_of_state_is_rejected_with_what_to_type(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run(config_of(tiny_model, tmp_path, "streamed", 1))
+    with pytest.raises(ConfigError, match=r"--set optimizer\.state\.home=streamed"):
+        run(config_of(tiny_model, tmp_path, "auto", 2))

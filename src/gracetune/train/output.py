@@ -382,7 +382,8 @@ def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write:
 
     def cast_to(name: str, tensor: torch.Tensor) -> torch.Tensor:
         keep = not tensor.is_floating_point() or not kept.isdisjoint(name.split("."))
-        return tensor.to("cpu", tensor.dtype if keep else dtype).contiguous()
+        # Tensors of the right type stay where they are: the file is written tensor by tensor.
+        return tensor if keep or tensor.dtype == dtype else tensor.to("cpu", dtype)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     sync_folder(folder.parent.parent)

@@ -51,7 +51,7 @@ class Denoiser:
     sizes: tuple[tuple[str, int], ...]
     idle_in_training: bool = False
     trained: bool = False
-    """Full fine-tune: the fp32 master weights."""
+    """Full fine-tune: the weights themselves are trained."""
     sharded: bool = False
     """The sizes are one process's shard. FSDP2 owns the shard, so it is never parked."""
 

@@ -170,7 +170,7 @@ def _settings(job: _Job) -> PlanSettings:
     return PlanSettings(
         checkpointing=config.training.gradient_checkpointing,
         policies=job.method.policies,
-        precision="trained" if job.method.full_finetune else _first_precision(config),
+        precision=_trained_precision(config) if job.method.full_finetune else _first_precision(config),
         can_store_8_bits=not job.method.full_finetune and not job.processes.sharded,
         may_use_int8=config.model.base_precision == "auto",
         use_uvm=config.memory.use_uvm,
@@ -178,6 +178,10 @@ def _settings(job: _Job) -> PlanSettings:
         managed=config.memory.use_uvm or hints_of(config).on,
         rejects_managed=config.memory.enable_uvm_hints is False,
     )
+
+
+def _trained_precision(config: RunConfig) -> str:
+    return "trained bf16" if config.has_chunked_state else "trained"
 
 
 def _first_precision(config: RunConfig) -> str:
@@ -197,7 +201,7 @@ def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
     chosen = names[0] if experts == "high" else names[1]
     other = names[1] if experts == "high" else names[0]
     # The untrained expert is loaded only to generate samples, and whole in every process.
-    frozen = (("trained", 2 * job.footprint.parameters),) if trained else whole
+    frozen = ((_trained_precision(job.config), 2 * job.footprint.parameters),) if trained else whole
     extra = (Denoiser(other, frozen, idle_in_training=True, only_sampled=True),) if job.sampling else ()
     return (Denoiser(chosen, sizes, trained=trained, sharded=sharded), *extra)
 
@@ -206,7 +210,7 @@ def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
     footprint, precision = job.footprint, _first_precision(job.config)
     if job.method.full_finetune:
         more = 0 if job.config.has_chunked_state else 2  # trained weights are in fp32, unless the optimizer has masters
-        return (("trained", 2 * footprint.parameters + more * job.elements),)
+        return ((_trained_precision(job.config), 2 * footprint.parameters + more * job.elements),)
     matrices = footprint.linear_weights
     rest = 2 * (footprint.parameters - matrices)
     scales = 4 * footprint.linear_rows_and_columns

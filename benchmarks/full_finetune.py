@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -32,9 +33,9 @@ make_cublas_deterministic()  # before CUDA starts
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from gracetune.bench.results import result_of, write_result  # noqa: E402
+from gracetune.bench.results import git_commit, result_of, write_result  # noqa: E402
 from gracetune.bench.row import BenchRow  # noqa: E402
-from gracetune.bench.step.clock import between, mark, synchronize  # noqa: E402
+from gracetune.bench.step.clock import between, free, mark, synchronize  # noqa: E402
 from gracetune.bench.step.flops import count  # noqa: E402
 from gracetune.bench.step.job import StepJob, config_of  # noqa: E402
 from gracetune.bench.step.random_data import random_data  # noqa: E402
@@ -57,11 +58,17 @@ from gracetune.train.loop import run_step  # noqa: E402
 from gracetune.train.runtime import Runtime, open_runtime  # noqa: E402
 from gracetune.train.trained_model import DenoiserChoices, load_trained_model  # noqa: E402
 from gracetune.train.view import CollectingView  # noqa: E402
+from gracetune.units import format_bytes  # noqa: E402
 
 MOST_HOST: Final = 64 << 30
 MANY_SLOTS: Final = 40
 """Chunks on the GPU at a time, where there is room: about half of the five billion parameters' states."""
 MUST: Final = 1.25
+COMPILING: Final = 30
+PINNING: Final = 20
+"""Seconds."""
+LEFT: Final = 1 << 30
+"""Bytes of GPU memory that may be left of an earlier measurement."""
 WIDTH: Final = {"num_attention_heads": 24, "ffn_dim": 14336}
 """Wan's 5B. The 14B's latents give 4,096 tokens for an image of 1024 x 1024."""
 TOKENS: Final = 65_536
@@ -71,6 +78,8 @@ _RATE_STEPS: Final = 4
 @dataclass(frozen=True)
 class Row(BenchRow):
     samples: tuple[float, ...] = field(default=())
+    git_commit: str | None = field(default_factory=git_commit)
+    """Rows of several runs may be in one file (`--merge`)."""
 
 
 class HostPool:
@@ -219,10 +228,7 @@ class Bench:
                     raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
                 loss = done.loss
                 if step >= case.warm_up:
-                    # The updates of this step are waited for by the next one, module by module. The last step has no
-                    # next one, and is waited for whole.
-                    if step + 1 == case.warm_up + case.steps:
-                        optimizer.wait_for_all()
+                    # Each time contains the wait for one update: that of the step before.
                     marks.append(mark(self.device))
             synchronize(self.device)
             optimizer.settle()
@@ -265,28 +271,36 @@ def against(
 
 
 def tidy(device: torch.device) -> None:
+    """Free what the last measurement held. Compiled code is kept if it holds nothing."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    if torch.cuda.memory_allocated(device) > LEFT and (held := free(device)) > LEFT:
+        raise GracetuneError(f"the last measurement still holds {format_bytes(held)} of GPU memory")
 
 
-def measure(bench: Bench, folder: Path, *, smoke: bool, within: Callable[[float], bool]) -> Iterator[Row]:
+def measure(
+    bench: Bench, folder: Path, *, smoke: bool, only: str | None, within: Callable[[float], bool]
+) -> Iterator[Row]:  # fmt: skip
     """`within(seconds)` says whether a measurement that takes so long may begin."""
     device = bench.device
-    for precision in LAYOUTS:
+    for precision in LAYOUTS if only in (None, "update") else ():
         yield rate(precision, 1 << 14 if smoke else 16 * CHUNK, device, bench.pool)
         tidy(device)
     chunk = 1 << 12 if smoke else CHUNK
     accumulation = 2 if smoke else max(1, TOKENS // (bench.job.tokens * bench.job.batch))
-    # Micro-batches, steps before those that are timed, timed steps, and seconds that one measurement may take.
-    sizes = {"2b": (12, 1, 4, 16, 50), "5b": (30, accumulation, 1, 3, 28)}
+    # Layers, micro-batches, steps before those that are timed, timed steps, and seconds that one measurement may take.
+    sizes = {"2b": (12, 1, 4, 16, 20), "5b": (30, accumulation, 1, 2, 28)}
     for label, (layers, micro_batches, warm_up, steps, seconds) in sizes.items():
+        if only not in (None, label):
+            continue
         preset = replace(bench.job.preset, small={**WIDTH, "num_layers": layers})
         model = make_model(preset, folder / label, "tiny" if smoke else "small")
         forward = count(bench.job, model, ["blocks.0.attn1.to_q"]).forward
         case = Case(label, micro_batches, warm_up, steps, StateChoice("fp32", RESIDENT, chunk_elements=chunk))
-        if not within(2 * seconds):
+        if not within(seconds + COMPILING):
             return
         resident = bench.measure(model, case)
         yield Row(f"{label}_resident", resident.seconds, "s/step", samples=resident.samples)
@@ -296,7 +310,7 @@ def measure(bench: Bench, folder: Path, *, smoke: bool, within: Callable[[float]
             half = StateChoice("bf16_moments", chunk_elements=chunk)
             states = {"streamed_ahead": ahead, **states, "streamed_bf16_moments": half}
         for name, state in states.items():
-            if not within(seconds):
+            if not within(seconds + (PINNING if name == next(iter(states)) else 0)):
                 return
             streamed = bench.measure(model, replace(case, state=state))
             bar = name == "streamed_ahead" and not smoke
@@ -306,6 +320,19 @@ def measure(bench: Bench, folder: Path, *, smoke: bool, within: Callable[[float]
         yield Row(f"{label}_pinning", bench.pool.seconds, "s", detail=f"{bench.pool.bytes / 2**30:.1f} GiB so far")
 
 
+def kept(earlier: Path | None, rows: Sequence[BenchRow]) -> list[Row]:
+    """The rows of an earlier result that were not measured again, each with the commit that measured it."""
+    if earlier is None:
+        return []
+    result = json.loads(earlier.read_text())
+    measured = {row.name for row in rows}
+    return [
+        Row(**{"git_commit": result["git_commit"], **row, "samples": tuple(row["samples"])})
+        for row in result["rows"]
+        if row["name"] not in measured
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -313,6 +340,8 @@ def main() -> int:
     )
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--seconds", type=float, default=225, help="begin no measurement that would end later")
+    parser.add_argument("--only", choices=("update", "2b", "5b"), help="one of the three parts")
+    parser.add_argument("--merge", type=Path, help="an earlier result, whose other rows are kept")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on a CPU too: does everything run?")
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
     requested = parser.parse_args()
@@ -337,12 +366,14 @@ def main() -> int:
         runtime = stack.enter_context(open_runtime("bf16", Environment({})))
         compiled = runtime.device.type == "cuda" and not requested.no_compile
         bench = Bench(job, machine, runtime, HostPool(runtime.device), requested.attention, compiled)
-        for row in measure(bench, folder, smoke=requested.smoke, within=within):
+        for row in measure(bench, folder, smoke=requested.smoke, only=requested.only, within=within):
             rows.append(row)
             print_rows(out(), [row])
             print(f"  after {time.perf_counter() - began:.0f} s", flush=True)
             if requested.output is not None:  # what was measured stays, whatever happens to the rest
-                write_result(requested.output, result_of("full_finetune", rows, machine))
+                write_result(
+                    requested.output, result_of("full_finetune", [*kept(requested.merge, rows), *rows], machine)
+                )
     return 1 if any(row.ok is False for row in rows) and not requested.smoke else 0
 
 

@@ -13,8 +13,10 @@ The loss scale of fp16 grows while gradients are finite and shrinks when they ar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -148,10 +150,11 @@ class SummedGradients:
         """`load_ahead` starts copying states to the device, beside the step that begins."""
         self._sums, self._reduce, self._load_ahead = sums, reduce, load_ahead
         self._open = False
+        known = weakref.ref(self)
         for parameter in sums.parameters:
-            parameter.register_post_accumulate_grad_hook(self._add)
+            parameter.register_post_accumulate_grad_hook(partial(_add_to, known))
 
-    def _add(self, parameter: Tensor) -> None:
+    def add(self, parameter: Tensor) -> None:
         if self._open and parameter.grad is not None:
             self._sums.add(parameter, parameter.grad)
             parameter.grad = None
@@ -186,6 +189,13 @@ class SummedGradients:
     def close(self) -> None:
         self._sums.clear()  # the gradients of a step that was abandoned: no later step may take them
         self._open = False
+
+
+def _add_to(known: weakref.ref[SummedGradients], parameter: Tensor) -> None:
+    """Takes a weak reference: Python's garbage collector does not see hooks of parameters, so a hook that held the sums
+    would keep them and the parameters alive for ever."""
+    if (sums := known()) is not None:
+        sums.add(parameter)
 
 
 class ShardedGradients:

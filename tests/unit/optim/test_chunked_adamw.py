@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -225,3 +228,18 @@ def test_planned_sizes_are_those_of_the_layouts(precision: StatePrecision) -> No
     assert optimizer.host_bytes == state_bytes(planned, size)
     scratch = sum(buffer.nbytes for buffer in optimizer._scratch._buffers.values())
     assert optimizer.device_bytes + scratch == passing_bytes(planned, size)
+
+
+def test_hooks_keep_neither_optimizer_nor_weights_alive() -> None:
+    """Python's garbage collector does not see hooks of parameters: what they hold strongly is never freed."""
+    model = nn.Sequential(Block(), Block()).bfloat16()
+    optimizer = ChunkedAdamW([{"params": [*model.named_parameters()]}])
+    sums = SummedGradients(optimizer.sums[0], load_ahead=partial(optimizer.load_ahead, 0))
+    wait_in(model, ["Block"], optimizer)
+    sums.open()
+    model(torch.zeros(1, 20, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    known = [weakref.ref(one) for one in (model, optimizer, optimizer.sums[0], next(model.parameters()))]
+    del model, optimizer, sums
+    gc.collect()
+    assert [one() for one in known] == [None] * 4

@@ -15,6 +15,7 @@
 #   parts     bench cache, memory, optim                                                         4 min
 #   learning  train_1b's resumed run beside the curves of numerics.py (no times are read here)   6 min
 #   blocks    other ways of computing a block's adapters: what to build next                     6 min
+#   full      full fine-tunes with resident and streamed optimizer state                         4-5 min
 # SMOKE=1 runs the same commands on tiny models, on a CPU too: does everything start, end and write its file?
 # Every result is a file in OUT as soon as it has a row, beside OUT/STEP.log. What runs too long is ended by SIGKILL:
 # a SIGTERM would also end torch's compile workers, and the next compile would wait for them for ever.
@@ -23,11 +24,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 step=${1:-} out=${2:-} smoke=${SMOKE:-}
 case $step in
-    tests | forms | steps | others | video | families | whole | flux | switch | pace | parts | learning | blocks) ;;
+    tests | forms | steps | others | video | families | whole | flux | switch | pace | parts | learning | blocks | full) ;;
     *) out="" ;;
 esac
 if [ -z "$out" ]; then
-    echo "usage: $0 STEP OUT, where STEP is tests, forms, steps, others, video, families, whole, flux, switch, pace, parts, learning or blocks" >&2
+    echo "usage: $0 STEP OUT, where STEP is tests, forms, steps, others, video, families, whole, flux, switch, pace, parts, learning, blocks or full" >&2
     exit 2
 fi
 mkdir -p "$out" build
@@ -103,6 +104,7 @@ case $step in
     whole) script 560 whole_runs.py --output build/session/whole-runs-h200.json "${small[@]}" ;;
     flux) script 120 flux_gradients.py --output build/session/flux-gradients-h200.json "${small[@]}" ;;
     switch) script 240 expert_switch.py --output build/session/expert-switch-h200.json "${small[@]}" ;;
+    full) script 280 full_finetune.py --output build/session/full-finetune-h200.json "${small[@]}" ;;
     pace) script 180 train_1b.py --only pace --output build/session/train-1b-pace-h200.json "${small_train[@]}" ;;
     parts)
         bench 220 cache --output build/session/cache-h200.json

@@ -426,6 +426,10 @@ CHANGES = [
         "memory.use_uvm": False,
         "memory.uvm_oversubscription_ratio": 1.01,
     }),
+    Changes(probes.plans, "planned", {"adapter.kind": "full_finetune", "optimizer.state.home": "resident"}, {
+        "optimizer.state.home": "streamed",
+        "optimizer.state.precision": "residual",
+    }),
     # -- samples
     Changes(probes.samples, "sdxl", {"validation.prompts": [PROMPT, PROMPT]}, {
         "validation.enabled": False,

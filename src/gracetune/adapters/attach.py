@@ -137,12 +137,14 @@ def attach(
     untrained: Sequence[str] = (),
     seed: int,
     adapter_path: AdapterPath = "auto",
+    keeps_dtype: bool = False,
 ) -> Attached:
     """Attach the adapter that the config describes. The base model's parameters are frozen.
 
     `default_targets`, `conv_targets` and `untrained` are declared by the family (`ModelSpec`). `adapter.targets`
     replaces the first two. Without it, `adapter.within` selects every layer inside; otherwise the defaults apply, and
-    `adapter.conv_rank` adds `conv_targets` to them.
+    `adapter.conv_rank` adds `conv_targets` to them. With `keeps_dtype` a full fine-tune's weights are not made
+    fp32, because the optimizer keeps masters of them.
     """
     if any(isinstance(module, LoraLayer | Factors | AdaptedLinear) for module in denoiser.modules()):
         raise GracetuneError("this model already has an adapter in it: call detach() of that one first")
@@ -155,7 +157,7 @@ def attach(
             chosen = select(
                 _with_parameters(denoiser, modules), adapter.targets or ("*",), adapter.exclude, kinds=_EVERY_KIND
             )
-        return _FullAttached(denoiser, chosen)
+        return _FullAttached(denoiser, chosen, keeps_dtype=keeps_dtype)
     own = default_targets if adapter.conv_rank is None else (*default_targets, *conv_targets)
     chosen = select(
         modules, adapter.targets or (("*",) if adapter.within else own), adapter.exclude, within=adapter.within,
@@ -372,16 +374,17 @@ def _attach_layer(model: nn.Module, path: str, options: LayerOptions, computatio
 
 
 class _FullAttached(Attached):
-    def __init__(self, model: nn.Module, selection: LayerSelection | None) -> None:
+    def __init__(self, model: nn.Module, selection: LayerSelection | None, *, keeps_dtype: bool) -> None:
         super().__init__(selection)
         self._model = model
         with ExitStack() as undo:
             _freeze(model, undo)
-            if selection is not None:
+            if selection is not None and not keeps_dtype:
                 full.bridge(model, selection, undo)
             for parameter in self.parameters().values():
-                undo.callback(_set_dtype, parameter, parameter.dtype)
-                _set_dtype(parameter, torch.float32)
+                if not keeps_dtype:
+                    undo.callback(_set_dtype, parameter, parameter.dtype)
+                    _set_dtype(parameter, torch.float32)
                 parameter.requires_grad_(True)
             self._undo = undo.pop_all()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,18 +45,24 @@ class Checkpoint:
         """The number of optimizer steps done when it was written."""
         return self.manifest.step
 
-    def saved(self, part: str, rank: int | None = None) -> SavedState:
-        """The content of a state part. Pass `rank` for a part that each process saves separately."""
-        stem = file_stem(part, rank)
+    def json_of(self, part: str, rank: int | None = None) -> dict[str, Any]:
+        """The JSON object of a state part. Pass `rank` for a part that each process saves separately."""
         try:
-            value: dict[str, Any] = json.loads((self.path / f"{stem}.json").read_bytes())
+            value: dict[str, Any] = json.loads((self.path / f"{file_stem(part, rank)}.json").read_bytes())
         except OSError as error:
             raise read_error(error, self.path) from error
-        tensors = f"{stem}.safetensors"
+        return value
+
+    def saved(self, part: str, rank: int | None = None, *, mapped: bool = False) -> SavedState:
+        """The content of a state part. `mapped`: its tensors may be in a mapping of the file, so that a large state
+        does not take memory twice."""
+        value = self.json_of(part, rank)
+        tensors = f"{file_stem(part, rank)}.safetensors"
         if tensors not in self.manifest.files:
             return SavedState(value)
+        found = read_tensors(self.path / tensors)
         # Clone, because safetensors may return tensors in a mapping of the file, which is deleted at some time.
-        return SavedState(value, {name: tensor.clone() for name, tensor in read_tensors(self.path / tensors).items()})
+        return SavedState(value, found if mapped else {name: tensor.clone() for name, tensor in found.items()})
 
     def load(
         self,
@@ -65,8 +71,11 @@ class Checkpoint:
         per_rank: Sequence[CheckpointPart] = (),
         rank: int = 0,
         world_size: int = 1,
+        copied: Collection[str] = (),
     ) -> tuple[str, ...]:
         """Load the state of all parts. Returns notes for the user.
+
+        `copied` are the names of parts that keep no tensor, but copy it.
 
         Raises MissingStateError before anything is loaded. If the number of processes has grown, per-rank parts of new
         ranks keep their initial state.
@@ -76,7 +85,7 @@ class Checkpoint:
         if lacking:
             raise self._missing(lacking)
         for part in parts:
-            _load(part, self.saved(part.name))
+            _load(part, self.saved(part.name, mapped=part.name in copied))
         if rank < self.manifest.world_size:
             for part in per_rank:
                 _load(part, self.saved(part.name, rank))

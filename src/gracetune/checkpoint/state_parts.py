@@ -34,6 +34,8 @@ class SavedState:
 
     json: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    in_place: bool = False
+    """The tensors are where the state lives and too large to copy: they are written before the run continues."""
 
 
 class CheckpointPart(Protocol):
@@ -47,16 +49,17 @@ class CheckpointPart(Protocol):
         """Return the state. All ranks call this in the same order, so it may gather sharded state. Only the result of
         rank 0 is written, except for a per-rank part.
 
-        The tensors need not be copies, because the store copies them before the run continues.
+        The tensors need not be copies, because the store copies or writes them before the run continues.
         """
 
     def load(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state that `save` returned. The tensors are on the CPU; this object may keep them."""
+        """Restore a state that `save` returned. The tensors are on the CPU. This object may keep them, unless
+        the caller of `Checkpoint.load` says that it copies them."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateSnapshot:
-    """A copy of the state of one part, in host memory."""
+    """A copy of the state of one part in host memory, or the state itself (`SavedState.in_place`)."""
 
     json: bytes
     tensors: Mapping[str, Tensor]
@@ -71,10 +74,14 @@ class StateSnapshot:
 
 
 def snapshot(name: str, saved: SavedState) -> StateSnapshot:
-    """Copy the state, so that the run can modify its tensors afterwards."""
+    """Copy the state, so that the run can modify its tensors afterwards, unless it is to be written in place."""
     if "__metadata__" in saved.tensors:
         raise ValueError(f"{name!r} has a tensor called __metadata__, a name that safetensors reserves")
-    return StateSnapshot(encoded_json(name, saved.json), {key: _host_copy(one) for key, one in saved.tensors.items()})
+    for tensor in saved.tensors.values():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"a checkpoint cannot store a tensor of {tensor.dtype}")
+    kept = saved.tensors if saved.in_place else {key: _host_copy(one) for key, one in saved.tensors.items()}
+    return StateSnapshot(encoded_json(name, saved.json), kept)
 
 
 def saved_size(name: str, saved: SavedState) -> int:
@@ -114,8 +121,6 @@ def _reject_other_keys(value: Any) -> None:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    if tensor.dtype not in DTYPE_NAMES:
-        raise ValueError(f"a checkpoint cannot store a tensor of {tensor.dtype}")
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor.detach())
 

@@ -87,6 +87,8 @@ class _Job:
     needed: int
     """Bytes on the disk, an upper bound."""
     snapshot_ms: float
+    in_place: bool
+    """The run waits until it is written."""
 
     def files(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
         for name, part in self.shared.items():
@@ -261,8 +263,9 @@ class CheckpointStore:
     ) -> Path:
         """Copy the state of all parts and write it in the background. Call it on all ranks, between optimizer steps.
 
-        Waits for the previous write. A step that is on the disk already is not written again. Returns the path of the
-        checkpoint. Use `finished` or `wait` for its completion.
+        Waits for the previous write, and for this one if a part is not copied (`SavedState.in_place`). A step that is on
+        the disk already is not written again. Returns the path of the checkpoint. Use `finished` or `wait` for its
+        completion.
         """
         check_names([part.name for part in (*parts, *per_rank)])
         # Saving and gathering are collective, so they come before anything that can fail on rank 0 only.
@@ -287,10 +290,13 @@ class CheckpointStore:
         self.check_room(needed)
         begin = time.perf_counter()
         shared = {name: snapshot(name, one) for name, one in saved.items()}
-        job = _Job(step, metadata, shared, gathered, needed, (time.perf_counter() - begin) * 1000)
+        in_place = any(one.in_place for one in saved.values())
+        job = _Job(step, metadata, shared, gathered, needed, (time.perf_counter() - begin) * 1000, in_place)
         if self._executor is None:
             self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gracetune-checkpoint")
         self._future = self._executor.submit(self._run, job)
+        if in_place:
+            self.wait()
         return target
 
     def check_room(self, needed: int, identity: Mapping[str, str] | None = None) -> None:
@@ -368,7 +374,8 @@ class CheckpointStore:
         )  # fmt: skip
         # Last, so that after a kill before this point the next process completes the deletion.
         self._journal.end("saving", job.step)
-        return WrittenCheckpoint(job.step, target, size, job.snapshot_ms, write_ms, removal.removed, removal.notes)
+        waited_ms = job.snapshot_ms + (write_ms if job.in_place else 0)
+        return WrittenCheckpoint(job.step, target, size, waited_ms, write_ms, removal.removed, removal.notes)
 
     def _write_folder(self, job: _Job, target: Path) -> int:
         """Write the checkpoint's folder and return the size of its files."""

@@ -127,6 +127,8 @@ def _of_training(config: RunConfig) -> Iterator[Switch]:
     yield Switch(not reads_key(config.optimizer.name, "rates_from"), "optimizer", config.optimizer, "rates_from",
                  f"optimizer.name is {config.optimizer.name}, and only automagic keeps learning rates",
                  "--set optimizer.name=automagic")  # fmt: skip
+    yield Switch(config.optimizer.state.home == "auto", "optimizer.state", config.optimizer.state, "precision",
+                 "optimizer.state.home is auto", "--set optimizer.state.home=streamed")  # fmt: skip
     yield Switch(not training.ema.enabled, "training.ema", training.ema, "decay update_every ramp copy_until",
                  "training.ema.enabled is false", "--set training.ema.enabled=true")  # fmt: skip
     yield Switch(not training.ramp.enabled, "training.ramp", training.ramp,

@@ -156,6 +156,30 @@ def _precision(config: RunConfig) -> Iterator[BrokenRule]:
                      (("adapter", "kind"),))  # fmt: skip
 
 
+def _chunked_state(config: RunConfig) -> Iterator[BrokenRule]:
+    optimizer, training = config.optimizer, config.training
+    home, location = optimizer.state.home, ("optimizer", "state", "home")
+    if home == "auto":
+        return
+    auto = "--set optimizer.state.home=auto"
+    if not config.adapter.is_full_finetune:
+        yield BrokenRule(location, f"{home} with {config.adapter.kind}", "full_finetune: an adapter's state is small",
+                         auto, (("adapter", "kind"),))  # fmt: skip
+        return
+    if optimizer.name != "adamw":
+        yield BrokenRule(
+            location, f"{home} with {optimizer.name}", "the adamw optimizer", auto, (("optimizer", "name"),)
+        )
+    if (config.model.base_precision, training.mixed_precision) != ("bf16", "bf16"):
+        found = f"{home} with weights in {config.model.base_precision} and {training.mixed_precision} computation"
+        remedy = "--set model.base_precision=bf16 --set training.mixed_precision=bf16"
+        yield BrokenRule(location, found, "bf16 for both", remedy,
+                         (("model", "base_precision"), ("training", "mixed_precision")))  # fmt: skip
+    if training.ema.enabled:
+        yield BrokenRule(location, f"{home} with training.ema", "no average: it would take fp32 weights on the GPU",
+                         "--set training.ema.enabled=false", (("training", "ema", "enabled"),))  # fmt: skip
+
+
 def _automagic(config: RunConfig) -> Iterator[BrokenRule]:
     optimizer = config.optimizer
     for name, limits in (
@@ -458,6 +482,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[BrokenRule]], ...] = (
     _adapter,
     _precision,
     _automagic,
+    _chunked_state,
     _objective,
     _dataset_ids,
     _something_to_train_on,

@@ -216,6 +216,21 @@ class AutomagicLimits(Section):
     """Highest rate of an element; unset means 1e-3."""
 
 
+StatePrecision = Literal["fp32", "bf16_moments", "residual", "residual_bf16_moments"]
+
+
+class OptimizerState(Section):
+    """Full fine-tunes with AdamW only."""
+
+    home: Literal["auto", "resident", "streamed"] = "auto"
+    """Where master weights and moments are. `resident` keeps them on the GPU, `streamed` in pinned host memory, from
+    where they pass through the GPU in every optimizer step; both keep the weights in bf16 on the GPU. `auto` trains
+    fp32 weights, with the optimizer's state beside them."""
+    precision: StatePrecision = "fp32"
+    """Precision of a `resident` or `streamed` state: 12, 8, 10 or 6 bytes for each parameter. A residual is what the
+    bf16 weight lacks of the fp32 master."""
+
+
 class Optimizer(Section):
     name: OptimizerName = "adamw"
     """The optimizer."""
@@ -233,6 +248,8 @@ class Optimizer(Section):
     """Limits of the high-noise expert."""
     low_noise: AutomagicLimits = AutomagicLimits()
     """Limits of the low-noise expert."""
+    state: OptimizerState = OptimizerState()
+    """Where the state of a full fine-tune is, and its precision."""
     rates_from: Name | None = None
     """Automagic only: the `optimizer.pt` of an ai-toolkit run whose learning rates a new run starts with."""
     options: Options = Field(default={})
@@ -470,6 +487,11 @@ class RunConfig(Section):
     """How often a run reports, and to which trackers."""
     memory: MemoryOptions = MemoryOptions()
     """Unified CPU and GPU memory."""
+
+    @property
+    def has_chunked_state(self) -> bool:
+        """Whether the optimizer keeps fp32 masters, in chunks, of weights that stay in 16 bits."""
+        return self.adapter.is_full_finetune and self.optimizer.state.home != "auto"
 
     @property
     def keeps_masked_tokens(self) -> bool:

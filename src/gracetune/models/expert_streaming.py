@@ -56,7 +56,7 @@ class StreamedParking:
         self._expected: deque[int] = deque()
         """Numbers of the blocks that have not been waited for yet."""
         for number, block in enumerate(blocks):
-            _before_each_call(block, partial(_arrive, weakref.ref(self), number))
+            before_each_call(block, partial(_arrive, weakref.ref(self), number))
 
     @classmethod
     def pinned(cls, module: nn.Module, names: Collection[str], device: torch.device) -> StreamedParking:
@@ -122,7 +122,7 @@ def _arrive(parking: weakref.ref[StreamedParking], number: int) -> None:
         known.arrive(number)
 
 
-def _before_each_call(block: nn.Module, action: Callable[[], None]) -> None:
+def before_each_call(block: nn.Module, action: Callable[[], None]) -> None:
     """Run `action` before every call of the block, outside its compiled graph."""
     compiled = block._compiled_call_impl
     if compiled is None:

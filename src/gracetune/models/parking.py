@@ -262,6 +262,7 @@ def pinned_bytes(size: int, registry: HostRegistry) -> Tensor:
     memory = mmap.mmap(-1, size)
     with suppress(OSError):  # the kernel may have no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)  # pinning takes time per page, so fewer are faster
+    torch.frombuffer(memory, dtype=torch.uint8).zero_()  # pages appear here with all threads, in registering with one
     kind: Any = type("PinnedBytes", (ctypes.c_uint8 * size,), {})
     view = kind.from_buffer(memory)
     pointer = ctypes.addressof(view)

@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from gracetune.config.run_config import Optimizer as OptimizerConfig
+from gracetune.config.run_config import OptimizerState
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
+from gracetune.optim.chunked_adamw import RESIDENT, StateChoice
 from gracetune.optim.named_state import (
     KeepsNamedState,
     NamedState,
@@ -34,7 +36,7 @@ from gracetune.optim.named_state import (
     differences,
     key_of,
 )
-from gracetune.optim.record import Arguments, OptimizerRecord, ParamGroup, optimizer_record
+from gracetune.optim.record import Arguments, Load, OptimizerRecord, ParamGroup, optimizer_record
 
 
 def parameter_names(groups: Sequence[ParamGroup]) -> dict[str, Tensor]:
@@ -52,14 +54,22 @@ def parameter_names(groups: Sequence[ParamGroup]) -> dict[str, Tensor]:
     }
 
 
-def build_optimizer(config: OptimizerConfig, groups: Sequence[ParamGroup]) -> Optimizer:
-    """Build the configured optimizer. ConfigError lists every setting that it does not take."""
+def build_optimizer(
+    config: OptimizerConfig, groups: Sequence[ParamGroup], state: StateChoice | None = None
+) -> Optimizer:  # fmt: skip
+    """Build the configured optimizer. ConfigError lists every setting that it does not take.
+
+    With `state` the optimizer keeps its state in chunks.
+    """
     named = parameter_names(groups)
     parameters = [*named.values()]
     if not parameters:
         raise ValueError("nothing to train: the param groups are empty")
-    cls = optimizer_record(config.name).load(parameters)
+    record = optimizer_record(config.name)
+    cls = (record.load if state is None else _chunked(config.name, record))(parameters)
     arguments = arguments_of(config, cls, parameters)
+    if state is not None:
+        arguments = {name: value for name, value in arguments.items() if name != "fused"} | {"state": state}
     members = [_group(config, group, arguments) for group in groups if group.parameters]
     make: Any = cls
     try:
@@ -74,6 +84,20 @@ def build_optimizer(config: OptimizerConfig, groups: Sequence[ParamGroup]) -> Op
         if group["lr"] is None:  # Adafactor with relative_step ignores lr, but schedules and logs read it
             group["lr"] = 1.0
     return optimizer
+
+
+def _chunked(name: str, record: OptimizerRecord) -> Load:
+    if record.load_chunked is None:
+        problem = Problem("optimizer.name", name, "adamw, whose state can have a home", "--set optimizer.name=adamw")
+        raise ConfigError([problem])
+    return record.load_chunked
+
+
+def state_choice(config: OptimizerState) -> StateChoice | None:
+    """Where a full fine-tune's state is, as the config says; None if the optimizer keeps it beside fp32 weights."""
+    if config.home == "auto":
+        return None
+    return StateChoice(config.precision, RESIDENT if config.home == "resident" else 0)
 
 
 def optimizer_notes(config: OptimizerConfig, groups: Sequence[ParamGroup] = ()) -> tuple[str, ...]:

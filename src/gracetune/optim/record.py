@@ -100,6 +100,8 @@ class OptimizerRecord:
     """Returns the arguments that differ between param groups."""
     constant_rate: str = ""
     """Why the optimizer ignores the learning-rate schedule; empty if it follows one."""
+    load_chunked: Load | None = None
+    """Returns the class that keeps its state in chunks with a home (`optimizer.state`); None if there is none."""
     notes: Callable[[OptimizerConfig, Sequence[ParamGroup]], list[str]] = _no_notes
     """Returns notes on settings that have no effect or an unexpected one."""
 

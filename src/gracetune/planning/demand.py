@@ -52,7 +52,7 @@ class Denoiser:
     idle_in_training: bool = False
     """Whether it waits during the planned step: it is untrained, or it is not its turn (the first one's is planned)."""
     trained: bool = False
-    """Whether all of it is trained (full fine-tune). Its size is then that of the fp32 master weights."""
+    """Whether all of it is trained (full fine-tune)."""
     sharded: bool = False
     """Whether the sizes are one process's shard. FSDP2 owns the shard, so it is never parked."""
     only_sampled: bool = False

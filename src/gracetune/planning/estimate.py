@@ -25,6 +25,7 @@ from gracetune.errors import ConfigError
 from gracetune.memory.placement import hints_of
 from gracetune.models.footprint import Footprint, FootprintBlock, SampleShape
 from gracetune.optim.record import optimizer_state
+from gracetune.optim.state_sizes import BYTES, passing_bytes, state_bytes
 from gracetune.planning.activations import StepMethod, activations, casts_tensors
 from gracetune.planning.data_needs import (
     RING_DEPTH,
@@ -35,13 +36,14 @@ from gracetune.planning.data_needs import (
     sample_bytes,
 )
 from gracetune.planning.dataset_facts import DatasetFacts, largest_sample
-from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, PlanSettings, Workload
+from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Home, Need, Phase, PlanSettings, Workload
 from gracetune.planning.processes import (
     GATHERED_BLOCKS,
     ONE_PROCESS,
     REDUCED_BLOCKS,
     Processes,
     sharded_bits_problem,
+    sharded_state_problem,
 )
 
 _WEIGHT_BYTES = {"auto": 2, "bf16": 2, "fp16": 2, "fp32": 4}
@@ -140,6 +142,8 @@ def _job(
 ) -> _Job:
     if processes.sharded and config.model.base_precision in ("fp8", "int8"):
         raise ConfigError([sharded_bits_problem(config.model.base_precision)])
+    if processes.sharded and config.has_chunked_state:
+        raise ConfigError([sharded_state_problem(config.optimizer.state.home)])
     full = config.adapter.is_full_finetune
     method = StepMethod(
         compiled=compiled,
@@ -167,7 +171,7 @@ def _settings(job: _Job) -> PlanSettings:
     return PlanSettings(
         checkpointing=config.training.gradient_checkpointing,
         policies=job.method.policies,
-        precision="trained" if job.method.full_finetune else _first_precision(config),
+        precision=_trained_precision(config) if job.method.full_finetune else _first_precision(config),
         can_store_8_bits=not job.method.full_finetune and not job.processes.sharded,
         may_use_int8=config.model.base_precision == "auto",
         use_uvm=config.memory.use_uvm,
@@ -175,6 +179,10 @@ def _settings(job: _Job) -> PlanSettings:
         managed=config.memory.use_uvm or hints_of(config).on,
         rejects_managed=config.memory.enable_uvm_hints is False,
     )
+
+
+def _trained_precision(config: RunConfig) -> str:
+    return "trained bf16" if config.has_chunked_state else "trained"
 
 
 def _first_precision(config: RunConfig) -> str:
@@ -197,7 +205,7 @@ def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
     chosen = names[0] if experts == "high" else names[1]
     other = names[1] if experts == "high" else names[0]
     # The untrained expert is loaded only to generate samples, and whole in every process.
-    frozen = (("trained", 2 * job.footprint.parameters),) if trained else whole
+    frozen = ((_trained_precision(job.config), 2 * job.footprint.parameters),) if trained else whole
     extra = (Denoiser(other, frozen, idle_in_training=True, only_sampled=True),) if job.sampling else ()
     return (Denoiser(chosen, sizes, trained=trained, sharded=sharded), *extra)
 
@@ -206,9 +214,8 @@ def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
     """(precision, bytes of one whole denoiser). The last is the config's precision, unless that is fp8 or int8."""
     footprint, precision = job.footprint, _first_precision(job.config)
     if job.method.full_finetune:
-        return (
-            ("trained", 2 * footprint.parameters + 2 * job.elements),
-        )  # 2 bytes each, and 2 more for trained ones in fp32
+        more = 0 if job.config.has_chunked_state else 2  # trained weights are in fp32, unless the optimizer has masters
+        return ((_trained_precision(job.config), 2 * footprint.parameters + more * job.elements),)
     matrices = footprint.linear_weights
     rest = 2 * (footprint.parameters - matrices)
     scales = 4 * footprint.linear_rows_and_columns
@@ -223,11 +230,12 @@ def _trained_needs(job: _Job) -> list[Need]:
     config, experts, part = job.config, job.trained_denoisers, job.processes.part
     every = job.local_elements * experts
     each = f"{job.elements / 1e6:.1f} M parameters" + (f" x {experts} experts" if experts > 1 else "")
-    state = optimizer_state(job.local, config.optimizer)
     name = f"optimizer ({config.optimizer.name})"
+    sums = 4 * job.local_elements * (experts if config.has_chunked_state else 1)
+    which = "" if config.has_chunked_state else ", of one denoiser at a time"
     needs = [
-        Need("gradients", "gradients", 4 * job.local_elements, ("train",), f"fp32, of one denoiser at a time{part}"),
-        Need(name, "optimizer state", experts * state.bytes, job.loaded, state.why + part),
+        Need("gradients", "gradients", sums, ("train",), f"fp32{which}{part}"),
+        *(_chunked_state_needs(job, name) if config.has_chunked_state else [_state_need(job, name)]),
     ]
     if not job.method.full_finetune:
         needs.insert(0, Need(config.adapter.kind, "trained weights", 4 * every, job.loaded, f"{each}, fp32{part}"))
@@ -236,6 +244,24 @@ def _trained_needs(job: _Job) -> list[Need]:
     if config.training.ema.enabled:
         needs.append(Need("EMA", "EMA", 4 * every, job.loaded, f"a second fp32 copy of the trained weights{part}"))
     return needs
+
+
+def _state_need(job: _Job, name: str) -> Need:
+    state = optimizer_state(job.local, job.config.optimizer)
+    why = state.why + job.processes.part
+    return Need(name, "optimizer state", job.trained_denoisers * state.bytes, job.loaded, why)
+
+
+def _chunked_state_needs(job: _Job, name: str) -> list[Need]:
+    """Masters and moments on the device or in pinned host memory, and the device memory through which they pass."""
+    state, every = job.config.optimizer.state, job.elements * job.trained_denoisers
+    home: Home = "host" if state.home == "streamed" else "device"
+    what = f"masters and moments, {state.precision}, {BYTES[state.precision]} bytes for each parameter"
+    passing = passing_bytes(state, every)
+    return [
+        Need(name, "optimizer state", state_bytes(state, every), job.loaded, f"{what}, {state.home}", home=home),
+        Need("optimizer slots", "workspace", passing, job.loaded, "chunks of the state that are being updated"),
+    ]
 
 
 def _assistant_needs(job: _Job, elements: int | None) -> list[Need]:
@@ -294,7 +320,7 @@ def _compute_copy(job: _Job) -> int:
 
     Kinds that rebuild the weight cast the rebuilt weight instead of its factors; that counts as activations.
     """
-    if job.method.compute_bytes == 4:
+    if job.method.compute_bytes == 4 or job.config.has_chunked_state:
         return 0
     if job.method.full_finetune:
         return job.method.compute_bytes * job.elements
@@ -420,7 +446,10 @@ def _checkpoints(job: _Job) -> Need:
     config = job.config
     every = job.elements * job.trained_denoisers
     weights = every * {"bf16": 2, "fp16": 2, "fp32": 4}[config.checkpoints.save_dtype]
-    state = 4 * every + job.trained_denoisers * optimizer_state(job.tensors, config.optimizer).bytes
+    if config.has_chunked_state:
+        state = 2 * every + state_bytes(config.optimizer.state, every)
+    else:
+        state = 4 * every + job.trained_denoisers * optimizer_state(job.tensors, config.optimizer).bytes
     ema = 4 * every if config.training.ema.enabled else 0
     kept = config.checkpoints.keep_last + 1
     why = f"{config.checkpoints.keep_last} kept and one being written, each with weights and optimizer"

@@ -173,6 +173,7 @@ def _precision_words(precision: str) -> str:
         "fp8 one layout": "fp8 in one layout, transposed on the fly in the backward pass",
         "int8": "frozen, int8 with a scale for each row, and the largest matrix once more while it multiplies",
         "trained": "fp32 master weights",
+        "trained bf16": "trained, bf16; their fp32 masters are part of the optimizer's state",
     }.get(precision, f"frozen, {precision}")
 
 

@@ -78,3 +78,9 @@ def sharded_bits_problem(held: str) -> Problem:
     )
     hint = "launch with config/accelerate_config_gh200.yaml, or --set model.base_precision=bf16"
     return Problem("model.base_precision", found, expected, hint)
+
+
+def sharded_state_problem(home: str) -> Problem:
+    found = f"{home}, with weights sharded over processes (FSDP)"
+    hint = "launch with config/accelerate_config_gh200.yaml, or --set optimizer.state.home=auto"
+    return Problem("optimizer.state.home", found, "replicas: a sharded state has no home of its own", hint)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -49,14 +50,24 @@ from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.models.token_routing import TokenRouter
 from gracetune.optim.averages import EmaWeights
 from gracetune.optim.batch_ramp import Ramp, ramp_of
-from gracetune.optim.build import build_optimizer, optimizer_notes
+from gracetune.optim.build import build_optimizer, optimizer_notes, state_choice
+from gracetune.optim.chunked_adamw import ChunkedAdamW, StateChoice
 from gracetune.optim.record import ParamGroup
 from gracetune.optim.schedules import build_schedule
 from gracetune.optim.step_skipping import waiting_note
+from gracetune.optim.weight_waits import wait_in
 from gracetune.train.control import Control
 from gracetune.train.cuda_graphs import Replay
 from gracetune.train.data import CachedSamples, local_ranks
-from gracetune.train.gradients import FlatGradients, GradientClipping, Gradients, LossScale, NoScale, ShardedGradients
+from gracetune.train.gradients import (
+    FlatGradients,
+    GradientClipping,
+    Gradients,
+    LossScale,
+    NoScale,
+    ShardedGradients,
+    SummedGradients,
+)
 from gracetune.train.job import TrainingJob
 from gracetune.train.planning import PlannedRun
 from gracetune.train.runtime import Runtime
@@ -206,9 +217,13 @@ class InitialState:
 
 
 def build_initial_state(
-    config: RunConfig, trained_model: TrainedModel, index: DataIndex, runtime: Runtime, view: View
-) -> InitialState:
-    """Build the optimizer and all other training state, and compute the length of the run."""
+    config: RunConfig, trained_model: TrainedModel, index: DataIndex, runtime: Runtime, view: View,
+    state: StateChoice | None = None,
+) -> InitialState:  # fmt: skip
+    """Build the optimizer and all other training state, and compute the length of the run.
+
+    `state` overrides where the config puts the optimizer's state.
+    """
     training = config.training
     ramp = checked_ramp(config, runtime.world_size)
     if runtime.is_sharded:
@@ -224,7 +239,11 @@ def build_initial_state(
         epochs=training.epochs,
     )  # fmt: skip
     groups = trained_model.groups()
-    optimizer = build_optimizer(config.optimizer, groups)
+    optimizer = build_optimizer(config.optimizer, groups, state or state_choice(config.optimizer.state))
+    if isinstance(optimizer, ChunkedAdamW):
+        view.report(optimizer.line)
+        for name in trained_model.trained:
+            wait_in(trained_model.host.module(name), trained_model.spec.repeated_blocks, optimizer)
     scheduled = build_schedule(
         optimizer, config.schedule, optimizer_name=config.optimizer.name, total=length.steps
     )  # fmt: skip
@@ -254,7 +273,8 @@ def assemble(
 ) -> TrainingJob:  # fmt: skip
     """Build the training job from the loaded parts."""
     training = config.training
-    gradients = {name: _gradients(trained_model, name, runtime) for name in trained_model.trained}
+    optimizer = beginning.state.optimizer
+    gradients = {name: _gradients(trained_model, name, optimizer, runtime) for name in trained_model.trained}
     router = router_of(
         config, trained_model.spec, trained_model.facts, trained_model.host.module(trained_model.trained[0])
     )
@@ -286,11 +306,19 @@ def assemble(
     )
 
 
-def _gradients(trained_model: TrainedModel, expert: str, runtime: Runtime) -> Gradients:
+def _gradients(
+    trained_model: TrainedModel, expert: ExpertName, optimizer: Optimizer, runtime: Runtime
+) -> Gradients:  # fmt: skip
     parameters = trained_model.parameters(expert)
     if runtime.is_sharded:
         return ShardedGradients(parameters, runtime.world_size)
-    return FlatGradients(parameters, runtime.sum_ if runtime.world_size > 1 else None)
+    reduce = runtime.sum_ if runtime.world_size > 1 else None
+    if isinstance(optimizer, ChunkedAdamW):
+        number = trained_model.trained.index(expert)  # one param group for each expert, in this order
+        return SummedGradients(
+            optimizer.sums[number], reduce, load_ahead=partial(optimizer.load_ahead, number)
+        )  # fmt: skip
+    return FlatGradients(parameters, reduce)
 
 
 def _replay(
@@ -362,6 +390,7 @@ def check_optimizer(config: RunConfig, trained: Sequence[ExpertName], device: to
             ParamGroup(name, cast(ExpertStage, name), {f"{name}.one": nn.Parameter(torch.zeros(1, 1, device=device))})
             for name in trained
         ],
+        state_choice(config.optimizer.state),
     )
     steps = config.training.max_steps
     if steps is not None:

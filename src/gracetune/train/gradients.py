@@ -13,8 +13,10 @@ The loss scale of fp16 grows while gradients are finite and shrinks when they ar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from gracetune.adapters.layer import local_shard
 from gracetune.checkpoint.state_parts import SavedState
+from gracetune.optim.state_chunks import GradientSums
 
 Reduce = Callable[[Tensor], None]
 """Sums a tensor over all ranks, in place."""
@@ -132,6 +135,67 @@ class FlatGradients:
     def close(self) -> None:
         for parameter, _ in self._slots:
             parameter.grad = None
+
+
+class SummedGradients:
+    """fp32 sums of the gradients of 16-bit weights, for an optimizer that keeps its state in chunks.
+
+    Autograd makes each gradient in the weight's dtype. It is added to the sum and freed at once. Scaling and clipping
+    are left to the update, which divides by one number on the device.
+    """
+
+    def __init__(
+        self, sums: GradientSums, reduce: Reduce | None = None, *, load_ahead: Callable[[], None] = lambda: None
+    ) -> None:  # fmt: skip
+        """`load_ahead` starts copying states to the device, beside the step that begins."""
+        self._sums, self._reduce, self._load_ahead = sums, reduce, load_ahead
+        self._open = False
+        known = weakref.ref(self)
+        for parameter in sums.parameters:
+            parameter.register_post_accumulate_grad_hook(partial(_add_to, known))
+
+    def add(self, parameter: Tensor) -> None:
+        if self._open and parameter.grad is not None:
+            self._sums.add(parameter, parameter.grad)
+            parameter.grad = None
+
+    def open(self) -> None:
+        self._sums.clear()
+        self._open = True
+        self._load_ahead()
+
+    def collect(self) -> None:
+        """Do nothing: the hooks have added the gradients."""
+
+    def finish(self, factor: float | Tensor, clip: GradientClipping) -> Tensor:
+        sums = self._sums.sums
+        if self._reduce is not None:
+            for one in sums:
+                self._reduce(one)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(sums))) * factor
+        if clip.limit is not None and clip.kind == "norm":
+            factor = factor * _coefficient(norm, clip.limit)
+        elif clip.limit is not None:
+            torch._foreach_mul_(sums, factor)
+            for one in sums:
+                one.clamp_(-clip.limit, clip.limit)
+            factor = 1.0
+        if isinstance(factor, Tensor):
+            self._sums.divisor.copy_(factor.reciprocal())
+        else:
+            self._sums.divisor.fill_(1.0 / factor)
+        return norm
+
+    def close(self) -> None:
+        self._sums.clear()  # the gradients of a step that was abandoned: no later step may take them
+        self._open = False
+
+
+def _add_to(known: weakref.ref[SummedGradients], parameter: Tensor) -> None:
+    """Takes a weak reference: Python's garbage collector does not see hooks of parameters, so a hook that held the sums
+    would keep them and the parameters alive for ever."""
+    if (sums := known()) is not None:
+        sums.add(parameter)
 
 
 class ShardedGradients:

@@ -103,7 +103,8 @@ def load(
         )
     about_files = check_format(trained_model, config)
     if runtime.is_main:  # preflight checked this too, but the caches have grown since
-        ready.store.check_room(checkpoint_bytes(one.shape for one in trained_model.parameters().values()))
+        shapes = [one.shape for one in trained_model.parameters().values()]
+        ready.store.check_room(checkpoint_bytes(shapes, has_masters=config.has_chunked_state))
     live = live_encoders(cached.index, model.encoders, cached.keys, stack)
     initial = build_initial_state(config, trained_model, cached.index, runtime, view)
     state = initial.state

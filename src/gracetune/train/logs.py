@@ -30,6 +30,7 @@ from gracetune.memory.sensors import TorchCuda, usable_total
 from gracetune.models.spec import ExpertName
 from gracetune.optim.batch_ramp import Ramp, StepBatch
 from gracetune.optim.build import state_tensors
+from gracetune.optim.chunked_adamw import ChunkedAdamW
 from gracetune.optim.element_rates import KeepsRates
 from gracetune.redaction import Redactor
 from gracetune.telemetry.dispatcher import Sink, Telemetry, TrackedRun, Tracker
@@ -415,8 +416,14 @@ class MemoryUsage:
             _bytes(one) for name in self.trained_model.trained for one in host.module(name).parameters()
             if not one.requires_grad
         )  # fmt: skip
-        state = sum(_bytes(one) for one in state_tensors(self.optimizer))
-        known = {"frozen weights": frozen, "trained weights": trained, "gradients": trained, "optimizer state": state}
+        known = {"frozen weights": frozen, "trained weights": trained, "gradients": trained, "optimizer state": 0}
+        beside = {}
+        if isinstance(self.optimizer, ChunkedAdamW):
+            known["gradients"] = sum(_bytes(one) for sums in self.optimizer.sums for one in sums.sums)
+            known["optimizer state"] = self.optimizer.device_bytes
+            beside = {"optimizer state": self.optimizer.host_bytes}
+        else:
+            known["optimizer state"] = sum(_bytes(one) for one in state_tensors(self.optimizer))
         stats = {**self.source.all_stats(), **self.train_step.counters}
         counters = {name: float(value) for name, value in stats.items() if name.startswith(_COUNTED)}
         arena, spilled = (int(counters.get(f"uvm.arena_{what}_bytes", 0)) for what in ("reserved", "active"))
@@ -425,7 +432,10 @@ class MemoryUsage:
         if self.device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self.device) - spilled
             used["device"] = {**known, "other": max(0, allocated - sum(known.values()))}
+            if in_host := sum(beside.values()):
+                used["host"] = {**beside, "process": max(0, process - in_host)}
         else:
+            known["optimizer state"] += sum(beside.values())
             used["host"] = {**known, "other": max(0, process - sum(known.values()))}
         if arena:
             used["arena"] = {"spilled": spilled}

@@ -309,13 +309,14 @@ def base_weight(denoiser: nn.Module, path: str) -> torch.Tensor:
     return whole(held)
 
 
-def checkpoint_bytes(shapes: Iterable[Sequence[int]]) -> int:
+def checkpoint_bytes(shapes: Iterable[Sequence[int]], *, has_masters: bool) -> int:
     """Approximate size of a checkpoint with trained parameters of these shapes.
 
     It holds four values for each parameter: the weight, two optimizer averages and the exported weight. Each takes at
-    most four bytes, because trained parameters are in float32 (`gradients.FlatGradients`).
+    most four bytes, because trained parameters are in float32 (`gradients.FlatGradients`). An optimizer with masters
+    of 16-bit weights saves those too, and the weight takes two bytes.
     """
-    return 4 * 4 * sum(math.prod(shape) for shape in shapes)
+    return (2 + 4 * 4 if has_masters else 4 * 4) * sum(math.prod(shape) for shape in shapes)
 
 
 def check_format(trained_model: TrainedModel, config: RunConfig) -> tuple[str, ...]:
@@ -381,7 +382,8 @@ def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write:
 
     def cast_to(name: str, tensor: torch.Tensor) -> torch.Tensor:
         keep = not tensor.is_floating_point() or not kept.isdisjoint(name.split("."))
-        return tensor.to("cpu", tensor.dtype if keep else dtype).contiguous()
+        # Tensors of the right type stay where they are: the file is written tensor by tensor.
+        return tensor if keep or tensor.dtype == dtype else tensor.to("cpu", dtype)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     sync_folder(folder.parent.parent)

@@ -224,7 +224,9 @@ def preflight(
             lambda: _check_adapter(config, model.value, init_from=not checks.has_known_problem(_INIT_FROM))
         )
         if runtime.is_main:
-            room = checkpoint_bytes(shapes.value.values()) if shapes.is_known else 0
+            room = (
+                checkpoint_bytes(shapes.value.values(), has_masters=config.has_chunked_state) if shapes.is_known else 0
+            )
             checks.run(lambda: store.check_room(room, beginning.value.identity))
         rates = checks.run(lambda: rates_to_start_with(config, beginning.value.start, model.value.facts, shapes.value))
     checks.raise_all(runtime)

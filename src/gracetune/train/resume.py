@@ -143,15 +143,19 @@ def reject_other_optimizer(
     """Reject a checkpoint of another optimizer, before anything is staged or loaded."""
     if start.checkpoint is None:
         return
-    if start.checkpoint.saved("optimizer").json["optimizer"] == named_state(optimizer, {}).json["optimizer"]:
+    if start.checkpoint.json_of("optimizer")["optimizer"] == named_state(optimizer, {}).json["optimizer"]:
         return
-    theirs = start.checkpoint.saved("config").json["config"]["optimizer"]["name"]
-    hint = f"--set optimizer.name={theirs}"
+    settings = start.checkpoint.json_of("config")["config"]["optimizer"]
+    theirs, home = settings["name"], settings.get("state", {}).get("home", "auto")
+    key, ours, hint = "optimizer.name", config.optimizer.name, f"--set optimizer.name={theirs}"
+    if theirs == ours:
+        key, ours, theirs = "optimizer.state.home", config.optimizer.state.home, home
+        hint = f"--set optimizer.state.home={home}"
     weights = [path for path in (*folder.results(experts, start.step), *folder.results(experts)) if path.is_file()]
     if weights:
         hint += f"; or another run from its weights: --set output_dir=FOLDER --set adapter.init_from='{weights[0]}'"
-    found = f"{config.optimizer.name}, and a checkpoint with the state of {theirs}"
-    raise ConfigError([Problem("optimizer.name", found, f"{theirs}, to resume", hint, str(start.checkpoint.path))])
+    found = f"{ours}, and a checkpoint with the state of {theirs}"
+    raise ConfigError([Problem(key, found, f"{theirs}, to resume", hint, str(start.checkpoint.path))])
 
 
 def batch_change(start: ResumeStart, training: Training, world_size: int) -> str | None:
@@ -236,8 +240,9 @@ def restore(
     if start.checkpoint is not None:
         parts = shared_parts(run)
         lines += start.checkpoint.load(
-            parts, per_rank=[RandomState(runtime.device)], rank=runtime.rank, world_size=runtime.world_size
-        )
+            parts, per_rank=[RandomState(runtime.device)], rank=runtime.rank, world_size=runtime.world_size,
+            copied=("parameters", "optimizer") if run.config.has_chunked_state else (),
+        )  # fmt: skip
         lines += [line for part in parts for line in part.notes]
     if runtime.is_main and not dry_run:
         folder.make(run.config)

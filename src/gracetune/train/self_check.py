@@ -37,6 +37,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError, Problem
 from gracetune.models.experts import next_expert
 from gracetune.models.spec import ExpertName
+from gracetune.optim.chunked_adamw import ChunkedAdamW
 from gracetune.storage.safetensors_files import SafetensorError, open_tensors
 from gracetune.telemetry.dispatcher import Telemetry
 from gracetune.telemetry.events import SelfChecked, Warned
@@ -165,6 +166,7 @@ class SelfCheck(Callback):
             expert.check_at = expert.steps + STEPS - applied
             return
         expert.judged = True
+        self._model.state.wait_for_updates()
         event = self._judge_weights(done, expert) if self._is_full else self._judge_adapter(done, expert)
         if event is None:
             return
@@ -245,7 +247,7 @@ class SelfCheck(Callback):
         attached = self._model.trained_model.attached[done.expert]
         assert expert.sums is not None, "taken at the start"
         moved = dict(zip(attached.parameters(), _read(self._model, _bit_sums(attached) != expert.sums), strict=True))
-        still = [name for name, value in moved.items() if value == 0]
+        still = [name for name, value in moved.items() if value == 0 and not self._moved_below_rounding(attached, name)]
         if len(still) == len(moved):
             problem = _nothing_learned(self._model, done, f"all {len(moved):,} tensors are unchanged")
             if self._begins_anew:
@@ -257,6 +259,11 @@ class SelfCheck(Callback):
         idle = tuple(name for name in still if not any(matches_path(pattern, name) for pattern in declared))
         expert.effect = f"in {len(moved) - len(still):,} of {len(moved):,} tensors"
         return SelfChecked(step=done.step, expert=done.expert, layers=len(moved), idle=idle)
+
+    def _moved_below_rounding(self, attached: Attached, name: str) -> bool:
+        """Whether the optimizer's master has changed, by less than a step of the 16-bit weight."""
+        optimizer = self._model.state.optimizer
+        return isinstance(optimizer, ChunkedAdamW) and optimizer.differs_from_weight(attached.parameters()[name])
 
     # -- the files -----------------------------------------------------------------------------------------------------
 
@@ -501,7 +508,8 @@ def _is_magnitude(name: str) -> bool:
 def _bit_sums(attached: Attached) -> Tensor:
     """[number of parameters]: a checksum of each tensor's bits."""
     parts = [local_shard(parameter.detach()).contiguous() for parameter in attached.parameters().values()]
-    return torch.stack([part.view(torch.int32).sum(dtype=torch.int64) for part in parts])
+    words = {2: torch.int16, 4: torch.int32}
+    return torch.stack([part.view(words[part.itemsize]).sum(dtype=torch.int64) for part in parts])
 
 
 def _rates(model: EvaluatedModel, entry: str) -> dict[ExpertName, float]:

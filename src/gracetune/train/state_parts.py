@@ -81,8 +81,9 @@ class StatePart:
 
 
 def _save_parameters(run: CheckpointSource) -> SavedState:
+    run.state.wait_for_updates()
     tensors = {name: whole(one) for name, one in run.trained_model.parameters().items()}
-    return SavedState({"version": VERSION, "alphas": alphas(run.trained_model)}, tensors)
+    return SavedState({"version": VERSION, "alphas": alphas(run.trained_model)}, tensors, run.config.has_chunked_state)
 
 
 @torch.no_grad()
@@ -95,7 +96,7 @@ def _load_parameters(run: CheckpointSource, saved: SavedState) -> Notes:
             "resume with the adapter it was made with, or start anew with --resume none"
         )
     for name, parameter in ours.items():
-        parameter.copy_(spread(saved.tensors[name], parameter))
+        parameter.copy_(spread(saved.tensors[name], parameter))  # a copy: the saved tensor may be mapped from a file
     return ()
 
 
@@ -108,7 +109,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, object]:
 
 def _save_optimizer(run: CheckpointSource) -> SavedState:
     state = named_state(run.state.optimizer, run.trained_model.parameters())
-    return SavedState({"version": VERSION, **state.json}, state.tensors)
+    return SavedState({"version": VERSION, **state.json}, state.tensors, run.config.has_chunked_state)
 
 
 def _load_optimizer(run: CheckpointSource, saved: SavedState) -> Notes:

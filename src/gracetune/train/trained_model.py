@@ -251,7 +251,7 @@ def load_trained_model(
         host.add(name, denoiser)
     strengths = dataset_strengths(config)
     whole = config.adapter.is_full_finetune
-    dtype = torch.float32 if whole else placement.dtype
+    dtype = torch.float32 if whole and not config.has_chunked_state else placement.dtype
     regularised = frozenset(one.id for one in config.datasets if one.regularisation and not whole)
     return TrainedModel(
         spec, source, facts, host, attached, dtype, strengths, regularised, tuple(eight_bit_lines), prepared, parking,
@@ -295,6 +295,7 @@ def _attach_adapter(
         untrained=(*spec.untrained, *facts.untrained),
         seed=config.training.seed,
         adapter_path=adapter_path,
+        keeps_dtype=config.has_chunked_state,
     )
 
 

@@ -19,6 +19,7 @@ from gracetune.data.loader import Loader
 from gracetune.data.sampler import Order
 from gracetune.optim.averages import EmaWeights, averaged
 from gracetune.optim.batch_ramp import Ramp
+from gracetune.optim.chunked_adamw import ChunkedAdamW
 from gracetune.optim.schedules import move_to
 from gracetune.optim.step_skipping import step_unless
 from gracetune.train.gradients import LossScale, NoScale
@@ -165,8 +166,14 @@ class TrainingState:
         self.saved_loader = self.loader.state_dict()
         return notes
 
+    def wait_for_updates(self) -> None:
+        """Make work on the device that is queued from now on find the weights of the last step."""
+        if isinstance(self.optimizer, ChunkedAdamW):
+            self.optimizer.wait_for_all()
+
     @contextmanager
     def as_delivered(self) -> Iterator[None]:
         """Inside, the model has the weights that a user gets: EMA or schedule-free averages, if the run keeps any."""
+        self.wait_for_updates()
         with averaged(self.optimizer), nullcontext() if self.ema is None else self.ema.swapped():
             yield

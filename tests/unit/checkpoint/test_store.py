@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from gracetune.checkpoint.errors import (
 )
 from gracetune.checkpoint.folder import superfluous
 from gracetune.checkpoint.manifest import Metadata
-from gracetune.checkpoint.state_parts import SavedState, StateSnapshot, saved_size
+from gracetune.checkpoint.state_parts import SavedState, StateSnapshot, saved_size, snapshot
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.storage.atomic import temporary_name
 from gracetune.storage.safetensors_files import TORCH_DTYPES, file_chunks
@@ -70,6 +71,23 @@ class TestWriting:
         counter.value = 2
         store.close()
         check(store.open(tmp_path / "checkpoint-1"), 1, 1_000_000)
+
+    def test_a_state_in_place_is_not_copied_and_written_before_the_run_continues(self, tmp_path: Path) -> None:
+        class InPlace(Weights):
+            def save(self) -> SavedState:
+                return replace(super().save(), in_place=True)
+
+        store, weights, mapped = CheckpointStore(tmp_path, 3), InPlace(1, 1_000_000), Weights(0, 1_000_000)
+        saved = weights.save()
+        assert all(one is saved.tensors[name] for name, one in snapshot("weights", saved).tensors.items())
+        store.write(1, [weights], metadata=METADATA)
+        weights.move_to(2)
+        store.close()
+        (written,) = store.finished()
+        assert written.snapshot_ms >= written.write_ms
+        store.open(tmp_path / "checkpoint-1").load([mapped], copied=("weights",))
+        mapped.step = 1
+        assert mapped.is_right()
 
     def test_the_manifest_says_what_was_given(self, tmp_path: Path) -> None:
         store = filled(tmp_path, 7)

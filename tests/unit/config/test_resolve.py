@@ -127,6 +127,9 @@ def test_all_problems_arrive_together(tmp_path: Path) -> None:
     assert all(problem.found and problem.expected and problem.hint for problem in found.values())
 
 
+STREAMED = {"adapter": {"kind": "full_finetune"}, "optimizer": {"state": {"home": "streamed"}}}
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -139,6 +142,11 @@ def test_all_problems_arrive_together(tmp_path: Path) -> None:
         ({"model": {"family": "wan", "flavour": "t2v-14b-2.3"}}, "model.flavour"),
         ({"model": {"family": "sdxl"}}, "datasets[0].dataset_type"),
         ({"adapter": {"kind": "full_finetune", "init_from": "x"}}, "adapter.kind"),
+        ({"optimizer": {"state": {"home": "streamed"}}}, "optimizer.state.home"),
+        ({**STREAMED, "optimizer": {"name": "lion", "state": {"home": "streamed"}}}, "optimizer.state.home"),
+        ({**STREAMED, "model": {"family": "wan", "flavour": "t2v-14b-2.2", "base_precision": "fp32"}},
+         "optimizer.state.home"),
+        ({**STREAMED, "training": {"max_steps": 1, "ema": {"enabled": True}}}, "optimizer.state.home"),
         ({"optimizer": {"high_noise": {"min_lr": 1e-5}}}, "optimizer.high_noise.min_lr"),
         ({"optimizer": {"name": "automagic", "limits": {"min_lr": 1e-3, "max_lr": 1e-5}}}, "optimizer.limits.min_lr"),
         ({"objective": {"min_timestep": 500, "max_timestep": 500}}, "objective.min_timestep"),

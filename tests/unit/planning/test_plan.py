@@ -276,6 +276,19 @@ class TestLadder:
         assert found.verdict == "does not fit"
         assert all(line.tier == "device" for line in found.lines if line.role == "optimizer state")
 
+    @pytest.mark.parametrize(("home", "verdict"), [("resident", "does not fit"), ("streamed", "fits")])
+    def test_streamed_optimizer_state_is_in_main_memory(self, home: str, verdict: str) -> None:
+        """Wan's 14 billion parameters, each with 12 bytes of state, on one modelled GH200."""
+        optimizer = {"state": {"home": home}}
+        full = demand(
+            adapter={"kind": "full_finetune"}, model={"family": "wan", "experts": "high"}, optimizer=optimizer
+        )
+        found = plan(full, small_gpu(96, "gh200-numa"))
+        assert found.verdict == verdict
+        (state,) = [line for line in found.lines if line.role == "optimizer state"]
+        assert state.bytes == pytest.approx(12 * 14.29e9, rel=1e-3)
+        assert (state.tier == "device") == (home == "resident")
+
     def test_a_heavy_encode_pass_is_made_lighter_not_the_training(self) -> None:
         clips = [
             {"id": "data", "path": "/nowhere", "dataset_type": "video", "resolution": 1280, "video": {"num_frames": 5}}

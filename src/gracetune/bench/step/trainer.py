@@ -21,6 +21,7 @@ from gracetune.cache.errors import EntriesError
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
+from gracetune.optim.chunked_adamw import StateChoice
 from gracetune.planning.activations import BUDGETS, RecomputePolicy
 from gracetune.planning.memory_tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
 from gracetune.train.assembly import assemble, build_initial_state, open_host
@@ -116,10 +117,11 @@ def trainer(
 
 
 def assemble_unresumed(
-    config: RunConfig, trained_model: TrainedModel, ready: CachedSamples, runtime: Runtime, view: View, stack: ExitStack
+    config: RunConfig, trained_model: TrainedModel, ready: CachedSamples, runtime: Runtime, view: View,
+    stack: ExitStack, state: StateChoice | None = None,
 ) -> TrainingJob:  # fmt: skip
-    """A training job at step 0 without callbacks, for measuring steps."""
-    initial, live = build_initial_state(config, trained_model, ready.index, runtime, view), LiveEncoder()
+    """A training job at step 0 without callbacks, for measuring steps. `state` is as in `build_initial_state`."""
+    initial, live = build_initial_state(config, trained_model, ready.index, runtime, view, state), LiveEncoder()
     source = open_source(ready, initial.state.loader, live, runtime, None, stack, on_decision=view.report)
     return assemble(
         config, trained_model, ready, live, initial, source, runtime, None, Control(), view,

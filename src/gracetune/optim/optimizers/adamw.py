@@ -23,4 +23,6 @@ RECORD = OptimizerRecord(
     load=class_of("torch.optim:AdamW"),
     state_size=per_element(8, "two fp32 moments"),
     prepare=_fused_where_possible,
+    hidden=("state",),
+    load_chunked=class_of("gracetune.optim.chunked_adamw:ChunkedAdamW"),
 )

@@ -263,8 +263,8 @@ class CheckpointStore:
     ) -> Path:
         """Copy the state of all parts and write it in the background. Call it on all ranks, between optimizer steps.
 
-        Waits for the previous write, and for this one if a part is not copied (`SavedState.in_place`). A step that is on
-        the disk already is not written again. Returns the path of the checkpoint. Use `finished` or `wait` for its
+        Waits for the previous write, and for this one if a part is not copied (`SavedState.in_place`). A step that is
+        on the disk already is not written again. Returns the path of the checkpoint. Use `finished` or `wait` for its
         completion.
         """
         check_names([part.name for part in (*parts, *per_rank)])

@@ -273,7 +273,7 @@ def assemble(
 ) -> TrainingJob:  # fmt: skip
     """Build the training job from the loaded parts."""
     training = config.training
-    optimizer = beginning.state.optimizer
+    optimizer = initial.state.optimizer
     gradients = {name: _gradients(trained_model, name, optimizer, runtime) for name in trained_model.trained}
     router = router_of(
         config, trained_model.spec, trained_model.facts, trained_model.host.module(trained_model.trained[0])

@@ -14,33 +14,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from gracetune.adapters.attach import attach, describe
-from gracetune.adapters.targets import select as select_layers
 from gracetune.adapters.trainable import select
-from gracetune.config.families import PACKAGES
+from gracetune.config.families import PACKAGES, flavours
 from gracetune.config.run_config import Adapter
 from gracetune.models import footprint_tables
-from gracetune.models.footprint import BudgetShare, Footprint, FootprintBlock, FootprintKept, FootprintLinear
+from gracetune.models.footprint import BudgetShare, FootprintBlock, FootprintKept, FootprintLinear
 from gracetune.models.footprint_tables import TracedTable, as_json, from_json
-from gracetune.models.registry import FOOTPRINTS, example_inputs_of, spec_of
+from gracetune.models.registry import FOOTPRINTS, spec_of
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Expert, PartPlacement
+from gracetune.models.spec import Expert
 from gracetune.models.wan import footprint as wan_footprint
 from gracetune.planning.activations import StepMethod, activations
 from gracetune.planning.tracing.families import trace_family
-from gracetune.planning.tracing.memory import saved_tensors
 from gracetune.planning.tracing.store import versions, with_blocks
 from gracetune.planning.tracing.trace import TraceError, trace
+from gracetune.testing.family_check.activations import EAGER, LORA, planned, planned_and_real
+from gracetune.testing.family_check.case import FamilyCase
 
 PADS_ITS_TOKENS = "z_image"
 """Its denoiser pads images and captions to multiples of 32 tokens, so the sizes of tensors do not show their stream."""
 FAMILIES = [family for family in FOOTPRINTS if family != PADS_ITS_TOKENS and not PACKAGES.is_installed(family)]
-LORA, FULL = Adapter(kind="lora", rank=4), Adapter(kind="full_finetune")
+FULL = Adapter(kind="full_finetune")
 REGENERATED = [("wan", "t2v-1.3b-2.1")]
-BATCH, ROWS, COLUMNS, TEXT = 2, 8, 12, 17
-EAGER = StepMethod(compiled=False, adapter_path="auto", compute_bytes=4)
 EAGER_FULL = replace(EAGER, full_finetune=True)
 
 
@@ -49,56 +45,14 @@ def tiny_source(family: str, tiny_model: Callable[[str, str], Path]) -> tuple[Mo
     return source, spec_of(family).inspect(source).experts[0]
 
 
-def kept_by_real_blocks(model: nn.Module, family: str) -> int:
-    """Bytes that autograd saves in the repeated blocks of a real forward pass, each storage once."""
-    inside = 0
-    blocks = [module for module in model.modules() if type(module).__name__ in spec_of(family).repeated_blocks]
-    shared: list[Tensor] = [*model.parameters(), *model.buffers()]
-
-    def enter(_block: nn.Module, given: Any, named: Any) -> None:
-        nonlocal inside
-        inside += 1
-        shared.extend(one for one in tree_leaves((given, named)) if isinstance(one, Tensor) and not one.requires_grad)
-
-    def leave(*_: Any) -> None:
-        nonlocal inside
-        inside -= 1
-
-    for block in blocks:
-        block.register_forward_pre_hook(enter, with_kwargs=True)
-        block.register_forward_hook(leave)
-    generator = torch.Generator().manual_seed(0)
-    given = example_inputs_of(family)(model, batch=BATCH, rows=ROWS, columns=COLUMNS, text=TEXT)
-    filled = torch.utils._pytree.tree_map_only(
-        Tensor, lambda one: torch.rand(one.shape, generator=generator).to(one.dtype), given
-    )
-    next(iter(filled.values())).requires_grad_(True)  # so that the first block gets a gradient like the others
-    with saved_tensors([], counts=lambda: inside > 0) as saved:
-        output = model(**filled, return_dict=False)[0]
-    assert output.requires_grad
-    without = {tensor.untyped_storage()._cdata for tensor in shared}
-    return sum(size for key, (size, _) in saved.bytes_by_storage.items() if key not in without)
-
-
-def planned(footprint: Footprint, adapter: Adapter, method: StepMethod) -> int:
-    image = ROWS * COLUMNS
-    tokens: Any = {"image": image, "text": TEXT, "joint": image + TEXT, "vision": 0}
-    return BATCH * activations(footprint, tokens, select(footprint, adapter), method)[0].kept
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tiny_models_keep_on_a_cpu_what_the_trace_says(family: str, tiny_model: Callable[[str, str], Path]) -> None:
-    spec, (source, expert) = spec_of(family), tiny_source(family, tiny_model)
-    model = spec.build_denoiser(source, expert)
-    layers = select_layers(describe(model), spec.default_targets, untrained=spec.untrained).paths
-    table = trace(
-        model, spec.repeated_blocks, layers, example_inputs_of(family), device="cpu", compiled=False,
-        dtype=torch.float32,
-    )  # fmt: skip
-    footprint = replace(FOOTPRINTS[family][0], parameters=table.parameters, width=table.width, blocks=table.blocks)
-    real = spec.load_denoiser(source, expert, PartPlacement(torch.device("cpu"), torch.float32))
-    attach(real, LORA, family=family, default_targets=layers, seed=0)
-    assert planned(footprint, LORA, EAGER) == pytest.approx(kept_by_real_blocks(real, family), rel=0.02)
+def test_tiny_models_keep_on_a_cpu_what_the_trace_says(
+    family: str, tiny_model: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    flavour = flavours(family)[0]
+    case = FamilyCase(spec_of(family), flavour, tiny_model(family, flavour.name), tmp_path)
+    plan, real = planned_and_real(case)
+    assert plan == pytest.approx(real, rel=0.02)
 
 
 def test_a_denoiser_that_pads_its_tokens_is_rejected_by_name(tiny_model: Callable[[str, str], Path]) -> None:

@@ -21,7 +21,7 @@ from gracetune.config.run_config import Adapter
 from gracetune.models import footprint_tables
 from gracetune.models.footprint import BudgetShare, FootprintBlock, FootprintKept, FootprintLinear
 from gracetune.models.footprint_tables import TracedTable, as_json, from_json
-from gracetune.models.registry import FOOTPRINTS, spec_of
+from gracetune.models.registry import FOOTPRINTS, example_inputs_of, spec_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert
 from gracetune.models.wan import footprint as wan_footprint
@@ -33,8 +33,8 @@ from gracetune.testing.family_check.activations import EAGER, LORA, planned, pla
 from gracetune.testing.family_check.case import FamilyCase
 
 PADS_ITS_TOKENS = "z_image"
-"""Its denoiser pads images and captions to multiples of 32 tokens, so the sizes of tensors do not show their stream."""
-FAMILIES = [family for family in FOOTPRINTS if family != PADS_ITS_TOKENS and not PACKAGES.is_installed(family)]
+"""Its denoiser pads images and captions to multiples of 32 tokens. At other sizes tensors do not show their stream."""
+FAMILIES = [family for family in FOOTPRINTS if not PACKAGES.is_installed(family)]
 FULL = Adapter(kind="full_finetune")
 REGENERATED = [("wan", "t2v-1.3b-2.1")]
 EAGER_FULL = replace(EAGER, full_finetune=True)
@@ -55,19 +55,15 @@ def test_tiny_models_keep_on_a_cpu_what_the_trace_says(
     assert plan == pytest.approx(real, rel=0.02)
 
 
-def test_a_denoiser_that_pads_its_tokens_is_rejected_by_name(tiny_model: Callable[[str, str], Path]) -> None:
-    def inputs(model: Any, *, batch: int, rows: int, columns: int, text: int) -> dict[str, Any]:
-        side, config = model.config.all_patch_size[0], model.config
-        return {
-            "x": [torch.empty(config.in_channels, 1, rows * side, columns * side) for _ in range(batch)],
-            "t": torch.ones(batch),
-            "cap_feats": [torch.empty(text, config.cap_feat_dim) for _ in range(batch)],
-        }
-
+def test_what_cannot_be_traced_is_rejected(tiny_model: Callable[[str, str], Path]) -> None:
+    """Padding that the family does not declare, and classes that the model does not have."""
     spec, (source, expert) = spec_of(PADS_ITS_TOKENS), tiny_source(PADS_ITS_TOKENS, tiny_model)
-    for classes in (spec.repeated_blocks, ("NoSuchBlock",)):
+    for classes, multiple in ((spec.repeated_blocks, 1), (("NoSuchBlock",), spec.token_multiple)):
         with pytest.raises(TraceError):
-            trace(spec.build_denoiser(source, expert), classes, (), inputs, device="cpu", compiled=False)
+            trace(
+                spec.build_denoiser(source, expert), classes, (), example_inputs_of(PADS_ITS_TOKENS),
+                multiple=multiple, device="cpu", compiled=False,
+            )  # fmt: skip
 
 
 DECLARED = [("flux", "dev"), ("qwen_image", "t2i"), ("qwen_image", "edit-2511"), ("stable_audio", "open-1.0")]

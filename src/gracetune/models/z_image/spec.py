@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
+
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelSpec
 from gracetune.models.z_image.attention import use_pairwise_attention
 from gracetune.models.z_image.encode import load_latent_encoder, load_text_encoder
@@ -33,6 +35,7 @@ SPEC = ModelSpec(
     keys=KEYS,
     default_targets=tuple(f"layers.*.{layer}" for layer in _LAYERS),
     repeated_blocks=("ZImageTransformerBlock",),
+    token_multiple=SEQ_MULTI_OF,
     build_tiny=build_tiny,
     adjust=use_pairwise_attention,
     from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False)),

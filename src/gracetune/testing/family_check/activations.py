@@ -14,7 +14,7 @@ from gracetune.adapters.targets import select as select_layers
 from gracetune.adapters.trainable import select
 from gracetune.config.run_config import Adapter
 from gracetune.models.footprint import Footprint
-from gracetune.models.registry import build_published, example_inputs_of
+from gracetune.models.registry import build_published, example_inputs_of, spec_of
 from gracetune.models.spec import ModelSpec
 from gracetune.planning.activations import StepMethod, activations
 from gracetune.planning.tracing.families import trace_family
@@ -29,15 +29,24 @@ TOLERANCE = 0.02
 EAGER = StepMethod(compiled=False, adapter_path="auto", compute_bytes=4)
 
 
+def caption_tokens(spec: ModelSpec) -> int:
+    """Of the real pass: a number that the denoiser does not pad."""
+    return -(-TEXT // spec.token_multiple) * spec.token_multiple
+
+
 def kept_by_real_blocks(case: FamilyCase, model: nn.Module) -> int:
     """Bytes that autograd saves in the repeated blocks of a real forward pass, each storage once."""
     inside = 0
     blocks = [module for module in model.modules() if type(module).__name__ in case.spec.repeated_blocks]
     shared: list[Tensor] = [*model.parameters(), *model.buffers()]
 
-    def enter(_block: nn.Module, given: Any, named: Any) -> None:
+    def enter(block: nn.Module, given: Any, named: Any) -> None:
         nonlocal inside
         inside += 1
+        tensors = [one for one in tree_leaves((given, named)) if isinstance(one, Tensor)]
+        is_trained = any(parameter.requires_grad for parameter in block.parameters())
+        if is_trained and not any(one.requires_grad for one in tensors):
+            tensors[0].requires_grad_(True)  # so that the first trained block gets a gradient like the others
         shared.extend(one for one in tree_leaves((given, named)) if isinstance(one, Tensor) and not one.requires_grad)
 
     def leave(*_: Any) -> None:
@@ -48,11 +57,10 @@ def kept_by_real_blocks(case: FamilyCase, model: nn.Module) -> int:
         block.register_forward_pre_hook(enter, with_kwargs=True)
         block.register_forward_hook(leave)
     generator = torch.Generator().manual_seed(0)
-    given = example_inputs_of(case.family)(model, batch=BATCH, rows=ROWS, columns=COLUMNS, text=TEXT)
+    given = example_inputs_of(case.family)(
+        model, batch=BATCH, rows=ROWS, columns=COLUMNS, text=caption_tokens(case.spec)
+    )
     filled = tree_map_only(Tensor, lambda one: torch.rand(one.shape, generator=generator).to(one.dtype), given)
-    # So that the first block gets a gradient like the others.
-    for leaf in tree_leaves(next(iter(filled.values()))):
-        leaf.requires_grad_(True)
     with saved_tensors([], counts=lambda: inside > 0) as saved:
         output = tree_leaves(model(**filled, return_dict=False)[0])[0]
     require(
@@ -64,8 +72,8 @@ def kept_by_real_blocks(case: FamilyCase, model: nn.Module) -> int:
 
 def planned(footprint: Footprint, adapter: Adapter, method: StepMethod) -> int:
     """Bytes that a plan counts for the real pass."""
-    image = ROWS * COLUMNS
-    tokens: Any = {"image": image, "text": TEXT, "joint": image + TEXT, "vision": 0}
+    image, text = ROWS * COLUMNS, caption_tokens(spec_of(footprint.family))
+    tokens: Any = {"image": image, "text": text, "joint": image + text, "vision": 0}
     return BATCH * activations(footprint, tokens, select(footprint, adapter), method)[0].kept
 
 
@@ -75,8 +83,8 @@ def planned_and_real(case: FamilyCase) -> tuple[int, int]:
     model = spec.build_denoiser(case.source, expert)
     layers = select_layers(describe(model), spec.default_targets, untrained=spec.untrained).paths
     table = trace(
-        model, spec.repeated_blocks, layers, example_inputs_of(case.family), device="cpu", compiled=False,
-        dtype=torch.float32,
+        model, spec.repeated_blocks, layers, example_inputs_of(case.family), multiple=spec.token_multiple,
+        device="cpu", compiled=False, dtype=torch.float32,
     )  # fmt: skip
     footprint = replace(case.footprint, parameters=table.parameters, width=table.width, blocks=table.blocks)
     real = case.denoiser(expert)

@@ -36,7 +36,7 @@ PADS_ITS_TOKENS = "z_image"
 """Its denoiser pads images and captions to multiples of 32 tokens. At other sizes tensors do not show their stream."""
 FAMILIES = [family for family in FOOTPRINTS if not PACKAGES.is_installed(family)]
 FULL = Adapter(kind="full_finetune")
-REGENERATED = [("wan", "t2v-1.3b-2.1")]
+REGENERATED = [("wan", "t2v-1.3b-2.1"), ("stable_audio", "open-1.0")]
 EAGER_FULL = replace(EAGER, full_finetune=True)
 
 
@@ -64,30 +64,6 @@ def test_what_cannot_be_traced_is_rejected(tiny_model: Callable[[str, str], Path
                 spec.build_denoiser(source, expert), classes, (), example_inputs_of(PADS_ITS_TOKENS),
                 multiple=multiple, device="cpu", compiled=False,
             )  # fmt: skip
-
-
-DECLARED = [("flux", "dev"), ("qwen_image", "t2i"), ("qwen_image", "edit-2511"), ("stable_audio", "open-1.0")]
-"""Footprints that list their blocks' tensors by hand. SDXL's are in no repeated block."""
-DIFFERENCES = {
-    ("stable_audio", "lora"): (0.036, "attention returns its heads first, so the output matrix reads a copy of it"),
-    ("stable_audio", "full_finetune"): (0.036, "the same copy"),
-}
-"""Why a listed footprint keeps less than the traced one, by which share. All others list no statistics of norms."""
-
-
-@pytest.mark.parametrize(("family", "flavour"), DECLARED)
-def test_declared_and_traced_tables_agree(family: str, flavour: str) -> None:
-    declared = next(one for one in FOOTPRINTS[family] if one.flavour == flavour)
-    table = trace_family(declared, compiled=False)
-    assert (table.parameters, table.width) == (declared.parameters, declared.width)
-    traced = replace(declared, blocks=table.blocks)
-    method = StepMethod(compiled=False, adapter_path="auto")
-    tokens: Any = {"image": 4096, "text": 512, "joint": 4608, "vision": 0}
-    for adapter in (LORA, FULL):
-        ours = replace(method, full_finetune=adapter is FULL)
-        sizes = [activations(one, tokens, select(one, adapter), ours)[0].kept for one in (declared, traced)]
-        difference, _ = DIFFERENCES.get((family, adapter.kind), (0.004, ""))
-        assert sizes[1] / sizes[0] - 1 == pytest.approx(difference, abs=0.004)
 
 
 @pytest.mark.full

@@ -327,6 +327,7 @@ class _TracedKind:
         without = Sizes(size for name, size in frozen.kept.items() if name not in inputs)
         with_all = Sizes(size for name, size in adapted.kept.items() if name not in inputs)
         always, rest = without & with_all, with_all - without
+        always -= self._instead_of_inputs(always)
         seen: set[str] = set()
         for group in self.groups:
             node = next((adapted.inputs[name] for name in group.linears if name in adapted.inputs), None)
@@ -339,6 +340,13 @@ class _TracedKind:
                 yield from self._entries(group.name, own, "weights", eager=False)
         yield from self._entries("saved by the compiler", always, eager=False)
         yield from self._entries("saved by the compiler with adapters", rest, "block", eager=False)
+
+    def _instead_of_inputs(self, always: Sizes) -> Sizes:
+        """What the compiler keeps instead of the block's inputs, which a plan counts: two streams joined to one."""
+        kept = {name for name in self.partitions[1].gradient_inputs if name in self.partitions[1].kept}
+        missing = self.frozen.enters.total - sum(self.partitions[1].kept[name][0] for name in kept)
+        joined = next((one for one in always if missing and one[0] == missing), None)
+        return Sizes() if joined is None else Sizes([joined])
 
     def shares(self) -> Iterator[BudgetShare]:
         """What the compiler keeps at this size under each budget."""

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gracetune.train.loop
+from gracetune.testing.family_check.graph_safety import HostReads
 from gracetune.train.guards import _Norm
 from runs.made_runs import TinyModel, config_for, run
-
-READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
-
-
-class Reading(TorchDispatchMode):
-    """Records conversions of a tensor to a Python number (`.item()`, `bool(...)`, `if tensor:`), except `.tolist()`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS:
-            stack = [frame for frame in traceback.extract_stack() if "test_host_reads" not in frame.filename]
-            self.found.append(f"{stack[-1].filename}:{stack[-1].lineno} {stack[-1].line}")
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +32,7 @@ def test_no_number_is_read_in_a_window(
     family: str, optimizer: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With EMA, accumulation and clipping, in fp32 and with a loss scale (fp16)."""
-    reading, original = Reading(), gracetune.train.loop.run_step
+    reading, original = HostReads(), gracetune.train.loop.run_step
 
     def watched(job: Any) -> Any:
         # What is made once, with the first step, may be looked at.
@@ -68,13 +51,13 @@ def test_no_number_is_read_in_a_window(
         family, tiny_model, tmp_path, training=training, optimizer={"name": optimizer}, logging={"every_steps": 100}
     )
     run(config)
-    assert reading.found == []
+    assert reading.lines == []
 
 
 def test_a_read_would_be_seen() -> None:
     reads: list[Callable[[torch.Tensor], object]] = [torch.Tensor.item, bool, float, int]
     for read in reads:
-        reading = Reading()
+        reading = HostReads()
         with reading:
             read(torch.ones(1))
-        assert reading.found, read
+        assert reading.lines, read

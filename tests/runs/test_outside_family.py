@@ -44,7 +44,7 @@ def test_the_examples_own_tests_pass(installed: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tests, tests]
     done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "7 passed" in done.stdout
+    assert "5 passed" in done.stdout
 
 
 @pytest.mark.full

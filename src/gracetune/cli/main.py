@@ -53,6 +53,12 @@ def _adapter() -> typer.Typer:
     return app
 
 
+def _family() -> typer.Typer:
+    from gracetune.cli.family import app
+
+    return app
+
+
 def _baseline() -> typer.Typer:
     from gracetune.cli.baseline import app
 
@@ -174,6 +180,7 @@ ENTRIES = {
     "data": Entry("Look at the data of a run, and caption images.", _data),
     "cache": Entry("Build, check and clear the caches of a run.", _cache),
     "adapter": Entry("Look into adapter files, check them, convert them.", _adapter),
+    "family": Entry("Check a model family on its tiny model.", _family),
     "baseline": Entry("Measure what a config costs here, and compare it later.", _baseline),
     "overlay": Entry("Run SimpleTuner or ai-toolkit with features of gracetune.", _overlay),
     "examples": Entry("List the examples, and copy one to start from.", _examples),

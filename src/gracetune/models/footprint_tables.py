@@ -19,7 +19,7 @@ from gracetune.storage.regular_files import read_small_file
 FORMAT: Final = 1
 FILE: Final = "traced.json"
 """The tables of a family's flavours, beside its footprint.py. scripts/trace_footprints.py writes it."""
-TRACER: Final = 1
+TRACER: Final = 2
 """Version of the tracer. Raise it with every change of what it measures, so that older tables are not used."""
 
 
@@ -30,6 +30,10 @@ class TracedTable:
     parameters: int
     width: int
     blocks: tuple[FootprintBlock, ...]
+
+
+NOT_TRACED: Final = TracedTable(0, 0, ())
+"""For a flavour without a table: its footprint has no blocks, so the first plan traces it."""
 
 
 def as_json(table: TracedTable) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Suppression of the progress bars that libraries show on their own."""
+"""Suppression of the progress bars and warnings that libraries show on their own."""
 
 from __future__ import annotations
 
@@ -17,3 +17,14 @@ def without_bars(logging: Any) -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def errors_only(logging: Any) -> Iterator[None]:
+    """Hide a library's warnings in this context. `logging` as above."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -228,6 +228,8 @@ class ModelSpec:
     the denoiser's blocks have no convolutions."""
     untrained: Sequence[str] = ()
     """Patterns of layers that never get a gradient, excluded from the default targets."""
+    token_multiple: int = 1
+    """The denoiser pads an image's tokens and a caption's to multiples of this number."""
     attention: AttentionCalls = AttentionCalls()
     adjust: Callable[[nn.Module], None] | None = None
     """What `load_denoiser` and `build_denoiser` change in the library's model so that it computes the same faster."""

@@ -135,6 +135,11 @@ class _Cost:
         share = self.shares.get(policy)
         return None if share is None else max(self.enters, int(share * (self.kept + self.enters)))
 
+    def recomputed(self, policy: RecomputePolicy) -> int:
+        """Bytes of one block that its backward pass computes again, beyond the half that the peak has room for."""
+        share = self.shares.get(policy) or 0.0
+        return int(max(0.0, 1 - 2 * share) * self.kept)
+
 
 def _activations_under(policy: RecomputePolicy, costs: list[_Cost], working: int, method: StepMethod) -> Activations:
     enters = sum(cost.count * cost.enters for cost in costs)
@@ -146,17 +151,15 @@ def _activations_under(policy: RecomputePolicy, costs: list[_Cost], working: int
     # Interpolate between `half` and `full`. At `half` the measured peaks show no recomputed tensors.
     fraction = 1 - 2 * KEPT_SHARES.get(policy, Fraction(0))
     kept = _between(max(enters, everything // 2), enters, fraction)
+    recomputed = max(int(fraction * cost.kept) for cost in costs)
     traced = [cost.count * size for cost in costs if (size := cost.under(policy)) is not None]
     if len(traced) == len(costs):
-        kept = sum(traced)
+        kept, recomputed = sum(traced), max(cost.recomputed(policy) for cost in costs)
     rebuilt = _between(rebuilt // 2, max(cost.rebuilt for cost in costs), fraction)
-    recomputed = max(cost.kept for cost in costs)
     # Besides the inputs that stay on the GPU, one is being copied out and one is being copied back.
     staying = (UNPARKED_INPUTS + 2) * max(cost.enters for cost in costs)
     parkable = max(0, enters - staying) if policy == "full" else 0
-    return Activations(
-        policy, kept=kept, working=working + int(fraction * recomputed), rebuilt=rebuilt + gradient, parkable=parkable
-    )
+    return Activations(policy, kept=kept, working=working + recomputed, rebuilt=rebuilt + gradient, parkable=parkable)
 
 
 def _between(first: int, last: int, fraction: Fraction) -> int:

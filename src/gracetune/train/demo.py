@@ -9,8 +9,7 @@ captions without the new word.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from gracetune.config.environment import Environment
 from gracetune.config.resolve import load
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
-from gracetune.models.progress_bars import without_bars
+from gracetune.models.progress_bars import errors_only, without_bars
 from gracetune.storage.atomic import write_file
 from gracetune.telemetry.events import ValidationDone
 from gracetune.telemetry.sinks.jsonl import read_log
@@ -212,7 +211,8 @@ def _write_images(folder: Path, shapes: Sequence[str], count: int, sizes: tuple[
 def _count_shapes(file: Path) -> tuple[ShapeCount, ShapeCount, ShapeCount]:
     """Generate with diffusers, which knows nothing of us: with the adapter's file, and without."""
     stars, known = _wanted((CONCEPT,), seed=2), _wanted(BASE_SHAPES, seed=3)
-    with without_bars(logging), _errors_only():
+    # diffusers warns that the file has no weights for the text encoders, which is on purpose.
+    with without_bars(logging), errors_only(logging):
         pipeline: Any = StableDiffusionXLPipeline.from_pretrained(
             str(BASE), local_files_only=True, dtype=torch.float32
         )  # fmt: skip
@@ -220,17 +220,6 @@ def _count_shapes(file: Path) -> tuple[ShapeCount, ShapeCount, ShapeCount]:
         control = _generated(pipeline, stars)
         pipeline.load_lora_weights(file.parent, weight_name=file.name)
     return _generated(pipeline, stars), control, _generated(pipeline, known)
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """diffusers warns that the file has no weights for the text encoders, which is on purpose."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _wanted(shapes: Sequence[str], seed: int) -> list[ShapeImage]:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from gracetune.cache.collate import collate
-from gracetune.data.media.load import Sample, to_pixels
-from gracetune.data.refs import AppliedAugmentation, Bucket, CaptionRef, Fit, SampleRef
 from gracetune.models.registry import FOOTPRINTS
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, ModelFacts, ModelSpec, PartPlacement
+from gracetune.models.spec import EncodeOptions, ModelSpec, PartPlacement
+from gracetune.testing.family_check.activations import check_published
+from gracetune.testing.family_check.adapters import check_gradients, targets
+from gracetune.testing.family_check.case import CPU, batch_of, random_image, sample_of
 
-CPU = PartPlacement(torch.device("cpu"), torch.float32)
+__all__ = ["CPU", "batch_of", "check_gradients", "sample_of", "targets"]
+
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 SHORT, LONG = "a red cat", "a blue dog with a much longer story: 猫 and so on"
 WIDE = (48, 32)
@@ -35,28 +34,7 @@ def source(folder: Path) -> ModelSource:
 
 
 def image(seed: int = 0, size: tuple[int, int] = WIDE) -> Image.Image:
-    width, height = size
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def sample_of(image: Image.Image, *conditioning: Sample, digest: str = "0123456789abcdef" * 2, **more: Any) -> Sample:
-    """An image as `data.load` returns it. `more`: fit, augmentation and mask."""
-    ref = SampleRef(
-        dataset="d",
-        path="a.png",
-        digest=digest,
-        bucket=Bucket(*image.size),
-        fit=more.get("fit", Fit(image.size, image.size)),
-        caption=CaptionRef(""),
-        augmentation=more.get("augmentation", AppliedAugmentation()),
-        conditioning=tuple(sample.ref for sample in conditioning),
-    )
-    return Sample(ref, to_pixels([image])[:, 0], None, more.get("mask"), conditioning)
-
-
-def batch_of(*entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Entries collated as the batch source does."""
-    return {name: one.build() for name, one in collate(entries, [str(n) for n in range(len(entries))]).items()}
+    return random_image(size, seed)
 
 
 @dataclass
@@ -97,41 +75,10 @@ def assert_same_inputs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> No
             )
 
 
-def targets(spec: ModelSpec, denoiser: nn.Module) -> dict[str, nn.Module]:
-    """The default targets, including those that get no gradient."""
-    found = dict(denoiser.named_modules())
-    for pattern in spec.default_targets:
-        assert any(fnmatchcase(name, pattern) for name in found), f"{pattern} matches nothing"
-    return {
-        name: module
-        for name, module in found.items()
-        if any(fnmatchcase(name, pattern) for pattern in spec.default_targets)
-    }
-
-
-def check_gradients(spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module, loss: Callable[[], Tensor]) -> None:
-    """Exactly the default targets that are not declared untrained get a gradient."""
-    layers = targets(spec, denoiser)
-    assert all(isinstance(layer, nn.Linear) for layer in layers.values())
-    untrained = (*spec.untrained, *facts.untrained)
-    assert all(any(fnmatchcase(name, pattern) for name in layers) for pattern in untrained)
-    for layer in layers.values():
-        layer.weight.requires_grad_(True)
-    loss().backward()
-    for name, layer in layers.items():
-        gradient = layer.weight.grad
-        learns = gradient is not None and bool(gradient.abs().max() > 0)
-        assert learns != any(fnmatchcase(name, pattern) for pattern in untrained), name
-
-
 def check_targets_are_counted(spec: ModelSpec) -> None:
     """The memory estimate counts the default targets."""
     footprint = FOOTPRINTS[spec.family][0]
-    counted = {
-        f"{block.name}.{linear.name}" for block in footprint.blocks for linear in block.linears if linear.default
-    }
-    ends = [max((name for name in counted if target.endswith(name)), key=len) for target in spec.default_targets]
-    assert {*ends} == counted
+    check_published(spec, footprint)
 
 
 def check_half_precision(spec: ModelSpec, folder: Path, entries: list[dict[str, Tensor]], noisy: Tensor) -> None:

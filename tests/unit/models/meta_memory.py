@@ -29,7 +29,7 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        output = query.new_empty(query.shape)
+        output = torch.empty_like(query)  # in the layout of the queries, as CUDA's kernels return it
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, rows)
         return output

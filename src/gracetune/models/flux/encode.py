@@ -13,7 +13,7 @@ from gracetune.models.common.encoding import TruncatedTexts, encoder_id, padded_
 from gracetune.models.common.image_latents import ImageCodec, ImageLatents
 from gracetune.models.common.pipelines import PipelineText
 from gracetune.models.fingerprint import files_digest
-from gracetune.models.flux.load import TRANSFORMER, around, inspect, load_vae, text_parts
+from gracetune.models.flux.load import PARTS, inspect
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EncodeOptions, PartPlacement
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: EncodeOptions) -> LatentEncoder:
-    vae: Any = load_vae(source, placement)
+    vae: Any = PARTS.load_vae(source, placement)
     channels = vae.config.latent_channels
     codec = ImageCodec(
         offset=(vae.config.shift_factor or 0.0,) * channels,
@@ -36,7 +36,7 @@ def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: 
 
 def load_text_encoder(source: ModelSource, placement: PartPlacement) -> TextEncoder:
     tokens = inspect(source).details["caption_tokens"]
-    pipeline = around(source, {**text_parts(source, placement), "vae": None, "scheduler": None, TRANSFORMER: None})
+    pipeline = PARTS.text_pipeline(source, placement)
     settings = {
         "class": type(pipeline).__name__,
         "dtype": str(placement.dtype),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from diffusers import FluxKontextPipeline, FluxPipeline
@@ -16,7 +15,7 @@ from gracetune.diffusion.schedule import Flow
 from gracetune.models.common.flow_shift import read_shift
 from gracetune.models.common.gelu import use_sigmoid
 from gracetune.models.common.latent_packing import PATCH
-from gracetune.models.common.pipelines import assemble
+from gracetune.models.common.transformer_parts import TRANSFORMER, TransformerParts
 from gracetune.models.flux.attention import use_own_processors
 from gracetune.models.layout import (
     CONFIG,
@@ -27,16 +26,15 @@ from gracetune.models.layout import (
     read_config,
     require_parts,
 )
-from gracetune.models.loading import build_component, load_component, load_text_model
+from gracetune.models.loading import load_text_model
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, PartPlacement
 
 PIPELINES: Mapping[str, Any] = {pipeline.__name__: pipeline for pipeline in (FluxPipeline, FluxKontextPipeline)}
-TRANSFORMER = "transformer"
 TRAINING_GUIDANCE = 1.0
 """The guidance input during training, unless `objective.guidance` sets another: images of a dataset were generated
 without guidance. Also the default of SimpleTuner and ai-toolkit."""
-_PARTS = {
+_FILES = {
     TRANSFORMER: CONFIG,
     "vae": CONFIG,
     "text_encoder": CONFIG,
@@ -48,13 +46,12 @@ _PARTS = {
 _TOKENS = {"schnell": 256}
 """Caption tokens of flavours that read fewer than `_MOST_TOKENS`."""
 _MOST_TOKENS = 512
-_NO_TEXT: Mapping[str, None] = {"text_encoder": None, "text_encoder_2": None}
 
 
 def inspect(source: ModelSource) -> ModelFacts:
     """The facts of a FLUX.1 folder. ConfigError if it is incomplete or of another family."""
     name = pipeline_name(source, "flux", PIPELINES)
-    require_parts(source, _PARTS)
+    require_parts(source, _FILES)
     guided = bool(part_config(source, TRANSFORMER, FluxTransformer2DModel)["guidance_embeds"])
     shift, rule = read_shift(read_config(source, "scheduler", SCHEDULER))
     flavour = _flavour(name, guided=guided)
@@ -88,38 +85,19 @@ def use_fused_operations(denoiser: nn.Module) -> None:
     use_sigmoid(denoiser)
 
 
-def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
-    return load_component(source, expert.component, FluxTransformer2DModel, placement, adjust=use_fused_operations)
-
-
-def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
-    return build_component(source, expert.component, FluxTransformer2DModel, adjust=use_fused_operations)
-
-
-def load_vae(source: ModelSource, placement: PartPlacement) -> nn.Module:
-    return load_component(source, "vae", AutoencoderKL, replace(placement, attention=None))
-
-
-def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: PartPlacement, facts: ModelFacts | None = None,
-    *, with_text: bool = True,
-) -> Any:  # fmt: skip
-    """A denoiser that is not given is loaded."""
-    texts = text_parts(source, placement) if with_text else _NO_TEXT
-    parts = {"vae": load_vae(source, placement), **texts, **denoisers}
-    if TRANSFORMER not in denoisers:
-        parts[TRANSFORMER] = load_denoiser(source, Expert("", TRANSFORMER), placement)
-    return around(source, parts)
-
-
-def text_parts(source: ModelSource, placement: PartPlacement) -> dict[str, Any]:
+def _load_texts(source: ModelSource, placement: PartPlacement) -> dict[str, Any]:
     return {
         "text_encoder": load_text_model(source, "text_encoder", CLIPTextModel, placement),
         "text_encoder_2": load_text_model(source, "text_encoder_2", T5EncoderModel, placement),
     }
 
 
-def around(source: ModelSource, parts: Mapping[str, Any]) -> Any:
-    """diffusers' pipeline of these parts. It reads the missing ones (tokenizers, scheduler) itself."""
-    cls = PIPELINES[inspect(source).details["pipeline"]]
-    return assemble(cls, source, parts, tokenizers=("tokenizer", "tokenizer_2"))
+PARTS = TransformerParts(
+    FluxTransformer2DModel,
+    AutoencoderKL,
+    pipeline=lambda source, facts: PIPELINES[inspect(source).details["pipeline"]],
+    load_texts=_load_texts,
+    text_encoders=("text_encoder", "text_encoder_2"),
+    tokenizers=("tokenizer", "tokenizer_2"),
+    adjust=use_fused_operations,
+)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from gracetune.models.flux.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.flux.keys import KEYS
-from gracetune.models.flux.load import build_denoiser, inspect, load_denoiser, load_pipeline, use_fused_operations
+from gracetune.models.flux.load import PARTS, inspect, use_fused_operations
 from gracetune.models.flux.predict import ROUTING, check_sample, predict, sample
 from gracetune.models.flux.tiny import build_tiny
 from gracetune.models.spec import FromEmbeddings, ModelSpec
@@ -21,13 +19,13 @@ _SINGLE = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp", "proj_out")
 SPEC = ModelSpec(
     family="flux",
     inspect=inspect,
-    load_denoiser=load_denoiser,
-    build_denoiser=build_denoiser,
+    load_denoiser=PARTS.load_denoiser,
+    build_denoiser=PARTS.build_denoiser,
     load_latent_encoder=load_latent_encoder,
     load_text_encoder=load_text_encoder,
     predict=predict,
     graph_inputs=dict,
-    load_pipeline=load_pipeline,
+    load_pipeline=PARTS.load_pipeline,
     sample=sample,
     check_sample=check_sample,
     keys=KEYS,
@@ -38,6 +36,6 @@ SPEC = ModelSpec(
     repeated_blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     build_tiny=build_tiny,
     adjust=use_fused_operations,
-    from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False)),
+    from_embeddings=FromEmbeddings(PARTS.load_pipeline_without_text),
     token_routing=ROUTING,
 )

@@ -22,7 +22,7 @@ from gracetune.models.common.encoding import TruncatedTexts, encoded_by_length, 
 from gracetune.models.common.image_latents import ImageCodec, ImageLatents, to_image
 from gracetune.models.common.pipelines import PipelineText
 from gracetune.models.fingerprint import files_digest
-from gracetune.models.qwen_image.load import TRANSFORMER, around, inspect, load_vae, text_parts
+from gracetune.models.qwen_image.load import PARTS, inspect
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EncodeOptions, PartPlacement
 
@@ -38,7 +38,7 @@ _REFERENCES = {"t2i": 0, "edit": 1, "edit-2509": None, "edit-2511": None}
 
 
 def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: EncodeOptions) -> LatentEncoder:
-    vae: Any = load_vae(source, placement)
+    vae: Any = PARTS.load_vae(source, placement)
     codec = ImageCodec(
         offset=tuple(vae.config.latents_mean),
         scale=tuple(1.0 / value for value in vae.config.latents_std),
@@ -56,7 +56,7 @@ def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: 
 
 def load_text_encoder(source: ModelSource, placement: PartPlacement) -> TextEncoder:
     name = inspect(source).details["pipeline"]
-    pipeline = around(source, {**text_parts(source, placement), "vae": None, "scheduler": None, TRANSFORMER: None})
+    pipeline = PARTS.text_pipeline(source, placement)
     settings = {
         "class": name,
         "dtype": str(placement.dtype),

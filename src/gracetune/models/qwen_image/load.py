@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
@@ -16,7 +15,8 @@ from gracetune.diffusion.schedule import Flow
 from gracetune.models.common.flow_shift import read_shift
 from gracetune.models.common.gelu import use_sigmoid
 from gracetune.models.common.latent_packing import PATCH
-from gracetune.models.common.pipelines import assemble, load_tokenizer
+from gracetune.models.common.pipelines import load_tokenizer
+from gracetune.models.common.transformer_parts import TRANSFORMER, TransformerParts
 from gracetune.models.layout import (
     CONFIG,
     SCHEDULER,
@@ -26,7 +26,7 @@ from gracetune.models.layout import (
     read_config,
     require_parts,
 )
-from gracetune.models.loading import build_component, load_component, load_text_model
+from gracetune.models.loading import load_text_model
 from gracetune.models.qwen_image.attention import use_pairwise_attention
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, PartPlacement
@@ -46,8 +46,7 @@ class ImageProcessor(Qwen2VLProcessor):
 PIPELINES: Mapping[str, Any] = {
     pipeline.__name__: pipeline for pipeline in (QwenImagePipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline)
 }
-TRANSFORMER = "transformer"
-_PARTS = {
+_FILES = {
     TRANSFORMER: CONFIG,
     "vae": CONFIG,
     "text_encoder": CONFIG,
@@ -57,13 +56,12 @@ _PARTS = {
 _PROCESSOR = {"processor": TOKENIZER}
 _NO_GRADIENT = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 """Layers without a gradient in the last block. They only compute the caption stream, which nothing reads after it."""
-_NO_TEXT: Mapping[str, None] = {"text_encoder": None}
 
 
 def inspect(source: ModelSource) -> ModelFacts:
     """The facts of a Qwen-Image folder. ConfigError if it is incomplete or of another family."""
     name = pipeline_name(source, "qwen_image", PIPELINES)
-    require_parts(source, _PARTS if name == QwenImagePipeline.__name__ else {**_PARTS, **_PROCESSOR})
+    require_parts(source, _FILES if name == QwenImagePipeline.__name__ else {**_FILES, **_PROCESSOR})
     transformer = part_config(source, TRANSFORMER, QwenImageTransformer2DModel)
     vae = part_config(source, "vae", AutoencoderKLQwenImage)
     scheduler = read_config(source, "scheduler", SCHEDULER)
@@ -100,31 +98,7 @@ def use_fused_operations(denoiser: nn.Module) -> None:
     use_sigmoid(denoiser)
 
 
-def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
-    return load_component(source, expert.component, QwenImageTransformer2DModel, placement, adjust=use_fused_operations)
-
-
-def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
-    return build_component(source, expert.component, QwenImageTransformer2DModel, adjust=use_fused_operations)
-
-
-def load_vae(source: ModelSource, placement: PartPlacement) -> nn.Module:
-    return load_component(source, "vae", AutoencoderKLQwenImage, replace(placement, attention=None))
-
-
-def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: PartPlacement, facts: ModelFacts | None = None,
-    *, with_text: bool = True,
-) -> Any:  # fmt: skip
-    """A denoiser that is not given is loaded."""
-    texts = text_parts(source, placement) if with_text else _NO_TEXT
-    parts = {"vae": load_vae(source, placement), **texts, **denoisers}
-    if TRANSFORMER not in denoisers:
-        parts[TRANSFORMER] = load_denoiser(source, Expert("", TRANSFORMER), placement)
-    return around(source, parts)
-
-
-def text_parts(source: ModelSource, placement: PartPlacement) -> dict[str, Any]:
+def _load_texts(source: ModelSource, placement: PartPlacement) -> dict[str, Any]:
     parts: dict[str, Any] = {
         "text_encoder": load_text_model(source, "text_encoder", Qwen2_5_VLForConditionalGeneration, placement)
     }
@@ -133,7 +107,10 @@ def text_parts(source: ModelSource, placement: PartPlacement) -> dict[str, Any]:
     return parts
 
 
-def around(source: ModelSource, parts: Mapping[str, Any]) -> Any:
-    """diffusers' pipeline of these parts. It reads the missing ones (tokenizer, scheduler) itself."""
-    cls = PIPELINES[inspect(source).details["pipeline"]]
-    return assemble(cls, source, parts, tokenizers=("tokenizer",))
+PARTS = TransformerParts(
+    QwenImageTransformer2DModel,
+    AutoencoderKLQwenImage,
+    pipeline=lambda source, facts: PIPELINES[inspect(source).details["pipeline"]],
+    load_texts=_load_texts,
+    adjust=use_fused_operations,
+)

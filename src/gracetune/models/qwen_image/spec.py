@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from diffusers import QwenImagePipeline
 
 from gracetune.models.qwen_image.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.qwen_image.keys import KEYS
-from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline, use_fused_operations
+from gracetune.models.qwen_image.load import PARTS, inspect, use_fused_operations
 from gracetune.models.qwen_image.predict import DEFAULT_NEGATIVE, ROUTING, check_sample, predict, sample
 from gracetune.models.qwen_image.tiny import build_tiny
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelFacts, ModelSpec
@@ -31,13 +29,13 @@ def _embeddings_rejection(facts: ModelFacts) -> str | None:
 SPEC = ModelSpec(
     family="qwen_image",
     inspect=inspect,
-    load_denoiser=load_denoiser,
-    build_denoiser=build_denoiser,
+    load_denoiser=PARTS.load_denoiser,
+    build_denoiser=PARTS.build_denoiser,
     load_latent_encoder=load_latent_encoder,
     load_text_encoder=load_text_encoder,
     predict=predict,
     graph_inputs=dict,
-    load_pipeline=load_pipeline,
+    load_pipeline=PARTS.load_pipeline,
     sample=sample,
     check_sample=check_sample,
     keys=KEYS,
@@ -45,7 +43,7 @@ SPEC = ModelSpec(
     repeated_blocks=("QwenImageTransformerBlock",),
     build_tiny=build_tiny,
     adjust=use_fused_operations,
-    from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False), _embeddings_rejection, DEFAULT_NEGATIVE),
+    from_embeddings=FromEmbeddings(PARTS.load_pipeline_without_text, _embeddings_rejection, DEFAULT_NEGATIVE),
     attention=AttentionCalls(masked=True),  # captions of different lengths in one batch
     token_routing=ROUTING,
 )

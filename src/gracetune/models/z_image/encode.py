@@ -15,7 +15,7 @@ from gracetune.models.common.pipelines import PipelineText
 from gracetune.models.fingerprint import files_digest
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EncodeOptions, PartPlacement
-from gracetune.models.z_image.load import TRANSFORMER, around, load_vae, text_parts
+from gracetune.models.z_image.load import PARTS
 
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
@@ -27,7 +27,7 @@ _LAYER = -2
 
 
 def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: EncodeOptions) -> LatentEncoder:
-    vae: Any = load_vae(source, placement)
+    vae: Any = PARTS.load_vae(source, placement)
     channels = vae.config.latent_channels
     codec = ImageCodec(
         offset=(vae.config.shift_factor,) * channels,
@@ -39,7 +39,7 @@ def load_latent_encoder(source: ModelSource, placement: PartPlacement, options: 
 
 
 def load_text_encoder(source: ModelSource, placement: PartPlacement) -> TextEncoder:
-    pipeline = around(source, {**text_parts(source, placement), "vae": None, "scheduler": None, TRANSFORMER: None})
+    pipeline = PARTS.text_pipeline(source, placement)
     settings = {
         "class": type(pipeline.text_encoder).__name__,
         "dtype": str(placement.dtype),

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from diffusers import ZImagePipeline
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
-from torch import nn
 from transformers import Qwen3Model
 
 from gracetune.models.common.flow_shift import read_shift
 from gracetune.models.common.latent_packing import PATCH
-from gracetune.models.common.pipelines import assemble
+from gracetune.models.common.transformer_parts import TRANSFORMER, TransformerParts
 from gracetune.models.layout import (
     CONFIG,
     SCHEDULER,
@@ -24,7 +22,7 @@ from gracetune.models.layout import (
     read_config,
     require_parts,
 )
-from gracetune.models.loading import build_component, load_component, load_text_model
+from gracetune.models.loading import load_text_model
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, PartPlacement
 from gracetune.models.z_image.attention import use_pairwise_attention
@@ -32,8 +30,7 @@ from gracetune.models.z_image.schedule import FlowFromNoise
 
 PIPELINES: Mapping[str, Any] = {ZImagePipeline.__name__: ZImagePipeline}
 BASE, TURBO = "base", "turbo"
-TRANSFORMER = "transformer"
-_PARTS = {
+_FILES = {
     TRANSFORMER: CONFIG,
     "vae": CONFIG,
     "text_encoder": CONFIG,
@@ -42,7 +39,6 @@ _PARTS = {
 }
 _TURBO_SHIFT = 3.0
 """The shift in Turbo's scheduler config. The base has 6, and nothing else in the two folders' configs differs."""
-_NO_TEXT: Mapping[str, None] = {"text_encoder": None}
 
 
 class TurboPipeline(ZImagePipeline):
@@ -52,7 +48,7 @@ class TurboPipeline(ZImagePipeline):
 def inspect(source: ModelSource) -> ModelFacts:
     """The facts of a Z-Image folder. ConfigError if it is incomplete or of another family."""
     pipeline_name(source, "z_image", PIPELINES)
-    require_parts(source, _PARTS)
+    require_parts(source, _FILES)
     part_config(source, TRANSFORMER, ZImageTransformer2DModel)
     shift, rule = read_shift(read_config(source, "scheduler", SCHEDULER))
     halvings = len(part_config(source, "vae", AutoencoderKL)["block_out_channels"]) - 1
@@ -66,35 +62,18 @@ def inspect(source: ModelSource) -> ModelFacts:
     )
 
 
-def load_denoiser(source: ModelSource, expert: Expert, placement: PartPlacement) -> nn.Module:
-    return load_component(source, expert.component, ZImageTransformer2DModel, placement, adjust=use_pairwise_attention)
-
-
-def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
-    return build_component(source, expert.component, ZImageTransformer2DModel, adjust=use_pairwise_attention)
-
-
-def load_vae(source: ModelSource, placement: PartPlacement) -> nn.Module:
-    return load_component(source, "vae", AutoencoderKL, replace(placement, attention=None))
-
-
-def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: PartPlacement, facts: ModelFacts | None = None,
-    *, with_text: bool = True,
-) -> Any:  # fmt: skip
-    """A denoiser that is not given is loaded."""
-    texts = text_parts(source, placement) if with_text else _NO_TEXT
-    parts = {"vae": load_vae(source, placement), **texts, **denoisers}
-    if TRANSFORMER not in denoisers:
-        parts[TRANSFORMER] = load_denoiser(source, Expert("", TRANSFORMER), placement)
-    return around(source, parts, facts)
-
-
-def text_parts(source: ModelSource, placement: PartPlacement) -> dict[str, Any]:
+def _load_texts(source: ModelSource, placement: PartPlacement) -> dict[str, Any]:
     return {"text_encoder": load_text_model(source, "text_encoder", Qwen3Model, placement)}
 
 
-def around(source: ModelSource, parts: Mapping[str, Any], facts: ModelFacts | None = None) -> Any:
-    """diffusers' pipeline of these parts. It reads the missing ones (tokenizer, scheduler) itself."""
-    flavour = (facts or inspect(source)).flavour
-    return assemble(TurboPipeline if flavour == TURBO else ZImagePipeline, source, parts, tokenizers=("tokenizer",))
+def _pipeline(source: ModelSource, facts: ModelFacts | None) -> Any:
+    return TurboPipeline if (facts or inspect(source)).flavour == TURBO else ZImagePipeline
+
+
+PARTS = TransformerParts(
+    ZImageTransformer2DModel,
+    AutoencoderKL,
+    pipeline=_pipeline,
+    load_texts=_load_texts,
+    adjust=use_pairwise_attention,
+)

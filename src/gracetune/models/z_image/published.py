@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,3 +18,13 @@ def build_published(flavour: str) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = build(axes_lens=list(_AXES_LENGTHS))
     return model
+
+
+def example_inputs(model: Any, *, batch: int, rows: int, columns: int, text: int) -> Mapping[str, Any]:
+    """The denoiser's arguments for images of rows x columns tokens, each of one frame."""
+    config, patch = model.config, model.config.all_patch_size[0]
+    return {
+        "x": [*torch.empty(batch, config.in_channels, 1, patch * rows, patch * columns)],
+        "t": torch.ones(batch),
+        "cap_feats": [*torch.empty(batch, text, config.cap_feat_dim)],
+    }

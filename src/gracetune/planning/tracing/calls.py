@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,18 @@ class BlockCall:
 
     leaves: tuple[Any, ...]
     spec: Any
+
+    @property
+    def gets_gradient(self) -> bool:
+        """Whether a gradient reaches what is before the block."""
+        return any(isinstance(leaf, TensorArgument) and leaf.requires_grad for leaf in self.leaves)
+
+    def with_gradient(self) -> BlockCall:
+        """The same call after a trained layer: its first tensor needs a gradient."""
+        place = next(place for place, leaf in enumerate(self.leaves) if isinstance(leaf, TensorArgument))
+        leaves = [*self.leaves]
+        leaves[place] = replace(leaves[place], requires_grad=True)
+        return replace(self, leaves=tuple(leaves))
 
     def arguments(self, device: str | None = None) -> tuple[list[Any], tuple[Any, dict[str, Any]]]:
         """New tensors for the call: the flat list, and the same as positional and named arguments."""

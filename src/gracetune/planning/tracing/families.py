@@ -25,7 +25,10 @@ def trace_family(footprint: Footprint, *, compiled: bool = True) -> TracedTable:
     inputs = example_inputs_of(footprint.family)
     clips = isinstance(footprint.latents, PixelLatents) and footprint.latents.temporal > 1
     try:
-        return trace(model, spec.repeated_blocks, layers, inputs, text=text, clips=clips, compiled=compiled)
+        return trace(
+            model, spec.repeated_blocks, layers, inputs, text=text, multiple=spec.token_multiple, clips=clips,
+            compiled=compiled,
+        )  # fmt: skip
     except TraceError as error:
         expected = "blocks whose memory is proportional to their tokens"
         hint = f"list the blocks in the footprint of {footprint.family} (docs/extending.md)"

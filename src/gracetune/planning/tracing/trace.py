@@ -65,26 +65,39 @@ CLIP = TokenCounts(168, 200, 509)
 """About a clip of 81 frames of 832x480, for models of clips."""
 
 
+def _padded(multiple: int, counts: TokenCounts, primes: tuple[int, int, int]) -> TokenCounts:
+    """Token counts for a denoiser that pads to a multiple: multiples of it, so that it adds none.
+
+    As different as `TRACED` and `VERIFIED`: their quotients and the sum of them share no large factor.
+    """
+    if multiple == 1:
+        return counts
+    rows, columns, text = primes
+    return TokenCounts(rows * multiple, columns, text * multiple)
+
+
 class TraceError(ValueError):
     """A block that keeps something else than this module can express."""
 
 
 def trace(
     model: nn.Module, classes: Collection[str], default_targets: Collection[str], inputs: ExampleInputs,
-    *, text: int | None = None, clips: bool = False, device: TracedDevice = "cuda", compiled: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
+    *, text: int | None = None, multiple: int = 1, clips: bool = False, device: TracedDevice = "cuda",
+    compiled: bool = True, dtype: torch.dtype = torch.bfloat16,
 ) -> TracedTable:  # fmt: skip
     """Trace a denoiser on the meta device.
 
     `classes` are the class names of its repeated blocks, `default_targets` the paths of the layers an adapter is
-    attached to by default. `text` fixes the caption's tokens for models that accept no other number. With `clips`,
-    budgets are traced at the size of a clip too.
+    attached to by default. `text` fixes the caption's tokens for models that accept no other number. `multiple`: the
+    model pads its tokens to multiples of this number. With `clips`, budgets are traced at the size of a clip too.
     """
     nn.Module.to(model, dtype)  # not diffusers' method, which warns of layers that weights files keep in fp32
     model.train()
-    sizes = [TRACED, VERIFIED]
+    sizes = [_padded(multiple, TRACED, (7, 23, 17)), _padded(multiple, VERIFIED, (11, 13, 23))]
     if compiled:
-        sizes += [SMALL, CLIP] if clips else [SMALL]
+        sizes += [
+            replace(one, text=-(-one.text // multiple) * multiple) for one in ([SMALL, CLIP] if clips else [SMALL])
+        ]
     counts = [replace(one, text=text) if text else one for one in sizes]
     given = [_given(model, inputs, one) for one in counts]
     kinds = block_kinds(model, classes, given[0], device)
@@ -96,18 +109,32 @@ def trace(
         block = model.get_submodule(kind.second)
         prefix = f"{kind.second}."
         default = frozenset(path.removeprefix(prefix) for path in default_targets if path.startswith(prefix))
+        own = [made[kind.second] for made in calls]
+        reached = own[0].gets_gradient
+        if not reached:
+            own = [call.with_gradient() for call in own]
         first, second, *others = (
-            _TracedKind(model, kind, block, made[kind.second], one, default, device, compiled)
-            for made, one in zip(calls, counts, strict=True)
+            _TracedKind(model, kind, block, call, one, default, device, compiled)
+            for call, one in zip(own, counts, strict=True)
         )
         first.verify(second)
         shares = [share for traced in (first, *others) for share in traced.shares()] if compiled else []
-        blocks.append(replace(first.block, budgets=tuple(shares)))
+        traced_block = first.block if reached else _if_trained(first.block)
+        blocks.append(replace(traced_block, budgets=tuple(shares)))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     width = next((entry.width for entry in blocks[0].enters if entry.stream in ("image", "joint")), None)
     if width is None:
         raise TraceError(f"{blocks[0].name}: no argument has a row for each token of the image")
     return TracedTable(parameters, width, tuple(blocks))
+
+
+def _if_trained(block: FootprintBlock) -> FootprintBlock:
+    """A block before the trained layers: no gradient reaches it, and nothing is saved, unless it is trained itself."""
+
+    def needed(kept: tuple[FootprintKept, ...]) -> tuple[FootprintKept, ...]:
+        return tuple(replace(one, needed_by="block") if one.needed_by == "graph" else one for one in kept)
+
+    return replace(block, kept=needed(block.kept), enters=needed(block.enters))
 
 
 def _given(model: nn.Module, inputs: ExampleInputs, counts: TokenCounts) -> Mapping[str, Any]:
@@ -300,6 +327,7 @@ class _TracedKind:
         without = Sizes(size for name, size in frozen.kept.items() if name not in inputs)
         with_all = Sizes(size for name, size in adapted.kept.items() if name not in inputs)
         always, rest = without & with_all, with_all - without
+        always -= self._instead_of_inputs(always)
         seen: set[str] = set()
         for group in self.groups:
             node = next((adapted.inputs[name] for name in group.linears if name in adapted.inputs), None)
@@ -312,6 +340,13 @@ class _TracedKind:
                 yield from self._entries(group.name, own, "weights", eager=False)
         yield from self._entries("saved by the compiler", always, eager=False)
         yield from self._entries("saved by the compiler with adapters", rest, "block", eager=False)
+
+    def _instead_of_inputs(self, always: Sizes) -> Sizes:
+        """What the compiler keeps instead of the block's inputs, which a plan counts: two streams joined to one."""
+        kept = {name for name in self.partitions[1].gradient_inputs if name in self.partitions[1].kept}
+        missing = self.frozen.enters.total - sum(self.partitions[1].kept[name][0] for name in kept)
+        joined = next((one for one in always if missing and one[0] == missing), None)
+        return Sizes() if joined is None else Sizes([joined])
 
     def shares(self) -> Iterator[BudgetShare]:
         """What the compiler keeps at this size under each budget."""

@@ -194,7 +194,8 @@ class SummedGradients:
 def _add_to(known: weakref.ref[SummedGradients], parameter: Tensor) -> None:
     """Takes a weak reference: Python's garbage collector does not see hooks of parameters, so a hook that held the sums
     would keep them and the parameters alive for ever."""
-    if (sums := known()) is not None:
+    sums: SummedGradients | None = known()
+    if sums is not None:
         sums.add(parameter)
 
 

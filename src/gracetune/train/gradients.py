@@ -154,7 +154,7 @@ class SummedGradients:
         for parameter in sums.parameters:
             parameter.register_post_accumulate_grad_hook(partial(_add_to, known))
 
-    def add(self, parameter: Tensor) -> None:
+    def add_gradient(self, parameter: Tensor) -> None:
         if self._open and parameter.grad is not None:
             self._sums.add(parameter, parameter.grad)
             parameter.grad = None
@@ -194,8 +194,9 @@ class SummedGradients:
 def _add_to(known: weakref.ref[SummedGradients], parameter: Tensor) -> None:
     """Takes a weak reference: Python's garbage collector does not see hooks of parameters, so a hook that held the sums
     would keep them and the parameters alive for ever."""
-    if (sums := known()) is not None:
-        sums.add(parameter)
+    sums: SummedGradients | None = known()
+    if sums is not None:
+        sums.add_gradient(parameter)
 
 
 class ShardedGradients:

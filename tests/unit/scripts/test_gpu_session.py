@@ -29,7 +29,7 @@ def test_a_step_it_does_not_have_is_answered_with_those_it_has(given: tuple[str,
     done = session(*(str(tmp_path / "out") if one == "OUT" else one for one in given))
     assert done.returncode == 2
     assert (
-        "tests, forms, steps, others, video, families, whole, flux, switch, pace, parts, learning or blocks"
+        "tests, forms, steps, others, video, families, whole, flux, switch, pace, parts, learning, blocks or full"
         in done.stderr
     )
     assert not (tmp_path / "out").exists()
@@ -45,6 +45,14 @@ def test_a_step_writes_its_rows_and_no_folder_of_the_machine(tmp_path: Path) -> 
     assert str(ROOT) not in text
     assert [row["name"] for row in json.loads(text)["rows"]] == ["lokr", "lora-fp8"]
     assert (tmp_path / "others.log").stat().st_size > 0
+
+
+@pytest.mark.full
+def test_streamed_and_resident_full_fine_tunes_end_with_the_same_weights(tmp_path: Path) -> None:
+    done = session("full", str(tmp_path), SMOKE="1", seconds=180)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads((tmp_path / "full-finetune-h200.json").read_text())["rows"]}
+    assert [rows[f"{name}_tensors_that_differ"]["ok"] for name in ("2b_streamed", "5b_streamed")] == [True, True]
 
 
 @pytest.mark.full

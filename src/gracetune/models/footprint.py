@@ -50,6 +50,8 @@ class FootprintKept:
     """Whether eager autograd saves it."""
     compiled: bool = True
     """Whether torch.compile's partitioner saves it too, instead of recomputing it."""
+    batches_only: bool = False
+    """Whether it is a part of another saved tensor if the batch has one sample."""
 
 
 @dataclass(frozen=True)

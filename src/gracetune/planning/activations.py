@@ -52,6 +52,8 @@ class StepMethod:
     compute_bytes: int = 2
     """Bytes of an element in the run's precision."""
     full_finetune: bool = False
+    one_sample: bool = False
+    """Whether every batch has one sample."""
 
     @property
     def policies(self) -> tuple[RecomputePolicy, ...]:
@@ -233,7 +235,7 @@ def _kept(block: FootprintBlock, tokens: Tokens, targets: list[TargetLayers], me
     scaled = {target.linear.scales for target in targets}
 
     def is_kept(kept: FootprintKept) -> bool:
-        if not (kept.compiled if method.compiled else kept.eager):
+        if not (kept.compiled if method.compiled else kept.eager) or (kept.batches_only and method.one_sample):
             return False
         if kept.needed_by == "weights":
             return kept.name in read

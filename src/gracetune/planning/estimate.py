@@ -6,7 +6,7 @@ its gradient 4, and the optimizer state what `optim.record.optimizer_state` retu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.computation import AdapterPath
@@ -352,11 +352,13 @@ def _workload(job: _Job, index: int, dataset: Dataset, shapes: dict[str, SampleS
     if job.footprint.references and not references and not _trains_images_alone(job.footprint):
         references = (shapes[dataset.id],)
     tokens = job.footprint.token_counts(shapes[dataset.id], references)
+    batch = dataset.batch_size or job.config.training.batch_size
+    method = replace(job.method, one_sample=batch == 1)
     return Workload(
         key=f"datasets[{index}].batch_size" if dataset.batch_size is not None else "training.batch_size",
         label=f"{dataset.id}, {tokens['image']} + {tokens['text']} tokens",
-        batch=dataset.batch_size or job.config.training.batch_size,
-        activations=activations(job.footprint, tokens, job.selection, job.method, _routes(job)),
+        batch=batch,
+        activations=activations(job.footprint, tokens, job.selection, method, _routes(job)),
     )
 
 

@@ -71,3 +71,22 @@ def test_within_five_percent_of_the_measurement(row: Row) -> None:
     facts = (DatasetFacts("pictures", 1, 1),)
     demand = estimate(config, footprint, facts, compiled=row.compiled, adapter_path=row.path)
     assert demand.training_peak(row.policy) / GIB == pytest.approx(row.peak, rel=row.tolerance)
+
+
+@pytest.mark.parametrize(("family", "peak"), [("flux", 50.519), ("qwen_image", 68.877)])
+def test_traced_families_within_two_percent(family: str, peak: float) -> None:
+    """LoRA, compiled, one image of 1024x1024 (`steps-families-h200.json`)."""
+    config = RunConfig.model_validate(
+        {
+            "name": "run",
+            "output_dir": "out",
+            "model": {"family": family, "base_precision": "bf16"},
+            "datasets": [{"id": "pictures", "path": "/nowhere", "resolution": 1024}],
+            "training": {"max_steps": 1},
+            "adapter": {"kind": "lora", "rank": 16},
+            "validation": {"enabled": False},
+        }
+    )
+    footprint, _ = footprint_of(config.model)
+    demand = estimate(config, footprint, (DatasetFacts("pictures", 1, 1),), compiled=True)
+    assert demand.training_peak("off") / GIB == pytest.approx(peak, rel=0.02)

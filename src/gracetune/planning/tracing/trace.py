@@ -100,21 +100,23 @@ def trace(
         ]
     counts = [replace(one, text=text) if text else one for one in sizes]
     given = [_given(model, inputs, one) for one in counts]
+    alone = _given(model, inputs, counts[0], batch=1)
     kinds = block_kinds(model, classes, given[0], device)
     if not kinds:
         raise TraceError(f"{type(model).__name__}: no blocks of the classes {', '.join(classes)}")
     calls = [block_calls(model, kinds, default_targets, one, device) for one in given]
+    calls_alone = block_calls(model, kinds, default_targets, alone, device)
     blocks = []
     for kind in kinds:
         block = model.get_submodule(kind.second)
         prefix = f"{kind.second}."
         default = frozenset(path.removeprefix(prefix) for path in default_targets if path.startswith(prefix))
-        own = [made[kind.second] for made in calls]
+        own, single = [made[kind.second] for made in calls], calls_alone[kind.second]
         reached = own[0].gets_gradient
         if not reached:
-            own = [call.with_gradient() for call in own]
+            own, single = [call.with_gradient() for call in own], single.with_gradient()
         first, second, *others = (
-            _TracedKind(model, kind, block, call, one, default, device, compiled)
+            _TracedKind(model, kind, block, call, single, one, default, device, compiled)
             for call, one in zip(own, counts, strict=True)
         )
         first.verify(second)
@@ -137,11 +139,11 @@ def _if_trained(block: FootprintBlock) -> FootprintBlock:
     return replace(block, kept=needed(block.kept), enters=needed(block.enters))
 
 
-def _given(model: nn.Module, inputs: ExampleInputs, counts: TokenCounts) -> Mapping[str, Any]:
+def _given(model: nn.Module, inputs: ExampleInputs, counts: TokenCounts, *, batch: int = BATCH) -> Mapping[str, Any]:
     """The denoiser's arguments on the meta device, in the precision of its weights."""
     dtype = next(model.parameters()).dtype
     with torch.device("meta"):
-        given = inputs(model, batch=BATCH, rows=counts.rows, columns=counts.columns, text=counts.text)
+        given = inputs(model, batch=batch, rows=counts.rows, columns=counts.columns, text=counts.text)
     converted: Mapping[str, Any] = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, given
     )
@@ -170,6 +172,8 @@ class _TracedKind:
     kind: BlockKind
     module: nn.Module
     call: BlockCall
+    alone: BlockCall
+    """The same call with one sample."""
     counts: TokenCounts
     default: frozenset[str]
     device: TracedDevice
@@ -213,6 +217,24 @@ class _TracedKind:
             else:
                 found.append(_Group(tuple(names), together, kept))
         return tuple(found)
+
+    @cached_property
+    def parts_of_others(self) -> Mapping[bool, frozenset[str]]:
+        """Compiled or not -> groups whose input is a part of another saved tensor if the batch has one sample."""
+        frozen = run_eager(self.module, self.alone, (), self.device).saved.total
+        eager, compiled = set[str](), set[str]()
+        for group in self.groups:
+            if group.extra and run_eager(self.module, self.alone, group.linears, self.device).saved.total == frozen:
+                eager.add(group.name)
+        if self.compiled:
+            linears = self.adapted.inputs
+            one, both = run_compiled(self.module, self.alone, self.default, linears, self.device), self.partitions[1]
+            for group in self.groups:
+                name = group.linears[0]
+                own, read = both.kept.get(both.inputs.get(name, "")), one.kept.get(one.inputs.get(name, ""))
+                if own is not None and read is not None and BATCH * read[0] > own[0]:
+                    compiled.add(group.name)
+        return {False: frozenset(eager), True: frozenset(compiled)}
 
     @cached_property
     def modulations(self) -> Mapping[str, Sizes]:
@@ -299,6 +321,12 @@ class _TracedKind:
             wide, fp32 = (width, True) if element == 4 else (-(-width * element // 2), False)
             yield FootprintKept(name, wide, stream, needed_by, fp32, eager=eager, compiled=compiled)
 
+    def _read(self, group: _Group, sizes: Sizes, *, compiled: bool) -> Iterator[FootprintKept]:
+        """What is saved if a trained matrix of a group reads it."""
+        shared = group.name in self.parts_of_others[compiled]
+        for entry in self._entries(group.name, sizes, "weights", eager=not compiled, compiled=compiled):
+            yield replace(entry, batches_only=shared)
+
     def _eager_entries(self) -> Iterator[FootprintKept]:
         rest = self._kept.copy()
         found: list[FootprintKept] = []
@@ -308,7 +336,7 @@ class _TracedKind:
                 if not own - rest:
                     rest -= own
                     found += self._entries(group.name, own, compiled=False)
-            found += self._entries(group.name, group.extra, "weights", compiled=False)
+            found += self._read(group, group.extra, compiled=False)
         yield from self._entries("saved by eager autograd", rest, compiled=False)
         yield from found
         scaled = Sizes()
@@ -337,7 +365,7 @@ class _TracedKind:
             if not own - rest and group.extra:
                 seen.add(node)
                 rest -= own
-                yield from self._entries(group.name, own, "weights", eager=False)
+                yield from self._read(group, own, compiled=True)
         yield from self._entries("saved by the compiler", always, eager=False)
         yield from self._entries("saved by the compiler with adapters", rest, "block", eager=False)
 

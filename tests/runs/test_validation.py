@@ -11,10 +11,9 @@ import pytest
 import soundfile
 from PIL import Image
 
-import gracetune.models.flux.load
-import gracetune.models.flux.spec  # so that what is patched below is not what others import
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
+from gracetune.models.common.transformer_parts import TransformerParts
 from gracetune.telemetry.events import HeldOutLoss, ValidationDone, Warned
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.run_requests import REQUESTS, ask
@@ -242,9 +241,14 @@ def test_what_a_pipeline_has_beside_the_denoiser_is_loaded_once_where_there_is_r
 ) -> None:
     """The learning rate is 0, so every validation generates the same image, bit for bit. The embeddings are cached."""
     loaded: list[Any] = []
-    original = gracetune.models.flux.load.load_vae
-    monkeypatch.setattr(gracetune.models.flux.load, "load_vae", lambda *given: loaded.append(given) or original(*given))
-    monkeypatch.setattr(gracetune.models.flux.load, "text_parts", lambda *_: pytest.fail("a text encoder was loaded"))
+    assemble_pipeline = TransformerParts._around
+
+    def around(*given: Any) -> Any:
+        loaded.append(given)
+        assert not any(given[-1].values()), "a text encoder was loaded"
+        return assemble_pipeline(*given)
+
+    monkeypatch.setattr(TransformerParts, "_around", around)
     monkeypatch.setattr("gracetune.train.callbacks.host_room", lambda *_: lambda: room)
     requested = {**PROMPTS, "at_start": True, "every_steps": 1}
     config = config_for(

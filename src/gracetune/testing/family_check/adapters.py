@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from diffusers.loaders.lora_base import LoraBaseMixin
 from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gracetune.adapters import delta
@@ -25,6 +24,7 @@ from gracetune.adapters.state import AdapterState, ExpertStage
 from gracetune.config.registry import ALGORITHM_NAMES, FULL_FINETUNE
 from gracetune.config.run_config import Adapter
 from gracetune.models.spec import ModelFacts, ModelSpec
+from gracetune.storage.safetensors_files import read_tensors
 from gracetune.testing.family_check.case import FamilyCase, difference, listed, require
 
 RANK = 4
@@ -233,7 +233,7 @@ def _load_by_peft(denoiser: nn.Module, file: Path, state: AdapterState, prefix: 
     layer = next(iter(state.layers.values()))
     options: dict[str, Any] = {"r": RANK, "lora_alpha": layer.alpha, "use_dora": layer.algorithm == "dora"}
     inject_adapter_in_model(LoraConfig(target_modules=[*state.layers], **options), denoiser)
-    tensors = {key.removeprefix(prefix): value for key, value in load_file(file).items()}
+    tensors = {key.removeprefix(prefix): value for key, value in read_tensors(file).items()}
     outcome: Any = set_peft_model_state_dict(denoiser, tensors)
     unexpected = outcome.unexpected_keys
     require(not unexpected, f"{listed(unexpected)}, keys that PEFT does not know", "diffusers' names", "correct KEYS")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.models.footprint import AudioLatents, SampleShape
 from gracetune.models.spec import EncodeOptions, PartPlacement, Sampled
+from gracetune.storage.safetensors_files import read_tensors
 from gracetune.testing.family_check.case import CAPTIONS, CPU, FamilyCase, difference, listed, random_image, require
 from gracetune.train.blocks import prepare_blocks
 from gracetune.train.run import RunOptions, train
@@ -217,7 +217,7 @@ def check_resume(case: FamilyCase) -> str:
         results.append(result.files)
     tensors = 0
     for one, other in zip(*results, strict=True):
-        whole, parted = load_file(one), load_file(other)
+        whole, parted = read_tensors(one), read_tensors(other)
         different = [key for key in whole if not torch.equal(whole[key], parted[key])]
         require(
             not different, f"{one.name}: {listed(different)} differ after resuming", "the same bits",

@@ -303,7 +303,7 @@ class TestCaches:
 
 class TestRemarks:
     def test_an_unmeasured_family_says_so(self) -> None:
-        assert any("not yet compared" in line for line in demand_of(run_config("flux")).assumptions)
+        assert any("not yet compared" in line for line in demand_of(run_config("stable_audio")).assumptions)
         assert not any("not yet compared" in line for line in demand_of(run_config()).assumptions)
 
     def test_an_unknown_target_is_named(self) -> None:

@@ -19,7 +19,7 @@ CAPTION_TOKENS = 512
 VAE = FootprintCodec("VAE (Qwen-Image)", 126_892_531, encode=969, decode=1_731)
 
 
-def _qwen(flavour: str, *, reference_tokens: int = 0, edits: bool = False) -> Footprint:
+def _qwen(flavour: str, *, reference_tokens: int = 0, edits: bool = False, measured: str = "") -> Footprint:
     """`reference_tokens`: tokens of a reference image in the text encoder, in the caption's sequence."""
     tokens = CAPTION_TOKENS + reference_tokens
     return Footprint(
@@ -41,12 +41,13 @@ def _qwen(flavour: str, *, reference_tokens: int = 0, edits: bool = False) -> Fo
         ),
         text=FootprintText(tokens, tokens * CAPTION_WIDTH),
         references=edits,
+        measured=measured,
     )
 
 
 # A one-megapixel image has 1,338 tokens of 28x28 pixels. From 2509 on the encoder gets 384x384 pixels, 189 tokens.
 FOOTPRINTS = (
-    _qwen("t2i"),
+    _qwen("t2i", measured="one H200: 1024x1024, LoRA (docs/performance.md)"),
     _qwen("t2i-2512"),
     _qwen("edit", reference_tokens=1_338, edits=True),
     _qwen("edit-2509", reference_tokens=189, edits=True),

@@ -162,5 +162,6 @@ FOOTPRINTS = (
         codec=VAE,
         encoders=(CLIP_L, CLIP_G),
         text=FootprintText(tokens=77, cached_elements=77 * CAPTION_WIDTH + 1280),
+        measured="one H200: 1024x1024, LoRA (docs/performance.md)",
     ),
 )

@@ -21,7 +21,7 @@ CAPTION_TOKENS = 512
 VAE = FootprintCodec("VAE (FLUX)", 83_819_683, encode=643, decode=769)
 
 
-def _z_image(flavour: str) -> Footprint:
+def _z_image(flavour: str, measured: str = "") -> Footprint:
     return Footprint(
         family="z_image",
         flavour=flavour,
@@ -31,7 +31,8 @@ def _z_image(flavour: str) -> Footprint:
         codec=VAE,
         encoders=(QWEN3_4B,),
         text=FootprintText(CAPTION_TOKENS, CAPTION_TOKENS * CAPTION_WIDTH),
+        measured=measured,
     )
 
 
-FOOTPRINTS = (_z_image("base"), _z_image("turbo"))
+FOOTPRINTS = (_z_image("base", measured="one H200: 1024x1024, LoRA (docs/performance.md)"), _z_image("turbo"))

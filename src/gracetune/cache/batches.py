@@ -160,6 +160,7 @@ class BatchSource:
     ) -> None:
         """`workers` threads read entries that are not in memory and decode samples that are not cached.
 
+        `depth` batches are prepared ahead at first; the look-ahead adapts this number, except 0.
         `per_step`: the number of batches per optimizer step, if it is constant. It serves to predict the batches of the
         next steps; a wrong number costs time but gives the same batches.
         `memory` includes waiting times in its statistics and reduces the look-ahead when memory is tight.

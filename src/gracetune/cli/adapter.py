@@ -102,7 +102,9 @@ def convert(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", readable=False, metavar="PATH", help="The file or folder to write."),
+        typer.Option(
+            "--output", "-o", readable=False, metavar="PATH", help="The file to write; with --merge-into, the folder."
+        ),
     ] = None,
     dtype: Annotated[
         Precision | None,
@@ -183,7 +185,10 @@ def verify(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that an adapter fits a model: list missing, unexpected and mismatched layers. Exit 1 on any mismatch."""
+    """Check that an adapter fits a model: list missing, unexpected and mismatched layers. Exit 1 on any mismatch.
+
+    A file of gracetune that was changed after it was written is rejected.
+    """
     from gracetune.adapters.adapter_files import open_adapter
     from gracetune.adapters.verification import Base, published_shapes
     from gracetune.adapters.verification import verify as verify_reading
@@ -308,6 +313,10 @@ def _convert(
         to = target_format.choose(state)
         target = _target(opened.file.path, state, to, output, several=len(states) > 1)
         conversions.append(Converted(state, str(target), to, error, reasons_by_program(state, to)))
+    taken = [one.path for one in conversions if Path(one.path).exists()]
+    if taken:
+        hint = "move it away, or choose another name with --output"
+        raise ConfigError([Problem("output file", "a file of this name", "a name that is free", hint, taken[0])])
     for one in conversions:  # only now, so that an error in the second expert writes nothing
         save(Path(one.path), one.state, one.format, precision)
     return conversions

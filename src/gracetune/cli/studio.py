@@ -19,7 +19,12 @@ _Control = Annotated[
     bool, typer.Option("--control", help="Allow changes: sample, save, stop, resume, new runs, captions.")
 ]
 _Host = Annotated[
-    str, typer.Option("--host", metavar="ADDRESS", help="The address to listen on. Others than loopback need a token.")
+    str,
+    typer.Option(
+        "--host",
+        metavar="ADDRESS",
+        help="The address to listen on. Others than loopback need --token-file, or --certificate and --key.",
+    ),
 ]
 _HostName = Annotated[
     list[str] | None,
@@ -54,7 +59,8 @@ def studio(
     """Show all runs below a folder in a browser: live curves, samples, memory, data; with --control also steer them.
 
     Prints one link and serves until it is stopped with Ctrl-C. Only browsers that opened the link are served. If the
-    port is taken, a free one is used. Runs do not depend on the studio: it may be stopped and started at any time.
+    default port is taken, a free one is used. Runs do not depend on the studio: it may be stopped and started at any
+    time.
     """
     _check_installed()
     from gracetune.studio.launch import StudioOptions, serve

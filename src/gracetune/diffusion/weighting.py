@@ -169,7 +169,7 @@ def element_losses(
     """The loss of every element, in float32. `delta` is the result of `huber_delta` if it depends on the noise level.
 
     huber, smooth_l1 and pseudo_huber are the smooth forms used by SimpleTuner and ai-toolkit, with c = `huber_delta`:
-    2 c (sqrt(r^2 + c^2) - c), the same without the factor c (about r^2 for small r), and also without the factor 2.
+    2 c (sqrt(r^2 + c^2) - c) (about r^2 for small r), the same without the factor c, and also without the factor 2.
     """
     error = prediction.float() - target.float()
     if objective.loss == "mse":

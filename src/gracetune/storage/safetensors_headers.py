@@ -302,13 +302,19 @@ def _open_index(path: Path) -> WeightFiles:
         expected = "an object: tensor name -> name of a file beside the index"
         raise WeightFileError([_problem(path, "weight_map", _short(weight_map), expected, _DOWNLOAD)])
     shards: dict[str, WeightFiles] = {}
-    problems: list[Problem] = []
+    damaged: list[Sequence[Problem]] = []
+    """The problems of each damaged file, already shortened."""
     for name in sorted(set(weight_map.values())):
         try:
             shards[name] = _open_file(path.parent / name)
         except WeightFileError as error:
-            problems += error.problems
-    problems += [] if problems else _index_mismatches(path, weight_map, shards)
+            damaged.append(error.problems)
+    if damaged:
+        last = damaged[0][-1]
+        found = f"{len(damaged) - 1:,} more files with problems"
+        others = [Problem("...", found, last.expected, last.hint, str(path))] if len(damaged) > 1 else []
+        raise WeightFileError([*damaged[0], *others])
+    problems = _index_mismatches(path, weight_map, shards)
     if problems:
         raise WeightFileError(shortened(problems))
     return WeightFiles(

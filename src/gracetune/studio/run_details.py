@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -64,11 +66,12 @@ def _without_head(event: Fields) -> Fields:
 
 def _checkpoint(run: RunEntry, event: Fields) -> dict[str, Any]:
     path = text(event.get("path"), 4096)
+    facts = _facts(run.path / path) if _is_inside(path) else None
     return {
         "step": whole(event.get("step")),
         "path": path,
         "bytes": whole(event.get("size_bytes")),
-        "exists": _is_inside(path) and (run.path / path).is_dir(),
+        "exists": facts is not None and stat.S_ISDIR(facts.st_mode),
     }
 
 
@@ -82,9 +85,17 @@ def _outputs(run: RunEntry, end: Fields) -> list[dict[str, Any]]:
     found = []
     for name in dict.fromkeys([*named, *inside[:_MOST_FILES]]):
         path = run.path / name
-        if _is_inside(name) and path.is_file() and not path.is_symlink():
-            found.append({"name": name, "url": file_url(run.id, name), "bytes": path.stat().st_size})
+        if _is_inside(name) and (facts := _facts(path)) is not None and stat.S_ISREG(facts.st_mode):
+            found.append({"name": name, "url": file_url(run.id, name), "bytes": facts.st_size})
     return found
+
+
+def _facts(path: Path) -> os.stat_result | None:
+    """None if nothing is there. A log may name files that cannot exist. Links are not followed."""
+    try:
+        return path.lstat()
+    except (OSError, ValueError):
+        return None
 
 
 def _is_inside(name: str) -> bool:

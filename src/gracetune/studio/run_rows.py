@@ -283,5 +283,10 @@ def _thumbnail(validation: Fields, identifier: str) -> str | None:
 
 
 def file_url(identifier: str, path: str) -> str:
-    """The relative URL of a file in a run's folder. A file name that is not UTF-8 keeps its bytes."""
-    return f"api/runs/{identifier}/files/{quote(path.encode('utf-8', 'surrogateescape'))}"
+    """The relative URL of a file in a run's folder. A file name that is not UTF-8 keeps its bytes. A log may name files
+    that cannot exist: their URL leads to none."""
+    try:
+        name = path.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        name = path.encode("utf-8", "replace")
+    return f"api/runs/{identifier}/files/{quote(name)}"

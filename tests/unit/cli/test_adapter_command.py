@@ -252,6 +252,11 @@ def test_convert_splits_a_file_of_both_experts(tiny_model, tmp_path, capsys) -> 
     code, _, err = run(capsys, "convert", tmp_path / "both.safetensors", "--to", "comfyui")
     assert code == 1
     assert "--split" in err
+    taken = tmp_path / "both_comfyui_low_noise.safetensors"
+    taken.write_bytes(b"")
+    assert run(capsys, "convert", tmp_path / "both.safetensors", "--to", "comfyui", "--split")[0] == 1
+    assert not (tmp_path / "both_comfyui_high_noise.safetensors").exists(), "nothing is written if one name is taken"
+    taken.unlink()
     code, found = answer(capsys, "convert", tmp_path / "both.safetensors", "--to", "comfyui", "--split")
     assert code == 0
     names = [Path(one["path"]).name for one in found["written"]]

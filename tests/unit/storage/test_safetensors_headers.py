@@ -266,6 +266,16 @@ class TestAnIndex:
             (snapshot / file.name).symlink_to(renamed)
         assert set(open_weights(snapshot / "model.safetensors.index.json").entries) == {"a", "b"}
 
+    def test_many_problems_in_the_shards_are_counted(self, tmp_path: Path) -> None:
+        for shard in ("one", "two", "three"):
+            write(
+                tmp_path / f"{shard}.safetensors",
+                {f"{shard}{number}": FOUR_FLOATS | {"dtype": "F3"} for number in range(1000)},
+            )
+        text = rejection(self.index(tmp_path, {name: f"{name}.safetensors" for name in ("one", "two", "three")}))
+        assert "992 more problems of this kind" in text
+        assert "2 more files with problems" in text
+
     def test_a_tensor_missing_from_its_shard(self, tmp_path: Path) -> None:
         self.shards(tmp_path)
         text = rejection(self.index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"}))

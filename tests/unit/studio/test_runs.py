@@ -18,6 +18,7 @@ from gracetune.telemetry.events import (
     Planned,
     PlannedMemory,
     PlannedTier,
+    RunEnded,
     SampleFile,
     StageSwitched,
     ValidationDone,
@@ -285,6 +286,23 @@ def test_hostile_names_and_prompts_reach_the_browser_as_data(tmp_path: Path) -> 
     page = client.get(f"runs/{row['id']}")
     assert page["warnings"][0]["message"] == HOSTILE
     assert client.get(f"runs/{row['id']}/series")["loss"]
+
+
+def test_names_that_no_file_can_have_break_no_page(tmp_path: Path) -> None:
+    bad = SampleFile(path="\ud800.png", kind="image")
+    write_run(
+        tmp_path / "run",
+        [
+            started(), step(1), ValidationDone(step=1, files=(bad,)),
+            CheckpointWritten(step=1, path="c" * 300, size_bytes=1, snapshot_ms=1, write_ms=1),
+            RunEnded(step=1, outcome="finished", outputs=("a" * 300, "b\ud800")),
+        ],
+    )  # fmt: skip
+    client = client_of(tmp_path)
+    (row,) = client.get("runs")["runs"]
+    page = client.get(f"runs/{row['id']}")
+    assert page["outputs"] == []
+    assert page["checkpoints"] == []
 
 
 def test_links_hidden_folders_and_depth_are_not_followed(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class FullDelta(Algorithm):
         return reshape_change(tensors["diff"], shape)
 
     def norm(self, tensors: Tensors, scale: float) -> float | None:
-        return float(tensors["diff"].norm())
+        return float(tensors["diff"].norm())  # nothing is decomposed, so the scale is 1
 
     def reference(self, outputs: int, options: Options, why: str) -> Computation:
         """The trained tensor is the change itself, so nothing is built."""

@@ -101,6 +101,7 @@ def padded_tokens(tokenizer: Any, texts: Sequence[str], length: int, *, special:
 
     Always padded to the full length, because an embedding must not depend on the other captions of its batch, not even
     in its last bits. Truncation is detected without tokenizing twice: fast tokenizers return the rest as further rows.
+    With a slow tokenizer it is not detected, and the list is empty.
     `special`: the tokenizer adds its special tokens, which a rendered chat template already has.
     """
     tokens = tokenizer(

@@ -87,7 +87,8 @@ class StableAudioLatentEncoder(VaeEncoder):
         return sample.audio
 
     def _seconds(self, sample: Sample, waveform: Tensor) -> tuple[float, float]:
-        """Start and end of the clip in its file, in seconds. Silence that pads a short clip does not count."""
+        """Start and end of the clip in its file, in seconds. With `pad`, samples of exactly 0 at the end count as
+        padding, also those of the recording."""
         clip = sample.ref.clip
         assert clip is not None
         if not clip.pad:

@@ -102,7 +102,10 @@ def _size_origin(options: PeerBlock) -> Origin:
 
 
 def _sizes(options: PeerBlock) -> list[tuple[int, int]]:
-    """Parse `1024`, `1024x768`, or several separated by commas. A number below 128 is in megapixels."""
+    """Parse `1024`, `1024x768`, or several separated by commas.
+
+    A number n below 128 is what SimpleTuner calls megapixels: below 2 it is 1024 pixels a side, otherwise about 1000 n.
+    """
     value = options.get("validation_resolution")
     if value is None:
         return [_DEFAULT_SIZE]

@@ -310,10 +310,13 @@ def _open_index(path: Path) -> WeightFiles:
         except WeightFileError as error:
             damaged.append(error.problems)
     if damaged:
-        last = damaged[0][-1]
-        found = f"{len(damaged) - 1:,} more files with problems"
-        others = [Problem("...", found, last.expected, last.hint, str(path))] if len(damaged) > 1 else []
-        raise WeightFileError([*damaged[0], *others])
+        shown: list[Problem] = []
+        while damaged and len(shown) < _SHOWN:
+            shown += damaged.pop(0)
+        if damaged:
+            found = f"{len(damaged):,} more files with problems"
+            shown.append(Problem("...", found, shown[-1].expected, shown[-1].hint, str(path)))
+        raise WeightFileError(shown)
     problems = _index_mismatches(path, weight_map, shards)
     if problems:
         raise WeightFileError(shortened(problems))

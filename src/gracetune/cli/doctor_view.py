@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gracetune.cli.console import print_wrapped
+from gracetune.errors import visible
 from gracetune.hardware.checks import Check
 from gracetune.hardware.doctor import Diagnosis
 from gracetune.hardware.machine import Gpu, Host, Machine, NumaNode
@@ -25,7 +26,7 @@ _NAME_WIDTH = 16
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     for label, value in _fact_lines(diagnosis.machine):
-        print_wrapped(console, Text(f"{label:<{_LABEL_WIDTH}}", style="bold"), value)
+        print_wrapped(console, Text(f"{label:<{_LABEL_WIDTH}}", style="bold"), visible(value))
     console.print()
     for check in diagnosis.checks:
         print_check(console, check)
@@ -45,9 +46,13 @@ def verdict(diagnosis: Diagnosis) -> Text:
 
 def print_check(console: Console, check: Check) -> None:
     mark = Text(f"{_MARKS[check.status]:<{_MARK_WIDTH}}", style=_STYLES[check.status])
-    print_wrapped(console, mark.append(f"{check.name:<{_NAME_WIDTH}}", style="default not bold"), check.finding)
+    print_wrapped(
+        console, mark.append(f"{check.name:<{_NAME_WIDTH}}", style="default not bold"), visible(check.finding)
+    )
     if check.remedy and check.status != "ok":
-        print_wrapped(console, Text(f"{'do  ':>{_MARK_WIDTH + _NAME_WIDTH}}", style="cyan"), check.remedy, "cyan")
+        print_wrapped(
+            console, Text(f"{'do  ':>{_MARK_WIDTH + _NAME_WIDTH}}", style="cyan"), visible(check.remedy), "cyan"
+        )
 
 
 def _fact_lines(machine: Machine) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,5 @@
-"""Moves credentials in a dataset's URL to its `storage` section when a config is read.
+"""Moves credentials in a dataset's web URL to its `storage` section when a config is read. URLs of other protocols and
+chained ones are left alone.
 
 The URL then only says where the data is. `gracetune.redaction` hides the fields of `storage` in everything that is
 shown, logged or saved.

@@ -68,7 +68,10 @@ class Repo:
 
 
 def unreachable_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of an unreachable hub: OSError, and the base class of huggingface_hub's HTTP library."""
+    """The exceptions of an unreachable hub: OSError, and the base class of huggingface_hub's HTTP library.
+
+    They also catch HfHubHTTPError, which is derived from them: catch that first, or ask `is_server_error`.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     return tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))

@@ -117,11 +117,13 @@ def choose_transport(profile: ProfileName, speeds: LinkSpeeds | None, *, request
     gather = speeds.managed.gather
     comparison = f"{gather}, against {pinned} for pinned copies"
     if profile == "superchip" and gather.rate >= 0.85 * pinned.rate and gather.hidden >= HIDES_ENOUGH:
-        return TransportChoice("managed_gather", f"reading managed memory in place reaches {comparison}", speeds)
-    return TransportChoice("pinned_copy", f"reading managed memory in place would reach {comparison}", speeds)
+        return TransportChoice("managed_gather", f"gathering from managed memory reaches {comparison}", speeds)
+    return TransportChoice("pinned_copy", f"gathering from managed memory would reach {comparison}", speeds)
 
 
 def mover_for(choice: TransportChoice, device: torch.device) -> Mover:
+    """The mover of a transport. For managed_gather it is the same as for pinned copies: the sources are then CUDA views
+    of managed memory."""
     if choice.transport == "in_place" or device.type != "cuda":
         return InPlace(device, lend=True)
     return RingMover(device)

@@ -4,9 +4,9 @@ Every state entry of a stack is one tensor, so a step is a few passes over all i
 every device. `CudaStack` implements the same arithmetic in Triton kernels, with about the memory traffic of fused AdamW
 (Triton ships with torch for CUDA).
 
-The kernels read gradients and write parameters in place, through a table of their addresses. Nothing is stacked, so a
-step needs almost no extra memory. There are four passes over the gradients: row means, column means, RMS, update. Every
-sum has a fixed order, so two runs give the same bits.
+The kernels read gradients and write parameters in place, through a table of their addresses. Unlike
+`Stack.step`, they stack nothing, so a step needs almost no extra memory. They pass over the gradients four times: row
+means, column means, RMS, update. Every sum has a fixed order, so two runs give the same bits.
 """
 
 from __future__ import annotations

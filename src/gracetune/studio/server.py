@@ -46,6 +46,7 @@ class Studio:
     environment: Environment
     runs: RunList
     prefix: str = ""
+    """As in `AccessRules`: the path below which a reverse proxy shows the studio."""
     machine: str = ""
     """The machine in one line."""
     started_s: float = field(default_factory=time.time)
@@ -102,6 +103,7 @@ def routes(studio: Studio) -> list[BaseRoute]:
 
 
 def application(studio: Studio, rules: AccessRules) -> ASGIApp:
+    """All pages behind the access rules. Errors become JSON replies."""
     app = Starlette(
         routes=routes(studio),
         exception_handlers={
@@ -116,8 +118,8 @@ async def _static(request: Request) -> Response:
     name = request.path_params["path"] or "index.html"
     parts = name.split("/")
     file = STATIC.joinpath(*parts)
-    is_inside = all(part and part not in (".", "..") and "\0" not in part and len(part) < 200 for part in parts)
-    if not is_inside or file.suffix not in _TYPES or not file.is_file():
+    is_inside = len(name) < 200 and all(part and part not in (".", "..") and "\0" not in part for part in parts)
+    if not is_inside or not name.isascii() or file.suffix not in _TYPES or not file.is_file():
         raise StudioError(404, "no such page", "a page of the studio", "open the studio's first page")
     return FileResponse(file, media_type=_TYPES[file.suffix], headers={"cache-control": "no-cache"})
 
@@ -179,7 +181,10 @@ def listen(address: ListenAddress) -> socket.socket:
 
 
 class StudioServer(uvicorn.Server):
-    """A server that ends its streams when it stops: browsers keep them open for ever."""
+    """A server that ends its streams when it stops: browsers keep them open for ever.
+
+    Of `address` it uses only certificate and key: give `serve` the socket that `listen` returned.
+    """
 
     def __init__(self, studio: Studio, rules: AccessRules, address: ListenAddress) -> None:
         super().__init__(

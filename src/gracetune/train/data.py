@@ -89,8 +89,9 @@ def stage_data(
         if not runtime.is_main:
             runtime.barrier()
         index = build_index(
-            config, geometry, open_backend=pool.open, scans=scan_folder(config), on_scanned=view.on_scanned
-        )
+            config, geometry, open_backend=pool.open, scans=scan_folder(config), on_scanned=view.on_scanned,
+            saves_scans=runtime.local_rank == 0,
+        )  # fmt: skip
         if runtime.is_main:
             runtime.barrier()
     for backend in pool.opened:

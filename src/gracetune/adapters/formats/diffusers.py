@@ -38,6 +38,7 @@ from gracetune.models.registry import KEY_MAPS
 
 HEADER_ENTRY = "lora_adapter_metadata"
 _REPEATS, _NESTED = re.compile(r"[*+{]|(?<!\()\?"), re.compile(r"\)[*+{?]")
+"""A quantifier (not the ? of a group's options), and a quantifier behind a group."""
 _WITH_PLAIN_ALPHA = ("LOKR", "LOHA")
 """PEFT's adapter types whose configs have the key `alpha` instead of `lora_alpha`."""
 _MOST_REPEATS, _LONGEST_PATTERN = 2, 2_000
@@ -164,7 +165,7 @@ def alpha_lookup_in(metadata: Mapping[str, str], component: str) -> AlphaLookup 
 
     def alpha_or_scale(path: str, rank: int | None) -> float:
         value = checked_alpha(alpha_of(path), " in the header")
-        if rank is None:
+        if rank is None:  # the scale of an undecomposed LoKr instead (`reading.AlphaLookup`)
             return value / _checked_rank(rank_of(path))
         return value * (math.sqrt(rank) if rank_stabilised else 1.0)
 

@@ -31,8 +31,9 @@ class Closable(Protocol):
 class InMemoryBackend(Storage):
     """A backend for staged files. `gracetune.data.backend.Backend` describes its methods; `open_backend` creates one.
 
-    `read` of an uncompressed file returns a view of the staged memory, which stays valid after `close`. A file that
-    could not be read during staging is listed like the others, and `read` raises an error with the reason.
+    `read` returns a view of the staged memory, which stays valid after `close`, or a decompressed copy if the file is
+    stored compressed. A file that could not be read during staging is listed like the others, and `read` raises an
+    error with the reason. `left_out` is for a backend without a `report`, which has its own.
     """
 
     def __init__(

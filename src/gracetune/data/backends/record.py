@@ -2,7 +2,7 @@
 
 A backend is one file with two parts: a subclass of `gracetune.data.backends.storage.Storage`, which implements the
 interface `gracetune.data.backend.Backend`, and a `DatasetBackend` record. Built-in backends are found through
-`registry`; others come from installed packages (docs/extending.md).
+`gracetune.config.registry.BACKENDS`; others come from installed packages (docs/extending.md).
 """
 
 from __future__ import annotations

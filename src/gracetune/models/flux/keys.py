@@ -2,6 +2,7 @@
 
 ComfyUI also supports diffusers' own paths for this family and slices the fused matrices itself, so that an adapter on
 the query alone stays on the query alone. kohya's scripts use the names of the fused matrices.
+`gracetune.models.keys.KeyMap` describes the fields.
 """
 
 from __future__ import annotations

@@ -177,8 +177,11 @@ _PAIR: Final = re.compile(rf"""(?<![\w.-])([\w.-]{{1,80}}+)(["']?\ {{0,3}}[=:]\ 
 """`NAME=value`, `"name": "value"`, `--name=value`."""
 _FLAG: Final = re.compile(rf"(?<![\w.-])(--[\w.-]{{1,80}}+)(\ {{1,3}}){_VALUE}")
 """`--name value`."""
-_PLACEHOLDER: Final = re.compile(r"""["']?(?:[.…<>*-]*|\$\{?\w+\}?|\(hidden\)?|null|true|false|None|True|False)["']?""")
-"""Values that are not secrets: `...`, `<>`, `$HF_TOKEN`, `null`, and what is already hidden."""
+_PLACEHOLDER: Final = re.compile(
+    r"""["']?(?:[.…<>*-]*|\$[A-Z_][A-Z0-9_]*|\$\{[A-Za-z_]\w*\}?|\(hidden\)?|null|true|false|None|True|False)["']?"""
+)
+"""Values that are not secrets: `...`, `<>`, `$HF_TOKEN`, `${hf_token}`, `null`, and what is already hidden. A variable
+without braces is in upper case, because a password can begin with `$`."""
 _TOKEN: Final = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[opsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
     r"|\bAKIA[0-9A-Z]{16}|\bxox[a-z]-[\w-]{10,}|\bglpat-[\w-]{16,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
@@ -202,8 +205,8 @@ def _redact_pair(found: re.Match[str]) -> str:
     return f"{name}{sign}{mark}{HIDDEN}{mark}"
 
 
-# A name is split into words at case changes, digits and punctuation. It is secret if its words joined together end in
-# one of _SECRET_ENDINGS, or if its last word is one of _SECRET_WORDS.
+# A name is split into words at case changes, digits and punctuation. It is secret if its words joined together contain
+# "secret" or "password" or end in one of _SECRET_ENDINGS, or if its last word is one of _SECRET_WORDS.
 _SECRET_ENDINGS: Final = (
     "token", "password", "passwd", "passphrase", "credential", "credentials", "apikey", "accesskey", "secretkey",
     "privatekey", "accountkey", "authkey", "accesskeyid", "authorization", "signature", "connectionstring",
@@ -264,7 +267,7 @@ def _redacted(value: Any, name: str, redact_text: Callable[[str], str]) -> Any:
 def redact_value(text: str, name: str = "", redact_text: Callable[[str], str] = redact) -> str:
     """Redact a text value of the key `name`. The whole text may be a URL, even if it contains spaces."""
     if is_secret_name(name):
-        return HIDDEN if text.strip() and not _PLACEHOLDER.fullmatch(text) else text
+        return text if _PLACEHOLDER.fullmatch(text.strip()) else HIDDEN
     if _is_webhook_name(name):
         return redact_webhook(text) if text.strip() else text
     scheme, sign, rest = text.partition("://")
@@ -357,7 +360,8 @@ def _secrets_in(value: Any, name: str) -> Iterator[str]:
 
 def _secrets_in_text(text: str, name: str) -> Iterator[str]:
     if is_secret_name(name):
-        yield text.strip()
+        if not _PLACEHOLDER.fullmatch(text.strip()):
+            yield text.strip()
         return
     if _is_webhook_name(name):
         yield from _secrets_in_webhook(text)

@@ -121,6 +121,15 @@ def test_values_are_hidden_by_their_keys_whatever_they_are() -> None:
         "hub_token": HIDDEN, "password": HIDDEN, "secret": {"a": [HIDDEN, HIDDEN, None, True]}, "use_auth_token": True,
         "keep": [1, "x", None], "webhook_config": {"url": f"https://h/{HIDDEN}", "type": "discord"},
     }  # fmt: skip
+    assert redact_values({"password": "$ummer2024", "token": "${hf_token}"}) == {
+        "password": HIDDEN, "token": "${hf_token}",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("reference", ["$HF_TOKEN", "${HF_TOKEN}", " ${hf_token} "])
+def test_a_reference_to_a_variable_is_no_secret(reference: str) -> None:
+    assert Redactor({"hub_token": reference}).redact(f"{reference} is not set") == f"{reference} is not set"
+    assert redact_values({"hub_token": reference}) == {"hub_token": reference}
 
 
 def values_with(secret: str) -> list[Any]:

@@ -1,11 +1,10 @@
 """Converts any adapter to the nearest LoRA of a given rank, and reports the error.
 
-The result is exact (an SVD in float64) for small matrices, for every LoRA, LoCon and LoKr, and for LoHa of a small
-rank. The SVD of a product L R needs only the QR triangles of L and R; the singular vectors of a Kronecker product are
-Kronecker products of its factors' singular vectors. Larger matrices are first projected on a random subspace, which
-finds the leading vectors to many digits (randomized SVD with power iterations). The reported error is computed
-exactly or measured on the change; it is not an estimate. A change that must be built and does not fit into memory is
-rejected.
+The SVD is exact (in float64) for small matrices, for every LoRA, LoCon and LoKr, and for LoHa of a small rank. The SVD
+of a product L R needs only the QR triangles of L and R; the singular vectors of a Kronecker product are Kronecker
+products of its factors' singular vectors. Larger matrices are first projected on a random subspace, which finds the
+leading vectors to many digits (randomized SVD with power iterations). The reported error is computed exactly or
+measured on the change; it is not an estimate. A change that must be built and does not fit into memory is rejected.
 """
 
 from __future__ import annotations
@@ -47,18 +46,21 @@ def state_to_lora(
     weight: Callable[[str], Tensor | Sequence[int]],
 ) -> Conversion:
     """Convert all layers. `weight` returns the base weight at a path, or its shape if the change does not need it."""
+    sensor = HostSensor()
     layers: dict[str, Layer] = {}
     errors: dict[str, float] = {}
     missed_all = norm_all = 0.0
     for path, layer in state.layers.items():
-        layers[path], missed, norm = _converted(path, layer, rank, weight(path))
+        layers[path], missed, norm = _converted(path, layer, rank, weight(path), sensor)
         errors[path] = missed / norm if norm else 0.0
         missed_all, norm_all = math.hypot(missed_all, missed), math.hypot(norm_all, norm)
     converted = AdapterState(state.family, state.expert, layers, state.metadata)
     return Conversion(converted, errors, missed_all / norm_all if norm_all else 0.0)
 
 
-def _converted(path: str, layer: Layer, rank: int, weight: Tensor | Sequence[int]) -> tuple[Layer, float, float]:
+def _converted(
+    path: str, layer: Layer, rank: int, weight: Tensor | Sequence[int], sensor: HostSensor
+) -> tuple[Layer, float, float]:
     """The LoRA, the norm of what it misses, and the norm of the change."""
     bias = bias_delta(layer)
     if bias is not None and bool(bias.any()):
@@ -69,38 +71,44 @@ def _converted(path: str, layer: Layer, rank: int, weight: Tensor | Sequence[int
     if unfit is not None:
         hint = "give the model it was trained on; gracetune adapter verify shows what fits"
         raise ConfigError([Problem(path, unfit, "a layer of the base model's size", hint)])
+    diverged = Problem(
+        path, "a change beyond the range of numbers", "finite numbers",
+        "take an earlier checkpoint: the training run has diverged",
+    )  # fmt: skip
     try:
-        left, values, right, missed, norm = _decomposed(layer, rank, weight, shape)
+        left, values, right, missed, norm = _decomposed(layer, rank, weight, shape, sensor)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # LAPACK raises this for infinite values
-        hint = "take an earlier checkpoint: the training run has diverged"
-        raise ConfigError([Problem(path, "a change beyond the range of numbers", "finite numbers", hint)]) from None
-    return _lora_layer(left, values, right, shape), missed, norm
+        raise ConfigError([diverged]) from None
+    converted = _lora_layer(left, values, right, shape)
+    if not all(bool(tensor.isfinite().all()) for tensor in converted.tensors.values()):  # too large for fp32
+        raise ConfigError([diverged])
+    return converted, missed, norm
 
 
 def _decomposed(
-    layer: Layer, rank: int, weight: Tensor | Sequence[int], shape: torch.Size
+    layer: Layer, rank: int, weight: Tensor | Sequence[int], shape: torch.Size, sensor: HostSensor
 ) -> tuple[Tensor, Tensor, Tensor, float, float]:
     """Left vectors [out, r], values [r], right vectors [r, in * kernel], the norm of the residual, and the norm of the
     change."""
     record, rank = algorithm(layer.algorithm), min(rank, shape.numel())
     vectors = min(rank, shape[0], shape[1:].numel()) * (shape[0] + shape[1:].numel())
-    _reject_too_large(vectors, shape, layer.algorithm)
+    _reject_too_large(vectors, shape, layer.algorithm, sensor)
     exact = None if needs_weight(layer) else record.singular_vectors(layer.tensors, layer.scale, rank)
     if exact is not None:
         left, values, right, norm = exact
         return left, values, right, math.sqrt(max(0.0, norm**2 - float(values.square().sum()))), norm
-    _reject_too_large(shape.numel(), shape, layer.algorithm)
+    _reject_too_large(shape.numel(), shape, layer.algorithm, sensor)
     change = _change(layer, weight, shape).flatten(1).double()
     left, values, right = _leading(change, rank)
     return left, values, right, float((change - (left * values) @ right).norm()), float(change.norm())
 
 
-def _reject_too_large(numbers: int, shape: torch.Size, kind: str) -> None:
+def _reject_too_large(numbers: int, shape: torch.Size, kind: str, sensor: HostSensor) -> None:
     """Raise `ConfigError` if this would exceed the free memory: otherwise the kernel would kill the process.
 
     `numbers` is the element count of the largest matrices.
     """
-    needed, free = numbers * _BYTES_PER_ELEMENT, HostSensor().read().headroom
+    needed, free = numbers * _BYTES_PER_ELEMENT, sensor.read().headroom
     if free is None or needed <= free:
         return
     found = f"a {kind} of {shape[0]:,} x {shape[1:].numel():,}: about {format_bytes(needed)} to decompose it"

@@ -46,7 +46,7 @@ def run(machine: Machine, sizes: OptimBenchSizes | None = None) -> list[BenchRow
 
 
 def lora_shapes(parameters: int) -> Iterator[tuple[int, int]]:
-    """Shapes of a LoRA's matrices, block after block, up to `parameters` elements."""
+    """Shapes of a LoRA's matrices, block after block, until they have at least `parameters` elements."""
     total = 0
     while True:
         for inputs, outputs in _BLOCK:
@@ -72,8 +72,8 @@ def rows(device: torch.device, sizes: OptimBenchSizes) -> Iterator[BenchRow]:
         parameter.grad = torch.randn(parameter.shape, device=device, generator=generator).mul_(1e-3)
     adamw = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     automagic = Automagic([(str(at), parameter) for at, parameter in enumerate(parameters)])
-    first = [_first_ms(optimizer, device) for optimizer in (adamw, automagic)]
-    before = _peak(device)
+    first = [_ms(optimizer.step, device) for optimizer in (adamw, automagic)]
+    held = _begin_peak(device)  # parameters, gradients and the state of both optimizers
     times = _in_turns(adamw, automagic, parameters, device, sizes)
     theirs, ours = (median(some) for some in zip(*times, strict=True))
     ratio = median(own / other for other, own in times)
@@ -91,7 +91,12 @@ def rows(device: torch.device, sizes: OptimBenchSizes) -> Iterator[BenchRow]:
         detail,
     )
     if on_gpu:
-        yield BenchRow("extra_memory", (_peak(device) - before) / 2**20, "MiB", detail="at the peak of both steps")
+        yield BenchRow(
+            "extra_memory",
+            (_peak(device) - held) / 2**20,
+            "MiB",
+            detail="beyond both states, at the peak of both steps",
+        )
 
 
 def _in_turns(
@@ -112,10 +117,6 @@ def _in_turns(
     return times
 
 
-def _first_ms(optimizer: Optimizer, device: torch.device) -> float:
-    return _ms(optimizer.step, device)
-
-
 def _ms(work: Callable[[], object], device: torch.device) -> float:
     """Wall time until the device has finished. Launching kernels is part of a step's cost."""
     _wait(device)
@@ -132,12 +133,18 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _peak(device: torch.device) -> int:
-    """Peak bytes since the last call."""
+def _begin_peak(device: torch.device) -> int:
+    """Bytes in use now. `_peak` counts from here on."""
     import torch
 
     if device.type != "cuda":
         return 0
-    peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return peak
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device) -> int:
+    """Peak bytes since `_begin_peak`."""
+    import torch
+
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -147,7 +147,7 @@ def _options(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _step_into(node: Mapping[str, Any], step: str | int) -> Mapping[str, Any] | None:
     if isinstance(step, str):
-        found = node.get("properties", {}).get(step)
+        found = node.get("properties", {}).get(step, node.get("additionalProperties"))
         return found if isinstance(found, Mapping) else None
     fixed = node.get("prefixItems", [])
     found = fixed[step] if step < len(fixed) else node.get("items")
@@ -215,7 +215,11 @@ def _digits(limit: float) -> str:
     return f"{limit:,.0f}" if limit >= 10_000 else f"{limit:g}"
 
 
-_LEADING_NUMBER = re.compile(r"\s*([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)")
+_NUMBER = re.compile(
+    r"\s*([-+]?(?:\d{1,3}(?:[,_]\d{3})+(?![\d,_])|\d+)?(?:\.\d*)?(?<=[\d.])(?:[eE][-+]?\d+)?)\s*(?:[A-Za-z]{2,}\s*)?"
+)
+"""A number, perhaps with separators between thousands, and with a unit of two letters or more. One letter may mean a
+factor, as in `10k`."""
 _TRUE, _FALSE = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off")
 
 
@@ -251,7 +255,7 @@ def _section_meant(found: Any, options: list[Mapping[str, Any]]) -> str | None:
     fields, required = section["properties"], section.get("required", [])
     if not isinstance(found, str):
         return next((f"{{{name}: {number}}}" for name in _USUAL_NUMBERS if name in fields
-                     and (number := _number_meant(found, fields[name])) is not None), None)  # fmt: skip
+                     and (number := _one_meant(found, _options(fields[name]))) is not None), None)  # fmt: skip
     for name, field in fields.items():
         if found.lower() in _choices(field):
             return f"{{{name}: {found.lower()}}}"
@@ -276,8 +280,7 @@ _USUAL_NUMBERS = ("max_steps", "every_steps", "rank", "lr")
 """What a number stands for that is written instead of a section, such as `training: 500`."""
 
 
-def _number_meant(found: float, field: Mapping[str, Any]) -> str | None:
-    options = _options(field)
+def _one_meant(found: Any, options: list[Mapping[str, Any]]) -> str | None:
     kinds = [str(option.get("type", "")) for option in options]
     return next((text for kind in kinds if (text := _meant(kind, found, options)) is not None), None)
 
@@ -308,7 +311,7 @@ def _meant(kind: str, found: Any, options: list[Mapping[str, Any]]) -> str | Non
         number = _number(found)
         if number is None or (kind == "integer" and not number.is_integer()) or not _within(number, options):
             return None
-        return f"{int(number)}" if number.is_integer() else f"{number:g}"
+        return f"{int(number)}" if number.is_integer() else f"{number:.15g}"
     if kind == "string" and isinstance(found, bool | int | float):
         return f'"{describe(found)}"'
     if kind == "string" and isinstance(found, str) and options[0].get("format") == "file-name":
@@ -316,15 +319,35 @@ def _meant(kind: str, found: Any, options: list[Mapping[str, Any]]) -> str | Non
     if kind == "boolean":
         word = str(found).strip().lower()
         return "true" if word in _TRUE else "false" if word in _FALSE else None
-    return f"[{found}]" if kind == "array" and isinstance(found, str | int | float) else None
+    return _list_meant(found, options) if kind == "array" and isinstance(found, str | int | float) else None
+
+
+def _list_meant(found: Any, options: list[Mapping[str, Any]]) -> str | None:
+    """The list whose only item was written without brackets, or whose items have commas between them. None if such an
+    item is not allowed, or if the list has a fixed length."""
+    items = next((_options(option["items"]) for option in options if isinstance(option.get("items"), Mapping)), [])
+    if not isinstance(found, str):
+        only = _one_meant(found, items)
+        return None if only is None else f"[{only}]"
+    allowed = _choices({"anyOf": items})
+    parts = [part for one in found.split(",") if (part := one.strip())]
+    if allowed and parts:
+        near = [part if part in allowed else nearest(part, allowed) for part in parts]
+        return None if None in near else one_line_yaml(near)
+    if any(one.get("type") == "string" for one in items):
+        return one_line_yaml([found] if set("()[]{}") & set(found) else parts) if parts else None
+    section = _section_meant(found, items)
+    meant = [_one_meant(part, items) for part in parts] if section is None else [section]
+    return None if None in meant or not meant else f"[{', '.join(map(str, meant))}]"
 
 
 def _number(found: Any) -> float | None:
-    """Return the number that a value is or begins with (`8.0`, `"200GB"`), or None."""
+    """Return the number that a value is (`8.0`, `"1,000"`) or has before a unit (`"200GB"`), or None."""
     if isinstance(found, bool) or not isinstance(found, str | int | float):
         return None
-    match = _LEADING_NUMBER.match(str(found))
-    number = float(match[1]) if match else math.inf
+    match = _NUMBER.fullmatch(str(found))
+    digits = re.sub("[,_]", "", match[1]) if match else ""
+    number = float(digits) if re.search(r"\d", digits) else math.inf
     return number if abs(number) < 1e15 else None
 
 

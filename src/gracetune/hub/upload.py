@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any, Final
 from gracetune.hub.access import HubAccess, unreachable_errors, why, without_bars
 from gracetune.storage.atomic import link_or_copy
 from gracetune.storage.os_errors import explain
+from gracetune.storage.transfer import RetryPolicy
 
 Report = Callable[[str], None]
-_ATTEMPTS: Final = 3
 _PINNED: Final = ".uploads"
 """The subfolder of the run folder with links to files that still have to be uploaded."""
 
@@ -38,14 +39,15 @@ class HubUploads:
     """
 
     def __init__(
-        self, repo: str, folder: Path, access: HubAccess, *, private: bool, card: str, report: Report, warn: Report
-    ) -> None:
+        self, repo: str, folder: Path, access: HubAccess, *, private: bool, card: str, report: Report, warn: Report,
+        retry_policy: RetryPolicy = RetryPolicy(attempts=3),  # noqa: B008 - frozen
+    ) -> None:  # fmt: skip
         """`folder` is the run folder, where files are pinned. `card` becomes the README of a repository without one.
 
         `report` and `warn` are also called from the background thread.
         """
         self._repo, self._folder, self._access, self._private, self._card = repo, folder, access, private, card
-        self._report, self._warn = report, warn
+        self._report, self._warn, self._retry_policy = report, warn, retry_policy
         self._waiting: queue.Queue[Upload | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._count = 0
@@ -102,9 +104,9 @@ class HubUploads:
                 self._warn(f"push_to_hub: {names} could not be uploaded to {self._repo} ({failed}); by hand: {command}")
 
     def _attempt(self, upload: Upload) -> str | None:
-        """Upload in up to three attempts. Returns the reason of the last failure, or None on success."""
-        failed = None
-        for _ in range(_ATTEMPTS):
+        """Upload in several attempts. Returns the reason of the last failure, or None on success."""
+        pauses = self._retry_policy.pauses()
+        while True:
             try:
                 with without_bars():
                     self._make_repo()
@@ -112,7 +114,10 @@ class HubUploads:
                 return None
             except _failures() as error:
                 failed = why(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-        return failed
+            pause = next(pauses, None)
+            if pause is None:
+                return failed
+            time.sleep(pause)
 
     def _make_repo(self) -> None:
         url = self._api().create_repo(self._repo, private=self._private, exist_ok=True)

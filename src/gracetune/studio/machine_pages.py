@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +30,8 @@ TOLERANCE = 0.05
 """That of `gracetune baseline compare`."""
 MOST_BASELINES = 200
 LARGEST_BASELINE = 32 << 20
+MOST_FOLDERS = 20_000
 _DEPTH = 5
-_MOST_FOLDERS = 20_000
 _SKIPPED = frozenset({"cache", "checkpoints", "samples", "logs", "report", "node_modules"})
 
 
@@ -54,7 +56,8 @@ def baselines(root: Path) -> dict[str, Any]:
     """All baselines by name and date, and the comparison of each with the one before it of the same name."""
     found: list[tuple[Path, Baseline]] = []
     unreadable = []
-    for path in _folders(root):
+    search = _Search()
+    for path in search.folders(root):
         shown = str(path.relative_to(root))
         try:
             if (path / FILE).stat().st_size > LARGEST_BASELINE:
@@ -68,6 +71,7 @@ def baselines(root: Path) -> dict[str, Any]:
         "baselines": [_row(str(path.relative_to(root)), one) for path, one in found],
         "comparisons": [*_comparisons(root, found)],
         "unreadable": unreadable,
+        "incomplete": search.incomplete,
     }
 
 
@@ -103,25 +107,36 @@ def _row(shown: str, one: Baseline) -> dict[str, Any]:
     }
 
 
-def _folders(root: Path) -> Iterator[Path]:
-    """The folders with a baseline. Links and hidden folders are not followed."""
-    waiting, seen, yielded = [(str(root), 0)], 0, 0
-    while waiting and seen < _MOST_FOLDERS and yielded < MOST_BASELINES:
-        folder, depth = waiting.pop(0)
-        seen += 1
-        try:
-            with os.scandir(folder) as listed:
-                entries = sorted(listed, key=lambda entry: entry.name)
-        except OSError:  # a folder of another user, or one that was removed meanwhile
-            continue
-        for entry in entries:
-            if entry.name == FILE and entry.is_file(follow_symlinks=False):
-                yielded += 1
-                yield Path(folder)
+@dataclass
+class _Search:
+    """The search for the folders with a baseline."""
+
+    incomplete: str = ""
+    """Why not all folders were searched; empty if all were."""
+
+    def folders(self, root: Path) -> Iterator[Path]:
+        """The folders with a baseline, the least deep ones first. Links and hidden folders are not followed."""
+        waiting, seen, yielded = deque([(str(root), 0)]), 0, 0
+        while waiting:
+            if seen >= MOST_FOLDERS or yielded >= MOST_BASELINES:
+                limit = f"{MOST_FOLDERS:,} folders" if seen >= MOST_FOLDERS else f"{MOST_BASELINES} baselines"
+                self.incomplete = f"the search ended after {limit}; to find others, open a folder with fewer of them"
+                return
+            folder, depth = waiting.popleft()
+            seen += 1
+            try:
+                with os.scandir(folder) as listed:
+                    entries = sorted(listed, key=lambda entry: entry.name)
+            except OSError:  # a folder of another user, or one that was removed meanwhile
                 continue
-            is_searched = not entry.name.startswith(".") and entry.name not in _SKIPPED
-            if depth < _DEPTH and is_searched and entry.is_dir(follow_symlinks=False):
-                waiting.append((entry.path, depth + 1))
+            for entry in entries:
+                if entry.name == FILE and entry.is_file(follow_symlinks=False):
+                    yielded += 1
+                    yield Path(folder)
+                    continue
+                is_searched = not entry.name.startswith(".") and entry.name not in _SKIPPED
+                if depth < _DEPTH and is_searched and entry.is_dir(follow_symlinks=False):
+                    waiting.append((entry.path, depth + 1))
 
 
 def routes(studio: Studio) -> list[Route]:

@@ -7,6 +7,7 @@ cannot be changed in place (short forms, aliases, new list entries), it is writt
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,11 +45,16 @@ def with_values(text: str, changes: Mapping[Path, Any]) -> str | None:
         if before is None:
             return None
         wanted = _with_value(before, path, value)
-        if wanted == before:
+        if _is_same(wanted, before):
             continue
         edited = _in_place(text, path, value)
-        text = edited if edited is not None and sections_of(edited) == wanted else _written_anew(wanted)
+        text = edited if edited is not None and _is_same(sections_of(edited), wanted) else _written_anew(wanted)
     return text
+
+
+def _is_same(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether the values and their types are equal. To Python 2 equals 2.0, but a config may allow only one of them."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _written_anew(sections: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from gracetune.adapters.delta import apply, delta
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.adapters.svd import state_to_lora
 from gracetune.errors import ConfigError
+from gracetune.hostmem.sensors import HostSensor
 
 
 def to_lora(layer: Layer, rank: int, weight: Tensor | Sequence[int]) -> tuple[Layer, float]:
@@ -48,6 +49,25 @@ def best(change: Tensor, rank: int) -> float:
     """The lowest error that a LoRA of this rank can have (Eckart and Young)."""
     values = torch.linalg.svdvals(change.flatten(1).double())
     return float((values[rank:].square().sum() / values.square().sum()).sqrt())
+
+
+def test_a_product_beyond_fp32_is_rejected() -> None:
+    huge = {"lora_A.weight": torch.full((2, 9), 3e38), "lora_B.weight": torch.full((8, 2), 3e38)}
+    with pytest.raises(ConfigError, match="beyond the range of numbers"):
+        to_lora(Layer("lora", huge, 2.0, 2), 2, (8, 9))
+
+
+def test_free_memory_is_read_anew_by_one_sensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[HostSensor] = []
+
+    class Counted(HostSensor):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(svd, "HostSensor", Counted)
+    state_to_lora(AdapterState("wan", "", {"a": full(), "b": lokr()}), 2, lambda _path: (18, 20))
+    assert len(made) == 1
 
 
 class TestNearest:

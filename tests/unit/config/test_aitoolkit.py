@@ -58,7 +58,7 @@ config:
 def test_variables_are_put_into_the_text_itself(tmp_path: Path) -> None:
     document = job(datasets=dataset(folder_path="${DATA}/cats"), train={"steps": "${STEPS}"})
     path = write(
-        tmp_path, "# ${NOT_THIS_ONE}\n" + write(tmp_path, document).read_text().replace("'${STEPS}'", "${STEPS}")
+        tmp_path, "# ${NOT_THIS_ONE}, ${\n" + write(tmp_path, document).read_text().replace("'${STEPS}'", "${STEPS}")
     )
     config = load(path, environment=Environment({"DATA": "/mnt/data", "STEPS": "250"})).config
     assert config.datasets[0].path == "/mnt/data/cats"

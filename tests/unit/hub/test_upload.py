@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.hub.access import HubAccess
 from gracetune.hub.upload import HubUploads
+from gracetune.storage.transfer import RetryPolicy
 from gracetune.train.run_uploads import model_card
 from servers.hub import TOKEN, HubServer
 
@@ -30,8 +32,9 @@ def uploads(
 ) -> HubUploads:
     access = HubAccess.of(Environment.capture())
     return HubUploads(
-        repo, folder, access, private=private, card=card, report=stated.lines.append, warn=stated.warned.append
-    )
+        repo, folder, access, private=private, card=card, report=stated.lines.append, warn=stated.warned.append,
+        retry_policy=RetryPolicy(attempts=3, first_pause=0.05),
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -90,7 +93,9 @@ def test_a_failure_gives_a_command(hub: HubServer, tmp_path: Path, stated: Colle
     made.begin()
     (tmp_path / "a.txt").write_bytes(b"x")
     made.add([tmp_path / "a.txt"], below="checkpoint-5", message="m")
+    began = time.monotonic()
     made.drain()
+    assert time.monotonic() - began > 0.05 + 0.1
     first, second = stated.warned
     assert "cannot be created on the hub" in first
     assert "hf auth login" in first

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
+from gracetune.studio import machine_pages
 from gracetune.studio.machine_memory import MachineMemory
 from unit.baselines.sample_baselines import baseline
 from unit.studio.clients import client_of
@@ -31,6 +34,18 @@ def test_baselines_are_compared_with_the_one_before(tmp_path: Path) -> None:
     assert compared["regression"]
     assert {"name", "before", "after", "ratio", "verdict"} <= {*compared["rows"][0]}
     assert [one["path"] for one in found["unreadable"]] == ["broken"]
+    assert found["incomplete"] == ""
+
+
+def test_a_search_that_reaches_its_limit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        capture(tmp_path / name, 100.0)
+    for limit, words in (("MOST_BASELINES", "1 baselines"), ("MOST_FOLDERS", "1 folders")):
+        with monkeypatch.context() as changed:
+            changed.setattr(machine_pages, limit, 1)
+            found = machine_pages.baselines(tmp_path)
+        assert f"ended after {words}" in found["incomplete"]
+        assert len(found["baselines"]) == (limit == "MOST_BASELINES")
 
 
 def test_baselines_that_cannot_be_compared_say_why(tmp_path: Path) -> None:

@@ -146,6 +146,8 @@ def test_a_value_is_removed_or_the_text_is_written_anew() -> None:
     assert yaml.safe_load(short or "")["datasets"] == [{"id": "photos", "path": "photos", "repeats": 2}]
     second = with_values(NATIVE, {("datasets", 1, "path"): "more"})
     assert yaml.safe_load(second or "")["datasets"][1] == {"path": "more"}
+    whole = with_values(NATIVE.replace("rank: 8", "rank: 8.0"), {("adapter", "rank"): 8})
+    assert whole == NATIVE
     assert with_values("a: [", {("name",): "x"}) is None
     assert with_values(NATIVE, {("nothing", "here"): None}) == NATIVE
 

@@ -79,12 +79,22 @@ def _substituted_parts(text: str, environment: Environment, missing: dict[str, N
     """Yield the substituted text in parts, and add names that the environment does not have to `missing`."""
     end = 0
     in_comment = _COMMENT.match(text) is not None
-    while (start := text.find("${", end)) >= 0 and (close := text.find("}", start)) >= 0:
-        before, name, end = text[end:start], text[start + 2 : close], close + 1
+    while (start := text.find("${", end)) >= 0:
+        before = text[end:start]
         if "\n" in before:
             in_comment = _COMMENT.match(before, before.rindex("\n") + 1) is not None
-        found = environment.get(name) if name and not in_comment else None
-        if found is None and name and not in_comment:
+        if in_comment:
+            line_end = text.find("\n", start)
+            following = len(text) if line_end < 0 else line_end
+            yield text[end:following]
+            end = following
+            continue
+        close = text.find("}", start)
+        if close < 0:
+            break
+        name, end = text[start + 2 : close], close + 1
+        found = environment.get(name) if name else None
+        if found is None and name:
             missing[_shorten(name)] = None
         yield before
         yield text[start:end] if found is None else found
@@ -199,7 +209,7 @@ def _read_gh200_blocks(process: PeerBlock, config: PeerBlock) -> None:
 
 
 def _read_gracetune_block(process: PeerBlock, config: PeerBlock) -> None:
-    """Read the `gracetune` block. It comes last, because it overrides everything else."""
+    """Read the `gracetune` block, which overrides every other section. `device` below it sets nothing."""
     value = process.get(native.VERSION_KEY)
     if value is not None:
         native.read_block(value, process.key(native.VERSION_KEY), process.file, process.draft)

@@ -12,11 +12,12 @@ export function baselineCards(measured) {
   const all = measured.baselines ?? [];
   const unreadable = (measured.unreadable ?? []).length ? card("Unreadable baselines", {},
     el("ul", { class: "plain-list" }, measured.unreadable.map((/** @type {any} */ one) => el("li", null, el("code", null, one.path), `: ${one.why}`)))) : null;
+  const incomplete = measured.incomplete ? el("p", { class: "note" }, `Not all folders are shown: ${measured.incomplete}.`) : null;
   if (all.length === 0) {
     return [card("Baselines", {}, emptyState("No baselines yet", "A baseline records what a config costs on this machine, to compare with later.",
-      el("p", null, el("code", null, "gracetune baseline capture CONFIG")))), unreadable];
+      el("p", null, el("code", null, "gracetune baseline capture CONFIG")))), incomplete, unreadable];
   }
-  return [card("Baselines", { note: "what a config cost on this machine" }, baselineTable(all)), ...(measured.comparisons ?? []).map(comparison), unreadable];
+  return [card("Baselines", { note: "what a config cost on this machine" }, baselineTable(all)), ...(measured.comparisons ?? []).map(comparison), incomplete, unreadable];
 }
 
 /** @param {any[]} all */

@@ -42,7 +42,7 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a family on its tiny model: a minute on a CPU, nothing is downloaded. Exit code 1 if a check fails."""
+    """Check a model family on its tiny model, in about a minute on a CPU. Downloads nothing. Exit 1 on any failure."""
     if name not in FAMILIES:
         supported = ", ".join(FAMILIES)
         raise ConfigError([Problem("NAME", name, supported, nearest(name, FAMILIES) or FAMILIES[0])])

@@ -223,12 +223,12 @@ class OptimizerState(Section):
     """Full fine-tunes with AdamW only."""
 
     home: Literal["auto", "resident", "streamed"] = "auto"
-    """Where master weights and moments are. `resident` keeps them on the GPU, `streamed` in pinned host memory, from
-    where they pass through the GPU in every optimizer step; both keep the weights in bf16 on the GPU. `auto` trains
-    fp32 weights, with the optimizer's state beside them."""
+    """Where master weights and moments are kept. `resident` keeps them on the GPU. `streamed` keeps them in pinned host
+    memory and copies them through the GPU in every optimizer step. Both keep bf16 weights on the GPU. `auto` trains
+    fp32 weights, with the optimizer's usual state on the GPU."""
     precision: StatePrecision = "fp32"
-    """Precision of a `resident` or `streamed` state: 12, 8, 10 or 6 bytes for each parameter. A residual is what the
-    bf16 weight lacks of the fp32 master."""
+    """Precision of a `resident` or `streamed` state: 12, 8, 10 or 6 bytes for each parameter. A residual is the low 16
+    bits of the fp32 master, which the bf16 weight lacks."""
 
 
 class Optimizer(Section):
@@ -249,7 +249,7 @@ class Optimizer(Section):
     low_noise: AutomagicLimits = AutomagicLimits()
     """Limits of the low-noise expert."""
     state: OptimizerState = OptimizerState()
-    """Where the state of a full fine-tune is, and its precision."""
+    """Where a full fine-tune keeps its optimizer state, and in which precision."""
     rates_from: Name | None = None
     """Automagic only: the `optimizer.pt` of an ai-toolkit run whose learning rates a new run starts with."""
     options: Options = Field(default={})

@@ -44,7 +44,7 @@ class RunStarted(Event):
     )
     config: Annotated[Mapping[str, Any], "the resolved configuration"] = field(default_factory=dict)
     preparation_s: Annotated[
-        Mapping[str, float], "part -> its seconds, in order: what this process did before it trained"
+        Mapping[str, float], "seconds of each part of this process's preparation for training, in order"
     ] = field(default_factory=dict)
 
 
@@ -184,8 +184,8 @@ class LookAheadChanged(Event):
 @dataclass(frozen=True, kw_only=True)
 class MemorySampled(Event):
     """Memory in use at a step boundary, and the counters of the unified-memory layer and the caches. Written at a
-    process's first log step, at the first log step after an event that changes what memory holds or after 30 seconds,
-    and at the end."""
+    process's first log step, at the first log step after an event that changes memory use, at the first log step that
+    is 30 seconds or more after the previous sample, and at the end."""
 
     step: Annotated[int, "optimizer steps done"]
     used_bytes: Annotated[

@@ -3,10 +3,10 @@
     visits = visits_of(wanted_latents(index, encoder_id, folders))
     with load_resident([disk], visits, name="latents", role="latent_cache", kind="memory", resources=...) as store:
         for line in store.report.lines(): ...
-        entry = store.look_up(key) or store.read(key)   # views of the slab; from disk if the entry stayed there
+        entry = store.look_up(key) or store.read(key)   # `read` if the entry stayed on disk
 
-Treat the views as read-only: all ranks of a machine may share the slab. `BatchSource` is their only reader, and it
-copies.
+`look_up` returns views of the slab. Treat them as read-only: all ranks of a machine may share it. `BatchSource` is
+their only reader, and it copies.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ResidentStore:
         return self._slab if isinstance(self._slab, ManagedSlab) else None
 
     def read(self, key: Key) -> Entry:
-        """Read an entry from disk, even if it is in memory. The result is page-locked if a GPU will copy it."""
+        """Read an entry from disk, even if it is in memory. The result is page-locked if the run has a GPU."""
         began = time.perf_counter()
         entry = self._from_disk(key)
         if self._pin:

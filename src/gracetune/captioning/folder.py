@@ -1,4 +1,5 @@
-"""Caption the images of a folder. Each caption is written atomically beside its image; existing files stay as they are.
+"""Caption the images of a folder and its subfolders. Each caption is written atomically beside its image; existing
+caption files stay as they are.
 
 To continue a command that was killed, run it again: images that have a caption are skipped.
 """
@@ -65,7 +66,10 @@ class CaptionedFolder:
 
 
 def plan_captions(folder: Path) -> CaptionTask:
-    """Find the images without a caption. Raises ConfigError if there are no images."""
+    """Find the images without a caption, in subfolders too. Raises ConfigError if it is no folder or has no images.
+
+    Hidden files and folders are left out.
+    """
     status = inspect_path(folder)
     if status.kind != "folder":
         problem = Problem("FOLDER", f"{folder}, {status.words}", "a folder of images", "check the spelling")
@@ -139,6 +143,7 @@ def _write(
 
 
 def _with_trigger(text: str, trigger: str | None, style: Style) -> str:
+    trigger = (trigger or "").strip()
     if style == "tags" and trigger:
         tags = [tag for tag in text.split(", ") if tag.lower() != trigger.lower()]
         return ", ".join([trigger, *tags])

@@ -301,7 +301,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _invoke(arguments: list[str], session: Session | None, *, as_json: bool) -> int:
-    """Run a command. Returns its exit code. A usage error is printed on stderr, and with --json on stdout too."""
+    """Run a command. Returns its exit code. A usage error is printed on stderr, and with --json on stdout too.
+
+    Other errors are raised; `start` and `start_bare` print them.
+    """
     try:
         code = app(args=arguments, obj=session, standalone_mode=False)
     except UsageError as error:

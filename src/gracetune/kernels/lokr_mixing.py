@@ -56,7 +56,10 @@ def mixed(small: Tensor, rows: Tensor) -> Tensor:
 
 
 def mixed_at_once(small: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
-    """The same with a bias [p k], launched directly instead of through torch.compile."""
+    """The same with a bias [p k], for the body of a custom operator.
+
+    Compiled graphs call that operator, and the compiler does not look into it, so the kernel is launched directly.
+    """
     return _launch(_mix, small, rows, bias)
 
 

@@ -106,7 +106,10 @@ def thin(left: Tensor, right: Tensor) -> Tensor:
 
 
 def thin_at_once(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    """The same with a bias [m], launched directly instead of through torch.compile."""
+    """The same with a bias [m], for the body of a custom operator.
+
+    Compiled graphs call that operator, and the compiler does not look into it, so the kernel is launched directly.
+    """
     return _launch(_multiply, left, right, bias)
 
 

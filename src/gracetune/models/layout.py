@@ -52,7 +52,8 @@ def part_config(source: ModelSource, component: str, cls: type[Any]) -> dict[str
         raise ConfigError([Problem(f"the {component}'s class", str(named), cls.__name__, hint, file)])
     quantized = config.get("quantization_config")
     if quantized is not None:
-        found = f"weights quantized by {quantized.get('quant_method', 'an unnamed method')}"
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        found = f"weights quantized by {method or 'an unnamed method'}"
         hint = "use the model's unquantized weights, and --set model.base_precision=fp8 to store them in 8 bits"
         raise ConfigError([Problem("quantization_config", found, "unquantized weights", hint, file)])
     parameters = inspect.signature(cls.__init__).parameters

@@ -52,8 +52,9 @@ def about_other_programs(layout: AdapterState, checkpoints: Checkpoints) -> tupl
 def _as_written(layout: AdapterState, name: FormatName) -> AdapterState:
     """The layers as the file stores them for other programs.
 
-    Some formats store DoRA's magnitudes relative to the base weights (`output.for_format`). A format that keeps
-    everything also stores layers that no program loads, for further training; they are left out here.
+    Only names and shapes count here. Some formats store DoRA's magnitudes relative to the base weights, under another
+    name (`by_base`); `output.for_format` converts the values. A format that keeps everything also stores layers that no
+    program loads, for further training; they are left out here.
     """
     if FORMATS[name].keeps_all:
         return without_unloadable_layers(layout)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from gracetune.captioning.caption_model import CaptionModel, GeneratedCaption, open_caption_model, tidied
-from gracetune.captioning.kinds import KINDS
+from gracetune.captioning.folder import CaptionedFolder, plan_captions, write_captions
+from gracetune.captioning.kinds import KINDS, Style
 from gracetune.cli.data import app
 from gracetune.errors import ConfigError
 from gracetune.hub.access import HubAccess
@@ -126,6 +127,15 @@ class TestFolder:
     def test_tags_begin_with_the_trigger(self, photos: Path, captioners: Captioners) -> None:
         caption(photos, "--model", captioners("qwen3_vl"), "--style", "tags", "--trigger", "sks")
         assert all(text.startswith("sks, ") for text in texts(photos).values())
+
+    def test_a_blank_trigger_is_none(self, photos: Path) -> None:
+        class Tagger:
+            def captions(self, images: Sequence[Image.Image], style: Style) -> list[GeneratedCaption]:
+                return [GeneratedCaption("dog, grass", cut=False)] * len(images)
+
+        result = CaptionedFolder()
+        write_captions(plan_captions(photos), Tagger(), "tags", trigger=" ", batch=9, result=result)
+        assert {*texts(photos).values()} == {"dog, grass\n"}
 
     def test_existing_files_stay(self, photos: Path, captioners: Captioners) -> None:
         (photos / "a.txt").write_text("mine")

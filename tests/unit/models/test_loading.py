@@ -287,10 +287,10 @@ def test_another_class_than_the_config_says(unet_folder: Path) -> None:
         load_component(source_of(unet_folder), "unet", WanTransformer3DModel, PartPlacement(CPU, torch.float32))
 
 
-def test_quantized_weights_are_rejected(unet_folder: Path) -> None:
+@pytest.mark.parametrize("quantized", [{"quant_method": "bitsandbytes"}, "bitsandbytes"])
+def test_quantized_weights_are_rejected(unet_folder: Path, quantized: object) -> None:
     file = unet_folder / "unet" / "config.json"
-    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
     with pytest.raises(ConfigError, match="quantized by bitsandbytes"):
         load_unet(unet_folder)
 

@@ -309,3 +309,14 @@ def test_modules_continue_one_stream_of_numbers() -> None:
     assert not torch.equal(first, second)
     assert all(torch.equal(*pair) for pair in zip(two(0), (first, second), strict=True))
     assert not torch.equal(two(1)[0], first)
+
+
+def test_a_scale_that_is_one_number_gets_a_value() -> None:
+    class Gate(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.scale = (torch.nn.Parameter(torch.tensor(value)) for value in (0.0, 2.0))
+
+    built = TinyWeights(0).build(Gate)
+    assert 0 < abs(built.gate.item()) < 0.1
+    assert built.scale.item() != 2.0

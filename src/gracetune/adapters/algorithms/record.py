@@ -123,7 +123,8 @@ class Algorithm(ABC):
         raise NotImplementedError
 
     def changed(self, tensors: Tensors, weight: Tensor) -> Tensor:
-        """The change to this weight, not the changed weight. It is differentiable with respect to `tensors`."""
+        """The change to this weight, not the changed weight. No scale is applied to it. It is differentiable with
+        respect to `tensors`."""
         raise NotImplementedError
 
     def norm(self, tensors: Tensors, scale: float) -> float | None:

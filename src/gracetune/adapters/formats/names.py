@@ -55,6 +55,7 @@ class SplitKey:
     """A key, split into the part that names the layer and the tensor."""
 
     stem: str
+    """What is before the tensor's name, with prefixes. `$$` is a dot, and repeated dots or underscores are one."""
     tensor: str
     """The tensor's name in the records of the algorithms, such as `lora_A.weight`, `lokr_w1` or `alpha`. LoRA's
     matrices have the names A and B, however the file names them. PEFT's magnitudes of DoRA are `magnitude`."""

@@ -20,7 +20,7 @@ from gracetune.data.copies.archives import read_index, unpack_archive
 from gracetune.data.copies.errors import CopyError, DamagedPartError
 from gracetune.data.copies.folder import CopyFolder, CopyManifest, FinishedPart
 from gracetune.data.copies.layout import Part, kind_for, media_column
-from gracetune.data.copies.plan import UNPACKED_AT_ONCE, CopyPlan, part_file, wanted_columns
+from gracetune.data.copies.plan import UNPACKED_AT_ONCE, CopyPlan, fetched_file, part_file, wanted_columns
 from gracetune.data.copies.rows import FILE_NAME, FILTERED, METADATA, ROWS, PartWriter, cut_tile, passes, stem_of
 from gracetune.data.copies.sources import open_file
 from gracetune.data.copies.tables import (
@@ -220,7 +220,7 @@ class _Making:
         if local_file is not None:
             return local_file
         incoming = part_file(self._folder, part)
-        complete = incoming.with_suffix(".complete")
+        complete = fetched_file(self._folder, part)
         if not complete.exists():
             try:
                 transfer(complete, incoming, part.remote, self._source.ranges(part.path), requests,

@@ -54,15 +54,15 @@ class Copies:
         return [plan for plan in found if plan is not None]
 
     def check(self, plans: list[CopyPlan], memory_free: int | None = None) -> None:
-        """Raise CopyError if the copies do not fit. Copies on the same disk share its free space.
-
-        Each copy is compared with `memory_free` alone; the memory of several staged datasets is checked by staging.
-        """
+        """Raise CopyError if the copies do not fit. Copies on the same disk share its free space, and all that are
+        staged share `memory_free`."""
         taken: dict[int, int] = {}
+        staged = 0
         for plan in plans:
             device = _device(plan.folder.root)
             used_by_others = taken.get(device, 0)
-            plan.check(memory_free, used_by_others=used_by_others)
+            plan.check(memory_free, used_by_others=used_by_others, staged_by_others=staged)
+            staged += plan.staged
             taken[device] = used_by_others + plan.disk_needed
 
     def make(

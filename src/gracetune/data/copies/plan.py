@@ -44,7 +44,7 @@ class CopyPlan:
     to_fetch: int
     """Bytes to download."""
     received: int
-    """Bytes of unfinished files that an earlier start has downloaded. Not part of `to_fetch`."""
+    """Bytes of incomplete files that an earlier start has downloaded. Not part of `to_fetch`."""
     disk_needed: int
     """Bytes that the disk still has to store, with the parts that are there twice while they are unpacked."""
     disk_free: int | None
@@ -76,8 +76,11 @@ class CopyPlan:
             lines.append(f"about {format_bytes(self.staged)} of main memory to stage it (in_memory)")
         return lines
 
-    def check(self, memory_free: int | None = None, *, used_by_others: int = 0) -> None:
-        """Raise CopyError if the copy does not fit. Other copies will use `used_by_others` bytes of the same disk."""
+    def check(self, memory_free: int | None = None, *, used_by_others: int = 0, staged_by_others: int = 0) -> None:
+        """Raise CopyError if the copy does not fit.
+
+        Other copies will use `used_by_others` bytes of the same disk, and `staged_by_others` bytes of main memory.
+        """
         name, root = self.dataset.id, self.folder.root
         if self.disk_free is not None and self.disk_needed + used_by_others + RESERVE > self.disk_free:
             others = f" in addition to {format_bytes(used_by_others)} of other datasets" if used_by_others else ""
@@ -86,9 +89,13 @@ class CopyPlan:
             part = set_option(name, "local_copy.split", "train[:10%]")
             hint = f"choose a larger disk: {set_option(name, 'local_copy.folder', 'FOLDER')}; or a part: {part}"
             raise CopyError.of(name, found=found, expected="a disk with room for the copy", hint=hint)
-        needed = max(self.memory_needed, self.staged)
+        # Staging begins when everything is unpacked.
+        staged = self.staged + staged_by_others if self.staged else 0
+        needed = max(self.memory_needed, staged)
         if memory_free is not None and needed > memory_free:
-            found = f"{format_bytes(needed)} of main memory, where {format_bytes(memory_free)} is free"
+            with_others = staged_by_others and staged == needed
+            others = f" ({format_bytes(staged_by_others)} of it for other datasets)" if with_others else ""
+            found = f"{format_bytes(needed)} of main memory{others}, where {format_bytes(memory_free)} is free"
             hint = "type: local instead of in_memory, or a part of the dataset: local_copy.split"
             raise CopyError.of(name, found=found, expected="enough free main memory", hint=hint)
 
@@ -102,14 +109,16 @@ def plan_copy(dataset: Dataset, options: LocalCopy, folder: CopyFolder, hub: Hub
     if layout.format == "parquet":
         layout, facts = _look_into(dataset, options, source, layout)
     missing = tuple(_missing(folder, layout))
-    fetch = [part for part in missing if source.cached(part.path) is None]
+    downloads = [part for part in missing if source.cached(part.path) is None]
+    fetch = [part for part in downloads if not fetched_file(folder, part).exists()]
+    fetched = sum(part.remote.size or 0 for part in downloads) - sum(part.remote.size or 0 for part in fetch)
     incoming = {part.path: resumable_bytes(part_file(folder, part), part.remote) for part in fetch}
     to_fetch = sum((part.remote.size or 0) - incoming[part.path] for part in fetch)
     return CopyPlan(
         dataset, options, folder, source, _index_source(dataset, options, hub), layout, missing,
         to_fetch=to_fetch,
         received=sum(incoming.values()),
-        disk_needed=_disk_needed(layout, missing, options) - sum(incoming.values()),
+        disk_needed=_disk_needed(layout, missing, options) - sum(incoming.values()) - fetched,
         disk_free=_free(folder.root),
         memory_needed=0 if facts is None else facts.largest_group * UNPACKED_AT_ONCE,
         samples=_samples(dataset, layout, facts),
@@ -132,6 +141,11 @@ def part_file(folder: CopyFolder, part: Part) -> Path:
     """The path of a part while it is being transferred."""
     readable = part.path.rpartition("/")[2].encode()[-80:].decode(errors="ignore")
     return folder.incoming / f"{xxhash.xxh3_64_hexdigest(part.path.encode())}-{readable}.part"
+
+
+def fetched_file(folder: CopyFolder, part: Part) -> Path:
+    """The path of a part that is complete but not unpacked yet."""
+    return part_file(folder, part).with_suffix(".complete")
 
 
 def wanted_columns(dataset: Dataset, options: LocalCopy) -> dict[str, str]:

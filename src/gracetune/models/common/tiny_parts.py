@@ -71,9 +71,9 @@ def _random_values(name: str, parameter: torch.Tensor, generator: torch.Generato
         return _ROW_NORM * (1 + _NEAR_ONE * unit)
     if bool((parameter == 1).all()):
         return 1 + _NEAR_ONE * unit
-    if parameter.ndim == 1 and (name.endswith("bias") or bool((parameter == 0).all())):  # or a scale less one
+    if parameter.ndim <= 1 and (name.endswith("bias") or bool((parameter == 0).all())):  # or a scale less one
         return _NEAR_ZERO * unit
-    per_output = parameter.numel() // parameter.shape[0]
+    per_output = math.prod(parameter.shape[1:])
     return unit / math.sqrt(per_output)
 
 
@@ -125,7 +125,7 @@ def t5_encoder(weights: TinyWeights, vocabulary: int) -> T5EncoderModel:
 
 
 def clip_tokenizer(pad_token: str = "<|endoftext|>") -> CLIPTokenizer:
-    """CLIP's byte alphabet without merges: a text has one token per byte."""
+    """CLIP's byte alphabet without merges: a text has one token per byte, except for white space, which has none."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, *(f"{letter}</w>" for letter in alphabet), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {word: index for index, word in enumerate(words)}

@@ -42,11 +42,14 @@ _TURBO_SHIFT = 3.0
 
 
 class TurboPipeline(ZImagePipeline):
-    """The pipeline of the distilled flavour, which is sampled without guidance."""
+    """Marks the pipeline of the distilled flavour: `sample` uses no guidance with it unless the request sets some."""
 
 
 def inspect(source: ModelSource) -> ModelFacts:
-    """The facts of a Z-Image folder. ConfigError if it is incomplete or of another family."""
+    """The facts of a Z-Image folder. ConfigError if it is incomplete or of another family.
+
+    `model.flavour` of the config replaces this flavour (`fact_overrides`).
+    """
     pipeline_name(source, "z_image", PIPELINES)
     require_parts(source, _FILES)
     part_config(source, TRANSFORMER, ZImageTransformer2DModel)

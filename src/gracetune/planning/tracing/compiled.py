@@ -58,7 +58,10 @@ def run_compiled(
     block: nn.Module, call: BlockCall, trained: Collection[str] | None, linears: Collection[str],
     device: TracedDevice, budget: float = 1.0,
 ) -> CompiledRun:  # fmt: skip
-    """Partition a block whose layers `trained` are trained. None: everything is."""
+    """Partition a block whose layers `trained` are trained. None: everything is.
+
+    The tensors are fake ones on the CPU; `device` decides which operators the graph uses, as on that device.
+    """
     seen: list[CompiledRun] = []
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:

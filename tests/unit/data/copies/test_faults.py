@@ -142,6 +142,8 @@ def test_a_damaged_archive_names_the_member(hub: HubServer, tmp_path: Path) -> N
     assert "0.tar of hf://datasets/owner/pets: a damaged archive, at or after 000000.json" in stated
     assert "to fetch it again, remove" in stated
     assert not (folder_of(run).data / "unpacked/0").exists()
+    plan, = copies(run).plans()  # fmt: skip
+    assert plan.to_fetch <= len(tar(shard(1, 9)))  # 0.tar was fetched, though not unpacked
 
 
 def test_members_outside_the_archive_are_left_out(hub: HubServer, tmp_path: Path) -> None:

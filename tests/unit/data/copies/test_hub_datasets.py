@@ -333,6 +333,18 @@ def test_memory_that_is_too_small(hub: HubServer, tmp_path: Path) -> None:
     found.check(found.plans(), memory_free=10**9)
 
 
+def test_copies_that_are_staged_share_the_memory(hub: HubServer, tmp_path: Path) -> None:
+    hub.dataset(NAME, {"a.png": encoded_image(1)})
+    hub.dataset("owner/dogs", {"a.png": encoded_image(2)})
+    staged = {"type": "in_memory", "local_copy": {}}
+    found = copies(config(tmp_path, {"path": PETS, **staged}, {"path": "hf://datasets/owner/dogs", **staged}))
+    plans = found.plans()
+    total = sum(plan.staged for plan in plans)
+    found.check(plans, memory_free=total)
+    with pytest.raises(CopyError, match="of it for other datasets"):
+        found.check(plans, memory_free=total - 1)
+
+
 # -- offline ----------------------------------------------------------------------------------------------------------
 
 

@@ -324,7 +324,14 @@ def _meant(kind: str, found: Any, options: list[Mapping[str, Any]]) -> str | Non
 
 def _list_meant(found: Any, options: list[Mapping[str, Any]]) -> str | None:
     """The list whose only item was written without brackets, or whose items have commas between them. None if such an
-    item is not allowed, or if the list has a fixed length."""
+    item is not allowed, or if the list has a fixed length and these are not as many."""
+    fixed = next((option["prefixItems"] for option in options if "prefixItems" in option), None)
+    if fixed is not None:
+        given = found.split(",") if isinstance(found, str) else [found]
+        each = [
+            _one_meant(one.strip(), [item]) for one, item in zip(given, fixed, strict=False) if isinstance(one, str)
+        ]
+        return None if None in each or not len(each) == len(given) == len(fixed) else f"[{', '.join(map(str, each))}]"
     items = next((_options(option["items"]) for option in options if isinstance(option.get("items"), Mapping)), [])
     if not isinstance(found, str):
         only = _one_meant(found, items)

@@ -60,7 +60,7 @@ _TABLE: dict[tuple[Role, ProfileName], MemoryPlacement] = {
         "pinned_host", True, "idle most of the time; copied from pinned memory"
     ),
     ("cold_weights", "integrated"): _ONE_POOL,
-    # Offloading of optimizer state is not implemented, so the planner must not count on it.
+    # Streamed state (`optimizer.state`) is placed by the optimizer itself (`optim.state_streams`).
     ("optimizer_state", "superchip"): MemoryPlacement("device", False, "read and written in every step"),
     ("optimizer_state", "discrete"): MemoryPlacement("device", False, "read and written in every step"),
     ("optimizer_state", "integrated"): _ONE_POOL,

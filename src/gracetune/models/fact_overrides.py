@@ -7,6 +7,7 @@ from dataclasses import replace
 from gracetune.config.families import find_flavour, flavours
 from gracetune.config.rules import distilled_problem
 from gracetune.config.run_config import RunConfig
+from gracetune.config.spelling import nearest
 from gracetune.diffusion.schedule import Ddpm, Prediction
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.registry import FOOTPRINTS, GEOMETRIES
@@ -62,7 +63,9 @@ def check_distilled(config: RunConfig, spec: ModelSpec, source: ModelSource, fac
     broken = distilled_problem(config, flavour)
     if broken is not None:
         others = [one.name for one in flavours(facts.family) if not one.distilled]
-        otherwise = (f"; if they are not distilled, --set model.flavour={one}" for one in others[:1])
+        likely = nearest(flavour.name, others)  # klein-base-9b for klein-9b
+        chosen = others[:1] if likely is None else [likely]
+        otherwise = (f"; if they are not distilled, --set model.flavour={one}" for one in chosen)
         hint = "".join([broken.hint, *otherwise])
         raise ConfigError([Problem(".".join(map(str, broken.path)), broken.found, broken.expected, hint)])
     if shown is None or flavour.distilled or not shown.distilled:

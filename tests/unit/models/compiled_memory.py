@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 @torch.library.custom_op("gracetune_tests::attention", mutates_args=())
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("gracetune_tests::attention_backward", mutates_args=())
@@ -39,7 +39,7 @@ def _attention_backward(
 
 
 _attention.register_fake(
-    lambda query, key, value: (query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32))
+    lambda query, key, value: (torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32))
 )
 _attention_backward.register_fake(
     lambda gradient, query, key, value, output, rows: (

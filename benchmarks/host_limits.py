@@ -8,6 +8,7 @@ python benchmarks/host_limits.py --output benchmarks/results/host-limits-NAME.js
     hostile    every hostile config file of tests/unit/config
     inspect    `adapter inspect` of a LoHa of rank 128 with 320 layers of 5120 x 5120, 1.7 GB
     storm      the storm lane of `make test-full`
+    demo       `gracetune demo` on one core
 
 The machine should be idle; the result has the load averages before and after. Details state CPU time beside wall time.
 All take about half an hour on two cores. `--only NAME` measures one and replaces its rows in an existing result.
@@ -214,6 +215,15 @@ def storm_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
     yield BenchRow("storm_lane", minutes, "min", "<= 6", done.returncode == 0 and minutes <= 6, detail)
 
 
+def demo_rows(folder: Path, machine: Machine) -> Iterator[BenchRow]:
+    command = ["taskset", "-c", "0", sys.executable, "-m", "gracetune", "demo", "--output", str(folder / "demo")]
+    began, before = time.perf_counter(), os.times()
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    seconds, after = time.perf_counter() - began, os.times()
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    yield BenchRow("demo", seconds, "s", detail=f"on one core; {spent:.0f} s of CPU")
+
+
 PARTS: Final[Mapping[str, Callable[[Path, Machine], Iterator[BenchRow]]]] = {
     "start": starting_rows,
     "report": report_rows,
@@ -221,6 +231,7 @@ PARTS: Final[Mapping[str, Callable[[Path, Machine], Iterator[BenchRow]]]] = {
     "hostile": hostile_rows,
     "inspect": inspect_rows,
     "storm": storm_rows,
+    "demo": demo_rows,
 }
 
 

@@ -42,7 +42,7 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a model family on its tiny model, in about a minute on a CPU. Downloads nothing. Exit 1 on any failure."""
+    """Check a model family on its tiny model. Needs no GPU and downloads nothing. Exit 1 on any failure."""
     if name not in FAMILIES:
         supported = ", ".join(FAMILIES)
         raise ConfigError([Problem("NAME", name, supported, nearest(name, FAMILIES) or FAMILIES[0])])

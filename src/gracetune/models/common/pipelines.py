@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,17 @@ from transformers import AutoTokenizer
 from gracetune.cache.encoder import EncoderId, Prompt
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.common.encoding import TruncatedTexts, release
+from gracetune.models.common.sample_checks import size_of
 from gracetune.models.layout import TOKENIZER, read_config
 from gracetune.models.progress_bars import without_bars
 from gracetune.models.source import ModelSource, read_json
+from gracetune.models.spec import Sampled, SampleRequest
 
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
+
+UNGUIDED = 1.0
+"""`guidance` without an effect, in all families."""
 
 
 def assemble(cls: Any, source: ModelSource, parts: Mapping[str, Any], *, tokenizers: Iterable[str]) -> Any:
@@ -31,6 +37,30 @@ def assemble(cls: Any, source: ModelSource, parts: Mapping[str, Any], *, tokeniz
         pipeline = cls.from_pretrained(str(source.folder), local_files_only=True, **parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def generate_image(pipeline: Any, request: SampleRequest, **options: Any) -> Sampled:
+    """The image of a request. The caller has checked it; `options` are those of the family's pipeline."""
+    width, height = size_of(request)
+    output = pipeline(
+        width=width,
+        height=height,
+        num_inference_steps=request.steps,
+        generator=torch.Generator().manual_seed(request.seed),
+        **options,
+    )
+    return Sampled(frames=tuple(output.images))
+
+
+def guidance_from_zero(request: SampleRequest, *, distilled: bool) -> dict[str, Any]:
+    """`guidance_scale` of a pipeline that counts guidance from 0, where ours counts from 1. Distilled weights are not
+    guided unless the request sets some."""
+    guidance = UNGUIDED if request.guidance is None and distilled else request.guidance
+    if guidance is None:
+        return {}
+    if guidance <= UNGUIDED and request.negative_prompt:
+        warnings.warn(f"negative_prompt: no effect with guidance {guidance:g}", stacklevel=3)
+    return {"guidance_scale": max(0.0, guidance - UNGUIDED)}
 
 
 def load_tokenizer(source: ModelSource, part: str = "tokenizer", cls: Any = AutoTokenizer) -> Any:

@@ -11,6 +11,7 @@ from diffusers import FluxKontextPipeline
 from torch import Tensor, nn
 
 from gracetune.models.common.latent_packing import PATCH, pack, references_of, unpack
+from gracetune.models.common.pipelines import generate_image
 from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.spec import BlockRouting, ModelFacts, Sampled, SampleRequest
 from gracetune.models.token_routing import select_tokens
@@ -101,11 +102,4 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
         options["prompt"] = request.prompt
     else:
         options |= batched(pipeline, request.embeds)
-    output = pipeline(
-        width=width,
-        height=height,
-        num_inference_steps=request.steps,
-        generator=torch.Generator().manual_seed(request.seed),
-        **options,
-    )
-    return Sampled(frames=tuple(output.images))
+    return generate_image(pipeline, request, **options)

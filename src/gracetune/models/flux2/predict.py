@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gracetune.errors import Problem
 from gracetune.models.common.latent_packing import PATCH, pack, references_of, unpack
+from gracetune.models.common.pipelines import UNGUIDED, generate_image
 from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
@@ -58,7 +59,6 @@ def _caption_positions(caption: Tensor) -> Tensor:
 # -- generated images --------------------------------------------------------------------------------------------------
 
 
-UNGUIDED = 1.0
 _LEAST_SIDE, _MOST_STRETCHED = 64, 8
 """The pipelines reject a reference with a shorter side, or with a higher ratio of its sides."""
 
@@ -83,19 +83,10 @@ def _reference_sizes(request: SampleRequest) -> Iterator[Problem]:
 
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     _check(request, PATCH * pipeline.vae_scale_factor)
-    width, height = size_of(request)
     options: dict[str, Any] = {} if request.guidance is None else {"guidance_scale": request.guidance}
     if request.references:
         options["image"] = [*request.references]
-    output = pipeline(
-        width=width,
-        height=height,
-        num_inference_steps=request.steps,
-        generator=torch.Generator().manual_seed(request.seed),
-        **_texts(pipeline, request),
-        **options,
-    )
-    return Sampled(frames=tuple(output.images))
+    return generate_image(pipeline, request, **_texts(pipeline, request), **options)
 
 
 def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:

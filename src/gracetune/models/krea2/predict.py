@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from diffusers import Krea2Pipeline
 from torch import Tensor, nn
 
 from gracetune.models.common.latent_packing import PATCH, pack, unpack
+from gracetune.models.common.pipelines import generate_image, guidance_from_zero
 from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
@@ -39,10 +39,6 @@ def predict(
 # -- generated images --------------------------------------------------------------------------------------------------
 
 
-UNGUIDED = 1.0
-"""`guidance` without an effect, as for the other families. The pipeline counts from 0."""
-
-
 def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
     _check(request, facts.details["side_multiple"])
 
@@ -53,22 +49,8 @@ def _check(request: SampleRequest, multiple: int) -> None:
 
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     _check(request, PATCH * pipeline.vae_scale_factor)
-    width, height = size_of(request)
-    guidance = UNGUIDED if request.guidance is None and pipeline.config.is_distilled else request.guidance
-    options: dict[str, Any] = {}
-    if guidance is not None:
-        options["guidance_scale"] = max(0.0, guidance - UNGUIDED)
-        if guidance <= UNGUIDED and request.negative_prompt:
-            warnings.warn(f"negative_prompt: no effect with guidance {guidance:g}", stacklevel=2)
-    output = pipeline(
-        width=width,
-        height=height,
-        num_inference_steps=request.steps,
-        generator=torch.Generator().manual_seed(request.seed),
-        **_texts(pipeline, request),
-        **options,
-    )
-    return Sampled(frames=tuple(output.images))
+    guidance = guidance_from_zero(request, distilled=pipeline.config.is_distilled)
+    return generate_image(pipeline, request, **_texts(pipeline, request), **guidance)
 
 
 def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gracetune.errors import Problem
 from gracetune.models.common.latent_packing import PATCH, pack, references_of, unpack
+from gracetune.models.common.pipelines import generate_image
 from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.qwen_image.load import PIPELINES
 from gracetune.models.spec import BlockRouting, ModelFacts, Sampled, SampleRequest
@@ -89,20 +90,12 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     options: dict[str, Any] = {} if request.guidance is None else {"true_cfg_scale": request.guidance}
     stretched = bool(pipeline.scheduler.config.shift_terminal)
     _check(request, type(pipeline), PATCH * pipeline.vae_scale_factor, stretched=stretched)
-    width, height = size_of(request)
     if isinstance(pipeline, QwenImageEditPlusPipeline):
         options["image"] = list(request.references)
     elif not isinstance(pipeline, QwenImagePipeline):
         options["image"] = request.references[0]
     options |= _texts(pipeline, request)
-    output = pipeline(
-        width=width,
-        height=height,
-        num_inference_steps=request.steps,
-        generator=torch.Generator().manual_seed(request.seed),
-        **options,
-    )
-    return Sampled(frames=tuple(output.images))
+    return generate_image(pipeline, request, **options)
 
 
 def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from gracetune.models.common.pipelines import generate_image
 from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
@@ -45,18 +45,9 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     """Without a negative prompt the pipeline's configuration decides the unconditional embedding: zeros, for the
     base."""
     _check(request, pipeline.vae_scale_factor)
-    width, height = size_of(request)
     options: dict[str, Any] = {} if request.guidance is None else {"guidance_scale": request.guidance}
     options |= _texts(pipeline, request)
-    output = pipeline(
-        width=width,
-        height=height,
-        num_inference_steps=request.steps,
-        guidance_rescale=request.guidance_rescale,
-        generator=torch.Generator().manual_seed(request.seed),
-        **options,
-    )
-    return Sampled(frames=tuple(output.images))
+    return generate_image(pipeline, request, guidance_rescale=request.guidance_rescale, **options)
 
 
 def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.models.common.latent_packing import PATCH
+from gracetune.models.common.pipelines import generate_image, guidance_from_zero
 from gracetune.models.common.sample_checks import batched, reference_problems, reject, side_problems, size_of
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 from gracetune.models.z_image.load import TurboPipeline
@@ -47,10 +47,6 @@ def _captions(batch: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
 # -- generated images --------------------------------------------------------------------------------------------------
 
 
-UNGUIDED = 1.0
-"""`guidance` without an effect, as for the other families. The pipeline counts from 0."""
-
-
 def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
     _check(request, facts.details["side_multiple"])
 
@@ -61,22 +57,8 @@ def _check(request: SampleRequest, multiple: int) -> None:
 
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     _check(request, PATCH * pipeline.vae_scale_factor)
-    width, height = size_of(request)
-    guidance = UNGUIDED if request.guidance is None and isinstance(pipeline, TurboPipeline) else request.guidance
-    options: dict[str, Any] = {}
-    if guidance is not None:
-        options["guidance_scale"] = max(0.0, guidance - UNGUIDED)
-        if guidance <= UNGUIDED and request.negative_prompt:
-            warnings.warn(f"negative_prompt: no effect with guidance {guidance:g}", stacklevel=2)
-    output = pipeline(
-        width=width,
-        height=height,
-        num_inference_steps=request.steps,
-        generator=torch.Generator().manual_seed(request.seed),
-        **_texts(pipeline, request),
-        **options,
-    )
-    return Sampled(frames=tuple(output.images))
+    guidance = guidance_from_zero(request, distilled=isinstance(pipeline, TurboPipeline))
+    return generate_image(pipeline, request, **_texts(pipeline, request), **guidance)
 
 
 def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:

@@ -30,7 +30,7 @@ BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
 
 RECORDING_PYTHON = """#!/usr/bin/env bash
 case "$2" in
-    *runpy*) shift 2; printf '%s\\0' "$@" $'\\n' >>"$RECORDED" ;; # one write: some steps start several at once
+    *runpy*) shift 2; printf '%s\\0' "$@" >"$RECORDED/$$" ;; # a file each: some steps start several at once
     *) cat >/dev/null ;;
 esac
 """
@@ -88,11 +88,12 @@ def test_commands_of_a_step_are_understood(
     step: str, smoke: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python, recorded = tmp_path / "python", tmp_path / "recorded"
+    recorded.mkdir()
     python.write_text(RECORDING_PYTHON)
     python.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(python), "RECORDED": str(recorded), "SMOKE": smoke}
     subprocess.run(["bash", SESSION, step, tmp_path / "out"], env=environment, timeout=60, check=True)
-    commands = [line.removesuffix("\0").split("\0") for line in recorded.read_text().split("\n\0")[:-1]]
+    commands = [file.read_text().removesuffix("\0").split("\0") for file in recorded.iterdir()]
     assert commands
     for program, *arguments in commands:
         if program == "pytest":
